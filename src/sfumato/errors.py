@@ -1,0 +1,5 @@
+"""The one error that means "you can fix this": the command line prints it in one line and exits with 2."""
+
+
+class UserError(Exception):
+    """A mistake of the user's with its way out in the message; commands print it without a traceback and exit with 2."""

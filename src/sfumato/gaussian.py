@@ -1,0 +1,206 @@
+"""The Gaussian embedding: the only type that crosses a border in this package.
+
+It knows means, log variances, their scalar summaries, sampling, and a safe file format. It knows nothing of distances.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as safetensors_bytes
+from torch import Tensor
+
+from sfumato.files import write_atomically
+
+_FORMAT = "sfumato-embeddings-1"
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums over d are taken: float32 for half precision, the input's own otherwise."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianEmbedding:
+    r"""n diagonal Gaussians N(mean, diag(exp(log_var))) in d dimensions.
+
+    A deterministic embedding is the same type with variance 0, i.e. log_var = -inf: see :meth:`point`.
+
+    Args:
+        mean: (n, d) floating point.
+        log_var: (n, d) natural logarithm of the variance (sigma squared, not sigma); same shape, dtype and device.
+
+    Raises:
+        TypeError: an argument is not a floating point tensor.
+        ValueError: shapes, dtypes or devices differ, or the tensors are not two-dimensional.
+
+    Example:
+        >>> e = GaussianEmbedding(torch.zeros(1, 2), torch.log(torch.tensor([[1.0, 3.0]])))
+        >>> e.total_variance
+        tensor([4.])
+    """
+
+    mean: Tensor
+    log_var: Tensor
+
+    def __post_init__(self) -> None:
+        for name, value in (("mean", self.mean), ("log_var", self.log_var)):
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                came = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+                raise TypeError(f"GaussianEmbedding: {name} must be a floating point tensor, got {came}")
+            if value.ndim != 2:
+                raise ValueError(
+                    f"GaussianEmbedding: {name} must have shape (n, d), got {tuple(value.shape)};"
+                    " a single embedding is a batch of one: use x.unsqueeze(0)"
+                )
+        if self.mean.shape != self.log_var.shape:
+            raise ValueError(
+                f"GaussianEmbedding: mean {tuple(self.mean.shape)} and log_var {tuple(self.log_var.shape)} must have"
+                " the same shape; expand an isotropic variance with log_var.expand_as(mean)"
+            )
+        if self.mean.dtype != self.log_var.dtype or self.mean.device != self.log_var.device:
+            raise ValueError(
+                f"GaussianEmbedding: mean is {self.mean.dtype} on {self.mean.device}, log_var is {self.log_var.dtype}"
+                f" on {self.log_var.device}; move one with .to()"
+            )
+
+    @classmethod
+    def point(cls, mean: Tensor) -> "GaussianEmbedding":
+        """(n, d) means with variance 0: a deterministic embedding."""
+        return cls(mean, torch.full_like(mean, -math.inf))
+
+    @classmethod
+    def cat(cls, parts: Sequence["GaussianEmbedding"]) -> "GaussianEmbedding":
+        """Embeddings one after the other; at least one part, all with the same d, dtype and device."""
+        if not parts:
+            raise ValueError("GaussianEmbedding.cat: got no parts, expected at least one")
+        return cls(torch.cat([p.mean for p in parts]), torch.cat([p.log_var for p in parts]))
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: slice | Tensor) -> "GaussianEmbedding":
+        """Rows by slice, (k,) indices or (n,) mask. An integer is refused: a batch of one is a batch, use [i : i + 1]."""
+        if isinstance(index, Tensor) and index.ndim != 1 or not isinstance(index, Tensor | slice):
+            raise TypeError(f"GaussianEmbedding: index with a slice or a 1-D tensor (x[i : i + 1] for one row), got {index!r}")
+        return GaussianEmbedding(self.mean[index], self.log_var[index])
+
+    @property
+    def n(self) -> int:
+        """Number of embeddings."""
+        return self.mean.shape[0]
+
+    @property
+    def d(self) -> int:
+        """Number of dimensions."""
+        return self.mean.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of both tensors."""
+        return self.mean.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of both tensors."""
+        return self.mean.device
+
+    @property
+    def var(self) -> Tensor:
+        """(n, d) variances, exp(log_var)."""
+        return self.log_var.exp()
+
+    @property
+    def total_variance(self) -> Tensor:
+        """(n,) sum of the variances over d: the default scalar uncertainty (Chun 2024, section 3.4). Sums in float32 or better."""
+        return self.log_var.to(accumulation_dtype(self.dtype)).exp().sum(-1)
+
+    @property
+    def log_det(self) -> Tensor:
+        """(n,) log determinant of the covariance, sum of log_var; -inf for points (Pishdad et al., section 3.3)."""
+        return self.log_var.to(accumulation_dtype(self.dtype)).sum(-1)
+
+    @property
+    def geometric_std(self) -> Tensor:
+        """(n,) geometric mean over d of the standard deviation, exp(mean(log_var) / 2) (Chun et al. 2021, section 3.2.1)."""
+        return (self.log_var.to(accumulation_dtype(self.dtype)).mean(-1) / 2).exp()
+
+    def sample(self, n_samples: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """(n, s, d) reparametrised draws mean + sqrt(var) * noise; gradients flow to mean and log_var.
+
+        Args:
+            n_samples: s >= 1 draws of each embedding.
+            generator: source of the noise, on the same device; the global one if None.
+        """
+        if n_samples < 1:
+            raise ValueError(f"sample: n_samples must be at least 1, got {n_samples}")
+        shape = (self.n, n_samples, self.d)
+        noise = torch.randn(shape, generator=generator, dtype=self.dtype, device=self.device)
+        return self.mean.unsqueeze(1) + (self.log_var / 2).exp().unsqueeze(1) * noise
+
+    def to(self, target: torch.device | torch.dtype | str) -> "GaussianEmbedding":
+        """Both tensors moved to a device or cast to a dtype."""
+        return GaussianEmbedding(self.mean.to(target), self.log_var.to(target))
+
+    def detach(self) -> "GaussianEmbedding":
+        """The same numbers without their gradient history."""
+        return GaussianEmbedding(self.mean.detach(), self.log_var.detach())
+
+
+def save_embeddings(path: str | Path, embeddings: GaussianEmbedding, ids: Sequence[str]) -> None:
+    """Write embeddings and their ids into one safetensors file, atomically.
+
+    Args:
+        path: the file; its folder must exist.
+        embeddings: n embeddings, saved on the CPU in their own dtype.
+        ids: n distinct strings.
+
+    Raises:
+        ValueError: the number of ids is not n, an id occurs twice, or a value is NaN or a mean is infinite.
+    """
+    ids = list(ids)
+    check_finite(embeddings, "save_embeddings")
+    if len(ids) != embeddings.n:
+        raise ValueError(f"save_embeddings: got {len(ids)} ids for {embeddings.n} embeddings; give one id for each")
+    if len(set(ids)) != len(ids):
+        twice = next(i for i in ids if ids.count(i) > 1)
+        raise ValueError(f"save_embeddings: id {twice!r} occurs more than once; ids must be distinct")
+    tensors = {name: getattr(embeddings, name).detach().cpu().contiguous() for name in ("mean", "log_var")}
+    metadata = {"format": _FORMAT, "ids": json.dumps(ids, ensure_ascii=False)}
+    write_atomically(path, safetensors_bytes(tensors, metadata))
+
+
+def load_embeddings(path: str | Path) -> tuple[GaussianEmbedding, list[str]]:
+    """Read a file of :func:`save_embeddings`: (embeddings, ids).
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is not one of ours, is cut short, or its ids do not fit.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no embeddings at {path}; write them with `sfumato embed` or save_embeddings()")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != _FORMAT:
+                raise ValueError(f"{path}: not an embeddings file of sfumato (format {metadata.get('format')!r}, expected {_FORMAT!r})")
+            embeddings = GaussianEmbedding(file.get_tensor("mean"), file.get_tensor("log_var"))
+            ids = [str(i) for i in json.loads(metadata["ids"])]
+    except (SafetensorError, KeyError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: damaged or not an embeddings file ({error}); write it again with `sfumato embed`") from error
+    if len(ids) != embeddings.n:
+        raise ValueError(f"{path}: damaged: {len(ids)} ids for {embeddings.n} embeddings; write it again")
+    return embeddings, ids
+
+
+def check_finite(embeddings: GaussianEmbedding, who: str) -> None:
+    """Refuse NaN anywhere, infinite means and infinite variances (log_var = -inf, a point, is fine)."""
+    bad = ~torch.isfinite(embeddings.mean) | torch.isnan(embeddings.log_var) | torch.isposinf(embeddings.log_var)
+    if bad.any():
+        row = int(bad.any(dim=1).nonzero()[0])
+        raise ValueError(f"{who}: embedding {row} holds NaN or infinity; a diverged model? Leave such rows out or retrain")

@@ -1,0 +1,24 @@
+"""Losses over (images, texts, match): pure functions, and modules that hold their learnable logits."""
+
+from sfumato.losses.base import LossOutput, MatchLoss
+from sfumato.losses.infonce import InfoNCELoss, infonce_loss
+from sfumato.losses.pcmepp import PCMEPPLoss, pcmepp_loss, pseudo_positives
+from sfumato.losses.triplet import TripletLoss, triplet_loss
+from sfumato.losses.vib import vib_loss
+
+LOSSES: dict[str, type[MatchLoss]] = {"pcmepp": PCMEPPLoss, "infonce": InfoNCELoss, "triplet": TripletLoss}
+"""Every loss by the name that recipes use."""
+
+__all__ = [
+    "LOSSES",
+    "InfoNCELoss",
+    "LossOutput",
+    "MatchLoss",
+    "PCMEPPLoss",
+    "TripletLoss",
+    "infonce_loss",
+    "pcmepp_loss",
+    "pseudo_positives",
+    "triplet_loss",
+    "vib_loss",
+]

@@ -1,0 +1,133 @@
+"""The PCME++ objective: match loss, pseudo-positives and information bottleneck."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sfumato.distances import get_distance
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.losses.base import LossOutput, MatchLoss, check_match
+from sfumato.losses.vib import vib_loss
+from sfumato.matching import MatchingLogits, match_logit
+
+
+def pseudo_positives(distance: Tensor, match: Tensor) -> Tensor:
+    r"""Labels in which whatever is at least as close as a row's own match counts as a match too.
+
+    Row i has its ground truth at the first column g of its largest label; every column j with distance_ij <= distance_ig
+    takes that label, the others keep theirs. For the other direction pass the transposes.
+
+    Args:
+        distance: (n, m), smaller is closer.
+        match: (n, m) labels in [0, 1].
+
+    Returns:
+        (n, m) labels >= match, without gradient.
+
+    Paper: Chun 2024, section 2.3. Its pseudo-code compares along the wrong axis; the threshold belongs to the row.
+    """
+    label, truth = match.detach().max(dim=1, keepdim=True)
+    closer = distance.detach() <= distance.detach().gather(1, truth)
+    return torch.where(closer, label, match.detach())
+
+
+def pcmepp_loss(
+    image: GaussianEmbedding,
+    text: GaussianEmbedding,
+    match: Tensor,
+    *,
+    logit_scale: Tensor | float,
+    logit_bias: Tensor | float,
+    distance: str = "csd",
+    alpha: float = 0.1,
+    beta: float = 1e-4,
+    match_weight: float = 2.0,
+    vib_limit: float = 1e4,
+) -> LossOutput:
+    r"""match_weight * match + alpha * (pseudo_i2t + pseudo_t2i) + beta * (vib_image + vib_text).
+
+    The match and pseudo-positive terms are binary cross-entropies of the logits, averaged over all n * m pairs.
+
+    Args:
+        image: (n, d) embeddings.
+        text: (m, d) embeddings.
+        match: (n, m) labels in [0, 1], soft ones welcome.
+        logit_scale: a > 0; initially 5 in the paper.
+        logit_bias: b; initially 5.
+        distance: name of any differentiable distance.
+        alpha: weight of the pseudo-positive terms; 0 leaves them out.
+        beta: weight of the information bottleneck; 0 leaves it out, as points need.
+        match_weight: 2 as in the released code, which counts both directions; the paper prints 1.
+        vib_limit: a bottleneck above this is left out of the step, as in the released code.
+
+    Returns:
+        Terms "match", "pseudo_positive", "vib"; stats "pseudo_positives_i2t" and "_t2i", the number of labels raised.
+
+    Raises:
+        ValueError: shapes do not fit, or the batch is empty.
+
+    Example:
+        >>> e = GaussianEmbedding(torch.eye(2), torch.full((2, 2), -9.0))
+        >>> pcmepp_loss(e, e, torch.eye(2), logit_scale=5.0, logit_bias=5.0).terms["match"]
+        tensor(0.0134)
+
+    Paper: Chun, ICLR 2024, arXiv 2305.18171, Eq. 2 and 3, A.4.
+    """
+    match = check_match(image, text, match, "pcmepp_loss")
+    pair_distance = get_distance(distance).matrix(image, text)
+    match = match.to(pair_distance.dtype)
+    logit = match_logit(pair_distance, logit_scale, logit_bias)
+    terms = {"match": match_weight * functional.binary_cross_entropy_with_logits(logit, match)}
+    stats: dict[str, Tensor] = {}
+    if alpha:
+        i2t, t2i = pseudo_positives(pair_distance, match), pseudo_positives(pair_distance.T, match.T).T
+        # Cross-entropy is linear in the labels, so the mean of the two relabelled matrices serves both directions.
+        terms["pseudo_positive"] = 2 * alpha * functional.binary_cross_entropy_with_logits(logit, (i2t + t2i) / 2)
+        stats |= {"pseudo_positives_i2t": (i2t > match).sum(), "pseudo_positives_t2i": (t2i > match).sum()}
+    if beta:
+        divergences = torch.stack([vib_loss(image), vib_loss(text)])
+        terms["vib"] = beta * torch.where(divergences > vib_limit, 0, divergences).sum()
+        stats["vib_ignored"] = (divergences.detach() > vib_limit).sum()
+    return LossOutput(torch.stack(list(terms.values())).sum(), terms, stats)
+
+
+class PCMEPPLoss(MatchLoss):
+    """:func:`pcmepp_loss` with learnable logits and a start epoch for the pseudo-positives.
+
+    Args:
+        distance, alpha, beta, match_weight: see :func:`pcmepp_loss`.
+        logit_scale, logit_bias: initial values of the learnable logits.
+        pseudo_positives_from: first epoch (0-based) with the pseudo-positive terms. An untrained model is closer to
+            nearly everything than to its truth, and early pseudo-positives flood the labels: docs/math.md.
+    """
+
+    def __init__(
+        self,
+        *,
+        distance: str = "csd",
+        alpha: float = 0.1,
+        beta: float = 1e-4,
+        match_weight: float = 2.0,
+        logit_scale: float = 5.0,
+        logit_bias: float = 5.0,
+        pseudo_positives_from: int = 0,
+    ) -> None:
+        super().__init__(distance)
+        self.logits = MatchingLogits(logit_scale, logit_bias)
+        self.alpha, self.beta, self.match_weight = alpha, beta, match_weight
+        self.pseudo_positives_from = pseudo_positives_from
+
+    def forward(self, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, *, epoch: int | None = None) -> LossOutput:
+        """See :class:`MatchLoss`."""
+        early = epoch is not None and epoch < self.pseudo_positives_from
+        return pcmepp_loss(
+            image,
+            text,
+            match,
+            logit_scale=self.logits.logit_scale,
+            logit_bias=self.logits.logit_bias,
+            distance=self.distance.name,
+            alpha=0.0 if early else self.alpha,
+            beta=self.beta,
+            match_weight=self.match_weight,
+        )

@@ -1,0 +1,90 @@
+"""The triplet hinge losses of VSE0 (sum), VSE++ and VSE-infinity (hardest negative), and FaceNet (semi-hard)."""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from sfumato.distances import get_distance
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.losses.base import LossOutput, MatchLoss, check_match
+
+Mining = Literal["hardest", "sum", "semi-hard"]
+
+
+def triplet_loss(
+    image: GaussianEmbedding,
+    text: GaussianEmbedding,
+    match: Tensor,
+    *,
+    margin: float = 0.4,
+    mining: Mining = "hardest",
+    distance: str = "squared_l2",
+) -> LossOutput:
+    r"""Hinge [margin + d(anchor, positive) - d(anchor, negative)]_+ in both directions, averaged over the positive pairs.
+
+    A pair is positive when its label is at least 1/2, negative otherwise. Which negatives of an anchor count:
+
+    - "hardest": the closest one (VSE++);
+    - "sum": all, their hinges added up (VSE0);
+    - "semi-hard": the closest of those farther than the positive but within the margin; none, no loss (FaceNet).
+
+    Args:
+        image: (n, d) embeddings.
+        text: (m, d) embeddings.
+        match: (n, m) labels in [0, 1].
+        margin: in units of the distance. On unit means squared_l2 = 2 - 2 cos: 0.4 here is the usual 0.2 on the cosine.
+        mining: which negatives count.
+        distance: name of any differentiable distance.
+
+    Returns:
+        Terms "i2t" and "t2i"; stat "active", the share of anchors with a loss (1 with a loss of 2 * margin: collapsed).
+
+    Raises:
+        ValueError: shapes do not fit, the batch is empty, no pair of it matches, or mining is unknown.
+
+    Paper: Faghri et al., "VSE++", BMVC 2018; Schroff et al., "FaceNet", CVPR 2015.
+    """
+    match = check_match(image, text, match, "triplet_loss")
+    if mining not in get_args(Mining):
+        raise ValueError(f"triplet_loss: unknown mining {mining!r}; known: {', '.join(get_args(Mining))}")
+    positive = match >= 0.5
+    if not positive.any():
+        raise ValueError("triplet_loss: no pair of the batch matches; a triplet needs at least one positive")
+    pair_distance = get_distance(distance).matrix(image, text)
+    i2t, active_i2t = _direction(pair_distance, positive, margin, mining)
+    t2i, active_t2i = _direction(pair_distance.T, positive.T, margin, mining)
+    return LossOutput(i2t + t2i, {"i2t": i2t, "t2i": t2i}, {"active": (active_i2t + active_t2i) / 2})
+
+
+def _direction(distance: Tensor, positive: Tensor, margin: float, mining: Mining) -> tuple[Tensor, Tensor]:
+    """(mean hinge over the p positive pairs, share of them with a loss); anchors are rows."""
+    anchor, truth = positive.nonzero(as_tuple=True)
+    own = distance[anchor, truth].unsqueeze(1)  # (p, 1)
+    others = distance[anchor].masked_fill(positive[anchor], torch.inf)  # (p, m)
+    if mining == "hardest":
+        others = others.min(dim=1, keepdim=True).values
+    elif mining == "semi-hard":
+        outside = (others <= own) | (others >= own + margin)
+        others = others.masked_fill(outside, torch.inf).min(dim=1, keepdim=True).values
+    hinge = (margin + own - others).clamp_min(0).sum(1)
+    return hinge.mean(), (hinge.detach() > 0).to(hinge.dtype).mean()
+
+
+class TripletLoss(MatchLoss):
+    """:func:`triplet_loss` with a warm-up that sums over all negatives first, without which hardest mining may collapse.
+
+    Args:
+        distance, margin, mining: see :func:`triplet_loss`.
+        sum_epochs: epochs at the start in which all negatives count (VSE-infinity: 1).
+    """
+
+    def __init__(self, *, distance: str = "squared_l2", margin: float = 0.4, mining: Mining = "hardest", sum_epochs: int = 0) -> None:
+        super().__init__(distance)
+        self.margin, self.mining, self.sum_epochs = margin, mining, sum_epochs
+
+    def forward(self, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, *, epoch: int | None = None) -> LossOutput:
+        """See :class:`MatchLoss`."""
+        early = epoch is not None and epoch < self.sum_epochs
+        mining: Mining = "sum" if early else self.mining
+        return triplet_loss(image, text, match, margin=self.margin, mining=mining, distance=self.distance.name)

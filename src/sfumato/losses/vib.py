@@ -1,0 +1,30 @@
+"""The variational information bottleneck term: it keeps variances from collapsing to 0."""
+
+import torch
+from torch import Tensor
+
+from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
+
+
+def vib_loss(x: GaussianEmbedding) -> Tensor:
+    r"""KL divergence to the standard normal, averaged over embeddings and dimensions.
+
+        vib = -1/2 mean(1 + log_var - mean^2 - exp(log_var))
+
+    The divergence KL(x || N(0, I)) sums over d; this divides it by d, as the published code does.
+
+    Args:
+        x: (n, d) embeddings with positive variances; infinite for points.
+
+    Returns:
+        () value >= 0 in nats per dimension.
+
+    Example:
+        >>> vib_loss(GaussianEmbedding(torch.ones(1, 4), torch.zeros(1, 4)))
+        tensor(0.5000)
+
+    Paper: Chun 2024, section 2.3 (Oh et al., "Modeling uncertainty with hedged instance embedding", 2019).
+    """
+    dtype = accumulation_dtype(x.dtype)
+    mean, log_var = x.mean.to(dtype), x.log_var.to(dtype)
+    return torch.mean(mean.square() + log_var.expm1() - log_var) / 2
