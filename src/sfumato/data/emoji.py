@@ -1,0 +1,145 @@
+"""The embedded data set: 1,911 concepts drawn in three styles, with names and tags that people chose.
+
+Its point is that the truth is known and many-to-many: a name stands for one concept, a tag for all that carry it, a subgroup or
+group for tens to hundreds. Training sees two drawing styles of all concepts; validation and test see the third, each on a part
+of the concepts. Licences and sources lie beside the data in ``emoji_set``; scripts/build_emoji.py rebuilds it.
+"""
+
+import hashlib
+import json
+import zipfile
+from functools import cache
+from importlib import resources
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from sfumato.data.pairs import PairData, ZipImage
+
+Style = Literal["noto", "twemoji", "fluent3d"]
+
+KINDS = ("name", "tag", "subgroup", "group")
+"""Kinds of texts, from the narrowest to the widest."""
+
+_SUBGROUPS = {
+    "food-prepared": "prepared food",
+    "food-asian": "asian food",
+    "food-sweet": "sweet food",
+    "place-other": "other places",
+    "plant-other": "other plants",
+    "other-object": "other objects",
+    "other-symbol": "other symbols",
+    "sky-weather": "sky & weather",
+    "arts-crafts": "arts & crafts",
+    "light-video": "light & video",
+    "book-paper": "book & paper",
+    "place-map": "map",
+    "transport-sign": "transport sign",
+}
+
+
+def load_emoji(*, held_out_style: Style = "fluent3d", val_share: float = 0.2) -> dict[str, PairData]:
+    """The splits of the emoji set.
+
+    A text is one wording: a tag "fox" and the name "fox" are one text whose truth is all concepts that carry either. Its kind
+    is the narrowest of them, so that every concept has its name among the texts of kind "name".
+
+    Args:
+        held_out_style: the drawing style of validation and test.
+        val_share: share of the concepts in "val"; the rest are in "test". A concept's part depends on its code point alone.
+
+    Returns:
+        "train": the two other styles, groups are concepts; "val" and "test": the held-out style on disjoint concepts, with the
+        texts that are true of at least one; "style": the whole held-out style.
+
+    Raises:
+        ValueError: the style is unknown, or the share is not in (0, 1).
+    """
+    if held_out_style not in get_args(Style):
+        raise ValueError(f"load_emoji: unknown style {held_out_style!r}; known: {', '.join(get_args(Style))}")
+    if not 0 < val_share < 1:
+        raise ValueError(f"load_emoji: val_share must be between 0 and 1, got {val_share}")
+    concepts = _concepts()
+    texts, kinds, pairs = _texts(concepts)
+    archive = _archive()
+
+    def split(styles: list[str], chosen: list[int]) -> PairData:
+        drawn = [(c, style) for c in chosen for style in styles if style in concepts[c]["styles"]]
+        own = np.array([c for c, _ in drawn])
+        starts = np.searchsorted(pairs[:, 0], np.arange(len(concepts) + 1))
+        rows = [pairs[starts[c] : starts[c + 1], 1] for c in own]
+        everything = PairData(
+            tuple(f"{concepts[c]['hexcode']}/{style}" for c, style in drawn),
+            tuple(ZipImage(archive, f"{style}/{concepts[c]['hexcode']}.png") for c, style in drawn),
+            tuple(texts),
+            tuple(texts),
+            tuple(kinds),
+            np.stack([np.repeat(np.arange(len(own)), [len(r) for r in rows]), np.concatenate(rows)], axis=1),
+            own,
+        )
+        return everything.keep_images(np.arange(len(own)))
+
+    everyone = list(range(len(concepts)))
+    val = [c for c in everyone if _share(concepts[c]["hexcode"]) < val_share]
+    test = [c for c in everyone if _share(concepts[c]["hexcode"]) >= val_share]
+    seen = [style for style in get_args(Style) if style != held_out_style]
+    return {
+        "train": split(seen, everyone),
+        "val": split([held_out_style], val),
+        "test": split([held_out_style], test),
+        "style": split([held_out_style], everyone),
+    }
+
+
+def emoji_names() -> dict[str, str]:
+    """hexcode -> name of every concept; image ids of the emoji set are "hexcode/style"."""
+    return {c["hexcode"]: c["label"] for c in _concepts()}
+
+
+def _texts(concepts: list[dict[str, Any]]) -> tuple[list[str], list[str], np.ndarray]:
+    """The distinct wordings, their kinds, and (p, 2) pairs of concept and text."""
+    place: dict[str, int] = {}
+    kinds: list[int] = []
+    pairs = []
+    for c, concept in enumerate(concepts):
+        worded = [(0, concept["label"]), *((1, tag) for tag in concept["tags"])]
+        worded += [(2, _subgroup_text(concept["subgroup"])), (3, _group_text(concept["group"]))]
+        for kind, wording in worded:
+            key = " ".join(wording.lower().split())
+            t = place.setdefault(key, len(place))
+            if t == len(kinds):
+                kinds.append(kind)
+            kinds[t] = min(kinds[t], kind)
+            pairs.append((c, t))
+    return list(place), [KINDS[k] for k in kinds], np.unique(np.array(pairs, dtype=np.int64), axis=0)
+
+
+def _subgroup_text(key: str) -> str:
+    first, _, rest = key.partition("-")
+    if key in _SUBGROUPS:
+        return _SUBGROUPS[key]
+    if first in {"animal", "food", "plant", "place"} and rest:
+        return rest.replace("-", " ")
+    if first in {"face", "transport"} and rest:
+        return f"{rest.replace('-', ' ')} {first}"
+    return key.replace("-", " ")
+
+
+def _group_text(key: str) -> str:
+    return key.replace("-", " & ")
+
+
+def _share(hexcode: str) -> float:
+    """A number in [0, 1) that depends on the concept alone."""
+    return int.from_bytes(hashlib.sha256(hexcode.encode()).digest()[:6], "big") / 2**48
+
+
+@cache
+def _concepts() -> list[dict[str, Any]]:
+    concepts: list[dict[str, Any]] = json.loads((resources.files("sfumato.data") / "emoji_set" / "concepts.json").read_text("utf-8"))
+    return concepts
+
+
+@cache
+def _archive() -> zipfile.ZipFile:
+    return zipfile.ZipFile((resources.files("sfumato.data") / "emoji_set" / "pictures.zip").open("rb"))

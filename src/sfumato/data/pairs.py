@@ -1,0 +1,334 @@
+"""Pairs of images and texts: what matches what, and how a batch is drawn. Which pixels or tokens they are, is elsewhere."""
+
+import os
+import tarfile
+import threading
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Literal, Protocol, get_args
+
+import numpy as np
+
+from sfumato.metrics.relevance import Relevance
+
+
+class ImageSource(Protocol):
+    """An encoded picture that can be read when it is needed."""
+
+    @property
+    def place(self) -> str:
+        """Where it is, for messages."""
+        ...
+
+    def read_bytes(self) -> bytes:
+        """The file's bytes. Raises OSError when they cannot be read."""
+        ...
+
+
+@dataclass(frozen=True)
+class FileImage:
+    """A picture in a file of its own.
+
+    Attributes:
+        path: the file.
+    """
+
+    path: Path
+
+    @property
+    def place(self) -> str:
+        """The path."""
+        return str(self.path)
+
+    def read_bytes(self) -> bytes:
+        """See :class:`ImageSource`."""
+        return self.path.read_bytes()
+
+
+@dataclass(frozen=True)
+class ZipImage:
+    """A picture in an open zip archive.
+
+    Attributes:
+        archive: reads of one archive may come from several threads.
+        member: its name there.
+    """
+
+    archive: zipfile.ZipFile
+    member: str
+
+    @property
+    def place(self) -> str:
+        """archive!member."""
+        return f"{self.archive.filename or 'archive'}!{self.member}"
+
+    def read_bytes(self) -> bytes:
+        """See :class:`ImageSource`."""
+        return self.archive.read(self.member)
+
+
+class TarArchive:
+    """An uncompressed tar file whose members are found by one scan and then read by position, from any thread.
+
+    Args:
+        path: the tar file.
+
+    Raises:
+        ValueError: it is not an uncompressed tar file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            with tarfile.open(self.path, "r:") as tar:
+                self._members = {os.path.normpath(m.name): (m.offset_data, m.size) for m in tar if m.isfile()}
+        except tarfile.TarError as error:
+            raise ValueError(f"{path}: not an uncompressed tar file ({error}); unpack it, or pack it without compression") from error
+        self._file: IO[bytes] = self.path.open("rb")
+        self._lock = threading.Lock()
+
+    def __contains__(self, member: str) -> bool:
+        return member in self._members
+
+    def read(self, member: str) -> bytes:
+        """The bytes of a member."""
+        offset, size = self._members[member]
+        with self._lock:
+            self._file.seek(offset)
+            return self._file.read(size)
+
+
+@dataclass(frozen=True)
+class TarImage:
+    """A picture in a tar archive.
+
+    Attributes:
+        archive: the scanned archive.
+        member: its name there.
+    """
+
+    archive: TarArchive
+    member: str
+
+    @property
+    def place(self) -> str:
+        """archive!member."""
+        return f"{self.archive.path}!{self.member}"
+
+    def read_bytes(self) -> bytes:
+        """See :class:`ImageSource`."""
+        return self.archive.read(self.member)
+
+
+@dataclass(frozen=True)
+class PairData:
+    """A split: n images, m texts, and which of them match.
+
+    Attributes:
+        image_ids: n distinct ids.
+        images: n sources.
+        text_ids: m distinct ids; texts with one id are one text.
+        texts: m strings.
+        text_kinds: m kinds, "caption" for ordinary data.
+        pairs: (p, 2) int64 (image index, text index), one for each match; every image and every text has at least one.
+        groups: (n,) int64; images of the same thing (one concept in two drawing styles) share a group. Default: each its own.
+
+    Raises:
+        ValueError: lengths do not fit, an id occurs twice, or a pair points outside.
+    """
+
+    image_ids: tuple[str, ...]
+    images: tuple[ImageSource, ...]
+    text_ids: tuple[str, ...]
+    texts: tuple[str, ...]
+    text_kinds: tuple[str, ...]
+    pairs: np.ndarray
+    groups: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+
+    def __post_init__(self) -> None:
+        n, m = len(self.image_ids), len(self.text_ids)
+        if len(self.images) != n or len(self.texts) != m or len(self.text_kinds) != m:
+            raise ValueError(
+                f"PairData: got {n} image ids for {len(self.images)} images, and {m} text ids for {len(self.texts)} texts and"
+                f" {len(self.text_kinds)} kinds; they must be as many"
+            )
+        for what, ids in (("image", self.image_ids), ("text", self.text_ids)):
+            if len(set(ids)) != len(ids):
+                seen: set[str] = set()
+                twice = next(i for i in ids if i in seen or seen.add(i))  # type: ignore[func-returns-value]
+                raise ValueError(f"PairData: {what} id {twice!r} occurs more than once; ids must be distinct")
+        pairs = np.unique(np.asarray(self.pairs, dtype=np.int64).reshape(-1, 2), axis=0)
+        if len(pairs) and (pairs.min() < 0 or pairs[:, 0].max() >= n or pairs[:, 1].max() >= m):
+            raise ValueError(f"PairData: a pair points outside of {n} images and {m} texts")
+        groups = np.asarray(self.groups, dtype=np.int64) if len(self.groups) else np.arange(n)
+        if len(groups) != n:
+            raise ValueError(f"PairData: got {len(groups)} groups for {n} images")
+        object.__setattr__(self, "pairs", pairs)
+        object.__setattr__(self, "groups", groups)
+
+    @cached_property
+    def _keys(self) -> np.ndarray:
+        """(p,) sorted keys of the pairs, for look-up."""
+        return self.pairs[:, 0] * len(self.text_ids) + self.pairs[:, 1]
+
+    def relevance(self) -> Relevance:
+        """Image -> its true texts."""
+        return Relevance.from_pairs(self.pairs[:, 0], self.pairs[:, 1], n_queries=len(self.image_ids), n_gallery=len(self.text_ids))
+
+    def match(self, image_index: np.ndarray, text_index: np.ndarray) -> np.ndarray:
+        """(b,) and (c,) positions -> (b, c) float32, 1 where the data lists the pair."""
+        if not len(self._keys):
+            return np.zeros((len(image_index), len(text_index)), np.float32)
+        keys = image_index[:, None] * len(self.text_ids) + text_index
+        place = np.searchsorted(self._keys, keys).clip(max=len(self._keys) - 1)
+        found: np.ndarray = (self._keys[place] == keys).astype(np.float32)
+        return found
+
+    def keep_images(self, index: np.ndarray) -> "PairData":
+        """Only the images at these positions, in this order, and the texts that still match one of them."""
+        index = np.asarray(index, dtype=np.int64)
+        place = np.full(len(self.image_ids), -1)
+        place[index] = np.arange(len(index))
+        pairs = np.stack([place[self.pairs[:, 0]], self.pairs[:, 1]], axis=1)
+        pairs = pairs[pairs[:, 0] >= 0]
+        texts, renumbered = np.unique(pairs[:, 1], return_inverse=True)
+        return PairData(
+            tuple(self.image_ids[i] for i in index),
+            tuple(self.images[i] for i in index),
+            tuple(self.text_ids[i] for i in texts),
+            tuple(self.texts[i] for i in texts),
+            tuple(self.text_kinds[i] for i in texts),
+            np.stack([pairs[:, 0], renumbered], axis=1),
+            self.groups[index],
+        )
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """b pairs and the matches among them.
+
+    Attributes:
+        image_index: (b,) positions of the images.
+        text_index: (b,) positions of their texts.
+        match: (b, b) float32 labels, rows are images.
+    """
+
+    image_index: np.ndarray
+    text_index: np.ndarray
+    match: np.ndarray
+
+
+EpochOver = Literal["images", "pairs"]
+Positives = Literal["listed", "sampled"]
+
+
+class PairSampler:
+    """Draws the batches of an epoch, the same for the same seed and epoch.
+
+    Args:
+        data: the split.
+        batch_size: pairs in a batch; a last batch of one is left out, a larger uneven one is kept.
+        seed: of everything random.
+        epoch_over: "images": each image once, with one of its texts at random; "pairs": every pair once.
+        positives: "listed": every pair of the batch that the data lists is a match, so that several captions of one image
+            are positives of each other's image, and a shared tag matches all pictures that carry it. "sampled": only texts
+            drawn for an image of the same group, as in data where nobody listed the other matches.
+        kind_weights: relative frequency of each kind of text ("images" only); None draws uniformly from an image's texts.
+
+    Raises:
+        ValueError: an option is unknown, a batch has fewer than two pairs, or there is nothing to draw.
+    """
+
+    def __init__(
+        self,
+        data: PairData,
+        batch_size: int,
+        seed: int,
+        *,
+        epoch_over: EpochOver = "images",
+        positives: Positives = "listed",
+        kind_weights: dict[str, float] | None = None,
+    ) -> None:
+        for name, value, known in (("epoch_over", epoch_over, EpochOver), ("positives", positives, Positives)):
+            if value not in get_args(known):
+                raise ValueError(f"PairSampler: unknown {name} {value!r}; known: {', '.join(get_args(known))}")
+        if batch_size < 2:
+            raise ValueError(f"PairSampler: batch_size must be at least 2, got {batch_size}; a batch of one has no non-matches")
+        if len(data.pairs) < 2:
+            raise ValueError(f"PairSampler: the data has {len(data.pairs)} pairs; at least 2 are needed to train")
+        self.data, self.batch_size, self.seed = data, batch_size, seed
+        self.epoch_over, self.positives = epoch_over, positives
+        self._starts = np.searchsorted(data.pairs[:, 0], np.arange(len(data.image_ids) + 1))
+        weights = np.ones(len(data.pairs)) if kind_weights is None else self._pair_weights(kind_weights)
+        self._cumulated = np.concatenate([[0.0], np.cumsum(weights)])
+        drawn = self._cumulated[self._starts[1:]] > self._cumulated[self._starts[:-1]]
+        self._drawn_images = np.flatnonzero(drawn)
+        if len(self._drawn_images) < 2:
+            raise ValueError("PairSampler: fewer than two images have a text of a kind with a positive weight")
+
+    def __len__(self) -> int:
+        total = len(self._drawn_images) if self.epoch_over == "images" else len(self.data.pairs)
+        full, rest = divmod(total, self.batch_size)
+        return full + (rest >= 2)
+
+    def batches(self, epoch: int) -> Iterator[PairBatch]:
+        """The batches of an epoch."""
+        random = np.random.default_rng([self.seed, epoch])
+        if self.epoch_over == "images":
+            images = random.permutation(self._drawn_images)
+            low, high = self._cumulated[self._starts[images]], self._cumulated[self._starts[images + 1]]
+            position = np.searchsorted(self._cumulated, low + random.random(len(images)) * (high - low), side="right") - 1
+            # Rounding may land on the next image's first pair.
+            texts = self.data.pairs[np.minimum(position, self._starts[images + 1] - 1), 1]
+        else:
+            images, texts = self.data.pairs[random.permutation(len(self.data.pairs))].T
+        for i in range(len(self)):
+            part = slice(i * self.batch_size, (i + 1) * self.batch_size)
+            yield PairBatch(images[part], texts[part], self._match(images[part], texts[part]))
+
+    def _match(self, images: np.ndarray, texts: np.ndarray) -> np.ndarray:
+        if self.positives == "listed":
+            return self.data.match(images, texts)
+        groups = self.data.groups[images]
+        own = groups[:, None] == groups
+        # A text drawn twice is the same text: it matches the groups of both draws.
+        same_text = (texts[:, None] == texts).astype(np.float32)
+        match: np.ndarray = (own.astype(np.float32) @ same_text > 0).astype(np.float32)
+        return match
+
+    def _pair_weights(self, kind_weights: dict[str, float]) -> np.ndarray:
+        kinds = np.array(self.data.text_kinds)
+        unknown = set(kind_weights) - set(kinds)
+        if unknown:
+            raise ValueError(f"PairSampler: kind_weights names {sorted(unknown)}, but the texts are of the kinds {sorted(set(kinds))}")
+        weight = np.array([kind_weights.get(kind, 0.0) for kind in kinds])[self.data.pairs[:, 1]]
+        # An image's texts of one kind share that kind's weight.
+        kind_number = np.unique(kinds, return_inverse=True)[1][self.data.pairs[:, 1]]
+        key = self.data.pairs[:, 0] * (kind_number.max() + 1) + kind_number
+        _, which, counts = np.unique(key, return_inverse=True, return_counts=True)
+        shared: np.ndarray = weight / counts[which]
+        return shared
+
+
+def make_pair_data(
+    image_ids: Sequence[str], images: Sequence[ImageSource], captions: Sequence[Sequence[str]], caption_ids: Sequence[Sequence[str]] | None = None
+) -> PairData:
+    """Ordinary data, n images with captions of their own.
+
+    Args:
+        image_ids: n distinct ids.
+        images: n sources.
+        captions: the texts of each image.
+        caption_ids: their ids; "imageid#0", "imageid#1" ... if None.
+    """
+    if caption_ids is None:
+        caption_ids = [[f"{i}#{k}" for k in range(len(c))] for i, c in zip(image_ids, captions, strict=True)]
+    counts = np.array([len(c) for c in captions], dtype=np.int64)
+    texts = tuple(t for c in captions for t in c)
+    pairs = np.stack([np.repeat(np.arange(len(captions)), counts), np.arange(len(texts))], axis=1)
+    return PairData(
+        tuple(image_ids), tuple(images), tuple(i for c in caption_ids for i in c), texts, ("caption",) * len(texts), pairs
+    )

@@ -1,0 +1,263 @@
+"""What towers read: batches of inputs, and frozen token features that are computed once and kept on disk.
+
+The cache is content-addressed (an item is found by the hash of its bytes, under the fingerprint of what computed it), memory
+mapped (a batch reads its rows only) and append-only: a process that is killed leaves at most a tail that the next one drops.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import filelock
+import numpy as np
+import torch
+from torch import Tensor
+
+from sfumato.files import write_json
+
+_RECORD = np.dtype([("digest", "V32"), ("offset", "<i8"), ("length", "<i8")])
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A batch as a tower takes it.
+
+    Attributes:
+        values: (n, 3, h, w) uint8 pixels, (n, t) int64 token ids or (n, t, c) float32 token features.
+        mask: (n, t) bool, True where there is a token; None for pixels.
+    """
+
+    values: Tensor
+    mask: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def to(self, device: torch.device | str) -> "Inputs":
+        """The same batch on another device."""
+        return Inputs(self.values.to(device), None if self.mask is None else self.mask.to(device))
+
+
+class Store(Protocol):
+    """Random access to the inputs of one side of a data set."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, index: np.ndarray) -> Inputs:
+        """The inputs at (n,) positions."""
+        ...
+
+
+@dataclass(frozen=True)
+class PixelStore:
+    """Pictures of one size, in memory.
+
+    Attributes:
+        pixels: (n, 3, h, w) uint8.
+    """
+
+    pixels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def batch(self, index: np.ndarray) -> Inputs:
+        """See :class:`Store`."""
+        return Inputs(self.pixels[torch.from_numpy(index)])
+
+
+@dataclass(frozen=True)
+class RaggedStore:
+    """Token sequences of different lengths, one after the other in an array that may be memory mapped.
+
+    Attributes:
+        rows: (total,) token ids or (total, c) token features.
+        offsets: (n,) first row of each item.
+        lengths: (n,) number of rows of each item.
+    """
+
+    rows: np.ndarray
+    offsets: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def from_list(cls, items: Sequence[Sequence[int]]) -> "RaggedStore":
+        """From a list of token id lists, each with at least one id."""
+        lengths = np.array([len(i) for i in items], dtype=np.int64)
+        if len(lengths) and lengths.min() < 1:
+            raise ValueError(f"RaggedStore: item {int(lengths.argmin())} has no tokens; every item needs one")
+        rows = np.concatenate([np.asarray(i, dtype=np.int64) for i in items]) if len(items) else np.empty(0, np.int64)
+        return cls(rows, np.cumsum(lengths) - lengths, lengths)
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def batch(self, index: np.ndarray) -> Inputs:
+        """See :class:`Store`; padded with 0 to the longest item of the batch."""
+        offsets, lengths = self.offsets[index], self.lengths[index]
+        position = np.arange(lengths.max(initial=1))
+        mask = position < lengths[:, None]
+        values = self.rows[np.where(mask, offsets[:, None] + position, offsets[:, None])]
+        values[~mask] = 0
+        dtype = torch.int64 if values.dtype.kind == "i" else torch.float32
+        return Inputs(torch.from_numpy(values).to(dtype), torch.from_numpy(mask))
+
+
+class FrozenBackbone(Protocol):
+    """A pre-trained network that turns raw items into token features and never learns."""
+
+    channels: int
+    """c of its token features."""
+
+    fingerprint: str
+    """Changes whenever the features of the same item would."""
+
+    def __call__(self, items: Sequence[bytes] | Sequence[str]) -> list[np.ndarray]:
+        """Encoded pictures or texts -> (t, c) float16 features of each."""
+        ...
+
+
+class FeatureCache:
+    """Token features by content, for one backbone.
+
+    Args:
+        folder: where caches live; a folder named after the fingerprint is made in it.
+        fingerprint: of the backbone and its preprocessing.
+        channels: c of the features.
+
+    Raises:
+        ValueError: the folder holds a cache of another layout.
+    """
+
+    def __init__(self, folder: str | Path, fingerprint: str, channels: int) -> None:
+        self.channels = channels
+        self.folder = Path(folder) / hashlib.sha256(fingerprint.encode()).hexdigest()[:20]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._rows, self._index = self.folder / "rows.f16", self.folder / "index.bin"
+        self._lock = filelock.FileLock(self.folder / "lock")
+        expected = {"fingerprint": fingerprint, "channels": channels, "dtype": "float16"}
+        about = self.folder / "about.json"
+        if not about.exists():
+            write_json(about, expected)
+        elif json.loads(about.read_text()) != expected:
+            raise ValueError(f"{self.folder}: a cache of something else ({about.read_text().strip()}); delete the folder to rebuild it")
+
+    def known(self) -> dict[bytes, tuple[int, int]]:
+        """digest -> (offset, length) of every item whose features are wholly on disk."""
+        if not self._index.exists():
+            return {}
+        whole = self._index.stat().st_size // _RECORD.itemsize
+        records = np.fromfile(self._index, dtype=_RECORD, count=whole)
+        rows = self._rows.stat().st_size // (2 * self.channels) if self._rows.exists() else 0
+        fits = records["offset"] + records["length"] <= rows
+        return {r["digest"].tobytes(): (int(r["offset"]), int(r["length"])) for r in records[fits]}
+
+    def append(self, digests: Sequence[bytes], features: Sequence[np.ndarray]) -> None:
+        """Add items: rows first, forced to disk, then their records, so that a record never points at missing rows."""
+        with self._lock:
+            _truncate(self._index, _RECORD.itemsize)
+            _truncate(self._rows, 2 * self.channels)
+            offset = self._rows.stat().st_size // (2 * self.channels)
+            records = np.empty(len(digests), dtype=_RECORD)
+            for record, digest, item in zip(records, digests, features, strict=True):
+                record["digest"], record["offset"], record["length"] = np.void(digest), offset, len(item)
+                offset += len(item)
+            for path, data in ((self._rows, np.concatenate(features).astype("<f2").tobytes()), (self._index, records.tobytes())):
+                with path.open("ab") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+
+    def store(self, digests: Sequence[bytes]) -> RaggedStore:
+        """The features of these items, memory mapped, in this order; all must be known."""
+        known = self.known()
+        places = np.array([known[digest] for digest in digests], dtype=np.int64).reshape(-1, 2)
+        rows: np.ndarray = np.empty((0, self.channels), "<f2")
+        if len(places):
+            rows = np.memmap(self._rows, dtype="<f2", mode="r").reshape(-1, self.channels)
+        return RaggedStore(rows, places[:, 0], places[:, 1])
+
+
+def cached_features(
+    backbone: FrozenBackbone,
+    read: Sequence[Callable[[], bytes | str]],
+    folder: str | Path,
+    *,
+    batch_size: int = 32,
+    progress: Callable[[int], None] | None = None,
+    on_error: Callable[[int, Exception], None] | None = None,
+) -> tuple[RaggedStore, np.ndarray]:
+    """Token features of items, from the cache where it has them, computed and added where not.
+
+    Args:
+        backbone: what computes them.
+        read: for each item, a function that returns its bytes or text.
+        folder: where caches live.
+        batch_size: items computed, and saved, together; what is saved survives an interruption.
+        progress: called with the number of items just done.
+        on_error: called with position and error of an item that cannot be read or decoded, which is then left out; without
+            it the error is raised.
+
+    Returns:
+        (features of the kept items, (k,) their positions).
+    """
+    cache = FeatureCache(folder, backbone.fingerprint, backbone.channels)
+    known = set(cache.known())
+    digests: list[bytes] = []
+    kept: list[int] = []
+    waiting: dict[bytes, tuple[int, bytes | str]] = {}
+    failed: dict[int, Exception] = {}
+
+    def compute() -> None:
+        good: dict[bytes, np.ndarray] = {}
+        try:
+            good = dict(zip(waiting, backbone([item for _, item in waiting.values()]), strict=True))  # type: ignore[arg-type]
+        except (ValueError, OSError):
+            # One bad picture spoils a batch: find it by asking for each alone.
+            for digest, (position, item) in waiting.items():
+                try:
+                    good[digest] = backbone([item])[0]  # type: ignore[list-item]
+                except (ValueError, OSError) as error:
+                    failed[position] = error
+        if good:
+            cache.append(list(good), list(good.values()))
+            known.update(good)
+        waiting.clear()
+
+    for position, get in enumerate(read):
+        try:
+            item = get()
+        except (ValueError, OSError) as error:
+            failed[position] = error
+            item = None
+        if item is not None:
+            digest = hashlib.sha256(item if isinstance(item, bytes) else item.encode()).digest()
+            digests.append(digest)
+            kept.append(position)
+            if digest not in known and digest not in waiting:
+                waiting[digest] = (position, item)
+            if len(waiting) == batch_size:
+                compute()
+        if progress:
+            progress(1)
+    if waiting:
+        compute()
+    for position, error in sorted(failed.items()):
+        if on_error is None:
+            raise error
+        on_error(position, error)
+    done = [i for i, digest in enumerate(digests) if digest in known]
+    for i in set(range(len(digests))) - set(done):
+        if on_error is not None and kept[i] not in failed:
+            on_error(kept[i], ValueError("the same content as another item that could not be decoded"))
+    return cache.store([digests[i] for i in done]), np.array([kept[i] for i in done], dtype=np.int64)
+
+
+def _truncate(path: Path, record: int) -> None:
+    """Create the file, or drop a last record that was only partly written."""
+    with path.open("ab") as file:
+        file.truncate(path.stat().st_size // record * record)

@@ -1,0 +1,134 @@
+"""Evaluation of a set of images and texts in both directions, for any truth, by any distance."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.retrieval import per_query_metrics, retrieval_metrics
+from sfumato.metrics.uncertainty import balanced_spearman, none_if_nan, recall_by_uncertainty, spearman
+from sfumato.search.ranking import rank_relevant
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The figures of an evaluation; recalls and precisions are fractions in [0, 1].
+
+    Attributes:
+        distance: what was ranked by.
+        n_images, n_texts: sizes.
+        i2t, t2i: retrieval metrics of each direction.
+        rsum: recall@1 + recall@5 + recall@10 of both directions; at most 6.
+        t2i_by_kind: text->image metrics of the texts of each kind.
+        i2t_by_kind: image->text metrics with only the texts of that kind as gallery.
+        uncertainty: by direction, recall@1 in ten bins of the query's total variance and its correlation; None for points.
+        multiplicity: Spearman correlation between a text's total variance and its number of true images, "all" and "balanced";
+            None where every text has one, or for points.
+        total_variance: its mean over "image" and "text".
+    """
+
+    distance: str
+    n_images: int
+    n_texts: int
+    i2t: dict[str, float]
+    t2i: dict[str, float]
+    rsum: float
+    t2i_by_kind: dict[str, dict[str, float]]
+    i2t_by_kind: dict[str, dict[str, float]]
+    uncertainty: dict[str, Any] | None
+    multiplicity: dict[str, float | None] | None
+    total_variance: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers, lists and dictionaries."""
+        return asdict(self)
+
+
+def evaluate_retrieval(
+    images: GaussianEmbedding,
+    texts: GaussianEmbedding,
+    relevance: Relevance,
+    *,
+    distance: str = "csd",
+    text_kinds: Sequence[str] | None = None,
+) -> Evaluation:
+    """Evaluate both directions.
+
+    Args:
+        images: (n, d) embeddings.
+        texts: (m, d) embeddings.
+        relevance: image -> true texts.
+        distance: name in DISTANCES to rank by.
+        text_kinds: (m,) kinds for a breakdown; one kind or None gives none.
+
+    Returns:
+        All figures.
+
+    Raises:
+        ValueError: sizes do not fit, or nothing matches.
+    """
+    other = relevance.transpose()
+    i2t_ranks = rank_relevant(images, texts, relevance, distance)
+    t2i_ranks = rank_relevant(texts, images, other, distance, queries_first=False)
+    i2t, t2i = retrieval_metrics(i2t_ranks, relevance), retrieval_metrics(t2i_ranks, other)
+    recalls = [f"recall@{k}" for k in (1, 5, 10)]
+    kinds = np.array(text_kinds if text_kinds is not None else ["caption"] * texts.n)
+    t2i_by_kind, i2t_by_kind = {}, {}
+    if len(set(kinds)) > 1:
+        for kind in dict.fromkeys(kinds.tolist()):
+            index = np.flatnonzero(kinds == kind)
+            of_kind = np.isin(other.query_of_item, index)
+            t2i_by_kind[kind] = retrieval_metrics(t2i_ranks[of_kind], other.select_queries(index))
+            narrowed = relevance.select_gallery(index)
+            if len(narrowed.indices):
+                i2t_by_kind[kind] = retrieval_metrics(rank_relevant(images, texts[_tensor(index)], narrowed, distance), narrowed)
+    variance = {"image": images.total_variance.cpu().numpy(), "text": texts.total_variance.cpu().numpy()}
+    spread = any(np.ptp(v) > 0 for v in variance.values())
+    uncertainty: dict[str, Any] | None = None
+    if spread:
+        hits = {"i2t": per_query_metrics(i2t_ranks, relevance)["recall@1"], "t2i": per_query_metrics(t2i_ranks, other)["recall@1"]}
+        uncertainty = {
+            "i2t": recall_by_uncertainty(variance["image"], hits["i2t"]),
+            "t2i": recall_by_uncertainty(variance["text"], hits["t2i"]),
+        }
+    has = other.counts > 0
+    return Evaluation(
+        distance=distance,
+        n_images=images.n,
+        n_texts=texts.n,
+        i2t=i2t,
+        t2i=t2i,
+        rsum=sum(direction[r] for direction in (i2t, t2i) for r in recalls),
+        t2i_by_kind=t2i_by_kind,
+        i2t_by_kind=i2t_by_kind,
+        uncertainty=uncertainty,
+        multiplicity=_multiplicity(variance["text"][has], other.counts[has]) if spread else None,
+        total_variance={side: float(v.mean()) for side, v in variance.items()},
+    )
+
+
+def table_rows(evaluation: Evaluation) -> list[tuple[str, dict[str, float]]]:
+    """(name, metrics) of every line of a table: both directions, then the breakdown by kind of text."""
+    rows = [("image -> text", evaluation.i2t), ("text -> image", evaluation.t2i)]
+    rows += [(f"image -> {kind}", metrics) for kind, metrics in evaluation.i2t_by_kind.items()]
+    rows += [(f"{kind} -> image", metrics) for kind, metrics in evaluation.t2i_by_kind.items()]
+    return rows
+
+
+def _multiplicity(variance: np.ndarray, counts: np.ndarray) -> dict[str, float | None] | None:
+    if counts.max(initial=0) <= 1:
+        return None
+    return {
+        "all": none_if_nan(spearman(variance, counts)),
+        "balanced": none_if_nan(balanced_spearman(variance, counts)),
+        "n_texts": len(counts),
+    }
+
+
+def _tensor(index: np.ndarray) -> "Any":
+    import torch
+
+    return torch.from_numpy(index)

@@ -1,0 +1,89 @@
+"""What a predicted uncertainty is worth: recall by decile, and rank correlation with a known ambiguity."""
+
+from typing import Any
+
+import numpy as np
+
+
+def average_ranks(x: np.ndarray) -> np.ndarray:
+    """(n,) ranks from 0; equal values share the mean of theirs."""
+    _, which, counts = np.unique(x, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    shared: np.ndarray = (ends - (counts + 1) / 2)[which]
+    return shared
+
+
+def pearson(x: np.ndarray, y: np.ndarray) -> float:
+    """Pearson correlation of two (n,) arrays; NaN if one is constant or n < 2."""
+    x, y = np.asarray(x, float), np.asarray(y, float)
+    if x.shape != y.shape:
+        raise ValueError(f"pearson: got {x.shape} and {y.shape} values; they must be as many")
+    if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return float("nan")
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+def spearman(x: np.ndarray, y: np.ndarray) -> float:
+    """Spearman rank correlation of two (n,) arrays, ties by average ranks; NaN if one is constant or n < 2."""
+    return pearson(average_ranks(np.asarray(x)), average_ranks(np.asarray(y)))
+
+
+def balanced_spearman(x: np.ndarray, multiplicity: np.ndarray, *, per_bin: int = 20, n_draws: int = 200, seed: int = 0) -> float:
+    """Spearman correlation with a multiplicity, over sets in which its powers of two occur about equally often.
+
+    Most tags name one or two things, so that a plain correlation hardly sees the ambiguous ones. Items are binned by
+    floor(log2(multiplicity)), at most per_bin are drawn from each bin, and the correlations of n_draws such sets averaged.
+
+    Args:
+        x: (n,) uncertainties.
+        multiplicity: (n,) true numbers of matches, at least 1.
+        per_bin: largest number of items drawn from a bin.
+        n_draws: number of sets.
+        seed: of the draws.
+
+    Returns:
+        The mean correlation; NaN if there is only one bin.
+    """
+    x, multiplicity = np.asarray(x, float), np.asarray(multiplicity)
+    if len(multiplicity) and multiplicity.min() < 1:
+        raise ValueError(f"balanced_spearman: multiplicities must be at least 1, got {multiplicity.min()}")
+    bins = np.floor(np.log2(multiplicity)).astype(int)
+    members = [np.flatnonzero(bins == b) for b in np.unique(bins)]
+    if len(members) < 2:
+        return float("nan")
+    random = np.random.default_rng(seed)
+    values = []
+    for _ in range(n_draws):
+        chosen = np.concatenate([random.permutation(m)[:per_bin] for m in members])
+        values.append(spearman(x[chosen], multiplicity[chosen]))
+    return float(np.mean(values))
+
+
+def recall_by_uncertainty(uncertainty: np.ndarray, hit: np.ndarray, *, n_bins: int = 10) -> dict[str, Any]:
+    """Recall in bins of equal size from the most certain queries to the least.
+
+    Args:
+        uncertainty: (n,) of the queries.
+        hit: (n,) 1 where the query found a relevant item first, else 0; NaN leaves a query out.
+        n_bins: number of bins.
+
+    Returns:
+        "bins": a list of {"uncertainty", "recall", "count"}; "correlation": Pearson between bin number and recall, as the
+        paper reports it (Chun 2024, figure 3: negative when uncertain queries fail); "spearman" over single queries. None
+        where a correlation is undefined, as for points.
+    """
+    uncertainty, hit = np.asarray(uncertainty, float), np.asarray(hit, float)
+    if uncertainty.shape != hit.shape:
+        raise ValueError(f"recall_by_uncertainty: got {uncertainty.shape} uncertainties for {hit.shape} hits; they must be as many")
+    uncertainty, hit = uncertainty[~np.isnan(hit)], hit[~np.isnan(hit)]
+    order = np.argsort(uncertainty, kind="stable")
+    parts = [part for part in np.array_split(order, n_bins) if len(part)]
+    bins = [{"uncertainty": float(uncertainty[p].mean()), "recall": float(hit[p].mean()), "count": len(p)} for p in parts]
+    constant = len(uncertainty) < 2 or np.ptp(uncertainty) == 0
+    correlation = float("nan") if constant else pearson(np.arange(len(bins)), np.array([b["recall"] for b in bins]))
+    return {"bins": bins, "correlation": none_if_nan(correlation), "spearman": none_if_nan(spearman(uncertainty, hit))}
+
+
+def none_if_nan(value: float) -> float | None:
+    """JSON has no NaN: an undefined number is None."""
+    return None if np.isnan(value) else value

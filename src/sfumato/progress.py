@@ -1,0 +1,46 @@
+"""Progress on standard error: a bar on a terminal, plain lines elsewhere, so that standard output stays the result's."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+_PLAIN_SECONDS = 15.0
+
+
+def say(line: str) -> None:
+    """One plain line on standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show how far a loop is.
+
+    Args:
+        title: what is being done.
+        total: number of items.
+
+    Yields:
+        A function to call with the number of items just done.
+    """
+    console = Console(stderr=True)
+    if console.is_terminal:
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(title, total=total)
+            yield lambda n: bar.advance(task, n)
+        return
+    done, last = 0, time.monotonic()
+
+    def advance(n: int) -> None:
+        nonlocal done, last
+        done += n
+        if time.monotonic() - last > _PLAIN_SECONDS:
+            last = time.monotonic()
+            say(f"{title}: {done} of {total}")
+
+    yield advance

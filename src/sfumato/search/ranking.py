@@ -1,0 +1,115 @@
+"""Exact ranking by any distance, block by block: nothing here ever holds all n * m distances.
+
+Ties are decided by gallery position, the earlier item first.
+"""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sfumato.distances import get_distance
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.retrieval import relevant_ranks
+
+
+def distance_blocks(
+    queries: GaussianEmbedding,
+    gallery: GaussianEmbedding,
+    distance: str = "csd",
+    *,
+    queries_first: bool = True,
+    memory_mb: float = 256.0,
+) -> Iterator[tuple[int, Tensor]]:
+    """Distances of a few queries at a time to the whole gallery.
+
+    Args:
+        queries: (n, d) embeddings.
+        gallery: (m, d) embeddings.
+        distance: name in DISTANCES.
+        queries_first: distance(query, item); with False distance(item, query), which matters for kl alone.
+        memory_mb: size of a block of distances.
+
+    Yields:
+        (first query, (b, m) distances).
+    """
+    chosen = get_distance(distance)
+    rows = max(1, int(memory_mb * 2**20 / 4 / max(gallery.n, 1)))
+    for start in range(0, queries.n, rows):
+        part = queries[start : start + rows]
+        yield start, chosen.matrix(part, gallery) if queries_first or chosen.symmetric else chosen.matrix(gallery, part).T
+
+
+@torch.no_grad()
+def top_k(queries: GaussianEmbedding, gallery: GaussianEmbedding, k: int, distance: str = "csd") -> tuple[Tensor, Tensor]:
+    """The k closest gallery items of each query.
+
+    Args:
+        queries: (n, d) embeddings.
+        gallery: (m, d) embeddings.
+        k: number of results; all m if it is larger.
+        distance: name in DISTANCES.
+
+    Returns:
+        ((n, k) distances ascending, (n, k) gallery positions); equal distances in gallery order.
+
+    Raises:
+        ValueError: k < 1, or the distance is unknown.
+    """
+    if k < 1:
+        raise ValueError(f"top_k: k must be at least 1, got {k}")
+    k = min(k, gallery.n)
+    parts = [_smallest(block, k) for _, block in distance_blocks(queries, gallery, distance)]
+    if not parts:
+        return torch.empty(0, k), torch.empty(0, k, dtype=torch.int64)
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+@torch.no_grad()
+def rank_relevant(
+    queries: GaussianEmbedding,
+    gallery: GaussianEmbedding,
+    relevance: Relevance,
+    distance: str = "csd",
+    *,
+    queries_first: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> np.ndarray:
+    """Ranks (from 0) of all relevant items, in the order of relevance.indices.
+
+    Args:
+        queries: (n, d) embeddings.
+        gallery: (m, d) embeddings.
+        relevance: n queries, m gallery items.
+        distance: name in DISTANCES.
+        queries_first: see :func:`distance_blocks`.
+        progress: called with the number of queries just done.
+
+    Raises:
+        ValueError: sizes do not fit.
+    """
+    if (queries.n, gallery.n) != (relevance.n_queries, relevance.n_gallery):
+        raise ValueError(
+            f"rank_relevant: {queries.n} queries and {gallery.n} gallery items, but a truth of {relevance.n_queries} by {relevance.n_gallery}"
+        )
+    parts = []
+    for start, block in distance_blocks(queries, gallery, distance, queries_first=queries_first):
+        parts.append(relevant_ranks(block, relevance, start))
+        if progress:
+            progress(len(block))
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def _smallest(block: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k smallest of each row, ties by position: topk leaves their order open, so rows with ties at the edge are sorted."""
+    edge = block.kthvalue(k, dim=1, keepdim=True).values
+    values, index = block.topk(k, dim=1, largest=False)
+    if bool(((block <= edge).sum(1) > k).any()):
+        order = block.argsort(dim=1, stable=True)[:, :k]
+        return block.gather(1, order), order
+    order = index.argsort(dim=1)
+    values, index = values.gather(1, order), index.gather(1, order)
+    order = values.argsort(dim=1, stable=True)
+    return values.gather(1, order), index.gather(1, order)

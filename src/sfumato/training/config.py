@@ -1,0 +1,266 @@
+"""Recipes: everything that decides a run, in one TOML file, checked before anything starts.
+
+A recipe is complete and strict: an unknown key is an error that names the nearest one. Overrides have the form
+``section.key=value`` and pass the same checks; the resolved recipe is saved beside every checkpoint.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from sfumato.errors import UserError
+from sfumato.files import write_atomically
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataConfig(_Section):
+    """Which data, and how a batch is drawn from it."""
+
+    source: Literal["emoji", "manifest", "folder", "karpathy"] = "emoji"
+    path: str = Field("", description="manifest (.jsonl, .csv, .parquet), image folder, or Karpathy JSON; unused for emoji")
+    images: str = Field("", description="folder or .tar of the pictures, if not beside the manifest")
+    epoch_over: Literal["images", "pairs"] = Field("images", description="an epoch shows each image once with one of its texts, or every pair once")
+    positives: Literal["listed", "sampled"] = Field(
+        "listed", description="a batch's matches: every pair that the data lists, or only texts drawn for the same image"
+    )
+    kind_weights: dict[str, NonNegativeFloat] = Field(default={}, description="relative frequency of each kind of text")
+    val_share: float = Field(0.1, ge=0, lt=1, description="share for validation where the data names no splits")
+    test_share: float = Field(0.1, ge=0, lt=1, description="share for test where the data names no splits")
+    held_out_style: Literal["noto", "twemoji", "fluent3d"] = Field("fluent3d", description="emoji: the drawing style that training never sees")
+    max_problem_share: float = Field(0.01, ge=0, le=1, description="stop when a larger share of items is unusable")
+
+    @model_validator(mode="after")
+    def _path_given(self) -> "DataConfig":
+        if self.source != "emoji" and not self.path:
+            raise ValueError(f"data.path must name the {self.source}, e.g. data.path=my/captions.jsonl")
+        return self
+
+
+class SmallImageConfig(_Section):
+    """A small convolutional network that learns from pixels."""
+
+    kind: Literal["small"] = "small"
+    size: int = Field(64, ge=16, description="side of the square pictures in pixels")
+    width: PositiveInt = Field(48, description="channels of the first stage; doubled at each of the later ones")
+    augment: bool = Field(True, description="random geometry and colours while training")
+
+
+class SmallTextConfig(_Section):
+    """A small network over word pieces, whose vocabulary is learnt from the training texts."""
+
+    kind: Literal["small"] = "small"
+    vocabulary: PositiveInt = Field(4000, description="number of word pieces; single characters are always among them")
+    width: PositiveInt = Field(256, description="channels of the token features")
+    max_tokens: PositiveInt = 64
+    dropout: float = Field(0.1, ge=0, lt=1)
+
+
+class FrozenImageConfig(_Section):
+    """Token features of a pre-trained image backbone, computed once."""
+
+    kind: Literal["frozen"] = "frozen"
+    backbone: str = Field("efficientnet-lite0", description="efficientnet-lite0, a hub name, or a local transformers folder")
+    size: int | None = Field(None, ge=16, description="side of the pictures in pixels; the backbone's own if left out")
+
+
+class FrozenTextConfig(_Section):
+    """Token features of a pre-trained text backbone, computed once."""
+
+    kind: Literal["frozen"] = "frozen"
+    backbone: str = Field("minilm-l6-v2", description="minilm-l6-v2, a hub name, or a local transformers folder")
+    max_tokens: PositiveInt = 64
+
+
+class ModelConfig(_Section):
+    """Encoders and Gaussian heads."""
+
+    dim: PositiveInt = Field(256, description="d of the embeddings")
+    image: Annotated[SmallImageConfig | FrozenImageConfig, Field(discriminator="kind")] = SmallImageConfig()
+    text: Annotated[SmallTextConfig | FrozenTextConfig, Field(discriminator="kind")] = SmallTextConfig()
+    pooling: Literal["gpo", "average", "max", "first", "last"] = "gpo"
+    mlp: bool = Field(False, description="a two-layer network beside the linear map of the mean")
+    normalize: bool = Field(True, description="means of unit length")
+    variance: bool = Field(True, description="False: points, the deterministic baselines")
+    init_total_variance: PositiveFloat = Field(0.1, description="sum of an embedding's variances at the start")
+    feature_dropout: float = Field(0.0, ge=0, lt=1, description="share of the token features dropped before the heads")
+
+
+class PCMEPPConfig(_Section):
+    """PCME++: match loss, pseudo-positives, information bottleneck."""
+
+    name: Literal["pcmepp"] = "pcmepp"
+    distance: str = "csd"
+    alpha: NonNegativeFloat = Field(0.1, description="weight of the pseudo-positives")
+    beta: NonNegativeFloat = Field(1e-4, description="weight of the information bottleneck; 0 for points")
+    match_weight: PositiveFloat = 2.0
+    logit_scale: PositiveFloat = 5.0
+    logit_bias: float = 5.0
+    pseudo_positives_from: int = Field(0, ge=0, description="first epoch with pseudo-positives")
+
+
+class InfoNCEConfig(_Section):
+    """InfoNCE with a learnable temperature."""
+
+    name: Literal["infonce"] = "infonce"
+    distance: str = "squared_l2"
+    logit_scale: PositiveFloat = 5.0
+
+
+class TripletConfig(_Section):
+    """Triplet hinge."""
+
+    name: Literal["triplet"] = "triplet"
+    distance: str = "squared_l2"
+    margin: PositiveFloat = Field(0.4, description="in units of the distance; 0.4 on squared_l2 is 0.2 on the cosine")
+    mining: Literal["hardest", "sum", "semi-hard"] = "hardest"
+    sum_epochs: int = Field(0, ge=0, description="epochs at the start in which all negatives count")
+
+
+class OptimConfig(_Section):
+    """Optimiser and schedule."""
+
+    name: Literal["adamw", "adamp"] = "adamw"
+    lr: PositiveFloat = 5e-4
+    weight_decay: NonNegativeFloat = Field(1e-4, description="of weights; biases, norms and logits have none")
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    logits_lr_multiplier: NonNegativeFloat = Field(1.0, description="for the match logits' scale and bias")
+    image_lr_multiplier: NonNegativeFloat = Field(1.0, description="for the image network below its head")
+    text_lr_multiplier: NonNegativeFloat = Field(1.0, description="for the text network below its head")
+    schedule: Literal["constant", "cosine", "step"] = "cosine"
+    warmup_epochs: NonNegativeFloat = Field(1.0, description="linear warm-up")
+    step_at: float = Field(0.6, gt=0, le=1, description="step: share of the run after which lr is multiplied by step_factor")
+    step_factor: PositiveFloat = 0.1
+    clip_norm: NonNegativeFloat = Field(2.0, description="largest gradient norm; 0 for none")
+
+
+class TrainConfig(_Section):
+    """The loop."""
+
+    epochs: PositiveInt = 30
+    batch_size: int = Field(128, ge=2)
+    seed: int = Field(0, ge=0)
+    threads: int = Field(0, ge=0, description="CPU threads; 0 leaves the choice to torch. Runs are bit-equal at equal threads")
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
+    evaluate_every: PositiveInt = Field(1, description="epochs between validations; the last epoch is always validated")
+    precision: Literal["float32", "bfloat16"] = Field("float32", description="of the encoders below the heads; never of distances")
+    ema_decay: float = Field(0.0, ge=0, lt=1, description="validate and keep an exponential moving average of the weights; 0 for none")
+    select: Literal["auto", "rsum", "map@r"] = Field("auto", description="auto: rsum, or map@r where the truth is many-to-many")
+
+
+class Recipe(_Section):
+    """A complete run."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    loss: Annotated[PCMEPPConfig | InfoNCEConfig | TripletConfig, Field(discriminator="name")] = PCMEPPConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Recipe":
+        from sfumato.distances import get_distance
+
+        distance = get_distance(self.loss.distance)
+        if not self.model.variance and distance.needs_variance:
+            raise ValueError(f"loss.distance={distance.name!r} needs variances, but model.variance=false; use csd or squared_l2")
+        if not self.model.variance and isinstance(self.loss, PCMEPPConfig) and self.loss.beta:
+            raise ValueError("loss.beta must be 0 when model.variance=false: the bottleneck of a point is infinite")
+        return self
+
+
+_TAG_KEYS = ("loss.name", "model.image.kind", "model.text.kind")
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, override and check a recipe.
+
+    Args:
+        path: a TOML file.
+        overrides: "section.key=value" each; values are TOML (``loss.alpha=0.01``), bare words are strings. Another loss.name or
+            model.image.kind starts that section afresh.
+
+    Raises:
+        UserError: the file is missing or not TOML, or a key or value is wrong: the message names it and the nearest right one.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"no recipe at {path}; `sfumato recipes` lists those that come with the package")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a valid TOML file: {error}") from error
+    for override in overrides:
+        _apply(values, override)
+    return check_recipe(values, str(path))
+
+
+def check_recipe(values: dict[str, Any], where: str) -> Recipe:
+    """The recipe of these values, or a UserError that lists everything wrong with them."""
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(item) for item in error.errors()]
+        raise UserError(f"{where}: " + "\n  ".join(lines)) from error
+
+
+def save_recipe(recipe: Recipe, path: str | Path) -> None:
+    """Write the resolved recipe, every default spelt out, as TOML."""
+    write_atomically(path, tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True)))
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise UserError(f"override {override!r}: expected section.key=value, e.g. train.epochs=10")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    for part in parts[:-1]:
+        inner = values.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"override {override!r}: {part!r} is a value, not a section")
+        values = inner
+    if key.strip() in _TAG_KEYS and values.get(parts[-1]) != value:
+        values.clear()  # Another loss or encoder: the options of the old one mean nothing to it.
+    values[parts[-1]] = value
+
+
+def _explain(item: Any) -> str:
+    # Tags of discriminated unions ("small", "pcmepp") stand in the location but not in the file.
+    path = [str(part) for part in item["loc"]]
+    tags = {"small", "frozen", "pcmepp", "infonce", "triplet"}
+    shown = ".".join(part for i, part in enumerate(path) if not (part in tags and i > 0))
+    if item["type"] == "extra_forbidden":
+        known = _keys() - {shown}
+        near = difflib.get_close_matches(shown, known, n=1, cutoff=0.5) or difflib.get_close_matches(
+            path[-1], [k.rsplit(".", 1)[-1] for k in known], n=1, cutoff=0.5
+        )
+        return f"unknown key {shown!r}" + (f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}")
+    if item["type"] == "union_tag_not_found":
+        return f"{shown}: needs its {item['ctx']['discriminator']}, which decides what else may stand there"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{shown or 'recipe'}: {message}" + ("" if not shown or item["type"] == "missing" else f" (got {item['input']!r})")
+
+
+def _keys(model: type[BaseModel] = Recipe, prefix: str = "") -> set[str]:
+    return {prefix + name for name, _ in _fields(model)} | {
+        key for name, sections in _fields(model) for section in sections for key in _keys(section, f"{prefix}{name}.")
+    }
+
+
+def _fields(model: type[BaseModel]) -> Iterator[tuple[str, list[type[BaseModel]]]]:
+    for name, field in model.model_fields.items():
+        options = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        yield name, [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]

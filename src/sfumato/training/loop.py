@@ -1,0 +1,372 @@
+"""The training loop: one readable function, resumable to the bit.
+
+Everything random in an epoch follows from (seed, epoch), so that the state after an epoch is all that resuming needs.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sfumato.data.pairs import PairData, PairSampler
+from sfumato.data.problems import Problems
+from sfumato.data.transforms import augment
+from sfumato.distances import Distance
+from sfumato.encoders.dual import DualEncoder, Item
+from sfumato.encoders.features import Inputs, Store
+from sfumato.encoders.small import train_tokenizer
+from sfumato.errors import UserError
+from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
+from sfumato.files import write_atomically, write_json
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.losses import LossOutput, MatchLoss
+from sfumato.matching import fit_logits, match_probability
+from sfumato.metrics.calibration import expected_calibration_error
+from sfumato.progress import progress_bar, say
+from sfumato.training.build import build_loss, build_model, choose_device, load_splits
+from sfumato.training.checkpoint import load_state, save_state
+from sfumato.training.config import Recipe, SmallImageConfig, SmallTextConfig, load_recipe, save_recipe
+from sfumato.training.optim import build_optimiser, clip_gradients, learning_rate_factor, set_learning_rate
+from sfumato.training.run import CALIBRATION, LAST, LOG, MODEL, PROBLEMS, RECIPE, TOKENIZER, load_tokenizer
+
+
+class DivergedError(Exception):
+    """A term of the loss or the gradient is NaN or infinite; the message says which, and when."""
+
+
+@dataclass(frozen=True)
+class PreparedSplit:
+    """A split whose images and texts are ready to be fed to the towers.
+
+    Attributes:
+        data: the usable items.
+        images, texts: their inputs, in the same order.
+    """
+
+    data: PairData
+    images: Store
+    texts: Store
+
+
+@dataclass
+class _Best:
+    score: float = -math.inf
+    epoch: int = -1
+
+
+@dataclass
+class _EpochLog:
+    """Means over the steps of an epoch."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    steps: int = 0
+
+    def add(self, values: dict[str, float]) -> None:
+        self.steps += 1
+        for key, value in values.items():
+            self.sums[key] = self.sums.get(key, 0.0) + value
+
+    def means(self) -> dict[str, float]:
+        return {key: value / self.steps for key, value in self.sums.items()}
+
+
+def fit(recipe: Recipe, folder: str | Path) -> dict[str, Any]:
+    """Train as the recipe says, and resume where an interrupted run of the same recipe stopped.
+
+    Args:
+        recipe: the complete recipe.
+        folder: the run's; made if missing. A run of another recipe in it is refused.
+
+    Returns:
+        {"best_epoch", "best_score", "select", "epochs", "problems", ...}, also the last line of the log.
+
+    Raises:
+        UserError: the folder holds a run of another recipe, or the data cannot be used.
+        DivergedError: a term of the loss is NaN or infinite.
+    """
+    folder = Path(folder)
+    _claim(folder, recipe)
+    device = choose_device(recipe.train.device)
+    if recipe.train.threads:
+        torch.set_num_threads(recipe.train.threads)
+    problems = Problems()
+    splits = load_splits(recipe.data, problems)
+    torch.manual_seed(recipe.train.seed)
+    model = _fresh_model(recipe, folder, splits["train"]).to(device)
+    loss = build_loss(recipe).to(device)
+    train = prepare_split(model, splits["train"], problems, "train")
+    val = prepare_split(model, splits["val"], problems, "val") if "val" in splits else None
+    problems.write(folder / PROBLEMS)
+    problems.check(sum(len(s.image_ids) + len(s.text_ids) for s in splits.values()), recipe.data.max_problem_share)
+
+    config = recipe.train
+    sampler = PairSampler(
+        train.data,
+        config.batch_size,
+        config.seed,
+        epoch_over=recipe.data.epoch_over,
+        positives=recipe.data.positives,
+        kind_weights=recipe.data.kind_weights or None,
+    )
+    optimiser = build_optimiser(model, loss, recipe.optim)
+    average = WeightAverage(model, config.ema_decay) if config.ema_decay else None
+    modules = {"model": model, "loss": loss} | ({"average": average} if average else {})
+    start, best = 0, _Best()
+    if (folder / LAST).exists():
+        state = load_state(folder / LAST, modules, optimiser)
+        start, best = state["epoch"] + 1, _Best(state["best_score"], state["best_epoch"])
+        say(f"resuming after epoch {start} of {config.epochs}")
+    _forget_after(folder / LOG, start)
+
+    for epoch in range(start, config.epochs):
+        torch.manual_seed(_epoch_seed(config.seed, epoch))
+        line = {"epoch": epoch, **_train_epoch(recipe, epoch, model, loss, train, sampler, optimiser, average, device)}
+        last = epoch == config.epochs - 1
+        if val is not None and (last or (epoch + 1) % config.evaluate_every == 0):
+            with _averaged(model, average):
+                evaluation, score = validate(model, val, loss.distance, config.select)
+                line |= _summary(evaluation, score)
+                if score > best.score:
+                    best = _Best(score, epoch)
+                    save_state(folder / MODEL, {"model": model, "loss": loss}, None, {"epoch": epoch, "score": score})
+        save_state(folder / LAST, modules, optimiser, {"epoch": epoch, "best_score": best.score, "best_epoch": best.epoch})
+        _append_line(folder / LOG, line)
+        say(_one_line(line, config.epochs))
+    if val is None:
+        with _averaged(model, average):
+            save_state(folder / MODEL, {"model": model, "loss": loss}, None, {"epoch": config.epochs - 1})
+    else:
+        load_state(folder / MODEL, {"model": model, "loss": loss})
+        calibrate(model, val, loss, folder)
+    return {
+        "run": str(folder),
+        "epochs": config.epochs,
+        "best_epoch": best.epoch,
+        "best_score": best.score if val is not None else None,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "problems": len(problems),
+    }
+
+
+def _train_epoch(
+    recipe: Recipe,
+    epoch: int,
+    model: DualEncoder,
+    loss: MatchLoss,
+    split: PreparedSplit,
+    sampler: PairSampler,
+    optimiser: torch.optim.Optimizer,
+    average: "WeightAverage | None",
+    device: torch.device,
+) -> dict[str, Any]:
+    """One pass over the data; the means of what was measured at its steps."""
+    model.train()
+    trained = [p for group in optimiser.param_groups for p in group["params"]]
+    generator = torch.Generator().manual_seed(_epoch_seed(recipe.train.seed, epoch))
+    augmented = isinstance(recipe.model.image, SmallImageConfig) and recipe.model.image.augment
+    low = recipe.train.precision == "bfloat16"
+    log = _EpochLog()
+    with progress_bar(f"epoch {epoch + 1}/{recipe.train.epochs}", len(sampler)) as advance:
+        for step, batch in enumerate(sampler.batches(epoch)):
+            set_learning_rate(optimiser, learning_rate_factor(epoch + step / len(sampler), recipe.optim, epochs=recipe.train.epochs))
+            images, texts = split.images.batch(batch.image_index), split.texts.batch(batch.text_index)
+            if augmented:
+                images = Inputs(augment(images.values, generator=generator))
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=low):
+                image, text = model(images.to(device), texts.to(device))
+            output = loss(image, text, torch.from_numpy(batch.match).to(device), epoch=epoch)
+            _check_terms(output, epoch, step)
+            optimiser.zero_grad(set_to_none=True)
+            output.total.backward()
+            norm = clip_gradients(trained, recipe.optim.clip_norm)
+            if not math.isfinite(norm):
+                raise DivergedError(f"epoch {epoch + 1}, step {step + 1}: the gradient is {norm}; lower optim.lr or lengthen optim.warmup_epochs")
+            optimiser.step()
+            if average is not None:
+                average.update(model)
+            log.add(_measured(output, image, text, batch.match, norm))
+            advance(1)
+    logits = getattr(loss, "logits", None)
+    learnt = {} if logits is None else {"logit_scale": float(logits.logit_scale), "logit_bias": float(logits.logit_bias)}
+    return {**log.means(), **learnt}
+
+
+def prepare_split(model: DualEncoder, data: PairData, problems: Problems, name: str) -> PreparedSplit:
+    """Read every image and text of a split for the model's towers; items that cannot be used are left out and reported."""
+    items: list[Item] = [source.read_bytes for source in data.images]
+    with progress_bar(f"reading {name} images", len(items)) as advance:
+        images, kept = model.image.reader.read(
+            items, progress=advance, on_error=lambda i, error: problems.add(data.images[i].place, str(error))
+        )
+    if len(kept) < len(items):
+        data = data.keep_images(kept)
+    if not len(data.image_ids) or not len(data.text_ids):
+        raise UserError(f"split {name!r} has no usable pair left: {problems.summary()}")
+    texts, _ = model.text.reader.read([_text(t) for t in data.texts])
+    return PreparedSplit(data, images, texts)
+
+
+def embed_split(model: DualEncoder, split: PreparedSplit) -> tuple[GaussianEmbedding, GaussianEmbedding]:
+    """Embeddings of the images and of the texts of a split."""
+    return model.image.embed(split.images), model.text.embed(split.texts)
+
+
+def validate(model: DualEncoder, split: PreparedSplit, distance: Distance, select: str) -> tuple[Evaluation, float]:
+    """Evaluate a split; the score by which the best epoch is chosen, as TrainConfig.select says."""
+    relevance = split.data.relevance()
+    evaluation = evaluate_retrieval(*embed_split(model, split), relevance, distance=distance.name, text_kinds=split.data.text_kinds)
+    many = relevance.transpose().counts.max() > 1
+    if select == "map@r" or (select == "auto" and many):
+        return evaluation, (evaluation.i2t["map@r"] + evaluation.t2i["map@r"]) / 2
+    return evaluation, evaluation.rsum
+
+
+def calibrate(model: DualEncoder, split: PreparedSplit, loss: MatchLoss, folder: Path) -> None:
+    """Fit match logits on all pairs of a held-out split and write them, with how well they fit, into the run folder."""
+    distance = loss.distance.matrix(*embed_split(model, split))
+    match = torch.from_numpy(split.data.match(np.arange(len(split.images)), np.arange(len(split.texts))))
+    try:
+        scale, bias = fit_logits(distance, match)
+    except ValueError as error:
+        say(f"match probabilities are not calibrated: {error}")
+        return
+    probability = match_probability(distance, scale, bias)
+    write_json(
+        folder / CALIBRATION,
+        {
+            "logit_scale": scale,
+            "logit_bias": bias,
+            "split": "val",
+            "pairs": match.numel(),
+            "share_of_matches": float(match.mean()),
+            "expected_calibration_error": float(expected_calibration_error(probability.flatten(), match.flatten())),
+        },
+    )
+
+
+class WeightAverage(nn.Module):
+    """Exponential moving average of a model's weights and buffers, for evaluation.
+
+    Args:
+        model: whose values it starts from.
+        decay: share of the average that an update keeps; less during the first updates.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        super().__init__()
+        self.decay = decay
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+        self.names = list(model.state_dict())
+        for i, value in enumerate(model.state_dict().values()):
+            self.register_buffer(f"value{i}", value.detach().clone())
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        """Move the average towards the model's present values."""
+        self.updates += 1
+        decay = min(self.decay, float(self.updates) / (float(self.updates) + 10))
+        for own, value in zip(self.values(), model.state_dict().values(), strict=True):
+            if own.is_floating_point():
+                own.lerp_(value, 1 - decay)
+            else:
+                own.copy_(value)
+
+    def values(self) -> list[Tensor]:
+        """The averaged values, in the order of the model's state dict."""
+        return [self.get_buffer(f"value{i}") for i in range(len(self.names))]
+
+
+@contextmanager
+def _averaged(model: nn.Module, average: WeightAverage | None) -> Iterator[None]:
+    """The model with its averaged weights, and with its own again afterwards."""
+    if average is None:
+        yield
+        return
+    own = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(dict(zip(average.names, average.values(), strict=True)))
+    try:
+        yield
+    finally:
+        model.load_state_dict(own)
+
+
+def _claim(folder: Path, recipe: Recipe) -> None:
+    """Make the run folder, or check that the run in it is of the same recipe."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / RECIPE).exists():
+        if any(folder.iterdir()):
+            raise UserError(f"{folder} is not empty and holds no run; give an empty or new folder with --out")
+        save_recipe(recipe, folder / RECIPE)
+    elif load_recipe(folder / RECIPE) != recipe:
+        raise UserError(f"{folder} holds a run of another recipe (see {folder / RECIPE}); give another folder with --out, or delete that one")
+
+
+def _fresh_model(recipe: Recipe, folder: Path, train: PairData) -> DualEncoder:
+    if isinstance(recipe.model.text, SmallTextConfig) and not (folder / TOKENIZER).exists():
+        tokenizer = train_tokenizer(train.texts, recipe.model.text.vocabulary)
+        write_atomically(folder / TOKENIZER, tokenizer.to_str(pretty=False))
+    return build_model(recipe.model, load_tokenizer(folder, recipe))
+
+
+def _check_terms(output: LossOutput, epoch: int, step: int) -> None:
+    for name, term in output.terms.items():
+        if not torch.isfinite(term):
+            raise DivergedError(
+                f"epoch {epoch + 1}, step {step + 1}: the loss term {name!r} is {float(term)};"
+                " lower optim.lr, lengthen optim.warmup_epochs, or lower model.init_total_variance"
+            )
+
+
+def _measured(output: LossOutput, image: GaussianEmbedding, text: GaussianEmbedding, match: np.ndarray, norm: float) -> dict[str, float]:
+    return {
+        "loss": float(output.total.detach()),
+        **{f"loss/{name}": float(term.detach()) for name, term in output.terms.items()},
+        **{name: float(value) for name, value in output.stats.items()},
+        "positives_per_row": float(match.sum() / len(match)),
+        "total_variance/image": float(image.total_variance.detach().mean()),
+        "total_variance/text": float(text.total_variance.detach().mean()),
+        "gradient_norm": norm,
+    }
+
+
+def _summary(evaluation: Evaluation, score: float) -> dict[str, float]:
+    directions = {"i2t": evaluation.i2t, "t2i": evaluation.t2i}
+    return {f"val/{d}/{name}": value for d, metrics in directions.items() for name, value in metrics.items()} | {
+        "val/rsum": evaluation.rsum,
+        "val/score": score,
+    }
+
+
+def _one_line(line: dict[str, Any], epochs: int) -> str:
+    text = f"epoch {line['epoch'] + 1}/{epochs}  loss {line['loss']:.4f}"
+    if "val/score" in line:
+        text += f"  val recall@1 i2t {line['val/i2t/recall@1']:.1%} t2i {line['val/t2i/recall@1']:.1%}  score {line['val/score']:.4f}"
+    return text
+
+
+def _append_line(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _forget_after(path: Path, epoch: int) -> None:
+    """Drop log lines of epochs that will be run again, and a last line that was cut short."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    write_atomically(path, "".join(line for line in lines[:epoch] if line.endswith("\n")))
+
+
+def _epoch_seed(seed: int, epoch: int) -> int:
+    return int(np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0] >> 1)
+
+
+def _text(value: str) -> Item:
+    return lambda: value

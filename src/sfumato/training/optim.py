@@ -1,0 +1,73 @@
+"""Optimisers, parameter groups and schedules: everything that decides how far a step goes."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from adamp import AdamP
+from torch import nn
+
+from sfumato.losses import MatchLoss
+from sfumato.training.config import OptimConfig
+
+
+def build_optimiser(model: nn.Module, loss: MatchLoss, config: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW or AdamP over groups that differ in learning rate and weight decay.
+
+    Matrices decay; vectors and scalars (biases, norms, the match logits) do not. The networks below the heads and the match
+    logits have multipliers of their own.
+
+    Args:
+        model: its parameters named ``image.encoder.*`` and ``text.encoder.*`` are those below the heads.
+        loss: may hold learnable match logits.
+        config: section ``optim`` of the recipe.
+    """
+    multipliers = {"image.encoder.": config.image_lr_multiplier, "text.encoder.": config.text_lr_multiplier}
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        multiplier = next((m for prefix, m in multipliers.items() if name.startswith(prefix)), 1.0)
+        decay = config.weight_decay if parameter.ndim > 1 else 0.0
+        groups.setdefault((multiplier, decay), []).append(parameter)
+    for parameter in loss.parameters():
+        groups.setdefault((config.logits_lr_multiplier, 0.0), []).append(parameter)
+    options = [
+        {"params": trained, "lr": config.lr * multiplier, "base_lr": config.lr * multiplier, "weight_decay": decay}
+        for (multiplier, decay), parameters in groups.items()
+        if (trained := [p for p in parameters if p.requires_grad])
+    ]
+    kind = {"adamw": torch.optim.AdamW, "adamp": AdamP}[config.name]
+    return kind(options, lr=config.lr, betas=config.betas, eps=config.eps)
+
+
+def learning_rate_factor(progress: float, config: OptimConfig, *, epochs: int) -> float:
+    """What the base learning rates are multiplied by.
+
+    Args:
+        progress: epochs done so far, with fractions, in [0, epochs].
+        config: section ``optim`` of the recipe.
+        epochs: length of the run.
+
+    Returns:
+        Linear warm-up, times 1, a half cosine down to 0, or a step.
+    """
+    warmup = min(1.0, progress / config.warmup_epochs) if config.warmup_epochs else 1.0
+    share = progress / epochs
+    if config.schedule == "cosine":
+        start = min(config.warmup_epochs / epochs, 1.0)
+        after = (share - start) / (1 - start) if share > start else 0.0
+        return warmup * (1 + math.cos(math.pi * after)) / 2
+    if config.schedule == "step" and share >= config.step_at:
+        return warmup * config.step_factor
+    return warmup
+
+
+def set_learning_rate(optimiser: torch.optim.Optimizer, factor: float) -> None:
+    """Every group's base learning rate times factor."""
+    for group in optimiser.param_groups:
+        group["lr"] = group["base_lr"] * factor
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], largest: float) -> float:
+    """Scale the gradients to a norm of at most largest (0: leave them); the norm before, NaN or infinity included."""
+    norm = nn.utils.clip_grad_norm_(parameters, largest if largest else math.inf)
+    return float(norm)

@@ -1,0 +1,84 @@
+"""A run folder: everything that evaluation, indexing and search need, and nothing else.
+
+    recipe.toml           the resolved recipe            model.safetensors   the best weights, with the loss's logits
+    tokenizer.json        of the small text encoder      last.safetensors    the state to resume from
+    log.jsonl             one line per epoch             calibration.json    match logits fitted on the validation pairs
+    problems.jsonl        items left out, and why        evaluation-*.json   written by `sfumato evaluate`
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from sfumato.encoders.dual import DualEncoder
+from sfumato.errors import UserError
+from sfumato.losses import MatchLoss
+from sfumato.training.build import build_loss, build_model
+from sfumato.training.checkpoint import load_state
+from sfumato.training.config import Recipe, SmallTextConfig, load_recipe
+
+RECIPE, MODEL, LAST, LOG = "recipe.toml", "model.safetensors", "last.safetensors", "log.jsonl"
+TOKENIZER, CALIBRATION, PROBLEMS = "tokenizer.json", "calibration.json", "problems.jsonl"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trained model as it lies in its folder.
+
+    Attributes:
+        folder: where it lies.
+        recipe: how it was made.
+        model: the dual encoder, in evaluation mode.
+        loss: with its learnt logits.
+        logit_scale, logit_bias: from distances to calibrated match probabilities.
+        calibrated: whether these were fitted on held-out pairs; if not they are the loss's own.
+    """
+
+    folder: Path
+    recipe: Recipe
+    model: DualEncoder
+    loss: MatchLoss
+    logit_scale: float
+    logit_bias: float
+    calibrated: bool
+
+
+def load_run(folder: str | Path) -> Run:
+    """Load the best weights of a run.
+
+    Raises:
+        UserError: the folder is not that of a run, or a file in it is missing or damaged.
+    """
+    folder = Path(folder)
+    if not (folder / RECIPE).is_file():
+        raise UserError(f"{folder} is not a run folder (no {RECIPE} in it); make one with `sfumato train RECIPE --out {folder}`")
+    recipe = load_recipe(folder / RECIPE)
+    model = build_model(recipe.model, load_tokenizer(folder, recipe))
+    loss = build_loss(recipe)
+    load_state(folder / MODEL, {"model": model, "loss": loss})
+    scale, bias, calibrated = own_logits(loss), 0.0, False
+    if (logits := getattr(loss, "logits", None)) is not None:
+        bias = float(logits.logit_bias)
+    if (folder / CALIBRATION).is_file():
+        fitted = json.loads((folder / CALIBRATION).read_text())
+        scale, bias, calibrated = fitted["logit_scale"], fitted["logit_bias"], True
+    return Run(folder, recipe, model.eval(), loss.eval(), scale, bias, calibrated)
+
+
+def load_tokenizer(folder: Path, recipe: Recipe) -> Tokenizer | None:
+    """The tokenizer of a run whose text encoder has one of its own."""
+    if not isinstance(recipe.model.text, SmallTextConfig):
+        return None
+    path = folder / TOKENIZER
+    if not path.is_file():
+        raise UserError(f"{path} is missing; the run folder is incomplete, copy it whole")
+    return Tokenizer.from_file(str(path))
+
+
+def own_logits(loss: MatchLoss) -> float:
+    """The scale that a loss has learnt; 1 for losses without one."""
+    logits = getattr(loss, "logits", None)
+    return 1.0 if logits is None else float(torch.as_tensor(logits.logit_scale).detach())
