@@ -34,10 +34,10 @@ from sfumato.training.build import build_loss, build_model, choose_device, load_
 from sfumato.training.checkpoint import load_state, save_state
 from sfumato.training.config import Recipe, SmallImageConfig, SmallTextConfig, load_recipe, save_recipe
 from sfumato.training.optim import build_optimiser, clip_gradients, learning_rate_factor, set_learning_rate
-from sfumato.training.run import CALIBRATION, LAST, LOG, MODEL, PROBLEMS, RECIPE, TOKENIZER, load_tokenizer
+from sfumato.training.run import CALIBRATION, LAST, LOG, MODEL, PROBLEMS, RECIPE, TOKENIZER, Run, load_tokenizer
 
 
-class DivergedError(Exception):
+class DivergedError(ArithmeticError):
     """A term of the loss or the gradient is NaN or infinite; the message says which, and when."""
 
 
@@ -194,7 +194,7 @@ def _train_epoch(
             log.add(_measured(output, image, text, batch.match, norm))
             advance(1)
     logits = getattr(loss, "logits", None)
-    learnt = {} if logits is None else {"logit_scale": float(logits.logit_scale), "logit_bias": float(logits.logit_bias)}
+    learnt = {} if logits is None else {"logit_scale": float(logits.logit_scale.detach()), "logit_bias": float(logits.logit_bias.detach())}
     return {**log.means(), **learnt}
 
 
@@ -211,6 +211,22 @@ def prepare_split(model: DualEncoder, data: PairData, problems: Problems, name: 
         raise UserError(f"split {name!r} has no usable pair left: {problems.summary()}")
     texts, _ = model.text.reader.read([_text(t) for t in data.texts])
     return PreparedSplit(data, images, texts)
+
+
+def load_split(run: Run, name: str) -> PreparedSplit:
+    """A split of the data that a run was made on, ready for its model; problems are told on standard error.
+
+    Raises:
+        UserError: the data has no such split.
+    """
+    problems = Problems()
+    splits = load_splits(run.recipe.data, problems)
+    if name not in splits:
+        raise UserError(f"the data of {run.folder} has no split {name!r}; it has {', '.join(splits)}")
+    prepared = prepare_split(run.model, splits[name], problems, name)
+    if len(problems):
+        say(f"{len(problems)} items left out:\n{problems.summary()}")
+    return prepared
 
 
 def embed_split(model: DualEncoder, split: PreparedSplit) -> tuple[GaussianEmbedding, GaussianEmbedding]:

@@ -1,0 +1,243 @@
+"""The command line: reads arguments, calls the library, prints. Nothing is computed here.
+
+Results go to standard output, progress to standard error. Exit status: 0 done, 1 the run failed (a diverged loss), 2 the user can
+mend it. Everything heavy is imported inside the commands, so that --help answers at once.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sfumato.errors import UserError
+
+if TYPE_CHECKING:
+    from sfumato.evaluation.protocols import Evaluation
+
+app = typer.Typer(
+    name="sfumato",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Image-text search and matching that knows what it does not know.",
+)
+
+Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value ..., e.g. train.epochs=10 loss.alpha=0.01")]
+AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="path of a recipe, or the name of one that comes with the package")],
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="folder of the run; default runs/NAME-OF-THE-RECIPE")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a model as a recipe says; an interrupted run in the same folder is resumed."""
+    from sfumato.recipes import find_recipe
+    from sfumato.training.config import load_recipe
+    from sfumato.training.loop import fit
+
+    resolved = load_recipe(find_recipe(recipe), overrides or [])
+    result = fit(resolved, out or Path("runs") / resolved.name)
+    score = "" if result["best_score"] is None else f", best epoch {result['best_epoch'] + 1} with score {result['best_score']:.4f}"
+    _print(result, as_json, f"trained {result['parameters']:,} parameters for {result['epochs']} epochs{score}: {result['run']}")
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="folder of a run")],
+    split: Annotated[str, typer.Option(help="split of the run's data")] = "test",
+    distance: Annotated[str | None, typer.Option(help="rank by this distance instead of the run's own")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate a run in both directions; writes evaluation-SPLIT-DISTANCE.json into its folder."""
+    from sfumato.distances import get_distance
+    from sfumato.evaluation.protocols import evaluate_retrieval
+    from sfumato.files import write_json
+    from sfumato.training.loop import embed_split, load_split
+    from sfumato.training.run import load_run
+
+    loaded = load_run(run)
+    chosen = get_distance(distance) if distance else loaded.loss.distance
+    prepared = load_split(loaded, split)
+    result = evaluate_retrieval(
+        *embed_split(loaded.model, prepared), prepared.data.relevance(), distance=chosen.name, text_kinds=prepared.data.text_kinds
+    )
+    path = run / f"evaluation-{split}-{chosen.name}.json"
+    write_json(path, result.to_json())
+    if as_json:
+        print(json.dumps(result.to_json()))
+    else:
+        print_evaluation(result, f"{run} on {split}, by {chosen.name}")
+        print(f"written to {path}")
+
+
+@app.command()
+def embed(
+    run: Annotated[Path, typer.Argument(help="folder of a run")],
+    out: Annotated[Path, typer.Option(help="the .safetensors file to write")],
+    images: Annotated[Path | None, typer.Option(help="folder of pictures, searched through")] = None,
+    texts: Annotated[Path | None, typer.Option(help="text file, one text a line")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Embed a folder of pictures or a file of texts into a safetensors file with ids."""
+    from sfumato.gaussian import save_embeddings
+    from sfumato.training.inference import embed_folder, embed_lines
+    from sfumato.training.run import load_run
+
+    if (images is None) == (texts is None):
+        raise UserError("give either --images FOLDER or --texts FILE")
+    loaded = load_run(run)
+    embeddings, ids, problems = embed_folder(loaded, images) if images else embed_lines(loaded, texts or Path())
+    save_embeddings(out, embeddings, ids)
+    result = {"out": str(out), "n": embeddings.n, "d": embeddings.d, "problems": len(problems)}
+    _print(result, as_json, f"{embeddings.n} embeddings of {embeddings.d} dimensions: {out}" + _left_out(problems))
+
+
+@app.command()
+def index(
+    run: Annotated[Path, typer.Argument(help="folder of a run")],
+    out: Annotated[Path, typer.Option(help="folder of the index")],
+    images: Annotated[Path | None, typer.Option(help="folder of pictures, searched through")] = None,
+    split: Annotated[str | None, typer.Option(help="or the pictures of a split of the run's data")] = None,
+    engine: Annotated[str, typer.Option(help="exact, or with the extra faiss: flat, hnsw, ivf")] = "exact",
+    as_json: AsJson = False,
+) -> None:
+    """Build an index over pictures, to be searched by text or by picture."""
+    from sfumato.training.inference import build_index, embed_folder, embed_split_images
+    from sfumato.training.run import load_run
+
+    if (images is None) == (split is None):
+        raise UserError("give either --images FOLDER or --split NAME")
+    loaded = load_run(run)
+    embeddings, ids, problems = embed_folder(loaded, images) if images else embed_split_images(loaded, split or "")
+    built = build_index(loaded, embeddings, ids, engine=engine)
+    built.save(out)
+    result = {"out": str(out), "n": embeddings.n, "engine": engine, "problems": len(problems)}
+    _print(result, as_json, f"{embeddings.n} pictures indexed ({engine}): {out}" + _left_out(problems))
+
+
+@app.command()
+def search(
+    folder: Annotated[Path, typer.Argument(metavar="INDEX", help="folder of an index")],
+    query: Annotated[list[str] | None, typer.Argument(help="texts to search for")] = None,
+    image: Annotated[list[Path] | None, typer.Option(help="picture to search for; may be given several times")] = None,
+    k: Annotated[int, typer.Option("-k", min=1, help="number of results")] = 10,
+    run: Annotated[Path | None, typer.Option(help="folder of the run, if it has moved since the index was built")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Search an index by text or picture: ids, distances, match probabilities and uncertainties."""
+    from sfumato.training.inference import search_index
+
+    if not query and not image:
+        raise UserError("nothing to search for: give a text, or --image FILE")
+    results = search_index(folder, query or [], image or [], k=k, run=run)
+    if as_json:
+        print(json.dumps(results, ensure_ascii=False))
+        return
+    for result in results:
+        print_search(result)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="folder for the run, the index and the page")] = Path("runs/demo"),
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value for the recipe, several times")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The whole way on the embedded emoji set: train, evaluate, index, search, and a page to look at."""
+    from sfumato.demo import run_demo
+
+    result = run_demo(out, overrides or [])
+    if as_json:
+        print(json.dumps(result, ensure_ascii=False))
+
+
+@app.command()
+def recipes(name: Annotated[str | None, typer.Argument(help="print this recipe")] = None) -> None:
+    """List the recipes that come with the package, or print one."""
+    from sfumato.recipes import find_recipe, recipe_files, recipe_summary
+
+    if name:
+        print(find_recipe(name).read_text(encoding="utf-8"), end="")
+        return
+    files = recipe_files()
+    width = max(len(n) for n in files)
+    for key, file in files.items():
+        print(f"{key:<{width}}  {recipe_summary(file)}")
+
+
+def print_evaluation(evaluation: "Evaluation", title: str) -> None:
+    """A table of an evaluation on standard output, recalls and precisions in per cent."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from sfumato.evaluation.protocols import table_rows
+
+    table = Table(title=title, title_justify="left")
+    table.add_column("direction")
+    names = ["recall@1", "recall@5", "recall@10", "r_precision", "map@r"]
+    for name in [*names, "median_rank", "n_queries"]:
+        table.add_column(name, justify="right")
+    for direction, metrics in table_rows(evaluation):
+        shown = [f"{metrics[name]:.1%}" for name in names] + [f"{metrics['median_rank']:g}", f"{metrics['n_queries']:g}"]
+        table.add_row(direction, *shown)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    print(f"rsum {evaluation.rsum * 100:.1f} of 600 | images {evaluation.n_images}, texts {evaluation.n_texts}")
+    variance = evaluation.total_variance
+    print(f"mean total variance: images {variance['image']:.4g}, texts {variance['text']:.4g}")
+    for direction, values in (evaluation.uncertainty or {}).items():
+        print(f"{direction} recall@1 from the most certain tenth of the queries to the least: " + " ".join(f"{b['recall']:.0%}" for b in values["bins"]))
+        print(f"{direction} correlation of bin and recall@1: {_number(values['correlation'])}, Spearman over queries: {_number(values['spearman'])}")
+    if evaluation.multiplicity:
+        both = evaluation.multiplicity
+        print(
+            "Spearman of a text's total variance with its number of true pictures:"
+            f" {_number(both['all'])} over all texts, {_number(both['balanced'])} balanced over powers of two"
+        )
+
+
+def print_search(result: dict[str, Any]) -> None:
+    """One query and its hits as plain lines."""
+    print(f"{result['query']}   uncertainty {result['uncertainty']:.3g}, about {result['expected_matches']:.1f} matches expected")
+    for hit in result["hits"]:
+        label = f"  {hit['label']}" if hit.get("label") else ""
+        print(f"  {hit['match_probability']:7.1%}  csd {hit['distance']:.4f}  uncertainty {hit['uncertainty']:.3g}  {hit['id']}{label}")
+
+
+def main() -> None:
+    """Entry point: errors that users can mend become one line and exit status 2."""
+    debug = bool(os.environ.get("SFUMATO_DEBUG"))
+    try:
+        app(standalone_mode=True)
+    except (UserError, ValueError, OSError) as error:
+        if debug:
+            raise
+        print(f"sfumato: {error}", file=sys.stderr)
+        sys.exit(2)
+    except ArithmeticError as error:
+        if debug:
+            raise
+        print(f"sfumato: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _print(result: dict[str, Any], as_json: bool, line: str) -> None:
+    print(json.dumps(result) if as_json else line)
+
+
+def _left_out(problems: Any) -> str:
+    return f"; {len(problems)} left out:\n{problems.summary()}" if len(problems) else ""
+
+
+def _number(value: float | None) -> str:
+    return "undefined" if value is None else f"{value:+.2f}"
+
+
+if __name__ == "__main__":
+    main()
