@@ -8,14 +8,11 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from sfumato.errors import UserError
-
-if TYPE_CHECKING:
-    from sfumato.evaluation.protocols import Evaluation
 
 app = typer.Typer(
     name="sfumato",
@@ -26,7 +23,9 @@ app = typer.Typer(
     help="Image-text search and matching that knows what it does not know.",
 )
 
-Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value ..., e.g. train.epochs=10 loss.alpha=0.01")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="section.key=value ..., e.g. train.epochs=10 loss.alpha=0.01")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 
 
@@ -44,8 +43,16 @@ def train(
 
     resolved = load_recipe(find_recipe(recipe), overrides or [])
     result = fit(resolved, out or Path("runs") / resolved.name)
-    score = "" if result["best_score"] is None else f", best epoch {result['best_epoch'] + 1} with score {result['best_score']:.4f}"
-    _print(result, as_json, f"trained {result['parameters']:,} parameters for {result['epochs']} epochs{score}: {result['run']}")
+    score = (
+        ""
+        if result["best_score"] is None
+        else f", best epoch {result['best_epoch'] + 1} with score {result['best_score']:.4f}"
+    )
+    _print(
+        result,
+        as_json,
+        f"trained {result['parameters']:,} parameters for {result['epochs']} epochs{score}: {result['run']}",
+    )
 
 
 @app.command()
@@ -56,6 +63,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a run in both directions; writes evaluation-SPLIT-DISTANCE.json into its folder."""
+    from sfumato.console import print_evaluation
     from sfumato.distances import get_distance
     from sfumato.evaluation.protocols import evaluate_retrieval
     from sfumato.files import write_json
@@ -66,7 +74,10 @@ def evaluate(
     chosen = get_distance(distance) if distance else loaded.loss.distance
     prepared = load_split(loaded, split)
     result = evaluate_retrieval(
-        *embed_split(loaded.model, prepared), prepared.data.relevance(), distance=chosen.name, text_kinds=prepared.data.text_kinds
+        *embed_split(loaded.model, prepared),
+        prepared.data.relevance(),
+        distance=chosen.name,
+        text_kinds=prepared.data.text_kinds,
     )
     path = run / f"evaluation-{split}-{chosen.name}.json"
     write_json(path, result.to_json())
@@ -128,10 +139,13 @@ def search(
     query: Annotated[list[str] | None, typer.Argument(help="texts to search for")] = None,
     image: Annotated[list[Path] | None, typer.Option(help="picture to search for; may be given several times")] = None,
     k: Annotated[int, typer.Option("-k", min=1, help="number of results")] = 10,
-    run: Annotated[Path | None, typer.Option(help="folder of the run, if it has moved since the index was built")] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="folder of the run, if it has moved since the index was built")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Search an index by text or picture: ids, distances, match probabilities and uncertainties."""
+    from sfumato.console import print_search
     from sfumato.training.inference import search_index
 
     if not query and not image:
@@ -147,7 +161,9 @@ def search(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="folder for the run, the index and the page")] = Path("runs/demo"),
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value for the recipe, several times")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="section.key=value for the recipe, several times")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """The whole way on the embedded emoji set: train, evaluate, index, search, and a page to look at."""
@@ -170,44 +186,6 @@ def recipes(name: Annotated[str | None, typer.Argument(help="print this recipe")
     width = max(len(n) for n in files)
     for key, file in files.items():
         print(f"{key:<{width}}  {recipe_summary(file)}")
-
-
-def print_evaluation(evaluation: "Evaluation", title: str) -> None:
-    """A table of an evaluation on standard output, recalls and precisions in per cent."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from sfumato.evaluation.protocols import table_rows
-
-    table = Table(title=title, title_justify="left")
-    table.add_column("direction")
-    names = ["recall@1", "recall@5", "recall@10", "r_precision", "map@r"]
-    for name in [*names, "median_rank", "n_queries"]:
-        table.add_column(name, justify="right")
-    for direction, metrics in table_rows(evaluation):
-        shown = [f"{metrics[name]:.1%}" for name in names] + [f"{metrics['median_rank']:g}", f"{metrics['n_queries']:g}"]
-        table.add_row(direction, *shown)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
-    print(f"rsum {evaluation.rsum * 100:.1f} of 600 | images {evaluation.n_images}, texts {evaluation.n_texts}")
-    variance = evaluation.total_variance
-    print(f"mean total variance: images {variance['image']:.4g}, texts {variance['text']:.4g}")
-    for direction, values in (evaluation.uncertainty or {}).items():
-        print(f"{direction} recall@1 from the most certain tenth of the queries to the least: " + " ".join(f"{b['recall']:.0%}" for b in values["bins"]))
-        print(f"{direction} correlation of bin and recall@1: {_number(values['correlation'])}, Spearman over queries: {_number(values['spearman'])}")
-    if evaluation.multiplicity:
-        both = evaluation.multiplicity
-        print(
-            "Spearman of a text's total variance with its number of true pictures:"
-            f" {_number(both['all'])} over all texts, {_number(both['balanced'])} balanced over powers of two"
-        )
-
-
-def print_search(result: dict[str, Any]) -> None:
-    """One query and its hits as plain lines."""
-    print(f"{result['query']}   uncertainty {result['uncertainty']:.3g}, about {result['expected_matches']:.1f} matches expected")
-    for hit in result["hits"]:
-        label = f"  {hit['label']}" if hit.get("label") else ""
-        print(f"  {hit['match_probability']:7.1%}  csd {hit['distance']:.4f}  uncertainty {hit['uncertainty']:.3g}  {hit['id']}{label}")
 
 
 def main() -> None:
@@ -233,10 +211,6 @@ def _print(result: dict[str, Any], as_json: bool, line: str) -> None:
 
 def _left_out(problems: Any) -> str:
     return f"; {len(problems)} left out:\n{problems.summary()}" if len(problems) else ""
-
-
-def _number(value: float | None) -> str:
-    return "undefined" if value is None else f"{value:+.2f}"
 
 
 if __name__ == "__main__":

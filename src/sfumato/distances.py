@@ -440,7 +440,9 @@ def reduce_sample_distances(
         squared = _squared_l2_matrix(a.flatten(0, 1), b.flatten(0, 1))
         return reduce(_sqrt(squared).unflatten(0, (len(a), s)).unflatten(2, (len(b), t)).transpose(1, 2))
 
-    return _blockwise(block, (x_samples.to(dtype),), (y_samples.to(dtype),), floats_per_pair=3 * s * t, memory_mb=memory_mb)
+    return _blockwise(
+        block, (x_samples.to(dtype),), (y_samples.to(dtype),), floats_per_pair=3 * s * t, memory_mb=memory_mb
+    )
 
 
 @dataclass(frozen=True)
@@ -501,7 +503,9 @@ def _checked(
     """The two sides in the dtype of accumulation, after the checks that every distance shares."""
     for name, value in (("x", x), ("y", y)):
         if not isinstance(value, GaussianEmbedding):
-            raise TypeError(f"{who}: {name} must be a GaussianEmbedding, got {type(value).__name__}; wrap means in GaussianEmbedding.point")
+            raise TypeError(
+                f"{who}: {name} must be a GaussianEmbedding, got {type(value).__name__}; wrap means in GaussianEmbedding.point"
+            )
     if x.d != y.d or x.dtype != y.dtype or x.device != y.device:
         sides = [f"(., {e.d}) {e.dtype} on {e.device}" for e in (x, y)]
         raise ValueError(f"{who}: x is {sides[0]} and y is {sides[1]}; both must have the same d, dtype and device")
@@ -521,7 +525,9 @@ def _checked_rows(
 ) -> tuple[GaussianEmbedding, GaussianEmbedding]:
     checked = _checked(x, y, who, spread=spread)
     if x.n != y.n:
-        raise ValueError(f"{who}: x has {x.n} rows and y has {y.n}; row by row they must be equal, for all pairs use {who}_matrix")
+        raise ValueError(
+            f"{who}: x has {x.n} rows and y has {y.n}; row by row they must be equal, for all pairs use {who}_matrix"
+        )
     return checked
 
 

@@ -85,8 +85,10 @@ class GaussianEmbedding:
 
     def __getitem__(self, index: slice | Tensor) -> "GaussianEmbedding":
         """Rows by slice, (k,) indices or (n,) mask. An integer is refused: a batch of one is a batch, use [i : i + 1]."""
-        if isinstance(index, Tensor) and index.ndim != 1 or not isinstance(index, Tensor | slice):
-            raise TypeError(f"GaussianEmbedding: index with a slice or a 1-D tensor (x[i : i + 1] for one row), got {index!r}")
+        if (isinstance(index, Tensor) and index.ndim != 1) or not isinstance(index, Tensor | slice):
+            raise TypeError(
+                f"GaussianEmbedding: index with a slice or a 1-D tensor (x[i : i + 1] for one row), got {index!r}"
+            )
         return GaussianEmbedding(self.mean[index], self.log_var[index])
 
     @property
@@ -188,11 +190,15 @@ def load_embeddings(path: str | Path) -> tuple[GaussianEmbedding, list[str]]:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != _FORMAT:
-                raise ValueError(f"{path}: not an embeddings file of sfumato (format {metadata.get('format')!r}, expected {_FORMAT!r})")
+                raise ValueError(
+                    f"{path}: not an embeddings file of sfumato (format {metadata.get('format')!r}, expected {_FORMAT!r})"
+                )
             embeddings = GaussianEmbedding(file.get_tensor("mean"), file.get_tensor("log_var"))
             ids = [str(i) for i in json.loads(metadata["ids"])]
     except (SafetensorError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: damaged or not an embeddings file ({error}); write it again with `sfumato embed`") from error
+        raise ValueError(
+            f"{path}: damaged or not an embeddings file ({error}); write it again with `sfumato embed`"
+        ) from error
     if len(ids) != embeddings.n:
         raise ValueError(f"{path}: damaged: {len(ids)} ids for {embeddings.n} embeddings; write it again")
     return embeddings, ids
@@ -203,4 +209,6 @@ def check_finite(embeddings: GaussianEmbedding, who: str) -> None:
     bad = ~torch.isfinite(embeddings.mean) | torch.isnan(embeddings.log_var) | torch.isposinf(embeddings.log_var)
     if bad.any():
         row = int(bad.any(dim=1).nonzero()[0])
-        raise ValueError(f"{who}: embedding {row} holds NaN or infinity; a diverged model? Leave such rows out or retrain")
+        raise ValueError(
+            f"{who}: embedding {row} holds NaN or infinity; a diverged model? Leave such rows out or retrain"
+        )

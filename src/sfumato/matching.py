@@ -55,7 +55,9 @@ class MatchingLogits(nn.Module):
     def __init__(self, logit_scale: float = 5.0, logit_bias: float = 5.0) -> None:
         super().__init__()
         if not (logit_scale > 0 and math.isfinite(logit_scale)):
-            raise ValueError(f"MatchingLogits: logit_scale must be positive, got {logit_scale}; smaller distances must be likelier matches")
+            raise ValueError(
+                f"MatchingLogits: logit_scale must be positive, got {logit_scale}; smaller distances must be likelier matches"
+            )
         self.log_logit_scale = nn.Parameter(torch.tensor(math.log(logit_scale)))
         self.logit_bias = nn.Parameter(torch.tensor(float(logit_bias)))
 
@@ -136,7 +138,9 @@ def fit_logits(distance: Tensor, match: Tensor, *, weight: Tensor | None = None)
     distance, match = distance.detach().flatten().double(), match.detach().flatten().double()
     weight = torch.ones_like(match) if weight is None else weight.detach().flatten().double()
     if distance.shape != match.shape or weight.shape != match.shape:
-        raise ValueError(f"fit_logits: got {distance.numel()} distances, {match.numel()} labels and {weight.numel()} weights; they must be as many")
+        raise ValueError(
+            f"fit_logits: got {distance.numel()} distances, {match.numel()} labels and {weight.numel()} weights; they must be as many"
+        )
     if not torch.isfinite(distance).all() or not ((match >= 0) & (match <= 1)).all():
         raise ValueError("fit_logits: distances must be finite and match must lie in [0, 1]")
     positive, negative = weight * match, weight * (1 - match)
@@ -152,7 +156,9 @@ def fit_logits(distance: Tensor, match: Tensor, *, weight: Tensor | None = None)
     z, total = (distance - centre) / spread, weight.sum()
     prior = (positive.sum() / negative.sum()).log()
     parameters = torch.stack([torch.ones_like(prior), prior]).requires_grad_()
-    optimiser = torch.optim.LBFGS([parameters], max_iter=200, tolerance_grad=1e-10, tolerance_change=1e-14, line_search_fn="strong_wolfe")
+    optimiser = torch.optim.LBFGS(
+        [parameters], max_iter=200, tolerance_grad=1e-10, tolerance_change=1e-14, line_search_fn="strong_wolfe"
+    )
 
     def closure() -> Tensor:
         optimiser.zero_grad()
@@ -166,5 +172,7 @@ def fit_logits(distance: Tensor, match: Tensor, *, weight: Tensor | None = None)
         optimiser.step(closure)
     scale, bias = (parameters.detach()[0] / spread).item(), (parameters[1] + parameters[0] * centre / spread).item()
     if not scale > 0:
-        raise ValueError("fit_logits: the best scale is not positive; the distances do not separate matches from non-matches")
+        raise ValueError(
+            "fit_logits: the best scale is not positive; the distances do not separate matches from non-matches"
+        )
     return scale, bias

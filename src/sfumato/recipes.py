@@ -11,7 +11,11 @@ def recipe_files() -> dict[str, Traversable]:
     """name -> file of every recipe in the package (or, in a checkout, in its recipes folder), by name."""
     packaged = resources.files("sfumato") / "recipe_files"
     folder: Traversable = packaged if packaged.is_dir() else Path(__file__).resolve().parents[2] / "recipes"
-    return {f.name.removesuffix(".toml"): f for f in sorted(folder.iterdir(), key=lambda f: f.name) if f.name.endswith(".toml")}
+    return {
+        f.name.removesuffix(".toml"): f
+        for f in sorted(folder.iterdir(), key=lambda f: f.name)
+        if f.name.endswith(".toml")
+    }
 
 
 def find_recipe(name: str) -> Path:

@@ -136,7 +136,9 @@ def _share(hexcode: str) -> float:
 
 @cache
 def _concepts() -> list[dict[str, Any]]:
-    concepts: list[dict[str, Any]] = json.loads((resources.files("sfumato.data") / "emoji_set" / "concepts.json").read_text("utf-8"))
+    concepts: list[dict[str, Any]] = json.loads(
+        (resources.files("sfumato.data") / "emoji_set" / "concepts.json").read_text("utf-8")
+    )
     return concepts
 
 

@@ -1,3 +1,223 @@
-from sfumato.data.pairs import PairData
-def read_image_folder(*a, **k): ...
-def read_manifest(*a, **k): ...
+"""Data that users own: manifests (JSONL, CSV, Parquet) and folders of pictures with captions beside them.
+
+A manifest row has ``image`` (a path, relative to the manifest or to a given root), ``captions`` (a list, or one string;
+``caption`` works too), and optionally ``split`` and ``id``. What cannot be used is reported with its place and left out.
+"""
+
+import csv
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sfumato.data.pairs import FileImage, PairData, make_pair_data
+from sfumato.data.problems import Problems
+from sfumato.errors import UserError
+
+PICTURE_ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"})
+"""File name endings that count as pictures when a folder is searched through."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    place: str
+    image: Path
+    id: str
+    captions: list[str]
+    split: str
+
+
+def read_manifest(
+    path: str | Path,
+    problems: Problems,
+    *,
+    image_root: str | Path | None = None,
+    val_share: float = 0.1,
+    test_share: float = 0.1,
+) -> dict[str, PairData]:
+    """Read a manifest.
+
+    Args:
+        path: a .jsonl, .csv or .parquet file. In CSV, ``captions`` is one caption or a JSON list of them.
+        problems: receives malformed lines, missing pictures, empty captions and repeated ids.
+        image_root: what the image paths are relative to; the manifest's folder if None.
+        val_share, test_share: where no row names a split, the shares of images for "val" and "test", chosen by a hash of
+            their ids, so that adding rows moves none.
+
+    Returns:
+        split -> data.
+
+    Raises:
+        UserError: the file is missing, of an unknown kind, or holds nothing usable.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"there is no manifest {path}")
+    readers = {".jsonl": _jsonl_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
+    if path.suffix.lower() not in readers:
+        raise UserError(f"{path}: unknown kind of manifest {path.suffix!r}; expected {', '.join(readers)}")
+    root = Path(image_root) if image_root is not None else path.parent
+    rows = []
+    for place, values in readers[path.suffix.lower()](path, problems):
+        if row := _check_row(place, values, root, problems):
+            rows.append(row)
+    return _splits(rows, path, problems, val_share, test_share)
+
+
+def read_image_folder(
+    path: str | Path, problems: Problems, *, val_share: float = 0.1, test_share: float = 0.1
+) -> dict[str, PairData]:
+    """Read a folder of pictures, each with its captions in a .txt file of the same name beside it, one a line.
+
+    Args:
+        path: the folder, searched through. Subfolders "train", "val" and "test" at its top are the splits, if there are any.
+        problems: receives pictures without captions and empty captions files.
+        val_share, test_share: see :func:`read_manifest`.
+
+    Returns:
+        split -> data; ids are paths relative to the folder.
+
+    Raises:
+        UserError: the folder is missing or holds nothing usable.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise UserError(f"there is no folder {path}")
+    named = {name for name in ("train", "val", "test") if (path / name).is_dir()}
+    rows = []
+    for image in sorted(p for p in path.rglob("*") if p.suffix.lower() in PICTURE_ENDINGS and p.is_file()):
+        relative = image.relative_to(path)
+        captions = image.with_suffix(".txt")
+        if not captions.is_file():
+            problems.add(image, f"no captions: {captions.name} is missing")
+            continue
+        if named and relative.parts[0] not in named:
+            problems.add(image, f"lies outside of the split folders {', '.join(sorted(named))}")
+            continue
+        try:
+            lines = captions.read_text(encoding="utf-8-sig").splitlines()
+        except UnicodeDecodeError as error:
+            problems.add(captions, f"not UTF-8: {error.reason} at byte {error.start}")
+            continue
+        texts = _usable_captions(str(captions), [line for line in lines if line.strip()] or [""], problems)
+        if texts:
+            rows.append(_Row(str(image), image, relative.as_posix(), texts, relative.parts[0] if named else ""))
+    return _splits(rows, path, problems, val_share, test_share)
+
+
+def _jsonl_rows(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            place = f"{path}:{number}"
+            if not line.strip():
+                continue
+            try:
+                values = json.loads(line.decode("utf-8-sig"))
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                problems.add(place, f"not JSON: {error}")
+                continue
+            if isinstance(values, dict):
+                yield place, values
+            else:
+                problems.add(place, f"expected an object with image and captions, got {type(values).__name__}")
+
+
+def _csv_rows(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str, Any]]]:
+    with path.open(encoding="utf-8-sig", newline="", errors="replace") as file:
+        reader = csv.DictReader(file)
+        try:
+            for values in reader:
+                place = f"{path}:{reader.line_num}"
+                if None in values:
+                    problems.add(
+                        place,
+                        f"more values than the {len(reader.fieldnames or [])} columns; quote captions that hold commas",
+                    )
+                    continue
+                text = values.get("captions") or ""
+                if text.lstrip().startswith("["):
+                    try:
+                        yield place, {**values, "captions": json.loads(text)}
+                        continue
+                    except json.JSONDecodeError:
+                        pass  # A caption that merely begins with a bracket.
+                yield place, values
+        except csv.Error as error:
+            problems.add(f"{path}:{reader.line_num}", f"not CSV: {error}")
+
+
+def _parquet_rows(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError("Parquet manifests need pyarrow: pip install 'sfumato[parquet]'") from error
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path}: not a Parquet file ({error})") from error
+    number = 0
+    for batch in file.iter_batches():
+        for values in batch.to_pylist():
+            number += 1
+            yield f"{path}:row {number}", values
+
+
+def _check_row(place: str, values: dict[str, Any], root: Path, problems: Problems) -> _Row | None:
+    image, captions = values.get("image"), values.get("captions", values.get("caption"))
+    if not isinstance(image, str) or not image.strip():
+        problems.add(place, f"no image: found {image!r}, expected a path")
+        return None
+    captions = [captions] if isinstance(captions, str) else captions
+    if not isinstance(captions, list) or not all(isinstance(c, str) for c in captions):
+        problems.add(place, f"captions: found {type(captions).__name__}, expected a string or a list of strings")
+        return None
+    texts = _usable_captions(place, captions or [""], problems)
+    if not texts:
+        return None
+    path = root / image
+    if not path.is_file():
+        problems.add(place, f"image {path} is missing")
+        return None
+    number = values.get("id")
+    return _Row(place, path, image if number in (None, "") else str(number), texts, str(values.get("split") or ""))
+
+
+def _usable_captions(place: str, captions: list[str], problems: Problems) -> list[str]:
+    for caption in captions:
+        if not caption.strip():
+            problems.add(place, "empty caption")
+    return [caption.strip() for caption in captions if caption.strip()]
+
+
+def _splits(
+    rows: list[_Row], path: Path, problems: Problems, val_share: float, test_share: float
+) -> dict[str, PairData]:
+    if not rows:
+        raise UserError(f"{path} holds no usable pair of image and caption:\n{problems.summary()}")
+    named = any(row.split for row in rows)
+    chosen: dict[str, dict[str, _Row]] = {}
+    seen: set[str] = set()
+    for row in rows:
+        split = (row.split or "train") if named else _hashed_split(row.id, val_share, test_share)
+        split = {"restval": "train", "valid": "val", "validation": "val", "dev": "val"}.get(split, split)
+        if row.id in seen:
+            known = chosen.get(split, {}).get(row.id)
+            if known is None or known.image != row.image:
+                problems.add(row.place, f"id {row.id!r} occurs before with another image or split")
+                continue
+            known.captions.extend(row.captions)  # One caption a row is a common layout.
+            continue
+        seen.add(row.id)
+        chosen.setdefault(split, {})[row.id] = row
+    return {
+        split: make_pair_data(list(own), [FileImage(r.image) for r in own.values()], [r.captions for r in own.values()])
+        for split, own in chosen.items()
+    }
+
+
+def _hashed_split(identity: str, val_share: float, test_share: float) -> str:
+    share = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:6], "big") / 2**48
+    return "val" if share < val_share else "test" if share < val_share + test_share else "train"

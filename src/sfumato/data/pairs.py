@@ -86,7 +86,9 @@ class TarArchive:
             with tarfile.open(self.path, "r:") as tar:
                 self._members = {os.path.normpath(m.name): (m.offset_data, m.size) for m in tar if m.isfile()}
         except tarfile.TarError as error:
-            raise ValueError(f"{path}: not an uncompressed tar file ({error}); unpack it, or pack it without compression") from error
+            raise ValueError(
+                f"{path}: not an uncompressed tar file ({error}); unpack it, or pack it without compression"
+            ) from error
         self._file: IO[bytes] = self.path.open("rb")
         self._lock = threading.Lock()
 
@@ -176,7 +178,9 @@ class PairData:
 
     def relevance(self) -> Relevance:
         """Image -> its true texts."""
-        return Relevance.from_pairs(self.pairs[:, 0], self.pairs[:, 1], n_queries=len(self.image_ids), n_gallery=len(self.text_ids))
+        return Relevance.from_pairs(
+            self.pairs[:, 0], self.pairs[:, 1], n_queries=len(self.image_ids), n_gallery=len(self.text_ids)
+        )
 
     def match(self, image_index: np.ndarray, text_index: np.ndarray) -> np.ndarray:
         """(b,) and (c,) positions -> (b, c) float32, 1 where the data lists the pair."""
@@ -256,7 +260,9 @@ class PairSampler:
             if value not in get_args(known):
                 raise ValueError(f"PairSampler: unknown {name} {value!r}; known: {', '.join(get_args(known))}")
         if batch_size < 2:
-            raise ValueError(f"PairSampler: batch_size must be at least 2, got {batch_size}; a batch of one has no non-matches")
+            raise ValueError(
+                f"PairSampler: batch_size must be at least 2, got {batch_size}; a batch of one has no non-matches"
+            )
         if len(data.pairs) < 2:
             raise ValueError(f"PairSampler: the data has {len(data.pairs)} pairs; at least 2 are needed to train")
         self.data, self.batch_size, self.seed = data, batch_size, seed
@@ -280,7 +286,9 @@ class PairSampler:
         if self.epoch_over == "images":
             images = random.permutation(self._drawn_images)
             low, high = self._cumulated[self._starts[images]], self._cumulated[self._starts[images + 1]]
-            position = np.searchsorted(self._cumulated, low + random.random(len(images)) * (high - low), side="right") - 1
+            position = (
+                np.searchsorted(self._cumulated, low + random.random(len(images)) * (high - low), side="right") - 1
+            )
             # Rounding may land on the next image's first pair.
             texts = self.data.pairs[np.minimum(position, self._starts[images + 1] - 1), 1]
         else:
@@ -303,7 +311,9 @@ class PairSampler:
         kinds = np.array(self.data.text_kinds)
         unknown = set(kind_weights) - set(kinds)
         if unknown:
-            raise ValueError(f"PairSampler: kind_weights names {sorted(unknown)}, but the texts are of the kinds {sorted(set(kinds))}")
+            raise ValueError(
+                f"PairSampler: kind_weights names {sorted(unknown)}, but the texts are of the kinds {sorted(set(kinds))}"
+            )
         weight = np.array([kind_weights.get(kind, 0.0) for kind in kinds])[self.data.pairs[:, 1]]
         # An image's texts of one kind share that kind's weight.
         kind_number = np.unique(kinds, return_inverse=True)[1][self.data.pairs[:, 1]]
@@ -314,7 +324,10 @@ class PairSampler:
 
 
 def make_pair_data(
-    image_ids: Sequence[str], images: Sequence[ImageSource], captions: Sequence[Sequence[str]], caption_ids: Sequence[Sequence[str]] | None = None
+    image_ids: Sequence[str],
+    images: Sequence[ImageSource],
+    captions: Sequence[Sequence[str]],
+    caption_ids: Sequence[Sequence[str]] | None = None,
 ) -> PairData:
     """Ordinary data, n images with captions of their own.
 
@@ -330,5 +343,10 @@ def make_pair_data(
     texts = tuple(t for c in captions for t in c)
     pairs = np.stack([np.repeat(np.arange(len(captions)), counts), np.arange(len(texts))], axis=1)
     return PairData(
-        tuple(image_ids), tuple(images), tuple(i for c in caption_ids for i in c), texts, ("caption",) * len(texts), pairs
+        tuple(image_ids),
+        tuple(images),
+        tuple(i for c in caption_ids for i in c),
+        texts,
+        ("caption",) * len(texts),
+        pairs,
     )

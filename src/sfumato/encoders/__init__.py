@@ -1,0 +1,1 @@
+"""Encoders: from pictures and texts to Gaussian embeddings."""

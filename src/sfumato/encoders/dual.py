@@ -29,7 +29,9 @@ OnError = Callable[[int, Exception], None]
 class Reader(Protocol):
     """Turns raw items into a store of inputs for a tower."""
 
-    def read(self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None) -> tuple[Store, np.ndarray]:
+    def read(
+        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
+    ) -> tuple[Store, np.ndarray]:
         """(inputs of the usable items, (k,) their positions); unusable ones go to on_error, or raise without it."""
         ...
 
@@ -44,7 +46,9 @@ class PixelReader:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def read(self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None) -> tuple[Store, np.ndarray]:
+    def read(
+        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
+    ) -> tuple[Store, np.ndarray]:
         """See :class:`Reader`."""
         pixels = np.empty((len(items), 3, self.size, self.size), np.uint8)
         errors: dict[int, Exception] = {}
@@ -79,7 +83,9 @@ class FrozenReader:
     def __init__(self, backbone: FrozenBackbone, cache: str | Path) -> None:
         self.backbone, self.cache = backbone, cache
 
-    def read(self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None) -> tuple[Store, np.ndarray]:
+    def read(
+        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
+    ) -> tuple[Store, np.ndarray]:
         """See :class:`Reader`."""
         return cached_features(self.backbone, items, self.cache, progress=progress, on_error=on_error)
 
@@ -95,7 +101,9 @@ class TokenReader:
     def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
         self.tokenizer, self.max_tokens = tokenizer, max_tokens
 
-    def read(self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None) -> tuple[Store, np.ndarray]:
+    def read(
+        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
+    ) -> tuple[Store, np.ndarray]:
         """See :class:`Reader`."""
         store = RaggedStore.from_list(tokenize(self.tokenizer, [str(item()) for item in items], self.max_tokens))
         if progress:

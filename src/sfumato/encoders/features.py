@@ -144,7 +144,9 @@ class FeatureCache:
         if not about.exists():
             write_json(about, expected)
         elif json.loads(about.read_text()) != expected:
-            raise ValueError(f"{self.folder}: a cache of something else ({about.read_text().strip()}); delete the folder to rebuild it")
+            raise ValueError(
+                f"{self.folder}: a cache of something else ({about.read_text().strip()}); delete the folder to rebuild it"
+            )
 
     def known(self) -> dict[bytes, tuple[int, int]]:
         """digest -> (offset, length) of every item whose features are wholly on disk."""
@@ -166,7 +168,10 @@ class FeatureCache:
             for record, digest, item in zip(records, digests, features, strict=True):
                 record["digest"], record["offset"], record["length"] = np.void(digest), offset, len(item)
                 offset += len(item)
-            for path, data in ((self._rows, np.concatenate(features).astype("<f2").tobytes()), (self._index, records.tobytes())):
+            for path, data in (
+                (self._rows, np.concatenate(features).astype("<f2").tobytes()),
+                (self._index, records.tobytes()),
+            ):
                 with path.open("ab") as file:
                     file.write(data)
                     file.flush()

@@ -109,7 +109,9 @@ class GPO(Pooling):
         else:
             counts = mask.sum(1)
             if not counts.all():
-                raise ValueError(f"GPO: item {int((counts == 0).nonzero()[0])} has no token; every row of the mask needs one True")
+                raise ValueError(
+                    f"GPO: item {int((counts == 0).nonzero()[0])} has no token; every row of the mask needs one True"
+                )
             lengths, which = counts.unique(return_inverse=True)
             weights = self.weights(lengths)[which]
             channels_first = channels_first.masked_fill(~mask.unsqueeze(1), -torch.inf)

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
@@ -70,6 +71,8 @@ def evaluate_retrieval(
     Raises:
         ValueError: sizes do not fit, or nothing matches.
     """
+    if text_kinds is not None and len(text_kinds) != texts.n:
+        raise ValueError(f"evaluate_retrieval: got {len(text_kinds)} text_kinds for {texts.n} texts; give one for each")
     other = relevance.transpose()
     i2t_ranks = rank_relevant(images, texts, relevance, distance)
     t2i_ranks = rank_relevant(texts, images, other, distance, queries_first=False)
@@ -81,15 +84,20 @@ def evaluate_retrieval(
         for kind in dict.fromkeys(kinds.tolist()):
             index = np.flatnonzero(kinds == kind)
             of_kind = np.isin(other.query_of_item, index)
-            t2i_by_kind[kind] = retrieval_metrics(t2i_ranks[of_kind], other.select_queries(index))
             narrowed = relevance.select_gallery(index)
             if len(narrowed.indices):
-                i2t_by_kind[kind] = retrieval_metrics(rank_relevant(images, texts[_tensor(index)], narrowed, distance), narrowed)
+                t2i_by_kind[kind] = retrieval_metrics(t2i_ranks[of_kind], other.select_queries(index))
+                i2t_by_kind[kind] = retrieval_metrics(
+                    rank_relevant(images, texts[torch.from_numpy(index).to(texts.device)], narrowed, distance), narrowed
+                )
     variance = {"image": images.total_variance.cpu().numpy(), "text": texts.total_variance.cpu().numpy()}
     spread = any(np.ptp(v) > 0 for v in variance.values())
     uncertainty: dict[str, Any] | None = None
     if spread:
-        hits = {"i2t": per_query_metrics(i2t_ranks, relevance)["recall@1"], "t2i": per_query_metrics(t2i_ranks, other)["recall@1"]}
+        hits = {
+            "i2t": per_query_metrics(i2t_ranks, relevance)["recall@1"],
+            "t2i": per_query_metrics(t2i_ranks, other)["recall@1"],
+        }
         uncertainty = {
             "i2t": recall_by_uncertainty(variance["image"], hits["i2t"]),
             "t2i": recall_by_uncertainty(variance["text"], hits["t2i"]),
@@ -126,9 +134,3 @@ def _multiplicity(variance: np.ndarray, counts: np.ndarray) -> dict[str, float |
         "balanced": none_if_nan(balanced_spearman(variance, counts)),
         "n_texts": len(counts),
     }
-
-
-def _tensor(index: np.ndarray) -> "Any":
-    import torch
-
-    return torch.from_numpy(index)

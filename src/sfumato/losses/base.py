@@ -38,7 +38,9 @@ class MatchLoss(nn.Module, ABC):
         self.distance: Distance = get_distance(distance)
 
     @abstractmethod
-    def forward(self, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, *, epoch: int | None = None) -> LossOutput:
+    def forward(
+        self, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, *, epoch: int | None = None
+    ) -> LossOutput:
         """The loss of a batch.
 
         Args:
@@ -52,7 +54,9 @@ class MatchLoss(nn.Module, ABC):
 def check_match(image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, who: str) -> Tensor:
     """match in the dtype of the distances, after its checks."""
     if match.shape != (image.n, text.n):
-        raise ValueError(f"{who}: match must have shape (images, texts) = ({image.n}, {text.n}), got {tuple(match.shape)}")
+        raise ValueError(
+            f"{who}: match must have shape (images, texts) = ({image.n}, {text.n}), got {tuple(match.shape)}"
+        )
     if image.n == 0 or text.n == 0:
         raise ValueError(f"{who}: got an empty batch of {image.n} images and {text.n} texts")
     return match.to(device=image.device)

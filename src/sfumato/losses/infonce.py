@@ -10,7 +10,12 @@ from sfumato.matching import MatchingLogits, match_logit
 
 
 def infonce_loss(
-    image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, *, logit_scale: Tensor | float, distance: str = "squared_l2"
+    image: GaussianEmbedding,
+    text: GaussianEmbedding,
+    match: Tensor,
+    *,
+    logit_scale: Tensor | float,
+    distance: str = "squared_l2",
 ) -> LossOutput:
     r"""Softmax cross-entropy over the batch in both directions, averaged.
 
@@ -60,6 +65,8 @@ class InfoNCELoss(MatchLoss):
         self.logits = MatchingLogits(logit_scale, 0.0)
         self.logits.logit_bias.requires_grad_(False)
 
-    def forward(self, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, *, epoch: int | None = None) -> LossOutput:
+    def forward(
+        self, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, *, epoch: int | None = None
+    ) -> LossOutput:
         """See :class:`MatchLoss`."""
         return infonce_loss(image, text, match, logit_scale=self.logits.logit_scale, distance=self.distance.name)

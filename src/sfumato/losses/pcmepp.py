@@ -117,7 +117,9 @@ class PCMEPPLoss(MatchLoss):
         self.alpha, self.beta, self.match_weight = alpha, beta, match_weight
         self.pseudo_positives_from = pseudo_positives_from
 
-    def forward(self, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, *, epoch: int | None = None) -> LossOutput:
+    def forward(
+        self, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, *, epoch: int | None = None
+    ) -> LossOutput:
         """See :class:`MatchLoss`."""
         early = epoch is not None and epoch < self.pseudo_positives_from
         return pcmepp_loss(

@@ -79,11 +79,15 @@ class TripletLoss(MatchLoss):
         sum_epochs: epochs at the start in which all negatives count (VSE-infinity: 1).
     """
 
-    def __init__(self, *, distance: str = "squared_l2", margin: float = 0.4, mining: Mining = "hardest", sum_epochs: int = 0) -> None:
+    def __init__(
+        self, *, distance: str = "squared_l2", margin: float = 0.4, mining: Mining = "hardest", sum_epochs: int = 0
+    ) -> None:
         super().__init__(distance)
         self.margin, self.mining, self.sum_epochs = margin, mining, sum_epochs
 
-    def forward(self, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, *, epoch: int | None = None) -> LossOutput:
+    def forward(
+        self, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, *, epoch: int | None = None
+    ) -> LossOutput:
         """See :class:`MatchLoss`."""
         early = epoch is not None and epoch < self.sum_epochs
         mining: Mining = "sum" if early else self.mining

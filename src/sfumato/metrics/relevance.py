@@ -21,7 +21,9 @@ class Relevance:
     n_gallery: int
 
     @classmethod
-    def from_pairs(cls, query_index: np.ndarray, gallery_index: np.ndarray, *, n_queries: int, n_gallery: int) -> "Relevance":
+    def from_pairs(
+        cls, query_index: np.ndarray, gallery_index: np.ndarray, *, n_queries: int, n_gallery: int
+    ) -> "Relevance":
         """From (p,) positions of queries and gallery items; duplicates are merged.
 
         Raises:
@@ -29,10 +31,14 @@ class Relevance:
         """
         query, gallery = np.asarray(query_index, np.int64), np.asarray(gallery_index, np.int64)
         if query.shape != gallery.shape or query.ndim != 1:
-            raise ValueError(f"Relevance: got {query.shape} queries for {gallery.shape} gallery items; they must be as many")
+            raise ValueError(
+                f"Relevance: got {query.shape} queries for {gallery.shape} gallery items; they must be as many"
+            )
         for what, index, n in (("query", query, n_queries), ("gallery", gallery, n_gallery)):
             if len(index) and not (index.min() >= 0 and index.max() < n):
-                raise ValueError(f"Relevance: a {what} position is outside of 0..{n - 1} (found {index.min()}..{index.max()})")
+                raise ValueError(
+                    f"Relevance: a {what} position is outside of 0..{n - 1} (found {index.min()}..{index.max()})"
+                )
         keys = np.unique(query * n_gallery + gallery) if n_gallery else np.empty(0, np.int64)
         rows = keys // max(n_gallery, 1)
         return cls(np.searchsorted(rows, np.arange(n_queries + 1)), keys % max(n_gallery, 1), n_gallery)
@@ -62,14 +68,18 @@ class Relevance:
 
     def transpose(self) -> "Relevance":
         """The other direction: gallery items as queries."""
-        return Relevance.from_pairs(self.indices, self.query_of_item, n_queries=self.n_gallery, n_gallery=self.n_queries)
+        return Relevance.from_pairs(
+            self.indices, self.query_of_item, n_queries=self.n_gallery, n_gallery=self.n_queries
+        )
 
     def select_queries(self, index: np.ndarray) -> "Relevance":
         """Only the queries at these positions, in this order."""
         index = np.asarray(index, np.int64)
         lists = [self.indices[self.indptr[i] : self.indptr[i + 1]] for i in index]
         indices = np.concatenate(lists) if lists else np.empty(0, np.int64)
-        return Relevance(np.concatenate([[0], np.cumsum([len(x) for x in lists], dtype=np.int64)]), indices, self.n_gallery)
+        return Relevance(
+            np.concatenate([[0], np.cumsum([len(x) for x in lists], dtype=np.int64)]), indices, self.n_gallery
+        )
 
     def select_gallery(self, index: np.ndarray) -> "Relevance":
         """Only the gallery items at these distinct positions, renumbered in this order."""

@@ -48,7 +48,9 @@ def relevant_ranks(distance: Tensor, relevance: Relevance, first_query: int = 0)
         ranks[many] = place[where, items[many]]
     few = torch.nonzero(~many).squeeze(1)
     # Few: count, for the k-th relevant item of all rows at once, what comes before it.
-    nth = torch.from_numpy(np.arange(stop - start) - np.repeat(relevance.indptr[first_query : first_query + b] - start, counts)).to(distance.device)
+    nth = torch.from_numpy(
+        np.arange(stop - start) - np.repeat(relevance.indptr[first_query : first_query + b] - start, counts)
+    ).to(distance.device)
     for k in range(int(nth[few].max()) + 1 if len(few) else 0):
         now = few[nth[few] == k]
         block = distance if len(now) == b else distance[rows[now]]
@@ -76,7 +78,9 @@ def per_query_metrics(ranks: np.ndarray, relevance: Relevance, ks: Sequence[int]
         ValueError: there is not one rank for each relevant item.
     """
     if len(ranks) != len(relevance.indices):
-        raise ValueError(f"per_query_metrics: got {len(ranks)} ranks for {len(relevance.indices)} relevant items; they must be as many")
+        raise ValueError(
+            f"per_query_metrics: got {len(ranks)} ranks for {len(relevance.indices)} relevant items; they must be as many"
+        )
     n, counts, query = relevance.n_queries, relevance.counts, relevance.query_of_item
     has = counts > 0
     order = np.lexsort((ranks, query))
@@ -115,7 +119,9 @@ def retrieval_metrics(ranks: np.ndarray, relevance: Relevance, ks: Sequence[int]
     best = single.pop("best_rank")
     has = ~np.isnan(best)
     if not has.any():
-        raise ValueError("retrieval_metrics: no query has a relevant item; check that ids of images and texts fit together")
+        raise ValueError(
+            "retrieval_metrics: no query has a relevant item; check that ids of images and texts fit together"
+        )
     result = {name: float(values[has].mean()) for name, values in single.items()}
     return result | {
         "median_rank": float(np.median(best[has])) + 1,

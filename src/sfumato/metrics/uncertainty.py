@@ -28,7 +28,9 @@ def spearman(x: np.ndarray, y: np.ndarray) -> float:
     return pearson(average_ranks(np.asarray(x)), average_ranks(np.asarray(y)))
 
 
-def balanced_spearman(x: np.ndarray, multiplicity: np.ndarray, *, per_bin: int = 20, n_draws: int = 200, seed: int = 0) -> float:
+def balanced_spearman(
+    x: np.ndarray, multiplicity: np.ndarray, *, per_bin: int = 20, n_draws: int = 200, seed: int = 0
+) -> float:
     """Spearman correlation with a multiplicity, over sets in which its powers of two occur about equally often.
 
     Most tags name one or two things, so that a plain correlation hardly sees the ambiguous ones. Items are binned by
@@ -42,9 +44,18 @@ def balanced_spearman(x: np.ndarray, multiplicity: np.ndarray, *, per_bin: int =
         seed: of the draws.
 
     Returns:
-        The mean correlation; NaN if there is only one bin.
+        The mean correlation; NaN if there is only one bin, or x is constant.
+
+    Raises:
+        ValueError: shapes differ, a multiplicity is below 1, or per_bin or n_draws is.
     """
     x, multiplicity = np.asarray(x, float), np.asarray(multiplicity)
+    if x.shape != multiplicity.shape:
+        raise ValueError(
+            f"balanced_spearman: got {x.shape} values for {multiplicity.shape} multiplicities; they must be as many"
+        )
+    if min(per_bin, n_draws) < 1:
+        raise ValueError(f"balanced_spearman: per_bin and n_draws must be at least 1, got {per_bin} and {n_draws}")
     if len(multiplicity) and multiplicity.min() < 1:
         raise ValueError(f"balanced_spearman: multiplicities must be at least 1, got {multiplicity.min()}")
     bins = np.floor(np.log2(multiplicity)).astype(int)
@@ -71,14 +82,23 @@ def recall_by_uncertainty(uncertainty: np.ndarray, hit: np.ndarray, *, n_bins: i
         "bins": a list of {"uncertainty", "recall", "count"}; "correlation": Pearson between bin number and recall, as the
         paper reports it (Chun 2024, figure 3: negative when uncertain queries fail); "spearman" over single queries. None
         where a correlation is undefined, as for points.
+
+    Raises:
+        ValueError: shapes differ, or n_bins < 1.
     """
+    if n_bins < 1:
+        raise ValueError(f"recall_by_uncertainty: n_bins must be at least 1, got {n_bins}")
     uncertainty, hit = np.asarray(uncertainty, float), np.asarray(hit, float)
     if uncertainty.shape != hit.shape:
-        raise ValueError(f"recall_by_uncertainty: got {uncertainty.shape} uncertainties for {hit.shape} hits; they must be as many")
+        raise ValueError(
+            f"recall_by_uncertainty: got {uncertainty.shape} uncertainties for {hit.shape} hits; they must be as many"
+        )
     uncertainty, hit = uncertainty[~np.isnan(hit)], hit[~np.isnan(hit)]
     order = np.argsort(uncertainty, kind="stable")
     parts = [part for part in np.array_split(order, n_bins) if len(part)]
-    bins = [{"uncertainty": float(uncertainty[p].mean()), "recall": float(hit[p].mean()), "count": len(p)} for p in parts]
+    bins = [
+        {"uncertainty": float(uncertainty[p].mean()), "recall": float(hit[p].mean()), "count": len(p)} for p in parts
+    ]
     constant = len(uncertainty) < 2 or np.ptp(uncertainty) == 0
     correlation = float("nan") if constant else pearson(np.arange(len(bins)), np.array([b["recall"] for b in bins]))
     return {"bins": bins, "correlation": none_if_nan(correlation), "spearman": none_if_nan(spearman(uncertainty, hit))}

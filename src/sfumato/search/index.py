@@ -1,90 +1,109 @@
-"""An index of Gaussian embeddings: exact or FAISS engines over lifted vectors, results with probabilities and uncertainties.
+"""GaussianIndex: find, for Gaussian queries, the closest items of a gallery, with match probabilities and both uncertainties.
 
-An engine only proposes candidates; the distances of the results are computed from the stored embeddings, so that engines
-differ in what they find and never in what they say about it.
+Engine "exact" ranks by any distance; "flat", "hnsw" and "ivf" are FAISS over lifted vectors (search/lifting.py). Engines differ only
+in which candidates they bring: the distances of the hits are always computed anew, row by row in float32, from the stored
+embeddings, and equal distances are ordered as the items were given.
 """
 
-import hashlib
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sfumato.distances import get_distance
-from sfumato.errors import UserError
-from sfumato.files import sync_folder
-from sfumato.gaussian import GaussianEmbedding, check_finite, load_embeddings, save_embeddings
+from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.matching import match_probability
-from sfumato.search.lifting import lift_gallery, lift_queries
+from sfumato.search.folders import load_folder, save_folder
+from sfumato.search.lifting import gallery_centre, lift_gallery, lift_queries
 from sfumato.search.ranking import top_k
-from sfumato.search.stores.faiss import FaissStore
+from sfumato.search.stores.faiss import FAISS_ENGINES, FaissOptions, FaissStore
 
-Engine = Literal["exact", "flat", "hnsw", "ivf"]
+ENGINES = ("exact", *FAISS_ENGINES)
+"""Engines of :class:`GaussianIndex`."""
 
-_FORMAT = "sfumato-index-1"
-_MANIFEST, _EMBEDDINGS, _FAISS = "manifest.json", "embeddings.safetensors", "vectors.faiss"
+_KIND = "sfumato-index-1"
+_TENSORS, _ITEMS, _FAISS = "embeddings.safetensors", "items.json", "faiss.index"
+_RESCORE_FLOATS = 2**22
 
 
 @dataclass(frozen=True)
 class SearchHit:
-    """One result.
+    """One item that a search found.
 
     Attributes:
-        id: of the indexed item.
-        distance: of query and item, by the index's distance.
-        match_probability: that they match.
+        id: of the item.
+        rank: 1 is the closest.
+        distance: between query and item, smaller is closer.
+        match_probability: in [0, 1], by the logits of the index.
         uncertainty: total variance of the item.
-        payload: what was stored with it.
+        payload: what was stored beside the item, e.g. {"path": ...}.
     """
 
     id: str
+    rank: int
     distance: float
     match_probability: float
     uncertainty: float
     payload: dict[str, str]
 
 
-class GaussianIndex:
-    """Searchable embeddings. Make one with :meth:`build` or :meth:`load`.
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found for one query, closest first; iterates over its hits.
 
     Attributes:
-        embeddings: (m, d), float32 on the CPU.
-        ids: m distinct strings.
-        distance: name of the distance that results are ranked by.
-        engine: what finds candidates.
-        logit_scale, logit_bias: from distances to match probabilities.
-        payload: name -> m strings, returned with results.
-        about: notes of whoever built it (the run's folder, say).
+        uncertainty: total variance of the query.
+        hits: as many as were asked for, or the whole gallery if it is smaller.
     """
 
-    def __init__(
-        self,
-        embeddings: GaussianEmbedding,
-        ids: Sequence[str],
-        *,
-        distance: str,
-        engine: Engine,
-        logit_scale: float,
-        logit_bias: float,
-        payload: Mapping[str, Sequence[str]],
-        about: Mapping[str, Any],
-        store: FaissStore | None,
-    ) -> None:
-        self.embeddings, self.ids = embeddings, list(ids)
-        self.distance, self.engine = distance, engine
-        self.logit_scale, self.logit_bias = logit_scale, logit_bias
-        self.payload = {name: list(values) for name, values in payload.items()}
-        self.about = dict(about)
-        self._store = store
-        self._centre = embeddings.mean.mean(0)
-        self._uncertainty = embeddings.total_variance.tolist()
+    uncertainty: float
+    hits: tuple[SearchHit, ...]
+
+    def __iter__(self) -> Iterator[SearchHit]:
+        return iter(self.hits)
+
+    def __len__(self) -> int:
+        return len(self.hits)
+
+    def __getitem__(self, index: int) -> SearchHit:
+        return self.hits[index]
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianIndex:
+    """A gallery of Gaussian embeddings to search in. Make one with :meth:`build` or :meth:`load`.
+
+    Attributes:
+        embeddings: (m, d) gallery, float32 on the CPU.
+        ids: m distinct ids.
+        distance: name in DISTANCES.
+        engine: one of ENGINES.
+        logit_scale, logit_bias: of the match probabilities.
+        queries_first: distance(query, item); with False distance(item, query), which matters for kl alone.
+        payload: by name, a text for each item.
+        about: JSON values of whoever built the index.
+        centre: (d,) that FAISS's vectors are relative to.
+        store: FAISS's part; None for "exact".
+    """
+
+    embeddings: GaussianEmbedding
+    ids: tuple[str, ...]
+    distance: str
+    engine: str
+    logit_scale: float
+    logit_bias: float
+    queries_first: bool
+    payload: dict[str, tuple[str, ...]]
+    about: dict[str, Any]
+    centre: Tensor
+    store: FaissStore | None
 
     @classmethod
     def build(
@@ -96,185 +115,201 @@ class GaussianIndex:
         engine: str = "exact",
         logit_scale: float = 5.0,
         logit_bias: float = 5.0,
+        queries_first: bool = True,
         payload: Mapping[str, Sequence[str]] | None = None,
         about: Mapping[str, Any] | None = None,
-        options: Mapping[str, int] | None = None,
+        options: FaissOptions | None = None,
     ) -> "GaussianIndex":
-        """Index embeddings.
+        """Index a gallery.
 
         Args:
-            embeddings: (m, d), m >= 1.
+            embeddings: (m, d) gallery, m >= 1; kept in float32.
             ids: m distinct strings.
-            distance: name in DISTANCES; the FAISS engines need one of LIFTED.
-            engine: "exact" (every distance, nothing to install), "flat" (FAISS, exact), "hnsw" or "ivf" (FAISS, approximate).
-            logit_scale, logit_bias: from distances to match probabilities, best those of a run's calibration.
-            payload: name -> m strings to return with the results.
-            about: JSON-able notes.
-            options: of the engine: :meth:`FaissStore.build`.
+            distance: name in DISTANCES; FAISS engines take csd, wasserstein2 or squared_l2.
+            engine: "exact", or with the extra `faiss` "flat" (all items, exact), "hnsw" or "ivf" (approximate).
+            logit_scale, logit_bias: of the match probabilities; take the model's, calibrated. The default is where Chun 2024
+                starts training, good for nothing but ranking.
+            queries_first: False for kl from images as items to texts as queries.
+            payload: by name, m texts to hand out with the hits.
+            about: JSON values to keep with the index.
+            options: of the FAISS engines.
 
         Raises:
-            ValueError: sizes do not fit, ids are not distinct, values are not finite, or an option is unknown.
-            UserError: the engine's extra is not installed.
+            ValueError: an argument does not fit; the message says which and how.
+            ImportError: a FAISS engine without FAISS.
         """
-        if engine not in get_args(Engine):
-            raise ValueError(f"GaussianIndex: unknown engine {engine!r}; known: {', '.join(get_args(Engine))}")
-        if embeddings.n == 0:
-            raise ValueError("GaussianIndex: got no embeddings, nothing to index")
-        if len(ids) != embeddings.n or len(set(ids)) != len(ids):
-            raise ValueError(f"GaussianIndex: got {len(ids)} ids ({len(set(ids))} distinct) for {embeddings.n} embeddings; give one distinct id for each")
-        for name, values in (payload or {}).items():
-            if len(values) != embeddings.n:
-                raise ValueError(f"GaussianIndex: payload {name!r} has {len(values)} values for {embeddings.n} embeddings")
-        if not logit_scale > 0:
-            raise ValueError(f"GaussianIndex: logit_scale must be positive, got {logit_scale}")
-        check_finite(embeddings, "GaussianIndex")
-        get_distance(distance)
+        ids, payload = tuple(ids), {name: tuple(values) for name, values in (payload or {}).items()}
+        _check_gallery(embeddings, ids, payload)
+        _check_settings(distance, engine, logit_scale, logit_bias)
+        if get_distance(distance).needs_variance and torch.isneginf(embeddings.log_var).any():
+            raise ValueError(f"GaussianIndex: {distance} needs positive variances, got points; use csd, squared_l2 or wasserstein2")
+        about = json.loads(json.dumps(dict(about or {}), allow_nan=False))
         embeddings = embeddings.detach().to("cpu").to(torch.float32)
-        store = None
-        chosen: Engine = engine  # type: ignore[assignment]
-        if chosen != "exact":
-            vectors = lift_gallery(embeddings, distance, centre=embeddings.mean.mean(0))
-            store = FaissStore.build(vectors.numpy(), chosen, dict(options or {}))
-        elif options:
-            raise ValueError(f"engine 'exact' has no options, got {sorted(options)}")
+        centre, store = gallery_centre(embeddings), None
+        if engine != "exact":
+            store = FaissStore.build(lift_gallery(embeddings, distance, centre=centre), engine, options)
         return cls(
-            embeddings, ids, distance=distance, engine=chosen, logit_scale=logit_scale, logit_bias=logit_bias,
-            payload=payload or {}, about=about or {}, store=store,
+            embeddings, ids, distance, engine, float(logit_scale), float(logit_bias), queries_first, payload, about, centre, store
         )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def search(self, queries: GaussianEmbedding, k: int) -> list[list[SearchHit]]:
-        """The closest items of each query, closest first; equal distances in the order of indexing.
+    def search(self, queries: GaussianEmbedding, k: int = 10) -> list[SearchResult]:
+        """The k closest items of each query.
 
         Args:
-            queries: (n, d) embeddings.
-            k: number of results; all there are if it is larger. An approximate engine may find fewer.
+            queries: (n, d) embeddings; any floating dtype and device.
+            k: number of hits; all items if the gallery is smaller.
 
         Returns:
-            n lists of hits.
+            n results in the order of the queries.
 
         Raises:
-            ValueError: d differs, k < 1, or a query is not finite.
+            ValueError: k < 1, another d, or NaN in a query.
         """
-        if queries.d != self.embeddings.d:
-            raise ValueError(f"search: queries have d = {queries.d}, the index d = {self.embeddings.d}; embed them with the index's own model")
+        distance, position = self.nearest(queries, k)
+        probability = match_probability(distance, self.logit_scale, self.logit_bias).tolist()
+        uncertainty = self.embeddings.total_variance[position].tolist()
+        results = []
+        for i, total_variance in enumerate(queries.total_variance.tolist()):
+            rows = zip(position[i].tolist(), distance[i].tolist(), probability[i], uncertainty[i], strict=True)
+            hits = tuple(
+                SearchHit(self.ids[j], rank, d, p, u, {name: values[j] for name, values in self.payload.items()})
+                for rank, (j, d, p, u) in enumerate(rows, 1)
+            )
+            results.append(SearchResult(total_variance, hits))
+        return results
+
+    @torch.no_grad()
+    def nearest(self, queries: GaussianEmbedding, k: int = 10) -> tuple[Tensor, Tensor]:
+        """What :meth:`search` finds, as tensors.
+
+        Returns:
+            ((n, k) float32 distances ascending, (n, k) positions in `ids`).
+        """
         if k < 1:
             raise ValueError(f"search: k must be at least 1, got {k}")
+        if queries.d != self.embeddings.d:
+            raise ValueError(f"search: queries have {queries.d} dimensions, the index has {self.embeddings.d}; embed both with one model")
         check_finite(queries, "search")
         queries = queries.detach().to("cpu").to(torch.float32)
-        distances, positions = self.candidates(queries, min(k, len(self)))
-        probabilities = match_probability(distances, self.logit_scale, self.logit_bias)
-        rows = zip(distances.tolist(), positions.tolist(), probabilities.tolist(), strict=True)
-        return [
-            [
-                SearchHit(self.ids[i], d, p, self._uncertainty[i], {name: values[i] for name, values in self.payload.items()})
-                for d, i, p in zip(*row, strict=True)
-                if i >= 0
-            ]
-            for row in rows
-        ]
-
-    def candidates(self, queries: GaussianEmbedding, k: int) -> tuple[Tensor, Tensor]:
-        """((n, k) distances, (n, k) positions), closest first; position -1 at infinite distance where an engine found fewer."""
-        if self._store is None:
-            return top_k(queries, self.embeddings, k, self.distance)
-        positions = torch.from_numpy(self._store.search(lift_queries(queries, self.distance, centre=self._centre).numpy(), k))
-        k = positions.shape[1]
-        found = self.embeddings[positions.clamp_min(0).flatten()]
-        repeated = queries[torch.arange(queries.n).repeat_interleave(k)]
-        distance = get_distance(self.distance).row(repeated, found).reshape(-1, k)
-        distance = distance.masked_fill(positions < 0, torch.inf)
-        order = positions.where(positions >= 0, len(self)).argsort(dim=1)
-        distance, positions = distance.gather(1, order), positions.gather(1, order)
-        order = distance.argsort(dim=1, stable=True)
-        return distance.gather(1, order), positions.gather(1, order)
+        k = min(k, len(self))
+        # A few more than asked: rounding may have put near ties in the wrong order, the exact distances mend it.
+        candidates = self._candidates(queries, min(len(self), k + max(8, k // 4)), k)
+        candidates = candidates.sort(dim=1).values
+        distance = self._distances_of(queries, candidates)
+        distance, order = distance.sort(dim=1, stable=True)
+        return distance[:, :k], candidates.gather(1, order)[:, :k]
 
     def save(self, path: str | Path) -> None:
-        """Write the index as one folder, under a temporary name that is then renamed: the old index or the new, never a part.
+        """Write the index into a folder; an index already there is replaced in one step, or kept if this process dies.
 
         Raises:
-            UserError: the path exists and is not an index.
+            FileNotFoundError: the parent folder does not exist.
+            ValueError: path is a file, or a folder with something else in it.
+            BlockingIOError: another process is saving there.
         """
-        path = Path(path)
-        if path.exists() and not (path / _MANIFEST).is_file():
-            raise UserError(f"{path} exists and is not an index; give another path, or remove it")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
-        try:
-            self._write(temporary)
-            if path.exists():
-                # A folder cannot be renamed over another: the old one steps aside, and load() finds it there if we die between.
-                aside = _aside(path)
-                if aside.exists():
-                    shutil.rmtree(aside)
-                os.rename(path, aside)
-                os.rename(temporary, path)
-                shutil.rmtree(aside)
-            else:
-                os.rename(temporary, path)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        sync_folder(path.parent)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "GaussianIndex":
-        """Read an index, after checking every file against its checksum.
-
-        Raises:
-            UserError: there is no index, or a file of it is missing or damaged; or the engine's extra is not installed.
-        """
-        path = Path(path)
-        if not path.exists() and (_aside(path) / _MANIFEST).is_file():
-            path = _aside(path)  # The writer died between its two renames.
-        if not (path / _MANIFEST).is_file():
-            raise UserError(f"no index at {path}; build one with `sfumato index`")
-        try:
-            manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-            checksums, engine = manifest["sha256"], manifest["engine"]
-        except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
-            raise UserError(f"{path / _MANIFEST}: damaged ({error}); build the index again") from error
-        if manifest.get("format") != _FORMAT:
-            raise UserError(f"{path}: index format {manifest.get('format')!r}, expected {_FORMAT!r}; build it again with this version")
-        for name, expected in checksums.items():
-            if not (path / name).is_file() or _sha256(path / name) != expected:
-                raise UserError(f"{path / name}: missing or damaged (its checksum differs); build the index again")
-        embeddings, ids = load_embeddings(path / _EMBEDDINGS)
-        store = FaissStore.load(path / _FAISS, engine) if engine != "exact" else None
-        options = {key: manifest[key] for key in ("distance", "logit_scale", "logit_bias", "payload", "about")}
-        return cls(embeddings, ids, engine=engine, store=store, **options)
-
-    def _write(self, folder: Path) -> None:
-        save_embeddings(folder / _EMBEDDINGS, self.embeddings, self.ids)
-        if self._store is not None:
-            self._store.save(folder / _FAISS)
-        manifest = {
-            "format": _FORMAT,
+        about = {
+            "n": len(self),
+            "d": self.embeddings.d,
             "distance": self.distance,
             "engine": self.engine,
             "logit_scale": self.logit_scale,
             "logit_bias": self.logit_bias,
-            "n": len(self),
-            "d": self.embeddings.d,
-            "sha256": {file.name: _sha256(file) for file in sorted(folder.iterdir())},
+            "queries_first": self.queries_first,
+            "options": asdict(self.store.options) if self.store else None,
             "about": self.about,
-            "payload": self.payload,
         }
-        (folder / _MANIFEST).write_text(json.dumps(manifest, ensure_ascii=False, indent=1), encoding="utf-8")
-        for file in folder.iterdir():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
-        os.chmod(folder, 0o755)
-        sync_folder(folder)
+        save_folder(path, _KIND, about, self._write)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "GaussianIndex":
+        """Read a saved index after checking every file against its checksum.
+
+        Raises:
+            FileNotFoundError: there is no folder, or no complete index in it.
+            ValueError: a file is missing, cut short or changed, or it is not an index.
+            ImportError: a FAISS engine without FAISS.
+        """
+        return load_folder(path, _KIND, cls._read)
+
+    def _write(self, folder: Path) -> None:
+        tensors = {"mean": self.embeddings.mean, "log_var": self.embeddings.log_var, "centre": self.centre}
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / _TENSORS)
+        items = {"ids": self.ids, "payload": self.payload}
+        (folder / _ITEMS).write_text(json.dumps(items, ensure_ascii=False), encoding="utf-8")
+        if self.store:
+            self.store.write(folder / _FAISS)
+
+    @classmethod
+    def _read(cls, folder: Path, about: dict[str, Any]) -> "GaussianIndex":
+        tensors = load_file(folder / _TENSORS)
+        items = json.loads((folder / _ITEMS).read_text(encoding="utf-8"))
+        store = None
+        if about["engine"] != "exact":
+            store = FaissStore.read(folder / _FAISS, about["engine"], FaissOptions(**about["options"]))
+        return cls(
+            embeddings=GaussianEmbedding(tensors["mean"], tensors["log_var"]),
+            ids=tuple(items["ids"]),
+            distance=about["distance"],
+            engine=about["engine"],
+            logit_scale=about["logit_scale"],
+            logit_bias=about["logit_bias"],
+            queries_first=about["queries_first"],
+            payload={name: tuple(values) for name, values in items["payload"].items()},
+            about=about["about"],
+            centre=tensors["centre"],
+            store=store,
+        )
+
+    def _candidates(self, queries: GaussianEmbedding, c: int, k: int) -> Tensor:
+        """(n, c) distinct positions; queries for which an approximate engine finds fewer than k are answered exactly."""
+        if self.store is None:
+            return top_k(queries, self.embeddings, c, self.distance, queries_first=self.queries_first)[1]
+        _, found = self.store.search(lift_queries(queries, self.distance, centre=self.centre), c)
+        short = (found < 0).any(dim=1).nonzero().squeeze(1)
+        if len(short):
+            found[short] = top_k(queries[short], self.embeddings, c, self.distance, queries_first=self.queries_first)[1]
+        return found
+
+    def _distances_of(self, queries: GaussianEmbedding, candidates: Tensor) -> Tensor:
+        """(n, c) distances between each query and its candidates, row by row in blocks."""
+        n, c = candidates.shape
+        row = get_distance(self.distance).row
+        step = max(1, _RESCORE_FLOATS // max(1, c * queries.d))
+        parts = []
+        for start in range(0, n, step):
+            chosen = candidates[start : start + step]
+            query = queries[torch.arange(start, start + len(chosen)).repeat_interleave(c)]
+            item = self.embeddings[chosen.flatten()]
+            parts.append((row(query, item) if self.queries_first else row(item, query)).view(-1, c))
+        return torch.cat(parts) if parts else torch.empty(0, c)
 
 
+def _check_gallery(embeddings: GaussianEmbedding, ids: tuple[str, ...], payload: dict[str, tuple[str, ...]]) -> None:
+    if embeddings.n == 0:
+        raise ValueError("GaussianIndex: got no embeddings; an index needs at least one item")
+    if len(ids) != embeddings.n:
+        raise ValueError(f"GaussianIndex: got {len(ids)} ids for {embeddings.n} embeddings; give one id for each")
+    wrong = next((i for i in ids if not isinstance(i, str)), None)
+    if wrong is not None:
+        raise TypeError(f"GaussianIndex: ids must be strings, got {wrong!r}; use str(id)")
+    twice, times = Counter(ids).most_common(1)[0]
+    if times > 1:
+        raise ValueError(f"GaussianIndex: id {twice!r} occurs {times} times; ids must be distinct")
+    for name, values in payload.items():
+        if len(values) != len(ids) or not all(isinstance(v, str) for v in values):
+            raise ValueError(f"GaussianIndex: payload {name!r} must be {len(ids)} strings, one for each item; got {len(values)} values")
+    check_finite(embeddings, "GaussianIndex")
+    if not torch.isfinite(embeddings.total_variance.float()).all():
+        raise ValueError("GaussianIndex: a total variance overflows float32; a diverged model?")
 
 
-def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.old")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _check_settings(distance: str, engine: str, logit_scale: float, logit_bias: float) -> None:
+    if get_distance(distance).sampled:
+        raise ValueError(f"GaussianIndex: {distance} is random, so that two searches would differ; use csd")
+    if engine not in ENGINES:
+        raise ValueError(f"GaussianIndex: unknown engine {engine!r}; known: {', '.join(ENGINES)}")
+    if not (logit_scale > 0 and math.isfinite(logit_scale) and math.isfinite(logit_bias)):
+        raise ValueError(f"GaussianIndex: logit_scale must be positive and both finite, got {logit_scale} and {logit_bias}")

@@ -1,9 +1,13 @@
-r"""Lifting: vectors whose plain squared Euclidean distance ranks a gallery exactly as a distance between Gaussians does.
+r"""Distances between Gaussians as plain Euclidean distances between longer vectors, so that any vector engine can search them.
 
-For csd the gallery item is [mean, sqrt(total variance)] and the query [mean, 0]: the squared distance is csd less the query's own
-total variance, the same for every item. So any vector engine, approximate ones included, returns the exact csd order without
-knowing of Gaussians. wasserstein2 is plain L2 on [mean, std]. Means are taken about a common centre, which changes no
-distance and keeps float32's digits where the means lie far from the origin.
+For a fixed query, csd ranks by ||mean_q - mean_g||^2 + u_g with u_g the total variance of the item:
+
+    gallery [mean_g - c, sqrt(u_g)]    query [mean_q - c, 0]    squared L2 = csd - u_q
+
+exactly, in d + 1 dimensions. wasserstein2 is squared L2 between [mean - c, std] (2 d dimensions), squared_l2 between the means
+alone (d). The centre c is the same for both sides and changes no distance; engines expand ||q - g||^2 into a product, and about
+the gallery's centre that keeps its precision when the means lie far from the origin. Only means are centred: a centre of sqrt(u)
+would be ruled by the few largest variances and cost the certain items their precision.
 """
 
 import torch
@@ -11,51 +15,90 @@ from torch import Tensor
 
 from sfumato.gaussian import GaussianEmbedding
 
-LIFTED = ("csd", "squared_l2", "wasserstein2")
-"""Distances that have a lifting."""
+LIFTED_DISTANCES = ("csd", "wasserstein2", "squared_l2")
+"""The distances that lift; the others need engine "exact"."""
+
+
+def gallery_centre(gallery: GaussianEmbedding) -> Tensor:
+    """(d,) float32 mean of the gallery's means, summed in float64; the origin if the gallery is empty."""
+    if gallery.n == 0:
+        return torch.zeros(gallery.d, device=gallery.device)
+    return gallery.mean.double().mean(0).float()
 
 
 def lift_gallery(gallery: GaussianEmbedding, distance: str = "csd", *, centre: Tensor | None = None) -> Tensor:
-    """Vectors to store in an L2 engine.
+    """Vectors to store in an engine.
 
     Args:
         gallery: (m, d) embeddings.
-        distance: one of LIFTED.
-        centre: (d,) subtracted from the means; the same for gallery and queries.
+        distance: one of LIFTED_DISTANCES.
+        centre: (d,) subtracted from the means; none if None.
 
     Returns:
-        (m, d + 1) float32 for csd, (m, d) for squared_l2, (m, 2 d) for wasserstein2.
+        (m, e) float32, e = d + 1 for csd, 2 d for wasserstein2, d for squared_l2.
 
     Raises:
-        ValueError: the distance has no lifting.
+        ValueError: the distance does not lift, or the centre is not (d,).
     """
-    mean = _centred(gallery, centre)
+    mean = _centred(gallery, distance, centre)
     if distance == "csd":
-        return torch.cat([mean, gallery.total_variance.float().sqrt().unsqueeze(1)], dim=1)
-    return _symmetric(gallery, mean, distance)
+        return torch.cat([mean, gallery.log_var.float().exp().sum(1, keepdim=True).sqrt()], dim=1)
+    return _with_std(mean, gallery, distance)
 
 
 def lift_queries(queries: GaussianEmbedding, distance: str = "csd", *, centre: Tensor | None = None) -> Tensor:
-    """Vectors to query an L2 engine with; see :func:`lift_gallery`."""
-    mean = _centred(queries, centre)
+    """Vectors to search with; their squared L2 to :func:`lift_gallery` plus :func:`query_constant` is the distance.
+
+    Args:
+        queries: (n, d) embeddings.
+        distance: one of LIFTED_DISTANCES.
+        centre: (d,) as given to lift_gallery.
+
+    Returns:
+        (n, e) float32.
+
+    Raises:
+        ValueError: the distance does not lift, or the centre is not (d,).
+    """
+    mean = _centred(queries, distance, centre)
     if distance == "csd":
-        return torch.cat([mean, torch.zeros(queries.n, 1, device=mean.device)], dim=1)
-    return _symmetric(queries, mean, distance)
+        return torch.cat([mean, mean.new_zeros(queries.n, 1)], dim=1)
+    return _with_std(mean, queries, distance)
 
 
 def query_constant(queries: GaussianEmbedding, distance: str = "csd") -> Tensor:
-    """(n,) what must be added to the squared L2 distances of a query to give the distance: its total variance for csd, else 0."""
-    return queries.total_variance.float() if distance == "csd" else torch.zeros(queries.n, device=queries.device)
+    """(n,) float32: what the squared L2 of lifted vectors leaves out, the query's total variance for csd and 0 for the others."""
+    _check(distance)
+    if distance == "csd":
+        return queries.log_var.float().exp().sum(1)
+    return torch.zeros(queries.n, device=queries.device)
 
 
-def _centred(embeddings: GaussianEmbedding, centre: Tensor | None) -> Tensor:
-    mean = embeddings.mean if centre is None else embeddings.mean - centre.to(embeddings.mean)
-    return mean.float()
+def unlift(squared_l2: Tensor, queries: GaussianEmbedding, distance: str = "csd") -> Tensor:
+    """(n, k) squared L2 of lifted vectors, as an engine reports them -> (n, k) distances."""
+    return squared_l2 + query_constant(queries, distance).unsqueeze(1)
 
 
-def _symmetric(embeddings: GaussianEmbedding, mean: Tensor, distance: str) -> Tensor:
-    if distance == "squared_l2":
-        return mean
-    if distance == "wasserstein2":
-        return torch.cat([mean, (embeddings.log_var.float() / 2).exp()], dim=1)
-    raise ValueError(f"distance {distance!r} has no lifting to L2; use one of {', '.join(LIFTED)}, or the engine 'exact'")
+def _check(distance: str) -> None:
+    if distance not in LIFTED_DISTANCES:
+        raise ValueError(
+            f"distance {distance!r} is not a Euclidean distance of lifted vectors (those are {', '.join(LIFTED_DISTANCES)});"
+            ' search it with engine="exact"'
+        )
+
+
+def _centred(embeddings: GaussianEmbedding, distance: str, centre: Tensor | None) -> Tensor:
+    _check(distance)
+    if centre is None:
+        return embeddings.mean.float()
+    if centre.shape != (embeddings.d,):
+        raise ValueError(f"lifting: centre must have shape ({embeddings.d},), got {tuple(centre.shape)}")
+    return (
+        (embeddings.mean - centre.to(embeddings.mean)).float()
+        if embeddings.dtype == torch.float64
+        else embeddings.mean.float() - centre
+    )
+
+
+def _with_std(mean: Tensor, embeddings: GaussianEmbedding, distance: str) -> Tensor:
+    return torch.cat([mean, (embeddings.log_var.float() / 2).exp()], dim=1) if distance == "wasserstein2" else mean

@@ -39,11 +39,16 @@ def distance_blocks(
     rows = max(1, int(memory_mb * 2**20 / 4 / max(gallery.n, 1)))
     for start in range(0, queries.n, rows):
         part = queries[start : start + rows]
-        yield start, chosen.matrix(part, gallery) if queries_first or chosen.symmetric else chosen.matrix(gallery, part).T
+        yield (
+            start,
+            chosen.matrix(part, gallery) if queries_first or chosen.symmetric else chosen.matrix(gallery, part).T,
+        )
 
 
 @torch.no_grad()
-def top_k(queries: GaussianEmbedding, gallery: GaussianEmbedding, k: int, distance: str = "csd") -> tuple[Tensor, Tensor]:
+def top_k(
+    queries: GaussianEmbedding, gallery: GaussianEmbedding, k: int, distance: str = "csd", *, queries_first: bool = True
+) -> tuple[Tensor, Tensor]:
     """The k closest gallery items of each query.
 
     Args:
@@ -51,6 +56,7 @@ def top_k(queries: GaussianEmbedding, gallery: GaussianEmbedding, k: int, distan
         gallery: (m, d) embeddings.
         k: number of results; all m if it is larger.
         distance: name in DISTANCES.
+        queries_first: see :func:`distance_blocks`.
 
     Returns:
         ((n, k) distances ascending, (n, k) gallery positions); equal distances in gallery order.
@@ -61,9 +67,12 @@ def top_k(queries: GaussianEmbedding, gallery: GaussianEmbedding, k: int, distan
     if k < 1:
         raise ValueError(f"top_k: k must be at least 1, got {k}")
     k = min(k, gallery.n)
-    parts = [_smallest(block, k) for _, block in distance_blocks(queries, gallery, distance)]
-    if not parts:
-        return torch.empty(0, k), torch.empty(0, k, dtype=torch.int64)
+    if k == 0 or queries.n == 0:
+        empty = torch.empty(queries.n, k, device=queries.device)
+        return empty, empty.long()
+    parts = [
+        _smallest(block, k) for _, block in distance_blocks(queries, gallery, distance, queries_first=queries_first)
+    ]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 

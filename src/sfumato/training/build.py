@@ -12,7 +12,7 @@ from sfumato.data.pairs import PairData
 from sfumato.data.problems import Problems
 from sfumato.data.sources import read_karpathy
 from sfumato.encoders.backbones import image_backbone, text_backbone
-from sfumato.encoders.dual import DualEncoder, FeatureInput, FrozenReader, PixelReader, Tower, TokenReader
+from sfumato.encoders.dual import DualEncoder, FeatureInput, FrozenReader, PixelReader, TokenReader, Tower
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder
 from sfumato.errors import UserError
@@ -40,7 +40,9 @@ def load_splits(config: DataConfig, problems: Problems) -> dict[str, PairData]:
         return load_emoji(held_out_style=config.held_out_style)
     path = Path(config.path)
     if not path.exists():
-        raise UserError(f"data.path: there is no {path}; paths in a recipe are relative to the current folder ({Path.cwd()})")
+        raise UserError(
+            f"data.path: there is no {path}; paths in a recipe are relative to the current folder ({Path.cwd()})"
+        )
     images = Path(config.images) if config.images else None
     if config.source == "karpathy":
         return read_karpathy(path, images or path.parent, problems)
@@ -101,7 +103,7 @@ def build_loss(recipe: Recipe) -> MatchLoss:
 
 
 def choose_device(name: str) -> torch.device:
-    """"auto" is cuda or mps where there is one, else the CPU.
+    """ "auto" is cuda or mps where there is one, else the CPU.
 
     Raises:
         UserError: the device does not exist here.
@@ -111,4 +113,6 @@ def choose_device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"train.device={name!r} is not available here ({str(error).splitlines()[0]}); use train.device=cpu") from error
+        raise UserError(
+            f"train.device={name!r} is not available here ({str(error).splitlines()[0]}); use train.device=cpu"
+        ) from error

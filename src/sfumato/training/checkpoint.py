@@ -13,7 +13,9 @@ from sfumato.errors import UserError
 from sfumato.files import write_atomically
 
 
-def save_state(path: str | Path, modules: dict[str, nn.Module], optimiser: torch.optim.Optimizer | None, about: dict[str, Any]) -> None:
+def save_state(
+    path: str | Path, modules: dict[str, nn.Module], optimiser: torch.optim.Optimizer | None, about: dict[str, Any]
+) -> None:
     """Write modules, optimiser and a JSON-able note into one safetensors file, atomically.
 
     Args:
@@ -36,7 +38,9 @@ def save_state(path: str | Path, modules: dict[str, nn.Module], optimiser: torch
     write_atomically(path, safetensors_bytes(detached, metadata))
 
 
-def load_state(path: str | Path, modules: dict[str, nn.Module], optimiser: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+def load_state(
+    path: str | Path, modules: dict[str, nn.Module], optimiser: torch.optim.Optimizer | None = None
+) -> dict[str, Any]:
     """Read a file of :func:`save_state` back into the same modules and optimiser; returns the note.
 
     Raises:
@@ -56,9 +60,15 @@ def load_state(path: str | Path, modules: dict[str, nn.Module], optimiser: torch
     for name, module in modules.items():
         own = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
         expected = module.state_dict()
-        wrong = [k for k in sorted(own.keys() | expected.keys()) if k not in own or k not in expected or own[k].shape != expected[k].shape]
+        wrong = [
+            k
+            for k in sorted(own.keys() | expected.keys())
+            if k not in own or k not in expected or own[k].shape != expected[k].shape
+        ]
         if wrong:
-            raise UserError(f"{path}: does not fit this recipe's {name}: {wrong[0]!r} and {len(wrong) - 1} more differ; use the recipe saved beside it")
+            raise UserError(
+                f"{path}: does not fit this recipe's {name}: {wrong[0]!r} and {len(wrong) - 1} more differ; use the recipe saved beside it"
+            )
         module.load_state_dict(own)
     if optimiser is not None:
         state: dict[int, dict[str, Any]] = {}

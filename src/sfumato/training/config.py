@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from sfumato.errors import UserError
 from sfumato.files import write_atomically
@@ -25,16 +34,23 @@ class DataConfig(_Section):
     """Which data, and how a batch is drawn from it."""
 
     source: Literal["emoji", "manifest", "folder", "karpathy"] = "emoji"
-    path: str = Field("", description="manifest (.jsonl, .csv, .parquet), image folder, or Karpathy JSON; unused for emoji")
+    path: str = Field(
+        "", description="manifest (.jsonl, .csv, .parquet), image folder, or Karpathy JSON; unused for emoji"
+    )
     images: str = Field("", description="folder or .tar of the pictures, if not beside the manifest")
-    epoch_over: Literal["images", "pairs"] = Field("images", description="an epoch shows each image once with one of its texts, or every pair once")
+    epoch_over: Literal["images", "pairs"] = Field(
+        "images", description="an epoch shows each image once with one of its texts, or every pair once"
+    )
     positives: Literal["listed", "sampled"] = Field(
-        "listed", description="a batch's matches: every pair that the data lists, or only texts drawn for the same image"
+        "listed",
+        description="a batch's matches: every pair that the data lists, or only texts drawn for the same image",
     )
     kind_weights: dict[str, NonNegativeFloat] = Field(default={}, description="relative frequency of each kind of text")
     val_share: float = Field(0.1, ge=0, lt=1, description="share for validation where the data names no splits")
     test_share: float = Field(0.1, ge=0, lt=1, description="share for test where the data names no splits")
-    held_out_style: Literal["noto", "twemoji", "fluent3d"] = Field("fluent3d", description="emoji: the drawing style that training never sees")
+    held_out_style: Literal["noto", "twemoji", "fluent3d"] = Field(
+        "fluent3d", description="emoji: the drawing style that training never sees"
+    )
     max_problem_share: float = Field(0.01, ge=0, le=1, description="stop when a larger share of items is unusable")
 
     @model_validator(mode="after")
@@ -67,7 +83,9 @@ class FrozenImageConfig(_Section):
     """Token features of a pre-trained image backbone, computed once."""
 
     kind: Literal["frozen"] = "frozen"
-    backbone: str = Field("efficientnet-lite0", description="efficientnet-lite0, a hub name, or a local transformers folder")
+    backbone: str = Field(
+        "efficientnet-lite0", description="efficientnet-lite0, a hub name, or a local transformers folder"
+    )
     size: int | None = Field(None, ge=16, description="side of the pictures in pixels; the backbone's own if left out")
 
 
@@ -137,7 +155,9 @@ class OptimConfig(_Section):
     text_lr_multiplier: NonNegativeFloat = Field(1.0, description="for the text network below its head")
     schedule: Literal["constant", "cosine", "step"] = "cosine"
     warmup_epochs: NonNegativeFloat = Field(1.0, description="linear warm-up")
-    step_at: float = Field(0.6, gt=0, le=1, description="step: share of the run after which lr is multiplied by step_factor")
+    step_at: float = Field(
+        0.6, gt=0, le=1, description="step: share of the run after which lr is multiplied by step_factor"
+    )
     step_factor: PositiveFloat = 0.1
     clip_norm: NonNegativeFloat = Field(2.0, description="largest gradient norm; 0 for none")
 
@@ -148,12 +168,20 @@ class TrainConfig(_Section):
     epochs: PositiveInt = 30
     batch_size: int = Field(128, ge=2)
     seed: int = Field(0, ge=0)
-    threads: int = Field(0, ge=0, description="CPU threads; 0 leaves the choice to torch. Runs are bit-equal at equal threads")
+    threads: int = Field(
+        0, ge=0, description="CPU threads; 0 leaves the choice to torch. Runs are bit-equal at equal threads"
+    )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
     evaluate_every: PositiveInt = Field(1, description="epochs between validations; the last epoch is always validated")
-    precision: Literal["float32", "bfloat16"] = Field("float32", description="of the encoders below the heads; never of distances")
-    ema_decay: float = Field(0.0, ge=0, lt=1, description="validate and keep an exponential moving average of the weights; 0 for none")
-    select: Literal["auto", "rsum", "map@r"] = Field("auto", description="auto: rsum, or map@r where the truth is many-to-many")
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of the encoders below the heads; never of distances"
+    )
+    ema_decay: float = Field(
+        0.0, ge=0, lt=1, description="validate and keep an exponential moving average of the weights; 0 for none"
+    )
+    select: Literal["auto", "rsum", "map@r"] = Field(
+        "auto", description="auto: rsum, or map@r where the truth is many-to-many"
+    )
 
 
 class Recipe(_Section):
@@ -172,7 +200,9 @@ class Recipe(_Section):
 
         distance = get_distance(self.loss.distance)
         if not self.model.variance and distance.needs_variance:
-            raise ValueError(f"loss.distance={distance.name!r} needs variances, but model.variance=false; use csd or squared_l2")
+            raise ValueError(
+                f"loss.distance={distance.name!r} needs variances, but model.variance=false; use csd or squared_l2"
+            )
         if not self.model.variance and isinstance(self.loss, PCMEPPConfig) and self.loss.beta:
             raise ValueError("loss.beta must be 0 when model.variance=false: the bottleneck of a point is infinite")
         return self
@@ -247,11 +277,15 @@ def _explain(item: Any) -> str:
         near = difflib.get_close_matches(shown, known, n=1, cutoff=0.5) or difflib.get_close_matches(
             path[-1], [k.rsplit(".", 1)[-1] for k in known], n=1, cutoff=0.5
         )
-        return f"unknown key {shown!r}" + (f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}")
+        return f"unknown key {shown!r}" + (
+            f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+        )
     if item["type"] == "union_tag_not_found":
         return f"{shown}: needs its {item['ctx']['discriminator']}, which decides what else may stand there"
     message = item["msg"].removeprefix("Value error, ")
-    return f"{shown or 'recipe'}: {message}" + ("" if not shown or item["type"] == "missing" else f" (got {item['input']!r})")
+    return f"{shown or 'recipe'}: {message}" + (
+        "" if not shown or item["type"] == "missing" else f" (got {item['input']!r})"
+    )
 
 
 def _keys(model: type[BaseModel] = Recipe, prefix: str = "") -> set[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.data.emoji import emoji_names
+from sfumato.data.manifest import PICTURE_ENDINGS
 from sfumato.data.pairs import FileImage, ImageSource
 from sfumato.data.problems import Problems
 from sfumato.encoders.dual import Item
@@ -15,9 +16,6 @@ from sfumato.progress import progress_bar
 from sfumato.search.index import GaussianIndex
 from sfumato.training.loop import load_split
 from sfumato.training.run import Run, load_run
-
-PICTURE_ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"})
-"""File name endings that count as pictures when a folder is searched through."""
 
 
 def embed_folder(run: Run, folder: Path) -> tuple[GaussianEmbedding, list[str], Problems]:
@@ -37,7 +35,9 @@ def embed_folder(run: Run, folder: Path) -> tuple[GaussianEmbedding, list[str], 
     return embed_sources(run, [FileImage(p) for p in paths], [p.relative_to(folder).as_posix() for p in paths])
 
 
-def embed_sources(run: Run, sources: Sequence[ImageSource], ids: Sequence[str]) -> tuple[GaussianEmbedding, list[str], Problems]:
+def embed_sources(
+    run: Run, sources: Sequence[ImageSource], ids: Sequence[str]
+) -> tuple[GaussianEmbedding, list[str], Problems]:
     """Embed pictures; those that cannot be used are left out and reported."""
     problems = Problems()
     items: list[Item] = [source.read_bytes for source in sources]
@@ -127,7 +127,13 @@ def describe(index: GaussianIndex, names: Sequence[str], queries: GaussianEmbedd
         names, queries.total_variance.tolist(), index.search(queries, k), expected_matches(index, queries), strict=True
     ):
         found = [
-            {"id": h.id, "distance": h.distance, "match_probability": h.match_probability, "uncertainty": h.uncertainty, **h.payload}
+            {
+                "id": h.id,
+                "distance": h.distance,
+                "match_probability": h.match_probability,
+                "uncertainty": h.uncertainty,
+                **h.payload,
+            }
             for h in hits
         ]
         results.append({"query": name, "uncertainty": query, "expected_matches": expected, "hits": found})

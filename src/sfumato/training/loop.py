@@ -136,7 +136,9 @@ def fit(recipe: Recipe, folder: str | Path) -> dict[str, Any]:
                 if score > best.score:
                     best = _Best(score, epoch)
                     save_state(folder / MODEL, {"model": model, "loss": loss}, None, {"epoch": epoch, "score": score})
-        save_state(folder / LAST, modules, optimiser, {"epoch": epoch, "best_score": best.score, "best_epoch": best.epoch})
+        save_state(
+            folder / LAST, modules, optimiser, {"epoch": epoch, "best_score": best.score, "best_epoch": best.epoch}
+        )
         _append_line(folder / LOG, line)
         say(_one_line(line, config.epochs))
     if val is None:
@@ -175,7 +177,9 @@ def _train_epoch(
     log = _EpochLog()
     with progress_bar(f"epoch {epoch + 1}/{recipe.train.epochs}", len(sampler)) as advance:
         for step, batch in enumerate(sampler.batches(epoch)):
-            set_learning_rate(optimiser, learning_rate_factor(epoch + step / len(sampler), recipe.optim, epochs=recipe.train.epochs))
+            set_learning_rate(
+                optimiser, learning_rate_factor(epoch + step / len(sampler), recipe.optim, epochs=recipe.train.epochs)
+            )
             images, texts = split.images.batch(batch.image_index), split.texts.batch(batch.text_index)
             if augmented:
                 images = Inputs(augment(images.values, generator=generator))
@@ -187,14 +191,20 @@ def _train_epoch(
             output.total.backward()
             norm = clip_gradients(trained, recipe.optim.clip_norm)
             if not math.isfinite(norm):
-                raise DivergedError(f"epoch {epoch + 1}, step {step + 1}: the gradient is {norm}; lower optim.lr or lengthen optim.warmup_epochs")
+                raise DivergedError(
+                    f"epoch {epoch + 1}, step {step + 1}: the gradient is {norm}; lower optim.lr or lengthen optim.warmup_epochs"
+                )
             optimiser.step()
             if average is not None:
                 average.update(model)
             log.add(_measured(output, image, text, batch.match, norm))
             advance(1)
     logits = getattr(loss, "logits", None)
-    learnt = {} if logits is None else {"logit_scale": float(logits.logit_scale.detach()), "logit_bias": float(logits.logit_bias.detach())}
+    learnt = (
+        {}
+        if logits is None
+        else {"logit_scale": float(logits.logit_scale.detach()), "logit_bias": float(logits.logit_bias.detach())}
+    )
     return {**log.means(), **learnt}
 
 
@@ -237,7 +247,9 @@ def embed_split(model: DualEncoder, split: PreparedSplit) -> tuple[GaussianEmbed
 def validate(model: DualEncoder, split: PreparedSplit, distance: Distance, select: str) -> tuple[Evaluation, float]:
     """Evaluate a split; the score by which the best epoch is chosen, as TrainConfig.select says."""
     relevance = split.data.relevance()
-    evaluation = evaluate_retrieval(*embed_split(model, split), relevance, distance=distance.name, text_kinds=split.data.text_kinds)
+    evaluation = evaluate_retrieval(
+        *embed_split(model, split), relevance, distance=distance.name, text_kinds=split.data.text_kinds
+    )
     many = relevance.transpose().counts.max() > 1
     if select == "map@r" or (select == "auto" and many):
         return evaluation, (evaluation.i2t["map@r"] + evaluation.t2i["map@r"]) / 2
@@ -321,7 +333,9 @@ def _claim(folder: Path, recipe: Recipe) -> None:
             raise UserError(f"{folder} is not empty and holds no run; give an empty or new folder with --out")
         save_recipe(recipe, folder / RECIPE)
     elif load_recipe(folder / RECIPE) != recipe:
-        raise UserError(f"{folder} holds a run of another recipe (see {folder / RECIPE}); give another folder with --out, or delete that one")
+        raise UserError(
+            f"{folder} holds a run of another recipe (see {folder / RECIPE}); give another folder with --out, or delete that one"
+        )
 
 
 def _fresh_model(recipe: Recipe, folder: Path, train: PairData) -> DualEncoder:
@@ -340,7 +354,9 @@ def _check_terms(output: LossOutput, epoch: int, step: int) -> None:
             )
 
 
-def _measured(output: LossOutput, image: GaussianEmbedding, text: GaussianEmbedding, match: np.ndarray, norm: float) -> dict[str, float]:
+def _measured(
+    output: LossOutput, image: GaussianEmbedding, text: GaussianEmbedding, match: np.ndarray, norm: float
+) -> dict[str, float]:
     return {
         "loss": float(output.total.detach()),
         **{f"loss/{name}": float(term.detach()) for name, term in output.terms.items()},

@@ -1,9 +1,9 @@
 """A run folder: everything that evaluation, indexing and search need, and nothing else.
 
-    recipe.toml           the resolved recipe            model.safetensors   the best weights, with the loss's logits
-    tokenizer.json        of the small text encoder      last.safetensors    the state to resume from
-    log.jsonl             one line per epoch             calibration.json    match logits fitted on the validation pairs
-    problems.jsonl        items left out, and why        evaluation-*.json   written by `sfumato evaluate`
+recipe.toml           the resolved recipe            model.safetensors   the best weights, with the loss's logits
+tokenizer.json        of the small text encoder      last.safetensors    the state to resume from
+log.jsonl             one line per epoch             calibration.json    match logits fitted on the validation pairs
+problems.jsonl        items left out, and why        evaluation-*.json   written by `sfumato evaluate`
 """
 
 import json
@@ -54,7 +54,9 @@ def load_run(folder: str | Path) -> Run:
     """
     folder = Path(folder)
     if not (folder / RECIPE).is_file():
-        raise UserError(f"{folder} is not a run folder (no {RECIPE} in it); make one with `sfumato train RECIPE --out {folder}`")
+        raise UserError(
+            f"{folder} is not a run folder (no {RECIPE} in it); make one with `sfumato train RECIPE --out {folder}`"
+        )
     recipe = load_recipe(folder / RECIPE)
     model = build_model(recipe.model, load_tokenizer(folder, recipe))
     loss = build_loss(recipe)

@@ -1,0 +1,163 @@
+"""A folder of data files that is replaced as a whole: readers see the old content or the new, whatever dies in between.
+
+    FOLDER/manifest.json     what the data are, the name of their folder, size and SHA-256 of every file, and of itself
+    FOLDER/data-xxxx/...     the files
+
+A save writes a new data folder, forces it to disk, and then renames a new manifest into place: that one rename is the step from
+old to new. Only afterwards are older data folders removed, those of killed writers among them. It knows nothing of what is inside.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sfumato.files import sync_folder, write_json
+
+if sys.platform != "win32":
+    import fcntl
+
+_MANIFEST, _LOCK, _DATA = "manifest.json", ".lock", "data-"
+Result = TypeVar("Result")
+
+
+def save_folder(path: str | Path, kind: str, about: Mapping[str, Any], write: Callable[[Path], None]) -> None:
+    """Write a folder, or replace what an earlier save wrote there.
+
+    Args:
+        path: the folder; made if it does not exist, its parent must.
+        kind: what it holds and its version, e.g. "sfumato-index-1".
+        about: JSON values to keep in the manifest.
+        write: writes the files, without subfolders, into the empty folder that it is given.
+
+    Raises:
+        FileNotFoundError: the parent folder does not exist.
+        ValueError: path is a file, or a folder with something else in it.
+        BlockingIOError: another process is saving there.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"cannot save to {path}: it is a file, expected a folder or a new name")
+    if path.is_dir() and not (path / _MANIFEST).is_file():
+        foreign = next((p.name for p in path.iterdir() if not p.name.startswith((_DATA, _LOCK, f".{_MANIFEST}."))), None)
+        if foreign:
+            raise ValueError(f"cannot save to {path}: the folder holds something else ({foreign}); give a new or empty folder")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot save to {path}: the folder {path.parent} does not exist; create it first")
+    path.mkdir(exist_ok=True)
+    with _locked(path):
+        data = path / f"{_DATA}{secrets.token_hex(8)}"
+        data.mkdir()
+        try:
+            write(data)
+            files = {}
+            for file in sorted(data.iterdir()):
+                _sync_file(file)
+                files[file.name] = {"bytes": file.stat().st_size, "sha256": _digest(file)}
+            sync_folder(data)
+            sync_folder(path)
+            manifest = {"kind": kind, "data": data.name, "files": files, "about": dict(about)}
+            write_json(path / _MANIFEST, manifest | {"sha256": _digest_of(manifest)})
+        except BaseException:
+            if not _names(path, data.name):
+                shutil.rmtree(data, ignore_errors=True)
+            raise
+        sync_folder(path.parent)
+        for old in path.iterdir():
+            if old.name.startswith(_DATA) and old.name != data.name:
+                shutil.rmtree(old, ignore_errors=True)
+            elif old.name.startswith(f".{_MANIFEST}."):
+                old.unlink(missing_ok=True)
+
+
+def load_folder(path: str | Path, kind: str, read: Callable[[Path, dict[str, Any]], Result]) -> Result:
+    """Check a folder of :func:`save_folder` and read it.
+
+    Args:
+        path: the folder.
+        kind: what it must hold.
+        read: gets the folder of the files and the `about` of the manifest; its result is returned.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or nothing has been saved there completely.
+        ValueError: a file is missing, cut short or changed, or the folder holds another kind.
+    """
+    path = Path(path)
+    for _ in range(3):
+        manifest = _read_manifest(path, kind)
+        data = path / manifest["data"]
+        try:
+            for name, expected in manifest["files"].items():
+                _check_file(data / name, expected)
+            return read(data, manifest["about"])
+        except FileNotFoundError as error:
+            # A save may have replaced the data between the two readings: then the manifest names others now.
+            if _names(path, manifest["data"]):
+                raise ValueError(f"{path}: damaged, {Path(error.filename or data).name} is missing; build it again") from error
+    raise ValueError(f"{path}: was replaced three times while being read; try again")
+
+
+def _read_manifest(path: Path, kind: str) -> dict[str, Any]:
+    file = path / _MANIFEST
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no folder {path}")
+    if not file.is_file():
+        raise FileNotFoundError(f"{path}: no {_MANIFEST} here; not a {kind} folder, or its first save did not finish: build it again")
+    try:
+        manifest = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file}: damaged ({error}); build it again") from error
+    if not isinstance(manifest, dict) or manifest.get("kind") != kind:
+        found = manifest.get("kind") if isinstance(manifest, dict) else None
+        raise ValueError(f"{path}: holds {found!r}, expected {kind!r}; give another folder, or build it again")
+    if manifest.pop("sha256", None) != _digest_of(manifest):
+        raise ValueError(f"{file}: damaged or edited, its checksum does not fit; build it again")
+    return manifest
+
+
+def _check_file(file: Path, expected: dict[str, Any]) -> None:
+    size = file.stat().st_size
+    if size != expected["bytes"]:
+        raise ValueError(f"{file}: damaged, {size} bytes where {expected['bytes']} were written; build it again")
+    if _digest(file) != expected["sha256"]:
+        raise ValueError(f"{file}: damaged, its checksum does not fit; build it again")
+
+
+def _names(path: Path, data: str) -> bool:
+    """Does the manifest in place name this data folder?"""
+    try:
+        return bool(json.loads((path / _MANIFEST).read_bytes())["data"] == data)
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _digest_of(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+def _sync_file(file: Path) -> None:
+    with file.open("rb+") as stream:
+        os.fsync(stream.fileno())
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One writer at a time; the system drops the lock of a process that dies."""
+    with (path / _LOCK).open("w") as stream:
+        if sys.platform != "win32":
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise BlockingIOError(f"cannot save to {path}: another process is saving there; wait for it") from error
+        yield
