@@ -174,7 +174,8 @@ class PairData:
     @cached_property
     def _keys(self) -> np.ndarray:
         """(p,) sorted keys of the pairs, for look-up."""
-        return self.pairs[:, 0] * len(self.text_ids) + self.pairs[:, 1]
+        keys: np.ndarray = self.pairs[:, 0] * len(self.text_ids) + self.pairs[:, 1]
+        return keys
 
     def relevance(self) -> Relevance:
         """Image -> its true texts."""

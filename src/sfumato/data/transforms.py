@@ -59,7 +59,10 @@ def augment(pixels: Tensor, *, generator: torch.Generator) -> Tensor:
         (n, 3, h, w) float32 in [0, 1].
     """
     n = len(pixels)
-    uniform = lambda low, high, *shape: torch.rand(n, *shape, generator=generator) * (high - low) + low  # noqa: E731
+
+    def uniform(low: float, high: float, *shape: int) -> Tensor:
+        return torch.rand(n, *shape, generator=generator) * (high - low) + low
+
     angle, scale = uniform(-math.pi / 12, math.pi / 12), uniform(0.75, 1.15)
     mirror = torch.where(uniform(0, 1) < 0.25, -1.0, 1.0)
     cos, sin = angle.cos() / scale, angle.sin() / scale

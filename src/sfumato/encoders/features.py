@@ -225,7 +225,7 @@ def cached_features(
             # One bad picture spoils a batch: find it by asking for each alone.
             for digest, (position, item) in waiting.items():
                 try:
-                    good[digest] = backbone([item])[0]  # type: ignore[list-item]
+                    good[digest] = backbone([item])[0]  # type: ignore[arg-type]
                 except (ValueError, OSError) as error:
                     failed[position] = error
         if good:
@@ -251,14 +251,13 @@ def cached_features(
             progress(1)
     if waiting:
         compute()
-    for position, error in sorted(failed.items()):
-        if on_error is None:
-            raise error
-        on_error(position, error)
     done = [i for i, digest in enumerate(digests) if digest in known]
     for i in set(range(len(digests))) - set(done):
-        if on_error is not None and kept[i] not in failed:
-            on_error(kept[i], ValueError("the same content as another item that could not be decoded"))
+        failed.setdefault(kept[i], ValueError("the same content as another item that cannot be decoded"))
+    for position, failure in sorted(failed.items()):
+        if on_error is None:
+            raise failure
+        on_error(position, failure)
     return cache.store([digests[i] for i in done]), np.array([kept[i] for i in done], dtype=np.int64)
 
 

@@ -46,10 +46,10 @@ class Relevance:
     @classmethod
     def from_lists(cls, lists: Sequence[Iterable[int]], *, n_gallery: int) -> "Relevance":
         """From the relevant gallery positions of each query."""
-        lists = [list(items) for items in lists]
-        query = np.repeat(np.arange(len(lists)), [len(items) for items in lists])
-        gallery = np.array([g for items in lists for g in items], dtype=np.int64)
-        return cls.from_pairs(query, gallery, n_queries=len(lists), n_gallery=n_gallery)
+        rows = [list(items) for items in lists]
+        query = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+        gallery = np.array([g for row in rows for g in row], dtype=np.int64)
+        return cls.from_pairs(query, gallery, n_queries=len(rows), n_gallery=n_gallery)
 
     @property
     def n_queries(self) -> int:

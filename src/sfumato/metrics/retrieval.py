@@ -42,7 +42,7 @@ def relevant_ranks(distance: Tensor, relevance: Relevance, first_query: int = 0)
     many = torch.from_numpy(np.repeat(counts > _COUNT_AT_MOST, counts)).to(distance.device)
     if many.any():
         # Many relevant items: sort these rows once; the inverse of the order holds every rank.
-        chosen, where = rows[many].unique(return_inverse=True)
+        chosen, where = torch.unique(rows[many], return_inverse=True)
         order = distance[chosen].argsort(dim=1, stable=True)
         place = torch.empty_like(order).scatter_(1, order, torch.arange(m, device=order.device).expand_as(order))
         ranks[many] = place[where, items[many]]

@@ -138,18 +138,18 @@ class GaussianIndex:
             ValueError: an argument does not fit; the message says which and how.
             ImportError: a FAISS engine without FAISS.
         """
-        ids, payload = tuple(ids), {name: tuple(values) for name, values in (payload or {}).items()}
-        _check_gallery(embeddings, ids, payload)
+        ids, texts = tuple(ids), {name: tuple(values) for name, values in (payload or {}).items()}
+        _check_gallery(embeddings, ids, texts)
         _check_settings(distance, engine, logit_scale, logit_bias)
         if get_distance(distance).needs_variance and torch.isneginf(embeddings.log_var).any():
             raise ValueError(f"GaussianIndex: {distance} needs positive variances, got points; use csd, squared_l2 or wasserstein2")
-        about = json.loads(json.dumps(dict(about or {}), allow_nan=False))
+        notes = json.loads(json.dumps(dict(about or {}), allow_nan=False))
         embeddings = embeddings.detach().to("cpu").to(torch.float32)
         centre, store = gallery_centre(embeddings), None
         if engine != "exact":
             store = FaissStore.build(lift_gallery(embeddings, distance, centre=centre), engine, options)
         return cls(
-            embeddings, ids, distance, engine, float(logit_scale), float(logit_bias), queries_first, payload, about, centre, store
+            embeddings, ids, distance, engine, float(logit_scale), float(logit_bias), queries_first, texts, notes, centre, store
         )  # fmt: skip
 
     def __len__(self) -> int:

@@ -287,6 +287,8 @@ class WeightAverage(nn.Module):
         decay: share of the average that an update keeps; less during the first updates.
     """
 
+    updates: Tensor
+
     def __init__(self, model: nn.Module, decay: float) -> None:
         super().__init__()
         self.decay = decay

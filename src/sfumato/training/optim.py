@@ -36,7 +36,8 @@ def build_optimiser(model: nn.Module, loss: MatchLoss, config: OptimConfig) -> t
         if (trained := [p for p in parameters if p.requires_grad])
     ]
     kind = {"adamw": torch.optim.AdamW, "adamp": AdamP}[config.name]
-    return kind(options, lr=config.lr, betas=config.betas, eps=config.eps)
+    optimiser: torch.optim.Optimizer = kind(options, lr=config.lr, betas=config.betas, eps=config.eps)
+    return optimiser
 
 
 def learning_rate_factor(progress: float, config: OptimConfig, *, epochs: int) -> float:

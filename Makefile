@@ -1,0 +1,44 @@
+# Two commands for visitors: `make demo` and `make test`. Each makes its own environment in $(VENV).
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+.PHONY: help demo test check format benchmarks clean
+
+help:  ## what there is
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(VENV)/.demo  ## train, evaluate, index and search on the embedded emoji set; writes runs/demo/index.html
+	$(BIN)/sfumato demo
+
+test: $(VENV)/.dev  ## all tests
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev  ## what has to pass before a change lands: style, types, tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+format: $(VENV)/.dev  ## put the code into its one layout
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+benchmarks: $(VENV)/.dev  ## speed and memory against the references, into runs/benchmarks
+	mkdir -p runs/benchmarks
+	for b in match_loss distances search; do $(BIN)/python benchmarks/$$b.py --json runs/benchmarks/$$b.json || exit 1; done
+
+clean:  ## remove the environment and all runs
+	rm -rf $(VENV) runs
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) --editable '.[demo]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) --editable '.[all,dev]'
+	touch $@ $(VENV)/.demo
