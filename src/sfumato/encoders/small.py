@@ -1,9 +1,10 @@
 """Small encoders that learn from pixels and word pieces on a CPU, in minutes."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor, nn
 
 from sfumato.encoders.features import Inputs
@@ -21,7 +22,7 @@ class SmallImageEncoder(nn.Module):
         stages: list[nn.Module] = [_convolution(3, width, kernel=5, stride=2)]
         for channels in (width, 2 * width, 4 * width):
             stages += [_convolution(channels, 2 * channels, stride=2), _Residual(2 * channels)]
-        self.stages = nn.Sequential(*stages).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.stages = nn.Sequential(*stages)
         self.channels = 8 * width
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, None]:
@@ -59,17 +60,36 @@ class SmallTextEncoder(nn.Module):
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """Word pieces learnt from texts: lower case, without accents, split at spaces and punctuation.
+    """Word pieces from texts: lower case, without accents, split at spaces and punctuation; the same texts give the same pieces.
+
+    The pieces are all single characters, then the most frequent words, then the most frequent word endings, so that an unseen
+    word falls into a known beginning, ending, or characters. (The library's own trainers break ties at random: two equal runs
+    would differ.)
 
     Args:
         texts: the training texts.
-        vocabulary: largest number of pieces; every single character of the texts is one, so nothing common is unknown.
+        vocabulary: largest number of pieces.
+
+    Raises:
+        ValueError: the characters alone are more than that.
     """
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=["[UNK]"], show_progress=False)
-    tokenizer.train_from_iterator(sorted(texts), trainer)
+    words: Counter[str] = Counter()
+    for text in texts:
+        words.update(w for w, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(text)))
+    endings: Counter[str] = Counter()
+    for word, count in words.items():
+        endings.update({f"##{word[i:]}": count for i in range(1, len(word))})
+    letters = sorted({letter for word in words for letter in word})
+    pieces = ["[UNK]", *letters, *(f"##{letter}" for letter in letters)]
+    if len(pieces) > vocabulary:
+        raise ValueError(f"train_tokenizer: {len(pieces)} single characters do not fit into {vocabulary} pieces; raise model.text.vocabulary")
+    for counts in (words, endings):
+        ranked = sorted((piece for piece in counts if counts[piece] > 1 or counts is words), key=lambda p: (-counts[p], p))
+        pieces += ranked[: vocabulary - len(pieces)]
+    tokenizer.model = models.WordPiece({p: i for i, p in enumerate(dict.fromkeys(pieces))}, unk_token="[UNK]")
     return tokenizer
 
 

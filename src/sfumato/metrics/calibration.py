@@ -39,9 +39,18 @@ def reliability_curve(probability: Tensor, match: Tensor, *, n_bins: int = 15) -
 
 
 def expected_calibration_error(probability: Tensor, match: Tensor, *, n_bins: int = 15) -> float:
-    """Mean gap between predicted and observed over the bins of :func:`reliability_curve`, weighted by their size; in [0, 1]."""
+    """Mean gap between predicted and observed over the bins of :func:`reliability_curve`, weighted by their size; in [0, 1].
+
+    Args:
+        probability, match, n_bins: see :func:`reliability_curve`.
+
+    Raises:
+        ValueError: as there, or there is nothing to average.
+    """
+    if not len(probability):
+        raise ValueError("expected_calibration_error: got no probabilities")
     curve = reliability_curve(probability, match, n_bins=n_bins)
-    return sum(b["count"] * abs(b["probability"] - b["observed"]) for b in curve) / max(len(probability), 1)
+    return float(sum(b["count"] * abs(b["probability"] - b["observed"]) for b in curve)) / len(probability)
 
 
 def brier_score(probability: Tensor, match: Tensor) -> float:

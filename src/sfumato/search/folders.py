@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -23,7 +24,8 @@ from sfumato.files import sync_folder, write_json
 if sys.platform != "win32":
     import fcntl
 
-_MANIFEST, _LOCK, _DATA = "manifest.json", ".lock", "data-"
+_MANIFEST, _LOCK, _UNFINISHED = "manifest.json", ".lock", ".manifest.json."
+_DATA = re.compile("data-[0-9a-f]{16}")
 Result = TypeVar("Result")
 
 
@@ -31,28 +33,25 @@ def save_folder(path: str | Path, kind: str, about: Mapping[str, Any], write: Ca
     """Write a folder, or replace what an earlier save wrote there.
 
     Args:
-        path: the folder; made if it does not exist, its parent must.
+        path: the folder; made with its parents if it does not exist.
         kind: what it holds and its version, e.g. "sfumato-index-1".
         about: JSON values to keep in the manifest.
         write: writes the files, without subfolders, into the empty folder that it is given.
 
     Raises:
-        FileNotFoundError: the parent folder does not exist.
         ValueError: path is a file, or a folder with something else in it.
         BlockingIOError: another process is saving there.
     """
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise ValueError(f"cannot save to {path}: it is a file, expected a folder or a new name")
-    if path.is_dir() and not (path / _MANIFEST).is_file():
-        foreign = next((p.name for p in path.iterdir() if not p.name.startswith((_DATA, _LOCK, f".{_MANIFEST}."))), None)
-        if foreign:
-            raise ValueError(f"cannot save to {path}: the folder holds something else ({foreign}); give a new or empty folder")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot save to {path}: the folder {path.parent} does not exist; create it first")
-    path.mkdir(exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
+    if stranger := _stranger(path, kind):
+        raise ValueError(
+            f"cannot save to {path}: the folder holds something else ({stranger}); give a new or empty folder, or remove it"
+        )
     with _locked(path):
-        data = path / f"{_DATA}{secrets.token_hex(8)}"
+        data = path / f"data-{secrets.token_hex(8)}"
         data.mkdir()
         try:
             write(data)
@@ -70,9 +69,9 @@ def save_folder(path: str | Path, kind: str, about: Mapping[str, Any], write: Ca
             raise
         sync_folder(path.parent)
         for old in path.iterdir():
-            if old.name.startswith(_DATA) and old.name != data.name:
+            if _DATA.fullmatch(old.name) and old.name != data.name:
                 shutil.rmtree(old, ignore_errors=True)
-            elif old.name.startswith(f".{_MANIFEST}."):
+            elif old.name.startswith(_UNFINISHED):
                 old.unlink(missing_ok=True)
 
 
@@ -99,7 +98,9 @@ def load_folder(path: str | Path, kind: str, read: Callable[[Path, dict[str, Any
         except FileNotFoundError as error:
             # A save may have replaced the data between the two readings: then the manifest names others now.
             if _names(path, manifest["data"]):
-                raise ValueError(f"{path}: damaged, {Path(error.filename or data).name} is missing; build it again") from error
+                raise ValueError(
+                    f"{path}: damaged, {Path(error.filename or data).name} is missing; build it again"
+                ) from error
     raise ValueError(f"{path}: was replaced three times while being read; try again")
 
 
@@ -108,7 +109,9 @@ def _read_manifest(path: Path, kind: str) -> dict[str, Any]:
     if not path.is_dir():
         raise FileNotFoundError(f"there is no folder {path}")
     if not file.is_file():
-        raise FileNotFoundError(f"{path}: no {_MANIFEST} here; not a {kind} folder, or its first save did not finish: build it again")
+        raise FileNotFoundError(
+            f"{path}: no {_MANIFEST} here; not a {kind} folder, or its first save did not finish: build it again"
+        )
     try:
         manifest = json.loads(file.read_bytes())
     except ValueError as error:
@@ -127,6 +130,20 @@ def _check_file(file: Path, expected: dict[str, Any]) -> None:
         raise ValueError(f"{file}: damaged, {size} bytes where {expected['bytes']} were written; build it again")
     if _digest(file) != expected["sha256"]:
         raise ValueError(f"{file}: damaged, its checksum does not fit; build it again")
+
+
+def _stranger(path: Path, kind: str) -> str | None:
+    """The name of something in the folder that no save of this kind left there; None if there is nothing."""
+    if (path / _MANIFEST).exists():
+        try:
+            _read_manifest(path, kind)
+        except (ValueError, FileNotFoundError):
+            return _MANIFEST
+        return None
+    ours = (_LOCK, _UNFINISHED)
+    return next(
+        (p.name for p in sorted(path.iterdir()) if not (p.name.startswith(ours) or _DATA.fullmatch(p.name))), None
+    )
 
 
 def _names(path: Path, data: str) -> bool:

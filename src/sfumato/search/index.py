@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -136,16 +137,20 @@ class GaussianIndex:
 
         Raises:
             ValueError: an argument does not fit; the message says which and how.
-            ImportError: a FAISS engine without FAISS.
+            UserError: a FAISS engine without FAISS.
         """
         ids, texts = tuple(ids), {name: tuple(values) for name, values in (payload or {}).items()}
         _check_gallery(embeddings, ids, texts)
         _check_settings(distance, engine, logit_scale, logit_bias)
         if get_distance(distance).needs_variance and torch.isneginf(embeddings.log_var).any():
-            raise ValueError(f"GaussianIndex: {distance} needs positive variances, got points; use csd, squared_l2 or wasserstein2")
+            raise ValueError(
+                f"GaussianIndex: {distance} needs positive variances, got points; use csd, squared_l2 or wasserstein2"
+            )
         notes = json.loads(json.dumps(dict(about or {}), allow_nan=False))
         embeddings = embeddings.detach().to("cpu").to(torch.float32)
         centre, store = gallery_centre(embeddings), None
+        if engine == "exact" and options:
+            raise ValueError("GaussianIndex: engine exact has no options; leave them out, or choose flat, hnsw or ivf")
         if engine != "exact":
             store = FaissStore.build(lift_gallery(embeddings, distance, centre=centre), engine, options)
         return cls(
@@ -170,7 +175,7 @@ class GaussianIndex:
         """
         distance, position = self.nearest(queries, k)
         probability = match_probability(distance, self.logit_scale, self.logit_bias).tolist()
-        uncertainty = self.embeddings.total_variance[position].tolist()
+        uncertainty = self._uncertainty[position].tolist()
         results = []
         for i, total_variance in enumerate(queries.total_variance.tolist()):
             rows = zip(position[i].tolist(), distance[i].tolist(), probability[i], uncertainty[i], strict=True)
@@ -191,12 +196,14 @@ class GaussianIndex:
         if k < 1:
             raise ValueError(f"search: k must be at least 1, got {k}")
         if queries.d != self.embeddings.d:
-            raise ValueError(f"search: queries have {queries.d} dimensions, the index has {self.embeddings.d}; embed both with one model")
+            raise ValueError(
+                f"search: queries have {queries.d} dimensions, the index has {self.embeddings.d}; embed both with one model"
+            )
         check_finite(queries, "search")
         queries = queries.detach().to("cpu").to(torch.float32)
         k = min(k, len(self))
         # A few more than asked: rounding may have put near ties in the wrong order, the exact distances mend it.
-        candidates = self._candidates(queries, min(len(self), k + max(8, k // 4)), k)
+        candidates = self._candidates(queries, min(len(self), k + max(8, k // 4)))
         candidates = candidates.sort(dim=1).values
         distance = self._distances_of(queries, candidates)
         distance, order = distance.sort(dim=1, stable=True)
@@ -206,7 +213,6 @@ class GaussianIndex:
         """Write the index into a folder; an index already there is replaced in one step, or kept if this process dies.
 
         Raises:
-            FileNotFoundError: the parent folder does not exist.
             ValueError: path is a file, or a folder with something else in it.
             BlockingIOError: another process is saving there.
         """
@@ -230,9 +236,14 @@ class GaussianIndex:
         Raises:
             FileNotFoundError: there is no folder, or no complete index in it.
             ValueError: a file is missing, cut short or changed, or it is not an index.
-            ImportError: a FAISS engine without FAISS.
+            UserError: a FAISS engine without FAISS.
         """
         return load_folder(path, _KIND, cls._read)
+
+    @cached_property
+    def _uncertainty(self) -> Tensor:
+        """(m,) total variances, computed once."""
+        return self.embeddings.total_variance
 
     def _write(self, folder: Path) -> None:
         tensors = {"mean": self.embeddings.mean, "log_var": self.embeddings.log_var, "centre": self.centre}
@@ -263,8 +274,8 @@ class GaussianIndex:
             store=store,
         )
 
-    def _candidates(self, queries: GaussianEmbedding, c: int, k: int) -> Tensor:
-        """(n, c) distinct positions; queries for which an approximate engine finds fewer than k are answered exactly."""
+    def _candidates(self, queries: GaussianEmbedding, c: int) -> Tensor:
+        """(n, c) distinct positions; queries for which an approximate engine finds fewer than c are answered exactly."""
         if self.store is None:
             return top_k(queries, self.embeddings, c, self.distance, queries_first=self.queries_first)[1]
         _, found = self.store.search(lift_queries(queries, self.distance, centre=self.centre), c)
@@ -300,7 +311,9 @@ def _check_gallery(embeddings: GaussianEmbedding, ids: tuple[str, ...], payload:
         raise ValueError(f"GaussianIndex: id {twice!r} occurs {times} times; ids must be distinct")
     for name, values in payload.items():
         if len(values) != len(ids) or not all(isinstance(v, str) for v in values):
-            raise ValueError(f"GaussianIndex: payload {name!r} must be {len(ids)} strings, one for each item; got {len(values)} values")
+            raise ValueError(
+                f"GaussianIndex: payload {name!r} must be {len(ids)} strings, one for each item; got {len(values)} values"
+            )
     check_finite(embeddings, "GaussianIndex")
     if not torch.isfinite(embeddings.total_variance.float()).all():
         raise ValueError("GaussianIndex: a total variance overflows float32; a diverged model?")
@@ -312,4 +325,6 @@ def _check_settings(distance: str, engine: str, logit_scale: float, logit_bias: 
     if engine not in ENGINES:
         raise ValueError(f"GaussianIndex: unknown engine {engine!r}; known: {', '.join(ENGINES)}")
     if not (logit_scale > 0 and math.isfinite(logit_scale) and math.isfinite(logit_bias)):
-        raise ValueError(f"GaussianIndex: logit_scale must be positive and both finite, got {logit_scale} and {logit_bias}")
+        raise ValueError(
+            f"GaussianIndex: logit_scale must be positive and both finite, got {logit_scale} and {logit_bias}"
+        )

@@ -87,6 +87,7 @@ def build_index(run: Run, embeddings: GaussianEmbedding, ids: Sequence[str], *, 
         engine=engine,
         logit_scale=run.logit_scale,
         logit_bias=run.logit_bias,
+        queries_first=False,
         payload=payload,
         about={"run": str(run.folder.resolve()), "calibrated": run.calibrated},
     )

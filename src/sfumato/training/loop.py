@@ -351,7 +351,7 @@ def _check_terms(output: LossOutput, epoch: int, step: int) -> None:
     for name, term in output.terms.items():
         if not torch.isfinite(term):
             raise DivergedError(
-                f"epoch {epoch + 1}, step {step + 1}: the loss term {name!r} is {float(term)};"
+                f"epoch {epoch + 1}, step {step + 1}: the loss term {name!r} is {float(term.detach())};"
                 " lower optim.lr, lengthen optim.warmup_epochs, or lower model.init_total_variance"
             )
 

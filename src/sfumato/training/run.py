@@ -63,7 +63,7 @@ def load_run(folder: str | Path) -> Run:
     load_state(folder / MODEL, {"model": model, "loss": loss})
     scale, bias, calibrated = own_logits(loss), 0.0, False
     if (logits := getattr(loss, "logits", None)) is not None:
-        bias = float(logits.logit_bias)
+        bias = float(logits.logit_bias.detach())
     if (folder / CALIBRATION).is_file():
         fitted = json.loads((folder / CALIBRATION).read_text())
         scale, bias, calibrated = fitted["logit_scale"], fitted["logit_bias"], True

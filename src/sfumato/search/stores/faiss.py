@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sfumato.errors import UserError
+
 FAISS_ENGINES = ("flat", "hnsw", "ivf")
 """Engines of :class:`FaissStore`."""
 
@@ -65,7 +67,7 @@ class FaissStore:
             options: see :class:`FaissOptions`.
 
         Raises:
-            ImportError: faiss is not installed.
+            UserError: faiss is not installed.
             ValueError: unknown engine, or more lists than vectors.
         """
         faiss = _faiss()
@@ -126,7 +128,7 @@ class FaissStore:
         """Read a file of :meth:`write`; check its checksum first, FAISS trusts what it reads.
 
         Raises:
-            ImportError: faiss is not installed.
+            UserError: faiss is not installed.
             ValueError: FAISS cannot read it.
         """
         faiss = _faiss()
@@ -140,6 +142,6 @@ def _faiss() -> Any:
     try:
         return importlib.import_module("faiss")
     except ImportError as error:
-        raise ImportError(
+        raise UserError(
             "engines flat, hnsw and ivf need FAISS: pip install 'sfumato[faiss]', or use engine exact"
         ) from error

@@ -1,0 +1,50 @@
+import numpy as np
+import pytest
+
+from sfumato.metrics.relevance import Relevance
+
+
+def test_from_pairs_sorts_and_merges():
+    r = Relevance.from_pairs(np.array([2, 0, 2, 2]), np.array([3, 1, 0, 3]), n_queries=4, n_gallery=5)
+    assert r.indptr.tolist() == [0, 1, 1, 3, 3] and r.indices.tolist() == [1, 0, 3]
+    assert r.indptr.dtype == r.indices.dtype == np.int64
+    assert r.n_queries == 4 and r.n_gallery == 5
+    assert r.counts.tolist() == [1, 0, 2, 0] and r.query_of_item.tolist() == [0, 2, 2]
+
+
+def test_lists_pairs_and_dense_agree():
+    lists = [[4, 1], [], [0, 0, 2], [3]]
+    r = Relevance.from_lists(lists, n_gallery=6)
+    dense = np.zeros((4, 6), bool)
+    for i, row in enumerate(lists):
+        dense[i, row] = True
+    assert (r.to_dense() == dense).all()
+    assert (r.transpose().to_dense() == dense.T).all()
+    assert (r.select_queries(np.array([2, 0, 2])).to_dense() == dense[[2, 0, 2]]).all()
+    assert (r.select_gallery(np.array([3, 0, 5])).to_dense() == dense[:, [3, 0, 5]]).all()
+    assert r.select_queries(np.array([], int)).n_queries == 0
+
+
+def test_random_truths_survive_two_transposes():
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        dense = random.random((7, 11)) < random.random()
+        r = Relevance.from_pairs(*np.nonzero(dense), n_queries=7, n_gallery=11)
+        back = r.transpose().transpose()
+        assert (back.indptr == r.indptr).all() and (back.indices == r.indices).all()
+
+
+def test_empty():
+    r = Relevance.from_lists([], n_gallery=0)
+    assert r.n_queries == 0 and r.transpose().n_queries == 0
+    r = Relevance.from_lists([[], []], n_gallery=3)
+    assert r.counts.tolist() == [0, 0] and r.transpose().counts.tolist() == [0, 0, 0]
+
+
+def test_bad_positions_are_named():
+    with pytest.raises(ValueError, match=r"gallery position is outside of 0\.\.2 \(found 1\.\.3\)"):
+        Relevance.from_lists([[1, 3]], n_gallery=3)
+    with pytest.raises(ValueError, match="query position"):
+        Relevance.from_pairs(np.array([-1]), np.array([0]), n_queries=1, n_gallery=1)
+    with pytest.raises(ValueError, match="as many"):
+        Relevance.from_pairs(np.array([0, 0]), np.array([0]), n_queries=1, n_gallery=1)

@@ -1,0 +1,69 @@
+import numpy as np
+import pytest
+import torch
+from references_metrics import order_of, ranks_by_sorting
+
+from sfumato.distances import DISTANCES, get_distance
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.relevance import Relevance
+from sfumato.search.ranking import distance_blocks, rank_relevant, top_k
+
+
+def gaussians(n, d, seed, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    mean, log_var = (torch.randn(n, d, generator=generator, dtype=dtype) for _ in range(2))
+    return GaussianEmbedding(mean, log_var)
+
+
+def grid(n, d, seed):
+    """Points on a coarse grid of small integers: exact distances, many ties."""
+    generator = torch.Generator().manual_seed(seed)
+    return GaussianEmbedding.point(torch.randint(0, 3, (n, d), generator=generator).float())
+
+
+@pytest.mark.parametrize("name", [n for n, d in DISTANCES.items() if not d.sampled])
+@pytest.mark.parametrize("queries_first", [True, False])
+def test_blocks_are_the_matrix(name, queries_first):
+    x, y = gaussians(11, 4, 0), gaussians(7, 4, 1)
+    blocks = list(distance_blocks(x, y, name, queries_first=queries_first, memory_mb=3 * 7 * 4 / 2**20))
+    assert [s for s, _ in blocks] == [0, 3, 6, 9] and [len(b) for _, b in blocks] == [3, 3, 3, 2]
+    whole = get_distance(name).matrix(x, y) if queries_first else get_distance(name).matrix(y, x).T
+    torch.testing.assert_close(torch.cat([b for _, b in blocks]), whole)
+
+
+@pytest.mark.parametrize("k", [1, 3, 17, 29, 100])
+def test_top_k_by_loops_with_ties(k):
+    x, y = grid(13, 3, 0), grid(29, 3, 1)
+    distance, index = top_k(x, y, k, "squared_l2")
+    assert distance.shape == index.shape == (13, min(k, 29))
+    for i in range(13):
+        loops = [sum(float(a - b) ** 2 for a, b in zip(x.mean[i], y.mean[j], strict=True)) for j in range(29)]
+        assert index[i].tolist() == order_of(loops)[:k]
+        assert distance[i].tolist() == sorted(loops)[:k]
+
+
+def test_top_k_by_kl_knows_its_direction():
+    x, y = gaussians(5, 3, 2), gaussians(9, 3, 3)
+    forward, backward = DISTANCES["kl"].matrix(x, y), DISTANCES["kl"].matrix(y, x).T
+    assert (top_k(x, y, 9, "kl")[1] == forward.argsort(1)).all()
+    assert (top_k(x, y, 9, "kl", queries_first=False)[1] == backward.argsort(1)).all()
+    assert not torch.equal(forward.argsort(1), backward.argsort(1))
+
+
+def test_top_k_of_nothing():
+    x, none = grid(3, 2, 0), GaussianEmbedding.point(torch.zeros(0, 2))
+    assert [t.shape for t in top_k(none, x, 2)] == [(0, 2)] * 2
+    assert [t.shape for t in top_k(x, none, 2)] == [(3, 0)] * 2
+    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
+        top_k(x, x, 0)
+
+
+def test_rank_relevant_by_loops_with_ties():
+    x, y = grid(31, 3, 4), grid(37, 3, 5)
+    truths = [np.flatnonzero(row).tolist() for row in np.random.default_rng(0).random((31, 37)) < 0.2]
+    relevance, done = Relevance.from_lists(truths, n_gallery=37), []
+    ranks = rank_relevant(x, y, relevance, "squared_l2", progress=done.append)
+    np.testing.assert_array_equal(ranks, ranks_by_sorting(DISTANCES["squared_l2"].matrix(x, y).numpy(), truths))
+    assert sum(done) == 31
+    with pytest.raises(ValueError, match="31 queries and 37 gallery items, but a truth of 37 by 31"):
+        rank_relevant(x, y, relevance.transpose())

@@ -1,0 +1,75 @@
+"""Which part of the package may import which: the arrows of the house go one way."""
+
+import ast
+from pathlib import Path
+
+import sfumato
+
+SOURCE = Path(sfumato.__file__).parent
+
+# A part is a top-level module or folder. It may import the parts named here, and itself.
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "files": set(),
+    "progress": set(),
+    "gaussian": {"files"},
+    "distances": {"gaussian"},
+    "matching": {"distances", "gaussian"},
+    "losses": {"distances", "gaussian", "matching"},
+    "metrics": set(),
+    "search": {"distances", "errors", "files", "gaussian", "matching", "metrics"},
+    "evaluation": {"gaussian", "metrics", "search"},
+    "data": {"errors", "files", "metrics"},
+    "encoders": {"data", "errors", "files", "gaussian"},
+    "recipes": {"errors"},
+    "training": {
+        *("data", "distances", "encoders", "errors", "evaluation", "files", "gaussian", "losses", "matching"),
+        *("metrics", "progress", "search"),
+    },
+    "console": {"evaluation"},
+    "demo": {"console", "data", "evaluation", "files", "gaussian", "matching", "metrics", "recipes", "search", "training"},
+    "cli": {"console", "demo", "distances", "errors", "evaluation", "files", "gaussian", "recipes", "training"},
+    "__init__": {"data", "distances", "encoders", "evaluation", "gaussian", "losses", "matching", "metrics", "search", "training"},
+}
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> set[str]:
+    parts = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            names = [node.module or ""] if node.module != "sfumato" else [f"sfumato.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        parts |= {name.split(".")[1] for name in names if name.startswith("sfumato.")}
+    return parts
+
+
+def test_imports_follow_the_table():
+    wrong = {}
+    for path in SOURCE.rglob("*.py"):
+        part = part_of(path)
+        assert part in ALLOWED, f"{path}: a new part; give it a row in this table"
+        if extra := imports_of(path) - ALLOWED[part] - {part}:
+            wrong[str(path.relative_to(SOURCE))] = sorted(extra)
+    assert not wrong
+
+
+def test_the_table_has_no_rows_and_no_arrows_to_spare():
+    found: dict[str, set[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        found.setdefault(part_of(path), set()).update(imports_of(path) - {part_of(path)})
+    assert {part: arrows - found.get(part, set()) for part, arrows in ALLOWED.items() if arrows - found.get(part, set())} == {}
+
+
+def test_the_arrows_make_no_ring():
+    done: set[str] = set()
+    while len(done) < len(ALLOWED):
+        ready = {part for part, arrows in ALLOWED.items() if part not in done and arrows <= done}
+        assert ready, f"a ring among {sorted(set(ALLOWED) - done)}"
+        done |= ready

@@ -1,0 +1,174 @@
+"""Training: resumes to the bit, stops on NaN, reports bad items, keeps the best weights."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from toy import make_toy
+
+from sfumato.errors import UserError
+from sfumato.training.config import load_recipe
+from sfumato.training.loop import DivergedError, WeightAverage, fit
+from sfumato.training.run import load_run
+
+
+def assert_same_tensors(a: Path, b: Path) -> None:
+    first, second = load_file(a), load_file(b)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[k], second[k]) for k in first), [k for k in first if not torch.equal(first[k], second[k])]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return make_toy(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def run(toy):
+    folder = toy.parent / "whole"
+    return folder, fit(load_recipe(toy), folder)
+
+
+def test_a_run_leaves_what_is_needed_and_learns(run):
+    folder, result = run
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [0, 1, 2]
+    assert lines[-1]["loss/match"] < lines[0]["loss/match"]
+    assert "pseudo_positives_i2t" not in lines[0] and lines[1]["pseudo_positives_i2t"] >= 0
+    assert {"logit_scale", "logit_bias", "total_variance/text", "gradient_norm", "val/rsum"} <= lines[-1].keys()
+    assert result["best_score"] == max(line["val/score"] for line in lines)
+    assert (folder / "problems.jsonl").read_text() == ""
+    loaded = load_run(folder)
+    assert loaded.calibrated and loaded.logit_scale > 0
+    assert loaded.model.embed_texts(["a red circle"]).d == 16
+
+
+def test_two_equal_runs_are_bitwise_equal(toy, run):
+    again = toy.parent / "again"
+    fit(load_recipe(toy), again)
+    assert_same_tensors(run[0] / "last.safetensors", again / "last.safetensors")
+    assert_same_tensors(run[0] / "model.safetensors", again / "model.safetensors")
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "adamp"])
+def test_resumed_equals_uninterrupted_with_average(toy, optimiser):
+    overrides = [f"optim.name={optimiser}", "train.ema_decay=0.9"]
+    recipe = load_recipe(toy, overrides)
+    whole, parts = toy.parent / f"whole-{optimiser}", toy.parent / f"parts-{optimiser}"
+    fit(recipe, whole)
+    stopped = StopAfter(parts / "last.safetensors", epoch=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sfumato.training.loop._append_line", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            fit(recipe, parts)
+    fit(recipe, parts)
+    assert_same_tensors(whole / "last.safetensors", parts / "last.safetensors")
+    assert_same_tensors(whole / "model.safetensors", parts / "model.safetensors")
+
+
+class StopAfter:
+    """Stands in for writing the log line, and interrupts the run after an epoch's checkpoint, before its line."""
+
+    def __init__(self, path: Path, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __call__(self, path: Path, line: dict) -> None:
+        if line["epoch"] == self.epoch:
+            raise KeyboardInterrupt
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def test_kill_9_at_any_moment_resumes_to_the_same_bits(toy, run):
+    """Killed again and again at growing delays, the run must end with the weights of the uninterrupted one."""
+    folder = toy.parent / "killed"
+    command = [sys.executable, "-m", "sfumato.cli", "train", str(toy), "--out", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    kills = 0
+    for delay in (0.0, 0.12, 0.3, 0.55, None):
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment)
+        deadline = time.monotonic() + 60
+        if delay is not None:
+            # From the moment the run folder is claimed: the import of torch takes longer than the training.
+            while not (folder / "recipe.toml").exists() and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            seen = _size(folder / "log.jsonl")
+            while delay and _size(folder / "log.jsonl") == seen and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.005)
+            time.sleep(delay)
+            process.send_signal(signal.SIGKILL)
+            kills += process.wait() == -signal.SIGKILL
+        else:
+            assert process.wait(timeout=60) == 0
+    assert kills >= 2
+    assert_same_tensors(run[0] / "last.safetensors", folder / "last.safetensors")
+    assert_same_tensors(run[0] / "model.safetensors", folder / "model.safetensors")
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [0, 1, 2]
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def test_nan_stops_with_exit_status_1_and_names_the_term(toy):
+    command = [sys.executable, "-m", "sfumato.cli", "train", str(toy), "model.init_total_variance=1e39", "--out", str(toy.parent / "nan")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "loss term 'match' is nan" in result.stderr and "epoch 1, step 1" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_diverged_is_an_arithmetic_error(toy):
+    with pytest.raises(DivergedError, match="lower optim.lr"):
+        fit(load_recipe(toy, ["model.init_total_variance=1e39"]), toy.parent / "nan2")
+
+
+def test_bad_items_are_listed_and_skipped_and_too_many_stop(tmp_path):
+    recipe = make_toy(tmp_path)
+    data = tmp_path / "data"
+    (data / "000.png").write_bytes(b"not a picture")
+    (data / "001.png").write_bytes((data / "010.png").read_bytes()[:60])
+    (data / "010.txt").write_text("\n\n")
+    (data / "011.txt").unlink()
+    result = fit(load_recipe(recipe, ["train.epochs=1"]), tmp_path / "run")
+    problems = [json.loads(line) for line in (tmp_path / "run" / "problems.jsonl").read_text().splitlines()]
+    assert result["problems"] == len(problems) == 4
+    assert {Path(p["place"].split(":")[0]).name for p in problems} >= {"000.png", "001.png", "011.png"}
+    with pytest.raises(UserError, match="4 of .* items are unusable"):
+        fit(load_recipe(recipe, ["train.epochs=1", "data.max_problem_share=0.01"]), tmp_path / "strict")
+
+
+def test_a_folder_of_another_recipe_is_refused(toy, run):
+    with pytest.raises(UserError, match="another recipe"):
+        fit(load_recipe(toy, ["train.epochs=9"]), run[0])
+    with pytest.raises(UserError, match="not empty"):
+        fit(load_recipe(toy), toy.parent)
+
+
+def test_losses_and_point_models_train(toy):
+    for name, overrides in {
+        "infonce": ["loss.name=infonce", "model.variance=false"],
+        "triplet": ["loss.name=triplet", "loss.sum_epochs=1", "model.variance=false"],
+        "mean-only": ["model.variance=false", "loss.beta=0"],
+        "wasserstein2": ["loss.distance=wasserstein2"],
+    }.items():
+        assert fit(load_recipe(toy, [*overrides, "train.epochs=2"]), toy.parent / name)["best_score"] > 0
+
+
+def test_weight_average_follows_the_weights():
+    model = torch.nn.Linear(2, 1)
+    average = WeightAverage(model, 0.5)
+    before = [v.clone() for v in average.values()]
+    with torch.no_grad():
+        model.weight.add_(1)
+    average.update(model)
+    decay = min(0.5, 1 / 11)
+    torch.testing.assert_close(average.values()[0], before[0] * decay + model.weight * (1 - decay))
