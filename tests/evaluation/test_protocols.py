@@ -1,0 +1,122 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from references_metrics import csd_by_loops, metrics_by_definition
+from scipy import stats
+
+from sfumato.distances import DISTANCES
+from sfumato.evaluation.protocols import evaluate_retrieval, table_rows
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.relevance import Relevance
+
+N, M, D = 23, 31, 4
+KINDS = ["name"] * 23 + ["tag"] * 6 + ["rumour"] * 2
+
+
+def scene(seed=0):
+    """Each image has its own name; tags match about a third of the images; rumours match nothing."""
+    random = np.random.default_rng(seed)
+    truth = np.zeros((N, M), bool)
+    truth[np.arange(N), np.arange(N)] = True
+    truth[:, 23:29] = random.random((N, 6)) < 0.3
+    truth[0, 23:29] = True
+    generator = torch.Generator().manual_seed(seed)
+    image = torch.randn(N, D, generator=generator)
+    text = torch.cat([image, torch.randn(M - N, D, generator=generator)]) + 0.8 * torch.randn(M, D, generator=generator)
+    log_vars = [torch.randn(n, D, generator=generator) - 1 for n in (N, M)]
+    relevance = Relevance.from_pairs(*np.nonzero(truth), n_queries=N, n_gallery=M)
+    return GaussianEmbedding(image, log_vars[0]), GaussianEmbedding(text, log_vars[1]), relevance, truth
+
+
+def assert_metrics(ours, distance, truth):
+    for name, value in metrics_by_definition(distance, [np.flatnonzero(row) for row in truth]).items():
+        assert ours[name] == pytest.approx(value, abs=1e-12), name
+
+
+def test_every_figure_by_loops():
+    images, texts, relevance, truth = scene()
+    distance = csd_by_loops(images.mean.numpy(), images.var.numpy(), texts.mean.numpy(), texts.var.numpy())
+    result = evaluate_retrieval(images, texts, relevance, text_kinds=KINDS)
+    assert (result.distance, result.n_images, result.n_texts) == ("csd", N, M)
+    assert_metrics(result.i2t, distance, truth)
+    assert_metrics(result.t2i, distance.T, truth.T)
+    assert result.t2i["n_queries"] == 29 and result.t2i["n_without_positives"] == 2
+    assert result.rsum == pytest.approx(sum(d[f"recall@{k}"] for d in (result.i2t, result.t2i) for k in (1, 5, 10)))
+    assert list(result.t2i_by_kind) == list(result.i2t_by_kind) == ["name", "tag"]
+    for kind in ("name", "tag"):
+        columns = [j for j, k in enumerate(KINDS) if k == kind]
+        assert_metrics(result.t2i_by_kind[kind], distance.T[columns], truth.T[columns])
+        assert_metrics(result.i2t_by_kind[kind], distance[:, columns], truth[:, columns])
+    assert result.total_variance["text"] == pytest.approx(float(texts.var.sum(1).mean()), rel=1e-5)
+
+
+def test_uncertainty_by_scipy():
+    images, texts, relevance, truth = scene(1)
+    distance = csd_by_loops(images.mean.numpy(), images.var.numpy(), texts.mean.numpy(), texts.var.numpy())
+    result = evaluate_retrieval(images, texts, relevance)
+    for name, embeddings, d, t in (("i2t", images, distance, truth), ("t2i", texts, distance.T, truth.T)):
+        has = t.any(1)
+        hit = t[np.arange(len(t)), d.argmin(1)][has]
+        variance = embeddings.total_variance.numpy()[has]
+        found = result.uncertainty[name]
+        assert found["spearman"] == pytest.approx(stats.spearmanr(variance, hit).statistic)
+        parts = np.array_split(hit[np.argsort(variance)], 10)
+        assert [b["recall"] for b in found["bins"]] == pytest.approx([p.mean() for p in parts])
+        assert found["correlation"] == pytest.approx(stats.pearsonr(range(10), [p.mean() for p in parts]).statistic)
+    has = truth.any(0)
+    expected = stats.spearmanr(texts.total_variance.numpy()[has], truth.sum(0)[has]).statistic
+    assert result.multiplicity["all"] == pytest.approx(expected) and result.multiplicity["n_texts"] == 29
+    assert -1 <= result.multiplicity["balanced"] <= 1
+
+
+def test_kl_goes_from_image_to_text_in_both_directions():
+    images, texts, relevance, truth = scene(2)
+    distance = DISTANCES["kl"].matrix(images, texts).numpy()
+    result = evaluate_retrieval(images, texts, relevance, distance="kl")
+    assert_metrics(result.i2t, distance, truth)
+    assert_metrics(result.t2i, distance.T, truth.T)
+
+
+def test_points_and_one_to_one_truth_leave_out_what_has_no_meaning():
+    images, texts, _, _ = scene(3)
+    names = texts[: images.n]
+    one_to_one = Relevance.from_lists([[i] for i in range(N)], n_gallery=N)
+    points = evaluate_retrieval(GaussianEmbedding.point(images.mean), GaussianEmbedding.point(names.mean), one_to_one)
+    assert points.uncertainty is None and points.multiplicity is None and points.total_variance == {"image": 0.0, "text": 0.0}
+    spread = evaluate_retrieval(images, names, one_to_one, text_kinds=["name"] * N)
+    assert spread.uncertainty is not None and spread.multiplicity is None
+    assert spread.t2i_by_kind == {} and spread.i2t_by_kind == {}
+
+
+def test_one_sided_variance():
+    images, texts, relevance, _ = scene(4)
+    result = evaluate_retrieval(GaussianEmbedding.point(images.mean), texts, relevance)
+    assert result.uncertainty["i2t"]["correlation"] is None and result.uncertainty["t2i"]["correlation"] is not None
+
+
+def test_perfect_embeddings_reach_six():
+    mean = 10 * torch.eye(12)
+    result = evaluate_retrieval(*[GaussianEmbedding.point(mean)] * 2, Relevance.from_lists([[i] for i in range(12)], n_gallery=12))
+    assert result.rsum == 6 and result.i2t["map@r"] == 1 and result.t2i["median_rank"] == 1
+
+
+def test_json_is_json_and_rows_name_every_direction():
+    images, texts, relevance, _ = scene(5)
+    result = evaluate_retrieval(images, texts, relevance, text_kinds=KINDS)
+    text = json.dumps(result.to_json(), allow_nan=False)
+    assert json.loads(text)["i2t"]["recall@1"] == result.i2t["recall@1"]
+    assert [name for name, _ in table_rows(result)] == [
+        "image -> text", "text -> image", "image -> name", "image -> tag", "name -> image", "tag -> image",
+    ]  # fmt: skip
+
+
+def test_mistakes_are_named():
+    images, texts, relevance, _ = scene(6)
+    with pytest.raises(ValueError, match="got 2 text_kinds for 31 texts"):
+        evaluate_retrieval(images, texts, relevance, text_kinds=["a", "b"])
+    with pytest.raises(ValueError, match="31 queries and 23 gallery items, but a truth of 23 by 31"):
+        evaluate_retrieval(texts, images, relevance)
+    with pytest.raises(ValueError, match="no query has a relevant item"):
+        evaluate_retrieval(images, texts, Relevance.from_lists([[]] * N, n_gallery=M))

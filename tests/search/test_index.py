@@ -1,0 +1,302 @@
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from references_metrics import csd_by_loops, order_of
+
+import sfumato
+from sfumato.distances import DISTANCES, csd_matrix
+from sfumato.errors import UserError
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.index import ENGINES, GaussianIndex
+from sfumato.search.stores.faiss import FaissOptions
+
+SOURCE = Path(sfumato.__file__).parents[1]
+
+
+def clustered(n, d=16, *, seed, offset=0.0, n_clusters=40, tail=1.0):
+    """Means about shared centres; total variances log-normal, with a tail of several powers of ten for tail = 3."""
+    centres = torch.randn(n_clusters, d, generator=torch.Generator().manual_seed(99))
+    generator = torch.Generator().manual_seed(seed)
+    mean = centres[torch.randint(n_clusters, (n,), generator=generator)] + 0.4 * torch.randn(n, d, generator=generator)
+    log_var = tail * torch.randn(n, 1, generator=generator) + 0.3 * torch.randn(n, d, generator=generator) - 3
+    return GaussianEmbedding(mean + offset, log_var)
+
+
+def ids_of(n):
+    return [f"item {i}" for i in range(n)]
+
+
+def true_top(queries, gallery, k):
+    """(n, k) positions by float64 distances."""
+    arrays = [a.double().numpy() for a in (queries.mean, queries.log_var.exp(), gallery.mean, gallery.log_var.exp())]
+    gap = ((arrays[0][:, None] - arrays[2][None]) ** 2).sum(2) + arrays[1].sum(1)[:, None] + arrays[3].sum(1)
+    return np.argsort(gap, axis=1, kind="stable")[:, :k]
+
+
+def recall(found, truth):
+    return float(np.mean([len(set(f) & set(t)) / len(t) for f, t in zip(found.tolist(), truth.tolist(), strict=True)]))
+
+
+def faiss_or_skip(engine):
+    if engine != "exact":
+        pytest.importorskip("faiss", reason="needs the extra faiss")
+
+
+# ---------------------------------------------------------------- what a search says
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_hits_carry_the_csd_of_the_pair_and_everything_else(engine):
+    faiss_or_skip(engine)
+    gallery, queries = clustered(211, seed=0), clustered(5, seed=1)
+    payload = {"path": [f"{i}.jpg" for i in range(211)], "text": [str(i) for i in range(211)]}
+    index = GaussianIndex.build(gallery, ids_of(211), engine=engine, logit_scale=2.0, logit_bias=3.0, payload=payload)
+    results = index.search(queries, 7)
+    matrix = csd_matrix(queries, gallery)
+    assert len(index) == 211 and len(results) == 5
+    for i, result in enumerate(results):
+        assert len(result) == 7 and result.uncertainty == pytest.approx(float(queries.total_variance[i]))
+        assert [h.rank for h in result] == list(range(1, 8))
+        assert [h.distance for h in result] == sorted(h.distance for h in result)
+        for hit in result:
+            j = int(hit.id.split()[1])
+            loops = csd_by_loops(*(a.numpy() for a in (queries.mean[i : i + 1], queries.var[i : i + 1], gallery.mean[j : j + 1], gallery.var[j : j + 1])))
+            assert hit.distance == pytest.approx(float(loops[0, 0]), rel=2e-6)
+            assert hit.distance == pytest.approx(float(matrix[i, j]), rel=1e-5)
+            assert hit.match_probability == pytest.approx(1 / (1 + np.exp(2 * hit.distance - 3)), rel=1e-4)
+            assert hit.uncertainty == pytest.approx(float(gallery.total_variance[j]))
+            assert hit.payload == {"path": f"{j}.jpg", "text": str(j)}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_more_than_the_gallery_gives_the_whole_gallery(engine):
+    faiss_or_skip(engine)
+    gallery = clustered(50, seed=2)
+    index = GaussianIndex.build(gallery, ids_of(50), engine=engine)
+    for result in index.search(clustered(3, seed=3), 1000):
+        assert sorted(h.id for h in result) == sorted(ids_of(50))
+    assert index.search(clustered(3, seed=3)[:0], 5) == []
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_item(engine):
+    faiss_or_skip(engine)
+    index = GaussianIndex.build(clustered(1, seed=4), ["only"], engine=engine)
+    assert [[h.id for h in r] for r in index.search(clustered(2, seed=5), 3)] == [["only"], ["only"]]
+
+
+@pytest.mark.parametrize("engine", ["exact", "flat"])
+def test_equal_distances_come_in_the_order_given(engine):
+    faiss_or_skip(engine)
+    same = GaussianEmbedding(torch.ones(6, 3), torch.zeros(6, 3))
+    far = GaussianEmbedding(torch.full((30, 3), 9.0), torch.zeros(30, 3))
+    index = GaussianIndex.build(GaussianEmbedding.cat([far, same]), ids_of(36), engine=engine)
+    [result] = index.search(GaussianEmbedding(torch.zeros(1, 3), torch.zeros(1, 3)), 4)
+    assert [h.id for h in result] == [f"item {i}" for i in (30, 31, 32, 33)]
+
+
+@pytest.mark.parametrize("distance", [n for n, d in DISTANCES.items() if not d.sampled])
+@pytest.mark.parametrize("queries_first", [True, False])
+def test_exact_ranks_by_any_distance(distance, queries_first):
+    gallery, queries = clustered(61, 4, seed=6, n_clusters=61), clustered(4, 4, seed=7, n_clusters=61)
+    index = GaussianIndex.build(gallery, ids_of(61), distance=distance, queries_first=queries_first)
+    x, y = queries.to(torch.float64), gallery.to(torch.float64)
+    matrix = DISTANCES[distance].matrix(x, y) if queries_first else DISTANCES[distance].matrix(y, x).T
+    found, position = index.nearest(queries, 61)
+    torch.testing.assert_close(found.double(), matrix.gather(1, position), rtol=2e-4, atol=1e-4)
+    assert position[:, :3].tolist() == [order_of(row)[:3] for row in matrix.tolist()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_are_kept_in_float32(dtype):
+    index = GaussianIndex.build(clustered(30, seed=8).to(dtype), ids_of(30))
+    assert index.embeddings.dtype == torch.float32
+    [first] = index.search(clustered(30, seed=8).to(dtype)[:1], 1)
+    assert first[0].id == "item 0"
+
+
+# ---------------------------------------------------------------- what engines find
+
+
+@pytest.mark.parametrize("tail", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("distance", ["csd", "wasserstein2", "squared_l2"])
+def test_flat_finds_what_exact_finds_whatever_the_variances(tail, distance):
+    pytest.importorskip("faiss", reason="needs the extra faiss")
+    gallery, queries = clustered(2000, seed=9, tail=tail), clustered(100, seed=10, tail=tail)
+    flat, exact = (GaussianIndex.build(gallery, ids_of(2000), distance=distance, engine=e) for e in ("flat", "exact"))
+    (d, i), (e, j) = flat.nearest(queries, 10), exact.nearest(queries, 10)
+    assert torch.equal(d, e) and torch.equal(i, j)
+    if distance == "csd":
+        assert recall(i, true_top(queries, gallery, 10)) == 1.0
+
+
+@pytest.mark.parametrize("engine", ["exact", "flat"])
+def test_means_far_from_the_origin_lose_nothing(engine):
+    faiss_or_skip(engine)
+    gallery, queries = clustered(2000, seed=11, offset=5000.0), clustered(50, seed=12, offset=5000.0)
+    index = GaussianIndex.build(gallery, ids_of(2000), engine=engine)
+    assert recall(index.nearest(queries, 10)[1], true_top(queries, gallery, 10)) == 1.0
+
+
+@pytest.mark.parametrize("tail", [1.0, 3.0])
+@pytest.mark.parametrize("engine", ["hnsw", "ivf"])
+def test_approximate_engines_find_nine_of_ten(engine, tail):
+    # Seeded data; hnsw's build depends on the number of threads, but a recall of 1,000 results varies by about 0.003.
+    pytest.importorskip("faiss", reason="needs the extra faiss")
+    gallery, queries = clustered(4000, seed=13, tail=tail), clustered(100, seed=14, tail=tail)
+    index = GaussianIndex.build(gallery, ids_of(4000), engine=engine)
+    assert recall(index.nearest(queries, 10)[1], true_top(queries, gallery, 10)) >= 0.9
+
+
+def test_means_alone_do_not_find_it():
+    """What lifting is for: with differing variances the closest means are not the closest items."""
+    gallery, queries = clustered(2000, seed=9, tail=3.0), clustered(100, seed=10, tail=3.0)
+    index = GaussianIndex.build(gallery, ids_of(2000), distance="squared_l2")
+    assert recall(index.nearest(queries, 10)[1], true_top(queries, gallery, 10)) < 0.8
+
+
+def test_ivf_answers_in_full_where_its_lists_run_short():
+    pytest.importorskip("faiss", reason="needs the extra faiss")
+    gallery, queries = clustered(400, seed=15), clustered(20, seed=16)
+    index = GaussianIndex.build(gallery, ids_of(400), engine="ivf", options=FaissOptions(n_lists=80, n_probe=1))
+    assert recall(index.nearest(queries, 100)[1], true_top(queries, gallery, 100)) == 1.0
+
+
+# ---------------------------------------------------------------- on disk
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_there_and_back(engine, tmp_path):
+    faiss_or_skip(engine)
+    options = FaissOptions(ef_search=33, n_probe=2) if engine != "exact" else None
+    index = GaussianIndex.build(
+        clustered(300, seed=17), ["ü", "a\nb", *ids_of(298)], engine=engine, logit_scale=1.25, logit_bias=-2.5,
+        payload={"text": ["猫"] * 300}, about={"run": "here", "calibrated": True}, queries_first=False, options=options,
+    )  # fmt: skip
+    index.save(tmp_path / "index")
+    again = GaussianIndex.load(str(tmp_path / "index"))
+    for name in ("ids", "distance", "engine", "logit_scale", "logit_bias", "payload", "about", "queries_first"):
+        assert getattr(again, name) == getattr(index, name), name
+    assert again.store is None if engine == "exact" else again.store.options == options
+    queries = clustered(9, seed=18)
+    assert again.search(queries, 12) == index.search(queries, 12)
+    again.save(tmp_path / "index")
+    assert GaussianIndex.load(tmp_path / "index").search(queries, 12) == index.search(queries, 12)
+
+
+def test_points_survive_the_disk(tmp_path):
+    index = GaussianIndex.build(GaussianEmbedding.point(torch.randn(4, 3)), ids_of(4))
+    index.save(tmp_path / "index")
+    assert GaussianIndex.load(tmp_path / "index").search(index.embeddings, 1)[2][0].uncertainty == 0
+
+
+@pytest.mark.parametrize("name", ["embeddings.safetensors", "items.json", "faiss.index"])
+@pytest.mark.parametrize("how", ["cut", "flipped", "missing"])
+def test_a_damaged_file_is_named(name, how, tmp_path):
+    pytest.importorskip("faiss", reason="needs the extra faiss")
+    GaussianIndex.build(clustered(60, seed=19), ids_of(60), engine="flat").save(tmp_path / "index")
+    file = next(tmp_path.glob(f"index/data-*/{name}"))
+    data = bytearray(file.read_bytes())
+    if how == "cut":
+        file.write_bytes(data[: len(data) // 2])
+    elif how == "flipped":
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    else:
+        file.unlink()
+    with pytest.raises(ValueError, match=rf"{name}.*build it again"):
+        GaussianIndex.load(tmp_path / "index")
+
+
+def test_a_half_copied_index_is_refused(tmp_path):
+    GaussianIndex.build(clustered(60, seed=19), ids_of(60)).save(tmp_path / "index")
+    data = next(tmp_path.glob("index/data-*"))
+    manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
+    assert manifest["data"] == data.name and manifest["about"]["n"] == 60
+    shutil.rmtree(data)
+    with pytest.raises(ValueError, match="is missing; build it again"):
+        GaussianIndex.load(tmp_path / "index")
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        GaussianIndex.load(tmp_path / "elsewhere")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
+def test_a_process_killed_while_it_saves_again_and_again_leaves_a_whole_index(tmp_path):
+    path = tmp_path / "index"
+    GaussianIndex.build(clustered(500, seed=20), ids_of(500), about={"n": 0}).save(path)
+    program = """
+import sys, itertools, torch
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.index import GaussianIndex
+mean = torch.zeros(500, 16)
+for n in itertools.count(1):
+    index = GaussianIndex.build(GaussianEmbedding(mean + n, mean), [str(i) for i in range(500)], about={"n": n})
+    index.save(sys.argv[1])
+    print(n, flush=True)
+"""
+    for delay in (0.0, 0.013, 0.029):
+        writer = subprocess.Popen([sys.executable, "-c", program, path], stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": str(SOURCE)})
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        time.sleep(delay)
+        writer.kill()
+        said = writer.stdout.read().split()
+        writer.stdout.close()
+        writer.wait()
+        index = GaussianIndex.load(path)
+        assert index.about["n"] >= (int(said[-1]) if said else 1)
+        assert (index.embeddings.mean == index.about["n"]).all()
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ids": ids_of(2)}, "2 ids for 3 embeddings"),
+        ({"ids": ["a", "b", "a"]}, "'a' occurs 2 times"),
+        ({"distance": "csb"}, "unknown distance 'csb'; did you mean 'csd'"),
+        ({"distance": "average_l2"}, "is random"),
+        ({"distance": "elk", "engine": "flat"}, 'engine="exact"'),
+        ({"engine": "hnws"}, "unknown engine 'hnws'; known: exact, flat, hnsw, ivf"),
+        ({"options": FaissOptions()}, "engine exact has no options"),
+        ({"logit_scale": 0.0}, "logit_scale must be positive"),
+        ({"logit_bias": float("nan")}, "both finite"),
+        ({"payload": {"text": ["a"]}}, "payload 'text' must be 3 strings"),
+        ({"about": {"x": float("nan")}}, "not JSON compliant"),
+        ({"embeddings": GaussianEmbedding(torch.full((3, 2), torch.nan), torch.zeros(3, 2))}, "embedding 0 holds NaN"),
+        ({"embeddings": GaussianEmbedding(torch.zeros(3, 2), torch.full((3, 2), 100.0))}, "overflows"),
+        ({"embeddings": GaussianEmbedding.point(torch.zeros(3, 2)), "distance": "kl"}, "needs positive variances"),
+        ({"embeddings": GaussianEmbedding.point(torch.zeros(0, 2)), "ids": []}, "got no embeddings"),
+    ],
+)
+def test_mistakes_are_named(change, message):
+    arguments = {"embeddings": GaussianEmbedding(torch.zeros(3, 2), torch.zeros(3, 2)), "ids": ids_of(3)} | change
+    with pytest.raises(ValueError, match=message):
+        GaussianIndex.build(arguments.pop("embeddings"), arguments.pop("ids"), **arguments)
+
+
+def test_mistakes_in_a_search_are_named():
+    index = GaussianIndex.build(clustered(3, seed=0), ids_of(3))
+    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
+        index.search(clustered(1, seed=0), 0)
+    with pytest.raises(ValueError, match="queries have 5 dimensions, the index has 16"):
+        index.search(clustered(1, 5, seed=0), 1)
+    with pytest.raises(ValueError, match="holds NaN"):
+        index.search(GaussianEmbedding.point(torch.full((1, 16), torch.nan)), 1)
+    with pytest.raises(TypeError, match="ids must be strings, got 7"):
+        GaussianIndex.build(clustered(1, seed=0), [7])
+
+
+def test_without_faiss_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(UserError, match=r"pip install 'sfumato\[faiss\]'"):
+        GaussianIndex.build(clustered(3, seed=0), ids_of(3), engine="flat")

@@ -1,0 +1,142 @@
+"""Commands as a user meets them: exit status, files, JSON, and what a bad input prints."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from toy import make_toy
+
+from sfumato import cli, load_embeddings
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder with data, a recipe and a trained run."""
+    folder = tmp_path_factory.mktemp("cli")
+    recipe = make_toy(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["sfumato", "train", str(recipe), "train.epochs=2", "--out", str(folder / "run"), "--json"])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+    assert not stop.value.code
+    return folder
+
+
+@pytest.fixture
+def sfumato(monkeypatch, capsys):
+    """Runs a command in this process; returns (exit status, standard output, standard error)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["sfumato", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        captured = capsys.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+def test_help_is_quick_and_names_the_commands():
+    result = subprocess.run([sys.executable, "-m", "sfumato.cli", "--help"], capture_output=True, text=True)
+    assert result.returncode == 0
+    for command in ("train", "evaluate", "embed", "index", "search", "demo", "recipes"):
+        assert command in result.stdout
+
+
+def test_evaluate_prints_a_table_and_writes_json(work, sfumato):
+    status, out, _ = sfumato("evaluate", work / "run")
+    assert status == 0 and "image -> text" in out and "recall@1" in out and "rsum" in out
+    written = json.loads((work / "run" / "evaluation-test-csd.json").read_text())
+    status, out, _ = sfumato("evaluate", work / "run", "--json")
+    assert json.loads(out) == written
+    assert written["n_images"] * 2 == written["n_texts"] and 0 <= written["i2t"]["recall@1"] <= 1
+
+
+def test_evaluate_by_another_distance(work, sfumato):
+    status, out, _ = sfumato("evaluate", work / "run", "--split", "val", "--distance", "wasserstein2", "--json")
+    assert status == 0 and json.loads(out)["distance"] == "wasserstein2"
+    assert (work / "run" / "evaluation-val-wasserstein2.json").exists()
+
+
+def test_embed_images_and_texts(work, sfumato):
+    (work / "data" / "broken.png").write_bytes(b"no")
+    status, out, _ = sfumato("embed", work / "run", "--images", work / "data", "--out", work / "images.safetensors", "--json")
+    result = json.loads(out)
+    assert status == 0 and result["n"] == 48 and result["d"] == 16 and result["problems"] == 1
+    (work / "data" / "broken.png").unlink()
+    embeddings, ids = load_embeddings(work / "images.safetensors")
+    assert embeddings.n == 48 and ids[0] == "000.png"
+    (work / "lines.txt").write_text("a red circle\n\nsome bar in blue\n")
+    status, out, _ = sfumato("embed", work / "run", "--texts", work / "lines.txt", "--out", work / "texts.safetensors")
+    assert status == 0 and "2 embeddings of 16 dimensions" in out and "lines.txt:2: empty line" in out
+    assert load_embeddings(work / "texts.safetensors")[1] == ["1", "3"]
+
+
+@pytest.mark.parametrize("engine", ["exact", "flat", "hnsw", "ivf"])
+def test_index_and_search(work, sfumato, engine):
+    if engine != "exact":
+        pytest.importorskip("faiss", reason="the extra faiss is not installed")
+    folder = work / f"index-{engine}"
+    status, out, _ = sfumato("index", work / "run", "--images", work / "data", "--engine", engine, "--out", folder)
+    assert status == 0 and "48 pictures indexed" in out
+    status, out, _ = sfumato("search", folder, "a red circle", "some bar in blue", "-k", 5, "--json")
+    results = json.loads(out)
+    assert [r["query"] for r in results] == ["a red circle", "some bar in blue"]
+    for result in results:
+        distances = [hit["distance"] for hit in result["hits"]]
+        assert distances == sorted(distances) and len(distances) == 5
+        assert all(0 <= hit["match_probability"] <= 1 and hit["uncertainty"] > 0 for hit in result["hits"])
+        assert result["uncertainty"] > 0 and result["expected_matches"] > 0
+    status, out, _ = sfumato("search", folder, "--image", work / "data" / "000.png", "-k", 3)
+    assert status == 0 and "matches expected" in out and "000.png" in out
+
+
+def test_index_of_a_split(work, sfumato):
+    status, out, _ = sfumato("index", work / "run", "--split", "val", "--out", work / "index-val", "--json")
+    assert status == 0 and json.loads(out)["n"] > 0
+
+
+def test_recipes_are_listed_and_shown(sfumato):
+    status, out, _ = sfumato("recipes")
+    assert status == 0 and "emoji-demo" in out
+    status, out, _ = sfumato("recipes", "emoji-demo")
+    assert status == 0 and 'name = "emoji-demo"' in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "nowhere.toml"], "no recipe 'nowhere.toml'"),
+        (["train", "{recipe}", "train.epoch=3"], "unknown key 'train.epoch'; did you mean 'train.epochs'?"),
+        (["train", "{recipe}", "train.epochs=no"], "train.epochs"),
+        (["train", "{recipe}", "train.device=abacus", "--out", "{new}"], "train.device='abacus' is not available"),
+        (["train", "{recipe}", "data.path=nowhere", "--out", "{new}2"], "there is no nowhere"),
+        (["evaluate", "{data}"], "is not a run folder"),
+        (["evaluate", "{run}", "--split", "dev"], "has no split 'dev'; it has"),
+        (["evaluate", "{run}", "--distance", "cds"], "did you mean 'csd'?"),
+        (["embed", "{run}", "--out", "x.safetensors"], "give either --images FOLDER or --texts FILE"),
+        (["embed", "{run}", "--images", "nowhere", "--out", "x.safetensors"], "there is no folder nowhere"),
+        (["index", "{run}", "--split", "val", "--engine", "magic", "--out", "{new}3"], "unknown engine 'magic'"),
+        (["search", "{data}", "x"], "no manifest.json here"),
+        (["search", "{data}"], "nothing to search for"),
+        (["recipes", "nothing"], "no recipe 'nothing'"),
+    ],
+)
+def test_a_bad_input_is_one_clear_message_and_status_2(work, sfumato, arguments, message):
+    places = {"recipe": work / "toy.toml", "run": work / "run", "data": work / "data", "new": work / "new"}
+    status, out, err = sfumato(*[a.format(**places) for a in arguments])
+    assert status == 2 and message in err and out == ""
+    assert err.startswith("sfumato: ") and "Traceback" not in err
+
+
+def test_a_damaged_run_is_told(work, sfumato, tmp_path):
+    copy = tmp_path / "run"
+    copy.mkdir()
+    for file in (work / "run").iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    (copy / "model.safetensors").write_bytes((copy / "model.safetensors").read_bytes()[:100])
+    status, _, err = sfumato("evaluate", copy)
+    assert status == 2 and "damaged" in err
+    (copy / "tokenizer.json").unlink()
+    assert "tokenizer.json is missing" in sfumato("evaluate", copy)[2]
