@@ -32,14 +32,18 @@ from sfumato.search.ranking import top_k
 from sfumato.search.stores.faiss import FaissOptions, FaissStore
 
 K = 10
+LATENT = 16
 CANDIDATES = (10, 20, 50, 100, 200)
 
 
 def synthetic(n: int, d: int, tail: float, seed: int) -> GaussianEmbedding:
-    """Unit means about 200 centres; total variances log-normal about 0.4, their logarithm with deviation `tail`."""
-    centres = torch.randn(200, d, generator=torch.Generator().manual_seed(12345))
+    """Unit means near a smooth surface; total variances log-normal about 0.4, their logarithm with deviation `tail`.
+
+    No clusters: their size would decide at which K the means suffice, and they would fit the lists of ivf too well.
+    """
+    surface = torch.randn(LATENT, d, generator=torch.Generator().manual_seed(12345))
     generator = torch.Generator().manual_seed(seed)
-    mean = centres[torch.randint(200, (n,), generator=generator)] + 0.8 * torch.randn(n, d, generator=generator)
+    mean = torch.randn(n, LATENT, generator=generator) @ surface + torch.randn(n, d, generator=generator)
     total = (0.4 * (tail * torch.randn(n, 1, generator=generator)).exp()).clamp(1e-6, 1e4)
     share = torch.softmax(torch.randn(n, d, generator=generator), dim=1)
     return GaussianEmbedding(torch.nn.functional.normalize(mean, dim=1), (total * share).log())
@@ -79,7 +83,9 @@ def run(items: int, n_queries: int, d: int, tail: float, seed: int) -> dict[str,
     truth, ids = true_top(queries, gallery), [str(i) for i in range(items)]
     index = GaussianIndex.build(gallery, ids)
     found, exact_seconds = timed(lambda: index.nearest(queries, K)[1])
-    engines: dict[str, Any] = {"exact": {"recall": recall(found, truth), "ms_per_query": 1000 * exact_seconds / n_queries, "speed_up": 1.0}}
+    engines: dict[str, Any] = {
+        "exact": {"recall": recall(found, truth), "ms_per_query": 1000 * exact_seconds / n_queries, "speed_up": 1.0}
+    }
     for engine in ("flat", "hnsw", "ivf"):
         start = time.perf_counter()
         index = GaussianIndex.build(gallery, ids, engine=engine)
@@ -99,14 +105,19 @@ def equal_cost(queries: GaussianEmbedding, gallery: GaussianEmbedding, truth: Te
     centre = gallery_centre(gallery)
     rows = []
     for engine in ("flat", "hnsw", "ivf"):
-        stores = {name: FaissStore.build(lift_gallery(gallery, distance, centre=centre), engine) for name, distance in NAMES.items()}
+        stores = {
+            name: FaissStore.build(lift_gallery(gallery, distance, centre=centre), engine)
+            for name, distance in NAMES.items()
+        }
         for c in CANDIDATES:
             row: dict[str, Any] = {"engine": engine, "candidates": c}
             for name, distance in NAMES.items():
                 store = stores[name]
                 store.options = FaissOptions(ef_search=c)
                 vectors = lift_queries(queries, distance, centre=centre)
-                found, seconds = timed(lambda store=store, vectors=vectors, c=c: rerank(queries, gallery, store.search(vectors, c)[1]))  # type: ignore[misc]
+                found, seconds = timed(
+                    lambda store=store, vectors=vectors, c=c: rerank(queries, gallery, store.search(vectors, c)[1])
+                )  # type: ignore[misc]
                 row[name] = {"recall": recall(found, truth), "ms_per_query": 1000 * seconds / queries.n}
             row["recall_gain"] = row["lifted"]["recall"] - row["means"]["recall"]
             row["time_ratio"] = row["lifted"]["ms_per_query"] / row["means"]["ms_per_query"]
@@ -134,7 +145,8 @@ def main() -> int:
     start = time.perf_counter()
     result = run(arguments.items, arguments.queries, arguments.d, arguments.tail, arguments.seed)
     result = {
-        "settings": settings | {"k": K, "torch": torch.__version__, "faiss": faiss.__version__, "machine": platform.machine()},
+        "settings": settings
+        | {"k": K, "torch": torch.__version__, "faiss": faiss.__version__, "machine": platform.machine()},
         **result,
         "seconds": time.perf_counter() - start,
     }

@@ -35,7 +35,10 @@ def fixture(name):
 def ranks_both_ways(distance, relevance):
     """Ranks of i2t from rows and of t2i from columns."""
     other = relevance.transpose()
-    return {"i2t": (relevant_ranks(distance, relevance), relevance), "t2i": (relevant_ranks(distance.T.contiguous(), other), other)}
+    return {
+        "i2t": (relevant_ranks(distance, relevance), relevance),
+        "t2i": (relevant_ranks(distance.T.contiguous(), other), other),
+    }
 
 
 # ---------------------------------------------------------------- validation of PCME++
@@ -59,13 +62,16 @@ def test_parity_pcmepp_validation(kind):
 def test_parity_pcmepp_scores_come_from_our_distances():
     _, tensors = fixture("pcmepp_eval")
     image, text = (
-        GaussianEmbedding(tensors[f"inputs/{s}_mean"].double(), tensors[f"inputs/{s}_log_var"].double()) for s in ("img", "txt")
+        GaussianEmbedding(tensors[f"inputs/{s}_mean"].double(), tensors[f"inputs/{s}_log_var"].double())
+        for s in ("img", "txt")
     )
     # The official score takes 2 - 2 cos, which is the squared distance of means of length 1 only up to float32's rounding.
     torch.testing.assert_close(-csd_matrix(image, text), tensors["out/csd_sims"], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(1 - squared_l2_matrix(image, text) / 2, tensors["out/cosine_sims"], rtol=1e-6, atol=1e-6)
     samples = [tensors[f"inputs/{s}_samples"].double() for s in ("img", "txt")]
-    distance = torch.cdist(samples[0].flatten(0, 1), samples[1].flatten(0, 1), compute_mode="donot_use_mm_for_euclid_dist")
+    distance = torch.cdist(
+        samples[0].flatten(0, 1), samples[1].flatten(0, 1), compute_mode="donot_use_mm_for_euclid_dist"
+    )
     scale, bias = tensors["inputs/negative_scale"].double(), tensors["inputs/shift"].double()
     # exp(x) / (exp(x) + exp(-x)) is sigmoid(2 x); the official score sums over the pairs of samples.
     s = samples[0].shape[1]
@@ -85,15 +91,24 @@ def coco():
     captions = np.load(COCO / "coco_test_ids.npy").tolist()
     own = {int(c): v[0] for c, v in json.loads((COCO / "original_caption_to_image.json").read_text()).items()}
     images = list(dict.fromkeys(own[c] for c in captions))
-    assert captions[:6] == described["recipe"]["first_caption_ids"] and images[:3] == described["recipe"]["first_image_ids"]
+    assert (
+        captions[:6] == described["recipe"]["first_caption_ids"]
+        and images[:3] == described["recipe"]["first_image_ids"]
+    )
     distance = -(tensors["image_embeddings"].float() @ tensors["caption_embeddings"].float().T)
-    pairs = Relevance.from_lists([[i] for i in (images.index(own[c]) for c in captions[::5]) for _ in range(5)], n_gallery=len(images))
+    pairs = Relevance.from_lists(
+        [[i] for i in (images.index(own[c]) for c in captions[::5]) for _ in range(5)], n_gallery=len(images)
+    )
     return described["metrics_full_ranking"], distance, images, captions, pairs.transpose()
 
 
 def check(official, prefix, direction, metrics, names):
     for ours, theirs in names.items():
-        assert metrics[ours] == pytest.approx(official[f"{prefix}_{theirs}"][direction], abs=1e-12), (prefix, direction, theirs)
+        assert metrics[ours] == pytest.approx(official[f"{prefix}_{theirs}"][direction], abs=1e-12), (
+            prefix,
+            direction,
+            theirs,
+        )
 
 
 RECALLS = {"recall@1": "r1", "recall@5": "r5", "recall@10": "r10"}

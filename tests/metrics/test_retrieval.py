@@ -7,7 +7,9 @@ from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics, relevant_ranks, retrieval_metrics
 
 # Worked by hand. Query 0 orders the gallery 1 3 0 2 4, query 1 has a tie of items 0, 2 and 4, query 2 has no truth.
-DISTANCE = torch.tensor([[0.3, 0.1, 0.4, 0.2, 0.9], [0.5, 0.8, 0.5, 0.7, 0.5], [0.1, 0.2, 0.3, 0.4, 0.5], [4.0, 3.0, 2.0, 1.0, 0.0]])
+DISTANCE = torch.tensor(
+    [[0.3, 0.1, 0.4, 0.2, 0.9], [0.5, 0.8, 0.5, 0.7, 0.5], [0.1, 0.2, 0.3, 0.4, 0.5], [4.0, 3.0, 2.0, 1.0, 0.0]]
+)
 TRUTHS = [[0, 1, 2], [2, 4], [], [0]]
 
 

@@ -66,7 +66,9 @@ def test_balanced_spearman_hears_the_rare_ambiguous_items():
 def test_balanced_spearman_is_exact_when_every_bin_is_taken_whole_and_seeded_otherwise():
     random = np.random.default_rng(4)
     multiplicity, x = random.integers(1, 40, 60), random.normal(size=60)
-    assert balanced_spearman(x, multiplicity, per_bin=60, n_draws=3) == pytest.approx(stats.spearmanr(x, multiplicity).statistic)
+    assert balanced_spearman(x, multiplicity, per_bin=60, n_draws=3) == pytest.approx(
+        stats.spearmanr(x, multiplicity).statistic
+    )
     draws = [balanced_spearman(x, multiplicity, per_bin=3, n_draws=7, seed=s) for s in (0, 0, 1)]
     assert draws[0] == draws[1] != draws[2]
     assert np.isnan(balanced_spearman(x, np.ones(60)))

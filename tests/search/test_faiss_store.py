@@ -44,8 +44,15 @@ def test_more_effort_finds_more():
         found = FaissStore.build(data, engine, FaissOptions(**numbers)).search(queries, 10)[1]
         return (found.unsqueeze(2) == truth.unsqueeze(1)).any(2).float().mean().item()
 
-    assert recall("ivf", n_lists=50, n_probe=1) < recall("ivf", n_lists=50, n_probe=10) < recall("ivf", n_lists=50, n_probe=50) == 1
-    assert recall("hnsw", m=4, ef_construction=10, ef_search=10) < recall("hnsw", m=32, ef_construction=100, ef_search=200)
+    assert (
+        recall("ivf", n_lists=50, n_probe=1)
+        < recall("ivf", n_lists=50, n_probe=10)
+        < recall("ivf", n_lists=50, n_probe=50)
+        == 1
+    )
+    assert recall("hnsw", m=4, ef_construction=10, ef_search=10) < recall(
+        "hnsw", m=32, ef_construction=100, ef_search=200
+    )
 
 
 def test_bad_input_is_named(tmp_path):

@@ -72,7 +72,10 @@ def test_a_writer_killed_before_any_step_leaves_the_old_or_the_new(tmp_path, exi
         if exists:
             save(path, "old")
         done = subprocess.run(
-            [sys.executable, "-c", WRITER, path, str(step), "new"], capture_output=True, text=True, env={"PYTHONPATH": str(SOURCE)}
+            [sys.executable, "-c", WRITER, path, str(step), "new"],
+            capture_output=True,
+            text=True,
+            env={"PYTHONPATH": str(SOURCE)},
         )
         if exists or path.is_dir():
             try:
@@ -113,11 +116,23 @@ def data_file(path, name="b"):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda p: data_file(p).write_bytes(data_file(p).read_bytes()[:-1]), r"b: damaged, 2999 bytes where 3000 were written"),
-        (lambda p: data_file(p).write_bytes(b"x" + data_file(p).read_bytes()[1:]), "b: damaged, its checksum does not fit"),
+        (
+            lambda p: data_file(p).write_bytes(data_file(p).read_bytes()[:-1]),
+            r"b: damaged, 2999 bytes where 3000 were written",
+        ),
+        (
+            lambda p: data_file(p).write_bytes(b"x" + data_file(p).read_bytes()[1:]),
+            "b: damaged, its checksum does not fit",
+        ),
         (lambda p: data_file(p).unlink(), "damaged, b is missing"),
-        (lambda p: (p / "manifest.json").write_bytes((p / "manifest.json").read_bytes()[:50]), "manifest.json: damaged"),
-        (lambda p: (p / "manifest.json").write_text((p / "manifest.json").read_text().replace('"old"', '"odd"')), "damaged or edited"),
+        (
+            lambda p: (p / "manifest.json").write_bytes((p / "manifest.json").read_bytes()[:50]),
+            "manifest.json: damaged",
+        ),
+        (
+            lambda p: (p / "manifest.json").write_text((p / "manifest.json").read_text().replace('"old"', '"odd"')),
+            "damaged or edited",
+        ),
         (lambda p: (p / "manifest.json").write_bytes(b""), "manifest.json: damaged"),
         (lambda p: (p / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json: damaged"),
         (lambda p: (p / "manifest.json").write_text("[]"), "holds None, expected 'test-1'"),

@@ -67,7 +67,17 @@ def test_hits_carry_the_csd_of_the_pair_and_everything_else(engine):
         assert [h.distance for h in result] == sorted(h.distance for h in result)
         for hit in result:
             j = int(hit.id.split()[1])
-            loops = csd_by_loops(*(a.numpy() for a in (queries.mean[i : i + 1], queries.var[i : i + 1], gallery.mean[j : j + 1], gallery.var[j : j + 1])))
+            loops = csd_by_loops(
+                *(
+                    a.numpy()
+                    for a in (
+                        queries.mean[i : i + 1],
+                        queries.var[i : i + 1],
+                        gallery.mean[j : j + 1],
+                        gallery.var[j : j + 1],
+                    )
+                )
+            )
             assert hit.distance == pytest.approx(float(loops[0, 0]), rel=2e-6)
             assert hit.distance == pytest.approx(float(matrix[i, j]), rel=1e-5)
             assert hit.match_probability == pytest.approx(1 / (1 + np.exp(2 * hit.distance - 3)), rel=1e-4)
@@ -242,7 +252,9 @@ for n in itertools.count(1):
     print(n, flush=True)
 """
     for delay in (0.0, 0.013, 0.029):
-        writer = subprocess.Popen([sys.executable, "-c", program, path], stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": str(SOURCE)})
+        writer = subprocess.Popen(
+            [sys.executable, "-c", program, path], stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": str(SOURCE)}
+        )
         assert writer.stdout is not None
         writer.stdout.readline()
         time.sleep(delay)

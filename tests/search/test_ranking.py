@@ -67,3 +67,15 @@ def test_rank_relevant_by_loops_with_ties():
     assert sum(done) == 31
     with pytest.raises(ValueError, match="31 queries and 64 gallery items, but a truth of 64 by 31"):
         rank_relevant(x, y, relevance.transpose())
+
+
+def test_one_tied_row_among_untied_ones(monkeypatch):
+    distance = torch.rand(6, 50, generator=torch.Generator().manual_seed(0))
+    distance[2] = 0.5
+    distance[4, 10:40] = 0.01
+    monkeypatch.setattr("sfumato.search.ranking.distance_blocks", lambda *_, **__: iter([(0, distance)]))
+    x, y = grid(6, 2, 0), grid(50, 2, 0)
+    values, index = top_k(x, y, 7)
+    for i in range(6):
+        assert index[i].tolist() == order_of(distance[i].tolist())[:7]
+        assert torch.equal(values[i], distance[i][index[i]])

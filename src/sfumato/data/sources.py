@@ -46,7 +46,7 @@ def read_karpathy(path: str | Path, images: str | Path, problems: Problems) -> d
         except (KeyError, TypeError, AttributeError) as error:
             problems.add(place, f"malformed entry: {type(error).__name__} {error}")
             continue
-        if not split:
+        if split in ("", "none"):
             continue
         source = _find(images, archive, entry.get("filepath", ""), name)
         if source is None:

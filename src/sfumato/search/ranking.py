@@ -113,12 +113,11 @@ def rank_relevant(
 
 def _smallest(block: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k smallest of each row, ties by position: topk leaves their order open, so rows with ties at the edge are sorted."""
-    edge = block.kthvalue(k, dim=1, keepdim=True).values
     values, index = block.topk(k, dim=1, largest=False)
-    if bool(((block <= edge).sum(1) > k).any()):
-        order = block.argsort(dim=1, stable=True)[:, :k]
-        return block.gather(1, order), order
-    order = index.argsort(dim=1)
-    values, index = values.gather(1, order), index.gather(1, order)
-    order = values.argsort(dim=1, stable=True)
-    return values.gather(1, order), index.gather(1, order)
+    edge = values.amax(1, keepdim=True)
+    index = index.sort(dim=1).values
+    tied = (torch.count_nonzero(block <= edge, dim=1) > k).nonzero().squeeze(1)
+    if len(tied):
+        index[tied] = block[tied].argsort(dim=1, stable=True)[:, :k].sort(dim=1).values
+    values, order = block.gather(1, index).sort(dim=1, stable=True)
+    return values, index.gather(1, order)

