@@ -35,14 +35,14 @@ def fetch(folder: Path) -> dict[str, tarfile.TarFile]:
         path = folder / (package.removeprefix("@").replace("/", "-").replace("@", "-") + ".tgz")
         if not path.exists():
             subprocess.run(["npm", "pack", "--silent", package], cwd=folder, check=True, stdout=subprocess.DEVNULL)
-        archives[name] = tarfile.open(path)
+        archives[name] = tarfile.open(path)  # noqa: SIM115 (read until the end of the script)
     return archives
 
 
 def read(archive: tarfile.TarFile, member: str) -> bytes:
     file = archive.extractfile(member)
     if file is None:
-        raise ValueError(f"{archive.name}: {member} is not a file")
+        raise ValueError(f"{archive.name!r}: {member} is not a file")
     return file.read()
 
 
@@ -79,7 +79,9 @@ def build(archives: dict[str, tarfile.TarFile]) -> tuple[bytes, bytes]:
     """(pictures.zip, concepts.json)."""
     pictures = find_pictures(archives)
     groups = {g["order"]: g["key"] for g in json.loads(read(archives["texts"], "package/en/messages.json"))["groups"]}
-    subgroups = {g["order"]: g["key"] for g in json.loads(read(archives["texts"], "package/en/messages.json"))["subgroups"]}
+    subgroups = {
+        g["order"]: g["key"] for g in json.loads(read(archives["texts"], "package/en/messages.json"))["subgroups"]
+    }
     concepts, members = [], []
     for entry in sorted(json.loads(read(archives["texts"], "package/en/data.json")), key=lambda e: e.get("order", -1)):
         code = plain(entry["hexcode"])
@@ -122,7 +124,9 @@ def differences(pictures: bytes, concepts: bytes) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare with the packed set; exit status 1 if it differs")
-    parser.add_argument("--packages", type=Path, help="folder that holds, or receives, the .tgz files of the npm packages")
+    parser.add_argument(
+        "--packages", type=Path, help="folder that holds, or receives, the .tgz files of the npm packages"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         pictures, concepts = build(fetch(options.packages or Path(temporary)))

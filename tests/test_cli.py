@@ -16,7 +16,9 @@ def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cli")
     recipe = make_toy(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["sfumato", "train", str(recipe), "train.epochs=2", "--out", str(folder / "run"), "--json"])
+        patch.setattr(
+            sys, "argv", ["sfumato", "train", str(recipe), "train.epochs=2", "--out", str(folder / "run"), "--json"]
+        )
         with pytest.raises(SystemExit) as stop:
             cli.main()
     assert not stop.value.code
@@ -61,7 +63,9 @@ def test_evaluate_by_another_distance(work, sfumato):
 
 def test_embed_images_and_texts(work, sfumato):
     (work / "data" / "broken.png").write_bytes(b"no")
-    status, out, _ = sfumato("embed", work / "run", "--images", work / "data", "--out", work / "images.safetensors", "--json")
+    status, out, _ = sfumato(
+        "embed", work / "run", "--images", work / "data", "--out", work / "images.safetensors", "--json"
+    )
     result = json.loads(out)
     assert status == 0 and result["n"] == 48 and result["d"] == 16 and result["problems"] == 1
     (work / "data" / "broken.png").unlink()

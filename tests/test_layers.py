@@ -27,9 +27,31 @@ ALLOWED: dict[str, set[str]] = {
         *("metrics", "progress", "search"),
     },
     "console": {"evaluation"},
-    "demo": {"console", "data", "evaluation", "files", "gaussian", "matching", "metrics", "recipes", "search", "training"},
+    "demo": {
+        "console",
+        "data",
+        "evaluation",
+        "files",
+        "gaussian",
+        "matching",
+        "metrics",
+        "recipes",
+        "search",
+        "training",
+    },
     "cli": {"console", "demo", "distances", "errors", "evaluation", "files", "gaussian", "recipes", "training"},
-    "__init__": {"data", "distances", "encoders", "evaluation", "gaussian", "losses", "matching", "metrics", "search", "training"},
+    "__init__": {
+        "data",
+        "distances",
+        "encoders",
+        "evaluation",
+        "gaussian",
+        "losses",
+        "matching",
+        "metrics",
+        "search",
+        "training",
+    },
 }
 
 
@@ -43,7 +65,9 @@ def imports_of(path: Path) -> set[str]:
         names = []
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
-            names = [node.module or ""] if node.module != "sfumato" else [f"sfumato.{alias.name}" for alias in node.names]
+            names = (
+                [node.module or ""] if node.module != "sfumato" else [f"sfumato.{alias.name}" for alias in node.names]
+            )
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         parts |= {name.split(".")[1] for name in names if name.startswith("sfumato.")}
@@ -64,7 +88,9 @@ def test_the_table_has_no_rows_and_no_arrows_to_spare():
     found: dict[str, set[str]] = {}
     for path in SOURCE.rglob("*.py"):
         found.setdefault(part_of(path), set()).update(imports_of(path) - {part_of(path)})
-    assert {part: arrows - found.get(part, set()) for part, arrows in ALLOWED.items() if arrows - found.get(part, set())} == {}
+    assert {
+        part: arrows - found.get(part, set()) for part, arrows in ALLOWED.items() if arrows - found.get(part, set())
+    } == {}
 
 
 def test_the_arrows_make_no_ring():

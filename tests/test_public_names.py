@@ -24,12 +24,12 @@ def test_what_the_type_checker_sees_is_what_is_there():
     tree = ast.parse((SOURCE / "__init__.py").read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
     typed = {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert typed | {"__version__"} == set(sfumato.__all__)
+    assert typed | {"__version__"} == set(sfumato.__all__) == {*sfumato._HOME_OF, "__version__"}
 
 
 def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'csd_matrx'"):
-        sfumato.csd_matrx  # noqa: B018
+        sfumato.csd_matrx
 
 
 def test_import_does_not_load_torch():

@@ -35,7 +35,16 @@ _HOMES = {
         "wasserstein2_printed_matrix",
     ),
     "sfumato.matching": ("MatchingLogits", "fit_logits", "match_probability", "sampled_match_log_probability"),
-    "sfumato.losses": ("LOSSES", "InfoNCELoss", "PCMEPPLoss", "TripletLoss", "infonce_loss", "pcmepp_loss", "triplet_loss", "vib_loss"),
+    "sfumato.losses": (
+        "LOSSES",
+        "InfoNCELoss",
+        "PCMEPPLoss",
+        "TripletLoss",
+        "infonce_loss",
+        "pcmepp_loss",
+        "triplet_loss",
+        "vib_loss",
+    ),
     "sfumato.encoders.dual": ("DualEncoder",),
     "sfumato.encoders.heads": ("GaussianHead",),
     "sfumato.encoders.pooling": ("GPO", "POOLINGS"),
@@ -50,7 +59,61 @@ _HOMES = {
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = sorted([*_HOME_OF, "__version__"])  # noqa: PLE0605
+__all__ = [
+    "DISTANCES",
+    "GPO",
+    "LOSSES",
+    "POOLINGS",
+    "DualEncoder",
+    "GaussianEmbedding",
+    "GaussianHead",
+    "GaussianIndex",
+    "InfoNCELoss",
+    "MatchingLogits",
+    "PCMEPPLoss",
+    "Recipe",
+    "Relevance",
+    "Run",
+    "TripletLoss",
+    "__version__",
+    "average_l2",
+    "average_l2_matrix",
+    "bhattacharyya",
+    "bhattacharyya_matrix",
+    "csd",
+    "csd_matrix",
+    "elk",
+    "elk_matrix",
+    "evaluate_retrieval",
+    "fit",
+    "fit_logits",
+    "get_distance",
+    "infonce_loss",
+    "js",
+    "js_matrix",
+    "kl",
+    "kl_matrix",
+    "load_embeddings",
+    "load_emoji",
+    "load_recipe",
+    "load_run",
+    "match_probability",
+    "min_kl",
+    "min_kl_matrix",
+    "pcmepp_loss",
+    "rank_relevant",
+    "sampled_match_log_probability",
+    "save_embeddings",
+    "squared_l2",
+    "squared_l2_matrix",
+    "top_k",
+    "triplet_loss",
+    "vib_loss",
+    "wasserstein2",
+    "wasserstein2_matrix",
+    "wasserstein2_printed",
+    "wasserstein2_printed_matrix",
+]
 
 if TYPE_CHECKING:
     from sfumato.data.emoji import load_emoji
@@ -83,7 +146,16 @@ if TYPE_CHECKING:
     from sfumato.encoders.pooling import GPO, POOLINGS
     from sfumato.evaluation.protocols import evaluate_retrieval
     from sfumato.gaussian import GaussianEmbedding, load_embeddings, save_embeddings
-    from sfumato.losses import LOSSES, InfoNCELoss, PCMEPPLoss, TripletLoss, infonce_loss, pcmepp_loss, triplet_loss, vib_loss
+    from sfumato.losses import (
+        LOSSES,
+        InfoNCELoss,
+        PCMEPPLoss,
+        TripletLoss,
+        infonce_loss,
+        pcmepp_loss,
+        triplet_loss,
+        vib_loss,
+    )
     from sfumato.matching import MatchingLogits, fit_logits, match_probability, sampled_match_log_probability
     from sfumato.metrics.relevance import Relevance
     from sfumato.search.index import GaussianIndex

@@ -104,7 +104,10 @@ def test_dual_encoder_embeds_pictures_and_texts_independent_of_the_batch():
 def test_towers_work_in_half_precision_and_heads_stay_in_float32():
     model = small_model()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        image, _ = model(Inputs(torch.zeros(2, 3, 32, 32, dtype=torch.uint8)), model.text.reader.read([lambda: "a"])[0].batch(np.array([0])))
+        image, _ = model(
+            Inputs(torch.zeros(2, 3, 32, 32, dtype=torch.uint8)),
+            model.text.reader.read([lambda: "a"])[0].batch(np.array([0])),
+        )
     assert image.dtype == torch.float32
 
 
@@ -137,8 +140,10 @@ def test_minilm_gives_close_embeddings_to_close_sentences():
     from sfumato.encoders.backbones import text_backbone
 
     backbone = text_backbone("minilm-l6-v2")
-    pooled = [f.astype(np.float32).mean(0) for f in backbone(["a dog runs", "a puppy is running", "quarterly tax report"])]
-    cosine = lambda a, b: a @ b / np.linalg.norm(a) / np.linalg.norm(b)  # noqa: E731
+    pooled = [
+        f.astype(np.float32).mean(0) for f in backbone(["a dog runs", "a puppy is running", "quarterly tax report"])
+    ]
+    cosine = lambda a, b: a @ b / np.linalg.norm(a) / np.linalg.norm(b)
     assert cosine(pooled[0], pooled[1]) > cosine(pooled[0], pooled[2]) + 0.3
     batch = backbone(["a dog runs", "a much longer sentence that makes the other one be padded"])
     np.testing.assert_allclose(batch[0], backbone(["a dog runs"])[0], atol=2e-2)
@@ -149,7 +154,9 @@ def test_local_transformers_models_of_both_kinds(tmp_path):
     from sfumato.encoders.backbones import image_backbone, text_backbone
 
     torch.manual_seed(0)
-    config = transformers.ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=8)
+    config = transformers.ViTConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=8
+    )
     transformers.ViTModel(config).save_pretrained(tmp_path / "vit")
     transformers.ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "vit")
     backbone = image_backbone(str(tmp_path / "vit"))
@@ -164,7 +171,9 @@ def test_local_transformers_models_of_both_kinds(tmp_path):
     (tmp_path / "bert").mkdir()
     (tmp_path / "bert" / "vocab.txt").write_text("\n".join(words))
     transformers.BertTokenizerFast(vocab=str(tmp_path / "bert" / "vocab.txt")).save_pretrained(tmp_path / "bert")
-    config = transformers.BertConfig(vocab_size=len(words), hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    config = transformers.BertConfig(
+        vocab_size=len(words), hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
     transformers.BertModel(config).save_pretrained(tmp_path / "bert")
     text = text_backbone(str(tmp_path / "bert"))
     features = text(["dog", "dog runs dog"])

@@ -43,7 +43,9 @@ def test_items_are_computed_once_by_content_and_read_back_in_order(tmp_path):
 
 def test_bad_items_are_told_and_left_out(tmp_path):
     told = {}
-    store, kept = cached_features(Counting(), reading("ab", "bad", "c", "bad"), tmp_path, on_error=lambda i, e: told.update({i: str(e)}))
+    store, kept = cached_features(
+        Counting(), reading("ab", "bad", "c", "bad"), tmp_path, on_error=lambda i, e: told.update({i: str(e)})
+    )
     assert kept.tolist() == [0, 2] and len(store) == 2
     assert told[1] == "cannot decode" and 3 in told
     with pytest.raises(ValueError, match="cannot decode"):
@@ -55,7 +57,9 @@ def test_unreadable_items_are_told(tmp_path):
         raise FileNotFoundError("gone")
 
     told = {}
-    _, kept = cached_features(Counting(), [gone, *reading("x")], tmp_path, on_error=lambda i, e: told.update({i: str(e)}))
+    _, kept = cached_features(
+        Counting(), [gone, *reading("x")], tmp_path, on_error=lambda i, e: told.update({i: str(e)})
+    )
     assert kept.tolist() == [1] and told == {0: "gone"}
 
 

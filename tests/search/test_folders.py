@@ -1,6 +1,7 @@
 """The folder is replaced whole: processes are killed before every step that touches the disk, and the old or the new must be there."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,21 @@ def test_a_writer_killed_before_any_step_leaves_the_old_or_the_new(tmp_path, exi
             subprocess.run(["rm", "-r", path], check=True)
     assert done.stdout == "done\n" and step > 8
     assert set(seen) == ({"old", "new"} if exists else {"nothing", "new"})
+
+
+def test_everything_is_on_the_disk_before_the_manifest_names_it(tmp_path, monkeypatch):
+    """A killed process cannot show this, a lost power supply would: each file and folder is forced to disk before the one rename."""
+    steps, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (steps.append(os.fstat(fd).st_ino), fsync(fd)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (steps.append("rename"), replace(a, b)))
+    path = tmp_path / "folder"
+    save(path, "new")
+    before = steps[: steps.index("rename")]
+    assert steps.count("rename") == 1
+    data = next(path.glob("data-*"))
+    for needed in (data / "a", data / "b", data, path, path / "manifest.json"):
+        assert needed.stat().st_ino in before, needed.name
+    assert path.stat().st_ino in steps[steps.index("rename") :]
 
 
 def test_a_writer_that_fails_leaves_the_old_and_no_litter(tmp_path):

@@ -102,14 +102,20 @@ def test_one_item(engine):
     assert [[h.id for h in r] for r in index.search(clustered(2, seed=5), 3)] == [["only"], ["only"]]
 
 
-@pytest.mark.parametrize("engine", ["exact", "flat"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_equal_distances_come_in_the_order_given(engine):
     faiss_or_skip(engine)
-    same = GaussianEmbedding(torch.ones(6, 3), torch.zeros(6, 3))
-    far = GaussianEmbedding(torch.full((30, 3), 9.0), torch.zeros(30, 3))
-    index = GaussianIndex.build(GaussianEmbedding.cat([far, same]), ids_of(36), engine=engine)
-    [result] = index.search(GaussianEmbedding(torch.zeros(1, 3), torch.zeros(1, 3)), 4)
-    assert [h.id for h in result] == [f"item {i}" for i in (30, 31, 32, 33)]
+    # The six closest are the same, scattered among others: an engine reports them in whatever order it met them.
+    others, place = clustered(300, seed=23), torch.tensor([17, 40, 111, 150, 222, 290])
+    mean, log_var = others.mean.clone() + 5, others.log_var.clone()
+    mean[place], log_var[place] = torch.arange(16) / 7, torch.full((6, 16), -1.0)
+    index = GaussianIndex.build(GaussianEmbedding(mean, log_var), ids_of(300), engine=engine)
+    queries = GaussianEmbedding(
+        torch.randn(50, 16, generator=torch.Generator().manual_seed(1)) / 9 + torch.arange(16) / 7, torch.zeros(50, 16)
+    )
+    for result in index.search(queries, 4):
+        assert [h.id for h in result] == [f"item {i}" for i in place[:4].tolist()]
+        assert len({h.distance for h in result}) == 1
 
 
 @pytest.mark.parametrize("distance", [n for n, d in DISTANCES.items() if not d.sampled])
@@ -152,6 +158,17 @@ def test_means_far_from_the_origin_lose_nothing(engine):
     faiss_or_skip(engine)
     gallery, queries = clustered(2000, seed=11, offset=5000.0), clustered(50, seed=12, offset=5000.0)
     index = GaussianIndex.build(gallery, ids_of(2000), engine=engine)
+    assert recall(index.nearest(queries, 10)[1], true_top(queries, gallery, 10)) == 1.0
+
+
+@pytest.mark.parametrize("engine", ["exact", "flat"])
+def test_two_far_groups_lose_nothing(engine):
+    """No centre suits both groups: products are off by 1e-3, and only the spare candidates, scored anew, put near ties right."""
+    faiss_or_skip(engine)
+    gallery, queries = clustered(4000, seed=21), clustered(300, seed=22, offset=100.0)
+    side = torch.where(torch.arange(4000) % 2 == 0, 100.0, -100.0).unsqueeze(1)
+    gallery = GaussianEmbedding(gallery.mean + side, gallery.log_var)
+    index = GaussianIndex.build(gallery, ids_of(4000), engine=engine)
     assert recall(index.nearest(queries, 10)[1], true_top(queries, gallery, 10)) == 1.0
 
 

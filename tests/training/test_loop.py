@@ -22,7 +22,9 @@ from sfumato.training.run import load_run
 def assert_same_tensors(a: Path, b: Path) -> None:
     first, second = load_file(a), load_file(b)
     assert first.keys() == second.keys()
-    assert all(torch.equal(first[k], second[k]) for k in first), [k for k in first if not torch.equal(first[k], second[k])]
+    assert all(torch.equal(first[k], second[k]) for k in first), [
+        k for k in first if not torch.equal(first[k], second[k])
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +102,9 @@ def test_kill_9_at_any_moment_resumes_to_the_same_bits(toy, run):
             while not (folder / "recipe.toml").exists() and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.01)
             seen = _size(folder / "log.jsonl")
-            while delay and _size(folder / "log.jsonl") == seen and process.poll() is None and time.monotonic() < deadline:
+            while (
+                delay and _size(folder / "log.jsonl") == seen and process.poll() is None and time.monotonic() < deadline
+            ):
                 time.sleep(0.005)
             time.sleep(delay)
             process.send_signal(signal.SIGKILL)
@@ -119,7 +123,16 @@ def _size(path: Path) -> int:
 
 
 def test_nan_stops_with_exit_status_1_and_names_the_term(toy):
-    command = [sys.executable, "-m", "sfumato.cli", "train", str(toy), "model.init_total_variance=1e39", "--out", str(toy.parent / "nan")]
+    command = [
+        sys.executable,
+        "-m",
+        "sfumato.cli",
+        "train",
+        str(toy),
+        "model.init_total_variance=1e39",
+        "--out",
+        str(toy.parent / "nan"),
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 1
     assert "loss term 'match' is nan" in result.stderr and "epoch 1, step 1" in result.stderr

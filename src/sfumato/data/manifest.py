@@ -7,7 +7,9 @@ A manifest row has ``image`` (a path, relative to the manifest or to a given roo
 import csv
 import hashlib
 import json
-from collections.abc import Iterator
+import os
+import reprlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ from sfumato.errors import UserError
 
 PICTURE_ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"})
 """File name endings that count as pictures when a folder is searched through."""
+
+_COLUMNS = ("image", "captions", "caption", "split", "id")
+_SPLIT_NAMES = {"restval": "train", "training": "train", "valid": "val", "validation": "val", "dev": "val"}
 
 
 @dataclass(frozen=True)
@@ -44,14 +49,16 @@ def read_manifest(
         problems: receives malformed lines, missing pictures, empty captions and repeated ids.
         image_root: what the image paths are relative to; the manifest's folder if None.
         val_share, test_share: where no row names a split, the shares of images for "val" and "test", chosen by a hash of
-            their ids, so that adding rows moves none.
+            their ids, so that adding rows moves none. Where some rows do, those that do not are in "train".
 
     Returns:
-        split -> data.
+        split -> data; "valid", "validation" and "dev" are "val". Rows of one image and split are put together.
 
     Raises:
-        UserError: the file is missing, of an unknown kind, or holds nothing usable.
+        UserError: the file is missing, of an unknown kind, lacks a column, or holds nothing usable.
+        ValueError: the shares are negative or leave nothing to train on.
     """
+    _check_shares(val_share, test_share)
     path = Path(path)
     if not path.is_file():
         raise UserError(f"there is no manifest {path}")
@@ -72,8 +79,9 @@ def read_image_folder(
     """Read a folder of pictures, each with its captions in a .txt file of the same name beside it, one a line.
 
     Args:
-        path: the folder, searched through. Subfolders "train", "val" and "test" at its top are the splits, if there are any.
-        problems: receives pictures without captions and empty captions files.
+        path: the folder, searched through. Subfolders "train", "val" (or "valid", "validation", "dev") and "test" at its top are
+            the splits, if there are any.
+        problems: receives pictures without captions, empty captions files and names that are not valid Unicode.
         val_share, test_share: see :func:`read_manifest`.
 
     Returns:
@@ -81,15 +89,21 @@ def read_image_folder(
 
     Raises:
         UserError: the folder is missing or holds nothing usable.
+        ValueError: the shares are negative or leave nothing to train on.
     """
+    _check_shares(val_share, test_share)
     path = Path(path)
     if not path.is_dir():
         raise UserError(f"there is no folder {path}")
-    named = {name for name in ("train", "val", "test") if (path / name).is_dir()}
+    tops = {top.name: _split_name(top.name) for top in path.iterdir() if top.is_dir()}
+    named = {top: split for top, split in tops.items() if split in {"train", "val", "test"}}
     rows = []
     for image in sorted(p for p in path.rglob("*") if p.suffix.lower() in PICTURE_ENDINGS and p.is_file()):
         relative = image.relative_to(path)
         captions = image.with_suffix(".txt")
+        if not _is_unicode(relative.as_posix()):
+            problems.add(image, "the name is not valid UTF-8")
+            continue
         if not captions.is_file():
             problems.add(image, f"no captions: {captions.name} is missing")
             continue
@@ -101,9 +115,12 @@ def read_image_folder(
         except UnicodeDecodeError as error:
             problems.add(captions, f"not UTF-8: {error.reason} at byte {error.start}")
             continue
+        except OSError as error:
+            problems.add(captions, f"cannot be read: {error.strerror}")
+            continue
         texts = _usable_captions(str(captions), [line for line in lines if line.strip()] or [""], problems)
         if texts:
-            rows.append(_Row(str(image), image, relative.as_posix(), texts, relative.parts[0] if named else ""))
+            rows.append(_Row(str(image), image, relative.as_posix(), texts, named[relative.parts[0]] if named else ""))
     return _splits(rows, path, problems, val_share, test_share)
 
 
@@ -115,7 +132,7 @@ def _jsonl_rows(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str,
                 continue
             try:
                 values = json.loads(line.decode("utf-8-sig"))
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            except (ValueError, RecursionError) as error:
                 problems.add(place, f"not JSON: {error}")
                 continue
             if isinstance(values, dict):
@@ -125,27 +142,42 @@ def _jsonl_rows(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str,
 
 
 def _csv_rows(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open(encoding="utf-8-sig", newline="", errors="replace") as file:
-        reader = csv.DictReader(file)
+    # Strict, because the lenient reader lets one stray quote swallow rows and change captions in silence.
+    with path.open(encoding="utf-8-sig", newline="", errors="surrogateescape") as file:
+        reader = csv.DictReader(file, strict=True)
         try:
-            for values in reader:
-                place = f"{path}:{reader.line_num}"
-                if None in values:
-                    problems.add(
-                        place,
-                        f"more values than the {len(reader.fieldnames or [])} columns; quote captions that hold commas",
-                    )
-                    continue
-                text = values.get("captions") or ""
-                if text.lstrip().startswith("["):
-                    try:
-                        yield place, {**values, "captions": json.loads(text)}
-                        continue
-                    except json.JSONDecodeError:
-                        pass  # A caption that merely begins with a bracket.
-                yield place, values
+            columns = reader.fieldnames or []
         except csv.Error as error:
-            problems.add(f"{path}:{reader.line_num}", f"not CSV: {error}")
+            raise UserError(f"{path}:1: not CSV: {error}") from error
+        _check_columns(path, columns)
+        while True:
+            first = reader.line_num + 1
+            try:
+                values = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                last = reader.line_num
+                swallowed = f"; from line {first} on, a quote may be missing" if last > first else ""
+                problems.add(f"{path}:{last}", f"not CSV: {error}{swallowed}")
+                continue
+            place = f"{path}:{reader.line_num}"
+            if None in values:
+                problems.add(place, f"more values than the {len(columns)} columns; quote captions that hold commas")
+            else:
+                yield place, {key: _json_list(text) if key == "captions" else text for key, text in values.items()}
+
+
+def _json_list(text: str | None) -> str | list[Any] | None:
+    """The list that a CSV cell holds as JSON, else the text itself: a caption may merely begin with a bracket."""
+    if text and text.lstrip().startswith("["):
+        try:
+            captions = json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+        if isinstance(captions, list) and all(isinstance(c, str) for c in captions):
+            return captions
+    return text
 
 
 def _parquet_rows(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -154,35 +186,65 @@ def _parquet_rows(path: Path, problems: Problems) -> Iterator[tuple[str, dict[st
         import pyarrow.parquet
     except ImportError as error:
         raise UserError("Parquet manifests need pyarrow: pip install 'sfumato[parquet]'") from error
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{path}: not a Parquet file ({error})") from error
     number = 0
-    for batch in file.iter_batches():
-        for values in batch.to_pylist():
-            number += 1
-            yield f"{path}:row {number}", values
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns = file.schema_arrow.names
+            _check_columns(path, columns)
+            for batch in file.iter_batches(columns=[name for name in _COLUMNS if name in columns]):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield f"{path}:row {number}", values
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: damaged after row {number}, or not a Parquet file ({error})") from error
+
+
+def _check_columns(path: Path, columns: Sequence[str]) -> None:
+    if "image" not in columns or not {"captions", "caption"} & set(columns):
+        raise UserError(
+            f"{path}: the columns are {', '.join(columns) or '(none)'}; expected image and captions among them"
+        )
+
+
+def _check_shares(val_share: float, test_share: float) -> None:
+    if not (val_share >= 0 and test_share >= 0 and val_share + test_share < 1):
+        raise ValueError(
+            f"val_share and test_share must not be negative, and below 1 together; got {val_share} and {test_share}"
+        )
 
 
 def _check_row(place: str, values: dict[str, Any], root: Path, problems: Problems) -> _Row | None:
     image, captions = values.get("image"), values.get("captions", values.get("caption"))
     if not isinstance(image, str) or not image.strip():
-        problems.add(place, f"no image: found {image!r}, expected a path")
+        problems.add(place, f"no image: found {reprlib.repr(image)}, expected a path")
         return None
     captions = [captions] if isinstance(captions, str) else captions
     if not isinstance(captions, list) or not all(isinstance(c, str) for c in captions):
-        problems.add(place, f"captions: found {type(captions).__name__}, expected a string or a list of strings")
+        problems.add(place, f"captions: found {reprlib.repr(captions)}, expected a string or a list of strings")
+        return None
+    identity = image if values.get("id") in (None, "") else str(values["id"])
+    split = str(values.get("split") or "")
+    if not all(map(_is_unicode, (image, identity, split, *captions))):
+        problems.add(place, "not valid Unicode; save the manifest as UTF-8")
         return None
     texts = _usable_captions(place, captions or [""], problems)
     if not texts:
         return None
     path = root / image
-    if not path.is_file():
-        problems.add(place, f"image {path} is missing")
+    if not os.path.isfile(path):  # Unlike Path.is_file, false for whatever cannot be a path, such as a whole caption.
+        problems.add(place, f"image {reprlib.repr(image) if len(image) > 500 else path} is missing")
         return None
-    number = values.get("id")
-    return _Row(place, path, image if number in (None, "") else str(number), texts, str(values.get("split") or ""))
+    return _Row(place, path, identity, texts, _split_name(split))
+
+
+def _split_name(name: str) -> str:
+    name = name.strip().lower()
+    return _SPLIT_NAMES.get(name, name)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8; undecodable bytes and lone surrogates cannot."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def _usable_captions(place: str, captions: list[str], problems: Problems) -> list[str]:
@@ -202,7 +264,6 @@ def _splits(
     seen: set[str] = set()
     for row in rows:
         split = (row.split or "train") if named else _hashed_split(row.id, val_share, test_share)
-        split = {"restval": "train", "valid": "val", "validation": "val", "dev": "val"}.get(split, split)
         if row.id in seen:
             known = chosen.get(split, {}).get(row.id)
             if known is None or known.image != row.image:

@@ -100,7 +100,10 @@ class TarArchive:
         offset, size = self._members[member]
         with self._lock:
             self._file.seek(offset)
-            return self._file.read(size)
+            data = self._file.read(size)
+        if len(data) < size:
+            raise OSError(f"{self.path} ends within {member}")
+        return data
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ class TarImage:
         return self.archive.read(self.member)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PairData:
     """A split: n images, m texts, and which of them match.
 
@@ -135,7 +138,7 @@ class PairData:
         text_ids: m distinct ids; texts with one id are one text.
         texts: m strings.
         text_kinds: m kinds, "caption" for ordinary data.
-        pairs: (p, 2) int64 (image index, text index), one for each match; every image and every text has at least one.
+        pairs: (p, 2) int64 (image index, text index), one for each match; sorted, each once.
         groups: (n,) int64; images of the same thing (one concept in two drawing styles) share a group. Default: each its own.
 
     Raises:
@@ -211,7 +214,7 @@ class PairData:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PairBatch:
     """b pairs and the matches among them.
 
@@ -241,7 +244,8 @@ class PairSampler:
         positives: "listed": every pair of the batch that the data lists is a match, so that several captions of one image
             are positives of each other's image, and a shared tag matches all pictures that carry it. "sampled": only texts
             drawn for an image of the same group, as in data where nobody listed the other matches.
-        kind_weights: relative frequency of each kind of text ("images" only); None draws uniformly from an image's texts.
+        kind_weights: relative frequency of each kind of text, uniform within a kind, for epoch_over "images"; kinds left out
+            are never drawn. None draws uniformly from an image's texts.
 
     Raises:
         ValueError: an option is unknown, a batch has fewer than two pairs, or there is nothing to draw.
@@ -268,6 +272,10 @@ class PairSampler:
             raise ValueError(f"PairSampler: the data has {len(data.pairs)} pairs; at least 2 are needed to train")
         self.data, self.batch_size, self.seed = data, batch_size, seed
         self.epoch_over, self.positives = epoch_over, positives
+        if kind_weights is not None and epoch_over == "pairs":
+            raise ValueError(
+                'PairSampler: kind_weights have no meaning with epoch_over="pairs", which draws every pair once'
+            )
         self._starts = np.searchsorted(data.pairs[:, 0], np.arange(len(data.image_ids) + 1))
         weights = np.ones(len(data.pairs)) if kind_weights is None else self._pair_weights(kind_weights)
         self._cumulated = np.concatenate([[0.0], np.cumsum(weights)])
@@ -287,11 +295,10 @@ class PairSampler:
         if self.epoch_over == "images":
             images = random.permutation(self._drawn_images)
             low, high = self._cumulated[self._starts[images]], self._cumulated[self._starts[images + 1]]
-            position = (
-                np.searchsorted(self._cumulated, low + random.random(len(images)) * (high - low), side="right") - 1
-            )
-            # Rounding may land on the next image's first pair.
-            texts = self.data.pairs[np.minimum(position, self._starts[images + 1] - 1), 1]
+            # Rounding up to `high` would land on the next image's first pair.
+            drawn = np.minimum(low + random.random(len(images)) * (high - low), np.nextafter(high, low))
+            position = np.searchsorted(self._cumulated, drawn, side="right") - 1
+            texts = self.data.pairs[position, 1]
         else:
             images, texts = self.data.pairs[random.permutation(len(self.data.pairs))].T
         for i in range(len(self)):
@@ -315,6 +322,8 @@ class PairSampler:
             raise ValueError(
                 f"PairSampler: kind_weights names {sorted(unknown)}, but the texts are of the kinds {sorted(set(kinds))}"
             )
+        if not all(0 <= w < np.inf for w in kind_weights.values()):
+            raise ValueError(f"PairSampler: kind_weights must be finite and not negative, got {kind_weights}")
         weight = np.array([kind_weights.get(kind, 0.0) for kind in kinds])[self.data.pairs[:, 1]]
         # An image's texts of one kind share that kind's weight.
         kind_number = np.unique(kinds, return_inverse=True)[1][self.data.pairs[:, 1]]

@@ -31,8 +31,10 @@ class Problems:
         return len(self.items)
 
     def add(self, place: str | Path, reason: str) -> None:
-        """Note an item that is left out."""
-        self.items.append(Problem(str(place), reason))
+        """Note an item that is left out. What is not valid Unicode (a file name, say) is noted with backslashes."""
+        self.items.append(
+            Problem(*(str(part).encode("utf-8", "backslashreplace").decode() for part in (place, reason)))
+        )
 
     def write(self, path: str | Path) -> None:
         """Write the list as JSONL, one {"place", "reason"} a line; an empty file when there is nothing to tell."""

@@ -2,23 +2,39 @@
 
 import io
 import math
-import warnings
+import struct
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional
 
-MAX_PIXELS = 100_000_000
-"""Larger pictures are refused: a small file can hold a picture that fills the memory."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Pillow's names of the formats that are read; others (EPS, say, which runs a program) are refused."""
+
+MAX_PIXELS = 80_000_000
+"""Larger pictures are refused: a small file can hold a picture that fills the memory. Below pillow's own limit."""
+
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+# What pillow's parsers raise, beside OSError and ValueError, on files that are damaged in one place or another.
+_DAMAGED = (SyntaxError, TypeError, EOFError, LookupError, OverflowError, RuntimeError, struct.error)
 
 
 def decode_image(data: bytes, size: int | None) -> np.ndarray:
     """Decode a picture of any mode: turned upright, transparency on white, in RGB.
 
     Args:
-        data: the bytes of a PNG, JPEG, WebP ... file.
+        data: the bytes of a file in one of FORMATS; the first frame of several.
         size: side in pixels; resized to a square whatever the aspect (bicubic). None keeps the picture's own size.
 
     Returns:
@@ -30,14 +46,15 @@ def decode_image(data: bytes, size: int | None) -> np.ndarray:
     if not data:
         raise ValueError("the file is empty")
     try:
-        with warnings.catch_warnings(), Image.open(io.BytesIO(data)) as picture:
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
             if picture.width * picture.height > MAX_PIXELS:
                 raise ValueError(f"{picture.width} x {picture.height} pixels are more than the limit of {MAX_PIXELS}")
-            rgb = _on_white(ImageOps.exif_transpose(picture))
+            rgb = _on_white(_upright(picture))
     except UnidentifiedImageError as error:
-        raise ValueError("not a picture in a format that pillow reads") from error
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"not a picture in one of the formats {', '.join(FORMATS)}") from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ValueError(f"more pixels than the limit of {MAX_PIXELS}") from error
+    except (OSError, *_DAMAGED) as error:
         raise ValueError(f"cannot be decoded: {error}") from error
     if size is not None and rgb.size != (size, size):
         rgb = rgb.resize((size, size), Image.Resampling.BICUBIC)
@@ -90,10 +107,20 @@ def augment(pixels: Tensor, *, generator: torch.Generator) -> Tensor:
     return picture.clamp(0, 1)
 
 
+def _upright(picture: Image.Image) -> Image.Image:
+    """Turned as its EXIF data says. A picture whose EXIF data is damaged stays as it is: its pixels are whole."""
+    picture.load()
+    try:
+        orientation = picture.getexif().get(ExifTags.Base.Orientation)
+    except (OSError, ValueError, *_DAMAGED):
+        return picture
+    return picture.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else picture
+
+
 def _on_white(picture: Image.Image) -> Image.Image:
     if picture.mode.startswith("I") or picture.mode == "F":
         # 16-bit and float greys: to 8 bits by their own range, which convert() would clip.
-        values = np.asarray(picture, dtype=np.float64)
+        values = np.nan_to_num(np.asarray(picture, dtype=np.float64), posinf=0.0)
         top = 65535.0 if picture.mode.startswith("I") else max(float(values.max(initial=0)), 1e-12)
         return Image.fromarray((values.clip(0, top) * (255 / top)).astype(np.uint8)).convert("RGB")
     if "A" in picture.getbands() or "transparency" in picture.info:

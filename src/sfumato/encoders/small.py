@@ -85,9 +85,13 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     letters = sorted({letter for word in words for letter in word})
     pieces = ["[UNK]", *letters, *(f"##{letter}" for letter in letters)]
     if len(pieces) > vocabulary:
-        raise ValueError(f"train_tokenizer: {len(pieces)} single characters do not fit into {vocabulary} pieces; raise model.text.vocabulary")
+        raise ValueError(
+            f"train_tokenizer: {len(pieces)} single characters do not fit into {vocabulary} pieces; raise model.text.vocabulary"
+        )
     for counts in (words, endings):
-        ranked = sorted((piece for piece in counts if counts[piece] > 1 or counts is words), key=lambda p: (-counts[p], p))
+        ranked = sorted(
+            (piece for piece in counts if counts[piece] > 1 or counts is words), key=lambda p: (-counts[p], p)
+        )
         pieces += ranked[: vocabulary - len(pieces)]
     tokenizer.model = models.WordPiece({p: i for i, p in enumerate(dict.fromkeys(pieces))}, unk_token="[UNK]")
     return tokenizer

@@ -1,0 +1,27 @@
+"""What all tests share: no network, few threads, and the folder of reference data where it exists."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+torch.set_num_threads(min(2, torch.get_num_threads()))
+
+SHARED = Path(os.environ.get("SFUMATO_SHARED", Path(__file__).resolve().parents[2] / "shared"))
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of reference data; the test is skipped without it."""
+    if not SHARED.is_dir():
+        pytest.skip(f"no reference data at {SHARED}; set SFUMATO_SHARED to their folder")
+    return SHARED
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or fills the user's feature cache."""
+    monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))

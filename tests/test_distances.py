@@ -1,0 +1,257 @@
+"""Every distance in DISTANCES, by the same tests: a new one is picked up unasked (and must have a loop in references.py)."""
+
+import math
+
+import pytest
+import references
+import torch
+from torch.distributions import Independent, Normal, kl_divergence
+
+from sfumato.distances import DISTANCES, average_l2_matrix, csd_matrix, elk_matrix, get_distance, squared_l2_matrix
+from sfumato.gaussian import GaussianEmbedding
+
+CLOSED = [name for name, distance in DISTANCES.items() if not distance.sampled]
+N, M, D = 3, 5, 7
+
+
+def gaussians(n, seed, *, d=D, dtype=torch.float64, offset=0.0):
+    """Un-normalised means and variances from 0.05 to 20."""
+    generator = torch.Generator().manual_seed(seed)
+    mean = 2 * torch.randn(n, d, generator=generator, dtype=torch.float64) + offset
+    log_var = 3 * torch.rand(n, d, generator=generator, dtype=torch.float64) * torch.tensor([1.0, -1.0]).repeat(d)[:d]
+    return GaussianEmbedding(mean.to(dtype), log_var.to(dtype))
+
+
+def loops(formula, x, y):
+    rows = [(m.tolist(), v.tolist()) for m, v in zip(x.mean, x.var, strict=True)]
+    columns = [(m.tolist(), v.tolist()) for m, v in zip(y.mean, y.var, strict=True)]
+    return torch.tensor([[formula(*a, *b) for b in columns] for a in rows], dtype=torch.float64)
+
+
+def seeded(name):
+    """Keyword arguments that make a sampled distance repeatable."""
+    return {"generator": torch.Generator().manual_seed(0)} if DISTANCES[name].sampled else {}
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_matrix_is_the_loops(name):
+    x, y = gaussians(N, 0), gaussians(M, 1)
+    expected = loops(getattr(references, name), x, y)
+    torch.testing.assert_close(DISTANCES[name].matrix(x, y), expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_tempting_formulas_differ(name):
+    x, y = gaussians(N, 0), gaussians(M, 1)
+    right = DISTANCES[name].matrix(x, y)
+    for wrong in references.WRONG[name]:
+        assert (loops(wrong, x, y) - right).abs().min() > 1e-3
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_rows_are_the_diagonal(name):
+    x, y = gaussians(M, 0), gaussians(M, 1)
+    rows = DISTANCES[name].row(x, y, **seeded(name))
+    assert rows.shape == (M,)
+    torch.testing.assert_close(rows, DISTANCES[name].matrix(x, y, **seeded(name)).diagonal(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_symmetry_is_as_declared(name):
+    x, y = gaussians(N, 0), gaussians(M, 1)
+    if DISTANCES[name].sampled:
+        return
+    same = torch.allclose(DISTANCES[name].matrix(x, y), DISTANCES[name].matrix(y, x).T, rtol=1e-9)
+    assert same == DISTANCES[name].symmetric
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_gradients_are_those_of_the_function(name):
+    x, y = gaussians(2, 0, d=4), gaussians(3, 1, d=4)
+    inputs = [t.requires_grad_() for t in (x.mean, x.log_var, y.mean, y.log_var)]
+    for form, other in (("matrix", 3), ("row", 2)):
+
+        def function(a, b, c, d, form=form, other=other):
+            return getattr(DISTANCES[name], form)(GaussianEmbedding(a, b), GaussianEmbedding(c[:other], d[:other]))
+
+        assert torch.autograd.gradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_gradients_are_finite_at_identical_inputs(name):
+    x = gaussians(3, 0, dtype=torch.float32)
+    mean, log_var = x.mean.requires_grad_(), x.log_var.requires_grad_()
+    e = GaussianEmbedding(mean, log_var)
+    DISTANCES[name].matrix(e, e, **seeded(name)).sum().backward()
+    assert torch.isfinite(mean.grad).all() and (log_var.grad is None or torch.isfinite(log_var.grad).all())
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+@pytest.mark.parametrize(("n", "m"), [(0, 4), (4, 0), (0, 0), (1, 1)])
+def test_empty_and_single(name, n, m):
+    assert DISTANCES[name].matrix(gaussians(n, 0), gaussians(m, 1)).shape == (n, m)
+
+
+@pytest.mark.parametrize("name", CLOSED)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_accumulates_in_float32(name, dtype):
+    x, y = gaussians(N, 0, dtype=dtype), gaussians(M, 1, dtype=dtype)
+    result = DISTANCES[name].matrix(x, y)
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(
+        result, DISTANCES[name].matrix(x.to(torch.float64), y.to(torch.float64)).float(), rtol=2e-4, atol=2e-4
+    )
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_autocast_does_not_lower_precision(name):
+    x, y = gaussians(N, 0, dtype=torch.float32), gaussians(M, 1, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = DISTANCES[name].matrix(x, y)
+    torch.testing.assert_close(inside, DISTANCES[name].matrix(x, y), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_means_far_from_the_origin_keep_their_digits(name):
+    """Without a common centre, float32 products of means near 1000 are off by 1 and more."""
+    x, y = gaussians(N, 0, dtype=torch.float32, offset=1000), gaussians(M, 1, dtype=torch.float32, offset=1000)
+    exact = DISTANCES[name].matrix(x.to(torch.float64), y.to(torch.float64))
+    torch.testing.assert_close(DISTANCES[name].matrix(x, y).double(), exact, rtol=1e-4, atol=1e-3)
+
+
+def test_nearly_equal_vectors_within_the_stated_bound():
+    generator = torch.Generator().manual_seed(0)
+    a = torch.nn.functional.normalize(torch.randn(40, 512, generator=generator), dim=1)
+    b = a + 1e-5 * torch.randn(40, 512, generator=generator)
+    x, y = GaussianEmbedding.point(a), GaussianEmbedding.point(b)
+    result = squared_l2_matrix(x, y)
+    assert (result >= 0).all()
+    centre = b.mean(0)
+    bound = 1e-6 * ((a - centre).square().sum(1).unsqueeze(1) + (b - centre).square().sum(1))
+    exact = squared_l2_matrix(x.to(torch.float64), y.to(torch.float64))
+    assert ((result - exact).abs() <= bound).all()
+    torch.testing.assert_close(DISTANCES["squared_l2"].row(x, y).double(), exact.diagonal(), rtol=1e-5, atol=0)
+
+
+def test_kl_is_that_of_torch():
+    x, y = gaussians(N, 0), gaussians(M, 1)
+    p = Independent(Normal(x.mean.unsqueeze(1), x.var.sqrt().unsqueeze(1)), 1)
+    q = Independent(Normal(y.mean, y.var.sqrt()), 1)
+    torch.testing.assert_close(DISTANCES["kl"].matrix(x, y), kl_divergence(p, q))
+
+
+def test_csd_is_the_mean_squared_distance_of_draws():
+    """Every one of 15 pairs within 4.5 standard errors: a false alarm in 1 of 10,000 seeds."""
+    x, y = gaussians(N, 0), gaussians(M, 1)
+    generator = torch.Generator().manual_seed(0)
+    draws = (
+        (x.sample(20_000, generator=generator).unsqueeze(1) - y.sample(20_000, generator=generator)).square().sum(-1)
+    )
+    error = draws.std(-1) / math.sqrt(draws.shape[-1])
+    assert ((draws.mean(-1) - csd_matrix(x, y)).abs() < 4.5 * error).all()
+
+
+def test_csd_of_an_embedding_with_itself_is_twice_its_total_variance():
+    x = gaussians(N, 0)
+    torch.testing.assert_close(DISTANCES["csd"].row(x, x), 2 * x.total_variance)
+
+
+@pytest.mark.parametrize("name", ["csd", "wasserstein2", "squared_l2"])
+def test_points_give_the_squared_euclidean_distance(name):
+    x, y = GaussianEmbedding.point(gaussians(N, 0).mean), GaussianEmbedding.point(gaussians(M, 1).mean)
+    torch.testing.assert_close(DISTANCES[name].matrix(x, y), torch.cdist(x.mean, y.mean).square())
+
+
+@pytest.mark.parametrize("name", [n for n in CLOSED if DISTANCES[n].needs_variance])
+def test_points_are_refused_where_variances_are_needed(name):
+    points = GaussianEmbedding.point(gaussians(N, 0).mean)
+    with pytest.raises(ValueError, match="needs positive variances"):
+        DISTANCES[name].matrix(points, points)
+
+
+@pytest.mark.parametrize("name", ["elk", "bhattacharyya", "average_l2"])
+def test_blocks_with_an_uneven_last_one_are_the_whole(name):
+    x, y = gaussians(7, 0), gaussians(11, 1)
+    whole = DISTANCES[name].matrix(x, y, **seeded(name))
+    for memory_mb in (1e-4, 1e-3, 3e-3):
+        torch.testing.assert_close(DISTANCES[name].matrix(x, y, memory_mb=memory_mb, **seeded(name)), whole)
+    with pytest.raises(ValueError, match="memory_mb must be positive"):
+        DISTANCES[name].matrix(x, y, memory_mb=0)
+
+
+@pytest.mark.parametrize("name", ["elk", "bhattacharyya"])
+def test_blockwise_gradients_are_those_of_the_whole(name):
+    gradients = []
+    for memory_mb in (64.0, 1e-3):
+        x, y = gaussians(5, 0), gaussians(6, 1)
+        mean = x.mean.clone().requires_grad_()
+        DISTANCES[name].matrix(GaussianEmbedding(mean, x.log_var), y, memory_mb=memory_mb).square().sum().backward()
+        gradients.append(mean.grad)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("name", ["elk", "bhattacharyya"])
+def test_no_cube_is_ever_held(name):
+    """120 x 130 x 256 floats are 16 MB; with a budget of 1 MB no tensor of more than 1 MB may appear, backward included."""
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.untyped_storage().nbytes())
+            return out
+
+    x, y = gaussians(120, 0, d=256, dtype=torch.float32), gaussians(130, 1, d=256, dtype=torch.float32)
+    mean = x.mean.requires_grad_()
+    with Watch():
+        DISTANCES[name].matrix(GaussianEmbedding(mean, x.log_var), y, memory_mb=1).sum().backward()
+    assert 0 < largest <= 2**20
+
+
+def test_average_l2_tends_to_the_distance_of_points():
+    x, y = GaussianEmbedding.point(gaussians(N, 0).mean), GaussianEmbedding.point(gaussians(M, 1).mean)
+    torch.testing.assert_close(average_l2_matrix(x, y, n_samples=2), torch.cdist(x.mean, y.mean))
+
+
+def test_average_l2_is_the_loop_over_its_samples():
+    x, y = gaussians(N, 0), gaussians(M, 1)
+    generator = torch.Generator().manual_seed(5)
+    a, b = x.sample(3, generator=generator), y.sample(3, generator=generator)
+    expected = torch.stack([torch.stack([torch.cdist(p, q).mean() for q in b]) for p in a])
+    torch.testing.assert_close(
+        average_l2_matrix(x, y, n_samples=3, generator=torch.Generator().manual_seed(5)), expected
+    )
+
+
+def test_bhattacharyya_of_equal_gaussians_is_exactly_zero():
+    x = gaussians(N, 0, dtype=torch.float32, d=513)
+    assert DISTANCES["bhattacharyya"].matrix(x, x).diagonal().eq(0).all()
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_errors_name_the_thing_and_the_way_out(name):
+    x = gaussians(N, 0)
+    with pytest.raises(ValueError, match=r"x is \(., 7\).*y is \(., 6\).*same d"):
+        DISTANCES[name].matrix(x, gaussians(M, 1, d=6))
+    with pytest.raises(ValueError, match="float64.*float32"):
+        DISTANCES[name].matrix(x, gaussians(M, 1, dtype=torch.float32))
+    with pytest.raises(ValueError, match=r"3 rows and y has 5.*_matrix"):
+        DISTANCES[name].row(x, gaussians(M, 1))
+    with pytest.raises(
+        TypeError, match=r"y must be a GaussianEmbedding, got Tensor; wrap means in GaussianEmbedding.point"
+    ):
+        DISTANCES[name].matrix(x, x.mean)
+
+
+def test_unknown_distance_names_the_nearest():
+    with pytest.raises(ValueError, match=r"unknown distance 'waserstein2'; did you mean 'wasserstein2'\?"):
+        get_distance("waserstein2")
+
+
+def test_elk_takes_a_point_on_one_side():
+    x, point = gaussians(N, 0), GaussianEmbedding.point(gaussians(M, 1).mean)
+    log_density = Independent(Normal(x.mean.unsqueeze(1), x.var.sqrt().unsqueeze(1)), 1).log_prob(point.mean)
+    torch.testing.assert_close(elk_matrix(x, point), -log_density)
