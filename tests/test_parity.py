@@ -49,14 +49,18 @@ def run_case(case, tensors, dtype):
     return output, leaves, scale, bias, image, text
 
 
+def _close(ours, stored, name):
+    torch.testing.assert_close(
+        ours, stored.reshape(ours.shape), rtol=1e-10, atol=1e-13, msg=lambda text: f"{name}: {text}"
+    )
+
+
 def test_parity_pcmepp_loss(fixture):
     about, tensors = fixture("pcmepp_loss")
     assert about["cases"]
     for name, case in about["cases"].items():
         value = lambda key, name=name: tensors[f"case/{name}/{key}"]
-        close = lambda a, b, name=name: torch.testing.assert_close(
-            a, b.reshape(a.shape), rtol=1e-10, atol=1e-13, msg=lambda m: f"{name}: {m}"
-        )
+        close = lambda a, b, name=name: _close(a, b, name)
         output, leaves, scale, bias, image, text = run_case(case, tensors, torch.float64)
         close(output.total, value("loss"))
         close(output.terms["match"], 2 * value("match_bce"))

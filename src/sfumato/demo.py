@@ -144,7 +144,7 @@ def _page(
 def _card(result: dict[str, Any], data: PairData, pictures: dict[str, str]) -> dict[str, Any]:
     true = _true_images(data, result["query"])
     expected = result["expected_matches"]
-    vague = expected >= 5
+    vague = expected >= 10
     return {
         "query": result["query"],
         "vague": vague,
@@ -169,7 +169,7 @@ def _card(result: dict[str, Any], data: PairData, pictures: dict[str, str]) -> d
 def _few(expected: float) -> str:
     if expected < 0.3:
         return "Probably nothing here matches"
-    return "One clear match" if expected < 1.7 else f"A few matches: about {expected:.0f} expected"
+    return "One clear match" if expected < 1.7 else f"Few matches: about {expected:.0f} expected"
 
 
 def _true_images(data: PairData, text: str) -> set[str]:

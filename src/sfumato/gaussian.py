@@ -5,6 +5,7 @@ It knows means, log variances, their scalar summaries, sampling, and a safe file
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,11 +170,12 @@ def save_embeddings(path: str | Path, embeddings: GaussianEmbedding, ids: Sequen
     if len(ids) != embeddings.n:
         raise ValueError(f"save_embeddings: got {len(ids)} ids for {embeddings.n} embeddings; give one id for each")
     if len(set(ids)) != len(ids):
-        twice = next(i for i in ids if ids.count(i) > 1)
+        twice = Counter(ids).most_common(1)[0][0]
         raise ValueError(f"save_embeddings: id {twice!r} occurs more than once; ids must be distinct")
     tensors = {name: getattr(embeddings, name).detach().cpu().contiguous() for name in ("mean", "log_var")}
-    metadata = {"format": _FORMAT, "ids": json.dumps(ids, ensure_ascii=False)}
-    write_atomically(path, safetensors_bytes(tensors, metadata))
+    # Ids are a tensor of UTF-8 bytes: the format limits its header, where they would otherwise go, to 100 MB.
+    tensors["ids"] = torch.frombuffer(bytearray(json.dumps(ids, ensure_ascii=False).encode()), dtype=torch.uint8)
+    write_atomically(path, safetensors_bytes(tensors, {"format": _FORMAT}))
 
 
 def load_embeddings(path: str | Path) -> tuple[GaussianEmbedding, list[str]]:
@@ -194,8 +196,8 @@ def load_embeddings(path: str | Path) -> tuple[GaussianEmbedding, list[str]]:
                     f"{path}: not an embeddings file of sfumato (format {metadata.get('format')!r}, expected {_FORMAT!r})"
                 )
             embeddings = GaussianEmbedding(file.get_tensor("mean"), file.get_tensor("log_var"))
-            ids = [str(i) for i in json.loads(metadata["ids"])]
-    except (SafetensorError, KeyError, json.JSONDecodeError) as error:
+            ids = [str(i) for i in json.loads(file.get_tensor("ids").numpy().tobytes())]
+    except (SafetensorError, KeyError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{path}: damaged or not an embeddings file ({error}); write it again with `sfumato embed`"
         ) from error

@@ -175,7 +175,7 @@ def _json_list(text: str | None) -> str | list[Any] | None:
             captions = json.loads(text)
         except (ValueError, RecursionError):
             return text
-        if isinstance(captions, list) and all(isinstance(c, str) for c in captions):
+        if isinstance(captions, list):
             return captions
     return text
 

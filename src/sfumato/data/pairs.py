@@ -317,10 +317,10 @@ class PairSampler:
 
     def _pair_weights(self, kind_weights: dict[str, float]) -> np.ndarray:
         kinds = np.array(self.data.text_kinds)
-        unknown = set(kind_weights) - set(kinds)
+        unknown = set(kind_weights) - set(self.data.text_kinds)
         if unknown:
             raise ValueError(
-                f"PairSampler: kind_weights names {sorted(unknown)}, but the texts are of the kinds {sorted(set(kinds))}"
+                f"PairSampler: kind_weights names {sorted(unknown)}, but the texts are of the kinds {sorted(set(self.data.text_kinds))}"
             )
         if not all(0 <= w < np.inf for w in kind_weights.values()):
             raise ValueError(f"PairSampler: kind_weights must be finite and not negative, got {kind_weights}")

@@ -146,6 +146,6 @@ def expected_matches(index: GaussianIndex, queries: GaussianEmbedding) -> list[f
     from sfumato.search.ranking import distance_blocks
 
     totals: list[float] = []
-    for _, block in distance_blocks(queries, index.embeddings, index.distance):
+    for _, block in distance_blocks(queries, index.embeddings, index.distance, queries_first=index.queries_first):
         totals += match_probability(block, index.logit_scale, index.logit_bias).sum(1).tolist()
     return totals

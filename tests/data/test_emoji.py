@@ -1,0 +1,193 @@
+"""The embedded set: its truth against the metadata, its splits against what they promise, its pictures one by one."""
+
+import json
+import zipfile
+from collections import Counter
+from importlib import resources
+
+import numpy as np
+import pytest
+
+from sfumato.data.emoji import KINDS, emoji_names, load_emoji
+from sfumato.data.pairs import PairSampler
+from sfumato.data.transforms import decode_image
+
+FOLDER = resources.files("sfumato.data") / "emoji_set"
+
+
+@pytest.fixture(scope="module")
+def splits():
+    return load_emoji()
+
+
+@pytest.fixture(scope="module")
+def concepts():
+    return {c["hexcode"]: c for c in json.loads((FOLDER / "concepts.json").read_text("utf-8"))}
+
+
+def concept_of(image_id):
+    return image_id.split("/")[0]
+
+
+def test_sizes(splits, concepts):
+    assert len(concepts) == 1911
+    images = {name: len(data.image_ids) for name, data in splits.items()}
+    assert images["train"] + images["style"] == 5674 and images["val"] + images["test"] == images["style"]
+    assert 0.17 < images["val"] / images["style"] < 0.23
+
+
+def test_training_sees_two_styles_and_validation_and_test_the_third_on_different_concepts(splits):
+    styles = {name: {i.split("/")[1] for i in data.image_ids} for name, data in splits.items()}
+    assert styles == {"train": {"noto", "twemoji"}, "val": {"fluent3d"}, "test": {"fluent3d"}, "style": {"fluent3d"}}
+    val, test = ({concept_of(i) for i in splits[name].image_ids} for name in ("val", "test"))
+    assert not val & test and val | test == {concept_of(i) for i in splits["style"].image_ids}
+
+
+@pytest.mark.parametrize("style", ["noto", "twemoji", "fluent3d"])
+def test_any_style_can_be_held_out(style):
+    splits = load_emoji(held_out_style=style)
+    assert all(i.endswith("/" + style) for i in splits["style"].image_ids)
+    assert not any(i.endswith("/" + style) for i in splits["train"].image_ids)
+
+
+def test_a_concepts_part_depends_on_nothing_but_itself(splits):
+    assert set(load_emoji(val_share=0.1)["val"].image_ids) < set(splits["val"].image_ids)
+    other = {concept_of(i) for i in load_emoji(held_out_style="noto")["val"].image_ids}
+    assert {concept_of(i) for i in splits["val"].image_ids} <= other
+
+
+def test_names_and_tags_are_true_of_exactly_the_concepts_that_carry_them(splits, concepts):
+    carriers: dict[str, set[str]] = {}
+    for code, concept in concepts.items():
+        for wording in (concept["label"], *concept["tags"]):
+            carriers.setdefault(" ".join(wording.lower().split()), set()).add(code)
+    for data in splits.values():
+        shown = {concept_of(i) for i in data.image_ids}
+        truth: dict[str, set[str]] = {}
+        for i, t in data.pairs.tolist():
+            truth.setdefault(data.texts[t], set()).add(concept_of(data.image_ids[i]))
+        for text, kind in zip(data.texts, data.text_kinds, strict=True):
+            if kind in ("name", "tag"):
+                assert truth[text] >= carriers[text] & shown, text
+            # A wording can be that of a group or subgroup as well: then whole ones of them are true besides.
+            besides = truth[text] - carriers.get(text, set())
+            for key in ("subgroup", "group"):
+                whole = {c: {o for o in shown if concepts[o][key] == concepts[c][key]} for c in besides}
+                besides -= {c for c, members in whole.items() if members <= truth[text]}
+            assert not besides, text
+        # No wording that is carried by something shown is left out.
+        assert {w for w, own in carriers.items() if own & shown} <= set(data.texts)
+
+
+def test_groups_and_subgroups_are_true_of_all_their_members(splits, concepts):
+    data = splits["style"]
+    dense = data.relevance().to_dense()
+    codes = [concept_of(i) for i in data.image_ids]
+    for kind, wordings in (
+        ("group", {"animals-nature": "animals & nature", "food-drink": "food & drink", "flags": "flags"}),
+        (
+            "subgroup",
+            {
+                **{"food-fruit": "fruit", "animal-mammal": "mammal", "face-smiling": "smiling face"},
+                **{"food-asian": "asian food", "transport-ground": "ground transport", "sky-weather": "sky & weather"},
+            },
+        ),
+    ):
+        for key, wording in wordings.items():
+            members = np.array([concepts[c][kind] == key for c in codes])
+            assert members.sum() > 3
+            assert dense[members, data.texts.index(wording)].all(), wording
+
+
+def test_texts_are_distinct_wordings_of_the_four_kinds_and_true_of_something(splits):
+    for data in splits.values():
+        assert set(data.text_kinds) == set(KINDS)
+        assert len(set(data.texts)) == len(data.texts) and all(t == t.strip().lower() and t for t in data.texts)
+        assert set(data.pairs[:, 1]) == set(range(len(data.texts)))
+        assert set(data.pairs[:, 0]) == set(range(len(data.image_ids)))
+
+
+def test_every_concept_has_its_name_among_the_texts_of_that_kind(splits):
+    names = emoji_names()
+    for data in splits.values():
+        kind = dict(zip(data.texts, data.text_kinds, strict=True))
+        assert all(kind[names[concept_of(i)].lower()] == "name" for i in data.image_ids)
+
+
+def test_multiplicity_grows_from_names_to_groups(splits):
+    data = splits["style"]
+    counts = data.relevance().transpose().counts
+    mean = {kind: counts[[k == kind for k in data.text_kinds]].mean() for kind in KINDS}
+    assert mean["name"] < mean["tag"] < mean["subgroup"] < mean["group"]
+    assert mean["name"] < 2 and mean["subgroup"] > 10 and mean["group"] > 100
+
+
+def test_two_drawings_of_a_concept_share_group_and_texts(splits):
+    data = splits["train"]
+    assert max(Counter(data.groups.tolist()).values()) == 2
+    dense = data.relevance().to_dense()
+    for group in np.unique(data.groups)[::50]:
+        first, *others = np.flatnonzero(data.groups == group)
+        assert len({concept_of(data.image_ids[i]) for i in (first, *others)}) == 1
+        assert all(np.array_equal(dense[first], dense[o]) for o in others)
+
+
+def test_every_picture_is_there_decodes_and_shows_something(splits):
+    sizes, ink = set(), []
+    for data in (splits["train"], splits["style"]):
+        for image in data.images:
+            pixels = decode_image(image.read_bytes(), None)
+            sizes.add(pixels.shape)
+            ink.append((pixels < 240).any(0).mean())
+            assert pixels.min() < 255, image.place
+    assert sizes == {(3, 64, 64)}
+    assert np.mean(ink) > 0.3
+
+
+def test_a_batch_matches_through_shared_tags(splits):
+    data = splits["train"]
+    sampler = PairSampler(data, 128, 0, kind_weights={"name": 0.4, "tag": 0.4, "subgroup": 0.1, "group": 0.1})
+    dense = data.relevance().to_dense()
+    batch = next(iter(sampler.batches(0)))
+    assert np.array_equal(batch.match > 0, dense[batch.image_index][:, batch.text_index])
+    assert batch.match.sum() > 128
+
+
+def test_loading_is_deterministic(splits):
+    again = load_emoji()
+    for name, data in splits.items():
+        assert data.image_ids == again[name].image_ids and data.texts == again[name].texts
+        assert np.array_equal(data.pairs, again[name].pairs)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="unknown style 'apple'; known: noto, twemoji, fluent3d"):
+        load_emoji(held_out_style="apple")
+    with pytest.raises(ValueError, match="val_share must be between 0 and 1, got 1"):
+        load_emoji(val_share=1)
+
+
+def test_licences_lie_beside_the_data():
+    attribution = (FOLDER / "ATTRIBUTION.md").read_text("utf-8")
+    for style, licence in (
+        ("noto", "Noto-Apache-2.0"),
+        ("twemoji", "Twemoji-CC-BY-4.0"),
+        ("fluent3d", "FluentEmoji-MIT"),
+    ):
+        assert f"`{style}/`" in attribution and f"licences/{licence}.txt" in attribution
+    for name in ("Noto-Apache-2.0", "Twemoji-CC-BY-4.0", "FluentEmoji-MIT", "emojibase-MIT"):
+        assert len((FOLDER / "licences" / f"{name}.txt").read_text("utf-8")) > 500
+    with (FOLDER / "pictures.zip").open("rb") as file, zipfile.ZipFile(file) as archive:
+        assert {name.split("/")[0] for name in archive.namelist()} == {"noto", "twemoji", "fluent3d"}
+
+
+def test_the_set_agrees_with_its_source(shared, concepts):
+    source = shared / "data" / "emoji" / "metadata.json"
+    if not source.is_file():
+        pytest.skip(f"no {source}")
+    metadata = json.loads(source.read_text("utf-8"))
+    entries = metadata if isinstance(metadata, list) else metadata["concepts"]
+    assert {e["hexcode"] for e in entries} == set(concepts)
+    for entry in entries:
+        ours = concepts[entry["hexcode"]]
+        assert ours["label"] == entry["label"] and set(ours["tags"]) == set(entry["tags"])

@@ -1,0 +1,316 @@
+"""Pairs and batches: match matrices against loops over the listed pairs, draws against their stated frequencies."""
+
+import collections
+import io
+import tarfile
+import time
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from sfumato.data.pairs import FileImage, PairData, PairSampler, TarArchive, TarImage, ZipImage, make_pair_data
+from sfumato.data.problems import Problem, Problems
+from sfumato.errors import UserError
+
+
+def many_to_many(n=23, m=17, n_pairs=60, seed=0):
+    """Images with several texts and texts with several images; all images have one at least."""
+    random = np.random.default_rng(seed)
+    pairs = np.stack(
+        [np.concatenate([np.arange(n), random.integers(0, n, n_pairs)]), random.integers(0, m, n + n_pairs)], 1
+    )
+    return PairData(
+        tuple(f"i{k}" for k in range(n)),
+        tuple(FileImage(f"{k}.png") for k in range(n)),
+        tuple(f"t{k}" for k in range(m)),
+        tuple(f"text {k}" for k in range(m)),
+        tuple(("name", "tag", "group")[k % 3] for k in range(m)),
+        pairs,
+    )
+
+
+def captions(n, each):
+    return make_pair_data(
+        [f"i{k}" for k in range(n)],
+        [FileImage(f"{k}.png") for k in range(n)],
+        [[f"{k} {c}" for c in range(each)] for k in range(n)],
+    )
+
+
+def test_match_equals_a_loop_over_the_pairs():
+    data = many_to_many()
+    truth = {(int(i), int(t)) for i, t in data.pairs}
+    random = np.random.default_rng(1)
+    images, texts = random.integers(0, 23, 11), random.integers(0, 17, 13)
+    match = data.match(images, texts)
+    assert match.shape == (11, 13) and match.dtype == np.float32
+    assert match.tolist() == [[float((i, t) in truth) for t in texts.tolist()] for i in images.tolist()]
+    assert 0 < match.mean() < 1
+    dense = data.match(np.arange(23), np.arange(17))
+    assert np.array_equal(dense.astype(bool), data.relevance().to_dense())
+
+
+def test_match_does_not_confuse_the_last_text_with_the_next_images_first():
+    data = PairData(
+        ("a", "b"), (FileImage("a"),) * 2, ("x", "y", "z"), ("x", "y", "z"), ("caption",) * 3, [[0, 2], [1, 0]]
+    )
+    assert data.match(np.array([0, 1]), np.array([0, 1, 2])).tolist() == [[0, 0, 1], [1, 0, 0]]
+
+
+def test_pairs_are_sorted_and_merged():
+    data = PairData(
+        ("a", "b"), (FileImage("a"),) * 2, ("x", "y"), ("x", "y"), ("caption",) * 2, [[1, 0], [0, 1], [1, 0]]
+    )
+    assert data.pairs.tolist() == [[0, 1], [1, 0]]
+    assert data.groups.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"image_ids": ("a", "a")}, "image id 'a' occurs more than once"),
+        ({"text_ids": ("x", "x")}, "text id 'x' occurs more than once"),
+        ({"images": ()}, "2 image ids for 0 images"),
+        ({"texts": ("x",)}, "2 text ids for 1 texts"),
+        ({"text_kinds": ("caption",) * 3}, "3 kinds"),
+        ({"pairs": [[0, 2]]}, "a pair points outside of 2 images and 2 texts"),
+        ({"pairs": [[-1, 0]]}, "points outside"),
+        ({"groups": np.zeros(3)}, "3 groups for 2 images"),
+    ],
+)
+def test_bad_pair_data_is_named(change, message):
+    good = {
+        **{"image_ids": ("a", "b"), "images": (FileImage("a"), FileImage("b")), "text_ids": ("x", "y")},
+        **{"texts": ("x", "y"), "text_kinds": ("caption",) * 2, "pairs": [[0, 0], [1, 1]]},
+    }
+    PairData(**good)
+    with pytest.raises(ValueError, match=message):
+        PairData(**(good | change))
+
+
+def test_keep_images_keeps_the_truth_among_what_is_left():
+    data = many_to_many()
+    index = np.array([20, 3, 7, 4])
+    kept = data.keep_images(index)
+    assert kept.image_ids == ("i20", "i3", "i7", "i4") and [s.path for s in kept.images][0] == "20.png"
+    assert kept.groups.tolist() == [20, 3, 7, 4]
+    listed = {(data.image_ids[i], data.text_ids[t]) for i, t in data.pairs if i in index}
+    assert {(kept.image_ids[i], kept.text_ids[t]) for i, t in kept.pairs} == listed
+    assert set(kept.text_ids) == {t for _, t in listed}
+    assert [data.texts[data.text_ids.index(t)] for t in kept.text_ids] == list(kept.texts)
+    assert [data.text_kinds[data.text_ids.index(t)] for t in kept.text_ids] == list(kept.text_kinds)
+
+
+def test_make_pair_data_numbers_captions_of_uneven_images():
+    data = make_pair_data(["a", "b", "c"], [FileImage(x) for x in "abc"], [["p", "q"], ["p"], ["r", "s", "t"]])
+    assert data.text_ids == ("a#0", "a#1", "b#0", "c#0", "c#1", "c#2")
+    assert data.texts == ("p", "q", "p", "r", "s", "t")
+    assert data.pairs.tolist() == [[0, 0], [0, 1], [1, 2], [2, 3], [2, 4], [2, 5]]
+    with pytest.raises(ValueError):
+        make_pair_data(["a", "b"], [FileImage("a")] * 2, [["p"]])
+
+
+@pytest.mark.parametrize("epoch_over", ["images", "pairs"])
+def test_an_epoch_shows_everything_once_and_only_true_pairs(epoch_over):
+    data = many_to_many()
+    sampler = PairSampler(data, 8, seed=5, epoch_over=epoch_over)
+    batches = list(sampler.batches(0))
+    assert len(batches) == len(sampler)
+    images = np.concatenate([b.image_index for b in batches])
+    texts = np.concatenate([b.text_index for b in batches])
+    listed = {tuple(p) for p in data.pairs.tolist()}
+    drawn = list(zip(images.tolist(), texts.tolist(), strict=True))
+    assert set(drawn) <= listed
+    if epoch_over == "images":
+        assert sorted(images) == list(range(23))
+    else:
+        assert sorted(drawn) == sorted(listed)[: len(drawn)] or len(drawn) == len(listed) - len(listed) % 8
+    for b in batches:
+        loop = [[float((i, t) in listed) for t in b.text_index.tolist()] for i in b.image_index.tolist()]
+        assert b.match.tolist() == loop and (np.diag(b.match) == 1).all()
+
+
+@pytest.mark.parametrize(("n", "sizes"), [(16, [8, 8]), (17, [8, 8]), (18, [8, 8, 2]), (5, [5])])
+def test_an_uneven_last_batch_is_kept_unless_it_is_a_single_pair(n, sizes):
+    sampler = PairSampler(captions(n, 1), 8, seed=0)
+    assert [len(b.image_index) for b in sampler.batches(0)] == sizes
+    assert len(sampler) == len(sizes)
+
+
+def test_draws_depend_on_seed_and_epoch_alone():
+    data = many_to_many()
+
+    def drawn(seed, epoch):
+        return [(b.image_index.tolist(), b.text_index.tolist()) for b in PairSampler(data, 8, seed).batches(epoch)]
+
+    assert drawn(1, 0) == drawn(1, 0)
+    assert drawn(1, 0) != drawn(1, 1) != drawn(2, 1)
+    sampler = PairSampler(data, 8, 1)
+    list(sampler.batches(0))  # Leaves no state behind.
+    assert [(b.image_index.tolist(), b.text_index.tolist()) for b in sampler.batches(1)] == drawn(1, 1)
+
+
+def test_two_captions_of_one_image_match_it_both():
+    data = captions(6, 5)
+    for batch in PairSampler(data, 10, seed=0, epoch_over="pairs").batches(0):
+        own = batch.text_index // 5
+        assert np.array_equal(batch.match, (batch.image_index[:, None] == own).astype(np.float32))
+    assert sum(b.match.sum() - 10 for b in PairSampler(data, 10, seed=0, epoch_over="pairs").batches(0)) > 0
+
+
+def test_sampled_positives_are_the_texts_drawn_for_the_group():
+    base = many_to_many()
+    data = PairData(
+        *(base.image_ids, base.images, base.text_ids, base.texts, base.text_kinds, base.pairs),
+        groups=np.arange(23) // 2,
+    )
+    fewer = 0
+    for epoch in range(5):
+        for b in PairSampler(data, 12, seed=epoch, positives="sampled").batches(epoch):
+            groups, texts = data.groups[b.image_index].tolist(), b.text_index.tolist()
+            drawn = set(zip(groups, texts, strict=True))
+            assert b.match.tolist() == [[float((g, t) in drawn) for t in texts] for g in groups]
+            fewer += int((data.match(b.image_index, b.text_index) > b.match).sum())
+    assert fewer > 0
+
+
+def test_kinds_are_drawn_by_weight_and_uniformly_within():
+    data = PairData(
+        ("a", "b", "c"),
+        (FileImage("a"),) * 3,
+        tuple("nmtuvg"),
+        tuple("nmtuvg"),
+        ("name", "name", "tag", "tag", "tag", "group"),
+        # a has a name, three tags and a group; b a name and a tag; c only the group.
+        [[0, 0], [0, 2], [0, 3], [0, 4], [0, 5], [1, 1], [1, 2], [2, 5]],
+    )
+    counts: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    sampler = PairSampler(data, 4, seed=7, kind_weights={"name": 0.5, "tag": 1.5})
+    epochs = 4000
+    for epoch in range(epochs):
+        for b in sampler.batches(epoch):
+            for i, t in zip(b.image_index.tolist(), b.text_index.tolist(), strict=True):
+                counts[i][data.text_ids[t]] += 1
+    assert set(counts) == {0, 1}  # c has no text of a kind with a weight.
+    assert set(counts[0]) == set("ntuv") and set(counts[1]) == set("mt")
+    share = {(i, t): c / epochs for i, own in counts.items() for t, c in own.items()}
+    # Four standard deviations of a share p over 4,000 draws are at most 0.032.
+    expected = {(0, "n"): 0.25, (0, "t"): 0.25, (0, "u"): 0.25, (0, "v"): 0.25, (1, "m"): 0.25, (1, "t"): 0.75}
+    assert share == pytest.approx(expected, abs=0.032)
+
+
+def test_without_weights_an_images_texts_are_drawn_evenly():
+    data = captions(40, 5)
+    counts = np.zeros(200)
+    for epoch in range(500):
+        for b in PairSampler(data, 40, seed=1).batches(epoch):
+            counts[b.text_index] += 1
+    # 500 draws at 1/5: standard deviation 8.9; 200 counts stay within 4.5 of them.
+    assert abs(counts - 100).max() < 41
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 1}, "batch_size must be at least 2, got 1"),
+        ({"epoch_over": "texts"}, "unknown epoch_over 'texts'; known: images, pairs"),
+        ({"positives": "all"}, "unknown positives 'all'"),
+        ({"kind_weights": {"nam": 1.0}}, r"names \['nam'\], but the texts are of the kinds \['group', 'name', 'tag'\]"),
+        ({"kind_weights": {"name": -1.0}}, "finite and not negative"),
+        ({"kind_weights": {"name": float("nan")}}, "finite and not negative"),
+        ({"kind_weights": {"name": 0.0}}, "fewer than two images"),
+        ({"kind_weights": {"name": 1.0}, "epoch_over": "pairs"}, "no meaning"),
+    ],
+)
+def test_bad_options_of_the_sampler(options, message):
+    with pytest.raises(ValueError, match=message):
+        PairSampler(many_to_many(), **({"batch_size": 4, "seed": 0} | options))
+
+
+def test_a_sampler_needs_pairs():
+    with pytest.raises(ValueError, match="has 1 pairs"):
+        PairSampler(captions(1, 1), 2, 0)
+
+
+def test_drawing_an_epoch_takes_no_loop_over_pairs():
+    # 0.03 s here; a Python loop over the 6,000 x 128 labels takes seconds. The bound is for busy machines.
+    sampler = PairSampler(captions(6000, 5), 128, seed=0)
+    start = time.perf_counter()
+    assert sum(len(b.image_index) for b in sampler.batches(0)) == 6000
+    assert time.perf_counter() - start < 1
+
+
+def make_tar(path, members, mode="w"):
+    with tarfile.open(path, mode) as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+def test_tar_members_are_read_by_position_from_many_threads(tmp_path):
+    members = {f"./some/folder/{'x' * (k % 150)}{k}.bin": bytes([k % 256]) * (k * 37 % 5000) for k in range(300)}
+    make_tar(tmp_path / "a.tar", members)
+    archive = TarArchive(tmp_path / "a.tar")
+    images = [TarImage(archive, name.removeprefix("./")) for name in members]
+    assert all(image.member in archive for image in images) and "some" not in archive
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(TarImage.read_bytes, images * 3)) == list(members.values()) * 3
+    assert images[0].place == f"{tmp_path / 'a.tar'}!some/folder/0.bin"
+
+
+def test_tar_files_that_cannot_be_read_by_position(tmp_path):
+    make_tar(tmp_path / "a.tar.gz", {"a": b"123"}, "w:gz")
+    (tmp_path / "no.tar").write_bytes(b"not a tar file" * 100)
+    (tmp_path / "empty.tar").write_bytes(b"")
+    for name in ("a.tar.gz", "no.tar", "empty.tar"):
+        with pytest.raises(ValueError, match=f"{name}: not an uncompressed tar file"):
+            TarArchive(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        TarArchive(tmp_path / "absent.tar")
+
+
+def test_a_tar_file_cut_short_says_so(tmp_path):
+    make_tar(tmp_path / "a.tar", {"a": b"1" * 3000, "b": b"2" * 3000})
+    archive = TarArchive(tmp_path / "a.tar")
+    with (tmp_path / "a.tar").open("r+b") as file:
+        file.truncate(5000)
+    assert archive.read("a") == b"1" * 3000
+    with pytest.raises(OSError, match=r"a\.tar ends within b"):
+        archive.read("b")
+
+
+def test_files_and_zip_members(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"abc")
+    assert FileImage(tmp_path / "a.bin").read_bytes() == b"abc"
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("x/y", b"def")
+    image = ZipImage(zipfile.ZipFile(tmp_path / "a.zip"), "x/y")
+    assert image.read_bytes() == b"def" and image.place == f"{tmp_path / 'a.zip'}!x/y"
+
+
+def test_problems_are_listed_counted_and_fatal_beyond_their_share(tmp_path):
+    problems = Problems()
+    problems.write(tmp_path / "none.jsonl")
+    assert (tmp_path / "none.jsonl").read_text() == "" and len(problems) == 0
+    problems.check(0, 0.0)
+    for k in range(12):
+        problems.add(tmp_path / f"{k}.png", f"bad · {k}")
+    problems.check(1188, 0.01)  # 12 of 1,200 are just 1 %.
+    with pytest.raises(UserError, match="12 of 1199 items are unusable") as error:
+        problems.check(1187, 0.01)
+    assert (
+        "9.png: bad · 9" in str(error.value) and "10.png" not in str(error.value) and "and 2 more" in str(error.value)
+    )
+    problems.write(tmp_path / "p.jsonl")
+    lines = (tmp_path / "p.jsonl").read_text("utf-8").splitlines()
+    assert len(lines) == 12 and lines[3] == f'{{"place": "{tmp_path}/3.png", "reason": "bad · 3"}}'
+
+
+def test_a_problem_with_an_undecodable_name_can_be_written(tmp_path):
+    problems = Problems()
+    problems.add("caf\udce9.png", "missing")
+    problems.write(tmp_path / "p.jsonl")
+    assert problems.items == [Problem("caf\\udce9.png", "missing")]
