@@ -1,0 +1,60 @@
+"""The README's blocks run, its commands exist, and the paths that it and the docs name are there."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from toy import make_toy
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_python_blocks_run():
+    assert blocks("python")
+    for block in blocks("python"):
+        subprocess.run([sys.executable, "-c", block], check=True, capture_output=True)
+
+
+def test_shell_blocks_run(tmp_path):
+    make_toy(tmp_path)
+    shutil.move(tmp_path / "data", tmp_path / "pictures")
+    (tmp_path / "bin").mkdir()
+    command = tmp_path / "bin" / "sfumato"
+    command.write_text(f"#!/bin/sh\nexec {sys.executable} -m sfumato.cli \"$@\"\n")
+    command.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{command.parent}:{os.environ['PATH']}"}
+    (script,) = blocks("sh")
+    result = subprocess.run(["sh", "-e", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "matches expected" in result.stdout and "recall@1" in result.stdout
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"make (\w+)", "".join(blocks("console")))
+    assert targets and all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in targets)
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/decisions.md", "docs/math.md", "docs/log.md"])
+def test_named_paths_exist(document):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    named = re.findall(r"`((?:src|tests|docs|recipes|benchmarks|scripts|losses|search|encoders|training|metrics|evaluation|data)/[\w./-]*)`", text)
+    named += [link for link in re.findall(r"\]\(([^)#:]+)\)", text)]
+    places = (ROOT, ROOT / "src" / "sfumato", ROOT / "docs")
+    missing = [path for path in named if not any((place / path).exists() for place in places)]
+    assert not missing
+
+
+def test_no_path_of_one_machine_and_no_foreign_folder():
+    for path in [p for p in ROOT.rglob("*") if p.suffix in {".py", ".md", ".toml"} and not {".venv", "runs", ".git"} & set(p.parts)]:
+        if path != Path(__file__) and path.name != "NOTE_TO_HELPERS.md":
+            assert not re.search(r"(?<![\w.])/(?:work|root|home)/", path.read_text(encoding="utf-8")), path
