@@ -131,7 +131,7 @@ def _page(
         table=[
             {
                 "name": name,
-                "values": [f"{metrics[m]:.1%}" for m in ("recall@1", "recall@5", "recall@10", "r_precision", "map@r")],
+                "cells": [f"{metrics[m]:.1%}" for m in ("recall@1", "recall@5", "recall@10", "r_precision", "map@r")],
             }
             for name, metrics in table_rows(evaluation)
         ],

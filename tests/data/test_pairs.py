@@ -3,7 +3,6 @@
 import collections
 import io
 import tarfile
-import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
@@ -94,7 +93,7 @@ def test_keep_images_keeps_the_truth_among_what_is_left():
     data = many_to_many()
     index = np.array([20, 3, 7, 4])
     kept = data.keep_images(index)
-    assert kept.image_ids == ("i20", "i3", "i7", "i4") and [s.path for s in kept.images][0] == "20.png"
+    assert kept.image_ids == ("i20", "i3", "i7", "i4") and kept.images[0].path == "20.png"
     assert kept.groups.tolist() == [20, 3, 7, 4]
     listed = {(data.image_ids[i], data.text_ids[t]) for i, t in data.pairs if i in index}
     assert {(kept.image_ids[i], kept.text_ids[t]) for i, t in kept.pairs} == listed
@@ -126,7 +125,7 @@ def test_an_epoch_shows_everything_once_and_only_true_pairs(epoch_over):
     if epoch_over == "images":
         assert sorted(images) == list(range(23))
     else:
-        assert sorted(drawn) == sorted(listed)[: len(drawn)] or len(drawn) == len(listed) - len(listed) % 8
+        assert len(listed) % 8 != 1 and sorted(drawn) == sorted(listed)
     for b in batches:
         loop = [[float((i, t) in listed) for t in b.text_index.tolist()] for i in b.image_index.tolist()]
         assert b.match.tolist() == loop and (np.diag(b.match) == 1).all()
@@ -232,14 +231,6 @@ def test_bad_options_of_the_sampler(options, message):
 def test_a_sampler_needs_pairs():
     with pytest.raises(ValueError, match="has 1 pairs"):
         PairSampler(captions(1, 1), 2, 0)
-
-
-def test_drawing_an_epoch_takes_no_loop_over_pairs():
-    # 0.03 s here; a Python loop over the 6,000 x 128 labels takes seconds. The bound is for busy machines.
-    sampler = PairSampler(captions(6000, 5), 128, seed=0)
-    start = time.perf_counter()
-    assert sum(len(b.image_index) for b in sampler.batches(0)) == 6000
-    assert time.perf_counter() - start < 1
 
 
 def make_tar(path, members, mode="w"):

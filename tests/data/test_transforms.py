@@ -102,8 +102,9 @@ def test_exif_orientation_is_applied(orientation):
 def test_a_picture_with_damaged_exif_is_still_read():
     exif = b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<HHHI4s", 9, 0x0112, 99, 7, b"\xff" * 4)
     for damaged in (exif, b"Exif\0\0garbage", b"Exif\0\0MM\0*\xff\xff\xff\xff"):
-        decoded = hwc(encode(Image.new("RGB", (16, 8), "red"), "JPEG", exif=damaged))
-        assert decoded.shape == (8, 16, 3) and decoded[..., 0].min() > 240
+        for kind in ("JPEG", "PNG", "WEBP"):
+            decoded = hwc(encode(Image.new("RGB", (16, 8), "red"), kind, exif=damaged))
+            assert decoded.shape == (8, 16, 3) and decoded[..., 0].min() > 240
 
 
 def test_resized_to_a_square():

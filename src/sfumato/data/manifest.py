@@ -144,24 +144,30 @@ def _jsonl_rows(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str,
 def _csv_rows(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str, Any]]]:
     # Strict, because the lenient reader lets one stray quote swallow rows and change captions in silence.
     with path.open(encoding="utf-8-sig", newline="", errors="surrogateescape") as file:
-        reader = csv.DictReader(file, strict=True)
+        line = 0  # The last one read; the reader's own count leaves out lines with errors.
+
+        def lines() -> Iterator[str]:
+            nonlocal line
+            for line, text in enumerate(file, 1):  # noqa: B007
+                yield text
+
+        reader = csv.DictReader(lines(), strict=True)
         try:
             columns = reader.fieldnames or []
         except csv.Error as error:
             raise UserError(f"{path}:1: not CSV: {error}") from error
         _check_columns(path, columns)
         while True:
-            first = reader.line_num + 1
+            first = line + 1
             try:
                 values = next(reader)
             except StopIteration:
                 return
             except csv.Error as error:
-                last = reader.line_num
-                swallowed = f"; from line {first} on, a quote may be missing" if last > first else ""
-                problems.add(f"{path}:{last}", f"not CSV: {error}{swallowed}")
+                swallowed = f"; from line {first} on, a quote may be missing" if line > first else ""
+                problems.add(f"{path}:{line}", f"not CSV: {error}{swallowed}")
                 continue
-            place = f"{path}:{reader.line_num}"
+            place = f"{path}:{line}"
             if None in values:
                 problems.add(place, f"more values than the {len(columns)} columns; quote captions that hold commas")
             else:

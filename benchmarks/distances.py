@@ -1,0 +1,67 @@
+"""Every distance matrix against the bare matrix product of the same size, without gradients.
+
+    python benchmarks/distances.py [--n 1000] [--m 5000] [--d 512] [--repeats 3] [--json PATH]
+
+Times are medians; ratios are within this one run.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from sfumato.distances import DISTANCES
+from sfumato.gaussian import GaussianEmbedding
+
+
+def median_seconds(run: Callable[[], object], repeats: int) -> float:
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    for name, default in (("n", 1000), ("m", 5000), ("d", 512), ("repeats", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    generator = torch.Generator().manual_seed(0)
+    x, y = (
+        GaussianEmbedding(
+            torch.randn(k, options.d, generator=generator), torch.randn(k, options.d, generator=generator) - 5
+        )
+        for k in (options.n, options.m)
+    )
+    base = median_seconds(lambda: x.mean @ y.mean.T, 5 * options.repeats)
+    print(
+        f"{options.n} x {options.m} x {options.d}, {torch.get_num_threads()} threads; bare product {base * 1000:.1f} ms"
+    )
+    results = {}
+    for name, distance in DISTANCES.items():
+        quick = distance.name not in {"elk", "bhattacharyya", "average_l2"}
+        seconds = median_seconds(lambda matrix=distance.matrix: matrix(x, y), options.repeats if quick else 1)  # type: ignore[misc]
+        results[name] = {"seconds": seconds, "ratio": seconds / base}
+        print(f"{name:<22}{seconds * 1000:10.1f} ms {seconds / base:8.1f} x product")
+    if options.json:
+        about = {
+            "n": options.n,
+            "m": options.m,
+            "d": options.d,
+            "threads": torch.get_num_threads(),
+            "product_seconds": base,
+        }
+        options.json.write_text(json.dumps({**about, "results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

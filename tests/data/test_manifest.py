@@ -1,0 +1,317 @@
+"""Manifests and folders as users write them: what is read, and what is said about each thing that cannot be."""
+
+import base64
+import csv
+import json
+from collections import Counter
+
+import pytest
+from PIL import Image
+
+from sfumato.data.manifest import read_image_folder, read_manifest
+from sfumato.data.problems import Problems
+from sfumato.errors import UserError
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """Four pictures, one in a subfolder with a blank in its name."""
+    (tmp_path / "my pictures").mkdir()
+    for name in ("a.png", "b.jpg", "c.webp", "my pictures/d.PNG"):
+        Image.new("RGB", (8, 8), "red").save(tmp_path / name)
+    return tmp_path
+
+
+def captions_of(data):
+    return {
+        image: [data.texts[t] for t in data.pairs[data.pairs[:, 0] == i, 1]] for i, image in enumerate(data.image_ids)
+    }
+
+
+def read(path, **options):
+    """(split -> image id -> captions, the problems as (place without folder, reason))."""
+    problems = Problems()
+    reader = read_image_folder if path.is_dir() else read_manifest
+    splits = reader(path, problems, **({"val_share": 0, "test_share": 0} | options))
+    found = [(p.place.removeprefix(str(path)).lstrip("/"), p.reason) for p in problems.items]
+    return {name: captions_of(data) for name, data in splits.items()}, found
+
+
+ROWS = [
+    {"image": "a.png", "captions": ["a red square", " red  "], "split": "train", "id": 7},
+    {"image": "b.jpg", "captions": "größer, „bunt“", "split": "val", "id": ""},
+    {"image": "my pictures/d.PNG", "captions": ['said "no"'], "split": "test", "id": "d"},
+]
+READ = {
+    "train": {"7": ["a red square", "red"]},
+    "val": {"b.jpg": ["größer, „bunt“"]},
+    "test": {"d": ['said "no"']},
+}
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+    return path
+
+
+def test_jsonl(pictures):
+    path = write_jsonl(pictures / "m.jsonl", ROWS)
+    assert read(path) == (READ, [])
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n\r\n"))  # As Windows editors save it.
+    assert read(path) == (READ, [])
+
+
+def test_csv(pictures):
+    with (pictures / "m.csv").open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, ["split", "image", "captions", "id", "more"])
+        writer.writeheader()
+        for row in ROWS:
+            listed = row["captions"] if isinstance(row["captions"], str) else json.dumps(row["captions"])
+            writer.writerow(row | {"captions": listed, "more": "ignored"})
+    assert read(pictures / "m.csv") == (READ, [])
+
+
+def test_parquet(pictures):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [
+        row | {"captions": [row["captions"]] if isinstance(row["captions"], str) else row["captions"]} for row in ROWS
+    ]
+    table = pyarrow.table({key: [str(r[key]) if key == "id" else r[key] for r in rows] for key in rows[0]})
+    parquet.write_table(table.append_column("blob", [[b"x" * 1000] * 3]), pictures / "m.parquet")
+    assert read(pictures / "m.parquet") == (READ, [])
+    bad = pyarrow.table({"image": ["a.png", "nope.png", None], "caption": ["ok", "a", "b"]})
+    parquet.write_table(bad, pictures / "bad.parquet")
+    splits, found = read(pictures / "bad.parquet")
+    assert splits == {"train": {"a.png": ["ok"]}}
+    assert found == [
+        (":row 2", f"image {pictures}/nope.png is missing"),
+        (":row 3", "no image: found None, expected a path"),
+    ]
+
+
+def test_damaged_parquet(pictures):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = pictures / "m.parquet"
+    parquet.write_table(pyarrow.table({"image": ["a.png"] * 5000, "captions": [f"{k} x" for k in range(5000)]}), path)
+    whole = path.read_bytes()
+    for data in (b"no parquet", b"", whole[: len(whole) // 2], whole[:100] + b"\xff" * 2000 + whole[2100:]):
+        path.write_bytes(data)
+        with pytest.raises(UserError, match=r"m\.parquet: damaged after row 0, or not a Parquet file"):
+            read(path)
+
+
+def test_every_bad_line_is_named_with_its_place_and_the_rest_is_read(pictures):
+    path = pictures / "m.jsonl"
+    good = '{"image": "a.png", "captions": ["fine", "", "  "]}'
+    lines = [
+        good,
+        '{"image": "a.png", "captions": ["cut off"',
+        "",
+        '["a.png", "a list"]',
+        '{"captions": "no image"}',
+        '{"image": 5, "captions": "a number"}',
+        '{"image": "a.png", "captions": ["x", null]}',
+        '{"image": "a.png"}',
+        '{"image": "b.jpg", "captions": []}',
+        '{"image": "b.jpg", "captions": " "}',
+        '{"image": "gone.png", "captions": "x"}',
+        '{"image": "my pictures", "captions": "a folder"}',
+        '{"image": "b\\u0000.jpg", "captions": "x"}',
+        '{"image": "b.jpg", "captions": "half \\ud83d a pair"}',
+        "[" * 100_000,
+        '{"image": "b.jpg", "captions": "x", "id": ' + "9" * 5000 + "}",
+        '{"image": "' + base64.b64encode(bytes(3000)).decode() + '", "captions": "a picture, not a path"}',
+        '{"image": "c.webp", "captions": "fine too"}',
+    ]
+    path.write_bytes("\n".join(lines).encode() + b'\n{"image": "b.jpg", "captions": "caf\xe9"}\n')
+    splits, found = read(path)
+    assert splits == {"train": {"a.png": ["fine"], "c.webp": ["fine too"]}}
+    reasons = dict(found)
+    assert [place for place, _ in found] == [":1", ":1", *(f":{k}" for k in (2, *range(4, 18), 19))]
+    for line, start in {
+        **{1: "empty caption", 2: "not JSON", 4: "expected an object with image and captions, got list"},
+        **{
+            5: "no image: found None",
+            6: "no image: found 5",
+            7: "captions: found ['x', None]",
+            8: "captions: found None",
+        },
+        **{9: "empty caption", 10: "empty caption", 11: f"image {pictures}/gone.png is missing"},
+        **{12: f"image {pictures}/my pictures is missing", 13: "image ", 14: "not valid Unicode", 15: "not JSON"},
+        **{16: "not JSON", 17: "image 'AAA", 19: "not JSON: 'utf-8' codec"},
+    }.items():
+        assert reasons[f":{line}"].startswith(start), (line, reasons[f":{line}"])
+    assert max(map(len, reasons.values())) < 500
+
+
+def test_bad_csv_lines(pictures):
+    path = pictures / "m.csv"
+    path.write_bytes(
+        b"image,captions\n"
+        b"a.png,fine\n"
+        b"b.jpg,one, two\n"
+        b'b.jpg,"a "big" dog"\n'
+        b"b.jpg\n"
+        b"b.jpg,caf\xe9\n"
+        b"b.jpg,[not JSON\n"
+        b'b.jpg,"[""x"", 5]"\n'
+        b'c.webp,"two\nlines"\n' + b"c.webp," + b"x" * 200_000 + b"\n"
+        b"my pictures/d.PNG,last\n"
+    )
+    splits, found = read(path)
+    assert splits["train"] == {
+        **{"a.png": ["fine"], "b.jpg": ["[not JSON"], "c.webp": ["two\nlines"], "my pictures/d.PNG": ["last"]}
+    }
+    assert [place for place, _ in found] == [":3", ":4", ":5", ":6", ":8", ":11"]
+    for (_, reason), start in zip(
+        found,
+        [
+            *("more values than the 2 columns", "not CSV", "captions: found None", "not valid Unicode"),
+            *("captions: found ['x', 5]", "not CSV: field larger"),
+        ],
+        strict=True,
+    ):
+        assert reason.startswith(start), reason
+
+
+def test_a_missing_quote_in_csv_swallows_no_row_in_silence(pictures):
+    (pictures / "m.csv").write_text('image,captions\na.png,"no end\nb.jpg,"x"\nc.webp,fine\n')
+    splits, found = read(pictures / "m.csv")
+    assert splits == {"train": {"c.webp": ["fine"]}}
+    assert len(found) == 1 and found[0][0] == ":3" and "from line 2 on, a quote may be missing" in found[0][1]
+    (pictures / "m.csv").write_text('image,captions\nc.webp,fine\na.png,"no end\nb.jpg,x\n')
+    splits, found = read(pictures / "m.csv")
+    assert splits == {"train": {"c.webp": ["fine"]}} and "from line 3 on" in found[0][1]
+
+
+@pytest.mark.parametrize("header", ["picture,captions", "image;captions", "image,text", ""])
+def test_missing_columns_are_said_once(pictures, header):
+    (pictures / "m.csv").write_text(f"{header}\na.png,x\n" if header else "")
+    with pytest.raises(UserError, match=r"m\.csv: the columns are .*; expected image and captions among them"):
+        read(pictures / "m.csv")
+
+
+def test_rows_of_one_image_are_put_together(pictures):
+    rows = [
+        {"image": "a.png", "caption": "one"},
+        {"image": "b.jpg", "caption": "x"},
+        {"image": "a.png", "caption": "two"},
+    ]
+    assert read(write_jsonl(pictures / "m.jsonl", rows)) == ({"train": {"a.png": ["one", "two"], "b.jpg": ["x"]}}, [])
+
+
+def test_one_id_for_two_images_or_splits_is_a_problem(pictures):
+    rows = [
+        {"image": "a.png", "captions": "x", "id": 1, "split": "train"},
+        {"image": "b.jpg", "captions": "y", "id": 1, "split": "train"},
+        {"image": "a.png", "captions": "z", "id": 1, "split": "test"},
+    ]
+    splits, found = read(write_jsonl(pictures / "m.jsonl", rows))
+    assert splits == {"train": {"1": ["x"]}}
+    assert found == [(f":{k}", "id '1' occurs before with another image or split") for k in (2, 3)]
+
+
+def test_split_names_and_their_absence(pictures):
+    names = ["Train", "validation", "restval", None]
+    images = ["a.png", "b.jpg", "c.webp", "my pictures/d.PNG"]
+    rows = [{"image": i, "captions": "x", "split": s} for i, s in zip(images, names, strict=True)]
+    splits, found = read(write_jsonl(pictures / "m.jsonl", rows))
+    assert {name: set(own) for name, own in splits.items()} == {"train": {images[0], *images[2:]}, "val": {images[1]}}
+    assert found == []
+
+
+def test_shares_are_drawn_by_id_and_adding_rows_moves_none(pictures):
+    rows = [{"image": "a.png", "captions": "x", "id": k} for k in range(2000)]
+    path = write_jsonl(pictures / "m.jsonl", rows[:1000])
+    first, _ = read(path, val_share=0.2, test_share=0.1)
+    both, _ = read(write_jsonl(path, rows[::-1]), val_share=0.2, test_share=0.1)
+    assert all(set(first[name]) < set(both[name]) for name in ("train", "val", "test"))
+    sizes = {name: len(own) for name, own in both.items()}
+    # Standard deviations of 18 and 13.
+    assert sum(sizes.values()) == 2000 and abs(sizes["val"] - 400) < 72 and abs(sizes["test"] - 200) < 54
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.5), (-0.1, 0.1), (0.1, float("nan"))])
+def test_bad_shares(pictures, shares):
+    for path in (write_jsonl(pictures / "m.jsonl", ROWS), pictures):
+        with pytest.raises(ValueError, match="val_share and test_share must not be negative, and below 1 together"):
+            read(path, val_share=shares[0], test_share=shares[1])
+
+
+def test_image_root_and_absolute_paths(pictures, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    rows = [{"image": "a.png", "captions": "x"}, {"image": str(pictures / "b.jpg"), "captions": "y"}]
+    path = write_jsonl(elsewhere / "m.jsonl", rows)
+    assert read(path, image_root=pictures)[1] == []
+    assert [p for p, _ in read(path)[1]] == [":1"]
+
+
+def test_manifests_that_cannot_be_used(pictures):
+    problems = Problems()
+    with pytest.raises(UserError, match="there is no manifest"):
+        read_manifest(pictures / "absent.jsonl", problems)
+    (pictures / "m.xlsx").write_text("")
+    with pytest.raises(UserError, match=r"unknown kind of manifest '\.xlsx'; expected \.jsonl, \.csv, \.parquet"):
+        read_manifest(pictures / "m.xlsx", problems)
+    with pytest.raises(UserError, match=r"holds no usable pair(.|\n)*:1: image .*gone\.png is missing"):
+        read_manifest(write_jsonl(pictures / "m.jsonl", [{"image": "gone.png", "captions": "x"}]), problems)
+
+
+def test_folder(pictures):
+    (pictures / "a.txt").write_bytes("\ufeffone\r\n\r\n  zwei \r\n".encode())
+    (pictures / "my pictures" / "d.txt").write_text("three")
+    (pictures / "b.txt").write_text(" \n\n")
+    (pictures / "readme.md").write_text("not a picture")
+    splits, found = read(pictures)
+    assert splits == {"train": {"a.png": ["one", "zwei"], "my pictures/d.PNG": ["three"]}}
+    assert found == [("b.txt", "empty caption"), ("c.webp", "no captions: c.txt is missing")]
+
+
+def test_folder_with_splits(pictures):
+    for k, split in enumerate(["train", "train/deeper", "validation", "test", "other"]):
+        (pictures / split).mkdir()
+        (pictures / split / f"{k}.png").write_bytes((pictures / "a.png").read_bytes())
+        (pictures / split / f"{k}.txt").write_text(f"caption {k}")
+    (pictures / "a.txt").write_text("at the top")
+    splits, found = read(pictures)
+    assert splits == {
+        "train": {"train/0.png": ["caption 0"], "train/deeper/1.png": ["caption 1"]},
+        "val": {"validation/2.png": ["caption 2"]},
+        "test": {"test/3.png": ["caption 3"]},
+    }
+    outside = "lies outside of the split folders test, train, validation"
+    assert ("a.png", outside) in found and ("other/4.png", outside) in found
+
+
+def test_folder_with_undecodable_captions_and_names(pictures):
+    (pictures / "a.txt").write_bytes(b"caf\xe9")
+    (pictures / "b.txt").write_text("fine")
+    strange = pictures / "caf\udce9.png"
+    try:
+        strange.write_bytes(b"")
+    except OSError:
+        pytest.skip("this file system has names in UTF-8 only")
+    strange.with_suffix(".txt").write_text("x")
+    splits, found = read(pictures)
+    assert splits == {"train": {"b.jpg": ["fine"]}}
+    assert found[0][0] == "a.txt" and found[0][1].startswith("not UTF-8")
+    assert ("caf\\udce9.png", "the name is not valid UTF-8") in found
+
+
+def test_folders_that_cannot_be_used(tmp_path):
+    with pytest.raises(UserError, match="there is no folder"):
+        read_image_folder(tmp_path / "absent", Problems())
+    with pytest.raises(UserError, match="holds no usable pair"):
+        read_image_folder(tmp_path, Problems())
+
+
+def test_each_caption_is_a_text_of_its_own(pictures):
+    rows = [{"image": "a.png", "captions": ["same", "same"]}, {"image": "b.jpg", "captions": "same"}]
+    data = read_manifest(write_jsonl(pictures / "m.jsonl", rows), Problems(), val_share=0, test_share=0)["train"]
+    assert data.text_ids == ("a.png#0", "a.png#1", "b.jpg#0")
+    assert Counter(data.text_kinds) == {"caption": 3} and data.pairs.tolist() == [[0, 0], [0, 1], [1, 2]]
+    assert data.images[0].read_bytes() == (pictures / "a.png").read_bytes()
