@@ -1,0 +1,90 @@
+"""Train and evaluate recipes over several seeds, and print one line for each with means and standard deviations.
+
+    python benchmarks/methods.py emoji-infonce emoji-pcmepp [--seeds 0 1 2] [--split style] [--set section.key=value]
+                                 [--out runs/methods] [--json PATH]
+
+Runs that are finished are not repeated, an interrupted one is resumed. Figures in per cent, except correlations.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from sfumato.evaluation.protocols import evaluate_retrieval
+from sfumato.files import write_json
+from sfumato.recipes import find_recipe
+from sfumato.training.config import load_recipe
+from sfumato.training.loop import embed_split, fit, load_split
+from sfumato.training.run import load_run
+
+
+def evaluate(folder: Path, split: str) -> dict[str, Any]:
+    """The evaluation of a finished run, from its folder if it is there already."""
+    path = folder / f"evaluation-{split}.json"
+    if not path.exists():
+        run = load_run(folder)
+        prepared = load_split(run, split)
+        kinds = prepared.data.text_kinds
+        embedded = embed_split(run.model, prepared)
+        result = evaluate_retrieval(
+            *embedded, prepared.data.relevance(), distance=run.loss.distance.name, text_kinds=kinds
+        )
+        write_json(path, result.to_json())
+    loaded: dict[str, Any] = json.loads(path.read_text())
+    return loaded
+
+
+def figures(result: dict[str, Any]) -> dict[str, float | None]:
+    """What is compared, from one evaluation."""
+    chosen: dict[str, float | None] = {}
+    for direction in ("t2i", "i2t"):
+        for name in ("recall@1", "recall@5", "recall@10", "r_precision", "map@r"):
+            chosen[f"{direction} {name}"] = 100 * result[direction][name]
+    if "name" in result["i2t_by_kind"]:
+        for name in ("recall@1", "recall@5", "recall@10"):
+            chosen[f"i2name {name}"] = 100 * result["i2t_by_kind"]["name"][name]
+    chosen["rsum"] = 100 * result["rsum"]
+    uncertainty, multiplicity = result["uncertainty"], result["multiplicity"]
+    for direction in ("i2t", "t2i"):
+        chosen[f"{direction} ten-bin correlation"] = uncertainty[direction]["correlation"] if uncertainty else None
+    for name in ("all", "balanced"):
+        chosen[f"multiplicity {name}"] = multiplicity[name] if multiplicity else None
+    return chosen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("recipes", nargs="+", help="names or paths of recipes")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--split", default="test")
+    parser.add_argument("--set", nargs="*", default=[], dest="overrides", metavar="KEY=VALUE")
+    parser.add_argument("--out", type=Path, default=Path("runs/methods"))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    table: dict[str, dict[str, Any]] = {}
+    for name in options.recipes:
+        results = []
+        for seed in options.seeds:
+            recipe = load_recipe(find_recipe(name), [*options.overrides, f"train.seed={seed}"])
+            folder = options.out / f"{recipe.name}-{seed}"
+            fit(recipe, folder)
+            results.append(figures(evaluate(folder, options.split)))
+        table[name] = {}
+        for key in results[0]:
+            values = [r[key] for r in results if r[key] is not None]
+            if values:
+                deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+                table[name][key] = {"mean": statistics.mean(values), "deviation": deviation, "values": values}
+        print(f"{name} ({options.split}, {len(options.seeds)} seeds)")
+        for key, value in table[name].items():
+            print(f"  {key:<24}{value['mean']:8.2f} ± {value['deviation']:.2f}")
+    if options.json:
+        options.json.write_text(
+            json.dumps({"split": options.split, "seeds": options.seeds, "table": table}, indent=2) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
