@@ -73,7 +73,7 @@ def main() -> None:
             results.append(figures(evaluate(folder, options.split)))
         table[name] = {}
         for key in results[0]:
-            values = [r[key] for r in results if r[key] is not None]
+            values = [value for r in results if (value := r[key]) is not None]
             if values:
                 deviation = statistics.stdev(values) if len(values) > 1 else 0.0
                 table[name][key] = {"mean": statistics.mean(values), "deviation": deviation, "values": values}

@@ -29,7 +29,7 @@ def test_shell_blocks_run(tmp_path):
     shutil.move(tmp_path / "data", tmp_path / "pictures")
     (tmp_path / "bin").mkdir()
     command = tmp_path / "bin" / "sfumato"
-    command.write_text(f"#!/bin/sh\nexec {sys.executable} -m sfumato.cli \"$@\"\n")
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m sfumato.cli "$@"\n')
     command.chmod(0o755)
     environment = {**os.environ, "PATH": f"{command.parent}:{os.environ['PATH']}"}
     (script,) = blocks("sh")
@@ -44,10 +44,15 @@ def test_make_targets_exist():
     assert targets and all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in targets)
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/decisions.md", "docs/math.md", "docs/log.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", "docs/decisions.md", "docs/math.md", "docs/log.md"]
+)
 def test_named_paths_exist(document):
     text = (ROOT / document).read_text(encoding="utf-8")
-    named = re.findall(r"`((?:src|tests|docs|recipes|benchmarks|scripts|losses|search|encoders|training|metrics|evaluation|data)/[\w./-]*)`", text)
+    named = re.findall(
+        r"`((?:src|tests|docs|recipes|benchmarks|scripts|losses|search|encoders|training|metrics|evaluation|data)/[\w./-]*)`",
+        text,
+    )
     named += [link for link in re.findall(r"\]\(([^)#:]+)\)", text)]
     places = (ROOT, ROOT / "src" / "sfumato", ROOT / "docs")
     missing = [path for path in named if not any((place / path).exists() for place in places)]
@@ -55,6 +60,10 @@ def test_named_paths_exist(document):
 
 
 def test_no_path_of_one_machine_and_no_foreign_folder():
-    for path in [p for p in ROOT.rglob("*") if p.suffix in {".py", ".md", ".toml"} and not {".venv", "runs", ".git"} & set(p.parts)]:
+    for path in [
+        p
+        for p in ROOT.rglob("*")
+        if p.suffix in {".py", ".md", ".toml"} and not {".venv", "runs", ".git"} & set(p.parts)
+    ]:
         if path != Path(__file__) and path.name != "NOTE_TO_HELPERS.md":
             assert not re.search(r"(?<![\w.])/(?:work|root|home)/", path.read_text(encoding="utf-8")), path

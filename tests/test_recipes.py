@@ -44,11 +44,18 @@ def test_a_wrong_override_is_named(override, message):
 def test_every_mistake_is_listed():
     with pytest.raises(UserError) as error:
         check_recipe({"name": "x", "train": {"epochs": 0, "sead": 1}}, "here.toml")
-    assert "here.toml: " in str(error.value) and "train.epochs" in str(error.value) and "did you mean 'train.seed'" in str(error.value)
+    assert (
+        "here.toml: " in str(error.value)
+        and "train.epochs" in str(error.value)
+        and "did you mean 'train.seed'" in str(error.value)
+    )
 
 
 def test_values_and_bare_words():
-    recipe = load_recipe(find_recipe("emoji-demo"), ["optim.name=adamp", "loss.alpha=0.01", "data.kind_weights={name = 1.0}", "optim.betas=[0.9, 0.98]"])
+    recipe = load_recipe(
+        find_recipe("emoji-demo"),
+        ["optim.name=adamp", "loss.alpha=0.01", "data.kind_weights={name = 1.0}", "optim.betas=[0.9, 0.98]"],
+    )
     assert recipe.optim.name == "adamp" and recipe.loss.alpha == 0.01
     assert recipe.data.kind_weights == {"name": 1.0} and recipe.optim.betas == (0.9, 0.98)
 

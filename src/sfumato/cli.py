@@ -193,6 +193,9 @@ def main() -> None:
     debug = bool(os.environ.get("SFUMATO_DEBUG"))
     try:
         app(standalone_mode=True)
+    except BrokenPipeError:  # whoever read our output has seen enough, as in `sfumato search ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except (UserError, ValueError, OSError) as error:
         if debug:
             raise

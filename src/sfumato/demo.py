@@ -3,7 +3,6 @@
 import base64
 import math
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import jinja2
 import numpy as np
 import torch
 
+from sfumato import __version__
 from sfumato.console import print_evaluation, print_search
 from sfumato.data.emoji import emoji_names
 from sfumato.data.pairs import PairData
@@ -114,7 +114,7 @@ def _page(
     variance = texts.total_variance.numpy()
     environment = jinja2.Environment(loader=jinja2.PackageLoader("sfumato"), autoescape=True, trim_blocks=True)
     page: str = environment.get_template("demo.html.j2").render(
-        version=metadata.version("sfumato"),
+        version=__version__,
         n_images=len(index),
         n_texts=texts.n,
         pairs=[cards[i : i + 2] for i in range(0, len(cards), 2)],
