@@ -65,9 +65,9 @@ def imports_of(path: Path) -> set[str]:
         names = []
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
-            names = (
-                [node.module or ""] if node.module != "sfumato" else [f"sfumato.{alias.name}" for alias in node.names]
-            )
+            names = [node.module or ""]
+            if node.module == "sfumato":
+                names = [f"sfumato.{alias.name}" for alias in node.names if alias.name != "__version__"]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         parts |= {name.split(".")[1] for name in names if name.startswith("sfumato.")}
