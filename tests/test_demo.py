@@ -1,0 +1,26 @@
+"""The demonstration with a tiny model: the whole way, and a page that needs nothing else."""
+
+import json
+import re
+
+from sfumato.demo import PAIRS, run_demo
+
+TINY = ["model.image.kind=small", "model.image.size=16", "model.image.width=4", "model.text.width=16", "model.dim=16", "train.epochs=1"]
+
+
+def test_demo_makes_a_self_contained_page(tmp_path, capsys):
+    result = run_demo(tmp_path / "demo", TINY)
+    printed = capsys.readouterr().out
+    for pair in PAIRS:
+        assert all(query in printed for query in pair)
+    assert "image -> name" in printed and "matches expected" in printed
+    page = (tmp_path / "demo" / "index.html").read_text()
+    assert not re.search(r"https?://|<script|<link|url\(", page), "a page that loads something from elsewhere"
+    assert page.count("data:image/png;base64,") >= 12 * 2 * len(PAIRS)
+    assert all(f"“{query}”" in page for pair in PAIRS for query in pair)
+    assert "+nan" not in page and "None" not in page
+    assert json.loads((tmp_path / "demo" / "run" / "evaluation-test-csd.json").read_text()) == result["test"]
+    assert [s["query"] for s in result["searches"]] == [q for pair in PAIRS for q in pair]
+    assert all(len(s["hits"]) == 12 for s in result["searches"])
+    again = run_demo(tmp_path / "demo", TINY)
+    assert again["searches"] == result["searches"], "a finished demo is shown again, not trained again"
