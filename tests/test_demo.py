@@ -5,7 +5,14 @@ import re
 
 from sfumato.demo import PAIRS, run_demo
 
-TINY = ["model.image.kind=small", "model.image.size=16", "model.image.width=4", "model.text.width=16", "model.dim=16", "train.epochs=1"]
+TINY = [
+    "model.image.kind=small",
+    "model.image.size=16",
+    "model.image.width=4",
+    "model.text.width=16",
+    "model.dim=16",
+    "train.epochs=1",
+]
 
 
 def test_demo_makes_a_self_contained_page(tmp_path, capsys):

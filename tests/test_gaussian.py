@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sfumato.files import write_atomically, write_json
 from sfumato.gaussian import GaussianEmbedding, load_embeddings, save_embeddings
 
 
@@ -92,7 +91,16 @@ def test_frozen():
         some().mean = torch.zeros(1, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_moving_and_detaching():
+    mean = torch.zeros(2, 3, requires_grad=True)
+    e = GaussianEmbedding(mean, mean)
+    assert e.to(torch.float64).dtype == torch.float64 and e.to("cpu").device.type == "cpu"
+    assert e.mean.requires_grad and not e.detach().mean.requires_grad and not e.detach().log_var.requires_grad
+    with pytest.raises(ValueError, match="got no parts, expected at least one"):
+        GaussianEmbedding.cat([])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_files_give_back_what_was_saved(tmp_path, dtype):
     e = some().to(dtype)
     ids = ["a", "ein Bär", "日本"]
@@ -102,6 +110,15 @@ def test_files_give_back_what_was_saved(tmp_path, dtype):
     points = GaussianEmbedding.point(e.mean)
     save_embeddings(tmp_path / "p.safetensors", points, ids)
     assert load_embeddings(tmp_path / "p.safetensors")[0].log_var.isneginf().all()
+
+
+def test_files_of_no_embeddings_and_of_parts_of_a_graph(tmp_path):
+    save_embeddings(tmp_path / "e", some(0), [])
+    loaded, ids = load_embeddings(tmp_path / "e")
+    assert loaded.mean.shape == (0, 4) and ids == []
+    mean = torch.randn(6, 4, requires_grad=True)
+    save_embeddings(tmp_path / "e", GaussianEmbedding(mean, -mean)[::2], ["a", "b", "c"])  # not contiguous, has a graph
+    assert torch.equal(load_embeddings(tmp_path / "e")[0].log_var, -mean.detach()[::2])
 
 
 def test_saving_checks_its_input(tmp_path):
@@ -127,13 +144,3 @@ def test_loading_refuses_what_is_not_ours(tmp_path):
         (tmp_path / "cut").write_bytes((tmp_path / "e.safetensors").read_bytes()[:-cut])
         with pytest.raises(ValueError, match="damaged"):
             load_embeddings(tmp_path / "cut")
-
-
-def test_files_are_replaced_whole(tmp_path):
-    path = tmp_path / "x.json"
-    write_json(path, {"a": 1})
-    with pytest.raises(ValueError):
-        write_json(path, {"a": math.nan})
-    assert path.read_text() == '{\n  "a": 1\n}\n' and list(tmp_path.iterdir()) == [path]
-    with pytest.raises(FileNotFoundError, match="create it first"):
-        write_atomically(tmp_path / "no" / "x", b"")

@@ -120,3 +120,18 @@ def test_sampled_probability_carries_gradients():
     assert mean.grad.abs().sum() > 0 and scale.grad.abs() > 0
     with pytest.raises(ValueError, match="same d"):
         sampled_match_log_probability(x, pair(d=5)[1], 1.0, 1.0)
+
+
+def test_sampled_probability_carries_the_gradient_of_the_scale_alone():
+    """Frozen embeddings, learnt logits: the blocks are written into place, which must not lose the gradient."""
+    x, y = pair()
+    gradients = []
+    for memory_mb in (64.0, 1e-4):
+        scale = torch.tensor(1.5, requires_grad=True)
+        generator = torch.Generator().manual_seed(3)
+        sampled_match_log_probability(
+            x, y, scale, 2.0, n_samples=3, generator=generator, memory_mb=memory_mb
+        ).sum().backward()
+        gradients.append(scale.grad)
+    torch.testing.assert_close(*gradients)
+    assert gradients[0] < 0

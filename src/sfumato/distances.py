@@ -7,6 +7,7 @@ backward pass too. Formulas and sources stand in docs/math.md. This module knows
 """
 
 import difflib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 DEFAULT_MEMORY_MB = 64.0
 """Working memory of the sampled distances, beside inputs and result."""
 
-STREAM_MEMORY_MB = 4.0
-"""Working memory of elk and bhattacharyya: blocks that stay in the cache are about seven times faster than larger ones."""
+STREAM_MEMORY_MB = 8.0
+"""Working memory of elk and bhattacharyya: few blocks, yet each fits in a cache."""
 
 
 def squared_l2(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
@@ -443,8 +444,14 @@ def reduce_sample_distances(
         squared = _squared_l2_matrix(a.flatten(0, 1), b.flatten(0, 1))
         return reduce(_sqrt(squared).unflatten(0, (len(a), s)).unflatten(2, (len(b), t)).transpose(1, 2))
 
+    # Counted in the backward pass: six values for each pair of samples, five copies of the samples of each block.
     return _blockwise(
-        block, (x_samples.to(dtype),), (y_samples.to(dtype),), floats_per_pair=3 * s * t, memory_mb=memory_mb
+        block,
+        (x_samples.to(dtype),),
+        (y_samples.to(dtype),),
+        floats_per_pair=6 * s * t,
+        floats_per_row=5 * max(s, t) * x_samples.shape[2],
+        memory_mb=memory_mb,
     )
 
 
@@ -568,35 +575,55 @@ def _kl_matrix(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
         return (torch.addmm(constant, features, weights.T) / 2).clamp_min(0)
 
 
+# Written in place where no gradient needs the parts: at this size fresh memory for each costs more than the arithmetic.
+
+
 def _elk_terms(mean_x: Tensor, var_x: Tensor, mean_y: Tensor, var_y: Tensor) -> Tensor:
-    var = var_x + var_y
-    return (mean_x - mean_y).square() / var + var.log()
+    var, gap = var_x + var_y, mean_x - mean_y
+    if var.requires_grad or gap.requires_grad:
+        return gap.square() / var + var.log()
+    return gap.square_().div_(var).add_(var.log_())
 
 
 def _bhattacharyya_terms(mean_x: Tensor, var_x: Tensor, mean_y: Tensor, var_y: Tensor) -> Tensor:
     """4 x the summand; (var_x + var_y)^2 / (4 var_x var_y) as 1 + r is exact for equal variances."""
-    var, gap = var_x + var_y, var_x - var_y
-    return (mean_x - mean_y).square() / var + (gap.square() / (4 * var_x * var_y)).log1p()
+    var, gap, spread = var_x + var_y, mean_x - mean_y, var_x - var_y
+    if var.requires_grad or gap.requires_grad:
+        return gap.square() / var + (spread.square() / (4 * var_x * var_y)).log1p()
+    gap.square_().div_(var)
+    return gap.add_(spread.square_().div_(torch.mul(4 * var_x, var_y, out=var)).log1p_())
 
 
 def _blockwise(
-    function: Callable[..., Tensor], x: Sequence[Tensor], y: Sequence[Tensor], *, floats_per_pair: int, memory_mb: float
+    function: Callable[..., Tensor],
+    x: Sequence[Tensor],
+    y: Sequence[Tensor],
+    *,
+    floats_per_pair: int,
+    floats_per_row: int = 0,
+    memory_mb: float,
 ) -> Tensor:
-    """function on blocks of rows of x and y, its (rows, columns) results put together; recomputed in the backward pass."""
+    """function on square blocks of x and y, its (rows, columns) results put together; recomputed in the backward pass."""
     n, m = len(x[0]), len(y[0])
     if n == 0 or m == 0:
         return x[0].new_zeros(n, m)
     if memory_mb <= 0:
         raise ValueError(f"memory_mb must be positive, got {memory_mb}")
-    pairs = max(1, int(memory_mb * 2**20 / x[0].element_size() / floats_per_pair))
-    columns = min(m, pairs)
-    rows = max(1, pairs // columns)
-    tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (*x, *y))
-    bands = []
-    for i in range(0, n, rows):
-        blocks = []
-        for j in range(0, m, columns):
-            parts = [t[i : i + rows] for t in x] + [t[j : j + columns] for t in y]
-            blocks.append(checkpoint(function, *parts, use_reentrant=False) if tracked else function(*parts))
-        bands.append(torch.cat(blocks, dim=1))
-    return torch.cat(bands)
+    budget = memory_mb * 2**20 / x[0].element_size()
+    # side^2 * floats_per_pair + 2 * side * floats_per_row = budget; a side cut short leaves more for the other.
+    side = (math.sqrt(floats_per_row**2 + floats_per_pair * budget) - floats_per_row) / floats_per_pair
+
+    def other(cut: float) -> float:
+        return (budget - cut * floats_per_row) / (cut * floats_per_pair + floats_per_row)
+
+    rows = max(1, min(n, int(other(m) if m < side else side)))
+    columns = max(1, min(m, int(other(rows))))
+    x_blocks, y_blocks = (list(zip(*(t.split(k) for t in part), strict=True)) for part, k in ((x, rows), (y, columns)))
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*x, *y)):
+        recompute = functools.partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+        return torch.cat([torch.cat([recompute(*a, *b) for b in y_blocks], dim=1) for a in x_blocks])
+    result = x[0].new_empty(n, m)
+    for i, a in enumerate(x_blocks):
+        for j, b in enumerate(y_blocks):
+            result[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns] = function(*a, *b)
+    return result

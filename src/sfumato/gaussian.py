@@ -143,7 +143,7 @@ class GaussianEmbedding:
             raise ValueError(f"sample: n_samples must be at least 1, got {n_samples}")
         shape = (self.n, n_samples, self.d)
         noise = torch.randn(shape, generator=generator, dtype=self.dtype, device=self.device)
-        return self.mean.unsqueeze(1) + (self.log_var / 2).exp().unsqueeze(1) * noise
+        return torch.addcmul(self.mean.unsqueeze(1), (self.log_var / 2).exp().unsqueeze(1), noise)
 
     def to(self, target: torch.device | torch.dtype | str) -> "GaussianEmbedding":
         """Both tensors moved to a device or cast to a dtype."""

@@ -131,6 +131,9 @@ def test_efficientnet_gives_the_features_of_its_whole_network():
     features = backbone([png("green"), png("white", (64, 64))])
     assert features[0].shape == (4, 1280) and features[0].dtype == np.float16
     assert "size=64" in backbone.fingerprint
+    single = image_backbone("efficientnet-lite0", size=64, grid=1)
+    assert single.fingerprint != backbone.fingerprint
+    np.testing.assert_allclose(single([png("green")])[0][0], features[0].astype(np.float32).mean(0), atol=2e-2)
     with pytest.raises(ValueError):
         backbone([b"nonsense"])
 
@@ -165,7 +168,9 @@ def test_local_transformers_models_of_both_kinds(tmp_path):
     resnet = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1], layer_type="basic")
     transformers.ResNetModel(resnet).save_pretrained(tmp_path / "resnet")
     transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "resnet")
-    assert image_backbone(str(tmp_path / "resnet")).channels == 12
+    assert image_backbone(str(tmp_path / "resnet"), grid=1)([png()])[0].shape == (1, 12)
+    with pytest.raises(UserError, match="grid is for convolutional maps"):
+        image_backbone(str(tmp_path / "vit"), grid=2)
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{i}" for i in range(120)), "dog", "runs"]
     (tmp_path / "bert").mkdir()

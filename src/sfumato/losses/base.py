@@ -52,11 +52,16 @@ class MatchLoss(nn.Module, ABC):
 
 
 def check_match(image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, who: str) -> Tensor:
-    """match in the dtype of the distances, after its checks."""
+    """match on the device of the images, after its checks."""
     if match.shape != (image.n, text.n):
         raise ValueError(
             f"{who}: match must have shape (images, texts) = ({image.n}, {text.n}), got {tuple(match.shape)}"
         )
     if image.n == 0 or text.n == 0:
         raise ValueError(f"{who}: got an empty batch of {image.n} images and {text.n} texts")
+    if not ((match >= 0) & (match <= 1)).all():
+        raise ValueError(
+            f"{who}: match must lie in [0, 1], got values from {match.min():.4g} to {match.max():.4g};"
+            " labels of -1 and 1 become (match + 1) / 2"
+        )
     return match.to(device=image.device)

@@ -64,7 +64,7 @@ def build_model(config: ModelConfig, tokenizer: Tokenizer | None) -> DualEncoder
         image_reader: PixelReader | FrozenReader = PixelReader(config.image.size)
         image_encoder: SmallImageEncoder | FeatureInput = SmallImageEncoder(config.image.width)
     else:
-        backbone = image_backbone(config.image.backbone, size=config.image.size)
+        backbone = image_backbone(config.image.backbone, size=config.image.size, grid=config.image.grid)
         image_reader = FrozenReader(backbone, cache)
         image_encoder = FeatureInput(backbone.channels, config.feature_dropout)
     if isinstance(config.text, SmallTextConfig):

@@ -87,6 +87,7 @@ class FrozenImageConfig(_Section):
         "efficientnet-lite0", description="efficientnet-lite0, a hub name, or a local transformers folder"
     )
     size: int | None = Field(None, ge=16, description="side of the pictures in pixels; the backbone's own if left out")
+    grid: int | None = Field(None, ge=1, description="average a convolutional map down to grid x grid tokens; all if left out")
 
 
 class FrozenTextConfig(_Section):

@@ -1,0 +1,18 @@
+"""One small batch for all loss tests: n, m and d differ, means are not normalised, labels are soft, items have several matches."""
+
+import torch
+
+from sfumato.gaussian import GaussianEmbedding
+
+
+def batch(n=4, m=6, d=5, seed=0, dtype=torch.float64):
+    """Different n, m and d; un-normalised means."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda k, scale: scale * torch.randn(k, d, generator=generator, dtype=dtype)
+    return GaussianEmbedding(draw(n, 0.6), draw(n, 0.5) - 2), GaussianEmbedding(draw(m, 0.6), draw(m, 0.5) - 2)
+
+
+MATCH = torch.tensor(
+    [[1, 0, 0, 0, 0.9, 0], [0, 1, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0.7], [0, 0, 0, 1, 0, 0.3]],
+    dtype=torch.float64,
+)

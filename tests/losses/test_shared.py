@@ -1,0 +1,101 @@
+"""One battery for every loss in LOSSES; a new one is picked up unasked."""
+
+import pytest
+import torch
+from batches import MATCH, batch
+
+from sfumato.distances import DISTANCES
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.losses import LOSSES
+
+
+@pytest.fixture(params=LOSSES)
+def loss(request):
+    return LOSSES[request.param]().double()
+
+
+def test_terms_sum_to_the_total(loss):
+    output = loss(*batch(), MATCH)
+    torch.testing.assert_close(sum(output.terms.values()), output.total)
+    assert output.total.ndim == 0 and torch.isfinite(output.total)
+    assert all(not value.requires_grad for value in output.stats.values())
+
+
+def test_permuting_pairs_changes_nothing(loss):
+    image, text = batch()
+    rows, columns = torch.tensor([2, 0, 3, 1]), torch.tensor([5, 1, 4, 0, 2, 3])
+    permuted = loss(image[rows], text[columns], MATCH[rows][:, columns])
+    torch.testing.assert_close(permuted.total, loss(image, text, MATCH).total)
+
+
+def test_swapping_sides_and_transposing_changes_nothing(loss):
+    image, text = batch()
+    torch.testing.assert_close(loss(text, image, MATCH.T).total, loss(image, text, MATCH).total)
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_gradients_are_finite_at_identical_inputs(loss, distance):
+    image, _ = batch(4, dtype=torch.float32)
+    mean = image.mean[:1].expand(4, -1).clone().requires_grad_()
+    log_var = image.log_var[:1].expand(4, -1).clone().requires_grad_()
+    e = GaussianEmbedding(mean, log_var)
+    type(loss)(distance=distance)(e, e, torch.eye(4)).total.backward()
+    assert torch.isfinite(mean.grad).all() and (log_var.grad is None or torch.isfinite(log_var.grad).all())
+
+
+def test_gradients_are_those_of_the_function(loss):
+    image, text = batch(3, 3, 2)
+    match = torch.eye(3, dtype=torch.float64)
+    inputs = [t.requires_grad_() for t in (image.mean, image.log_var, text.mean, text.log_var)]
+    function = lambda a, b, c, d: loss(GaussianEmbedding(a, b), GaussianEmbedding(c, d), match).total
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+def test_half_precision_inputs(loss):
+    image, text = batch(dtype=torch.float32)
+    exact = loss.float()(image, text, MATCH).total
+    half = loss(image.to(torch.bfloat16), text.to(torch.bfloat16), MATCH).total
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, exact, rtol=0.05, atol=0.05)
+
+
+def test_shapes_emptiness_and_labels_are_checked(loss):
+    image, text = batch()
+    with pytest.raises(ValueError, match=r"match must have shape \(images, texts\) = \(4, 6\), got \(6, 4\)"):
+        loss(image, text, MATCH.T)
+    with pytest.raises(ValueError, match="empty batch of 0 images and 6 texts"):
+        loss(image[:0], text, MATCH[:0])
+    with pytest.raises(ValueError, match=r"match must lie in \[0, 1\], got values from -1 to 1; labels of -1 and 1"):
+        loss(image, text, 2 * MATCH.round() - 1)
+    with pytest.raises(ValueError, match=r"match must lie in \[0, 1\], got values from nan"):
+        loss(image, text, MATCH * torch.nan)
+
+
+@pytest.mark.parametrize("name", ["infonce", "triplet"])
+def test_a_batch_without_a_match_is_refused(name):
+    with pytest.raises(ValueError, match="no pair of the batch matches"):
+        LOSSES[name]()(*batch(dtype=torch.float32), torch.zeros(4, 6))
+
+
+def test_labels_may_be_whole_numbers_or_truth_values(loss):
+    image, text = batch()
+    totals = [loss(image, text, MATCH.round().to(dtype)).total for dtype in (torch.float64, torch.bool, torch.int64)]
+    assert totals[0] == totals[1] == totals[2]
+
+
+def test_soft_labels_lie_between_hard_ones(loss):
+    """The label counts: 0.9 is neither 0 nor 1 (for the triplet, which has a threshold at 1/2, 0.4 is 0 and 0.9 is 1)."""
+    image, text = batch()
+    lower, upper = MATCH.clone(), MATCH.clone()
+    lower[0, 4], upper[0, 4] = 0, 1
+    values = [loss(image, text, match).total for match in (lower, MATCH, upper)]
+    assert values[0] != values[1]
+    assert (values[1] == values[2]) == (type(loss) is LOSSES["triplet"])
+
+
+def test_autocast_changes_nothing(loss):
+    image, text = batch(dtype=torch.float32)
+    loss = loss.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = loss(image, text, MATCH).total
+    torch.testing.assert_close(inside, loss(image, text, MATCH).total, rtol=1e-6, atol=1e-6)

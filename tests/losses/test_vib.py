@@ -1,0 +1,45 @@
+"""The bottleneck against torch's own divergence, and the guard around it."""
+
+import pytest
+import references
+import torch
+from batches import MATCH, batch
+from torch.distributions import Normal, kl_divergence
+
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.losses import pcmepp_loss, vib_loss
+
+
+def test_vib_by_hand_and_its_guard():
+    assert vib_loss(GaussianEmbedding(torch.ones(1, 4), torch.zeros(1, 4))).item() == pytest.approx(0.5)
+    image, text = batch()
+    assert vib_loss(image).item() == pytest.approx(references.vib(image.mean.tolist(), image.var.tolist()), rel=1e-12)
+    wide = GaussianEmbedding(image.mean, torch.full_like(image.mean, 12.0))
+    output = pcmepp_loss(wide, text, MATCH, logit_scale=1.0, logit_bias=1.0, alpha=0, beta=1.0)
+    assert output.stats["vib_ignored"] == 1
+    assert output.terms["vib"].item() == pytest.approx(vib_loss(text).item())
+
+
+def test_vib_is_the_divergence_to_the_standard_normal_per_dimension():
+    image, _ = batch()
+    exact = kl_divergence(Normal(image.mean, image.var.sqrt()), Normal(0.0, 1.0))
+    torch.testing.assert_close(vib_loss(image), exact.mean())
+    deviations_for_variances = (image.mean.square() + image.var.sqrt() - 1 - image.log_var / 2).mean() / 2
+    for wrong in (exact.sum(), exact.sum(1).mean(), deviations_for_variances):
+        assert (wrong - vib_loss(image)).abs() > 1e-3
+
+
+def test_vib_is_least_at_the_standard_normal_and_precise_near_it():
+    assert vib_loss(GaussianEmbedding(torch.zeros(3, 4), torch.zeros(3, 4))) == 0
+    near = torch.full((3, 4), 1e-3)
+    assert vib_loss(GaussianEmbedding(torch.zeros(3, 4), near)).item() == pytest.approx(1e-6 / 4, rel=2e-2)
+
+
+def test_an_exploded_bottleneck_leaves_finite_gradients_to_the_rest():
+    image, text = batch(dtype=torch.float32)
+    log_var = torch.full_like(image.log_var, 20.0).requires_grad_()
+    output = pcmepp_loss(
+        GaussianEmbedding(image.mean, log_var), text, MATCH, logit_scale=1e-9, logit_bias=1.0, alpha=0, beta=1.0
+    )
+    output.total.backward()
+    assert output.stats["vib_ignored"] == 1 and torch.isfinite(log_var.grad).all()
