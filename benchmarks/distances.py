@@ -2,11 +2,13 @@
 
     python benchmarks/distances.py [--n 1000] [--m 5000] [--d 512] [--repeats 3] [--json PATH]
 
-Times are medians; ratios are within this one run.
+Times are medians; ratios are within this one run. Other work on the same cores spoils multi-threaded times most: look at the
+load that is reported, or set OMP_NUM_THREADS=1.
 """
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -43,9 +45,8 @@ def main() -> None:
         for k in (options.n, options.m)
     )
     base = median_seconds(lambda: x.mean @ y.mean.T, 5 * options.repeats)
-    print(
-        f"{options.n} x {options.m} x {options.d}, {torch.get_num_threads()} threads; bare product {base * 1000:.1f} ms"
-    )
+    threads, load = torch.get_num_threads(), os.getloadavg()[0]
+    print(f"{options.n} x {options.m} x {options.d}, {threads} threads, load {load:.1f}; product {base * 1000:.1f} ms")
     results = {}
     for name, distance in DISTANCES.items():
         quick = distance.name not in {"elk", "bhattacharyya", "average_l2"}
@@ -57,7 +58,8 @@ def main() -> None:
             "n": options.n,
             "m": options.m,
             "d": options.d,
-            "threads": torch.get_num_threads(),
+            "threads": threads,
+            "load": load,
             "product_seconds": base,
         }
         options.json.write_text(json.dumps({**about, "results": results}, indent=2) + "\n")

@@ -21,7 +21,7 @@ from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 DEFAULT_MEMORY_MB = 64.0
 """Working memory of the sampled distances, beside inputs and result."""
 
-STREAM_MEMORY_MB = 8.0
+STREAM_MEMORY_MB = 16.0
 """Working memory of elk and bhattacharyya: few blocks, yet each fits in a cache."""
 
 
@@ -325,7 +325,7 @@ def elk_matrix(x: GaussianEmbedding, y: GaussianEmbedding, *, memory_mb: float =
     def block(mean_x: Tensor, var_x: Tensor, mean_y: Tensor, var_y: Tensor) -> Tensor:
         return _elk_terms(mean_x.unsqueeze(1), var_x.unsqueeze(1), mean_y, var_y).sum(-1)
 
-    total = _blockwise(block, (x.mean, x.var), (y.mean, y.var), floats_per_pair=4 * x.d, memory_mb=memory_mb)
+    total = _blockwise(block, (x.mean, x.var), (y.mean, y.var), floats_per_pair=8 * x.d, memory_mb=memory_mb)
     return total / 2 + x.d / 2 * math.log(2 * math.pi)
 
 
@@ -368,7 +368,7 @@ def bhattacharyya_matrix(x: GaussianEmbedding, y: GaussianEmbedding, *, memory_m
     def block(mean_x: Tensor, var_x: Tensor, mean_y: Tensor, var_y: Tensor) -> Tensor:
         return _bhattacharyya_terms(mean_x.unsqueeze(1), var_x.unsqueeze(1), mean_y, var_y).sum(-1)
 
-    return _blockwise(block, (x.mean, x.var), (y.mean, y.var), floats_per_pair=5 * x.d, memory_mb=memory_mb) / 4
+    return _blockwise(block, (x.mean, x.var), (y.mean, y.var), floats_per_pair=10 * x.d, memory_mb=memory_mb) / 4
 
 
 def average_l2(
