@@ -7,6 +7,7 @@ Runs that are finished are not repeated, an interrupted one is resumed. Figures 
 """
 
 import argparse
+import hashlib
 import json
 import statistics
 from pathlib import Path
@@ -68,7 +69,10 @@ def main() -> None:
         results = []
         for seed in options.seeds:
             recipe = load_recipe(find_recipe(name), [*options.overrides, f"train.seed={seed}"])
-            folder = options.out / f"{recipe.name}-{seed}"
+            changed = (
+                hashlib.sha256("\n".join(options.overrides).encode()).hexdigest()[:8] if options.overrides else "plain"
+            )
+            folder = options.out / f"{recipe.name}-{changed}-{seed}"
             fit(recipe, folder)
             results.append(figures(evaluate(folder, options.split)))
         table[name] = {}

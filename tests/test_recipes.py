@@ -65,6 +65,13 @@ def test_another_loss_starts_its_section_afresh():
     assert recipe.loss.margin == 0.3 and not hasattr(recipe.loss, "alpha")
 
 
+def test_the_order_of_overrides_does_not_matter():
+    recipe = load_recipe(find_recipe("emoji-infonce"), ["loss.alpha=0.7", "model.variance=true", "loss.name=pcmepp"])
+    assert recipe.loss.alpha == 0.7
+    with pytest.raises(UserError, match="logit_bias"):
+        load_recipe(find_recipe("emoji-demo"), ["loss.logit_bias=nan"])
+
+
 def test_variance_free_distances_of_point_models():
     with pytest.raises(UserError, match="needs variances, but model.variance=false"):
         load_recipe(find_recipe("emoji-infonce"), ["loss.distance=kl"])

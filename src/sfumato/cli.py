@@ -103,6 +103,7 @@ def embed(
 
     if (images is None) == (texts is None):
         raise UserError("give either --images FOLDER or --texts FILE")
+    out.parent.mkdir(parents=True, exist_ok=True)
     loaded = load_run(run)
     embeddings, ids, problems = embed_folder(loaded, images) if images else embed_lines(loaded, texts or Path())
     save_embeddings(out, embeddings, ids)
@@ -120,12 +121,15 @@ def index(
     as_json: AsJson = False,
 ) -> None:
     """Build an index over pictures, to be searched by text or by picture."""
+    from sfumato.search.index import check_settings
     from sfumato.training.inference import build_index, embed_folder, embed_split_images
     from sfumato.training.run import load_run
 
     if (images is None) == (split is None):
         raise UserError("give either --images FOLDER or --split NAME")
+    out.parent.mkdir(parents=True, exist_ok=True)
     loaded = load_run(run)
+    check_settings(loaded.loss.distance.name, engine)
     embeddings, ids, problems = embed_folder(loaded, images) if images else embed_split_images(loaded, split or "")
     built = build_index(loaded, embeddings, ids, engine=engine)
     built.save(out)
@@ -193,9 +197,6 @@ def main() -> None:
     debug = bool(os.environ.get("SFUMATO_DEBUG"))
     try:
         app(standalone_mode=True)
-    except BrokenPipeError:  # whoever read our output has seen enough, as in `sfumato search ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
     except (UserError, ValueError, OSError) as error:
         if debug:
             raise

@@ -47,10 +47,12 @@ def print_search(result: dict[str, Any]) -> None:
     print(
         f"{result['query']}   uncertainty {result['uncertainty']:.3g}, about {result['expected_matches']:.1f} matches expected"
     )
+    if not result["calibrated"]:
+        print("  (probabilities not calibrated for such queries: trust their order, not their size)")
     for hit in result["hits"]:
         label = f"  {hit['label']}" if hit.get("label") else ""
         print(
-            f"  {hit['match_probability']:7.1%}  csd {hit['distance']:.4f}  uncertainty {hit['uncertainty']:.3g}  {hit['id']}{label}"
+            f"  {hit['match_probability']:7.1%}  {result['distance']} {hit['distance']:.4f}  uncertainty {hit['uncertainty']:.3g}  {hit['id']}{label}"
         )
 
 

@@ -35,6 +35,11 @@ PAIRS = (("animal", "giraffe"), ("fruit", "pineapple"), ("vehicle", "fire engine
 PICTURES = ("1F98A", "1F34E", "1F692", "1F47B")
 """Pictures to be described: fox, red apple, fire engine, ghost."""
 
+_VARIANCE_NOTE = (
+    "So ask for expected matches, not for the variance, when you want to know how ambiguous a text is: variance also measures how"
+    " crowded its neighbourhood is."
+)
+
 _COLOURS = {"name": "#2563eb", "tag": "#0f766e", "subgroup": "#c2410c", "group": "#7c3aed"}
 
 
@@ -51,9 +56,8 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
     started = time.monotonic()
     recipe = load_recipe(find_recipe(RECIPE), overrides)
     print(f"1. Training {recipe.name}: emoji in two drawing styles, from their pictures and names")
-    fit(recipe, out / "run")
+    seconds = fit(recipe, out / "run")["seconds"]
     run = load_run(out / "run")
-    seconds = time.monotonic() - started
 
     print("\n2. Evaluating on concepts drawn in a style that training never saw")
     test = load_split(run, "test")
@@ -112,6 +116,7 @@ def _page(
     expected = np.array(expected_matches(index, texts))
     counts = data.relevance().transpose().counts
     variance = texts.total_variance.numpy()
+    balanced = balanced_spearman(expected, counts), balanced_spearman(variance, counts)
     environment = jinja2.Environment(loader=jinja2.PackageLoader("sfumato"), autoescape=True, trim_blocks=True)
     page: str = environment.get_template("demo.html.j2").render(
         version=__version__,
@@ -120,13 +125,11 @@ def _page(
         pairs=[cards[i : i + 2] for i in range(0, len(cards), 2)],
         pictures=_described(run, data, images, texts, pictures),
         expected_spearman=f"{spearman(expected, counts):+.2f}",
-        expected_balanced=f"{balanced_spearman(expected, counts):+.2f}",
+        expected_balanced=f"{balanced[0]:+.2f}",
         variance_spearman=f"{spearman(variance, counts):+.2f}",
-        variance_balanced=f"{balanced_spearman(variance, counts):+.2f}",
-        variance_note=(
-            "So ask for expected matches, not for the variance, when you want to know how ambiguous a text is: variance also"
-            " measures how crowded its neighbourhood is."
-        ),
+        variance_balanced=f"{balanced[1]:+.2f}",
+        variance_note=_VARIANCE_NOTE if abs(balanced[0]) > abs(balanced[1]) else "",
+        distance=index.distance,
         **_plot(data, expected, counts),
         table=[
             {

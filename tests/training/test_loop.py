@@ -8,12 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+import filelock
 import pytest
 import torch
 from safetensors.torch import load_file
 from toy import make_toy
 
 from sfumato.errors import UserError
+from sfumato.training.checkpoint import save_state
 from sfumato.training.config import load_recipe
 from sfumato.training.loop import DivergedError, WeightAverage, fit
 from sfumato.training.run import load_run
@@ -65,27 +67,25 @@ def test_resumed_equals_uninterrupted_with_average(toy, optimiser):
     recipe = load_recipe(toy, overrides)
     whole, parts = toy.parent / f"whole-{optimiser}", toy.parent / f"parts-{optimiser}"
     fit(recipe, whole)
-    stopped = StopAfter(parts / "last.safetensors", epoch=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sfumato.training.loop._append_line", stopped)
+        patch.setattr("sfumato.training.loop.save_state", stop_after_checkpoint_of(1))
         with pytest.raises(KeyboardInterrupt):
             fit(recipe, parts)
     fit(recipe, parts)
     assert_same_tensors(whole / "last.safetensors", parts / "last.safetensors")
     assert_same_tensors(whole / "model.safetensors", parts / "model.safetensors")
+    assert [json.loads(line)["epoch"] for line in (parts / "log.jsonl").read_text().splitlines()] == [0, 1, 2]
 
 
-class StopAfter:
-    """Stands in for writing the log line, and interrupts the run after an epoch's checkpoint, before its line."""
+def stop_after_checkpoint_of(epoch):
+    """Stands in for save_state, and interrupts the run right after an epoch's checkpoint."""
 
-    def __init__(self, path: Path, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __call__(self, path: Path, line: dict) -> None:
-        if line["epoch"] == self.epoch:
+    def save(path, modules, optimiser, about):
+        save_state(path, modules, optimiser, about)
+        if path.name == "last.safetensors" and about["epoch"] == epoch:
             raise KeyboardInterrupt
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+
+    return save
 
 
 def test_kill_9_at_any_moment_resumes_to_the_same_bits(toy, run):
@@ -185,3 +185,27 @@ def test_weight_average_follows_the_weights():
     average.update(model)
     decay = min(0.5, 1 / 11)
     torch.testing.assert_close(average.values()[0], before[0] * decay + model.weight * (1 - decay))
+
+
+def test_a_first_attempt_with_a_wrong_path_does_not_lock_the_folder(tmp_path):
+    recipe = make_toy(tmp_path)
+    with pytest.raises(UserError, match="there is no nowhere"):
+        fit(load_recipe(recipe, ["data.path=nowhere"]), tmp_path / "run")
+    (tmp_path / "run" / ".last.safetensors.x.tmp").write_bytes(b"left by a killed writer")
+    assert fit(load_recipe(recipe, ["train.epochs=1"]), tmp_path / "run")["epochs"] == 1
+    assert not list((tmp_path / "run").glob(".*.tmp"))
+
+
+def test_two_processes_do_not_train_in_one_folder(toy):
+    folder = toy.parent / "locked"
+    folder.mkdir()
+    with filelock.FileLock(folder / ".lock"), pytest.raises(UserError, match="another process is training"):
+        fit(load_recipe(toy), folder)
+
+
+def test_data_without_a_training_split_is_refused(tmp_path):
+    recipe = make_toy(tmp_path)
+    (tmp_path / "only").mkdir()
+    (tmp_path / "data").rename(tmp_path / "only" / "test")
+    with pytest.raises(UserError, match="no split 'train'; it has test"):
+        fit(load_recipe(recipe, [f"data.path={tmp_path / 'only'}"]), tmp_path / "run")

@@ -76,7 +76,9 @@ class EfficientNetLite0:
         from efficientnet_lite_pytorch import EfficientNet
 
         self.size, self.grid, self.channels = size, grid, 1280
-        self.fingerprint = f"efficientnet-lite0 {_sha256(weights)} size={size} squash (x-127)/128 tokens={grid or 'last-map'}"
+        self.fingerprint = (
+            f"efficientnet-lite0 {_sha256(weights)} size={size} squash (x-127)/128 tokens={grid or 'last-map'}"
+        )
         self._model = EfficientNet.from_name("efficientnet-lite0")
         self._model.load_state_dict(torch.load(weights, weights_only=True))
         self._model.eval().to(memory_format=torch.channels_last)

@@ -149,7 +149,7 @@ class Tower(nn.Module):
             embedding: GaussianEmbedding = self.head(features.float(), mask)
         return embedding
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def embed(self, store: Store, *, batch_size: int = 256, progress: Progress | None = None) -> GaussianEmbedding:
         """Embeddings of everything in a store, in order, on the CPU; in evaluation mode, which is left as it was.
 

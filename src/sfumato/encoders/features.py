@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.files import write_json
+from sfumato.files import write_atomically, write_json
 
 _RECORD = np.dtype([("digest", "V32"), ("offset", "<i8"), ("length", "<i8")])
 
@@ -163,6 +163,7 @@ class FeatureCache:
         with self._lock:
             _truncate(self._index, _RECORD.itemsize)
             _truncate(self._rows, 2 * self.channels)
+            self._forget_lost_rows()
             offset = self._rows.stat().st_size // (2 * self.channels)
             records = np.empty(len(digests), dtype=_RECORD)
             for record, digest, item in zip(records, digests, features, strict=True):
@@ -176,6 +177,13 @@ class FeatureCache:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
+
+    def _forget_lost_rows(self) -> None:
+        """Drop records whose rows are gone (a partial copy), before new rows take their place."""
+        records = np.fromfile(self._index, dtype=_RECORD)
+        fits = records["offset"] + records["length"] <= self._rows.stat().st_size // (2 * self.channels)
+        if not fits.all():
+            write_atomically(self._index, records[fits].tobytes())
 
     def store(self, digests: Sequence[bytes]) -> RaggedStore:
         """The features of these items, memory mapped, in this order; all must be known."""

@@ -141,7 +141,7 @@ class GaussianIndex:
         """
         ids, texts = tuple(ids), {name: tuple(values) for name, values in (payload or {}).items()}
         _check_gallery(embeddings, ids, texts)
-        _check_settings(distance, engine, logit_scale, logit_bias)
+        check_settings(distance, engine, logit_scale, logit_bias)
         if get_distance(distance).needs_variance and torch.isneginf(embeddings.log_var).any():
             raise ValueError(
                 f"GaussianIndex: {distance} needs positive variances, got points; use csd, squared_l2 or wasserstein2"
@@ -319,7 +319,8 @@ def _check_gallery(embeddings: GaussianEmbedding, ids: tuple[str, ...], payload:
         raise ValueError("GaussianIndex: a total variance overflows float32; a diverged model?")
 
 
-def _check_settings(distance: str, engine: str, logit_scale: float, logit_bias: float) -> None:
+def check_settings(distance: str, engine: str, logit_scale: float = 1.0, logit_bias: float = 0.0) -> None:
+    """Refuse what no index can be built with, before anything is embedded for it."""
     if get_distance(distance).sampled:
         raise ValueError(f"GaussianIndex: {distance} is random, so that two searches would differ; use csd")
     if engine not in ENGINES:

@@ -39,10 +39,12 @@ def distance_blocks(
     rows = max(1, int(memory_mb * 2**20 / 4 / max(gallery.n, 1)))
     for start in range(0, queries.n, rows):
         part = queries[start : start + rows]
-        yield (
-            start,
-            chosen.matrix(part, gallery) if queries_first or chosen.symmetric else chosen.matrix(gallery, part).T,
-        )
+        # A sampled distance draws the same for every block and every call, so that two rankings are one.
+        seeded = {"generator": torch.Generator(queries.device).manual_seed(0)} if chosen.sampled else {}
+        if queries_first or chosen.symmetric:
+            yield start, chosen.matrix(part, gallery, **seeded)
+        else:
+            yield start, chosen.matrix(gallery, part, **seeded).T
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from sfumato.files import write_atomically
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class DataConfig(_Section):
@@ -37,7 +37,9 @@ class DataConfig(_Section):
     path: str = Field(
         "", description="manifest (.jsonl, .csv, .parquet), image folder, or Karpathy JSON; unused for emoji"
     )
-    images: str = Field("", description="folder or .tar of the pictures, if not beside the manifest")
+    images: str = Field(
+        "", description="folder of the pictures, if not beside the manifest; for karpathy also an uncompressed .tar"
+    )
     epoch_over: Literal["images", "pairs"] = Field(
         "images", description="an epoch shows each image once with one of its texts, or every pair once"
     )
@@ -51,7 +53,12 @@ class DataConfig(_Section):
     held_out_style: Literal["noto", "twemoji", "fluent3d"] = Field(
         "fluent3d", description="emoji: the drawing style that training never sees"
     )
-    max_problem_share: float = Field(0.01, ge=0, le=1, description="stop when a larger share of items is unusable")
+    max_problem_share: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="stop when the unusable items are a larger share of the training and validation images",
+    )
 
     @model_validator(mode="after")
     def _path_given(self) -> "DataConfig":
@@ -87,7 +94,9 @@ class FrozenImageConfig(_Section):
         "efficientnet-lite0", description="efficientnet-lite0, a hub name, or a local transformers folder"
     )
     size: int | None = Field(None, ge=16, description="side of the pictures in pixels; the backbone's own if left out")
-    grid: int | None = Field(None, ge=1, description="average a convolutional map down to grid x grid tokens; all if left out")
+    grid: int | None = Field(
+        None, ge=1, description="average a convolutional map down to grid x grid tokens; all if left out"
+    )
 
 
 class FrozenTextConfig(_Section):
@@ -230,7 +239,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a valid TOML file: {error}") from error
-    for override in overrides:
+    # What starts a section afresh comes first, wherever it stands.
+    for override in sorted(overrides, key=lambda o: o.partition("=")[0].strip() not in _TAG_KEYS):
         _apply(values, override)
     return check_recipe(values, str(path))
 

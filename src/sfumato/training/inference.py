@@ -57,7 +57,11 @@ def embed_lines(run: Run, path: Path) -> tuple[GaussianEmbedding, list[str], Pro
     if not path.is_file():
         raise UserError(f"there is no file {path}")
     problems, texts, ids = Problems(), [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
+    for number, line in enumerate(lines, 1):
         if line.strip():
             texts.append(line.strip())
             ids.append(str(number))
@@ -70,8 +74,9 @@ def embed_lines(run: Run, path: Path) -> tuple[GaussianEmbedding, list[str], Pro
 
 def embed_split_images(run: Run, split: str) -> tuple[GaussianEmbedding, list[str], Problems]:
     """Embed the pictures of a split of the run's data."""
-    prepared = load_split(run, split)
-    return run.model.image.embed(prepared.images), list(prepared.data.image_ids), Problems()
+    problems = Problems()
+    prepared = load_split(run, split, problems)
+    return run.model.image.embed(prepared.images), list(prepared.data.image_ids), problems
 
 
 def build_index(run: Run, embeddings: GaussianEmbedding, ids: Sequence[str], *, engine: str = "exact") -> GaussianIndex:
@@ -112,7 +117,12 @@ def search_index(
     for path in pictures:
         if not path.is_file():
             raise UserError(f"there is no picture {path}")
-        results += describe(index, [str(path)], loaded.model.embed_images([path.read_bytes()]), k)
+        try:
+            query = loaded.model.embed_images([path.read_bytes()])
+        except ValueError as error:
+            raise UserError(f"{path}: {error}") from error
+        # The logits were fitted on pairs of a picture and a text: between pictures they are a guess.
+        results += [result | {"calibrated": False} for result in describe(index, [str(path)], query, k)]
     return results
 
 
@@ -120,8 +130,8 @@ def describe(index: GaussianIndex, names: Sequence[str], queries: GaussianEmbedd
     """Search and say how sure the answer is.
 
     Returns:
-        For each query {"query", "uncertainty" (total variance), "expected_matches" (sum of the match probabilities over the
-        whole index), "hits": [{"id", "distance", "match_probability", "uncertainty", and the payload}]}.
+        For each query {"query", "distance" (its name), "calibrated" (whether the probabilities were fitted on held-out pairs),
+        "uncertainty" (total variance), "expected_matches" (sum of the match probabilities over the whole index), "hits": [{"id", "distance", "match_probability", "uncertainty", and the payload}]}.
     """
     results = []
     for name, query, hits, expected in zip(
@@ -137,7 +147,16 @@ def describe(index: GaussianIndex, names: Sequence[str], queries: GaussianEmbedd
             }
             for h in hits
         ]
-        results.append({"query": name, "uncertainty": query, "expected_matches": expected, "hits": found})
+        results.append(
+            {
+                "query": name,
+                "distance": index.distance,
+                "calibrated": bool(index.about.get("calibrated")),
+                "uncertainty": query,
+                "expected_matches": expected,
+                "hits": found,
+            }
+        )
     return results
 
 

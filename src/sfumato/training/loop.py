@@ -5,12 +5,14 @@ Everything random in an epoch follows from (seed, epoch), so that the state afte
 
 import json
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import filelock
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -25,16 +27,20 @@ from sfumato.encoders.small import train_tokenizer
 from sfumato.errors import UserError
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import write_atomically, write_json
-from sfumato.gaussian import GaussianEmbedding
+from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.losses import LossOutput, MatchLoss
 from sfumato.matching import fit_logits, match_probability
 from sfumato.metrics.calibration import expected_calibration_error
 from sfumato.progress import progress_bar, say
+from sfumato.search.ranking import distance_blocks
 from sfumato.training.build import build_loss, build_model, choose_device, load_splits
 from sfumato.training.checkpoint import load_state, save_state
 from sfumato.training.config import Recipe, SmallImageConfig, SmallTextConfig, load_recipe, save_recipe
 from sfumato.training.optim import build_optimiser, clip_gradients, learning_rate_factor, set_learning_rate
 from sfumato.training.run import CALIBRATION, LAST, LOG, MODEL, PROBLEMS, RECIPE, TOKENIZER, Run, load_tokenizer
+
+_LOCK = ".lock"
+_CALIBRATION_PAIRS = 4_000_000
 
 
 class DivergedError(ArithmeticError):
@@ -85,26 +91,40 @@ def fit(recipe: Recipe, folder: str | Path) -> dict[str, Any]:
         folder: the run's; made if missing. A run of another recipe in it is refused.
 
     Returns:
-        {"best_epoch", "best_score", "select", "epochs", "problems", ...}, also the last line of the log.
+        {"run", "epochs", "best_epoch", "best_score", "parameters", "problems", "seconds"}; seconds are those of all epochs.
 
     Raises:
         UserError: the folder holds a run of another recipe, or the data cannot be used.
         DivergedError: a term of the loss is NaN or infinite.
     """
     folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with filelock.FileLock(folder / _LOCK, timeout=0):
+            return _fit(recipe, folder)
+    except filelock.Timeout as error:
+        raise UserError(
+            f"another process is training in {folder}; wait for it, or give another folder with --out"
+        ) from error
+
+
+def _fit(recipe: Recipe, folder: Path) -> dict[str, Any]:
     _claim(folder, recipe)
     device = choose_device(recipe.train.device)
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
     problems = Problems()
     splits = load_splits(recipe.data, problems)
+    if "train" not in splits:
+        raise UserError(f"the data has no split 'train'; it has {', '.join(splits)}")
     torch.manual_seed(recipe.train.seed)
     model = _fresh_model(recipe, folder, splits["train"]).to(device)
     loss = build_loss(recipe).to(device)
     train = prepare_split(model, splits["train"], problems, "train")
     val = prepare_split(model, splits["val"], problems, "val") if "val" in splits else None
     problems.write(folder / PROBLEMS)
-    problems.check(sum(len(s.image_ids) + len(s.text_ids) for s in splits.values()), recipe.data.max_problem_share)
+    used = [split.data for split in (train, val) if split is not None]
+    problems.check(sum(len(data.image_ids) for data in used), recipe.data.max_problem_share)
 
     config = recipe.train
     sampler = PairSampler(
@@ -127,6 +147,7 @@ def fit(recipe: Recipe, folder: str | Path) -> dict[str, Any]:
 
     for epoch in range(start, config.epochs):
         torch.manual_seed(_epoch_seed(config.seed, epoch))
+        started = time.monotonic()
         line = {"epoch": epoch, **_train_epoch(recipe, epoch, model, loss, train, sampler, optimiser, average, device)}
         last = epoch == config.epochs - 1
         if val is not None and (last or (epoch + 1) % config.evaluate_every == 0):
@@ -136,12 +157,14 @@ def fit(recipe: Recipe, folder: str | Path) -> dict[str, Any]:
                 if score > best.score:
                     best = _Best(score, epoch)
                     save_state(folder / MODEL, {"model": model, "loss": loss}, None, {"epoch": epoch, "score": score})
+        line["seconds"] = time.monotonic() - started
+        _append_line(folder / LOG, line)
         save_state(
             folder / LAST, modules, optimiser, {"epoch": epoch, "best_score": best.score, "best_epoch": best.epoch}
         )
-        _append_line(folder / LOG, line)
         say(_one_line(line, config.epochs))
     if val is None:
+        say("no validation split: the last weights are kept, and match probabilities are not calibrated")
         with _averaged(model, average):
             save_state(folder / MODEL, {"model": model, "loss": loss}, None, {"epoch": config.epochs - 1})
     else:
@@ -154,6 +177,7 @@ def fit(recipe: Recipe, folder: str | Path) -> dict[str, Any]:
         "best_score": best.score if val is not None else None,
         "parameters": sum(p.numel() for p in model.parameters()),
         "problems": len(problems),
+        "seconds": round(sum(json.loads(line)["seconds"] for line in (folder / LOG).read_text().splitlines()), 1),
     }
 
 
@@ -171,7 +195,7 @@ def _train_epoch(
     """One pass over the data; the means of what was measured at its steps."""
     model.train()
     trained = [p for group in optimiser.param_groups for p in group["params"]]
-    generator = torch.Generator().manual_seed(_epoch_seed(recipe.train.seed, epoch))
+    generator = torch.Generator().manual_seed(_epoch_seed(recipe.train.seed, epoch, 1))
     augmented = isinstance(recipe.model.image, SmallImageConfig) and recipe.model.image.augment
     low = recipe.train.precision == "bfloat16"
     log = _EpochLog()
@@ -223,13 +247,13 @@ def prepare_split(model: DualEncoder, data: PairData, problems: Problems, name: 
     return PreparedSplit(data, images, texts)
 
 
-def load_split(run: Run, name: str) -> PreparedSplit:
-    """A split of the data that a run was made on, ready for its model; problems are told on standard error.
+def load_split(run: Run, name: str, problems: Problems | None = None) -> PreparedSplit:
+    """A split of the data that a run was made on, ready for its model; problems are noted, and told on standard error.
 
     Raises:
         UserError: the data has no such split.
     """
-    problems = Problems()
+    problems = Problems() if problems is None else problems
     splits = load_splits(run.recipe.data, problems)
     if name not in splits:
         raise UserError(f"the data of {run.folder} has no split {name!r}; it has {', '.join(splits)}")
@@ -245,11 +269,19 @@ def embed_split(model: DualEncoder, split: PreparedSplit) -> tuple[GaussianEmbed
 
 
 def validate(model: DualEncoder, split: PreparedSplit, distance: Distance, select: str) -> tuple[Evaluation, float]:
-    """Evaluate a split; the score by which the best epoch is chosen, as TrainConfig.select says."""
+    """Evaluate a split; the score by which the best epoch is chosen, as TrainConfig.select says.
+
+    Raises:
+        DivergedError: an embedding is NaN or infinite.
+    """
     relevance = split.data.relevance()
-    evaluation = evaluate_retrieval(
-        *embed_split(model, split), relevance, distance=distance.name, text_kinds=split.data.text_kinds
-    )
+    embedded = embed_split(model, split)
+    for side, embeddings in zip(("image", "text"), embedded, strict=True):
+        try:
+            check_finite(embeddings, f"validation, {side}s")
+        except ValueError as error:
+            raise DivergedError(f"{error}; lower optim.lr or lengthen optim.warmup_epochs") from error
+    evaluation = evaluate_retrieval(*embedded, relevance, distance=distance.name, text_kinds=split.data.text_kinds)
     many = relevance.transpose().counts.max() > 1
     if select == "map@r" or (select == "auto" and many):
         return evaluation, (evaluation.i2t["map@r"] + evaluation.t2i["map@r"]) / 2
@@ -257,9 +289,16 @@ def validate(model: DualEncoder, split: PreparedSplit, distance: Distance, selec
 
 
 def calibrate(model: DualEncoder, split: PreparedSplit, loss: MatchLoss, folder: Path) -> None:
-    """Fit match logits on all pairs of a held-out split and write them, with how well they fit, into the run folder."""
-    distance = loss.distance.matrix(*embed_split(model, split))
-    match = torch.from_numpy(split.data.match(np.arange(len(split.images)), np.arange(len(split.texts))))
+    """Fit match logits on the pairs of a held-out split and write them, with how well they fit, into the run folder.
+
+    Of a large split as many images are taken, at random, as give _CALIBRATION_PAIRS pairs with all its texts.
+    """
+    images, texts = embed_split(model, split)
+    most = max(1, _CALIBRATION_PAIRS // texts.n)
+    chosen = np.sort(np.random.default_rng(0).permutation(images.n)[:most])
+    blocks = distance_blocks(images[torch.from_numpy(chosen)], texts, loss.distance.name)
+    distance = torch.cat([block for _, block in blocks])
+    match = torch.from_numpy(split.data.match(chosen, np.arange(texts.n)))
     try:
         scale, bias = fit_logits(distance, match)
     except ValueError as error:
@@ -328,16 +367,24 @@ def _averaged(model: nn.Module, average: WeightAverage | None) -> Iterator[None]
 
 
 def _claim(folder: Path, recipe: Recipe) -> None:
-    """Make the run folder, or check that the run in it is of the same recipe."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Check that the folder is ours to train in, and put the recipe there.
+
+    Before the first checkpoint nothing is worth keeping, so that a run that failed for a wrong path can be started again.
+    """
+    for left in folder.glob(".*.tmp"):
+        left.unlink(missing_ok=True)  # A writer that was killed.
+    started = (folder / LAST).exists() or (folder / MODEL).exists()
     if not (folder / RECIPE).exists():
-        if any(folder.iterdir()):
+        if any(path.name != _LOCK for path in folder.iterdir()):
             raise UserError(f"{folder} is not empty and holds no run; give an empty or new folder with --out")
-        save_recipe(recipe, folder / RECIPE)
-    elif load_recipe(folder / RECIPE) != recipe:
-        raise UserError(
-            f"{folder} holds a run of another recipe (see {folder / RECIPE}); give another folder with --out, or delete that one"
-        )
+    elif started:
+        if load_recipe(folder / RECIPE) != recipe:
+            raise UserError(
+                f"{folder} holds a run of another recipe (see {folder / RECIPE}); give another folder with --out, or delete that one"
+            )
+        return
+    (folder / TOKENIZER).unlink(missing_ok=True)
+    save_recipe(recipe, folder / RECIPE)
 
 
 def _fresh_model(recipe: Recipe, folder: Path, train: PairData) -> DualEncoder:
@@ -395,11 +442,12 @@ def _forget_after(path: Path, epoch: int) -> None:
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    write_atomically(path, "".join(line for line in lines[:epoch] if line.endswith("\n")))
+    whole = [line for line in lines if line.endswith("\n")]
+    write_atomically(path, "".join(line for line in whole if json.loads(line)["epoch"] < epoch))
 
 
-def _epoch_seed(seed: int, epoch: int) -> int:
-    return int(np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0] >> 1)
+def _epoch_seed(seed: int, epoch: int, stream: int = 0) -> int:
+    return int(np.random.SeedSequence([seed, epoch, stream]).generate_state(1, np.uint64)[0] >> 1)
 
 
 def _text(value: str) -> Item:
