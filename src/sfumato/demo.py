@@ -29,11 +29,13 @@ from sfumato.training.run import Run, load_run
 
 RECIPE = "emoji-demo"
 
-PAIRS = (("animal", "giraffe"), ("fruit", "pineapple"), ("vehicle", "fire engine"), ("music", "violin"))
-"""A vague and a precise question each."""
+PAIRS = (("flag", "black flag"), ("game", "pool 8 ball"), ("clock", "mantelpiece clock"), ("animal", "giraffe"))
+"""A vague and a precise question each; the last precise one is beyond the model, and it should say so."""
 
 PICTURES = ("1F98A", "1F34E", "1F692", "1F47B")
 """Pictures to be described: fox, red apple, fire engine, ghost."""
+
+_VAGUE = 10
 
 _VARIANCE_NOTE = (
     "So ask for expected matches, not for the variance, when you want to know how ambiguous a text is: variance also measures how"
@@ -147,11 +149,11 @@ def _page(
 def _card(result: dict[str, Any], data: PairData, pictures: dict[str, str]) -> dict[str, Any]:
     true = _true_images(data, result["query"])
     expected = result["expected_matches"]
-    vague = expected >= 10
+    vague = expected >= _VAGUE
     return {
         "query": result["query"],
         "vague": vague,
-        "verdict": f"This could mean many things: about {expected:.0f} matches expected" if vague else _few(expected),
+        "verdict": _verdict(expected, result["hits"][0]["match_probability"]),
         "expected": f"{expected:.0f}" if vague else f"{expected:.1f}",
         "truth": len(true),
         "top": f"{result['hits'][0]['match_probability']:.0%}",
@@ -169,9 +171,11 @@ def _card(result: dict[str, Any], data: PairData, pictures: dict[str, str]) -> d
     }
 
 
-def _few(expected: float) -> str:
-    if expected < 0.3:
-        return "Probably nothing here matches"
+def _verdict(expected: float, best: float) -> str:
+    if expected >= _VAGUE:
+        return f"This could mean many things: about {expected:.0f} matches expected"
+    if best < 0.15:
+        return f"Nothing it is sure of: the best hit has a probability of {best:.0%}"
     return "One clear match" if expected < 1.7 else f"Few matches: about {expected:.0f} expected"
 
 
