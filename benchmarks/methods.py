@@ -13,26 +13,17 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from sfumato.evaluation.protocols import evaluate_retrieval
-from sfumato.files import write_json
 from sfumato.recipes import find_recipe
 from sfumato.training.config import load_recipe
-from sfumato.training.loop import embed_split, fit, load_split
+from sfumato.training.inference import evaluate_run
+from sfumato.training.loop import fit
 from sfumato.training.run import load_run
 
 
 def evaluate(folder: Path, split: str) -> dict[str, Any]:
     """The evaluation of a finished run, from its folder if it is there already."""
-    path = folder / f"evaluation-{split}.json"
-    if not path.exists():
-        run = load_run(folder)
-        prepared = load_split(run, split)
-        kinds = prepared.data.text_kinds
-        embedded = embed_split(run.model, prepared)
-        result = evaluate_retrieval(
-            *embedded, prepared.data.relevance(), distance=run.loss.distance.name, text_kinds=kinds
-        )
-        write_json(path, result.to_json())
+    written = sorted(folder.glob(f"evaluation-{split}-*.json"))
+    path = written[0] if written else evaluate_run(load_run(folder), split)[1]
     loaded: dict[str, Any] = json.loads(path.read_text())
     return loaded
 

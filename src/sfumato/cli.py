@@ -64,27 +64,14 @@ def evaluate(
 ) -> None:
     """Evaluate a run in both directions; writes evaluation-SPLIT-DISTANCE.json into its folder."""
     from sfumato.console import print_evaluation
-    from sfumato.distances import get_distance
-    from sfumato.evaluation.protocols import evaluate_retrieval
-    from sfumato.files import write_json
-    from sfumato.training.loop import embed_split, load_split
+    from sfumato.training.inference import evaluate_run
     from sfumato.training.run import load_run
 
-    loaded = load_run(run)
-    chosen = get_distance(distance) if distance else loaded.loss.distance
-    prepared = load_split(loaded, split)
-    result = evaluate_retrieval(
-        *embed_split(loaded.model, prepared),
-        prepared.data.relevance(),
-        distance=chosen.name,
-        text_kinds=prepared.data.text_kinds,
-    )
-    path = run / f"evaluation-{split}-{chosen.name}.json"
-    write_json(path, result.to_json())
+    result, path = evaluate_run(load_run(run), split, distance)
     if as_json:
         print(json.dumps(result.to_json()))
     else:
-        print_evaluation(result, f"{run} on {split}, by {chosen.name}")
+        print_evaluation(result, f"{run} on {split}, by {result.distance}")
         print(f"written to {path}")
 
 

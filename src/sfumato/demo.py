@@ -15,7 +15,7 @@ from sfumato.console import print_evaluation, print_search
 from sfumato.data.emoji import emoji_names
 from sfumato.data.pairs import PairData
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval, table_rows
-from sfumato.files import write_atomically, write_json
+from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
 from sfumato.metrics.uncertainty import balanced_spearman, spearman
@@ -23,7 +23,7 @@ from sfumato.recipes import find_recipe
 from sfumato.search.index import GaussianIndex
 from sfumato.search.ranking import top_k
 from sfumato.training.config import load_recipe
-from sfumato.training.inference import build_index, describe, expected_matches
+from sfumato.training.inference import build_index, describe, evaluate_run, expected_matches
 from sfumato.training.loop import embed_split, fit, load_split
 from sfumato.training.run import Run, load_run
 
@@ -62,9 +62,7 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
     run = load_run(out / "run")
 
     print("\n2. Evaluating on concepts drawn in a style that training never saw")
-    test = load_split(run, "test")
-    evaluation = _evaluate(run, *embed_split(run.model, test), test.data)
-    write_json(out / "run" / f"evaluation-test-{evaluation.distance}.json", evaluation.to_json())
+    evaluation, _ = evaluate_run(run, "test")
     print_evaluation(evaluation, "test split")
 
     print("\n3. Indexing every picture of that style")
@@ -79,7 +77,9 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
     results = describe(index, queries, run.model.embed_texts(queries), 12)
     for result in results:
         print_search(result | {"hits": result["hits"][:4]})
-    whole = _evaluate(run, images, texts, style.data)
+    whole = evaluate_retrieval(
+        images, texts, style.data.relevance(), distance=index.distance, text_kinds=style.data.text_kinds
+    )
     page = _page(run, index, results, style.data, images, texts, whole, seconds)
     write_atomically(out / "index.html", page)
     print(
@@ -93,12 +93,6 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
         "test": evaluation.to_json(),
         "searches": results,
     }
-
-
-def _evaluate(run: Run, images: GaussianEmbedding, texts: GaussianEmbedding, data: PairData) -> Evaluation:
-    return evaluate_retrieval(
-        images, texts, data.relevance(), distance=run.loss.distance.name, text_kinds=data.text_kinds
-    )
 
 
 def _page(

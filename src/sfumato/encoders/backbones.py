@@ -133,6 +133,8 @@ class TransformersImage:
 class TransformersText:
     """Any text model of transformers (BERT, MiniLM, CLIP's text side ...).
 
+    A text's features may differ in the last digit of float16 with the batch that it was computed in; the cache keeps the first.
+
     Args:
         name: hub name or local folder.
         max_tokens: longer texts are cut.

@@ -8,13 +8,16 @@ from sfumato.data.emoji import emoji_names
 from sfumato.data.manifest import PICTURE_ENDINGS
 from sfumato.data.pairs import FileImage, ImageSource
 from sfumato.data.problems import Problems
+from sfumato.distances import get_distance
 from sfumato.encoders.dual import Item
 from sfumato.errors import UserError
+from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
+from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
 from sfumato.progress import progress_bar
 from sfumato.search.index import GaussianIndex
-from sfumato.training.loop import load_split
+from sfumato.training.loop import embed_split, load_split
 from sfumato.training.run import Run, load_run
 
 
@@ -77,6 +80,21 @@ def embed_split_images(run: Run, split: str) -> tuple[GaussianEmbedding, list[st
     problems = Problems()
     prepared = load_split(run, split, problems)
     return run.model.image.embed(prepared.images), list(prepared.data.image_ids), problems
+
+
+def evaluate_run(run: Run, split: str, distance: str | None = None) -> tuple[Evaluation, Path]:
+    """Evaluate a split of the run's data by its own distance or another, and write the figures into its folder.
+
+    Returns:
+        (the figures, the file evaluation-SPLIT-DISTANCE.json).
+    """
+    name = get_distance(distance).name if distance else run.loss.distance.name
+    prepared = load_split(run, split)
+    relevance, kinds = prepared.data.relevance(), prepared.data.text_kinds
+    result = evaluate_retrieval(*embed_split(run.model, prepared), relevance, distance=name, text_kinds=kinds)
+    path = run.folder / f"evaluation-{split}-{name}.json"
+    write_json(path, result.to_json())
+    return result, path
 
 
 def build_index(run: Run, embeddings: GaussianEmbedding, ids: Sequence[str], *, engine: str = "exact") -> GaussianIndex:
