@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from toy import make_toy
 
 from sfumato.errors import UserError
+from sfumato.training.average import WeightAverage
 from sfumato.training.checkpoint import save_state
 from sfumato.training.config import load_recipe
-from sfumato.training.loop import DivergedError, WeightAverage, fit
+from sfumato.training.loop import DivergedError, fit
 from sfumato.training.run import load_run
 
 

@@ -6,8 +6,6 @@ Everything random in an epoch follows from (seed, epoch), so that the state afte
 import json
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from typing import Any
 import filelock
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from sfumato.data.pairs import PairData, PairSampler
 from sfumato.data.problems import Problems
@@ -33,6 +30,7 @@ from sfumato.matching import fit_logits, match_probability
 from sfumato.metrics.calibration import expected_calibration_error
 from sfumato.progress import progress_bar, say
 from sfumato.search.ranking import distance_blocks
+from sfumato.training.average import WeightAverage, averaged
 from sfumato.training.build import build_loss, build_model, choose_device, load_splits
 from sfumato.training.checkpoint import load_state, save_state
 from sfumato.training.config import Recipe, SmallImageConfig, SmallTextConfig, load_recipe, save_recipe
@@ -151,7 +149,7 @@ def _fit(recipe: Recipe, folder: Path) -> dict[str, Any]:
         line = {"epoch": epoch, **_train_epoch(recipe, epoch, model, loss, train, sampler, optimiser, average, device)}
         last = epoch == config.epochs - 1
         if val is not None and (last or (epoch + 1) % config.evaluate_every == 0):
-            with _averaged(model, average):
+            with averaged(model, average):
                 evaluation, score = validate(model, val, loss.distance, config.select)
                 line |= _summary(evaluation, score)
                 if score > best.score:
@@ -165,7 +163,7 @@ def _fit(recipe: Recipe, folder: Path) -> dict[str, Any]:
         say(_one_line(line, config.epochs))
     if val is None:
         say("no validation split: the last weights are kept, and match probabilities are not calibrated")
-        with _averaged(model, average):
+        with averaged(model, average):
             save_state(folder / MODEL, {"model": model, "loss": loss}, None, {"epoch": config.epochs - 1})
     else:
         load_state(folder / MODEL, {"model": model, "loss": loss})
@@ -189,7 +187,7 @@ def _train_epoch(
     split: PreparedSplit,
     sampler: PairSampler,
     optimiser: torch.optim.Optimizer,
-    average: "WeightAverage | None",
+    average: WeightAverage | None,
     device: torch.device,
 ) -> dict[str, Any]:
     """One pass over the data; the means of what was measured at its steps."""
@@ -316,54 +314,6 @@ def calibrate(model: DualEncoder, split: PreparedSplit, loss: MatchLoss, folder:
             "expected_calibration_error": float(expected_calibration_error(probability.flatten(), match.flatten())),
         },
     )
-
-
-class WeightAverage(nn.Module):
-    """Exponential moving average of a model's weights and buffers, for evaluation.
-
-    Args:
-        model: whose values it starts from.
-        decay: share of the average that an update keeps; less during the first updates.
-    """
-
-    updates: Tensor
-
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        super().__init__()
-        self.decay = decay
-        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
-        self.names = list(model.state_dict())
-        for i, value in enumerate(model.state_dict().values()):
-            self.register_buffer(f"value{i}", value.detach().clone())
-
-    @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        """Move the average towards the model's present values."""
-        self.updates += 1
-        decay = min(self.decay, float(self.updates) / (float(self.updates) + 10))
-        for own, value in zip(self.values(), model.state_dict().values(), strict=True):
-            if own.is_floating_point():
-                own.lerp_(value, 1 - decay)
-            else:
-                own.copy_(value)
-
-    def values(self) -> list[Tensor]:
-        """The averaged values, in the order of the model's state dict."""
-        return [self.get_buffer(f"value{i}") for i in range(len(self.names))]
-
-
-@contextmanager
-def _averaged(model: nn.Module, average: WeightAverage | None) -> Iterator[None]:
-    """The model with its averaged weights, and with its own again afterwards."""
-    if average is None:
-        yield
-        return
-    own = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    model.load_state_dict(dict(zip(average.names, average.values(), strict=True)))
-    try:
-        yield
-    finally:
-        model.load_state_dict(own)
 
 
 def _claim(folder: Path, recipe: Recipe) -> None:
