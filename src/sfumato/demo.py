@@ -30,7 +30,7 @@ from sfumato.training.run import Run, load_run
 RECIPE = "emoji-demo"
 
 PAIRS = (("flag", "black flag"), ("game", "pool 8 ball"), ("clock", "mantelpiece clock"), ("animal", "giraffe"))
-"""A vague and a precise question each; the last precise one is beyond the model, and it should say so."""
+"""A vague and a precise question each, picked to illustrate; the last precise one is beyond the model, and it should say so."""
 
 PICTURES = ("1F98A", "1F34E", "1F692", "1F47B")
 """Pictures to be described: fox, red apple, fire engine, ghost."""
