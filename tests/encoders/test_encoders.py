@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from sfumato.encoders.dual import DualEncoder, PixelReader, TokenReader, Tower
-from sfumato.encoders.features import Inputs
+from sfumato.encoders.features import Inputs, TokenFeatures
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.pooling import GPO, POOLINGS, AveragePool, MaxPool
 from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder, tokenize, train_tokenizer
@@ -59,13 +59,13 @@ def test_gpo_refuses_an_item_without_tokens():
 
 def test_head_starts_at_the_stated_total_variance():
     torch.manual_seed(0)
-    embedding = GaussianHead(32, 64, init_total_variance=0.25)(torch.randn(50, 7, 32))
+    embedding = GaussianHead(32, 64, init_total_variance=0.25)(TokenFeatures(torch.randn(50, 7, 32)))
     assert embedding.total_variance.mean().item() == pytest.approx(0.25, rel=0.05)
     torch.testing.assert_close(embedding.mean.norm(dim=1), torch.ones(50))
 
 
 def test_head_options():
-    features = torch.randn(3, 4, 8)
+    features = TokenFeatures(torch.randn(3, 4, 8))
     loose = GaussianHead(8, 5, normalize=False, variance=False, mlp=True)(features)
     assert loose.log_var.isneginf().all() and not torch.allclose(loose.mean.norm(dim=1), torch.ones(3))
     with pytest.raises(ValueError, match="unknown pooling 'mean'; known: gpo"):

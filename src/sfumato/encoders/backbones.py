@@ -102,9 +102,9 @@ class TransformersImage:
     """
 
     def __init__(self, name: str, *, size: int | None = None, grid: int | None = None) -> None:
-        transformers = _transformers()
-        self._processor = _from_pretrained(transformers.AutoImageProcessor, name)
-        model = _from_pretrained(transformers.AutoModel, name)
+        transformers = import_transformers()
+        self._processor = from_pretrained(transformers.AutoImageProcessor, name)
+        model = from_pretrained(transformers.AutoModel, name)
         self._model = getattr(model, "vision_model", model).eval()
         self._size = {} if size is None else {"size": {"height": size, "width": size}}
         self.fingerprint = (
@@ -141,14 +141,14 @@ class TransformersText:
     """
 
     def __init__(self, name: str, *, max_tokens: int = 64) -> None:
-        transformers = _transformers()
-        self._tokenizer = _from_pretrained(transformers.AutoTokenizer, name)
+        transformers = import_transformers()
+        self._tokenizer = from_pretrained(transformers.AutoTokenizer, name)
         # Without a network some tokenizers load as an empty shell instead of failing.
         if len(self._tokenizer) < 100:
             raise UserError(
                 f"text backbone {name!r}: its tokenizer has {len(self._tokenizer)} tokens only, its files are missing; give a complete local folder"
             )
-        model = _from_pretrained(transformers.AutoModel, name)
+        model = from_pretrained(transformers.AutoModel, name)
         self._model = getattr(model, "text_model", model).eval()
         self.max_tokens = max_tokens
         self.channels = int(self._model.config.hidden_size)
@@ -164,7 +164,8 @@ class TransformersText:
         return [h[m.bool()].numpy() for h, m in zip(hidden, tokens["attention_mask"], strict=True)]
 
 
-def _transformers() -> Any:
+def import_transformers() -> Any:
+    """The package transformers, which is imported where it is used; a UserError names the extra to install."""
     try:
         import transformers
     except ImportError as error:
@@ -182,7 +183,8 @@ def _package_folder(package: str) -> Path:
     return Path(spec.origin).parent
 
 
-def _from_pretrained(kind: Any, name: str) -> Any:
+def from_pretrained(kind: Any, name: str) -> Any:
+    """kind.from_pretrained(name), a class of transformers; what goes wrong is a UserError that says what to do."""
     try:
         return kind.from_pretrained(name)
     except (OSError, ValueError) as error:

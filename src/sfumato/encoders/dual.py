@@ -8,10 +8,18 @@ from typing import Protocol
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import nn
 
 from sfumato.data.transforms import decode_image
-from sfumato.encoders.features import FrozenBackbone, Inputs, PixelStore, RaggedStore, Store, cached_features
+from sfumato.encoders.features import (
+    FrozenBackbone,
+    Inputs,
+    PixelStore,
+    RaggedStore,
+    Store,
+    TokenFeatures,
+    cached_features,
+)
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.small import tokenize
 from sfumato.gaussian import GaussianEmbedding
@@ -124,9 +132,9 @@ class FeatureInput(nn.Module):
         self.channels = channels
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    def forward(self, inputs: Inputs) -> TokenFeatures:
         """The features, and their mask."""
-        return self.dropout(inputs.values), inputs.mask
+        return TokenFeatures(self.dropout(inputs.values), inputs.mask)
 
 
 class Tower(nn.Module):
@@ -134,7 +142,7 @@ class Tower(nn.Module):
 
     Args:
         reader: raw items -> inputs.
-        encoder: Inputs -> ((n, t, c) features, (n, t) mask or None).
+        encoder: Inputs -> TokenFeatures.
         head: the Gaussian head on them.
     """
 
@@ -144,9 +152,9 @@ class Tower(nn.Module):
 
     def forward(self, inputs: Inputs) -> GaussianEmbedding:
         """(n, ...) inputs -> n embeddings."""
-        features, mask = self.encoder(inputs)
-        with torch.autocast(features.device.type, enabled=False):
-            embedding: GaussianEmbedding = self.head(features.float(), mask)
+        tokens: TokenFeatures = self.encoder(inputs)
+        with torch.autocast(tokens.mean.device.type, enabled=False):
+            embedding: GaussianEmbedding = self.head(tokens.float())
         return embedding
 
     @torch.no_grad()

@@ -42,6 +42,26 @@ class Inputs:
         return Inputs(self.values.to(device), None if self.mask is None else self.mask.to(device))
 
 
+@dataclass(frozen=True)
+class TokenFeatures:
+    """What an encoder makes of a batch, and a Gaussian head takes.
+
+    Attributes:
+        mean: (n, t, c) token features for the mean.
+        mask: (n, t) bool, True where there is a token; None for all.
+        log_var: (n, t, c) token features for the log variance; None: those of the mean.
+    """
+
+    mean: Tensor
+    mask: Tensor | None = None
+    log_var: Tensor | None = None
+
+    def float(self) -> "TokenFeatures":
+        """The same features, at least in float32."""
+        log_var = None if self.log_var is None else _at_least_float32(self.log_var)
+        return TokenFeatures(_at_least_float32(self.mean), self.mask, log_var)
+
+
 class Store(Protocol):
     """Random access to the inputs of one side of a data set."""
 
@@ -267,6 +287,10 @@ def cached_features(
             raise failure
         on_error(position, failure)
     return cache.store([digests[i] for i in done]), np.array([kept[i] for i in done], dtype=np.int64)
+
+
+def _at_least_float32(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _truncate(path: Path, record: int) -> None:

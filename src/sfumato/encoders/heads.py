@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sfumato.encoders.pooling import POOLINGS
+from sfumato.encoders.features import TokenFeatures
+from sfumato.encoders.pooling import POOLINGS, FirstToken, LastToken
 from sfumato.gaussian import GaussianEmbedding
 
 
@@ -20,6 +21,8 @@ class _Branch(nn.Module):
         self.pool = POOLINGS[pooling]()
 
     def forward(self, features: Tensor, mask: Tensor | None) -> Tensor:
+        if isinstance(self.pool, FirstToken | LastToken):  # One token only: the others need no projection.
+            features, mask = self.pool(features, mask).unsqueeze(1), None
         projected = self.linear(features)
         if self.mlp is not None:
             projected = projected + self.mlp(features)
@@ -41,6 +44,8 @@ class GaussianHead(nn.Module):
         mlp: add a two-layer network to the linear map of the mean.
         normalize: scale the means to unit length.
         variance: with False the head has one branch and returns points.
+        variance_norm: a layer norm on the pooled log variance, its weight starting at 0.01 (an option of the released code
+            that its configurations leave off).
         init_total_variance: sum of the variances at the start.
 
     Raises:
@@ -56,6 +61,7 @@ class GaussianHead(nn.Module):
         mlp: bool = False,
         normalize: bool = True,
         variance: bool = True,
+        variance_norm: bool = False,
         init_total_variance: float = 0.1,
     ) -> None:
         super().__init__()
@@ -68,16 +74,19 @@ class GaussianHead(nn.Module):
         self.normalize = normalize
         self.mean = _Branch(channels, dim, pooling, mlp)
         self.log_var = _Branch(channels, dim, pooling, mlp=False) if variance else None
+        self.log_var_norm = nn.LayerNorm(dim) if variance and variance_norm else nn.Identity()
         if self.log_var is not None:
+            last = self.log_var_norm if variance_norm else self.log_var.linear
             with torch.no_grad():
-                self.log_var.linear.weight.mul_(0.01)
-                self.log_var.linear.bias.fill_(math.log(init_total_variance / dim))
+                last.weight.mul_(0.01)
+                last.bias.fill_(math.log(init_total_variance / dim))
 
-    def forward(self, features: Tensor, mask: Tensor | None = None) -> GaussianEmbedding:
-        """(n, t, c) features and their (n, t) bool mask (None: all tokens) -> n embeddings."""
-        mean = self.mean(features, mask)
+    def forward(self, tokens: TokenFeatures) -> GaussianEmbedding:
+        """Token features -> n embeddings."""
+        mean = self.mean(tokens.mean, tokens.mask)
         if self.normalize:
             mean = functional.normalize(mean, dim=-1)
         if self.log_var is None:
             return GaussianEmbedding.point(mean)
-        return GaussianEmbedding(mean, self.log_var(features, mask))
+        features = tokens.mean if tokens.log_var is None else tokens.log_var
+        return GaussianEmbedding(mean, self.log_var_norm(self.log_var(features, tokens.mask)))

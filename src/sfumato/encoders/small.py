@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor, nn
 
-from sfumato.encoders.features import Inputs
+from sfumato.encoders.features import Inputs, TokenFeatures
 
 
 class SmallImageEncoder(nn.Module):
@@ -25,12 +25,12 @@ class SmallImageEncoder(nn.Module):
         self.stages = nn.Sequential(*stages)
         self.channels = 8 * width
 
-    def forward(self, inputs: Inputs) -> tuple[Tensor, None]:
-        """Token features and no mask. float pixels (augmented ones) are taken as they are, in [0, 1]."""
+    def forward(self, inputs: Inputs) -> TokenFeatures:
+        """Token features without a mask. float pixels (augmented ones) are taken as they are, in [0, 1]."""
         pixels = inputs.values
         pixels = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
         maps = self.stages((pixels - 0.5).mul(2).contiguous(memory_format=torch.channels_last))
-        return maps.flatten(2).transpose(1, 2).float(), None
+        return TokenFeatures(maps.flatten(2).transpose(1, 2).float())
 
 
 class SmallTextEncoder(nn.Module):
@@ -50,13 +50,13 @@ class SmallTextEncoder(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.channels = width
 
-    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    def forward(self, inputs: Inputs) -> TokenFeatures:
         """Token features and the mask."""
         embedded = self.embedding(inputs.values)
         if inputs.mask is not None:
             embedded = embedded * inputs.mask.unsqueeze(-1)
         context = self.neighbours(embedded.transpose(1, 2)).transpose(1, 2)
-        return self.dropout(self.norm(embedded + nn.functional.gelu(context))), inputs.mask
+        return TokenFeatures(self.dropout(self.norm(embedded + nn.functional.gelu(context))), inputs.mask)
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
