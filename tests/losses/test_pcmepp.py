@@ -48,15 +48,17 @@ def test_gradient_of_the_match_loss_is_probability_less_label():
 
 
 def test_labels_raised_carry_no_gradient():
-    """The pseudo-positive gradient is that of a cross-entropy whose labels are constants."""
+    """The pseudo-positive gradient is that of a cross-entropy whose labels are constants; a variance is in a whole row."""
     image, text = batch()
-    bias = torch.full((4, 6), 1.0, dtype=torch.float64, requires_grad=True)
+    leaf = image.log_var.clone().requires_grad_()
+    image = GaussianEmbedding(image.mean, leaf)
     pcmepp_loss(
-        image, text, MATCH, logit_scale=2.0, logit_bias=bias, alpha=0.3, beta=0, match_weight=0
+        image, text, MATCH, logit_scale=2.0, logit_bias=1.0, alpha=0.3, beta=0, match_weight=0
     ).total.backward()
-    distance = csd_matrix(image, text)
+    distance = csd_matrix(image, text).detach()
     labels = pseudo_positives(distance, MATCH) + pseudo_positives(distance.T, MATCH.T).T
-    torch.testing.assert_close(bias.grad, 0.3 * (2 * torch.sigmoid(1 - 2 * distance) - labels) / (4 * 6))
+    by_logit = 0.3 * (2 * torch.sigmoid(1 - 2 * distance) - labels) / (4 * 6)
+    torch.testing.assert_close(leaf.grad, -2 * leaf.detach().exp() * by_logit.sum(1, keepdim=True))
 
 
 def test_at_scale_zero_the_match_loss_is_constant():

@@ -308,6 +308,9 @@ def clip_text_encoder(
             num_hidden_layers=blocks or own_blocks,
             num_attention_heads=heads,
             max_position_embeddings=max_tokens,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         backbone = transformers.CLIPTextModel(config)
     return ClipTextEncoder(

@@ -1,6 +1,6 @@
 """Losses over (images, texts, match): pure functions, and modules that hold their learnable logits."""
 
-from sfumato.losses.base import LossOutput, MatchLoss
+from sfumato.losses.base import LossOutput, MatchLoss, PairShare, loss_of_share
 from sfumato.losses.infonce import InfoNCELoss, infonce_loss
 from sfumato.losses.pcmepp import PCMEPPLoss, pcmepp_loss, pseudo_positives
 from sfumato.losses.triplet import TripletLoss, triplet_loss
@@ -15,8 +15,10 @@ __all__ = [
     "LossOutput",
     "MatchLoss",
     "PCMEPPLoss",
+    "PairShare",
     "TripletLoss",
     "infonce_loss",
+    "loss_of_share",
     "pcmepp_loss",
     "pseudo_positives",
     "triplet_loss",

@@ -1,12 +1,19 @@
-"""What every loss shares: its result, its interface, and the checks of its inputs. No formula lives here."""
+"""What every loss shares: its result, its interface, its shares and the checks of its inputs. No formula lives here."""
 
+import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from sfumato.distances import Distance, get_distance
 from sfumato.gaussian import GaussianEmbedding
+
+MAX_PAIRS = 2**22
+"""Pairs whose distances, logits and labels a loss holds in memory at a time: about 200 MB in float32."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +31,58 @@ class LossOutput:
     stats: dict[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class PairShare:
+    """The share of a batch's pairs that is computed together: some images with all texts, and some texts with all images.
+
+    The shares of several processes, or of blocks that fit into memory, add up to the batch. Every loss is a sum over images
+    (rows) and over texts (columns), so that none needs all n * m pairs at once.
+
+    Attributes:
+        image, text: (r, d) and (c, d) embeddings of this share.
+        images, texts: (n, d) and (m, d) embeddings of the batch.
+        match_i2t: (r, m) labels in [0, 1].
+        match_t2i: (c, n) labels in [0, 1], rows are texts.
+    """
+
+    image: GaussianEmbedding
+    text: GaussianEmbedding
+    images: GaussianEmbedding
+    texts: GaussianEmbedding
+    match_i2t: Tensor
+    match_t2i: Tensor
+
+    @classmethod
+    def whole(cls, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, who: str) -> "PairShare":
+        """A batch as one share, after the checks of its labels."""
+        match = check_match(image, text, match, who)
+        return cls(image, text, image, text, match, match.T)
+
+    def distances(self, distance: Distance) -> tuple[Tensor, Tensor]:
+        """(r, m) and (c, n) distances; of a whole batch the second is the first transposed, not computed again."""
+        i2t = distance.matrix(self.image, self.texts)
+        whole = self.image is self.images and self.text is self.texts
+        return i2t, i2t.T if whole else distance.matrix(self.images, self.text).T
+
+    def blocks(self, max_pairs: int) -> Iterator["PairShare"]:
+        """Shares of at most about max_pairs pairs a direction that add up to this one."""
+        pairs = max(self.match_i2t.numel(), self.match_t2i.numel(), 1)
+        parts = min(math.ceil(pairs / max_pairs), max(self.image.n, self.text.n, 1))
+        if parts == 1:
+            yield self
+            return
+        for k in range(parts):
+            rows = slice(k * self.image.n // parts, (k + 1) * self.image.n // parts)
+            columns = slice(k * self.text.n // parts, (k + 1) * self.text.n // parts)
+            yield replace(
+                self,
+                image=self.image[rows],
+                text=self.text[columns],
+                match_i2t=self.match_i2t[rows],
+                match_t2i=self.match_t2i[columns],
+            )
+
+
 class MatchLoss(nn.Module, ABC):
     """A loss over a batch of images and texts and the matrix of which pairs match.
 
@@ -37,7 +96,6 @@ class MatchLoss(nn.Module, ABC):
         super().__init__()
         self.distance: Distance = get_distance(distance)
 
-    @abstractmethod
     def forward(
         self, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, *, epoch: int | None = None
     ) -> LossOutput:
@@ -49,6 +107,54 @@ class MatchLoss(nn.Module, ABC):
             match: (n, m) labels in [0, 1], rows are images.
             epoch: 0-based epoch, for losses that change after a warm-up; None means after every warm-up.
         """
+        share = PairShare.whole(image, text, match, type(self).__name__)
+        return self.part(share, self.counts(share), epoch=epoch)
+
+    @abstractmethod
+    def counts(self, share: PairShare) -> Tensor:
+        """(k,) float64 numbers that the loss divides by; those of shares add up to those of the batch."""
+
+    @abstractmethod
+    def part(self, share: PairShare, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
+        """What a share adds to the batch's loss.
+
+        Args:
+            share: a share of the pairs.
+            counts: :meth:`counts` of the whole batch.
+            epoch: see :meth:`forward`.
+        """
+
+
+def loss_of_share(
+    loss: MatchLoss,
+    share: PairShare,
+    *,
+    epoch: int | None = None,
+    max_pairs: int = MAX_PAIRS,
+    total: Callable[[Tensor], Tensor] = lambda counts: counts,
+) -> LossOutput:
+    """What a share adds to the loss, computed in blocks whose intermediate results are recomputed in the backward pass.
+
+    Args:
+        loss: any.
+        share: of a batch; its shares add up to the value and the gradients of ``loss(image, text, match)``.
+        epoch: 0-based.
+        max_pairs: pairs in memory at a time; a smaller share is one block and nothing is recomputed.
+        total: adds up the counts of the processes that hold the other shares.
+    """
+    blocks = list(share.blocks(max_pairs))
+    counts = total(torch.stack([loss.counts(block) for block in blocks]).sum(0))
+    if len(blocks) == 1:
+        return loss.part(share, counts, epoch=epoch)
+    outputs = [
+        checkpoint(loss.part, block, counts, epoch=epoch, use_reentrant=False, preserve_rng_state=False)
+        for block in blocks
+    ]
+    return LossOutput(
+        torch.stack([output.total for output in outputs]).sum(),
+        {name: torch.stack([output.terms[name] for output in outputs]).sum() for name in outputs[0].terms},
+        {name: torch.stack([output.stats[name] for output in outputs]).sum(0) for name in outputs[0].stats},
+    )
 
 
 def check_match(image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, who: str) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.base import LossOutput, MatchLoss, check_match
+from sfumato.losses.base import LossOutput, MatchLoss, PairShare
 from sfumato.matching import MatchingLogits, match_logit
 
 
@@ -37,19 +37,32 @@ def infonce_loss(
 
     Paper: van den Oord et al. 2018; Radford et al. 2021 (CLIP).
     """
-    match = check_match(image, text, match, "infonce_loss")
-    if not match.any():
+    share = PairShare.whole(image, text, match, "infonce_loss")
+    return _part(share, _counts(share), logit_scale, distance)
+
+
+def _counts(share: PairShare) -> Tensor:
+    """Numbers of images and of texts with a match."""
+    return torch.stack([(match.sum(1) > 0).sum() for match in (share.match_i2t, share.match_t2i)]).double()
+
+
+def _part(share: PairShare, counts: Tensor, logit_scale: Tensor | float, distance: str) -> LossOutput:
+    if not counts.all():
         raise ValueError("infonce_loss: no pair of the batch matches; InfoNCE needs at least one positive")
-    logit = match_logit(get_distance(distance).matrix(image, text), logit_scale, 0.0)
-    match = match.to(logit.dtype)
-    terms = {"i2t": _cross_entropy(logit, match) / 2, "t2i": _cross_entropy(logit.T, match.T) / 2}
+    i2t, t2i = share.distances(get_distance(distance))
+    directions = {"i2t": (i2t, share.match_i2t), "t2i": (t2i, share.match_t2i)}
+    terms = {
+        name: _cross_entropy(match_logit(pairs, logit_scale, 0.0), match.to(pairs.dtype)) / (2 * count.to(pairs.dtype))
+        for (name, (pairs, match)), count in zip(directions.items(), counts, strict=True)
+    }
     return LossOutput(terms["i2t"] + terms["t2i"], terms)
 
 
 def _cross_entropy(logit: Tensor, match: Tensor) -> Tensor:
+    """Summed over the rows that have a match."""
     total = match.sum(1, keepdim=True)
     target = match / torch.where(total > 0, total, 1)
-    return -(target * logit.log_softmax(1)).sum() / (total > 0).sum()
+    return -(target * logit.log_softmax(1)).sum()
 
 
 class InfoNCELoss(MatchLoss):
@@ -65,8 +78,10 @@ class InfoNCELoss(MatchLoss):
         self.logits = MatchingLogits(logit_scale, 0.0)
         self.logits.logit_bias.requires_grad_(False)
 
-    def forward(
-        self, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, *, epoch: int | None = None
-    ) -> LossOutput:
+    def counts(self, share: PairShare) -> Tensor:
         """See :class:`MatchLoss`."""
-        return infonce_loss(image, text, match, logit_scale=self.logits.logit_scale, distance=self.distance.name)
+        return _counts(share)
+
+    def part(self, share: PairShare, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
+        """See :class:`MatchLoss`."""
+        return _part(share, counts, self.logits.logit_scale, self.distance.name)

@@ -6,9 +6,12 @@ from torch.nn import functional
 
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.base import LossOutput, MatchLoss, check_match
-from sfumato.losses.vib import vib_loss
+from sfumato.losses.base import LossOutput, MatchLoss, PairShare
+from sfumato.losses.vib import vib_sums
 from sfumato.matching import MatchingLogits, match_logit
+
+VIB_LIMIT = 1e4
+"""A bottleneck above this is left out of the step, as in the released code."""
 
 
 def pseudo_positives(distance: Tensor, match: Tensor) -> Tensor:
@@ -42,7 +45,7 @@ def pcmepp_loss(
     alpha: float = 0.1,
     beta: float = 1e-4,
     match_weight: float = 2.0,
-    vib_limit: float = 1e4,
+    vib_limit: float = VIB_LIMIT,
 ) -> LossOutput:
     r"""match_weight * match + alpha * (pseudo_i2t + pseudo_t2i) + beta * (vib_image + vib_text).
 
@@ -58,7 +61,7 @@ def pcmepp_loss(
         alpha: weight of the pseudo-positive terms; 0 leaves them out.
         beta: weight of the information bottleneck; 0 leaves it out, as points need.
         match_weight: 2 as in the released code, which counts both directions; the paper prints 1.
-        vib_limit: a bottleneck above this is left out of the step, as in the released code.
+        vib_limit: a bottleneck above this is left out of the step.
 
     Returns:
         Terms "match", "pseudo_positive", "vib"; stats "pseudo_positives_i2t" and "_t2i", the number of labels raised.
@@ -73,22 +76,68 @@ def pcmepp_loss(
 
     Paper: Chun, ICLR 2024, arXiv 2305.18171, Eq. 2 and 3, A.4.
     """
-    match = check_match(image, text, match, "pcmepp_loss")
-    pair_distance = get_distance(distance).matrix(image, text)
-    match = match.to(pair_distance.dtype)
-    logit = match_logit(pair_distance, logit_scale, logit_bias)
-    terms = {"match": match_weight * functional.binary_cross_entropy_with_logits(logit, match)}
+    share = PairShare.whole(image, text, match, "pcmepp_loss")
+    counts = _counts(share, beta)
+    return _part(
+        share,
+        counts,
+        logit_scale=logit_scale,
+        logit_bias=logit_bias,
+        distance=distance,
+        alpha=alpha,
+        beta=beta,
+        match_weight=match_weight,
+        vib_limit=vib_limit,
+    )
+
+
+def _counts(share: PairShare, beta: float) -> Tensor:
+    """Number of pairs, and with a bottleneck the sums of both modalities' divergences, whose size decides if they count."""
+    values = [torch.tensor(float(share.match_i2t.numel()))]
+    if beta:
+        values += [vib_sums(x).detach().double().sum() for x in (share.image, share.text)]
+    return torch.stack([value.double().to(share.match_i2t.device) for value in values])
+
+
+def _part(
+    share: PairShare,
+    counts: Tensor,
+    *,
+    logit_scale: Tensor | float,
+    logit_bias: Tensor | float,
+    distance: str,
+    alpha: float,
+    beta: float,
+    match_weight: float,
+    vib_limit: float,
+) -> LossOutput:
+    i2t, t2i = share.distances(get_distance(distance))
+    pairs = counts[0].to(i2t.dtype)
+    match_i2t, match_t2i = share.match_i2t.to(i2t.dtype), share.match_t2i.to(i2t.dtype)
+    logit = match_logit(i2t, logit_scale, logit_bias)
+    terms = {"match": match_weight * _cross_entropy(logit, match_i2t) / pairs}
     stats: dict[str, Tensor] = {}
     if alpha:
-        i2t, t2i = pseudo_positives(pair_distance, match), pseudo_positives(pair_distance.T, match.T).T
-        # Cross-entropy is linear in the labels, so the mean of the two relabelled matrices serves both directions.
-        terms["pseudo_positive"] = 2 * alpha * functional.binary_cross_entropy_with_logits(logit, (i2t + t2i) / 2)
-        stats |= {"pseudo_positives_i2t": (i2t > match).sum(), "pseudo_positives_t2i": (t2i > match).sum()}
+        raised_i2t, raised_t2i = pseudo_positives(i2t, match_i2t), pseudo_positives(t2i, match_t2i)
+        reverse = match_logit(t2i, logit_scale, logit_bias)
+        terms["pseudo_positive"] = (
+            alpha * (_cross_entropy(logit, raised_i2t) + _cross_entropy(reverse, raised_t2i)) / pairs
+        )
+        stats["pseudo_positives_i2t"] = (raised_i2t > match_i2t).sum()
+        stats["pseudo_positives_t2i"] = (raised_t2i > match_t2i).sum()
     if beta:
-        divergences = torch.stack([vib_loss(image), vib_loss(text)])
-        terms["vib"] = beta * torch.where(divergences > vib_limit, 0, divergences).sum()
-        stats["vib_ignored"] = (divergences.detach() > vib_limit).sum()
+        sizes = [x.n * x.d for x in (share.images, share.texts)]
+        ignored = [counts[1 + k] / size > vib_limit for k, size in enumerate(sizes)]
+        divergences = [vib_sums(x).sum() / size for x, size in zip((share.image, share.text), sizes, strict=True)]
+        kept = [torch.where(skip, 0, value) for skip, value in zip(ignored, divergences, strict=True)]
+        terms["vib"] = beta * (kept[0] + kept[1])
+        own_part = share.match_i2t.numel() / pairs  # So that the shares of a batch count it once.
+        stats["vib_ignored"] = torch.stack(ignored).sum() * own_part
     return LossOutput(torch.stack(list(terms.values())).sum(), terms, stats)
+
+
+def _cross_entropy(logit: Tensor, label: Tensor) -> Tensor:
+    return functional.binary_cross_entropy_with_logits(logit, label, reduction="sum")
 
 
 class PCMEPPLoss(MatchLoss):
@@ -117,19 +166,21 @@ class PCMEPPLoss(MatchLoss):
         self.alpha, self.beta, self.match_weight = alpha, beta, match_weight
         self.pseudo_positives_from = pseudo_positives_from
 
-    def forward(
-        self, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, *, epoch: int | None = None
-    ) -> LossOutput:
+    def counts(self, share: PairShare) -> Tensor:
+        """See :class:`MatchLoss`."""
+        return _counts(share, self.beta)
+
+    def part(self, share: PairShare, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`MatchLoss`."""
         early = epoch is not None and epoch < self.pseudo_positives_from
-        return pcmepp_loss(
-            image,
-            text,
-            match,
+        return _part(
+            share,
+            counts,
             logit_scale=self.logits.logit_scale,
             logit_bias=self.logits.logit_bias,
             distance=self.distance.name,
             alpha=0.0 if early else self.alpha,
             beta=self.beta,
             match_weight=self.match_weight,
+            vib_limit=VIB_LIMIT,
         )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.base import LossOutput, MatchLoss, check_match
+from sfumato.losses.base import LossOutput, MatchLoss, PairShare
 
 Mining = Literal["hardest", "sum", "semi-hard"]
 
@@ -45,20 +45,32 @@ def triplet_loss(
 
     Paper: Faghri et al., "VSE++", BMVC 2018; Schroff et al., "FaceNet", CVPR 2015.
     """
-    match = check_match(image, text, match, "triplet_loss")
     if mining not in get_args(Mining):
         raise ValueError(f"triplet_loss: unknown mining {mining!r}; known: {', '.join(get_args(Mining))}")
-    positive = match >= 0.5
-    if not positive.any():
+    share = PairShare.whole(image, text, match, "triplet_loss")
+    return _part(share, _counts(share), margin, mining, distance)
+
+
+def _counts(share: PairShare) -> Tensor:
+    """Number of positive pairs."""
+    return (share.match_i2t >= 0.5).sum().double().unsqueeze(0)
+
+
+def _part(share: PairShare, counts: Tensor, margin: float, mining: Mining, distance: str) -> LossOutput:
+    if not counts[0] > 0:
         raise ValueError("triplet_loss: no pair of the batch matches; a triplet needs at least one positive")
-    pair_distance = get_distance(distance).matrix(image, text)
-    i2t, active_i2t = _direction(pair_distance, positive, margin, mining)
-    t2i, active_t2i = _direction(pair_distance.T, positive.T, margin, mining)
-    return LossOutput(i2t + t2i, {"i2t": i2t, "t2i": t2i}, {"active": (active_i2t + active_t2i) / 2})
+    i2t, t2i = share.distances(get_distance(distance))
+    positives = counts[0].to(i2t.dtype)
+    sums = [
+        _direction(pairs, match >= 0.5, margin, mining)
+        for pairs, match in ((i2t, share.match_i2t), (t2i, share.match_t2i))
+    ]
+    terms = {name: hinges / positives for name, (hinges, _) in zip(("i2t", "t2i"), sums, strict=True)}
+    return LossOutput(terms["i2t"] + terms["t2i"], terms, {"active": (sums[0][1] + sums[1][1]) / (2 * positives)})
 
 
 def _direction(distance: Tensor, positive: Tensor, margin: float, mining: Mining) -> tuple[Tensor, Tensor]:
-    """(mean hinge over the p positive pairs, share of them with a loss); anchors are rows."""
+    """(sum of the hinges of the p positive pairs, number of them with a loss); anchors are rows."""
     anchor, truth = positive.nonzero(as_tuple=True)
     own = distance[anchor, truth].unsqueeze(1)  # (p, 1)
     others = distance[anchor].masked_fill(positive[anchor], torch.inf)  # (p, m)
@@ -68,7 +80,7 @@ def _direction(distance: Tensor, positive: Tensor, margin: float, mining: Mining
         outside = (others <= own) | (others >= own + margin)
         others = others.masked_fill(outside, torch.inf).min(dim=1, keepdim=True).values
     hinge = (margin + own - others).clamp_min(0).sum(1)
-    return hinge.mean(), (hinge.detach() > 0).to(hinge.dtype).mean()
+    return hinge.sum(), (hinge.detach() > 0).to(hinge.dtype).sum()
 
 
 class TripletLoss(MatchLoss):
@@ -85,10 +97,11 @@ class TripletLoss(MatchLoss):
         super().__init__(distance)
         self.margin, self.mining, self.sum_epochs = margin, mining, sum_epochs
 
-    def forward(
-        self, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, *, epoch: int | None = None
-    ) -> LossOutput:
+    def counts(self, share: PairShare) -> Tensor:
+        """See :class:`MatchLoss`."""
+        return _counts(share)
+
+    def part(self, share: PairShare, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`MatchLoss`."""
         early = epoch is not None and epoch < self.sum_epochs
-        mining: Mining = "sum" if early else self.mining
-        return triplet_loss(image, text, match, margin=self.margin, mining=mining, distance=self.distance.name)
+        return _part(share, counts, self.margin, "sum" if early else self.mining, self.distance.name)

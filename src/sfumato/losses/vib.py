@@ -1,6 +1,5 @@
 """The variational information bottleneck term: it keeps variances from collapsing to 0."""
 
-import torch
 from torch import Tensor
 
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
@@ -25,6 +24,11 @@ def vib_loss(x: GaussianEmbedding) -> Tensor:
 
     Paper: Chun 2024, section 2.3 (Oh et al., "Modeling uncertainty with hedged instance embedding", 2019).
     """
+    return vib_sums(x).mean() / x.d
+
+
+def vib_sums(x: GaussianEmbedding) -> Tensor:
+    """(n,) KL divergences of the embeddings to the standard normal, in nats."""
     dtype = accumulation_dtype(x.dtype)
     mean, log_var = x.mean.to(dtype), x.log_var.to(dtype)
-    return torch.mean(mean.square() + log_var.expm1() - log_var) / 2
+    return (mean.square() + log_var.expm1() - log_var).sum(-1) / 2
