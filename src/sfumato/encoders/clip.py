@@ -95,18 +95,30 @@ class ClipEncoder(nn.Module):
         below = len(self.shared_blocks) if found[1] != "shared" else 0
         return self.depth - below - int(found[2])
 
-    def tokens(self, embedded: Tensor, mask: Tensor | None, **options: Any) -> TokenFeatures:
-        """(n, t, c) embedded tokens through the blocks; options go to each block's attention."""
-        hidden = self._through(self.shared_blocks, self.norm_in(embedded), options)
-        log_var = self._through(self.variance_blocks, hidden, options) if len(self.variance_blocks) else None
-        return TokenFeatures(self.norm_out(self._through(self.mean_blocks, hidden, options)), mask, log_var)
+    def tokens(
+        self, embedded: Tensor, mask: Tensor | None, *, causal: bool = False, attention: Tensor | None = None
+    ) -> TokenFeatures:
+        """(n, t, c) embedded tokens through the blocks.
 
-    def _through(self, blocks: nn.ModuleList, hidden: Tensor, options: dict[str, Any]) -> Tensor:
+        Args:
+            embedded: (n, t, c).
+            mask: (n, t), handed on as it is.
+            causal: each token sees those before it; without: all.
+            attention: (n, 1, t or 1, t) added to the scores of each block's attention; in place of causal.
+        """
+        options: dict[str, Any] = {"is_causal": True} if causal else {}
+        hidden = self._through(self.shared_blocks, self.norm_in(embedded), attention, options)
+        log_var = self._through(self.variance_blocks, hidden, attention, options) if len(self.variance_blocks) else None
+        return TokenFeatures(self.norm_out(self._through(self.mean_blocks, hidden, attention, options)), mask, log_var)
+
+    def _through(
+        self, blocks: nn.ModuleList, hidden: Tensor, attention: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
         for block in blocks:
             if self.checkpointing and self.training:
-                hidden = checkpoint(block, hidden, None, use_reentrant=False, **options)
+                hidden = checkpoint(block, hidden, attention, use_reentrant=False, **options)
             else:
-                hidden = block(hidden, None, **options)
+                hidden = block(hidden, attention, **options)
         return hidden
 
 
@@ -155,11 +167,16 @@ class ClipImageEncoder(ClipEncoder):
             "pixel_std": self.pixel_std.flatten().tolist(),
         }
 
-    def forward(self, inputs: Inputs) -> TokenFeatures:
-        """Token features without a mask. float pixels (augmented ones) are taken as they are, in [0, 1]."""
+    def embed(self, inputs: Inputs) -> Tensor:
+        """(n, t, c) class token (CLIP's only) and patches with their position codes, before the first block."""
         pixels = inputs.values
         pixels = pixels.to(self.pixel_mean.dtype) / 255 if pixels.dtype == torch.uint8 else pixels
-        return self.tokens(self.embeddings((pixels - self.pixel_mean) / self.pixel_std), None)
+        embedded: Tensor = self.embeddings((pixels - self.pixel_mean) / self.pixel_std)
+        return embedded
+
+    def forward(self, inputs: Inputs) -> TokenFeatures:
+        """Token features without a mask. float pixels (augmented ones) are taken as they are, in [0, 1]."""
+        return self.tokens(self.embed(inputs), None)
 
 
 class ClipTextEncoder(ClipEncoder):
@@ -199,8 +216,7 @@ class ClipTextEncoder(ClipEncoder):
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
         """Token features and the mask of the inputs."""
-        options = {"is_causal": True} if self.causal else {}
-        return self.tokens(self.embeddings(inputs.values), inputs.mask, **options)
+        return self.tokens(self.embeddings(inputs.values), inputs.mask, causal=self.causal)
 
 
 def clip_image_encoder(
@@ -347,7 +363,7 @@ def openai_text_state(state: Mapping[str, Tensor], encoder: ClipTextEncoder) -> 
             blocks of the log variance as ``uncertainty_transformer.resblocks.j.*`` or ``transformer.prob_resblocks.j.*``.
         encoder: whose number of blocks counts.
     """
-    names = {
+    names: dict[str, str | None] = {
         "token_embedding.weight": "embeddings.token_embedding.weight",
         "positional_embedding": "embeddings.position_embedding.weight",
         "ln_final": "norm_out",
@@ -418,7 +434,6 @@ def _resize_positions(embeddings: Any, size: int) -> None:
     with torch.no_grad():
         blank = torch.zeros(1, patches + extra, embeddings.embed_dim)  # Only its length is looked at.
         codes = embeddings.interpolate_pos_encoding(blank, size, size)[0]
-    embeddings.position_embedding = nn.Embedding(*codes.shape, _weight=codes.clone())
-    embeddings.position_embedding.weight.requires_grad_()
+    embeddings.position_embedding = nn.Embedding.from_pretrained(codes.clone(), freeze=False)
     embeddings.position_ids = torch.arange(patches + extra).expand(1, -1)
     embeddings.num_patches, embeddings.num_positions, embeddings.image_size = patches, patches + extra, size
