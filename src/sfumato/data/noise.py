@@ -1,0 +1,194 @@
+"""Noisy correspondence: training pairs whose image is deliberately a wrong one, and the index files that say which.
+
+The array of an index file has one entry for each pair, in the order of the texts (and of the images, where a text has several):
+the position of its image. For ordinary data, one image for each text, this is the `t2i_index` that NCR publishes.
+"""
+
+import dataclasses
+import io
+from pathlib import Path
+
+import numpy as np
+
+from sfumato.data.pairs import PairData
+from sfumato.files import write_atomically
+
+_TRIES = 20
+
+
+def shuffle_pairs(data: PairData, rate: float, seed: int) -> tuple[PairData, np.ndarray]:
+    r"""Give a share of the pairs each other's images, so that none of them is a true pair afterwards.
+
+    The images of round(rate * p) pairs are permuted among them; the rest stay as they are. Every image and every text keeps its
+    number of pairs. Equal arguments give equal results, on every process.
+
+    Args:
+        data: a split with p pairs.
+        rate: share of the pairs in [0, 1]; 0 changes nothing.
+        seed: of everything random.
+
+    Returns:
+        (the noisy data, (p,) int64 image of each pair in text order, as :func:`save_noise` writes it).
+
+    Raises:
+        ValueError: rate is out of its range, fewer than two pairs are to be shuffled, or no such permutation was found.
+
+    Paper: Huang et al., "Learning with noisy correspondence", NeurIPS 2021 (NCR); Chun, ICLR 2024, section 3.2. Their code
+    shuffles without looking, which leaves a few true pairs among the shuffled ones.
+    """
+    if not 0 <= rate <= 1:
+        raise ValueError(f"shuffle_pairs: rate must lie in [0, 1], got {rate}")
+    image, text = _in_text_order(data)
+    p, k = len(image), round(rate * len(image))
+    if rate > 0 and k < 2:
+        raise ValueError(f"shuffle_pairs: a rate of {rate} of {p} pairs is {k}; at least 2 are needed to change places")
+    random = np.random.default_rng(seed)
+    for _ in range(_TRIES):
+        chosen = np.sort(random.permutation(p)[:k])
+        wrong = _wrong_images(image[chosen], text[chosen], data, random)
+        if wrong is not None:
+            image[chosen] = wrong
+            return apply_noise(data, image), image
+    raise ValueError(
+        f"shuffle_pairs: found no way to give {k} of {p} pairs a wrong image; too many texts match most of the"
+        f" {len(data.image_ids)} images: lower the rate"
+    )
+
+
+def apply_noise(data: PairData, image_of_pair: np.ndarray) -> PairData:
+    """The data with other images for its pairs.
+
+    Args:
+        data: the clean split with p pairs.
+        image_of_pair: (p,) integers, in text order.
+
+    Returns:
+        The same images and texts, paired anew; images that lost all their texts stay.
+
+    Raises:
+        ValueError: the array does not fit the data.
+    """
+    image_of_pair = _checked(image_of_pair, data, "apply_noise")
+    noisy = dataclasses.replace(data, pairs=np.stack([image_of_pair, _in_text_order(data)[1]], axis=1))
+    if len(noisy.pairs) < len(data.pairs):
+        raise ValueError(
+            "apply_noise: the array gives a text the same image twice; each of its pairs needs an image of its own"
+        )
+    return noisy
+
+
+def noisy_pairs(clean: PairData, image_of_pair: np.ndarray) -> np.ndarray:
+    """(p,) bool in text order, True where a pair's image does not match its text in the clean data.
+
+    Args:
+        clean: the split before :func:`shuffle_pairs`.
+        image_of_pair: (p,) integers, in text order.
+
+    Raises:
+        ValueError: the array does not fit the data.
+    """
+    image_of_pair = _checked(image_of_pair, clean, "noisy_pairs")
+    image, text = _in_text_order(clean)
+    noisy: np.ndarray = ~np.isin(_key(image_of_pair, text, clean), _key(image, text, clean))
+    return noisy
+
+
+def save_noise(path: str | Path, image_of_pair: np.ndarray) -> None:
+    """Write an index file, atomically.
+
+    Args:
+        path: the .npy file; its folder must exist.
+        image_of_pair: (p,) integers, in text order.
+
+    Raises:
+        FileNotFoundError: the folder does not exist.
+        ValueError: the array is not one-dimensional or not of integers.
+    """
+    if image_of_pair.ndim != 1 or image_of_pair.dtype.kind not in "iu":
+        raise ValueError(
+            f"save_noise: expected (p,) integers, got shape {image_of_pair.shape} of {image_of_pair.dtype}"
+        )
+    buffer = io.BytesIO()
+    np.save(buffer, image_of_pair.astype(np.int64), allow_pickle=False)
+    write_atomically(path, buffer.getvalue())
+
+
+def load_noise(path: str | Path, data: PairData) -> np.ndarray:
+    """Read an index file of :func:`save_noise` or of NCR.
+
+    Args:
+        path: the .npy file.
+        data: the clean split that it is for, with p pairs.
+
+    Returns:
+        (p,) int64 image of each pair, in text order.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not such a file, or does not fit the data.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no index of noisy pairs at {path}; write one with save_noise()")
+    try:
+        with Path(path).open("rb") as file:
+            array = np.lib.format.read_array(file, allow_pickle=False)
+    except (ValueError, EOFError, OSError, MemoryError, OverflowError) as error:
+        raise ValueError(f"{path}: not a .npy file of plain numbers ({error}); write one with save_noise()") from error
+    return _checked(array, data, str(path))
+
+
+def _checked(image_of_pair: np.ndarray, data: PairData, who: str) -> np.ndarray:
+    """The array as int64, after its checks against the clean data."""
+    p, n = len(data.pairs), len(data.image_ids)
+    if image_of_pair.dtype.kind not in "iu" or image_of_pair.shape != (p,):
+        raise ValueError(
+            f"{who}: expected {p} integers, the image of each pair in text order, got shape {image_of_pair.shape} of"
+            f" {image_of_pair.dtype}; the file of another split?"
+        )
+    if p and not (image_of_pair.min() >= 0 and image_of_pair.max() < n):
+        raise ValueError(
+            f"{who}: got images {image_of_pair.min()} to {image_of_pair.max()}, but the data's are 0 to {n - 1}; the file of"
+            " another split?"
+        )
+    return image_of_pair.astype(np.int64)
+
+
+def _in_text_order(data: PairData) -> tuple[np.ndarray, np.ndarray]:
+    """(p,) image and (p,) text of each pair, by text and then by image; fresh arrays."""
+    order = np.lexsort((data.pairs[:, 0], data.pairs[:, 1]))
+    return data.pairs[order, 0], data.pairs[order, 1]
+
+
+def _key(image: np.ndarray, text: np.ndarray, data: PairData) -> np.ndarray:
+    """One number for each pair."""
+    key: np.ndarray = image * len(data.text_ids) + text
+    return key
+
+
+def _wrong_images(
+    image: np.ndarray, text: np.ndarray, data: PairData, random: np.random.Generator
+) -> np.ndarray | None:
+    """The (k,) images permuted so that no pair is a true one and none occurs twice; None where this permutation has no way."""
+    image, m = image[random.permutation(len(image))], len(data.text_ids)
+    true, keys = _key(*_in_text_order(data), data), _key(image, text, data)
+    bad = np.isin(keys, true)
+    bad[np.setdiff1d(np.arange(len(keys)), np.unique(keys, return_index=True)[1])] = True
+    if not bad.any():
+        return image
+    # A random permutation is wrong nearly everywhere already: the few others change places with whomever they can.
+    images, texts, taken = image.tolist(), text.tolist(), {*true.tolist(), *keys.tolist()}
+    for j in np.flatnonzero(bad).tolist():
+        if not bad[j]:
+            continue
+        for other in random.permutation(len(images)).tolist():
+            new = {images[other] * m + texts[j], images[j] * m + texts[other]}
+            if texts[j] != texts[other] and images[j] != images[other] and taken.isdisjoint(new):
+                break
+        else:
+            return None
+        if not bad[other]:
+            taken.remove(images[other] * m + texts[other])
+        taken |= new
+        images[j], images[other] = images[other], images[j]
+        bad[[j, other]] = False
+    return np.array(images, dtype=np.int64)

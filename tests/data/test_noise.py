@@ -1,0 +1,187 @@
+"""Noisy pairs against sets and loops over the clean ones; index files by what they refuse."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+from test_pairs import captions, many_to_many
+
+from sfumato.data.noise import apply_noise, load_noise, noisy_pairs, save_noise, shuffle_pairs
+from sfumato.data.pairs import FileImage, PairData, PairSampler, make_pair_data
+
+
+def in_text_order(data):
+    return sorted(((int(i), int(t)) for i, t in data.pairs), key=lambda pair: pair[::-1])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [captions(20, 5), captions(3, 5), captions(41, 1), many_to_many()],
+    ids=lambda d: d.text_kinds[0] + str(len(d.pairs)),
+)
+@pytest.mark.parametrize("rate", [0.2, 0.5])
+def test_the_stated_number_of_pairs_is_truly_wrong(data, rate):
+    clean = in_text_order(data)
+    for seed in range(20):
+        noisy, image_of_pair = shuffle_pairs(data, rate, seed)
+        new = [(i, t) for i, (_, t) in zip(image_of_pair.tolist(), clean, strict=True)]
+        moved = [a != b for a, b in zip(new, clean, strict=True)]
+        wrong = [pair not in set(clean) for pair in new]
+        assert sum(moved) == sum(wrong) == round(rate * len(clean)) and moved == wrong
+        assert noisy_pairs(data, image_of_pair).tolist() == wrong
+        assert len(set(new)) == len(clean) and sorted(new) == [tuple(pair) for pair in noisy.pairs.tolist()]
+        assert sorted(i for i, _ in new) == sorted(i for i, _ in clean), "images keep their number of pairs"
+        assert noisy.image_ids == data.image_ids and noisy.texts == data.texts and len(data.pairs) == len(clean)
+        assert np.array_equal(apply_noise(data, image_of_pair).pairs, noisy.pairs)
+
+
+def test_ordinary_data_has_the_index_of_ncr():
+    """One entry for each caption, the index of its image; before shuffling it is caption // 5."""
+    data = captions(20, 5)
+    _, clean = shuffle_pairs(data, 0.0, seed=0)
+    assert clean.dtype == np.int64 and clean.tolist() == [t // 5 for t in range(100)]
+    noisy, image_of_pair = shuffle_pairs(data, 0.4, seed=0)
+    for text, image in enumerate(image_of_pair.tolist()):
+        assert noisy.match(np.array([image]), np.array([text])) == 1
+
+
+def test_the_code_of_ncr_leaves_true_pairs_and_ours_does_not():
+    """Four images with five captions: a plain permutation of all leaves a quarter right, on average."""
+    data = captions(4, 5)
+    clean = np.arange(20) // 5
+    random = np.random.default_rng(0)
+    plain = [noisy_pairs(data, random.permutation(clean)).sum() for _ in range(200)]
+    assert 14 < np.mean(plain) < 16
+    assert {int(noisy_pairs(data, shuffle_pairs(data, 1.0, seed)[1]).sum()) for seed in range(50)} == {20}
+
+
+def test_every_pair_is_as_likely_to_be_noisy_and_every_wrong_image_as_likely_to_come():
+    """Chi-squared tests at 1e-4 over 2,000 seeds: a false alarm in about 1 of 5,000 sets of seeds."""
+    data = captions(6, 2)
+    indices = np.stack([shuffle_pairs(data, 0.5, seed)[1] for seed in range(2000)])
+    noisy = indices != np.arange(12) // 2
+    assert stats.chisquare(noisy.sum(0)).pvalue > 1e-4
+    first = indices[noisy[:, 0], 0]
+    assert stats.chisquare(np.bincount(first, minlength=6)[1:]).pvalue > 1e-4
+
+
+def test_every_process_draws_the_same():
+    code = (
+        "from test_pairs import captions, many_to_many; from sfumato.data.noise import shuffle_pairs;"
+        "print([shuffle_pairs(d, 0.5, 3)[1].tolist() for d in (captions(20, 5), many_to_many())])"
+    )
+    here = [shuffle_pairs(d, 0.5, 3)[1].tolist() for d in (captions(20, 5), many_to_many())]
+    folder = str(Path(__file__).parent)
+    for hash_seed in ("0", "1"):
+        out = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PYTHONPATH": folder, "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"},
+        )
+        assert out.stdout.strip() == str(here)
+    assert not np.array_equal(shuffle_pairs(captions(20, 5), 0.5, 3)[1], shuffle_pairs(captions(20, 5), 0.5, 4)[1])
+
+
+def test_an_image_that_loses_its_texts_stays_and_is_drawn_no_more():
+    data = captions(5, 1)
+    noisy = apply_noise(data, np.array([1, 1, 2, 3, 3]))
+    assert noisy.image_ids == data.image_ids and noisy.relevance().n_queries == 5
+    for batches in (PairSampler(noisy, 2, seed=0), PairSampler(noisy, 2, seed=0, epoch_over="pairs")):
+        seen = {int(i) for batch in batches.batches(0) for i in batch.image_index}
+        assert seen <= {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("data", "rate", "message"),
+    [
+        (captions(5, 2), -0.1, r"rate must lie in \[0, 1\], got -0.1"),
+        (captions(5, 2), float("nan"), "rate must lie"),
+        (captions(5, 2), 0.1, "a rate of 0.1 of 10 pairs is 1; at least 2"),
+        (captions(5, 2), 0.01, "of 10 pairs is 0"),
+        (captions(1, 5), 1.0, "no way to give 5 of 5 pairs a wrong image; .* the 1 images: lower the rate"),
+        (
+            make_pair_data(["a", "b"], [FileImage("x")] * 2, [["1", "2", "3"], ["4"]]),
+            1.0,
+            "no way to give 4 of 4 pairs",
+        ),
+    ],
+)
+def test_what_cannot_be_shuffled_is_refused(data, rate, message):
+    with pytest.raises(ValueError, match=message):
+        shuffle_pairs(data, rate, 0)
+
+
+def test_tight_data_find_their_only_way():
+    """Two images: every caption must go to the other one. Three texts and images in a ring: only one of two ways is right."""
+    assert shuffle_pairs(captions(2, 5), 1.0, 0)[1].tolist() == [1] * 5 + [0] * 5
+    ring = PairData(
+        ("a", "b", "c"),
+        (FileImage("x"),) * 3,
+        ("x", "y", "z"),
+        ("x", "y", "z"),
+        ("tag",) * 3,
+        [[0, 0], [1, 0], [1, 1], [2, 1], [2, 2], [0, 2]],
+    )
+    with pytest.raises(ValueError, match="no way"):
+        shuffle_pairs(ring, 1.0, 0)  # each text has one wrong image only, and two pairs
+    assert noisy_pairs(ring, shuffle_pairs(ring, 1 / 3, 0)[1]).sum() == 2
+
+
+def test_files_come_back_whole(tmp_path):
+    data = captions(20, 5)
+    noisy, image_of_pair = shuffle_pairs(data, 0.4, seed=1)
+    save_noise(tmp_path / "noise.npy", image_of_pair)
+    loaded = load_noise(tmp_path / "noise.npy", data)
+    assert loaded.dtype == np.int64 and np.array_equal(loaded, image_of_pair)
+    assert np.array_equal(apply_noise(data, loaded).pairs, noisy.pairs)
+    np.save(tmp_path / "ncr.npy", image_of_pair.astype(np.int32))
+    assert load_noise(tmp_path / "ncr.npy", data).dtype == np.int64
+    assert [f.name for f in tmp_path.iterdir() if f.suffix != ".npy"] == []
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.arange(9), r"noise.npy: expected 10 integers, .* got shape \(9,\) of int64; the file of another split\?"),
+        (np.zeros((10, 1), np.int64), r"got shape \(10, 1\)"),
+        (np.zeros(10), "of float64"),
+        (np.full(10, 5), "got images 5 to 5, but the data's are 0 to 4"),
+        (np.full(10, -1), "got images -1 to -1"),
+        (np.array([None] * 10), "noise.npy: not a .npy file of plain numbers .*Object arrays"),
+    ],
+)
+def test_wrong_files_are_refused(tmp_path, array, message):
+    np.save(tmp_path / "noise.npy", array, allow_pickle=True)
+    with pytest.raises(ValueError, match=message):
+        load_noise(tmp_path / "noise.npy", captions(5, 2))
+
+
+def test_damaged_and_missing_files(tmp_path):
+    data, path = captions(5, 2), tmp_path / "noise.npy"
+    with pytest.raises(FileNotFoundError, match="no index of noisy pairs at .*noise.npy"):
+        load_noise(path, data)
+    save_noise(path, np.arange(10) // 2)
+    whole = path.read_bytes()
+    huge = whole.replace(b"(10,)", b"(10" + b"0" * 15 + b",)").replace(b" " * 15 + b"\n", b"\n")
+    for damaged in (b"", whole[:5], whole[:-3], b"PK\x03\x04" + whole, huge):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="noise.npy: not a .npy file of plain numbers"):
+            load_noise(path, data)
+    with pytest.raises(FileNotFoundError, match="create it first"):
+        save_noise(tmp_path / "missing" / "noise.npy", np.arange(10))
+    with pytest.raises(ValueError, match=r"save_noise: expected \(p,\) integers, got shape \(2,\) of float64"):
+        save_noise(path, np.zeros(2))
+
+
+def test_arrays_that_do_not_fit_are_refused():
+    for use in (apply_noise, noisy_pairs):
+        with pytest.raises(ValueError, match=f"{use.__name__}: expected 10 integers"):
+            use(captions(5, 2), np.arange(9))
+    data = many_to_many()
+    with pytest.raises(ValueError, match="apply_noise: the array gives a text the same image twice"):
+        apply_noise(data, np.zeros(len(data.pairs), np.int64))
