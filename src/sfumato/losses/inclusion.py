@@ -1,0 +1,152 @@
+"""Inclusion of one Gaussian in another: does the outer one cover the inner one, dimension by dimension?
+
+It measures by the integral of p_inner^2 * p_outer, which is larger than that of p_outer^2 * p_inner where the inner one is the
+narrower. The released code of ProLIP uses another expression, which is here under a name of its own.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
+
+
+def log_inclusion(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
+    r"""Logarithm of the integral of p_x(t)^2 p_y(t) over t, for each pair of rows and each dimension.
+
+        v = var_x + 2 var_y:   -log(2 pi) - log_var_x / 2 - log(v) / 2 - (mean_x - mean_y)^2 / v
+
+    Args:
+        x: (n, d) embeddings with positive variances; infinite or undefined for points.
+        y: (n, d) embeddings; same n, d, dtype and device.
+
+    Returns:
+        (n, d) logarithms, in float32 or better; v is taken in log space.
+
+    Raises:
+        ValueError: shape, dtype or device differ.
+
+    Paper: Chun et al., "Probabilistic language-image pre-training" (ProLIP), ICLR 2025.
+    """
+    x, y = _checked(x, y, "log_inclusion")
+    log_v = torch.logaddexp(x.log_var, y.log_var + math.log(2))
+    return -math.log(2 * math.pi) - (x.log_var + log_v) / 2 - _over(x, y, log_v)
+
+
+def inclusion_test(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
+    r"""log_inclusion(x, y) - log_inclusion(y, x): positive where x is included in y.
+
+    Its sign is that of log_var_y - log_var_x whatever the means are: they only change its size, which grows with their distance.
+
+    Args:
+        x, y: (n, d) embeddings; see :func:`log_inclusion`.
+
+    Returns:
+        (n, d) tests; inclusion_test(y, x) is the negative.
+
+    Raises:
+        ValueError: shape, dtype or device differ.
+
+    Example:
+        >>> narrow, wide = (GaussianEmbedding(torch.zeros(1, 1), torch.full((1, 1), v)) for v in (-4.0, 0.0))
+        >>> inclusion_test(narrow, wide)
+        tensor([[1.6669]])
+
+    Paper: see :func:`log_inclusion`.
+    """
+    return log_inclusion(x, y) - log_inclusion(y, x)
+
+
+def released_log_inclusion(x: GaussianEmbedding, y: GaussianEmbedding, *, eps: float = -10.0) -> Tensor:
+    r"""What the released code of ProLIP takes for :func:`log_inclusion` (there ``inclusion_test``).
+
+    Apart from constants it is log_inclusion - log_var_x - log_var_y / 2, with the distance of the means times exp(eps): at the
+    published -10 and -20 the means play no part.
+
+    Args:
+        x, y: (n, d) embeddings; see :func:`log_inclusion`.
+        eps: added to the logarithms of the inverse variances; -10 in the released class, -20 in its command line.
+
+    Returns:
+        (n, d) values, in float32 or better; the released expression without its cancellations.
+
+    Raises:
+        ValueError: shape, dtype or device differ.
+    """
+    x, y = _checked(x, y, "released_log_inclusion")
+    log_v = torch.logaddexp(x.log_var, y.log_var + math.log(2))
+    normaliser = -1.5 * x.log_var - 0.5 * y.log_var - (log_v + eps - math.log(2)) / 2
+    return normaliser - math.exp(eps) * _over(x, y, log_v)
+
+
+def released_inclusion_test(x: GaussianEmbedding, y: GaussianEmbedding, *, eps: float = -10.0) -> Tensor:
+    """released_log_inclusion(x, y) - released_log_inclusion(y, x): the sign of :func:`inclusion_test`, another size.
+
+    At eps = 0 it is inclusion_test + (log_var_y - log_var_x) / 2.
+
+    Args:
+        x, y, eps: see :func:`released_log_inclusion`.
+
+    Returns:
+        (n, d) tests.
+
+    Raises:
+        ValueError: shape, dtype or device differ.
+    """
+    return released_log_inclusion(x, y, eps=eps) - released_log_inclusion(y, x, eps=eps)
+
+
+def inclusion_losses(
+    inner: GaussianEmbedding, outer: GaussianEmbedding, *, scale: float = 1000.0, released_eps: float | None = None
+) -> Tensor:
+    """(n,) losses -log sigmoid(scale * inclusion_test(inner, outer)) of the rows, averaged over d: see :func:`inclusion_loss`."""
+    if released_eps is None:
+        test = inclusion_test(inner, outer)
+    else:
+        test = released_inclusion_test(inner, outer, eps=released_eps)
+    return -functional.logsigmoid(scale * test).mean(1)
+
+
+def inclusion_loss(
+    inner: GaussianEmbedding, outer: GaussianEmbedding, *, scale: float = 1000.0, released_eps: float | None = None
+) -> Tensor:
+    r"""Small where every inner embedding is included in its outer one: an image in its text, a whole in its masked view.
+
+        -mean log sigmoid(scale * inclusion_test(inner, outer))
+
+    The mean is over rows and dimensions. It orders variances and hardly moves means: see :func:`inclusion_test`.
+
+    Args:
+        inner: (n, d) embeddings with positive variances.
+        outer: (n, d) embeddings; same n, d, dtype and device.
+        scale: of the tests; 1000 in ProLIP, 10 for its long texts.
+        released_eps: None for the exact integral; a number for :func:`released_inclusion_test` with it, as published models
+            were trained. The released code also drops a loss above 1e5 from its step; this does not.
+
+    Returns:
+        () loss >= 0.
+
+    Raises:
+        ValueError: shape, dtype or device differ.
+
+    Paper: see :func:`log_inclusion`.
+    """
+    return inclusion_losses(inner, outer, scale=scale, released_eps=released_eps).mean()
+
+
+def _over(x: GaussianEmbedding, y: GaussianEmbedding, log_v: Tensor) -> Tensor:
+    """(n, d) squared differences of the means over v, divided before they are squared: small variances do not overflow."""
+    return ((x.mean - y.mean) * (-log_v / 2).exp()).square()
+
+
+def _checked(x: GaussianEmbedding, y: GaussianEmbedding, who: str) -> tuple[GaussianEmbedding, GaussianEmbedding]:
+    """Both in the dtype of the sums."""
+    if x.mean.shape != y.mean.shape or x.dtype != y.dtype or x.device != y.device:
+        raise ValueError(
+            f"{who}: x is {tuple(x.mean.shape)} {x.dtype} on {x.device} and y is {tuple(y.mean.shape)} {y.dtype} on"
+            f" {y.device}; both must have the same n, d, dtype and device"
+        )
+    dtype = accumulation_dtype(x.dtype)
+    return x.to(dtype), y.to(dtype)
