@@ -215,3 +215,10 @@ def test_smoothing():
     for bad in (-0.1, 0.5, float("nan")):
         with pytest.raises(ValueError, match=r"smoothing must lie in \[0, 0.5\)"):
             smooth_match(match, bad)
+
+
+def test_everything_stays_on_the_device_of_the_pictures():
+    """The meta device refuses to be mixed with the CPU, as an accelerator does."""
+    drawn = plan(share=1.0, choice="element")
+    assert drawn.apply(torch.zeros(9, 3, *SIZE, dtype=torch.uint8, device="meta")).device.type == "meta"
+    assert drawn.match(torch.zeros(9, 4, device="meta")).device.type == "meta"

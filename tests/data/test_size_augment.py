@@ -175,3 +175,10 @@ def test_bad_masks_are_refused():
         drop_tokens(torch.ones(3, dtype=torch.bool))
     with pytest.raises(ValueError, match="drop_tokens: rate must lie"):
         drop_tokens(torch.ones(2, 3, dtype=torch.bool), rate=-0.1)
+
+
+def test_everything_stays_on_the_device_of_the_mask():
+    """The meta device refuses to be mixed with the CPU, as an accelerator does."""
+    ids, mask = (tensor.to("meta") for tensor in texts([5, 9], 9))
+    assert drop_tokens(mask).device.type == "meta"
+    assert [out.device.type for out in augment(ids, mask, generator=None)] == ["meta", "meta"]
