@@ -1,5 +1,9 @@
-"""Progress on standard error: a bar on a terminal, plain lines elsewhere, so that standard output stays the result's."""
+"""Progress on standard error: a bar on a terminal, plain lines elsewhere, so that standard output stays the result's.
 
+Of several processes that torchrun has started, the first one speaks.
+"""
+
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +17,8 @@ _PLAIN_SECONDS = 15.0
 
 def say(line: str) -> None:
     """One plain line on standard error."""
+    if os.environ.get("RANK", "0") != "0":
+        return
     print(line, file=sys.stderr, flush=True)
 
 
@@ -28,7 +34,7 @@ def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
         A function to call with the number of items just done.
     """
     console = Console(stderr=True)
-    if console.is_terminal:
+    if console.is_terminal and os.environ.get("RANK", "0") == "0":
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task(title, total=total)

@@ -4,9 +4,9 @@ import os
 import tarfile
 import threading
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Literal, Protocol, get_args
 
@@ -216,17 +216,26 @@ class PairData:
 
 @dataclass(frozen=True, eq=False)
 class PairBatch:
-    """b pairs and the matches among them.
+    """b pairs, and the labels of all pairs among their images and texts.
 
     Attributes:
         image_index: (b,) positions of the images.
         text_index: (b,) positions of their texts.
-        match: (b, b) float32 labels, rows are images.
+        labels: (r,) image and (c,) text positions within the batch -> (r, c) float32 labels.
     """
 
     image_index: np.ndarray
     text_index: np.ndarray
-    match: np.ndarray
+    labels: Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+    def __len__(self) -> int:
+        return len(self.image_index)
+
+    @property
+    def match(self) -> np.ndarray:
+        """(b, b) float32 labels, rows are images."""
+        everything = np.arange(len(self))
+        return self.labels(everything, everything)
 
 
 EpochOver = Literal["images", "pairs"]
@@ -303,17 +312,17 @@ class PairSampler:
             images, texts = self.data.pairs[random.permutation(len(self.data.pairs))].T
         for i in range(len(self)):
             part = slice(i * self.batch_size, (i + 1) * self.batch_size)
-            yield PairBatch(images[part], texts[part], self._match(images[part], texts[part]))
+            yield PairBatch(images[part], texts[part], partial(self._labels, images[part], texts[part]))
 
-    def _match(self, images: np.ndarray, texts: np.ndarray) -> np.ndarray:
+    def _labels(self, images: np.ndarray, texts: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Of a batch (images and texts, b each) the labels at some rows and columns."""
         if self.positives == "listed":
-            return self.data.match(images, texts)
-        groups = self.data.groups[images]
-        own = groups[:, None] == groups
-        # A text drawn twice is the same text: it matches the groups of both draws.
-        same_text = (texts[:, None] == texts).astype(np.float32)
-        match: np.ndarray = (own.astype(np.float32) @ same_text > 0).astype(np.float32)
-        return match
+            return self.data.match(images[rows], texts[columns])
+        # A text matches the groups of all draws of the same text.
+        groups, count = self.data.groups[images], len(self.data.text_ids)
+        drawn = np.unique(groups * count + texts)
+        keys = groups[rows][:, None] * count + texts[columns]
+        return np.isin(keys, drawn).astype(np.float32)
 
     def _pair_weights(self, kind_weights: dict[str, float]) -> np.ndarray:
         kinds = np.array(self.data.text_kinds)

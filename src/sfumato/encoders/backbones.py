@@ -142,12 +142,7 @@ class TransformersText:
 
     def __init__(self, name: str, *, max_tokens: int = 64) -> None:
         transformers = import_transformers()
-        self._tokenizer = from_pretrained(transformers.AutoTokenizer, name)
-        # Without a network some tokenizers load as an empty shell instead of failing.
-        if len(self._tokenizer) < 100:
-            raise UserError(
-                f"text backbone {name!r}: its tokenizer has {len(self._tokenizer)} tokens only, its files are missing; give a complete local folder"
-            )
+        self._tokenizer = pretrained_tokenizer(name)
         model = from_pretrained(transformers.AutoModel, name)
         self._model = getattr(model, "text_model", model).eval()
         self.max_tokens = max_tokens
@@ -172,6 +167,21 @@ def import_transformers() -> Any:
         raise UserError("pre-trained backbones need transformers: pip install 'sfumato[backbones]'") from error
     transformers.utils.logging.disable_progress_bar()
     return transformers
+
+
+def pretrained_tokenizer(name: str) -> Any:
+    """The tokenizer of a hub name or local folder, as transformers has it.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    tokenizer = from_pretrained(import_transformers().AutoTokenizer, name)
+    # Without a network some tokenizers load as an empty shell instead of failing.
+    if len(tokenizer) < 100:
+        raise UserError(
+            f"the tokenizer of {name!r} has {len(tokenizer)} tokens only, its files are missing; give a complete local folder"
+        )
+    return tokenizer
 
 
 def _package_folder(package: str) -> Path:

@@ -104,7 +104,7 @@ class ClipEncoder(nn.Module):
             embedded: (n, t, c).
             mask: (n, t), handed on as it is.
             causal: each token sees those before it; without: all.
-            attention: (n, 1, t or 1, t) added to the scores of each block's attention; in place of causal.
+            attention: (n, 1, t or 1, t) bool, True where a token (rows) may look at one (columns); in place of causal.
         """
         options: dict[str, Any] = {"is_causal": True} if causal else {}
         hidden = self._through(self.shared_blocks, self.norm_in(embedded), attention, options)

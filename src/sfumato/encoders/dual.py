@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -10,7 +11,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from sfumato.data.transforms import decode_image
+from sfumato.data.size_augment import drop_tokens
+from sfumato.data.transforms import Fit, decode_image
 from sfumato.encoders.features import (
     FrozenBackbone,
     Inputs,
@@ -49,10 +51,11 @@ class PixelReader:
 
     Args:
         size: side in pixels.
+        fit: "squash" or "crop", see :func:`~sfumato.data.transforms.decode_image`.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, *, fit: Fit = "squash") -> None:
+        self.size, self.fit = size, fit
 
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
@@ -64,7 +67,8 @@ class PixelReader:
         def decode(position: int) -> None:
             try:
                 data = items[position]()
-                pixels[position] = decode_image(data if isinstance(data, bytes) else data.encode(), self.size)
+                encoded = data if isinstance(data, bytes) else data.encode()
+                pixels[position] = decode_image(encoded, self.size, fit=self.fit)
             except (ValueError, OSError) as error:
                 errors[position] = error
 
@@ -102,12 +106,24 @@ class TokenReader:
     """Word pieces of texts.
 
     Args:
-        tokenizer: as trained with the model.
+        tokenizer: as trained with the model. One that adds begin and end tokens cuts long texts itself, so as to keep them; one
+            for an encoder that looks at padding pads them itself.
         max_tokens: longer texts are cut.
+
+    Attributes:
+        special: how many tokens at the beginning and at the end of each text are not words.
+        mask_id: the piece that stands for a hidden word: the tokenizer's own, an unknown word, or "m" as in PCME++'s code.
+        forbidden: ids that are no words.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
         self.tokenizer, self.max_tokens = tokenizer, max_tokens
+        empty = tokenizer.encode("")
+        around = [i for i, present in zip(empty.ids, empty.attention_mask, strict=True) if present]
+        self.special = len(around) // 2, len(around) - len(around) // 2
+        known = (tokenizer.token_to_id(piece) for piece in ("[MASK]", "<mask>", "[UNK]", "m</w>", "<unk>"))
+        self.mask_id = next((i for i in known if i is not None), 0)
+        self.forbidden = tuple(sorted({self.mask_id, *around}))
 
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
@@ -144,38 +160,55 @@ class Tower(nn.Module):
         reader: raw items -> inputs.
         encoder: Inputs -> TokenFeatures.
         head: the Gaussian head on them.
+        token_dropout: rate of SizeAugment, see :func:`~sfumato.data.size_augment.drop_tokens`: while training the head does
+            not see some of the tokens.
     """
 
-    def __init__(self, reader: Reader, encoder: nn.Module, head: GaussianHead) -> None:
+    def __init__(self, reader: Reader, encoder: nn.Module, head: GaussianHead, *, token_dropout: float = 0.0) -> None:
         super().__init__()
         self.reader, self.encoder, self.head = reader, encoder, head
+        self.token_dropout = token_dropout
 
     def forward(self, inputs: Inputs) -> GaussianEmbedding:
         """(n, ...) inputs -> n embeddings."""
         tokens: TokenFeatures = self.encoder(inputs)
+        if self.training and self.token_dropout:
+            present = tokens.mask
+            if present is None:
+                present = torch.ones(tokens.mean.shape[:2], dtype=torch.bool, device=tokens.mean.device)
+            tokens = replace(tokens, mask=drop_tokens(present, rate=self.token_dropout))
         with torch.autocast(tokens.mean.device.type, enabled=False):
             embedding: GaussianEmbedding = self.head(tokens.float())
         return embedding
 
     @torch.no_grad()
-    def embed(self, store: Store, *, batch_size: int = 256, progress: Progress | None = None) -> GaussianEmbedding:
+    def embed(
+        self,
+        store: Store,
+        positions: np.ndarray | None = None,
+        *,
+        batch_size: int = 256,
+        progress: Progress | None = None,
+    ) -> GaussianEmbedding:
         """Embeddings of everything in a store, in order, on the CPU; in evaluation mode, which is left as it was.
 
         Args:
             store: the inputs; at least one.
+            positions: (k,) only those at these positions.
             batch_size: how many at a time.
             progress: called with the number of items just done.
 
         Raises:
             ValueError: the store is empty.
         """
-        if len(store) == 0:
+        positions = np.arange(len(store)) if positions is None else positions
+        if len(positions) == 0:
             raise ValueError("Tower.embed: got no items, nothing to embed")
         training, device = self.training, next(self.parameters()).device
         self.eval()
         parts = []
-        for start in range(0, len(store), batch_size):
-            index = np.arange(start, min(start + batch_size, len(store)))
+        for start in range(0, len(positions), batch_size):
+            index = positions[start : start + batch_size]
             parts.append(self(store.batch(index).to(device)).to("cpu"))
             if progress:
                 progress(len(index))

@@ -37,6 +37,9 @@ class Inputs:
     def __len__(self) -> int:
         return len(self.values)
 
+    def __getitem__(self, part: slice) -> "Inputs":
+        return Inputs(self.values[part], None if self.mask is None else self.mask[part])
+
     def to(self, device: torch.device | str) -> "Inputs":
         """The same batch on another device."""
         return Inputs(self.values.to(device), None if self.mask is None else self.mask.to(device))
@@ -49,7 +52,8 @@ class TokenFeatures:
     Attributes:
         mean: (n, t, c) token features for the mean.
         mask: (n, t) bool, True where there is a token; None for all.
-        log_var: (n, t, c) token features for the log variance; None: those of the mean.
+        log_var: (n, t, c) token features for the log variance, under the same mask, or (n, 1, c) of one token that is always
+            there; None: those of the mean.
     """
 
     mean: Tensor

@@ -71,12 +71,12 @@ class GaussianHead(nn.Module):
             raise ValueError(
                 f"GaussianHead: channels, dim and init_total_variance must be positive, got {channels}, {dim}, {init_total_variance}"
             )
-        self.normalize = normalize
+        self.normalize, self.dim = normalize, dim
         self.mean = _Branch(channels, dim, pooling, mlp)
         self.log_var = _Branch(channels, dim, pooling, mlp=False) if variance else None
         self.log_var_norm = nn.LayerNorm(dim) if variance and variance_norm else nn.Identity()
         if self.log_var is not None:
-            last = self.log_var_norm if variance_norm else self.log_var.linear
+            last = self.log_var_norm if isinstance(self.log_var_norm, nn.LayerNorm) else self.log_var.linear
             with torch.no_grad():
                 last.weight.mul_(0.01)
                 last.bias.fill_(math.log(init_total_variance / dim))
@@ -89,4 +89,5 @@ class GaussianHead(nn.Module):
         if self.log_var is None:
             return GaussianEmbedding.point(mean)
         features = tokens.mean if tokens.log_var is None else tokens.log_var
-        return GaussianEmbedding(mean, self.log_var_norm(self.log_var(features, tokens.mask)))
+        mask = tokens.mask if features.shape[1] == tokens.mean.shape[1] else None
+        return GaussianEmbedding(mean, self.log_var_norm(self.log_var(features, mask)))

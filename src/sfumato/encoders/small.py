@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor, nn
 
 from sfumato.encoders.features import Inputs, TokenFeatures
@@ -94,6 +94,15 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
         )
         pieces += ranked[: vocabulary - len(pieces)]
     tokenizer.model = models.WordPiece({p: i for i, p in enumerate(dict.fromkeys(pieces))}, unk_token="[UNK]")
+    return tokenizer
+
+
+def add_begin_and_end(tokenizer: Tokenizer, max_tokens: int) -> Tokenizer:
+    """The same tokenizer with a begin and an end token around every text, which it cuts to max_tokens with both of them."""
+    tokenizer.add_special_tokens(["[BOS]", "[EOS]"])
+    ends = [(piece, tokenizer.token_to_id(piece)) for piece in ("[BOS]", "[EOS]")]
+    tokenizer.post_processor = processors.TemplateProcessing(single="[BOS] $A [EOS]", special_tokens=ends)
+    tokenizer.enable_truncation(max_tokens)
     return tokenizer
 
 

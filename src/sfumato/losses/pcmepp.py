@@ -7,6 +7,7 @@ from torch.nn import functional
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.base import LossOutput, MatchLoss, PairShare
+from sfumato.losses.infonce import InfoNCELoss
 from sfumato.losses.vib import vib_sums
 from sfumato.matching import MatchingLogits, match_logit
 
@@ -141,13 +142,15 @@ def _cross_entropy(logit: Tensor, label: Tensor) -> Tensor:
 
 
 class PCMEPPLoss(MatchLoss):
-    """:func:`pcmepp_loss` with learnable logits and a start epoch for the pseudo-positives.
+    """:func:`pcmepp_loss` with learnable logits, a start epoch for the pseudo-positives, and InfoNCE beside it if wished.
 
     Args:
         distance, alpha, beta, match_weight: see :func:`pcmepp_loss`.
         logit_scale, logit_bias: initial values of the learnable logits.
         pseudo_positives_from: first epoch (0-based) with the pseudo-positive terms. An untrained model is closer to
             nearly everything than to its truth, and early pseudo-positives flood the labels: docs/math.md.
+        infonce_weight: of :func:`~sfumato.losses.infonce.infonce_loss` on the means, as in large-scale pre-training; 0: none.
+        infonce_scale: initial scale of that loss, which is learnt apart from the match logits.
     """
 
     def __init__(
@@ -160,22 +163,27 @@ class PCMEPPLoss(MatchLoss):
         logit_scale: float = 5.0,
         logit_bias: float = 5.0,
         pseudo_positives_from: int = 0,
+        infonce_weight: float = 0.0,
+        infonce_scale: float = 5.0,
     ) -> None:
         super().__init__(distance)
         self.logits = MatchingLogits(logit_scale, logit_bias)
         self.alpha, self.beta, self.match_weight = alpha, beta, match_weight
         self.pseudo_positives_from = pseudo_positives_from
+        self.infonce_weight = infonce_weight
+        self.infonce = InfoNCELoss(logit_scale=infonce_scale) if infonce_weight else None
 
     def counts(self, share: PairShare) -> Tensor:
         """See :class:`MatchLoss`."""
-        return _counts(share, self.beta)
+        own = _counts(share, self.beta)
+        return own if self.infonce is None else torch.cat([self.infonce.counts(share), own])
 
     def part(self, share: PairShare, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`MatchLoss`."""
         early = epoch is not None and epoch < self.pseudo_positives_from
-        return _part(
+        output = _part(
             share,
-            counts,
+            counts if self.infonce is None else counts[2:],
             logit_scale=self.logits.logit_scale,
             logit_bias=self.logits.logit_bias,
             distance=self.distance.name,
@@ -184,3 +192,8 @@ class PCMEPPLoss(MatchLoss):
             match_weight=self.match_weight,
             vib_limit=VIB_LIMIT,
         )
+        if self.infonce is None:
+            return output
+        beside = self.infonce.part(share, counts[:2], epoch=epoch)
+        terms = {f"infonce_{name}": self.infonce_weight * term for name, term in beside.terms.items()}
+        return LossOutput(output.total + self.infonce_weight * beside.total, output.terms | terms, output.stats)

@@ -1,23 +1,40 @@
 """From a recipe to its data, its model and its loss: the only place that reads configuration into objects."""
 
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch import nn
 
 from sfumato.data.emoji import load_emoji
 from sfumato.data.manifest import read_image_folder, read_manifest
 from sfumato.data.pairs import PairData
 from sfumato.data.problems import Problems
 from sfumato.data.sources import read_karpathy
-from sfumato.encoders.backbones import image_backbone, text_backbone
-from sfumato.encoders.dual import DualEncoder, FeatureInput, FrozenReader, PixelReader, TokenReader, Tower
+from sfumato.encoders.backbones import image_backbone, pretrained_tokenizer, text_backbone
+from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
+from sfumato.encoders.dual import DualEncoder, FeatureInput, FrozenReader, PixelReader, Reader, TokenReader, Tower
 from sfumato.encoders.heads import GaussianHead
-from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder
+from sfumato.encoders.pictures import PictureReader
+from sfumato.encoders.prolip import UncTokenImageEncoder, UncTokenTextEncoder
+from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder, add_begin_and_end, train_tokenizer
 from sfumato.errors import UserError
 from sfumato.losses import LOSSES, MatchLoss
-from sfumato.training.config import DataConfig, ModelConfig, Recipe, SmallImageConfig, SmallTextConfig
+from sfumato.training.config import (
+    AugmentConfig,
+    ClipTextConfig,
+    DataConfig,
+    FrozenImageConfig,
+    FrozenTextConfig,
+    ModelConfig,
+    Recipe,
+    SmallImageConfig,
+    SmallTextConfig,
+)
 
 
 def cache_folder() -> Path:
@@ -52,48 +69,117 @@ def load_splits(config: DataConfig, problems: Problems) -> dict[str, PairData]:
     return read_manifest(path, problems, image_root=images, **shares)
 
 
-def build_model(config: ModelConfig, tokenizer: Tokenizer | None) -> DualEncoder:
-    """A model with fresh weights.
+@dataclass(frozen=True)
+class Assets:
+    """What a model needs beside its recipe and its weights, so that a run folder asks nothing of a network again.
+
+    Attributes:
+        tokenizer: of a text encoder that reads word pieces.
+        encoders: "image" and "text", descriptions of transformers.
+    """
+
+    tokenizer: Tokenizer | None = None
+    encoders: Mapping[str, Any] = field(default_factory=dict)
+
+
+def fresh_tokenizer(config: ModelConfig, texts: Sequence[str]) -> Tokenizer | None:
+    """The tokenizer of a new model, learnt from the training texts where it has no pre-trained one; None with frozen features."""
+    text = config.text
+    if isinstance(text, SmallTextConfig):
+        return train_tokenizer(texts, text.vocabulary)
+    if not isinstance(text, ClipTextConfig):
+        return None
+    if not text.weights:
+        return add_begin_and_end(train_tokenizer(texts, text.vocabulary), text.max_tokens)
+    pretrained = pretrained_tokenizer(text.weights)
+    tokenizer: Tokenizer = pretrained.backend_tokenizer
+    tokenizer.enable_truncation(text.max_tokens)
+    if len(tokenizer.encode("").ids) < 2:  # SigLIP: every text has the full length, and all of it is looked at.
+        tokenizer.enable_padding(length=text.max_tokens, pad_id=pretrained.pad_token_id, pad_token=pretrained.pad_token)
+    else:
+        tokenizer.no_padding()
+    return tokenizer
+
+
+def build_model(config: ModelConfig, assets: Assets, augment: AugmentConfig | None = None) -> DualEncoder:
+    """A model with fresh weights, or those of the pre-trained transformers that it starts from.
 
     Args:
         config: section ``model`` of the recipe.
-        tokenizer: of the small text encoder; None with a frozen text backbone.
+        assets: the tokenizer; with the descriptions of a run's encoders nothing pre-trained is loaded.
+        augment: section ``augment`` of the recipe, for what happens between encoders and heads while training.
+
+    Raises:
+        UserError: pre-trained weights, or the package that reads them, are missing.
     """
-    cache = cache_folder()
-    if isinstance(config.image, SmallImageConfig):
-        image_reader: PixelReader | FrozenReader = PixelReader(config.image.size)
-        image_encoder: SmallImageEncoder | FeatureInput = SmallImageEncoder(config.image.width)
-    else:
-        backbone = image_backbone(config.image.backbone, size=config.image.size, grid=config.image.grid)
-        image_reader = FrozenReader(backbone, cache)
-        image_encoder = FeatureInput(backbone.channels, config.feature_dropout)
-    if isinstance(config.text, SmallTextConfig):
-        if tokenizer is None:
-            raise ValueError("build_model: the small text encoder needs its tokenizer")
-        text_reader: TokenReader | FrozenReader = TokenReader(tokenizer, config.text.max_tokens)
-        text_encoder: SmallTextEncoder | FeatureInput = SmallTextEncoder(
-            tokenizer.get_vocab_size(), config.text.width, config.text.dropout
-        )
-    else:
-        backbone = text_backbone(config.text.backbone, max_tokens=config.text.max_tokens)
-        text_reader = FrozenReader(backbone, cache)
-        text_encoder = FeatureInput(backbone.channels, config.feature_dropout)
-
-    def head(channels: int) -> GaussianHead:
-        return GaussianHead(
-            channels,
-            config.dim,
-            pooling=config.pooling,
-            mlp=config.mlp,
-            normalize=config.normalize,
-            variance=config.variance,
-            init_total_variance=config.init_total_variance,
-        )
-
+    augment = augment or AugmentConfig()
+    features = 0.0 if config.text.kind != "frozen" else augment.text_tokens
     return DualEncoder(
-        Tower(image_reader, image_encoder, head(image_encoder.channels)),
-        Tower(text_reader, text_encoder, head(text_encoder.channels)),
+        _tower(config, *_image_side(config, assets), "first", augment.image_tokens),
+        _tower(config, *_text_side(config, assets), "last", features),
     )
+
+
+def _tower(config: ModelConfig, reader: Reader, encoder: Any, token: str, token_dropout: float) -> Tower:
+    head = GaussianHead(
+        encoder.channels,
+        config.dim,
+        pooling=token if config.pooling == "token" else config.pooling,
+        mlp=config.mlp,
+        normalize=config.normalize,
+        variance=config.variance,
+        variance_norm=config.variance_norm,
+        init_total_variance=config.init_total_variance,
+    )
+    return Tower(reader, encoder, head, token_dropout=token_dropout)
+
+
+def _image_side(config: ModelConfig, assets: Assets) -> tuple[Reader, nn.Module]:
+    image = config.image
+    if isinstance(image, SmallImageConfig):
+        return PixelReader(image.size), SmallImageEncoder(image.width)
+    if isinstance(image, FrozenImageConfig):
+        backbone = image_backbone(image.backbone, size=image.size, grid=image.grid)
+        return FrozenReader(backbone, cache_folder()), FeatureInput(backbone.channels, config.feature_dropout)
+    own_blocks = config.variance and not image.variance_token
+    encoder = clip_image_encoder(
+        image.weights,
+        architecture=image.architecture,
+        size=image.size,
+        blocks=image.blocks,
+        description=assets.encoders.get("image"),
+        final_norm=image.final_norm,
+        variance_blocks=image.variance_blocks if own_blocks else 0,
+        variance_start=image.variance_start,
+        checkpointing=image.checkpointing,
+    )
+    reader: Reader = (PixelReader if image.in_memory else PictureReader)(encoder.size, fit=image.fit)
+    return reader, UncTokenImageEncoder(encoder) if image.variance_token and config.variance else encoder
+
+
+def _text_side(config: ModelConfig, assets: Assets) -> tuple[Reader, nn.Module]:
+    text = config.text
+    if isinstance(text, FrozenTextConfig):
+        backbone = text_backbone(text.backbone, max_tokens=text.max_tokens)
+        return FrozenReader(backbone, cache_folder()), FeatureInput(backbone.channels, config.feature_dropout)
+    if assets.tokenizer is None:
+        raise ValueError(f"build_model: the text encoder of kind {text.kind!r} needs its tokenizer")
+    reader, vocabulary = TokenReader(assets.tokenizer, text.max_tokens), assets.tokenizer.get_vocab_size()
+    if isinstance(text, SmallTextConfig):
+        return reader, SmallTextEncoder(vocabulary, text.width, text.dropout)
+    own_blocks = config.variance and not text.variance_token
+    encoder = clip_text_encoder(
+        text.weights,
+        architecture=text.architecture,
+        vocabulary=vocabulary,
+        max_tokens=text.max_tokens,
+        blocks=text.blocks,
+        description=assets.encoders.get("text"),
+        variance_blocks=text.variance_blocks if own_blocks else 0,
+        variance_start=text.variance_start,
+        checkpointing=text.checkpointing,
+    )
+    return reader, UncTokenTextEncoder(encoder) if text.variance_token and config.variance else encoder
 
 
 def build_loss(recipe: Recipe) -> MatchLoss:
@@ -102,14 +188,20 @@ def build_loss(recipe: Recipe) -> MatchLoss:
     return LOSSES[options.pop("name")](**options)
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
     """ "auto" is cuda or mps where there is one, else the CPU.
+
+    Args:
+        name: as in the recipe.
+        local_rank: number of the process on its machine; each has a GPU of its own.
 
     Raises:
         UserError: the device does not exist here.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{local_rank}"
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:

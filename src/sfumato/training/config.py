@@ -33,10 +33,15 @@ class _Section(BaseModel):
 class DataConfig(_Section):
     """Which data, and how a batch is drawn from it."""
 
-    source: Literal["emoji", "manifest", "folder", "karpathy"] = "emoji"
+    source: Literal["emoji", "manifest", "folder", "karpathy", "shards"] = "emoji"
     path: str = Field(
-        "", description="manifest (.jsonl, .csv, .parquet), image folder, or Karpathy JSON; unused for emoji"
+        "",
+        description="manifest (.jsonl, .csv, .parquet), image folder, Karpathy JSON, or the training shards (folder, glob or"
+        " braces: cc3m-{00000..00331}.tar); unused for emoji",
     )
+    val_path: str = Field("", description="shards: those to validate on, read as a whole")
+    samples_per_epoch: PositiveInt = Field(1_000_000, description="shards: pairs that are called an epoch")
+    shuffle_buffer: PositiveInt = Field(10_000, description="shards: pairs among which the next one is drawn")
     images: str = Field(
         "", description="folder of the pictures, if not beside the manifest; for karpathy also an uncompressed .tar"
     )
@@ -53,6 +58,13 @@ class DataConfig(_Section):
     held_out_style: Literal["noto", "twemoji", "fluent3d"] = Field(
         "fluent3d", description="emoji: the drawing style that training never sees"
     )
+    noise_rate: float = Field(
+        0.0, ge=0, le=1, description="share of the training pairs whose images are shuffled: noisy correspondence"
+    )
+    noise_seed: int = Field(0, ge=0, description="of the shuffle, apart from train.seed")
+    noise_file: str = Field(
+        "", description="a .npy index file of an earlier run (noise.npy) or of NCR, instead of a new shuffle"
+    )
     max_problem_share: float = Field(
         0.01,
         ge=0,
@@ -64,6 +76,10 @@ class DataConfig(_Section):
     def _path_given(self) -> "DataConfig":
         if self.source != "emoji" and not self.path:
             raise ValueError(f"data.path must name the {self.source}, e.g. data.path=my/captions.jsonl")
+        if self.noise_rate and self.noise_file:
+            raise ValueError("give either data.noise_rate or data.noise_file, not both")
+        if self.source == "shards" and (self.noise_rate or self.noise_file):
+            raise ValueError("data.noise_rate and noise_file need all pairs at hand; shards are read as a stream")
         return self
 
 
@@ -74,6 +90,11 @@ class SmallImageConfig(_Section):
     size: int = Field(64, ge=16, description="side of the square pictures in pixels")
     width: PositiveInt = Field(48, description="channels of the first stage; doubled at each of the later ones")
     augment: bool = Field(True, description="random geometry and colours while training")
+
+    @property
+    def augment_mode(self) -> Literal["none", "crop", "style"]:
+        """How pictures are changed at random while training."""
+        return "style" if self.augment else "none"
 
 
 class SmallTextConfig(_Section):
@@ -98,6 +119,11 @@ class FrozenImageConfig(_Section):
         None, ge=1, description="average a convolutional map down to grid x grid tokens; all if left out"
     )
 
+    @property
+    def augment_mode(self) -> Literal["none", "crop", "style"]:
+        """Features are computed once: their pictures do not change."""
+        return "none"
+
 
 class FrozenTextConfig(_Section):
     """Token features of a pre-trained text backbone, computed once."""
@@ -107,16 +133,73 @@ class FrozenTextConfig(_Section):
     max_tokens: PositiveInt = 64
 
 
+class ClipImageConfig(_Section):
+    """A vision transformer of the CLIP family, trained from pixels, with blocks of its own for the log variance."""
+
+    kind: Literal["clip"] = "clip"
+    weights: str = Field("", description="hub name or local folder of a CLIP or SigLIP model; random weights if empty")
+    architecture: Literal["ViT-Ti/16", "ViT-S/16", "ViT-B/32", "ViT-B/16", "ViT-L/14"] = Field(
+        "ViT-B/32", description="without weights"
+    )
+    size: int | None = Field(None, ge=16, description="side of the square pictures; the model's own (224) if left out")
+    blocks: PositiveInt | None = Field(None, description="without weights: number of blocks, if not the architecture's")
+    variance_blocks: int = Field(1, ge=0, description="last blocks that the log variance has for itself")
+    variance_start: Literal["random", "copy"] = Field("random", description="of these: as published, or the mean's")
+    variance_token: bool = Field(
+        False, description="ProLIP's way: the log variance from an extra token [UNC] instead of extra blocks"
+    )
+    final_norm: bool = Field(False, description="the backbone's last norm on the way to the mean")
+    fit: Literal["squash", "crop"] = Field(
+        "squash", description="pictures to squares: by squeezing, or CLIP's centre crop"
+    )
+    augment: Literal["none", "crop", "style"] = Field(
+        "crop", description="while training: random crops and mirror images, or all that a drawing style may change"
+    )
+    in_memory: bool = Field(False, description="decode all pictures once instead of anew for each batch")
+    checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
+
+    @property
+    def augment_mode(self) -> Literal["none", "crop", "style"]:
+        """How pictures are changed at random while training."""
+        return self.augment
+
+
+class ClipTextConfig(_Section):
+    """The text transformer of the CLIP family, with blocks of its own for the log variance."""
+
+    kind: Literal["clip"] = "clip"
+    weights: str = Field("", description="hub name or local folder of a CLIP or SigLIP model; random weights if empty")
+    architecture: Literal["ViT-Ti/16", "ViT-S/16", "ViT-B/32", "ViT-B/16", "ViT-L/14"] = Field(
+        "ViT-B/32", description="without weights"
+    )
+    blocks: PositiveInt | None = Field(None, description="without weights: number of blocks, if not the architecture's")
+    vocabulary: PositiveInt = Field(4000, description="without weights: word pieces, learnt from the training texts")
+    max_tokens: int = Field(77, ge=3, description="longer texts are cut")
+    variance_blocks: int = Field(1, ge=0, description="last blocks that the log variance has for itself")
+    variance_start: Literal["random", "copy"] = Field("random", description="of these: as published, or the mean's")
+    variance_token: bool = Field(
+        False, description="ProLIP's way: the log variance from an extra token [UNC] instead of extra blocks"
+    )
+    checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
+
+
 class ModelConfig(_Section):
     """Encoders and Gaussian heads."""
 
     dim: PositiveInt = Field(256, description="d of the embeddings")
-    image: Annotated[SmallImageConfig | FrozenImageConfig, Field(discriminator="kind")] = SmallImageConfig()
-    text: Annotated[SmallTextConfig | FrozenTextConfig, Field(discriminator="kind")] = SmallTextConfig()
-    pooling: Literal["gpo", "average", "max", "first", "last"] = "gpo"
+    image: Annotated[SmallImageConfig | FrozenImageConfig | ClipImageConfig, Field(discriminator="kind")] = (
+        SmallImageConfig()
+    )
+    text: Annotated[SmallTextConfig | FrozenTextConfig | ClipTextConfig, Field(discriminator="kind")] = (
+        SmallTextConfig()
+    )
+    pooling: Literal["gpo", "average", "max", "first", "last", "token"] = Field(
+        "gpo", description="token: the class token of images and the last token of texts"
+    )
     mlp: bool = Field(False, description="a two-layer network beside the linear map of the mean")
     normalize: bool = Field(True, description="means of unit length")
     variance: bool = Field(True, description="False: points, the deterministic baselines")
+    variance_norm: bool = Field(False, description="a layer norm on the log variance")
     init_total_variance: PositiveFloat = Field(0.1, description="sum of an embedding's variances at the start")
     feature_dropout: float = Field(0.0, ge=0, lt=1, description="share of the token features dropped before the heads")
 
@@ -132,6 +215,8 @@ class PCMEPPConfig(_Section):
     logit_scale: PositiveFloat = 5.0
     logit_bias: float = 5.0
     pseudo_positives_from: int = Field(0, ge=0, description="first epoch with pseudo-positives")
+    infonce_weight: NonNegativeFloat = Field(0.0, description="weight of an InfoNCE loss of the means beside it")
+    infonce_scale: PositiveFloat = Field(5.0, description="initial scale of that loss, with a logit of its own")
 
 
 class InfoNCEConfig(_Section):
@@ -152,6 +237,22 @@ class TripletConfig(_Section):
     sum_epochs: int = Field(0, ge=0, description="epochs at the start in which all negatives count")
 
 
+class AugmentConfig(_Section):
+    """Random changes of the training data, beside the geometry and colours of pictures that the image encoder names."""
+
+    image_tokens: float = Field(0.0, ge=0, lt=1, description="SizeAugment: largest share of an image's tokens dropped")
+    text_tokens: float = Field(
+        0.0, ge=0, lt=1, description="SizeAugment: share of a text's tokens masked, replaced or deleted"
+    )
+    mixed_share: float = Field(0.0, ge=0, le=1, description="share of the images mixed with another of the batch")
+    mixup_alpha: NonNegativeFloat = Field(2.0, description="Beta distribution of Mixup's shares; 0: CutMix only")
+    cutmix_alpha: NonNegativeFloat = Field(2.0, description="Beta distribution of CutMix's shares; 0: Mixup only")
+    mix_choice: Literal["batch", "element"] = Field(
+        "batch", description="Mixup or CutMix is chosen for each batch (the paper) or image (the released code)"
+    )
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="labels lie in [this, 1 - this]")
+
+
 class OptimConfig(_Section):
     """Optimiser and schedule."""
 
@@ -163,8 +264,14 @@ class OptimConfig(_Section):
     logits_lr_multiplier: NonNegativeFloat = Field(1.0, description="for the match logits' scale and bias")
     image_lr_multiplier: NonNegativeFloat = Field(1.0, description="for the image network below its head")
     text_lr_multiplier: NonNegativeFloat = Field(1.0, description="for the text network below its head")
+    layer_decay: float = Field(
+        1.0, gt=0, le=1, description="clip: learning rate of a block relative to the one above it"
+    )
+    freeze_image_epochs: int = Field(
+        0, ge=0, description="epochs in which the image network below its head, its variance blocks excepted, is frozen"
+    )
     schedule: Literal["constant", "cosine", "step"] = "cosine"
-    warmup_epochs: NonNegativeFloat = Field(1.0, description="linear warm-up")
+    warmup_epochs: NonNegativeFloat = Field(1.0, description="linear warm-up, after the frozen epochs")
     step_at: float = Field(
         0.6, gt=0, le=1, description="step: share of the run after which lr is multiplied by step_factor"
     )
@@ -189,6 +296,14 @@ class TrainConfig(_Section):
     ema_decay: float = Field(
         0.0, ge=0, lt=1, description="validate and keep an exponential moving average of the weights; 0 for none"
     )
+    swa_epochs: int = Field(
+        0, ge=0, description="validate and keep the mean of the weights after each of the last epochs; 0 for none"
+    )
+    micro_batch: int = Field(
+        0, ge=0, description="pairs that are encoded at a time, at the price of a second pass; 0: the whole batch"
+    )
+    compile: bool = Field(False, description="compile the encoders with torch.compile")
+    timeout_minutes: PositiveFloat = Field(10.0, description="several processes: longest wait for each other")
     select: Literal["auto", "rsum", "map@r"] = Field(
         "auto", description="auto: rsum, or map@r where the truth is many-to-many"
     )
@@ -201,6 +316,7 @@ class Recipe(_Section):
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     loss: Annotated[PCMEPPConfig | InfoNCEConfig | TripletConfig, Field(discriminator="name")] = PCMEPPConfig()
+    augment: AugmentConfig = AugmentConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
 
@@ -215,6 +331,12 @@ class Recipe(_Section):
             )
         if not self.model.variance and isinstance(self.loss, PCMEPPConfig) and self.loss.beta:
             raise ValueError("loss.beta must be 0 when model.variance=false: the bottleneck of a point is infinite")
+        if self.augment.mixed_share and self.model.image.kind == "frozen":
+            raise ValueError("augment.mixed_share mixes pixels; frozen features have none, set it to 0")
+        if self.train.swa_epochs and self.train.ema_decay:
+            raise ValueError("give either train.swa_epochs or train.ema_decay, not both")
+        if self.train.swa_epochs > self.train.epochs:
+            raise ValueError(f"train.swa_epochs={self.train.swa_epochs} is more than train.epochs={self.train.epochs}")
         return self
 
 
@@ -281,7 +403,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 def _explain(item: Any) -> str:
     # Tags of discriminated unions ("small", "pcmepp") stand in the location but not in the file.
     path = [str(part) for part in item["loc"]]
-    tags = {"small", "frozen", "pcmepp", "infonce", "triplet"}
+    tags = {"small", "frozen", "clip", "pcmepp", "infonce", "triplet"}
     shown = ".".join(part for i, part in enumerate(path) if not (part in tags and i > 0))
     if item["type"] == "extra_forbidden":
         known = _keys() - {shown}

@@ -6,7 +6,9 @@ Everything random in an epoch follows from (seed, epoch), so that the state afte
 import json
 import math
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +16,53 @@ import filelock
 import numpy as np
 import torch
 
+from sfumato.data.noise import apply_noise, load_noise, save_noise, shuffle_pairs
 from sfumato.data.pairs import PairData, PairSampler
+from sfumato.data.prefetch import prefetch
 from sfumato.data.problems import Problems
-from sfumato.data.transforms import augment
 from sfumato.distances import Distance
-from sfumato.encoders.dual import DualEncoder, Item
-from sfumato.encoders.features import Inputs, Store
-from sfumato.encoders.small import train_tokenizer
+from sfumato.encoders.dual import DualEncoder, FrozenReader, Item, Tower
+from sfumato.encoders.features import Store
 from sfumato.errors import UserError
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import write_atomically, write_json
 from sfumato.gaussian import GaussianEmbedding, check_finite
-from sfumato.losses import LossOutput, MatchLoss
+from sfumato.losses import MatchLoss
 from sfumato.matching import fit_logits, match_probability
 from sfumato.metrics.calibration import expected_calibration_error
 from sfumato.progress import progress_bar, say
 from sfumato.search.ranking import distance_blocks
 from sfumato.training.average import WeightAverage, averaged
-from sfumato.training.build import build_loss, build_model, choose_device, load_splits
+from sfumato.training.batches import Augmentation, Batches, IndexedBatches, epoch_seed
+from sfumato.training.build import Assets, build_loss, build_model, choose_device, fresh_tokenizer, load_splits
 from sfumato.training.checkpoint import load_state, save_state
-from sfumato.training.config import Recipe, SmallImageConfig, SmallTextConfig, load_recipe, save_recipe
-from sfumato.training.optim import build_optimiser, clip_gradients, learning_rate_factor, set_learning_rate
-from sfumato.training.run import CALIBRATION, LAST, LOG, MODEL, PROBLEMS, RECIPE, TOKENIZER, Run, load_tokenizer
+from sfumato.training.config import DataConfig, Recipe, load_recipe, save_recipe
+from sfumato.training.distributed import World, alone, join_world
+from sfumato.training.optim import (
+    build_optimiser,
+    clip_gradients,
+    freeze_image_encoder,
+    learning_rate_factor,
+    set_learning_rate,
+)
+from sfumato.training.run import (
+    CALIBRATION,
+    ENCODERS,
+    LAST,
+    LOG,
+    MODEL,
+    NOISE,
+    PROBLEMS,
+    RECIPE,
+    TOKENIZER,
+    Run,
+    load_assets,
+    save_assets,
+)
+from sfumato.training.step import DivergedError, forward_backward
 
 _LOCK = ".lock"
 _CALIBRATION_PAIRS = 4_000_000
-
-
-class DivergedError(ArithmeticError):
-    """A term of the loss or the gradient is NaN or infinite; the message says which, and when."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +104,8 @@ class _EpochLog:
 def fit(recipe: Recipe, folder: str | Path) -> dict[str, Any]:
     """Train as the recipe says, and resume where an interrupted run of the same recipe stopped.
 
+    Started by torchrun, all its processes train the one model together; a batch is spread over them.
+
     Args:
         recipe: the complete recipe.
         folder: the run's; made if missing. A run of another recipe in it is refused.
@@ -94,80 +116,97 @@ def fit(recipe: Recipe, folder: str | Path) -> dict[str, Any]:
     Raises:
         UserError: the folder holds a run of another recipe, or the data cannot be used.
         DivergedError: a term of the loss is NaN or infinite.
+        PeerLostError: another process of the run has ended.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with filelock.FileLock(folder / _LOCK, timeout=0):
-            return _fit(recipe, folder)
-    except filelock.Timeout as error:
-        raise UserError(
-            f"another process is training in {folder}; wait for it, or give another folder with --out"
-        ) from error
+    with join_world(partial(choose_device, recipe.train.device), recipe.train.timeout_minutes) as world:
+        if not world.main:
+            return _fit(recipe, folder, world)
+        try:
+            with filelock.FileLock(folder / _LOCK, timeout=0):
+                return _fit(recipe, folder, world)
+        except filelock.Timeout as error:
+            raise UserError(
+                f"another process is training in {folder}; wait for it, or give another folder with --out"
+            ) from error
 
 
-def _fit(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    _claim(folder, recipe)
-    device = choose_device(recipe.train.device)
-    if recipe.train.threads:
-        torch.set_num_threads(recipe.train.threads)
+def _fit(recipe: Recipe, folder: Path, world: World) -> dict[str, Any]:
+    if world.main:
+        _claim(folder, recipe)
+    world.wait()
+    config = recipe.train
+    if config.threads:
+        torch.set_num_threads(config.threads)
     problems = Problems()
     splits = load_splits(recipe.data, problems)
-    if "train" not in splits:
-        raise UserError(f"the data has no split 'train'; it has {', '.join(splits)}")
-    torch.manual_seed(recipe.train.seed)
-    model = _fresh_model(recipe, folder, splits["train"]).to(device)
-    loss = build_loss(recipe).to(device)
-    train = prepare_split(model, splits["train"], problems, "train")
-    val = prepare_split(model, splits["val"], problems, "val") if "val" in splits else None
-    problems.write(folder / PROBLEMS)
-    used = [split.data for split in (train, val) if split is not None]
-    problems.check(sum(len(data.image_ids) for data in used), recipe.data.max_problem_share)
+    if "train" in splits:
+        splits["train"] = _with_noise(recipe.data, splits["train"], folder, world)
+    torch.manual_seed(config.seed)
+    model = _fresh_model(recipe, folder, splits, world).to(world.device)
+    loss = build_loss(recipe).to(world.device)
+    val = prepare_split(model, splits["val"], problems, "val", world) if "val" in splits else None
+    batches = _batches(recipe, model, splits, problems, world)
+    if world.main:
+        problems.write(folder / PROBLEMS)
+    used = sum(len(splits[name].image_ids) for name in ("train", "val") if name in splits)
+    problems.check(used, recipe.data.max_problem_share)
 
-    config = recipe.train
-    sampler = PairSampler(
-        train.data,
-        config.batch_size,
-        config.seed,
-        epoch_over=recipe.data.epoch_over,
-        positives=recipe.data.positives,
-        kind_weights=recipe.data.kind_weights or None,
-    )
     optimiser = build_optimiser(model, loss, recipe.optim)
-    average = WeightAverage(model, config.ema_decay) if config.ema_decay else None
+    averages = config.ema_decay or config.swa_epochs
+    average = WeightAverage(model, config.ema_decay or None) if averages else None
     modules = {"model": model, "loss": loss} | ({"average": average} if average else {})
     start, best = 0, _Best()
     if (folder / LAST).exists():
         state = load_state(folder / LAST, modules, optimiser)
         start, best = state["epoch"] + 1, _Best(state["best_score"], state["best_epoch"])
         say(f"resuming after epoch {start} of {config.epochs}")
-    _forget_after(folder / LOG, start)
+    if world.main:
+        _forget_after(folder / LOG, start)
+    if config.compile:
+        model.image.encoder.compile()
+        model.text.encoder.compile()
 
     for epoch in range(start, config.epochs):
-        torch.manual_seed(_epoch_seed(config.seed, epoch))
+        own = (world.rank,) if world.rank else ()
+        torch.manual_seed(epoch_seed(config.seed, epoch, 0, *own))
         started = time.monotonic()
-        line = {"epoch": epoch, **_train_epoch(recipe, epoch, model, loss, train, sampler, optimiser, average, device)}
+        freeze_image_encoder(model, epoch < recipe.optim.freeze_image_epochs)
+        each_step = average if config.ema_decay else None
+        line = {"epoch": epoch, **_train_epoch(recipe, epoch, model, loss, batches, optimiser, each_step, world)}
+        world.average_buffers(model)
+        if average is not None and epoch >= config.epochs - config.swa_epochs:
+            average.update(model)
         last = epoch == config.epochs - 1
         if val is not None and (last or (epoch + 1) % config.evaluate_every == 0):
             with averaged(model, average):
-                evaluation, score = validate(model, val, loss.distance, config.select)
-                line |= _summary(evaluation, score)
-                if score > best.score:
-                    best = _Best(score, epoch)
-                    save_state(folder / MODEL, {"model": model, "loss": loss}, None, {"epoch": epoch, "score": score})
+                embedded = embed_split(model, val, world)
+                if world.main:
+                    evaluation, score = validate(embedded, val, loss.distance, config.select)
+                    line |= _summary(evaluation, score)
+                    if score > best.score:
+                        best = _Best(score, epoch)
+                        about = {"epoch": epoch, "score": score}
+                        save_state(folder / MODEL, {"model": model, "loss": loss}, None, about)
         line["seconds"] = time.monotonic() - started
-        _append_line(folder / LOG, line)
-        save_state(
-            folder / LAST, modules, optimiser, {"epoch": epoch, "best_score": best.score, "best_epoch": best.epoch}
-        )
+        if world.main:
+            _append_line(folder / LOG, line)
+            about = {"epoch": epoch, "best_score": best.score, "best_epoch": best.epoch}
+            save_state(folder / LAST, modules, optimiser, about)
         say(_one_line(line, config.epochs))
     if val is None:
         say("no validation split: the last weights are kept, and match probabilities are not calibrated")
         with averaged(model, average):
-            save_state(folder / MODEL, {"model": model, "loss": loss}, None, {"epoch": config.epochs - 1})
+            if world.main:
+                save_state(folder / MODEL, {"model": model, "loss": loss}, None, {"epoch": config.epochs - 1})
     else:
+        world.wait()
         load_state(folder / MODEL, {"model": model, "loss": loss})
-        calibrate(model, val, loss, folder)
+        embedded = embed_split(model, val, world)
+        if world.main:
+            calibrate(embedded, val, loss, folder)
+    world.wait()
     return {
         "run": str(folder),
         "epochs": config.epochs,
@@ -184,33 +223,35 @@ def _train_epoch(
     epoch: int,
     model: DualEncoder,
     loss: MatchLoss,
-    split: PreparedSplit,
-    sampler: PairSampler,
+    batches: Batches,
     optimiser: torch.optim.Optimizer,
     average: WeightAverage | None,
-    device: torch.device,
+    world: World,
 ) -> dict[str, Any]:
     """One pass over the data; the means of what was measured at its steps."""
     model.train()
     trained = [p for group in optimiser.param_groups for p in group["params"]]
-    generator = torch.Generator().manual_seed(_epoch_seed(recipe.train.seed, epoch, 1))
-    augmented = isinstance(recipe.model.image, SmallImageConfig) and recipe.model.image.augment
-    low = recipe.train.precision == "bfloat16"
     log = _EpochLog()
-    with progress_bar(f"epoch {epoch + 1}/{recipe.train.epochs}", len(sampler)) as advance:
-        for step, batch in enumerate(sampler.batches(epoch)):
-            set_learning_rate(
-                optimiser, learning_rate_factor(epoch + step / len(sampler), recipe.optim, epochs=recipe.train.epochs)
-            )
-            images, texts = split.images.batch(batch.image_index), split.texts.batch(batch.text_index)
-            if augmented:
-                images = Inputs(augment(images.values, generator=generator))
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=low):
-                image, text = model(images.to(device), texts.to(device))
-            output = loss(image, text, torch.from_numpy(batch.match).to(device), epoch=epoch)
-            _check_terms(output, epoch, step)
+    with (
+        progress_bar(f"epoch {epoch + 1}/{recipe.train.epochs}", len(batches)) as advance,
+        closing(prefetch(batches.epoch(epoch))) as coming,
+    ):
+        for step, batch in enumerate(coming):
+            progress = epoch + step / len(batches)
+            set_learning_rate(optimiser, learning_rate_factor(progress, recipe.optim, epochs=recipe.train.epochs))
             optimiser.zero_grad(set_to_none=True)
-            output.total.backward()
+            try:
+                measured = forward_backward(
+                    model,
+                    loss,
+                    batch,
+                    world,
+                    epoch=epoch,
+                    low_precision=recipe.train.precision == "bfloat16",
+                    micro_batch=recipe.train.micro_batch,
+                )
+            except DivergedError as error:
+                raise DivergedError(f"epoch {epoch + 1}, step {step + 1}: {error}") from error
             norm = clip_gradients(trained, recipe.optim.clip_norm)
             if not math.isfinite(norm):
                 raise DivergedError(
@@ -219,7 +260,7 @@ def _train_epoch(
             optimiser.step()
             if average is not None:
                 average.update(model)
-            log.add(_measured(output, image, text, batch.match, norm))
+            log.add({**measured, "gradient_norm": norm})
             advance(1)
     logits = getattr(loss, "logits", None)
     learnt = (
@@ -230,9 +271,53 @@ def _train_epoch(
     return {**log.means(), **learnt}
 
 
-def prepare_split(model: DualEncoder, data: PairData, problems: Problems, name: str) -> PreparedSplit:
-    """Read every image and text of a split for the model's towers; items that cannot be used are left out and reported."""
+def _batches(
+    recipe: Recipe, model: DualEncoder, splits: dict[str, PairData], problems: Problems, world: World
+) -> Batches:
+    """What the model is trained on, split "train" or a stream of shards."""
+    augmentation = Augmentation(recipe, model, world)
+    if "train" not in splits:
+        raise UserError(f"the data has no split 'train'; it has {', '.join(splits)}")
+    train = prepare_split(model, splits["train"], problems, "train", world)
+    sampler = PairSampler(
+        train.data,
+        recipe.train.batch_size,
+        recipe.train.seed,
+        epoch_over=recipe.data.epoch_over,
+        positives=recipe.data.positives,
+        kind_weights=recipe.data.kind_weights or None,
+    )
+    return IndexedBatches(train.images, train.texts, sampler, augmentation, world)
+
+
+def _with_noise(config: DataConfig, data: PairData, folder: Path, world: World) -> PairData:
+    """The training pairs as noisy as the recipe says; which are, is kept in the run folder and read from there again."""
+    if not (config.noise_rate or config.noise_file):
+        return data
+    path = folder / NOISE
+    if world.main and not path.exists():
+        if config.noise_file:
+            image_of_pair = load_noise(config.noise_file, data)
+        else:
+            _, image_of_pair = shuffle_pairs(data, config.noise_rate, config.noise_seed)
+        save_noise(path, image_of_pair)
+    world.wait()
+    return apply_noise(data, load_noise(path, data))
+
+
+def prepare_split(
+    model: DualEncoder, data: PairData, problems: Problems, name: str, world: World | None = None
+) -> PreparedSplit:
+    """Read every image and text of a split for the model's towers; items that cannot be used are left out and reported.
+
+    Of several processes each computes the frozen features of its part first; all then find them in the cache.
+    """
     items: list[Item] = [source.read_bytes for source in data.images]
+    if world is not None and world.size > 1:
+        for reader, source in ((model.image.reader, items), (model.text.reader, [_text(t) for t in data.texts])):
+            if isinstance(reader, FrozenReader):
+                reader.read([source[i] for i in world.part(len(source))], on_error=lambda i, error: None)
+        world.wait()
     with progress_bar(f"reading {name} images", len(items)) as advance:
         images, kept = model.image.reader.read(
             items, progress=advance, on_error=lambda i, error: problems.add(data.images[i].place, str(error))
@@ -261,19 +346,35 @@ def load_split(run: Run, name: str, problems: Problems | None = None) -> Prepare
     return prepared
 
 
-def embed_split(model: DualEncoder, split: PreparedSplit) -> tuple[GaussianEmbedding, GaussianEmbedding]:
-    """Embeddings of the images and of the texts of a split."""
-    return model.image.embed(split.images), model.text.embed(split.texts)
+def embed_split(
+    model: DualEncoder, split: PreparedSplit, world: World | None = None
+) -> tuple[GaussianEmbedding, GaussianEmbedding]:
+    """Embeddings of the images and of the texts of a split; each process computes its part, all get the whole."""
+    world = world or alone()
+    image, text = (
+        _embed_part(tower, store, world) for tower, store in ((model.image, split.images), (model.text, split.texts))
+    )
+    return image, text
 
 
-def validate(model: DualEncoder, split: PreparedSplit, distance: Distance, select: str) -> tuple[Evaluation, float]:
-    """Evaluate a split; the score by which the best epoch is chosen, as TrainConfig.select says.
+def _embed_part(tower: Tower, store: Store, world: World) -> GaussianEmbedding:
+    own = world.part(len(store))
+    if not len(own):  # Fewer items than processes: one is computed for nothing.
+        mine = tower.embed(store, np.arange(1))[:0]
+    else:
+        mine = tower.embed(store, own)
+    return world.gather_embeddings(mine, world.counts(len(own)))
+
+
+def validate(
+    embedded: tuple[GaussianEmbedding, GaussianEmbedding], split: PreparedSplit, distance: Distance, select: str
+) -> tuple[Evaluation, float]:
+    """Evaluate the embeddings of a split; the score by which the best epoch is chosen, as TrainConfig.select says.
 
     Raises:
         DivergedError: an embedding is NaN or infinite.
     """
     relevance = split.data.relevance()
-    embedded = embed_split(model, split)
     for side, embeddings in zip(("image", "text"), embedded, strict=True):
         try:
             check_finite(embeddings, f"validation, {side}s")
@@ -286,12 +387,14 @@ def validate(model: DualEncoder, split: PreparedSplit, distance: Distance, selec
     return evaluation, evaluation.rsum
 
 
-def calibrate(model: DualEncoder, split: PreparedSplit, loss: MatchLoss, folder: Path) -> None:
+def calibrate(
+    embedded: tuple[GaussianEmbedding, GaussianEmbedding], split: PreparedSplit, loss: MatchLoss, folder: Path
+) -> None:
     """Fit match logits on the pairs of a held-out split and write them, with how well they fit, into the run folder.
 
     Of a large split as many images are taken, at random, as give _CALIBRATION_PAIRS pairs with all its texts.
     """
-    images, texts = embed_split(model, split)
+    images, texts = embedded
     most = max(1, _CALIBRATION_PAIRS // texts.n)
     chosen = np.sort(np.random.default_rng(0).permutation(images.n)[:most])
     blocks = distance_blocks(images[torch.from_numpy(chosen)], texts, loss.distance.name)
@@ -333,38 +436,23 @@ def _claim(folder: Path, recipe: Recipe) -> None:
                 f"{folder} holds a run of another recipe (see {folder / RECIPE}); give another folder with --out, or delete that one"
             )
         return
-    (folder / TOKENIZER).unlink(missing_ok=True)
+    for name in (TOKENIZER, ENCODERS, NOISE):
+        (folder / name).unlink(missing_ok=True)
     save_recipe(recipe, folder / RECIPE)
 
 
-def _fresh_model(recipe: Recipe, folder: Path, train: PairData) -> DualEncoder:
-    if isinstance(recipe.model.text, SmallTextConfig) and not (folder / TOKENIZER).exists():
-        tokenizer = train_tokenizer(train.texts, recipe.model.text.vocabulary)
-        write_atomically(folder / TOKENIZER, tokenizer.to_str(pretty=False))
-    return build_model(recipe.model, load_tokenizer(folder, recipe))
-
-
-def _check_terms(output: LossOutput, epoch: int, step: int) -> None:
-    for name, term in output.terms.items():
-        if not torch.isfinite(term):
-            raise DivergedError(
-                f"epoch {epoch + 1}, step {step + 1}: the loss term {name!r} is {float(term.detach())};"
-                " lower optim.lr, lengthen optim.warmup_epochs, or lower model.init_total_variance"
-            )
-
-
-def _measured(
-    output: LossOutput, image: GaussianEmbedding, text: GaussianEmbedding, match: np.ndarray, norm: float
-) -> dict[str, float]:
-    return {
-        "loss": float(output.total.detach()),
-        **{f"loss/{name}": float(term.detach()) for name, term in output.terms.items()},
-        **{name: float(value) for name, value in output.stats.items()},
-        "positives_per_row": float(match.sum() / len(match)),
-        "total_variance/image": float(image.total_variance.detach().mean()),
-        "total_variance/text": float(text.total_variance.detach().mean()),
-        "gradient_norm": norm,
-    }
+def _fresh_model(recipe: Recipe, folder: Path, splits: dict[str, PairData], world: World) -> DualEncoder:
+    """A new model, whose tokenizer and encoders' shapes are put into the run folder; of a run before it, the same again."""
+    started = (folder / LAST).exists()
+    if world.main and not started:
+        tokenizer = fresh_tokenizer(recipe.model, splits["train"].texts if "train" in splits else ())
+        model = build_model(recipe.model, Assets(tokenizer), recipe.augment)
+        save_assets(folder, tokenizer, model)
+    world.wait()
+    if world.size == 1 and not started:
+        return model
+    torch.manual_seed(recipe.train.seed)
+    return build_model(recipe.model, load_assets(folder, recipe), recipe.augment)
 
 
 def _summary(evaluation: Evaluation, score: float) -> dict[str, float]:
@@ -394,10 +482,6 @@ def _forget_after(path: Path, epoch: int) -> None:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     whole = [line for line in lines if line.endswith("\n")]
     write_atomically(path, "".join(line for line in whole if json.loads(line)["epoch"] < epoch))
-
-
-def _epoch_seed(seed: int, epoch: int, stream: int = 0) -> int:
-    return int(np.random.SeedSequence([seed, epoch, stream]).generate_state(1, np.uint64)[0] >> 1)
 
 
 def _text(value: str) -> Item:

@@ -15,19 +15,20 @@ def build_optimiser(model: nn.Module, loss: MatchLoss, config: OptimConfig) -> t
     """AdamW or AdamP over groups that differ in learning rate and weight decay.
 
     Matrices decay; vectors and scalars (biases, norms, the match logits) do not. The networks below the heads and the match
-    logits have multipliers of their own.
+    logits have multipliers of their own; a transformer block below a head has besides layer_decay to the power of its number,
+    counted from the top, where the last one is 1, however many there are. (The released code counts from 12: in a ViT-L it
+    would multiply the learning rate of the last block by 51.) What lies outside of the blocks has the multiplier alone.
 
     Args:
-        model: its parameters named ``image.encoder.*`` and ``text.encoder.*`` are those below the heads.
+        model: its parameters named ``image.encoder.*`` and ``text.encoder.*`` are those below the heads; an encoder with
+            blocks has a method ``blocks_from_top``.
         loss: may hold learnable match logits.
         config: section ``optim`` of the recipe.
     """
-    multipliers = {"image.encoder.": config.image_lr_multiplier, "text.encoder.": config.text_lr_multiplier}
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        multiplier = next((m for prefix, m in multipliers.items() if name.startswith(prefix)), 1.0)
         decay = config.weight_decay if parameter.ndim > 1 else 0.0
-        groups.setdefault((multiplier, decay), []).append(parameter)
+        groups.setdefault((_multiplier(model, name, config), decay), []).append(parameter)
     for parameter in loss.parameters():
         groups.setdefault((config.logits_lr_multiplier, 0.0), []).append(parameter)
     options = [
@@ -40,6 +41,26 @@ def build_optimiser(model: nn.Module, loss: MatchLoss, config: OptimConfig) -> t
     return optimiser
 
 
+def _multiplier(model: nn.Module, name: str, config: OptimConfig) -> float:
+    for side, multiplier in (("image", config.image_lr_multiplier), ("text", config.text_lr_multiplier)):
+        prefix = f"{side}.encoder."
+        if name.startswith(prefix):
+            blocks_from_top = getattr(model.get_submodule(prefix[:-1]), "blocks_from_top", None)
+            if blocks_from_top is None or config.layer_decay == 1:
+                return multiplier
+            return float(multiplier * config.layer_decay ** blocks_from_top(name.removeprefix(prefix)))
+    return 1.0
+
+
+def freeze_image_encoder(model: nn.Module, frozen: bool) -> None:
+    """Let the image network below its head rest, or learn again; its variance blocks always learn."""
+    for name, parameter in model.get_submodule("image.encoder").named_parameters():
+        if not name.startswith("variance_"):
+            parameter.requires_grad_(not frozen)
+            if frozen:
+                parameter.grad = None
+
+
 def learning_rate_factor(progress: float, config: OptimConfig, *, epochs: int) -> float:
     """What the base learning rates are multiplied by.
 
@@ -49,12 +70,13 @@ def learning_rate_factor(progress: float, config: OptimConfig, *, epochs: int) -
         epochs: length of the run.
 
     Returns:
-        Linear warm-up, times 1, a half cosine down to 0, or a step.
+        Linear warm-up once the image network is no longer frozen (1 before that), times 1, a half cosine down to 0, or a step.
     """
-    warmup = min(1.0, progress / config.warmup_epochs) if config.warmup_epochs else 1.0
+    since = progress - config.freeze_image_epochs
+    warmup = min(1.0, since / config.warmup_epochs) if config.warmup_epochs and since >= 0 else 1.0
     share = progress / epochs
     if config.schedule == "cosine":
-        start = min(config.warmup_epochs / epochs, 1.0)
+        start = min((config.freeze_image_epochs + config.warmup_epochs) / epochs, 1.0)
         after = (share - start) / (1 - start) if share > start else 0.0
         return warmup * (1 + math.cos(math.pi * after)) / 2
     if config.schedule == "step" and share >= config.step_at:

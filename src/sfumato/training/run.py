@@ -1,7 +1,8 @@
 """A run folder: everything that evaluation, indexing and search need, and nothing else.
 
 recipe.toml           the resolved recipe            model.safetensors   the best weights, with the loss's logits
-tokenizer.json        of the small text encoder      last.safetensors    the state to resume from
+tokenizer.json        of its word pieces             last.safetensors    the state to resume from
+encoders.json         the shape of its transformers  noise.npy           which image each noisy training pair got
 log.jsonl             one line per epoch             calibration.json    match logits fitted on the validation pairs
 problems.jsonl        items left out, and why        evaluation-*.json   written by `sfumato evaluate`
 """
@@ -15,13 +16,15 @@ from tokenizers import Tokenizer
 
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
+from sfumato.files import write_atomically, write_json
 from sfumato.losses import MatchLoss
-from sfumato.training.build import build_loss, build_model
+from sfumato.training.build import Assets, build_loss, build_model
 from sfumato.training.checkpoint import load_state
-from sfumato.training.config import Recipe, SmallTextConfig, load_recipe
+from sfumato.training.config import Recipe, load_recipe
 
 RECIPE, MODEL, LAST, LOG = "recipe.toml", "model.safetensors", "last.safetensors", "log.jsonl"
 TOKENIZER, CALIBRATION, PROBLEMS = "tokenizer.json", "calibration.json", "problems.jsonl"
+ENCODERS, NOISE = "encoders.json", "noise.npy"
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def load_run(folder: str | Path) -> Run:
             f"{folder} is not a run folder (no {RECIPE} in it); make one with `sfumato train RECIPE --out {folder}`"
         )
     recipe = load_recipe(folder / RECIPE)
-    model = build_model(recipe.model, load_tokenizer(folder, recipe))
+    model = build_model(recipe.model, load_assets(folder, recipe))
     loss = build_loss(recipe)
     load_state(folder / MODEL, {"model": model, "loss": loss})
     scale, bias, calibrated = own_logits(loss), 0.0, False
@@ -70,14 +73,36 @@ def load_run(folder: str | Path) -> Run:
     return Run(folder, recipe, model.eval(), loss.eval(), scale, bias, calibrated)
 
 
-def load_tokenizer(folder: Path, recipe: Recipe) -> Tokenizer | None:
-    """The tokenizer of a run whose text encoder has one of its own."""
-    if not isinstance(recipe.model.text, SmallTextConfig):
-        return None
-    path = folder / TOKENIZER
-    if not path.is_file():
-        raise UserError(f"{path} is missing; the run folder is incomplete, copy it whole")
-    return Tokenizer.from_file(str(path))
+def save_assets(folder: Path, tokenizer: Tokenizer | None, model: DualEncoder) -> None:
+    """Write what :func:`load_assets` reads."""
+    if tokenizer is not None:
+        write_atomically(folder / TOKENIZER, tokenizer.to_str(pretty=False))
+    described = {
+        side: encoder.description
+        for side, encoder in (("image", model.image.encoder), ("text", model.text.encoder))
+        if hasattr(encoder, "description")
+    }
+    if described:
+        write_json(folder / ENCODERS, described)
+
+
+def load_assets(folder: Path, recipe: Recipe) -> Assets:
+    """The tokenizer of a run whose text encoder reads word pieces, and the descriptions of its transformers.
+
+    Raises:
+        UserError: a file is missing.
+    """
+    needed = {
+        TOKENIZER: recipe.model.text.kind != "frozen",
+        ENCODERS: "clip" in (recipe.model.image.kind, recipe.model.text.kind),
+    }
+    for name, wanted in needed.items():
+        if wanted and not (folder / name).is_file():
+            raise UserError(f"{folder / name} is missing; the run folder is incomplete, copy it whole")
+    return Assets(
+        Tokenizer.from_file(str(folder / TOKENIZER)) if needed[TOKENIZER] else None,
+        json.loads((folder / ENCODERS).read_text(encoding="utf-8")) if needed[ENCODERS] else {},
+    )
 
 
 def own_logits(loss: MatchLoss) -> float:

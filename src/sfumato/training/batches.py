@@ -1,0 +1,155 @@
+"""The batches of an epoch as one process sees them: which pairs, how they are changed at random, and what matches what.
+
+Everything random follows from (seed, epoch, process), so that an interrupted run repeats its epochs to the bit.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sfumato.data.mixing import MixPlan, plan_mixing, smooth_match
+from sfumato.data.pairs import PairBatch, PairSampler
+from sfumato.data.size_augment import augment_token_ids
+from sfumato.data.transforms import augment, crop_and_mirror
+from sfumato.encoders.dual import DualEncoder, TokenReader
+from sfumato.encoders.features import Inputs, Store
+from sfumato.encoders.pictures import PictureStore
+from sfumato.errors import UserError
+from sfumato.training.config import AugmentConfig, Recipe
+from sfumato.training.distributed import World
+from sfumato.training.step import TrainBatch
+
+
+class Batches(Protocol):
+    """The batches of an epoch."""
+
+    def __len__(self) -> int: ...
+
+    def epoch(self, epoch: int) -> Iterator[TrainBatch]:
+        """This process's parts of the batches, the same for the same epoch."""
+        ...
+
+
+def epoch_seed(*key: int) -> int:
+    """A seed from (seed, epoch, stream ...): streams that differ in a number are independent."""
+    return int(np.random.SeedSequence(list(key)).generate_state(1, np.uint64)[0] >> 1)
+
+
+class Augmentation:
+    """The random changes of a recipe, applied to what one process holds of a batch.
+
+    Args:
+        recipe: its sections model.image, augment and train.seed.
+        model: whose readers say what the inputs are.
+        world: this process among the others.
+    """
+
+    def __init__(self, recipe: Recipe, model: DualEncoder, world: World) -> None:
+        self.config: AugmentConfig = recipe.augment
+        self.seed, self.world = recipe.train.seed, world
+        self.pictures = recipe.model.image.augment_mode
+        reader = model.text.reader
+        self.words = reader if isinstance(reader, TokenReader) and self.config.text_tokens else None
+        if self.words is not None and self.words.tokenizer.padding is not None:
+            raise UserError(
+                "augment.text_tokens is not for texts that are padded to one length for an encoder that looks at the padding"
+                " (SigLIP); set it to 0"
+            )
+
+    def generator(self, epoch: int) -> torch.Generator:
+        """The source of an epoch's changes on this process."""
+        own = (self.world.rank,) if self.world.rank else ()
+        return torch.Generator().manual_seed(epoch_seed(self.seed, epoch, 1, *own))
+
+    def images(self, store: Store, index: np.ndarray, generator: torch.Generator) -> Inputs:
+        """The images at these positions, changed as the recipe says."""
+        if self.pictures == "crop" and isinstance(store, PictureStore):
+            return store.training_batch(index, [int(torch.randint(2**62, (), generator=generator))])
+        inputs = store.batch(index)
+        if self.pictures == "none":
+            return inputs
+        change = augment if self.pictures == "style" else crop_and_mirror
+        return Inputs(change(inputs.values, generator=generator))
+
+    def texts(self, inputs: Inputs, generator: torch.Generator) -> Inputs:
+        """Texts with some words masked, replaced or deleted."""
+        if self.words is None or inputs.mask is None:
+            return inputs
+        ids, mask = augment_token_ids(
+            inputs.values,
+            inputs.mask,
+            special=self.words.special,
+            mask_id=self.words.mask_id,
+            vocabulary_size=self.words.tokenizer.get_vocab_size(),
+            forbidden=self.words.forbidden,
+            rate=self.config.text_tokens,
+            generator=generator,
+        )
+        return Inputs(ids, mask)
+
+    def plans(self, counts: list[int], size: tuple[int, int], epoch: int, step: int) -> list[MixPlan] | None:
+        """How each process mixes its images in this step; every process can tell for all."""
+        if not self.config.mixed_share:
+            return None
+        return [
+            plan_mixing(
+                n,
+                size=size,
+                generator=torch.Generator().manual_seed(epoch_seed(self.seed, epoch, 2, step, rank)),
+                share=self.config.mixed_share,
+                mixup_alpha=self.config.mixup_alpha,
+                cutmix_alpha=self.config.cutmix_alpha,
+                choice=self.config.mix_choice,
+            )
+            for rank, n in enumerate(counts)
+        ]
+
+    def labels(self, match_i2t: Tensor, match_t2i: Tensor, plans: list[MixPlan] | None) -> tuple[Tensor, Tensor]:
+        """Labels of own images with all texts, and of own texts with all images, as mixing and smoothing leave them."""
+        if plans is not None:
+            match_i2t = plans[self.world.rank].match(match_i2t)
+            match_t2i = MixPlan.cat(plans).match(match_t2i.T).T
+        if self.config.label_smoothing:
+            match_i2t, match_t2i = (smooth_match(m, self.config.label_smoothing) for m in (match_i2t, match_t2i))
+        return match_i2t, match_t2i
+
+
+class IndexedBatches:
+    """Batches of a split whose pairs are all known.
+
+    Args:
+        images, texts: the inputs of the split.
+        sampler: draws the pairs, the same on all processes; each takes its part.
+        augmentation: what is changed at random.
+        world: this process among the others.
+    """
+
+    def __init__(
+        self, images: Store, texts: Store, sampler: PairSampler, augmentation: Augmentation, world: World
+    ) -> None:
+        self.images, self.texts, self.sampler = images, texts, sampler
+        self.augmentation, self.world = augmentation, world
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def epoch(self, epoch: int) -> Iterator[TrainBatch]:
+        """See :class:`Batches`."""
+        generator = self.augmentation.generator(epoch)
+        for step, batch in enumerate(self.sampler.batches(epoch)):
+            yield self._batch(batch, epoch, step, generator)
+
+    def _batch(self, batch: PairBatch, epoch: int, step: int, generator: torch.Generator) -> TrainBatch:
+        own, everything = self.world.part(len(batch)), np.arange(len(batch))
+        images = self.augmentation.images(self.images, batch.image_index[own], generator)
+        texts = self.augmentation.texts(self.texts.batch(batch.text_index[own]), generator)
+        counts = [len(self.world.part(len(batch), rank)) for rank in range(self.world.size)]
+        height, width = images.values.shape[-2:]
+        plans = self.augmentation.plans(counts, (height, width), epoch, step)
+        labels = self.augmentation.labels(
+            torch.from_numpy(batch.labels(own, everything)), torch.from_numpy(batch.labels(everything, own)).T, plans
+        )
+        return TrainBatch(images, texts, lambda _: labels, plans[self.world.rank] if plans else None)

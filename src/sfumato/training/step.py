@@ -1,0 +1,186 @@
+"""One step of training: from a batch to the gradients of all parameters.
+
+The embeddings of the batch are cut off from the networks that made them. The loss of a process's share of the pairs gives their
+gradients, which are summed over the processes and only then sent back through the networks. So a batch may be spread over
+processes, or be encoded piece by piece in two passes, and the contrastive loss still sees all of it.
+
+Paper: Gao et al., "Scaling deep contrastive learning batch size under memory limited setup", 2021, for the two passes.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sfumato.data.mixing import MixPlan
+from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.features import Inputs
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.losses import LossOutput, MatchLoss, PairShare, loss_of_share
+from sfumato.training.distributed import World
+
+
+class DivergedError(ArithmeticError):
+    """A term of the loss or the gradient is NaN or infinite; the message says which, and when."""
+
+
+@dataclass(frozen=True, eq=False)
+class TrainBatch:
+    """What a process holds of a batch.
+
+    Attributes:
+        images, texts: inputs of its r pairs.
+        labels: world -> (r, n) labels of its images with all texts of the batch, (r, n) of its texts with all images.
+        mix: how its images are mixed with each other, if they are; labels know it already.
+    """
+
+    images: Inputs
+    texts: Inputs
+    labels: Callable[[World], tuple[Tensor, Tensor]]
+    mix: MixPlan | None = None
+
+
+def forward_backward(
+    model: DualEncoder,
+    loss: MatchLoss,
+    batch: TrainBatch,
+    world: World,
+    *,
+    epoch: int,
+    low_precision: bool = False,
+    micro_batch: int = 0,
+) -> dict[str, float]:
+    """Leave the gradients of the whole batch in the parameters of the model and the loss.
+
+    Args:
+        model, loss: equal on all processes; their gradients must be empty.
+        batch: this process's part.
+        world: the processes.
+        epoch: 0-based.
+        low_precision: encode in bfloat16 below the heads.
+        micro_batch: pairs encoded at a time; 0 for all. With fewer, each is encoded twice: once to know all embeddings, and
+            again with the same random numbers to send their gradients back. (Batch norms then see the pieces, and see them
+            twice.)
+
+    Returns:
+        Loss, terms, statistics and mean total variances of the whole batch, the same on all processes.
+
+    Raises:
+        DivergedError: a term is NaN or infinite; no gradient has been computed.
+    """
+    images, texts = batch.images.to(world.device), batch.texts.to(world.device)
+    if batch.mix is not None:
+        images = Inputs(batch.mix.apply(images.values))
+
+    pieces = _pieces(len(images), micro_batch)
+    states: list[list[Tensor]] = []
+    encoded: list[_Pair] = []
+    with torch.set_grad_enabled(len(pieces) == 1):
+        for piece in pieces:
+            states.append(_random_state(world.device))
+            encoded.append(_encode(model, images, texts, piece, low_precision))
+
+    counts = world.counts(len(images))
+    first = sum(counts[: world.rank])
+    own = slice(first, first + len(images))
+    leaves = _leaves(model, encoded, world, counts)
+    labels = batch.labels(world)
+    output = loss_of_share(
+        loss, _share(leaves, own, *(label.to(world.device) for label in labels)), epoch=epoch, total=world.total
+    )
+    measured = _measured(output, leaves, labels[0], world)
+    _check_terms(measured)
+    output.total.backward()
+    gradients = [_own_gradients(leaf, own, world) for leaf in leaves]
+
+    for k, piece in enumerate(pieces):
+        if len(pieces) > 1:
+            _set_random_state(states[k], world.device)
+            encoded[k] = _encode(model, images, texts, piece, low_precision)
+        for embeddings, (mean, log_var) in zip(encoded[k], gradients, strict=True):
+            outputs, theirs = [embeddings.mean], [mean[piece]]
+            if log_var is not None:
+                outputs, theirs = [*outputs, embeddings.log_var], [*theirs, log_var[piece]]
+            torch.autograd.backward(outputs, theirs)
+    world.sum_gradients([*model.parameters(), *loss.parameters()])
+    return measured
+
+
+_Pair = tuple[GaussianEmbedding, GaussianEmbedding]
+
+
+def _pieces(n: int, micro_batch: int) -> list[slice]:
+    size = micro_batch or max(n, 1)
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def _encode(model: DualEncoder, images: Inputs, texts: Inputs, piece: slice, low_precision: bool) -> _Pair:
+    with torch.autocast(images.values.device.type, dtype=torch.bfloat16, enabled=low_precision):
+        image, text = model(images[piece], texts[piece])
+    return image, text
+
+
+def _leaves(model: DualEncoder, encoded: Sequence[_Pair], world: World, counts: Sequence[int]) -> _Pair:
+    """The embeddings of the batch, cut off from the networks; they collect gradients."""
+    leaves = []
+    for side, tower in enumerate((model.image, model.text)):
+        nothing = GaussianEmbedding.point(torch.zeros(0, tower.head.dim, device=world.device))
+        mine = GaussianEmbedding.cat([pair[side] for pair in encoded]) if encoded else nothing
+        leaf = world.gather_embeddings(mine, counts)
+        leaf.mean.requires_grad_()
+        leaf.log_var.requires_grad_(tower.head.log_var is not None)
+        leaves.append(leaf)
+    return leaves[0], leaves[1]
+
+
+def _share(leaves: _Pair, own: slice, match_i2t: Tensor, match_t2i: Tensor) -> PairShare:
+    image, text = leaves
+    if own == slice(0, image.n):  # One process has it all: no distance is computed twice.
+        return PairShare(image, text, image, text, match_i2t, match_t2i)
+    return PairShare(image[own], text[own], image, text, match_i2t, match_t2i)
+
+
+def _own_gradients(leaf: GaussianEmbedding, own: slice, world: World) -> tuple[Tensor, Tensor | None]:
+    """Of means and log variances (None for points): summed over the processes, the rows of this one."""
+    gradients = [
+        world.total(torch.zeros_like(value) if value.grad is None else value.grad)[own]
+        for value in (leaf.mean, leaf.log_var)
+        if value.requires_grad
+    ]
+    return gradients[0], gradients[1] if len(gradients) > 1 else None
+
+
+def _measured(output: LossOutput, leaves: _Pair, match_i2t: Tensor, world: World) -> dict[str, float]:
+    """The numbers of the whole batch; terms and statistics of the processes add up."""
+    parts = {
+        "loss": output.total,
+        **{f"loss/{name}": term for name, term in output.terms.items()},
+        **output.stats,
+        "positives_per_row": match_i2t.sum() / leaves[0].n,
+    }
+    values = world.total(torch.stack([value.detach().double().cpu() for value in parts.values()]))
+    return dict(zip(parts, values.tolist(), strict=True)) | {
+        f"total_variance/{side}": float(leaf.total_variance.detach().mean())
+        for side, leaf in zip(("image", "text"), leaves, strict=True)
+    }
+
+
+def _check_terms(measured: dict[str, float]) -> None:
+    for name, value in measured.items():
+        if name.startswith("loss/") and not math.isfinite(value):
+            raise DivergedError(
+                f"the loss term {name.removeprefix('loss/')!r} is {value};"
+                " lower optim.lr, lengthen optim.warmup_epochs, or lower model.init_total_variance"
+            )
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+
+
+def _set_random_state(states: list[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1], device)
