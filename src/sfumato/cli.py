@@ -1,7 +1,7 @@
 """The command line: reads arguments, calls the library, prints. Nothing is computed here.
 
-Results go to standard output, progress to standard error. Exit status: 0 done, 1 the run failed (a diverged loss), 2 the user can
-mend it. Everything heavy is imported inside the commands, so that --help answers at once.
+Results go to standard output, progress to standard error. Exit status: 0 done, 1 the run failed (a diverged loss, a lost
+process), 2 the user can mend it. Everything heavy is imported inside the commands, so that --help answers at once.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sfumato.errors import UserError
+from sfumato.errors import RunFailedError, UserError
 
 app = typer.Typer(
     name="sfumato",
@@ -189,7 +189,7 @@ def main() -> None:
             raise
         print(f"sfumato: {error}", file=sys.stderr)
         sys.exit(2)
-    except ArithmeticError as error:
+    except (RunFailedError, ArithmeticError) as error:
         if debug:
             raise
         print(f"sfumato: {error}", file=sys.stderr)

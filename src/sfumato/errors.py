@@ -3,3 +3,7 @@
 
 class UserError(Exception):
     """A mistake of the user's with its way out in the message; commands print it without a traceback and exit with 2."""
+
+
+class RunFailedError(RuntimeError):
+    """What went wrong while a command was at work, through no fault of its arguments; exit status 1."""

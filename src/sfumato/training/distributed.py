@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sfumato.errors import RunFailedError
 from sfumato.gaussian import GaussianEmbedding
 
 _BUCKET = 25_000_000
@@ -24,7 +25,7 @@ _BUCKET = 25_000_000
 Result = TypeVar("Result")
 
 
-class PeerLostError(RuntimeError):
+class PeerLostError(RunFailedError):
     """Another process of the run has died or does not answer; the message says how to go on."""
 
 
@@ -92,7 +93,7 @@ class World:
             bucket.append(parameter.grad)
             if sum(g.numel() for g in bucket) < _BUCKET and parameter is not trained[-1]:
                 continue
-            flat = torch.cat([g.flatten().float() for g in bucket])
+            flat = torch.cat([g.flatten() for g in bucket])
             _answered(lambda flat=flat: dist.all_reduce(flat))  # type: ignore[misc]
             for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(summed.view_as(gradient))

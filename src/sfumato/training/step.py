@@ -126,7 +126,7 @@ def _leaves(model: DualEncoder, encoded: Sequence[_Pair], world: World, counts: 
     """The embeddings of the batch, cut off from the networks; they collect gradients."""
     leaves = []
     for side, tower in enumerate((model.image, model.text)):
-        nothing = GaussianEmbedding.point(torch.zeros(0, tower.head.dim, device=world.device))
+        nothing = GaussianEmbedding.point(next(tower.head.parameters()).new_zeros(0, tower.head.dim))
         mine = GaussianEmbedding.cat([pair[side] for pair in encoded]) if encoded else nothing
         leaf = world.gather_embeddings(mine, counts)
         leaf.mean.requires_grad_()
@@ -158,7 +158,7 @@ def _measured(output: LossOutput, leaves: _Pair, match_i2t: Tensor, world: World
         "loss": output.total,
         **{f"loss/{name}": term for name, term in output.terms.items()},
         **output.stats,
-        "positives_per_row": match_i2t.sum() / leaves[0].n,
+        "positives_per_row": match_i2t.double().sum() / leaves[0].n,
     }
     values = world.total(torch.stack([value.detach().double().cpu() for value in parts.values()]))
     return dict(zip(parts, values.tolist(), strict=True)) | {

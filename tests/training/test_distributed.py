@@ -1,0 +1,125 @@
+"""Several processes are one: the same losses, gradients and runs, and an end in bounded time when one of them dies."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from toy import make_toy
+
+from sfumato.losses import LOSSES
+from sfumato.training.distributed import World, alone
+
+HERE = Path(__file__).parent
+
+
+def start(size: int, command: list[str], port: int | None = None) -> list[subprocess.Popen]:
+    """The processes of a world, as torchrun would start them."""
+    if port is None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        subprocess.Popen(
+            command,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+
+
+def finish(processes: list[subprocess.Popen], seconds: float = 120) -> list[tuple[int, str]]:
+    """(exit status, standard error) of each."""
+    results = []
+    for process in processes:
+        _, err = process.communicate(timeout=seconds)
+        results.append((process.returncode, err))
+    return results
+
+
+def succeed(size: int, command: list[str]) -> None:
+    for status, err in finish(start(size, command)):
+        assert status == 0, err
+
+
+SIZES = "8,7,3,2"  # Uneven parts, and fewer pairs than processes.
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    """{processes: (measured, gradients) of each process}."""
+    out = tmp_path_factory.mktemp("worlds")
+    for size in (1, 2, 4):
+        succeed(size, [sys.executable, str(HERE / "world.py"), str(out), SIZES])
+    read = lambda name: (json.loads((out / f"{name}.json").read_text()), load_file(out / f"{name}.safetensors"))
+    return {size: [read(f"{size}-{rank}") for rank in range(size)] for size in (1, 2, 4)}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_and_gradients_are_those_of_one_process(worlds, size, loss):
+    expected_values, expected = worlds[1][0]
+    for values, gradients in worlds[size]:
+        for case in (c for c in expected_values if c.startswith(f"{loss}/")):
+            assert values[case] == pytest.approx(expected_values[case], rel=1e-9, abs=1e-12)
+        assert gradients.keys() == expected.keys()
+        for name in (n for n in expected if n.startswith(f"{loss}/")):
+            torch.testing.assert_close(gradients[name], expected[name], rtol=1e-6, atol=1e-9)
+    assert max(g.abs().max() for name, g in expected.items() if name.startswith(loss)) > 1e-4
+
+
+def test_the_processes_agree_to_the_bit(worlds):
+    for size in (2, 4):
+        first = worlds[size][0][1]
+        assert all(torch.equal(g[name], first[name]) for _, g in worlds[size] for name in first)
+
+
+def test_parts_cover_everything_once():
+    for n in (0, 1, 3, 10):
+        parts = [World(rank, 4, torch.device("cpu")).part(n) for rank in range(4)]
+        assert [int(i) for part in parts for i in part] == list(range(n))
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert alone().main and alone().part(3).tolist() == [0, 1, 2]
+
+
+POINTS = ["model.image.augment=false", "model.text.dropout=0", "train.epochs=2", "train.timeout_minutes=1"]
+
+
+def train(recipe: Path, out: Path, *overrides: str) -> list[str]:
+    return [sys.executable, "-m", "sfumato.cli", "train", str(recipe), "--out", str(out), *overrides]
+
+
+def test_a_run_of_two_processes_evaluates_and_resumes_like_one(tmp_path):
+    """Frozen random features would do; here batch norms see half batches, so only the kind of result is compared."""
+    recipe = make_toy(tmp_path)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    succeed(2, train(recipe, whole, *POINTS))
+    lines = [json.loads(line) for line in (whole / "log.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [0, 1] and lines[1]["val/score"] > 0
+    assert (whole / "calibration.json").exists()
+    # Killed after the first epoch and started again: the same bits.
+    processes = start(2, train(recipe, parts, *POINTS))
+    deadline = time.monotonic() + 60
+    while not (parts / "last.safetensors").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    processes[1].send_signal(signal.SIGKILL)
+    started = time.monotonic()
+    results = finish(processes, 90)
+    assert time.monotonic() - started < 80
+    if results[0][0] != 0:  # It may have been quicker than the signal.
+        assert results[0][0] == 1 and "another process of this run has ended" in results[0][1], results[0]
+        assert "Traceback" not in results[0][1]
+    succeed(2, train(recipe, parts, *POINTS))
+    a, b = load_file(whole / "last.safetensors"), load_file(parts / "last.safetensors")
+    assert all(torch.equal(a[name], b[name]) for name in a)
