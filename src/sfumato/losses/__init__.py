@@ -1,12 +1,19 @@
 """Losses over (images, texts, match): pure functions, and modules that hold their learnable logits."""
 
 from sfumato.losses.base import LossOutput, MatchLoss, PairShare, loss_of_share
+from sfumato.losses.inclusion import inclusion_loss, inclusion_test, log_inclusion
 from sfumato.losses.infonce import InfoNCELoss, infonce_loss
 from sfumato.losses.pcmepp import PCMEPPLoss, pcmepp_loss, pseudo_positives
+from sfumato.losses.prolip import ProLIPLoss, prolip_loss
 from sfumato.losses.triplet import TripletLoss, triplet_loss
 from sfumato.losses.vib import vib_loss
 
-LOSSES: dict[str, type[MatchLoss]] = {"pcmepp": PCMEPPLoss, "infonce": InfoNCELoss, "triplet": TripletLoss}
+LOSSES: dict[str, type[MatchLoss]] = {
+    "pcmepp": PCMEPPLoss,
+    "prolip": ProLIPLoss,
+    "infonce": InfoNCELoss,
+    "triplet": TripletLoss,
+}
 """Every loss by the name that recipes use."""
 
 __all__ = [
@@ -16,10 +23,15 @@ __all__ = [
     "MatchLoss",
     "PCMEPPLoss",
     "PairShare",
+    "ProLIPLoss",
     "TripletLoss",
+    "inclusion_loss",
+    "inclusion_test",
     "infonce_loss",
+    "log_inclusion",
     "loss_of_share",
     "pcmepp_loss",
+    "prolip_loss",
     "pseudo_positives",
     "triplet_loss",
     "vib_loss",

@@ -18,6 +18,7 @@ from sfumato.data.sources import read_karpathy
 from sfumato.encoders.backbones import image_backbone, pretrained_tokenizer, text_backbone
 from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
 from sfumato.encoders.dual import DualEncoder, FeatureInput, FrozenReader, PixelReader, Reader, TokenReader, Tower
+from sfumato.encoders.efficientnet import EfficientNetEncoder
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.pictures import PictureReader
 from sfumato.encoders.prolip import UncTokenImageEncoder, UncTokenTextEncoder
@@ -28,6 +29,7 @@ from sfumato.training.config import (
     AugmentConfig,
     ClipTextConfig,
     DataConfig,
+    EfficientNetImageConfig,
     FrozenImageConfig,
     FrozenTextConfig,
     ModelConfig,
@@ -76,10 +78,12 @@ class Assets:
     Attributes:
         tokenizer: of a text encoder that reads word pieces.
         encoders: "image" and "text", descriptions of transformers.
+        trained: weights will be loaded into the model: it need not start from pre-trained ones.
     """
 
     tokenizer: Tokenizer | None = None
     encoders: Mapping[str, Any] = field(default_factory=dict)
+    trained: bool = False
 
 
 def fresh_tokenizer(config: ModelConfig, texts: Sequence[str]) -> Tokenizer | None:
@@ -141,6 +145,10 @@ def _image_side(config: ModelConfig, assets: Assets) -> tuple[Reader, nn.Module]
     if isinstance(image, FrozenImageConfig):
         backbone = image_backbone(image.backbone, size=image.size, grid=image.grid)
         return FrozenReader(backbone, cache_folder()), FeatureInput(backbone.channels, config.feature_dropout)
+    if isinstance(image, EfficientNetImageConfig):
+        reader = PixelReader(image.size) if image.in_memory else PictureReader(image.size)
+        # The weights of a run replace those of ImageNet anyway.
+        return reader, EfficientNetEncoder(pretrained=image.pretrained and not assets.trained)
     own_blocks = config.variance and not image.variance_token
     encoder = clip_image_encoder(
         image.weights,
@@ -153,7 +161,7 @@ def _image_side(config: ModelConfig, assets: Assets) -> tuple[Reader, nn.Module]
         variance_start=image.variance_start,
         checkpointing=image.checkpointing,
     )
-    reader: Reader = (PixelReader if image.in_memory else PictureReader)(encoder.size, fit=image.fit)
+    reader = (PixelReader if image.in_memory else PictureReader)(encoder.size, fit=image.fit)
     return reader, UncTokenImageEncoder(encoder) if image.variance_token and config.variance else encoder
 
 

@@ -133,6 +133,23 @@ class FrozenTextConfig(_Section):
     max_tokens: PositiveInt = 64
 
 
+class EfficientNetImageConfig(_Section):
+    """EfficientNet-Lite0 (extra ``offline``), fine-tuned from pixels."""
+
+    kind: Literal["efficientnet"] = "efficientnet"
+    size: int = Field(128, ge=32, description="side of the square pictures in pixels")
+    pretrained: bool = Field(True, description="start from the weights of ImageNet")
+    augment: Literal["none", "crop", "style"] = Field(
+        "crop", description="while training: random crops and mirror images, or all that a drawing style may change"
+    )
+    in_memory: bool = Field(True, description="decode all pictures once instead of anew for each batch")
+
+    @property
+    def augment_mode(self) -> Literal["none", "crop", "style"]:
+        """How pictures are changed at random while training."""
+        return self.augment
+
+
 class ClipImageConfig(_Section):
     """A vision transformer of the CLIP family, trained from pixels, with blocks of its own for the log variance."""
 
@@ -183,16 +200,18 @@ class ClipTextConfig(_Section):
     checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
 
 
+ImageConfig = Annotated[
+    SmallImageConfig | FrozenImageConfig | EfficientNetImageConfig | ClipImageConfig, Field(discriminator="kind")
+]
+TextConfig = Annotated[SmallTextConfig | FrozenTextConfig | ClipTextConfig, Field(discriminator="kind")]
+
+
 class ModelConfig(_Section):
     """Encoders and Gaussian heads."""
 
     dim: PositiveInt = Field(256, description="d of the embeddings")
-    image: Annotated[SmallImageConfig | FrozenImageConfig | ClipImageConfig, Field(discriminator="kind")] = (
-        SmallImageConfig()
-    )
-    text: Annotated[SmallTextConfig | FrozenTextConfig | ClipTextConfig, Field(discriminator="kind")] = (
-        SmallTextConfig()
-    )
+    image: ImageConfig = SmallImageConfig()
+    text: TextConfig = SmallTextConfig()
     pooling: Literal["gpo", "average", "max", "first", "last", "token"] = Field(
         "gpo", description="token: the class token of images and the last token of texts"
     )
@@ -235,6 +254,21 @@ class TripletConfig(_Section):
     margin: PositiveFloat = Field(0.4, description="in units of the distance; 0.4 on squared_l2 is 0.2 on the cosine")
     mining: Literal["hardest", "sum", "semi-hard"] = "hardest"
     sum_epochs: int = Field(0, ge=0, description="epochs at the start in which all negatives count")
+
+
+class ProLIPConfig(_Section):
+    """ProLIP: the sigmoid loss of SigLIP on the logits of Gaussians, with inclusion."""
+
+    name: Literal["prolip"] = "prolip"
+    distance: str = "csd"
+    beta: NonNegativeFloat = Field(1e-4, description="weight of the information bottleneck; 0 for points")
+    inclusion_weight: NonNegativeFloat = Field(0.0, description="images included in their texts; 1e-7 as published")
+    inclusion_scale: PositiveFloat = 1000.0
+    released_eps: float | None = Field(
+        None, description="the released inclusion test with this eps in place of the exact one"
+    )
+    logit_scale: PositiveFloat = Field(5.0, description="5 and a bias of 0 are ProLIP's scale 10 and bias -10")
+    logit_bias: float = 0.0
 
 
 class AugmentConfig(_Section):
@@ -315,7 +349,9 @@ class Recipe(_Section):
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
-    loss: Annotated[PCMEPPConfig | InfoNCEConfig | TripletConfig, Field(discriminator="name")] = PCMEPPConfig()
+    loss: Annotated[PCMEPPConfig | ProLIPConfig | InfoNCEConfig | TripletConfig, Field(discriminator="name")] = (
+        PCMEPPConfig()
+    )
     augment: AugmentConfig = AugmentConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
@@ -329,8 +365,12 @@ class Recipe(_Section):
             raise ValueError(
                 f"loss.distance={distance.name!r} needs variances, but model.variance=false; use csd or squared_l2"
             )
-        if not self.model.variance and isinstance(self.loss, PCMEPPConfig) and self.loss.beta:
+        beta: float = getattr(self.loss, "beta", 0.0)
+        inclusion: float = getattr(self.loss, "inclusion_weight", 0.0)
+        if not self.model.variance and beta:
             raise ValueError("loss.beta must be 0 when model.variance=false: the bottleneck of a point is infinite")
+        if not self.model.variance and inclusion:
+            raise ValueError("loss.inclusion_weight must be 0 when model.variance=false: points include nothing")
         if self.augment.mixed_share and self.model.image.kind == "frozen":
             raise ValueError("augment.mixed_share mixes pixels; frozen features have none, set it to 0")
         if self.train.swa_epochs and self.train.ema_decay:
@@ -403,7 +443,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 def _explain(item: Any) -> str:
     # Tags of discriminated unions ("small", "pcmepp") stand in the location but not in the file.
     path = [str(part) for part in item["loc"]]
-    tags = {"small", "frozen", "clip", "pcmepp", "infonce", "triplet"}
+    tags = {"small", "frozen", "efficientnet", "clip", "pcmepp", "prolip", "infonce", "triplet"}
     shown = ".".join(part for i, part in enumerate(path) if not (part in tags and i > 0))
     if item["type"] == "extra_forbidden":
         known = _keys() - {shown}

@@ -99,6 +99,13 @@ class World:
                 gradient.copy_(summed.view_as(gradient))
             bucket = []
 
+    def copy_from_main(self, model: nn.Module) -> None:
+        """Weights and buffers become those of the first process."""
+        if self.size == 1:
+            return
+        for value in model.state_dict().values():
+            _answered(lambda value=value: dist.broadcast(value, 0))  # type: ignore[misc]
+
     def average_buffers(self, model: nn.Module) -> None:
         """Running statistics become their mean over the processes; other buffers are equal anyway."""
         if self.size == 1:

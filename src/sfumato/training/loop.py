@@ -144,7 +144,7 @@ def _fit(recipe: Recipe, folder: Path, world: World) -> dict[str, Any]:
     if "train" in splits:
         splits["train"] = _with_noise(recipe.data, splits["train"], folder, world)
     torch.manual_seed(config.seed)
-    model = _fresh_model(recipe, folder, splits, world).to(world.device)
+    model = _model(recipe, folder, splits, world)
     loss = build_loss(recipe).to(world.device)
     val = prepare_split(model, splits["val"], problems, "val", world) if "val" in splits else None
     batches = _batches(recipe, model, splits, problems, world)
@@ -441,18 +441,23 @@ def _claim(folder: Path, recipe: Recipe) -> None:
     save_recipe(recipe, folder / RECIPE)
 
 
-def _fresh_model(recipe: Recipe, folder: Path, splits: dict[str, PairData], world: World) -> DualEncoder:
-    """A new model, whose tokenizer and encoders' shapes are put into the run folder; of a run before it, the same again."""
-    started = (folder / LAST).exists()
-    if world.main and not started:
+def _model(recipe: Recipe, folder: Path, splits: dict[str, PairData], world: World) -> DualEncoder:
+    """A new model, equal on all processes, what it needs beside its weights put into the run folder; or that of a run before.
+
+    The weights of the latter are still to be loaded.
+    """
+    if (folder / LAST).exists():
+        return build_model(recipe.model, load_assets(folder, recipe), recipe.augment).to(world.device)
+    if world.main:
         tokenizer = fresh_tokenizer(recipe.model, splits["train"].texts if "train" in splits else ())
         model = build_model(recipe.model, Assets(tokenizer), recipe.augment)
         save_assets(folder, tokenizer, model)
     world.wait()
-    if world.size == 1 and not started:
-        return model
-    torch.manual_seed(recipe.train.seed)
-    return build_model(recipe.model, load_assets(folder, recipe), recipe.augment)
+    if not world.main:
+        model = build_model(recipe.model, load_assets(folder, recipe), recipe.augment)
+    model = model.to(world.device)
+    world.copy_from_main(model)
+    return model
 
 
 def _summary(evaluation: Evaluation, score: float) -> dict[str, float]:

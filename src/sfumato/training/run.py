@@ -102,6 +102,7 @@ def load_assets(folder: Path, recipe: Recipe) -> Assets:
     return Assets(
         Tokenizer.from_file(str(folder / TOKENIZER)) if needed[TOKENIZER] else None,
         json.loads((folder / ENCODERS).read_text(encoding="utf-8")) if needed[ENCODERS] else {},
+        trained=True,
     )
 
 
