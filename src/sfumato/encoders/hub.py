@@ -34,6 +34,7 @@ class Published:
         logit_scale, logit_bias: of its match probabilities, sigmoid(logit_bias - logit_scale * distance).
         distance: name in DISTANCES of the distance that these belong to.
         source: where it comes from and what it is.
+        calibrated: whether the logits were fitted on held-out pairs; those of a loss were not.
     """
 
     model: DualEncoder
@@ -41,6 +42,7 @@ class Published:
     logit_bias: float
     distance: str
     source: str
+    calibrated: bool = False
 
 
 def load_published(
