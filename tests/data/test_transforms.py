@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sfumato.data.transforms import MAX_PIXELS, augment, decode_image
+from sfumato.data.transforms import MAX_PIXELS, augment, check_image, crop_and_mirror, decode_image, random_crop_box
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
 
@@ -171,6 +171,165 @@ def test_whatever_bytes_change_only_value_error_comes_out():
     assert 100 < refused < 2900
 
 
+def noise(width, height, seed=0):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def photograph(width, height, quality=90, **options):
+    """A JPEG with edges and smooth parts, as a camera would make it."""
+    small = noise(width // 40, height // 40).resize((width, height), Image.Resampling.BICUBIC)
+    return encode(small, "JPEG", quality=quality, **options)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_squash_is_what_it_was_when_caches_were_filled(kind):
+    data = encode(noise(150, 90), kind)
+    with Image.open(io.BytesIO(data)) as picture:
+        expected = np.asarray(picture.resize((24, 24), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
+    assert np.array_equal(decode_image(data, 24), expected)
+    assert np.array_equal(decode_image(data, 24, fit="squash", crop=None), expected)
+    assert not np.array_equal(decode_image(data, 24, fit="crop"), expected)
+
+
+@pytest.mark.parametrize(
+    ("width", "height"), [(50, 50), (32, 32), (91, 60), (60, 91), (20, 33), (33, 20), (500, 333), (3, 400), (32, 47)]
+)
+@pytest.mark.parametrize("size", [32, 33])
+def test_fit_crop_is_the_clip_processor_of_transformers(width, height, size):
+    module = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
+    processor = module.CLIPImageProcessorPil(
+        size={"shortest_edge": size}, crop_size={"height": size, "width": size}, do_rescale=False, do_normalize=False
+    )
+    picture = noise(width, height)
+    expected = processor(picture)["pixel_values"][0]
+    assert np.array_equal(decode_image(encode(picture), size, fit="crop"), expected)
+
+
+def test_fit_crop_keeps_the_middle_of_the_longer_side():
+    stripes = np.zeros((10, 30, 3), np.uint8)
+    stripes[:, 10:20] = 255
+    assert decode_image(encode(Image.fromarray(stripes)), 10, fit="crop").min() == 255
+    assert decode_image(encode(Image.fromarray(stripes.transpose(1, 0, 2))), 10, fit="crop").min() == 255
+
+
+def test_a_line_of_a_picture_does_not_fill_the_memory():
+    # Its longer side resized in full would be 6 gigabytes. Grey grows by 1 every 500 pixels; the middle is at 100.
+    line = (np.arange(100_000) // 500).astype(np.uint8)[None].repeat(3, 0).T[None]
+    for picture in (line, line.transpose(1, 0, 2)):
+        square = decode_image(encode(Image.fromarray(np.ascontiguousarray(picture))), 224, fit="crop")
+        assert square.shape == (3, 224, 224) and square.min() >= 99 and square.max() <= 100
+
+
+@pytest.mark.parametrize("fit", ["squash", "crop"])
+def test_crop_is_cut_in_whole_pixels_of_the_upright_picture_before_resizing(fit):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    stored = noise(90, 60)
+    upright = np.rot90(np.asarray(stored), -1)
+    # 60 wide and 90 high: left 0.1 -> 6, right 0.1 + 0.71 -> 48.6 -> 49, top 0.25 -> 22.5 -> 22 (to even), bottom 0.75 -> 67.5 -> 68.
+    part = encode(Image.fromarray(np.ascontiguousarray(upright[22:68, 6:49])))
+    for size in (None, 20):
+        got = decode_image(encode(stored, exif=exif), size, fit=fit, crop=(0.1, 0.25, 0.71, 0.5))
+        assert np.array_equal(got, decode_image(part, size, fit=fit))
+
+
+def test_a_crop_of_everything_or_of_almost_nothing():
+    data = encode(noise(7, 5))
+    assert np.array_equal(decode_image(data, None, crop=(0, 0, 1, 1)), decode_image(data, None))
+    assert decode_image(data, None, crop=(0.999, 0.999, 0.001, 0.001)).shape == (3, 1, 1)
+    assert np.array_equal(decode_image(data, None, crop=(0, 0, 1e-9, 1e-9)), decode_image(data, None)[:, :1, :1])
+
+
+@pytest.mark.parametrize("box", [(-0.1, 0, 0.5, 0.5), (0, 0.6, 0.5, 0.5), (0, 0, 0, 0.5), (0, 0, float("nan"), 1)])
+def test_a_crop_outside_of_the_picture_is_refused(box):
+    with pytest.raises(ValueError, match="crop must be .* in fractions of the picture"):
+        decode_image(encode(noise(7, 5)), 8, crop=box)
+
+
+def test_an_unknown_fit_is_refused():
+    with pytest.raises(ValueError, match="unknown fit 'pad'; known: squash, crop"):
+        decode_image(encode(noise(7, 5)), 8, fit="pad")
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_a_large_jpeg_cropped_at_a_reduced_size_is_the_same_part_of_it(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data, box = photograph(2000, 1200, exif=exif), (0.13, 0.27, 0.61, 0.67)
+    whole = decode_image(data, None)
+    assert np.array_equal(decode_image(data, None, crop=(0, 0, 1, 1)), whole)
+    height, width = whole.shape[1:]
+    left, top = round(0.13 * width), round(0.27 * height)
+    right, bottom = round(0.74 * width), round(0.94 * height)
+    for fit in ("squash", "crop"):
+        expected = decode_image(encode(Image.fromarray(whole.transpose(1, 2, 0)[top:bottom, left:right])), 64, fit=fit)
+        difference = abs(decode_image(data, 64, fit=fit, crop=box).astype(int) - expected)
+        assert 0 < difference.mean() < 0.5 and difference.max() <= 6
+        moved = decode_image(data, 64, fit=fit, crop=(0.15, *box[1:]))
+        assert abs(moved.astype(int) - expected).mean() > 1
+
+
+def outcome(function, *arguments, **options):
+    try:
+        function(*arguments, **options)
+    except ValueError as error:
+        return str(error)
+    return "good"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_check_image_says_what_decode_image_says():
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010E] = 6, "a thing"
+    picture = noise(40, 50)
+    whole = [encode(picture, kind, exif=exif) for kind in ("PNG", "JPEG", "WEBP", "TIFF")]
+    whole += [encode(picture, "JPEG", progressive=True), encode(picture.convert("CMYK"), "JPEG")]
+    whole += [encode(picture, "GIF"), encode(picture, "BMP"), encode(picture, "TIFF", compression="tiff_lzw")]
+    whole += [encode(picture.quantize(16), transparency=0), encode(picture.convert("RGBA"))]
+    whole += [b"", b"<html>", encode(Image.new("1", (40000, 3000)))]
+    source, outcomes = random.Random(0), []
+    for k in range(2000):
+        data = bytearray(whole[k % len(whole)])
+        if k >= len(whole) and source.random() < 0.3:
+            data = data[: int(len(data) * source.random())]
+        for _ in range(source.choice((1, 2, 8)) if k >= len(whole) and data else 0):
+            data[int(len(data) * source.random() ** 2)] = source.randrange(256)
+        outcomes.append(outcome(decode_image, bytes(data), 8))
+        assert outcome(check_image, bytes(data)) == outcomes[-1], f"{k}: {bytes(data[:40])!r}"
+    assert (
+        outcomes[: len(whole) - 3] == ["good"] * (len(whole) - 3)
+        and "good" not in outcomes[len(whole) - 3 : len(whole)]
+    )
+    assert 200 < sum(o != "good" for o in outcomes) < 1800
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_check_image_reads_a_large_jpeg_to_its_end(progressive):
+    whole = photograph(800, 640, progressive=progressive)
+    check_image(whole)
+    for cut in (3, 10, 200, len(whole) // 2):
+        assert outcome(check_image, whole[:-cut]) == outcome(decode_image, whole[:-cut], 8) != "good"
+
+
+def test_random_crop_boxes_are_anisotropic_uniform_and_inside():
+    random = np.random.default_rng(0)
+    boxes = np.array([random_crop_box(random) for _ in range(4000)])
+    left, top, width, height = boxes.T
+    for side, start in ((width, left), (height, top)):
+        assert side.min() >= 0.6 and side.max() <= 1 and start.min() >= 0 and (start + side).max() <= 1
+        # Mean and variance of the uniform distribution on [0.6, 1], and of a place uniform in the rest; z < 4.
+        assert abs(side.mean() - 0.8) < 4 * 0.4 / (12 * 4000) ** 0.5
+        assert abs(side.var() / (0.4**2 / 12) - 1) < 0.1
+        place = start / (1 - side)
+        assert abs(place.mean() - 0.5) < 4 / (12 * 4000) ** 0.5
+    assert abs(np.corrcoef(boxes.T[2:])[0, 1]) < 4 / 4000**0.5
+    assert random_crop_box(np.random.default_rng(3)) == random_crop_box(np.random.default_rng(3))
+    assert random_crop_box(random, 1.0) == (0, 0, 1, 1)
+    for low in (0, 1.1, float("nan")):
+        with pytest.raises(ValueError, match=r"low must be in \(0, 1\]"):
+            random_crop_box(random, low)
+
+
 def test_augmentation_is_bounded_different_for_each_and_the_same_for_a_seed():
     pixels = torch.randint(0, 256, (6, 3, 20, 20), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     pixels[1:] = pixels[0]
@@ -189,3 +348,25 @@ def test_augmentation_keeps_the_thing_in_sight():
     light = augment(pixels, generator=torch.Generator().manual_seed(0)).mean(1)
     # The dark square stays within the picture, and stays darker than the corner, whatever the background became.
     assert (light.flatten(1).amin(1) + 0.1 < light[:, 0, 0]).float().mean() > 0.95
+
+
+def test_crop_and_mirror_shows_a_straight_part_of_the_picture():
+    # Red grows to the right and green downwards, so every pixel tells where it was: centre of pixel x at (x + 0.5) / 64.
+    ramp = torch.arange(64, dtype=torch.uint8)
+    pixels = torch.stack([ramp.expand(64, 64), ramp[:, None].expand(64, 64), torch.zeros(64, 64, dtype=torch.uint8)])
+    drawn = crop_and_mirror(pixels.expand(300, 3, 64, 64), generator=torch.Generator().manual_seed(0))
+    assert drawn.shape == (300, 3, 64, 64) and drawn.dtype == torch.float32
+    place = (drawn[:, :2] * 255 + 0.5) / 64
+    across, down = place[:, 0, 32, :], place[:, 1, :, 32]
+    for line, other in ((across, place[:, 0, 3, :]), (down, place[:, 1, :, 60])):
+        torch.testing.assert_close(line, other)
+        share = (line[:, 48] - line[:, 16]) * 64 / 32
+        assert share.abs().min() > 0.59 and share.abs().max() < 1.01 and share.abs().std() > 0.1
+        assert (line[:, 48] - line[:, 32] - (line[:, 32] - line[:, 16])).abs().max() < 1e-4
+        assert line.min() >= 0.5 / 64 - 1e-6 and line.max() <= 63.5 / 64 + 1e-6
+    assert 110 < int((across[:, 48] < across[:, 16]).sum()) < 190 and (down[:, 48] > down[:, 16]).all()
+    whole = crop_and_mirror(pixels.expand(20, 3, 64, 64), generator=torch.Generator().manual_seed(0), low=1.0) * 255
+    square = pixels.float()
+    same = [(w - square).abs().max() < 1e-3 for w in whole]
+    mirrored = [(w - square.flip(-1)).abs().max() < 1e-3 for w in whole]
+    assert all(a != b for a, b in zip(same, mirrored, strict=True)) and any(same) and any(mirrored)

@@ -3,6 +3,9 @@
 import io
 import math
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -15,6 +18,12 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 MAX_PIXELS = 80_000_000
 """Larger pictures are refused: a small file can hold a picture that fills the memory. Below pillow's own limit."""
+
+Fit = Literal["squash", "crop"]
+"""How a picture becomes a square: by changing its aspect, or by cutting off the ends of its longer side."""
+
+Box = tuple[float, float, float, float]
+"""(left, top, width, height) of a part of a picture, as fractions of its width and height."""
 
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -30,35 +39,83 @@ _UPRIGHT = {
 _DAMAGED = (SyntaxError, TypeError, EOFError, LookupError, OverflowError, RuntimeError, struct.error)
 
 
-def decode_image(data: bytes, size: int | None) -> np.ndarray:
+def decode_image(data: bytes, size: int | None, *, fit: Fit = "squash", crop: Box | None = None) -> np.ndarray:
     """Decode a picture of any mode: turned upright, transparency on white, in RGB.
 
     Args:
         data: the bytes of a file in one of FORMATS; the first frame of several.
-        size: side in pixels; resized to a square whatever the aspect (bicubic). None keeps the picture's own size.
+        size: side in pixels of the square it becomes (bicubic). None keeps the picture's own size.
+        fit: "squash": resized to the square whatever the aspect. "crop": the shorter side resized to ``size`` and the middle
+            cut out, pixel for pixel what the CLIP image processor of transformers does.
+        crop: the part to cut out first, of the picture as it stands upright, rounded to whole pixels. Large JPEG files are then
+            decoded at a half, a quarter or an eighth of their size as long as the part keeps twice ``size`` on both sides.
 
     Returns:
         (3, h, w) uint8.
 
     Raises:
-        ValueError: not a picture, cut short, or of more than MAX_PIXELS pixels.
+        ValueError: not a picture, cut short, or of more than MAX_PIXELS pixels; fit is unknown or the crop not within [0, 1].
     """
-    if not data:
-        raise ValueError("the file is empty")
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
-            if picture.width * picture.height > MAX_PIXELS:
-                raise ValueError(f"{picture.width} x {picture.height} pixels are more than the limit of {MAX_PIXELS}")
-            rgb = _on_white(_upright(picture))
-    except UnidentifiedImageError as error:
-        raise ValueError(f"not a picture in one of the formats {', '.join(FORMATS)}") from error
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ValueError(f"more pixels than the limit of {MAX_PIXELS}") from error
-    except (OSError, *_DAMAGED) as error:
-        raise ValueError(f"cannot be decoded: {error}") from error
+    check_fit(fit)
+    if crop is not None:
+        _check_box(crop)
+    with _opened(data) as picture:
+        if crop is not None and size is not None:
+            enough = math.ceil(2 * size / min(crop[2:]))
+            picture.draft(None, (enough, enough))
+        rgb = _on_white(_upright(picture))
+    if crop is not None:
+        rgb = rgb.crop(_pixels(crop, rgb.size))
     if size is not None and rgb.size != (size, size):
-        rgb = rgb.resize((size, size), Image.Resampling.BICUBIC)
+        resize = _shorter_side if fit == "crop" else _squash
+        rgb = resize(rgb, size)
     return np.ascontiguousarray(np.asarray(rgb).transpose(2, 0, 1))
+
+
+def check_image(data: bytes) -> None:
+    """Find out whether a picture can be decoded, in as little time as that takes: the whole file is read all the same.
+
+    Args:
+        data: the bytes of a file.
+
+    Raises:
+        ValueError: what :func:`decode_image` would say.
+    """
+    with _opened(data) as picture:
+        picture.draft(
+            None, (1, 1)
+        )  # JPEG at an eighth of its size: its stream is read to the end, the pixels are not made.
+        picture.load()
+        # A mode or a palette that cannot be converted shows at one pixel.
+        _on_white(picture.crop((0, 0, 1, 1)))
+
+
+def check_fit(fit: str) -> None:
+    """Raise the ValueError for a ``fit`` that :func:`decode_image` does not know."""
+    if fit not in get_args(Fit):
+        raise ValueError(f"unknown fit {fit!r}; known: {', '.join(get_args(Fit))}")
+
+
+def random_crop_box(random: np.random.Generator, low: float = 0.6) -> Box:
+    """A random part of a picture for training: width and height drawn independently, so the aspect changes, then the place.
+
+    Args:
+        random: source of everything random; four numbers are drawn.
+        low: smallest share of either side, in (0, 1]; the largest is 1.
+
+    Returns:
+        (left, top, width, height) in fractions: width and height uniform in [low, 1], the place uniform in what they leave.
+
+    Raises:
+        ValueError: low is not in (0, 1].
+
+    Source: the training crop of the PCME++ code, https://github.com/naver-ai/pcmepp.
+    """
+    if not 0 < low <= 1:
+        raise ValueError(f"random_crop_box: low must be in (0, 1], got {low}")
+    width, height, across, down = random.random(4).tolist()
+    width, height = low + (1 - low) * width, low + (1 - low) * height
+    return across * (1 - width), down * (1 - height), width, height
 
 
 def augment(pixels: Tensor, *, generator: torch.Generator) -> Tensor:
@@ -105,6 +162,83 @@ def augment(pixels: Tensor, *, generator: torch.Generator) -> Tensor:
     mean = picture.mean((1, 2, 3), keepdim=True)
     picture = (picture - mean) * uniform(0.6, 1.4, 1, 1, 1) + mean + uniform(-0.2, 0.2, 1, 1, 1)
     return picture.clamp(0, 1)
+
+
+def crop_and_mirror(pixels: Tensor, *, generator: torch.Generator, low: float = 0.6) -> Tensor:
+    """PCME++'s training geometry on pictures that are decoded already: a random part of each, stretched, every other mirrored.
+
+    Args:
+        pixels: (n, 3, h, w) uint8.
+        generator: source of everything random, on the CPU.
+        low: smallest share of either side, as in :func:`random_crop_box`.
+
+    Returns:
+        (n, 3, h, w) float32 in [0, 1].
+    """
+    share = low + (1 - low) * torch.rand(len(pixels), 2, generator=generator)
+    shift = (2 * torch.rand(len(pixels), 2, generator=generator) - 1) * (1 - share)
+    share[:, 0] *= torch.where(torch.rand(len(pixels), generator=generator) < 0.5, -1.0, 1.0)
+    matrix = torch.cat([torch.diag_embed(share), shift.unsqueeze(2)], 2)
+    grid = functional.affine_grid(matrix, list(pixels.shape), align_corners=False)
+    values = pixels.float() / 255
+    return functional.grid_sample(values, grid, padding_mode="border", align_corners=False).clamp(0, 1)
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[Image.Image]:
+    """An open picture, not decoded yet; whatever goes wrong while it is open comes out as a ValueError that says so."""
+    if not data:
+        raise ValueError("the file is empty")
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
+            if picture.width * picture.height > MAX_PIXELS:
+                raise ValueError(f"{picture.width} x {picture.height} pixels are more than the limit of {MAX_PIXELS}")
+            yield picture
+    except UnidentifiedImageError as error:
+        raise ValueError(f"not a picture in one of the formats {', '.join(FORMATS)}") from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ValueError(f"more pixels than the limit of {MAX_PIXELS}") from error
+    except (OSError, *_DAMAGED) as error:
+        raise ValueError(f"cannot be decoded: {error}") from error
+
+
+def _squash(rgb: Image.Image, size: int) -> Image.Image:
+    return rgb.resize((size, size), Image.Resampling.BICUBIC)
+
+
+def _shorter_side(rgb: Image.Image, size: int) -> Image.Image:
+    """The shorter side to size, the longer one rounded down, and the middle of it."""
+    short, long = min(rgb.size), max(rgb.size)
+    longer = int(size * long / short)
+    start = (longer - size) // 2
+    tall = rgb.height > rgb.width
+    if size * longer > MAX_PIXELS:
+        # A line of a picture would fill the memory: straight to its middle, which may round differently.
+        first, last = start * long / longer, (start + size) * long / longer
+        part = (0.0, first, short, last) if tall else (first, 0.0, last, short)
+        return rgb.resize((size, size), Image.Resampling.BICUBIC, box=part)
+    rgb = rgb.resize((size, longer) if tall else (longer, size), Image.Resampling.BICUBIC)
+    left, top = (0, start) if tall else (start, 0)
+    return rgb.crop((left, top, left + size, top + size))
+
+
+def _check_box(box: Box) -> None:
+    left, top, width, height = box
+    # Fractions that were summed up may be over 1 by their rounding.
+    fits = left >= 0 and top >= 0 and width > 0 and height > 0 and max(left + width, top + height) <= 1 + 1e-9
+    if not fits:
+        raise ValueError(
+            f"crop must be (left, top, width, height) in fractions of the picture, within [0, 1]; got {box}"
+        )
+
+
+def _pixels(box: Box, size: tuple[int, int]) -> tuple[int, int, int, int]:
+    """A box in fractions -> (left, top, right, bottom) in pixels, at least one of each."""
+    left, top = (min(round(start * side), side - 1) for start, side in zip(box[:2], size, strict=True))
+    right, bottom = (
+        min(round((start + share) * side), side) for start, share, side in zip(box[:2], box[2:], size, strict=True)
+    )
+    return left, top, max(right, left + 1), max(bottom, top + 1)
 
 
 def _upright(picture: Image.Image) -> Image.Image:
