@@ -1,0 +1,138 @@
+"""The background iterator: the same items, never too far ahead, errors passed on, and no thread left behind."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from sfumato.data.prefetch import prefetch
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) == before
+
+
+@pytest.mark.parametrize("depth", [1, 2, 7])
+def test_the_items_come_in_their_order(depth):
+    assert list(prefetch(range(20), depth)) == list(range(20))
+    assert list(prefetch([], depth)) == []
+    assert list(prefetch(iter([None, (), False]), depth)) == [None, (), False]
+
+
+def test_items_are_made_in_a_thread_while_the_consumer_works():
+    made = []
+
+    def source():
+        for i in range(5):
+            made.append((i, threading.current_thread()))
+            yield i
+
+    items = prefetch(source(), 2)
+    assert made == []
+    assert next(items) == 0
+    wait_until(lambda: len(made) == 3)
+    time.sleep(0.05)
+    # 0 is with the consumer; 1 and 2 wait; 3 is not begun.
+    assert [i for i, _ in made] == [0, 1, 2] and threading.current_thread() not in {t for _, t in made}
+    assert list(items) == [1, 2, 3, 4]
+
+
+def test_making_and_working_overlap():
+    # Each waits for the other: without a second item in the making this would never end.
+    working, making = threading.Event(), threading.Event()
+
+    def source():
+        yield 0
+        making.set()
+        assert working.wait(10)
+        yield 1
+
+    for _ in prefetch(source(), 1):
+        assert making.wait(10)
+        working.set()
+
+
+def test_an_exception_comes_after_the_items_before_it():
+    def source():
+        yield 1
+        yield 2
+        raise KeyError("the third")
+
+    seen = []
+    with pytest.raises(KeyError, match="the third") as caught:
+        for item in prefetch(source(), 5):
+            seen.append(item)
+    assert seen == [1, 2]
+    assert "source" in {entry.name for entry in caught.traceback}
+
+
+def test_something_that_cannot_be_iterated():
+    with pytest.raises(TypeError, match="not iterable"):
+        next(prefetch(3))
+    with pytest.raises(ValueError, match="depth must be at least 1, got 0"):
+        prefetch([1], 0)
+
+
+def endless(closed):
+    try:
+        i = 0
+        while True:
+            yield i
+            i += 1
+    finally:
+        closed.append(threading.current_thread())
+
+
+def test_a_consumer_that_stops_early_stops_the_thread_and_closes_the_source_in_it():
+    closed = []
+    items = prefetch(endless(closed), 2)
+    assert next(items) == 0
+    thread = next(t for t in threading.enumerate() if t.name == "prefetch")
+    start = time.monotonic()
+    items.close()
+    assert time.monotonic() - start < 1 and not thread.is_alive() and closed == [thread]
+
+
+def test_a_loop_left_by_break_or_by_an_exception_stops_the_thread():
+    closed = []
+    for item in prefetch(endless(closed)):
+        if item == 3:
+            break
+    with pytest.raises(ZeroDivisionError):
+        for item in prefetch(endless(closed)):
+            1 / (3 - item)
+    # The exception's traceback no longer holds the generator; the fixture sees that no thread is left.
+    assert len(closed) == 2
+
+
+def test_one_that_is_never_started_has_no_thread():
+    closed = []
+    prefetch(endless(closed)).close()
+    prefetch(endless(closed))
+    assert closed == []
+
+
+def test_one_inside_another():
+    closed = []
+    items = prefetch(prefetch(endless(closed)))
+    assert [next(items) for _ in range(5)] == [0, 1, 2, 3, 4]
+    items.close()
+    assert len(closed) == 1
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "items.close()"])
+def test_a_program_that_ends_in_the_middle_ends(ending):
+    code = f"import itertools; from sfumato.data.prefetch import prefetch; items = prefetch(itertools.count()); next(items); {ending}"
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+
+
+def wait_until(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
