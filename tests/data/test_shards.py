@@ -1,0 +1,473 @@
+"""Shards: what the webdataset library reads, dealt out to processes without overlap, and whole through every kind of damage."""
+
+import io
+import itertools
+import json
+import pickle
+import random
+import re
+import tarfile
+from collections import Counter
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sfumato.data.emoji import load_emoji
+from sfumato.data.pairs import FileImage, make_pair_data
+from sfumato.data.problems import Problems
+from sfumato.data.shards import ShardStream, expand_shards, write_shards
+from sfumato.errors import UserError
+
+JPEG = b"\xff\xd8\xff and so on "
+
+
+def pack(path, members, form=tarfile.USTAR_FORMAT):
+    """A tar file of (name, content), as other programs write it."""
+    with tarfile.open(path, "w", format=form) as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return str(path)
+
+
+def sample(i, size=700):
+    return [(f"{i:06d}.jpg", JPEG + b"%d " % i * size), (f"{i:06d}.txt", b"caption %d" % i)]
+
+
+def make_shards(folder, sizes):
+    """Shards of these sizes; the samples are numbered through."""
+    folder.mkdir(exist_ok=True)
+    first = itertools.accumulate(sizes, initial=0)
+    return [
+        pack(folder / f"{k:03d}.tar", itertools.chain.from_iterable(sample(i, 3) for i in range(a, a + n)))
+        for k, (a, n) in enumerate(zip(first, sizes, strict=False))
+    ]
+
+
+def stream(shards, **options):
+    return ShardStream(shards, **{"batch_size": 4, "seed": 0, "samples_per_epoch": 8, "max_problem_share": 1} | options)
+
+
+def one_pass(shards, **options):
+    """The samples of the first pass by key within the shard, and what was noted."""
+    problems = Problems()
+    source, found = stream(shards, problems=problems, shuffle_buffer=1, **options).samples(0), {}
+    for one in source:
+        if one.key in found:
+            return {key.partition("!")[2]: value for key, value in found.items()}, problems.items
+        found[one.key] = one
+
+
+def numbers(batches):
+    return [int(text.removeprefix("caption ")) for batch in batches for text in batch.texts]
+
+
+def test_samples_are_what_the_webdataset_library_reads(tmp_path):
+    webdataset = pytest.importorskip("webdataset")
+    odd = [("folder/a.b.jpg", b"x"), ("README", b"x"), ("__index__", b"x"), ("._000001.jpg", b"x"), ("z/1.JPG", JPEG)]
+    odd += [
+        ("z/1.cls", b"7"),
+        ("z/1.TXT", "\ufeff für dich \n".encode()),
+        ("2.webp", b"w"),
+        ("2.json", b'{"text": "two"}'),
+    ]
+    long = [(f"{'ö' * 60}/{'y' * 120}.png", b"p"), (f"{'ö' * 60}/{'y' * 120}.json", b'{"caption": "c", "text": "t"}')]
+    for form in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        members = sample(1) + odd + (long if form != tarfile.USTAR_FORMAT else []) + sample(3)
+        path = pack(tmp_path / f"{form}.tar", members, form)
+        expected = {}
+        for one in webdataset.WebDataset(path, shardshuffle=False):
+            picture = next((one[e] for e in ("jpg", "jpeg", "png", "webp") if e in one), None)
+            if picture is not None:
+                values = json.loads(one.get("json", b"{}"))
+                text = one["txt"].decode("utf-8-sig") if "txt" in one else values.get("caption", values.get("text"))
+                expected[one["__key__"]] = (picture, text.strip())
+        found, noted = one_pass([path])
+        assert {key: (s.picture, s.text) for key, s in found.items()} == expected and len(expected) >= 4
+        assert [p.place for p in noted] == [f"{path}!folder/a"]
+
+
+def test_an_epoch_is_the_same_for_the_same_seed_epoch_and_process(tmp_path):
+    shards = make_shards(tmp_path, [7, 9, 5, 8, 6])
+    drawn = {}
+    for seed, epoch, rank in itertools.product((0, 1), (0, 1), (0, 1)):
+        make = lambda s=seed, r=rank: stream(shards, seed=s, rank=r, world=2, samples_per_epoch=16, shuffle_buffer=5)
+        drawn[seed, epoch, rank] = numbers(make().batches(epoch))
+        again = make()
+        for other in (0, 1, epoch):
+            last = numbers(again.batches(other))
+        assert last == drawn[seed, epoch, rank]
+    assert len({tuple(d) for d in drawn.values()}) == 8
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world"), [([7, 9, 5, 8, 6], 1), ([7, 9, 5, 8, 6], 3), ([7, 9, 5], 3), ([20, 21], 5)]
+)
+@pytest.mark.parametrize("shuffle_buffer", [1, 4, 1000])
+def test_processes_share_the_data_out_and_a_pass_has_each_sample_once(tmp_path, sizes, world, shuffle_buffer):
+    shards = make_shards(tmp_path, sizes)
+    options = {"world": world, "samples_per_epoch": 4 * world, "shuffle_buffer": shuffle_buffer}
+    for epoch in (0, 1):
+        parts = []
+        for rank in range(world):
+            keys = [s.key for s in itertools.islice(stream(shards, rank=rank, **options).samples(epoch), 200)]
+            own = len(set(keys))
+            # Pass after pass: each has every sample of this process once, in another order.
+            passes = [keys[i : i + own] for i in range(0, len(keys) - own + 1, own)]
+            assert len(passes) > 3 and all(set(p) == set(keys) for p in passes)
+            # In order, a process with one shard has one order only.
+            assert len({tuple(p) for p in passes}) > 1 or (shuffle_buffer == 1 and world > 1)
+            parts.append(set(keys))
+        assert sum(map(len, parts)) == len(set().union(*parts)) == sum(sizes)
+        assert min(map(len, parts)) >= 5
+
+
+@pytest.mark.parametrize("sizes", [[6] * 6, [36]])
+def test_every_epoch_deals_the_samples_out_anew(tmp_path, sizes):
+    shards = make_shards(tmp_path, sizes)
+    parts = {frozenset(s.key for s in itertools.islice(stream(shards, world=2).samples(e), 18)) for e in range(8)}
+    assert len(parts) > (3 if len(sizes) > 1 else 1)
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_every_process_has_the_same_number_of_full_batches(tmp_path, world):
+    shards = make_shards(tmp_path, [3, 30, 1, 7])
+    for samples_per_epoch in (4 * world, 75):
+        expected = samples_per_epoch // (4 * world)
+        for rank in range(world):
+            source = stream(shards, rank=rank, world=world, samples_per_epoch=samples_per_epoch)
+            batches = list(source.batches(3))
+            assert len(batches) == len(source) == expected
+            assert all(len(b.keys) == len(b.pictures) == len(b.texts) == 4 for b in batches)
+            for batch in batches:
+                for key, picture, text in zip(batch.keys, batch.pictures, batch.texts, strict=True):
+                    number = int(text.removeprefix("caption "))
+                    assert key.endswith(f".tar!{number:06d}") and picture == sample(number, 3)[0][1]
+
+
+def test_the_buffer_mixes_and_its_size_is_kept(tmp_path):
+    shards = make_shards(tmp_path, [400])
+    order = lambda size: numbers(stream(shards, shuffle_buffer=size, samples_per_epoch=400, batch_size=400).batches(0))
+    assert order(1) == list(range(400))
+    mixed = order(50)
+    assert sorted(mixed) == list(range(400))
+    # A sample cannot come before it was read: the one at place i is among the first i + 50.
+    assert all(number < place + 50 for place, number in enumerate(mixed))
+    assert abs(np.corrcoef(order(1000), range(400))[0, 1]) < 0.2
+
+
+def bad_samples():
+    return {
+        "no caption: there is neither .txt nor .json": [("000900.jpg", JPEG)],
+        "no picture: there is only .txt, .cls": [("000900.txt", b"a"), ("000900.cls", b"a")],
+        "the caption is empty": [("000900.png", b"p"), ("000900.txt", b" \n")],
+        "the caption is not UTF-8": [("000900.png", b"p"), ("000900.txt", b"\xff\xfe")],
+        "the .json cannot be read": [("000900.png", b"p"), ("000900.json", b"{")],
+        "the .json cannot be read: maximum": [("000900.png", b"p"), ("000900.json", b"[" * 100_000)],
+        'no string "caption" or "text"': [("000900.png", b"p"), ("000900.json", b'{"caption": 3}')],
+        'has no string "caption"': [("000900.png", b"p"), ("000900.json", b"[1]")],
+        "the caption is not valid Unicode": [("000900.png", b"p"), ("000900.json", b'{"caption": "\\ud800"}')],
+        ".jpg occurs twice": [("000900.jpg", b"p"), ("000900.JPG", b"p"), ("000900.txt", b"a")],
+    }
+
+
+@pytest.mark.parametrize(("reason", "members"), bad_samples().items())
+def test_bad_samples_are_noted_once_and_passed_over(tmp_path, reason, members):
+    path = pack(tmp_path / "a.tar", sample(1) + members + sample(2) + sample(3))
+    problems = Problems()
+    source = stream([path], problems=problems, samples_per_epoch=40)
+    assert set(numbers(source.batches(0))) == {1, 2, 3}
+    assert [p.place for p in problems.items] == [f"{path}!000900"] and reason in problems.items[0].reason
+
+
+def test_nothing_is_unpickled(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return (exec, ("raise SystemExit('unpickled')",))
+
+    bomb = pickle.dumps(Bomb())
+    members = [
+        ("1.jpg", JPEG),
+        ("1.pyd", bomb),
+        ("1.pickle", bomb),
+        ("1.pkl", bomb),
+        ("1.pth", bomb),
+        ("1.txt", b"safe"),
+    ]
+    found, noted = one_pass([pack(tmp_path / "a.tar", members)])
+    assert found["1"].text == "safe" and noted == []
+
+
+def pack_six(path):
+    pack(path, [member for i in range(6) for member in sample(i)])
+    return path.read_bytes()
+
+
+def test_a_damaged_header_costs_its_sample_and_not_the_rest(tmp_path):
+    whole = pack_six(tmp_path / "a.tar")
+    for name, number in (("000000.jpg", 0), ("000002.txt", 2), ("000005.jpg", 5)):
+        damaged = bytearray(whole)
+        place = damaged.index(name.encode())
+        damaged[place : place + 3] = b"xxx"
+        (tmp_path / "a.tar").write_bytes(damaged)
+        found, noted = one_pass([tmp_path / "a.tar"])
+        assert [int(key) for key in found] == [i for i in range(6) if i != number]
+        assert re.match(f"damaged at byte {place}: bad checksum", noted[0].reason)
+        assert [p.place for p in noted] == [str(tmp_path / "a.tar"), f"{tmp_path / 'a.tar'}!00000{number}"]
+
+
+def test_a_shard_cut_short_gives_what_it_has_and_says_so(tmp_path):
+    whole = pack_six(tmp_path / "a.tar")
+    third = whole.index(b"000003.jpg")
+    for cut, message in (
+        (third, "mark of the end"),
+        (third + 100, "damaged at byte"),
+        (third + 700, "ends within 000003.jpg"),
+    ):
+        (tmp_path / "a.tar").write_bytes(whole[:cut])
+        found, noted = one_pass([tmp_path / "a.tar"])
+        assert [int(key) for key in found] == [0, 1, 2] and len(noted) == 1 and message in noted[0].reason
+    # Two blocks of zeros are all that the end needs.
+    (tmp_path / "a.tar").write_bytes(whole.rstrip(b"\0") + b"\0" * (-len(whole.rstrip(b"\0")) % 512 + 1024))
+    assert one_pass([tmp_path / "a.tar"])[1] == []
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 10240, b"<html>404</html>" * 99, b"\x1f\x8b\x08\0" + b"1" * 3000])
+def test_what_is_no_shard_at_all_does_not_end_the_run(tmp_path, content):
+    good = pack(tmp_path / "good.tar", sample(1) + sample(2))
+    (tmp_path / "bad.tar").write_bytes(content)
+    found, noted = one_pass([tmp_path / "bad.tar", good, tmp_path / "missing.tar"])
+    assert set(found) == {"000001", "000002"}
+    reasons = {p.place: p.reason for p in noted}
+    assert "not an uncompressed tar file" in reasons[str(tmp_path / "bad.tar")]
+    assert reasons[str(tmp_path / "missing.tar")] == "cannot be read: No such file or directory"
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_whatever_bytes_of_headers_change_the_rest_is_read(tmp_path, mended):
+    path, whole = tmp_path / "a.tar", []
+    for form, folder in (
+        (tarfile.USTAR_FORMAT, ""),
+        (tarfile.GNU_FORMAT, "long/" * 30),
+        (tarfile.PAX_FORMAT, "lång/" * 30),
+    ):
+        pack(path, [(f"{folder}{name}", content) for i in range(4) for name, content in sample(i)], form)
+        whole.append(path.read_bytes())
+    source, counts = random.Random(0), Counter()
+    for k in range(500):
+        data = bytearray(whole[k % 3])
+        for _ in range(source.choice((1, 3, 20))):
+            block = 512 * source.randrange(len(data) // 512)
+            data[block + source.randrange(512)] = source.choice((0, 128, 255, *b"xgLS57", source.randrange(256)))
+            if mended and data[block + 257 : block + 262] == b"ustar":
+                # With a checksum that fits again, so that the nonsense is believed.
+                data[block + 148 : block + 156] = b" " * 8
+                data[block + 148 : block + 156] = b"%06o\0 " % sum(data[block : block + 512])
+        path.write_bytes(data[: source.randrange(len(data))] if source.random() < 0.2 else data)
+        try:
+            found, noted = one_pass([path])
+        except UserError as error:
+            found, noted = {}, [str(error)]
+        counts[len(found)] += 1
+        if not mended:
+            # Every sample is what was packed (but for the changed bytes of the picture, which nothing guards), or noted.
+            assert len(found) == 4 or noted
+            assert all(len(one.picture) == len(sample(int(key[-6:]))[0][1]) for key, one in found.items())
+    assert counts[0] + counts[1] > 30 and counts[3] > 30 and counts[4] > 30
+
+
+def test_too_many_bad_samples_stop_with_the_list(tmp_path):
+    few = pack(tmp_path / "few.tar", [("x.jpg", JPEG)] + [m for i in range(9) for m in sample(i)])
+    assert len(list(stream([few], samples_per_epoch=40, max_problem_share=0.1).batches(0))) == 10
+    with pytest.raises(UserError, match=r"1 of 10 items are unusable(.|\n)*few\.tar!x: no caption"):
+        list(stream([few], samples_per_epoch=40, max_problem_share=0.09).batches(0))
+    # A long shard is given up within its first pass.
+    many = pack(tmp_path / "many.tar", [m for i in range(3000) for m in (sample(i, 1) if i % 2 else sample(i, 1)[:1])])
+    source, seen = stream([many], max_problem_share=0.2).samples(0), 0
+    with pytest.raises(UserError, match="501 of 1001 items are unusable"):
+        for _ in source:
+            seen += 1
+    assert seen == 0
+
+
+def test_a_stream_without_a_usable_sample_ends(tmp_path):
+    empty = pack(tmp_path / "a.tar", [("1.cls", b"3"), ("README", b"")])
+    with pytest.raises(
+        UserError, match=r"process 0 of 1 found no usable sample in 1 shards(.|\n)*no picture: there is only \.cls"
+    ):
+        next(stream([empty]).batches(0))
+    one = pack(tmp_path / "b.tar", sample(1))
+    outcomes = []
+    for rank in range(3):
+        try:
+            next(stream([one], rank=rank, world=3, samples_per_epoch=12).batches(0))
+            outcomes.append("found")
+        except UserError as error:
+            outcomes.append(str(error).partition(" in ")[0])
+    assert outcomes == ["found"] + [f"process {rank} of 3 found no usable sample" for rank in (1, 2)]
+
+
+def test_skip_notes_a_sample_once_and_leaves_the_stream_as_it_is(tmp_path):
+    shards = make_shards(tmp_path, [7])
+    problems = Problems()
+    source = stream(shards, problems=problems, samples_per_epoch=28)
+    before = numbers(source.batches(0))
+    for batch in source.batches(0):
+        for key in batch.keys:
+            if key.endswith("!000003"):
+                source.skip(key, "cannot be decoded")
+    assert [(p.place, p.reason) for p in problems.items] == [(f"{shards[0]}!000003", "cannot be decoded")]
+    assert numbers(source.batches(0)) == before
+    strict = stream(shards, max_problem_share=0.001, samples_per_epoch=2800)
+    with pytest.raises(UserError, match="items are unusable"):
+        for batch in strict.batches(0):
+            for key in batch.keys:
+                strict.skip(key, "cannot be decoded")
+
+
+def test_a_stream_left_early_closes_its_file(tmp_path, monkeypatch):
+    opened = []
+    original = open
+    monkeypatch.setattr("builtins.open", lambda *a, **k: opened.append(original(*a, **k)) or opened[-1])
+    batches = stream(make_shards(tmp_path, [50]), shuffle_buffer=2).batches(0)
+    next(batches)
+    assert not opened[-1].closed
+    batches.close()
+    assert opened[-1].closed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shards": []}, "got no shards"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"shuffle_buffer": 0}, "shuffle_buffer must be at least 1, got 0"),
+        ({"world": 0}, "world must be at least 1, got 0"),
+        ({"rank": 2, "world": 2}, r"rank must be in \[0, world\), got 2 of 2"),
+        (
+            {"world": 3},
+            "an epoch of 8 samples has no batch of 4 for each of 3 processes; samples_per_epoch must be at least 12",
+        ),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        stream(**({"shards": ["a.tar"]} | options))
+
+
+def touch(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"")
+
+
+def test_shards_of_a_folder_a_glob_or_a_file_in_natural_order(tmp_path):
+    touch(tmp_path, "a-10.tar", "a-9.tar", "a-09.tar", "a-1.parquet", "b-1.tar", "deep/c-1.tar", "odd[1]{2}.tar")
+    base = str(tmp_path)
+    names = lambda spec: [path.removeprefix(base + "/") for path in expand_shards(spec)]
+    assert names(base) == ["a-09.tar", "a-9.tar", "a-10.tar", "b-1.tar", "odd[1]{2}.tar"]
+    assert names(f"{base}/a-*") == ["a-09.tar", "a-9.tar", "a-10.tar"]
+    assert names(f"{base}/**/*.tar") == [*names(base)[:4], "deep/c-1.tar", "odd[1]{2}.tar"]
+    assert names(f"{base}/a-9.tar") == ["a-9.tar"]
+    assert names(f"{base}/odd[1]{{2}}.tar") == ["odd[1]{2}.tar"]
+    assert names(f"{base}/{{a,b}}-{{1,9}}*.tar") == ["a-9.tar", "a-10.tar", "b-1.tar"]
+    assert names(f"{base}/a-{{9..10}}.tar") == ["a-9.tar", "a-10.tar"]
+
+
+@pytest.mark.parametrize(
+    "braces", ["x-{00000..00012}.tar", "{a,b}/{8..11}-{0..1}.tar", "{008..011}.tar", "{1..003}", "{7..7}", "{a,}b"]
+)
+def test_braces_are_what_braceexpand_says(tmp_path, braces):
+    braceexpand = pytest.importorskip("braceexpand").braceexpand
+    names = [str(tmp_path / name) for name in braceexpand(braces)]
+    touch(tmp_path, *braceexpand(braces))
+    assert sorted(expand_shards(f"{tmp_path}/{braces}")) == sorted(names)
+
+
+def test_shards_that_cannot_be_had(tmp_path):
+    touch(tmp_path, "a-0.tar", "a-2.tar")
+    for spec in ("pipe:cat a.tar", "https://host/a-{0..3}.tar", "s3://bucket/a.tar", "hf://x/a.tar", "FILE:///a.tar"):
+        with pytest.raises(UserError, match="addresses and commands are not opened; download"):
+            expand_shards(spec)
+    with pytest.raises(UserError, match=r"2 of 4 do not exist, the first .*a-1\.tar; .* use a glob"):
+        expand_shards(f"{tmp_path}/a-{{0..3}}.tar")
+    (tmp_path / "empty").mkdir()
+    for spec in ("empty", "b-*.tar", "a-{0,2}.*.tar"):
+        with pytest.raises(UserError, match="found no .tar file; give a folder, a glob"):
+            expand_shards(f"{tmp_path}/{spec}")
+    for spec, message in (
+        ("{3..1}", "must count upwards"),
+        ("{1..9999999}", "at most 1000000"),
+        ("{x}", "cannot read {x}"),
+    ):
+        with pytest.raises(UserError, match=message):
+            expand_shards(f"{tmp_path}/a-{spec}.tar")
+
+
+def save(path, kind="PNG", seed=0):
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (6, 5, 3), dtype=np.uint8)).save(path, kind)
+    return FileImage(path)
+
+
+def test_what_is_written_is_what_is_read(tmp_path):
+    images = [save(tmp_path / f"{kind}{i}", kind, i) for i, kind in enumerate(("PNG", "JPEG", "WEBP", "PNG"))]
+    captions = [["one", "un"], ["two"], ["drei ß", "三", " III\n"], ["four"]]
+    data = make_pair_data(["a", "b", "c", "d"], images, captions)
+    paths = write_shards(data, tmp_path / "deep" / "shards", per_shard=3)
+    assert [p.name for p in paths] == ["shard-00000.tar", "shard-00001.tar", "shard-00002.tar"]
+    assert expand_shards(str(tmp_path / "deep/shards")) == [str(p) for p in paths]
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["shards"]
+    found, noted = one_pass(paths)
+    texts = [text.strip() for own in captions for text in own]
+    pictures = [image.path.read_bytes() for image, own in zip(images, captions, strict=True) for _ in own]
+    assert noted == [] and sorted(found) == [f"{i:09d}" for i in range(7)]
+    assert [(found[k].text, found[k].picture) for k in sorted(found)] == list(zip(texts, pictures, strict=True))
+    with tarfile.open(paths[1]) as tar:
+        assert tar.getnames()[:6] == [
+            f"00000000{i}.{e}" for i, e in ((3, "webp"), (3, "txt"), (3, "json"), (4, "webp"), (4, "txt"), (4, "json"))
+        ]
+        assert json.load(tar.extractfile("000000004.json")) == {"image_id": "c", "text_id": "c#1"}
+    again = write_shards(data, tmp_path / "again", per_shard=3)
+    assert [p.read_bytes() for p in again] == [p.read_bytes() for p in paths]
+
+
+def test_the_embedded_emoji_become_shards_that_the_webdataset_library_reads(tmp_path):
+    webdataset = pytest.importorskip("webdataset")
+    data = load_emoji()["val"].keep_images(np.arange(30))
+    paths = write_shards(data, tmp_path / "emoji", per_shard=50)
+    read = [(s["png"], s["txt"].decode()) for s in webdataset.WebDataset([str(p) for p in paths], shardshuffle=False)]
+    assert read == [(data.images[i].read_bytes(), data.texts[t]) for i, t in data.pairs]
+
+
+def test_pictures_that_cannot_be_written_are_told_or_raise(tmp_path):
+    images = [
+        save(tmp_path / "a.png"),
+        FileImage(tmp_path / "gone.png"),
+        save(tmp_path / "b.gif", "GIF"),
+        save(tmp_path / "c.png"),
+    ]
+    data = make_pair_data(["a", "gone", "b", "c"], images, [["1"], ["2", "3"], ["4"], ["5"]])
+    problems = Problems()
+    found, _ = one_pass(write_shards(data, tmp_path / "shards", problems=problems))
+    assert sorted((k, s.text) for k, s in found.items()) == [("000000000", "1"), ("000000004", "5")]
+    assert [p.place for p in problems.items] == [str(tmp_path / "gone.png"), str(tmp_path / "b.gif")]
+    assert "neither JPEG nor PNG nor WEBP" in problems.items[1].reason
+    with pytest.raises(FileNotFoundError, match=r"gone\.png"):
+        write_shards(data, tmp_path / "other")
+    with pytest.raises(UserError, match="no pair with a usable picture"):
+        write_shards(data.keep_images(np.array([1])), tmp_path / "other", problems=problems)
+    # What did not succeed left nothing behind.
+    assert {p.name for p in tmp_path.iterdir()} == {"a.png", "b.gif", "c.png", "shards"}
+
+
+def test_a_folder_with_something_in_it_is_not_written_to(tmp_path):
+    data = make_pair_data(["a"], [save(tmp_path / "a.png")], [["1"]])
+    (tmp_path / "empty").mkdir()
+    assert len(write_shards(data, tmp_path / "empty")) == 1
+    for folder in (tmp_path / "empty", tmp_path / "a.png"):
+        with pytest.raises(UserError, match="it is there and not an empty folder"):
+            write_shards(data, folder)
+    with pytest.raises(ValueError, match="per_shard must be at least 1, got 0"):
+        write_shards(data, tmp_path / "x", per_shard=0)
