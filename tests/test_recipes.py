@@ -1,11 +1,41 @@
 """Recipes are complete, strict, and documented at their head."""
 
+import re
+import shlex
+from itertools import takewhile
+
 import pytest
 
 from sfumato.errors import UserError
 from sfumato.recipes import find_recipe, recipe_files, recipe_summary
 from sfumato.training.build import build_loss
-from sfumato.training.config import check_recipe, load_recipe, save_recipe
+from sfumato.training.config import Recipe, check_recipe, load_recipe, save_recipe
+
+PUBLISHED = [name for name in recipe_files() if name.startswith(("coco-", "pretrain-"))]
+MEASURES = 13  # columns of the tables of COCO: three of ECCV Caption, three recalls of CxC, 1K and 5K each, RSUM
+
+
+def header(name):
+    """The comment lines at the head of a recipe."""
+    lines = recipe_files()[name].read_text(encoding="utf-8").splitlines()
+    return list(takewhile(lambda line: line.startswith("#"), lines))
+
+
+def override_lines(name):
+    """Lines of overrides in a header: a comment sign, three spaces, key=value ..."""
+    return [line[4:] for line in header(name) if re.match(r"#   \S", line)]
+
+
+def figures(name):
+    """{row of the header's table of COCO: {"i2t", "t2i" or "mean": its 13 figures in per cent, None where none is given}}."""
+    rows = {}
+    for line in header(name):
+        label, *cells = line.removeprefix("# ").split("|")
+        values = [None if v == "-" else float(v) for v in " ".join(cells).split()] if "published" in label else []
+        if len(values) == MEASURES:
+            *row, direction = label.split(",")
+            rows.setdefault(",".join(row).strip(), {})[direction.strip()] = values
+    return rows
 
 
 @pytest.mark.parametrize("name", recipe_files())
@@ -16,6 +46,61 @@ def test_every_recipe_loads_and_says_what_it_is(name, tmp_path):
     build_loss(recipe)
     save_recipe(recipe, tmp_path / "r.toml")
     assert load_recipe(tmp_path / "r.toml") == recipe
+
+
+@pytest.mark.parametrize(("name", "line"), [(name, line) for name in recipe_files() for line in override_lines(name)])
+def test_every_override_line_of_a_header_loads_and_changes_something(name, line):
+    path = find_recipe(name)
+    assert load_recipe(path, shlex.split(line)) != load_recipe(path)
+
+
+@pytest.mark.parametrize("name", recipe_files())
+def test_no_override_stands_in_a_header_in_another_form(name):
+    sections = "|".join(Recipe.model_fields)
+    assert not [line for line in header(name) if re.match(rf"#(?!   \S)\s*({sections})\.\w", line)]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_recipe_says_what_was_published_beside_what_is_ours(name):
+    lines = header(name)
+    for start in ("# $ ", "# Paper: ", "# Data: ", "# Hardware: ", "# published", "# ours"):
+        assert any(line.startswith(start) for line in lines), start
+    (command,) = (shlex.split(line[4:]) for line in lines if line.startswith("# $ "))
+    recipe, *overrides = command[command.index("train") + 1 :]
+    assert recipe == name
+    load_recipe(find_recipe(name), overrides)
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith("coco-")])
+def test_published_figures_fit_together(name):
+    """A figure of both directions is their mean, and RSUM the sum of COCO 1K's recalls, as far as rounding goes."""
+    rows = figures(name)
+    assert rows and all("mean" in row for row in rows.values())
+    for row in rows.values():
+        mean, *directions = row["mean"], *(row[d] for d in ("i2t", "t2i") if d in row)
+        assert mean[-1] is not None and len(directions) in (0, 2)
+        for both, *each in zip(mean, *directions, strict=True):
+            if directions and both is not None and None not in each:
+                assert both == pytest.approx(sum(each) / 2, abs=0.1001)
+        recalls = [direction[k] for direction in directions for k in (6, 7, 8)]
+        if recalls and None not in recalls:
+            assert mean[-1] == pytest.approx(sum(recalls), abs=0.2001)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_figures_stand_in_the_paper(name, shared):
+    """Means of both directions, in the tables and beside overrides, as seven (table C.2: six) figures of one line there."""
+    (paper,) = (shared / "papers").glob("000_*.txt")
+    text = paper.read_text(encoding="utf-8")
+    rows = [[v for v in row["mean"] if v is not None] for row in figures(name).values()]
+    beside = re.compile(r"(?:(?:[\d.]+|-) ){6}[\d.]*\d")
+    rows += [
+        [float(v) for v in found[0].split() if v != "-"] for line in header(name) if (found := beside.search(line))
+    ]
+    assert rows or name.startswith("pretrain-")
+    for row in rows:
+        line = " ".join(f"{value:.1f}" for value in row)
+        assert re.search(rf"(?<![\d.]){re.escape(line)}(?![\d.]*\d)", text), line
 
 
 @pytest.mark.parametrize(
