@@ -73,6 +73,40 @@ def test_the_tokenizer_is_looked_for_once_with_the_first_text(tokenizer):
     assert len(asked) == 1
 
 
+TEXTS = ["A Dog, abc!  x", "", "don't " * 9, "abcdog\n42"]
+
+
+def test_ids_are_those_of_transformers_clip_tokenizer():
+    transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789.,!'"
+    merges = [("a", "b"), ("ab", "c</w>"), ("d", "o"), ("do", "g</w>")]
+    special = ["<|startoftext|>", "<|endoftext|>"]
+    pieces = [*letters, *(f"{c}</w>" for c in letters), *("".join(m) for m in merges), *special]
+    theirs = transformers.CLIPTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges)
+    ours = reader(
+        theirs.backend_tokenizer,
+        **{"vocabulary": len(pieces), "max_tokens": 12, "begin": special[0], "end": special[1]},
+        clean=CLEANINGS["lower"],
+    )
+    assert ids(ours, *TEXTS) == theirs(TEXTS, truncation=True, max_length=12)["input_ids"]
+
+
+def test_ids_are_those_of_transformers_t5_tokenizer():
+    transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
+    pieces = ["<pad>", "</s>", "<unk>", "▁a", "▁dog", "▁", *"abcdefghijklmnopqrstuvwxyz0123456789"]
+    theirs = transformers.T5Tokenizer(
+        vocab=[(piece, -float(i)) for i, piece in enumerate(pieces)], extra_ids=0, pad_token="</s>"
+    )
+    ours = reader(
+        theirs.backend_tokenizer,
+        **{"vocabulary": len(pieces), "max_tokens": 12, "begin": "", "end": "</s>", "pad_to_max": True},
+        clean=CLEANINGS["canonicalize"],
+    )
+    cleaned = [CLEANINGS["canonicalize"](text) for text in TEXTS]
+    expected = theirs(cleaned, truncation=True, padding="max_length", max_length=12)["input_ids"]
+    assert ids(ours, *TEXTS) == expected
+
+
 def bilinear_loops(picture, size):
     """(h, w, 3) -> (size, size, 3): the four neighbours of where the centre of each pixel comes from, whatever the scale."""
     height, width, _ = picture.shape
