@@ -3,7 +3,10 @@
 Everything random follows from (seed, epoch, process), so that an interrupted run repeats its epochs to the bit.
 """
 
+import hashlib
 from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -12,6 +15,7 @@ from torch import Tensor
 
 from sfumato.data.mixing import MixPlan, plan_mixing, smooth_match
 from sfumato.data.pairs import PairBatch, PairSampler
+from sfumato.data.shards import ShardBatch, ShardStream
 from sfumato.data.size_augment import augment_token_ids
 from sfumato.data.transforms import augment, crop_and_mirror
 from sfumato.encoders.dual import DualEncoder, TokenReader
@@ -153,3 +157,48 @@ class IndexedBatches:
             torch.from_numpy(batch.labels(own, everything)), torch.from_numpy(batch.labels(everything, own)).T, plans
         )
         return TrainBatch(images, texts, lambda _: labels, plans[self.world.rank] if plans else None)
+
+
+class ShardBatches:
+    """Batches of a stream of shards: pictures and their captions come as they are read, and equal captions match.
+
+    Args:
+        stream: this process's part of the shards.
+        model: whose readers turn samples into inputs.
+        augmentation: what is changed at random.
+        world: this process among the others.
+    """
+
+    def __init__(self, stream: ShardStream, model: DualEncoder, augmentation: Augmentation, world: World) -> None:
+        self.stream, self.model, self.augmentation, self.world = stream, model, augmentation, world
+
+    def __len__(self) -> int:
+        return len(self.stream)
+
+    def epoch(self, epoch: int) -> Iterator[TrainBatch]:
+        """See :class:`Batches`. A picture that cannot be decoded is noted, and its pair is missing from the batch."""
+        generator = self.augmentation.generator(epoch)
+        with closing(self.stream.batches(epoch)) as batches:
+            for step, batch in enumerate(batches):
+                yield self._batch(batch, epoch, step, generator)
+
+    def _batch(self, batch: ShardBatch, epoch: int, step: int, generator: torch.Generator) -> TrainBatch:
+        pictures, kept = self.model.image.reader.read(
+            [partial(bytes, picture) for picture in batch.pictures],
+            on_error=lambda i, error: self.stream.skip(batch.keys[i], str(error)),
+        )
+        words, _ = self.model.text.reader.read([partial(str, text) for text in batch.texts])
+        images = self.augmentation.images(pictures, np.arange(len(kept)), generator)
+        texts = self.augmentation.texts(words.batch(kept), generator)
+        digests = [hashlib.sha256(batch.texts[i].encode()).digest()[:8] for i in kept]
+        keys = torch.from_numpy(np.frombuffer(b"".join(digests), "<i8").copy())
+        height, width = images.values.shape[-2:]
+
+        def labels(world: World) -> tuple[Tensor, Tensor]:
+            counts = world.counts(len(kept))
+            match = (keys[:, None] == world.gather(keys, counts)).float()
+            return self.augmentation.labels(match, match, self.augmentation.plans(counts, (height, width), epoch, step))
+
+        alone_counts = [len(kept) if rank == self.world.rank else 0 for rank in range(self.world.size)]
+        plans = self.augmentation.plans(alone_counts, (height, width), epoch, step)
+        return TrainBatch(images, texts, labels, plans[self.world.rank] if plans else None)

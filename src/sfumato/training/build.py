@@ -1,7 +1,7 @@
 """From a recipe to its data, its model and its loss: the only place that reads configuration into objects."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ class Assets:
     trained: bool = False
 
 
-def fresh_tokenizer(config: ModelConfig, texts: Sequence[str]) -> Tokenizer | None:
+def fresh_tokenizer(config: ModelConfig, texts: Iterable[str]) -> Tokenizer | None:
     """The tokenizer of a new model, learnt from the training texts where it has no pre-trained one; None with frozen features."""
     text = config.text
     if isinstance(text, SmallTextConfig):

@@ -3,9 +3,11 @@
 Everything random in an epoch follows from (seed, epoch), so that the state after an epoch is all that resuming needs.
 """
 
+import itertools
 import json
 import math
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +22,7 @@ from sfumato.data.noise import apply_noise, load_noise, save_noise, shuffle_pair
 from sfumato.data.pairs import PairData, PairSampler
 from sfumato.data.prefetch import prefetch
 from sfumato.data.problems import Problems
+from sfumato.data.shards import ShardStream, expand_shards
 from sfumato.distances import Distance
 from sfumato.encoders.dual import DualEncoder, FrozenReader, Item, Tower
 from sfumato.encoders.features import Store
@@ -33,7 +36,7 @@ from sfumato.metrics.calibration import expected_calibration_error
 from sfumato.progress import progress_bar, say
 from sfumato.search.ranking import distance_blocks
 from sfumato.training.average import WeightAverage, averaged
-from sfumato.training.batches import Augmentation, Batches, IndexedBatches, epoch_seed
+from sfumato.training.batches import Augmentation, Batches, IndexedBatches, ShardBatches, epoch_seed
 from sfumato.training.build import Assets, build_loss, build_model, choose_device, fresh_tokenizer, load_splits
 from sfumato.training.checkpoint import load_state, save_state
 from sfumato.training.config import DataConfig, Recipe, load_recipe, save_recipe
@@ -63,6 +66,7 @@ from sfumato.training.step import DivergedError, forward_backward
 
 _LOCK = ".lock"
 _CALIBRATION_PAIRS = 4_000_000
+_VOCABULARY_TEXTS = 100_000
 
 
 @dataclass(frozen=True)
@@ -276,6 +280,9 @@ def _batches(
 ) -> Batches:
     """What the model is trained on, split "train" or a stream of shards."""
     augmentation = Augmentation(recipe, model, world)
+    if recipe.data.source == "shards":
+        stream = _stream(recipe, problems, world)
+        return ShardBatches(stream, model, augmentation, world)
     if "train" not in splits:
         raise UserError(f"the data has no split 'train'; it has {', '.join(splits)}")
     train = prepare_split(model, splits["train"], problems, "train", world)
@@ -449,7 +456,7 @@ def _model(recipe: Recipe, folder: Path, splits: dict[str, PairData], world: Wor
     if (folder / LAST).exists():
         return build_model(recipe.model, load_assets(folder, recipe), recipe.augment).to(world.device)
     if world.main:
-        tokenizer = fresh_tokenizer(recipe.model, splits["train"].texts if "train" in splits else ())
+        tokenizer = fresh_tokenizer(recipe.model, _training_texts(recipe, splits))
         model = build_model(recipe.model, Assets(tokenizer), recipe.augment)
         save_assets(folder, tokenizer, model)
     world.wait()
@@ -458,6 +465,30 @@ def _model(recipe: Recipe, folder: Path, splits: dict[str, PairData], world: Wor
     model = model.to(world.device)
     world.copy_from_main(model)
     return model
+
+
+def _training_texts(recipe: Recipe, splits: dict[str, PairData]) -> Iterator[str]:
+    """All of them, or as many of a stream as a vocabulary needs."""
+    if recipe.data.source != "shards":
+        yield from splits["train"].texts if "train" in splits else ()
+        return
+    stream = _stream(recipe, Problems(), alone())
+    with closing(stream.samples(0)) as samples:
+        yield from (s.text for s in itertools.islice(samples, min(_VOCABULARY_TEXTS, stream.samples_per_epoch)))
+
+
+def _stream(recipe: Recipe, problems: Problems, world: World) -> ShardStream:
+    return ShardStream(
+        expand_shards(recipe.data.path),
+        batch_size=max(1, recipe.train.batch_size // world.size),
+        seed=recipe.train.seed,
+        samples_per_epoch=recipe.data.samples_per_epoch,
+        rank=world.rank,
+        world=world.size,
+        shuffle_buffer=recipe.data.shuffle_buffer,
+        problems=problems,
+        max_problem_share=recipe.data.max_problem_share,
+    )
 
 
 def _summary(evaluation: Evaluation, score: float) -> dict[str, float]:

@@ -1,0 +1,175 @@
+"""A tower with a Gaussian head against the plain transformer that it is built on: time and memory, forward and training step.
+
+    python benchmarks/towers.py [--architecture ViT-B/32] [--batch 32] [--side image|text] [--repeats 5] [--json PATH]
+                                [--device cuda] [--bfloat16] [--compile]
+
+The plain tower is transformers' CLIP with its last norm and projection to 1024 dimensions. Ours has one block more (the log
+variance's own), two linear maps of all tokens and two generalised poolings. The forms take turns in one process, so that their
+ratio is of one run; peak memory comes from a process for each. Random weights: they change no time.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from match_loss import peak_mb
+from torch import Tensor, nn
+
+from sfumato.encoders.clip import ARCHITECTURES, clip_image_encoder, clip_text_encoder
+from sfumato.encoders.dual import Tower
+from sfumato.encoders.features import Inputs, TokenFeatures
+from sfumato.encoders.heads import GaussianHead
+from sfumato.gaussian import GaussianEmbedding
+
+DIM = 1024
+FORMS = ("plain", "gaussian")
+PASSES = ("forward", "step")
+
+
+class Plain(nn.Module):
+    """The transformer as it comes: class or end token, last norm, one projection."""
+
+    def __init__(self, encoder: Any, image: bool) -> None:
+        super().__init__()
+        self.encoder, self.image = encoder, image
+        self.projection = nn.Linear(encoder.channels, DIM, bias=False)
+
+    def forward(self, inputs: Inputs) -> GaussianEmbedding:
+        """The embeddings as points."""
+        tokens: TokenFeatures = self.encoder(inputs)
+        pooled = tokens.mean[:, 0] if self.image else tokens.mean[:, -1]
+        return GaussianEmbedding.point(nn.functional.normalize(self.projection(pooled), dim=-1))
+
+
+def build(form: str, side: str, architecture: str) -> nn.Module:
+    """A tower with random weights."""
+    blocks = 0 if form == "plain" else 1
+    if side == "image":
+        encoder: Any = clip_image_encoder(architecture=architecture, variance_blocks=blocks, final_norm=form == "plain")
+    else:
+        encoder = clip_text_encoder(architecture=architecture, variance_blocks=blocks)
+    if form == "plain":
+        return Plain(encoder, side == "image")
+    return Tower(None, encoder, GaussianHead(encoder.channels, DIM))  # type: ignore[arg-type]
+
+
+def inputs(side: str, batch: int) -> Inputs:
+    """Random pictures, or texts of 8 to 77 tokens (as many in every run)."""
+    generator = torch.Generator().manual_seed(0)
+    if side == "image":
+        return Inputs(torch.randint(0, 256, (batch, 3, 224, 224), dtype=torch.uint8, generator=generator))
+    lengths = torch.randint(8, 78, (batch, 1), generator=generator)
+    lengths[0] = 77
+    return Inputs(torch.randint(0, 49408, (batch, 77), generator=generator), torch.arange(77) < lengths)
+
+
+def runner(tower: nn.Module, batch: Inputs, what: str, device: str, bfloat16: bool) -> Callable[[], None]:
+    """One forward pass without gradients, or one forward and backward pass and an optimiser's step."""
+    optimiser = torch.optim.AdamW(tower.parameters(), lr=1e-5)
+
+    def value() -> Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=bfloat16):
+            embedding: GaussianEmbedding = tower(batch)
+        gradient_of = embedding.mean[:, 0].sum()
+        return gradient_of if embedding.log_var.isneginf().any() else gradient_of + embedding.total_variance.sum()
+
+    def run() -> None:
+        if what == "forward":
+            with torch.inference_mode():
+                value()
+        else:
+            optimiser.zero_grad(set_to_none=True)
+            value().backward()
+            optimiser.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return run
+
+
+def memory(form: str, what: str, options: argparse.Namespace) -> float:
+    """MB that the passes need beside the weights (and, in training, gradients and moments, which have their size)."""
+    tower, batch = build(form, options.side, options.architecture).to(options.device), inputs(options.side, options.batch)
+    run = runner(tower, batch.to(options.device), what, options.device, options.bfloat16)
+    if options.device == "cuda":
+        run()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        return torch.cuda.max_memory_allocated() / 2**20
+    run()
+    peak_mb(reset=True)
+    run()
+    return peak_mb()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--architecture", choices=list(ARCHITECTURES), default="ViT-B/32")
+    parser.add_argument("--side", choices=("image", "text"), default="image")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--bfloat16", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--memory", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.memory:
+        print(json.dumps(memory(*options.memory, options)))
+        return
+    batch = inputs(options.side, options.batch).to(options.device)
+    towers = {form: build(form, options.side, options.architecture).to(options.device) for form in FORMS}
+    if options.compile:
+        for tower in towers.values():
+            tower.get_submodule("encoder").compile()
+    results: dict[str, Any] = {}
+    for what in PASSES:
+        runs = {form: runner(tower, batch, what, options.device, options.bfloat16) for form, tower in towers.items()}
+        for run in runs.values():
+            run()
+        times: dict[str, list[float]] = {form: [] for form in FORMS}
+        for _ in range(options.repeats):
+            for form, run in runs.items():
+                start = time.perf_counter()
+                run()
+                times[form].append(time.perf_counter() - start)
+        ratio = statistics.median(b / a for a, b in zip(times["plain"], times["gaussian"], strict=True))
+        same = ["--architecture", options.architecture, "--side", options.side, "--batch", str(options.batch)]
+        same += ["--device", options.device] + (["--bfloat16"] if options.bfloat16 else [])
+        peaks = {
+            form: json.loads(
+                subprocess.run(
+                    [sys.executable, __file__, "--memory", form, what, *same], check=True, capture_output=True, text=True
+                ).stdout
+            )
+            for form in FORMS
+        }
+        results[what] = {
+            "seconds": {form: statistics.median(t) for form, t in times.items()},
+            "ratio": ratio,
+            "peak_mb": peaks,
+            "peak_ratio": peaks["gaussian"] / peaks["plain"],
+        }
+        seconds = results[what]["seconds"]
+        print(
+            f"{options.side} {options.architecture} batch {options.batch} {what:<8} plain {seconds['plain']:.3f} s,"
+            f" gaussian {seconds['gaussian']:.3f} s ({options.batch / seconds['gaussian']:.0f} a second): {ratio:.3f} x;"
+            f" peak {peaks['plain']:.0f} and {peaks['gaussian']:.0f} MB: {results[what]['peak_ratio']:.3f} x"
+        )
+    parameters = {form: sum(p.numel() for p in tower.parameters()) for form, tower in towers.items()}
+    print(f"parameters {parameters['plain']:,} and {parameters['gaussian']:,}; load {os.getloadavg()[0]:.1f}")
+    if options.json:
+        record = vars(options) | {"json": None, "results": results, "parameters": parameters, "torch": torch.__version__}
+        options.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
