@@ -26,6 +26,9 @@ app = typer.Typer(
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="section.key=value ..., e.g. train.epochs=10 loss.alpha=0.01")
 ]
+ModelName = Annotated[
+    str, typer.Argument(help="folder of a run, of an exported or published model, or a name on the Hugging Face hub")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 
 
@@ -57,27 +60,48 @@ def train(
 
 @app.command()
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="folder of a run")],
-    split: Annotated[str, typer.Option(help="split of the run's data")] = "test",
-    distance: Annotated[str | None, typer.Option(help="rank by this distance instead of the run's own")] = None,
+    model: ModelName,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="with --data: section.key=value ..., e.g. data.path=my.jsonl")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="a recipe (path or name) whose data to evaluate on; a run has its own")
+    ] = None,
+    split: Annotated[str, typer.Option(help="split of the data")] = "test",
+    distance: Annotated[str | None, typer.Option(help="rank by this distance instead of the model's own")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate a run in both directions; writes evaluation-SPLIT-DISTANCE.json into its folder."""
+    """Evaluate a model in both directions; of a run on its own data, writes evaluation-SPLIT-DISTANCE.json into its folder."""
     from sfumato.console import print_evaluation
-    from sfumato.training.inference import evaluate_run
-    from sfumato.training.run import load_run
+    from sfumato.recipes import find_recipe
+    from sfumato.training.config import load_recipe
+    from sfumato.training.export import load_model
+    from sfumato.training.inference import evaluate_model, evaluate_run
+    from sfumato.training.run import RECIPE, load_run
 
-    result, path = evaluate_run(load_run(run), split, distance)
+    path = None
+    if data is not None:
+        config = load_recipe(find_recipe(data), overrides or []).data
+        result = evaluate_model(load_model(model), config, split, distance)
+    elif overrides:
+        raise UserError(f"{overrides[0]!r} changes a recipe; name it with --data RECIPE")
+    elif (Path(model) / RECIPE).is_file():
+        result, path = evaluate_run(load_run(model), split, distance)
+    else:
+        raise UserError(
+            f"{model} is not a run folder (no {RECIPE} in it); say what to evaluate it on: --data RECIPE data.path=..."
+        )
     if as_json:
         print(json.dumps(result.to_json()))
-    else:
-        print_evaluation(result, f"{run} on {split}, by {result.distance}")
+        return
+    print_evaluation(result, f"{model} on {split}, by {result.distance}")
+    if path is not None:
         print(f"written to {path}")
 
 
 @app.command()
 def embed(
-    run: Annotated[Path, typer.Argument(help="folder of a run")],
+    model: ModelName,
     out: Annotated[Path, typer.Option(help="the .safetensors file to write")],
     images: Annotated[Path | None, typer.Option(help="folder of pictures, searched through")] = None,
     texts: Annotated[Path | None, typer.Option(help="text file, one text a line")] = None,
@@ -85,13 +109,13 @@ def embed(
 ) -> None:
     """Embed a folder of pictures or a file of texts into a safetensors file with ids."""
     from sfumato.gaussian import save_embeddings
+    from sfumato.training.export import load_model
     from sfumato.training.inference import embed_folder, embed_lines
-    from sfumato.training.run import load_run
 
     if (images is None) == (texts is None):
         raise UserError("give either --images FOLDER or --texts FILE")
     out.parent.mkdir(parents=True, exist_ok=True)
-    loaded = load_run(run)
+    loaded = load_model(model)
     embeddings, ids, problems = embed_folder(loaded, images) if images else embed_lines(loaded, texts or Path())
     save_embeddings(out, embeddings, ids)
     result = {"out": str(out), "n": embeddings.n, "d": embeddings.d, "problems": len(problems)}
@@ -99,26 +123,47 @@ def embed(
 
 
 @app.command()
-def index(
+def export(
     run: Annotated[Path, typer.Argument(help="folder of a run")],
+    out: Annotated[Path, typer.Argument(help="folder to write: new, or empty")],
+    as_json: AsJson = False,
+) -> None:
+    """Write a run's model in the layout of the Hugging Face hub: weights, config.json and a model card with its scores."""
+    from sfumato.training.export import export_run
+
+    written = export_run(run, out)
+    size = sum(file.stat().st_size for file in written.iterdir())
+    _print({"out": str(written), "bytes": size}, as_json, f"exported {size / 1e6:.1f} MB: {written}")
+
+
+@app.command()
+def index(
+    model: ModelName,
     out: Annotated[Path, typer.Option(help="folder of the index")],
     images: Annotated[Path | None, typer.Option(help="folder of pictures, searched through")] = None,
-    split: Annotated[str | None, typer.Option(help="or the pictures of a split of the run's data")] = None,
+    split: Annotated[str | None, typer.Option(help="or, of a run, the pictures of a split of its data")] = None,
     engine: Annotated[str, typer.Option(help="exact, or with the extra faiss: flat, hnsw, ivf")] = "exact",
     as_json: AsJson = False,
 ) -> None:
     """Build an index over pictures, to be searched by text or by picture."""
     from sfumato.search.index import check_settings
+    from sfumato.training.export import load_model
     from sfumato.training.inference import build_index, embed_folder, embed_split_images
     from sfumato.training.run import load_run
 
     if (images is None) == (split is None):
         raise UserError("give either --images FOLDER or --split NAME")
     out.parent.mkdir(parents=True, exist_ok=True)
-    loaded = load_run(run)
-    check_settings(loaded.loss.distance.name, engine)
-    embeddings, ids, problems = embed_folder(loaded, images) if images else embed_split_images(loaded, split or "")
-    built = build_index(loaded, embeddings, ids, engine=engine)
+    if images is not None:
+        loaded = load_model(model)
+        check_settings(loaded.distance, engine)
+        embeddings, ids, problems = embed_folder(loaded, images)
+        built = build_index(loaded, embeddings, ids, home=model, engine=engine)
+    else:
+        run = load_run(model)
+        check_settings(run.distance, engine)
+        embeddings, ids, problems = embed_split_images(run, run.recipe.data, split or "")
+        built = build_index(run, embeddings, ids, home=model, engine=engine)
     built.save(out)
     result = {"out": str(out), "n": embeddings.n, "engine": engine, "problems": len(problems)}
     _print(result, as_json, f"{embeddings.n} pictures indexed ({engine}): {out}" + _left_out(problems))
@@ -131,7 +176,7 @@ def search(
     image: Annotated[list[Path] | None, typer.Option(help="picture to search for; may be given several times")] = None,
     k: Annotated[int, typer.Option("-k", min=1, help="number of results")] = 10,
     run: Annotated[
-        Path | None, typer.Option(help="folder of the run, if it has moved since the index was built")
+        str | None, typer.Option(help="folder or name of the model, if it has moved since the index was built")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -66,9 +66,9 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
     print_evaluation(evaluation, "test split")
 
     print("\n3. Indexing every picture of that style")
-    style = load_split(run, "style")
+    style = load_split(run.model, run.recipe.data, "style")
     images, texts = embed_split(run.model, style)
-    index = build_index(run, images, list(style.data.image_ids))
+    index = build_index(run, images, list(style.data.image_ids), home=out / "run")
     index.save(out / "index")
     print(f"{len(index)} pictures: {out / 'index'}")
 

@@ -1,15 +1,15 @@
-"""Using a run: embedding folders and lines, building an index and searching it. What commands and the demo call."""
+"""Using a model, a run of ours or a published one: embedding, evaluating, indexing and searching. What commands and the demo call."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from sfumato.data.emoji import emoji_names
 from sfumato.data.manifest import PICTURE_ENDINGS
 from sfumato.data.pairs import FileImage, ImageSource
 from sfumato.data.problems import Problems
 from sfumato.distances import get_distance
-from sfumato.encoders.dual import Item
+from sfumato.encoders.dual import DualEncoder, Item
 from sfumato.errors import UserError
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import write_json
@@ -17,11 +17,42 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
 from sfumato.progress import progress_bar
 from sfumato.search.index import GaussianIndex
+from sfumato.training.config import DataConfig
+from sfumato.training.export import load_model
 from sfumato.training.loop import embed_split, load_split
-from sfumato.training.run import Run, load_run
+from sfumato.training.run import Run
 
 
-def embed_folder(run: Run, folder: Path) -> tuple[GaussianEmbedding, list[str], Problems]:
+class Matcher(Protocol):
+    """A dual encoder that knows how likely a match is: a :class:`~sfumato.training.run.Run` or a published model."""
+
+    @property
+    def model(self) -> DualEncoder:
+        """Images and texts to Gaussians."""
+        ...
+
+    @property
+    def distance(self) -> str:
+        """Name of the distance between them."""
+        ...
+
+    @property
+    def logit_scale(self) -> float:
+        """Scale of the match logits."""
+        ...
+
+    @property
+    def logit_bias(self) -> float:
+        """Bias of the match logits."""
+        ...
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether these were fitted on held-out pairs."""
+        ...
+
+
+def embed_folder(matcher: Matcher, folder: Path) -> tuple[GaussianEmbedding, list[str], Problems]:
     """Embed every picture below a folder.
 
     Returns:
@@ -35,27 +66,27 @@ def embed_folder(run: Run, folder: Path) -> tuple[GaussianEmbedding, list[str], 
     paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in PICTURE_ENDINGS and p.is_file())
     if not paths:
         raise UserError(f"no pictures in {folder} (looked for {', '.join(sorted(PICTURE_ENDINGS))})")
-    return embed_sources(run, [FileImage(p) for p in paths], [p.relative_to(folder).as_posix() for p in paths])
+    return embed_sources(matcher, [FileImage(p) for p in paths], [p.relative_to(folder).as_posix() for p in paths])
 
 
 def embed_sources(
-    run: Run, sources: Sequence[ImageSource], ids: Sequence[str]
+    matcher: Matcher, sources: Sequence[ImageSource], ids: Sequence[str]
 ) -> tuple[GaussianEmbedding, list[str], Problems]:
     """Embed pictures; those that cannot be used are left out and reported."""
     problems = Problems()
     items: list[Item] = [source.read_bytes for source in sources]
     with progress_bar("reading pictures", len(items)) as advance:
-        store, kept = run.model.image.reader.read(
+        store, kept = matcher.model.image.reader.read(
             items, progress=advance, on_error=lambda i, error: problems.add(sources[i].place, str(error))
         )
     if not len(kept):
         raise UserError(f"none of {len(items)} pictures can be used:\n{problems.summary()}")
     with progress_bar("embedding pictures", len(kept)) as advance:
-        embeddings = run.model.image.embed(store, progress=advance)
+        embeddings = matcher.model.image.embed(store, progress=advance)
     return embeddings, [ids[i] for i in kept], problems
 
 
-def embed_lines(run: Run, path: Path) -> tuple[GaussianEmbedding, list[str], Problems]:
+def embed_lines(matcher: Matcher, path: Path) -> tuple[GaussianEmbedding, list[str], Problems]:
     """Embed a text file line by line; ids are line numbers from 1; empty lines are left out and reported."""
     if not path.is_file():
         raise UserError(f"there is no file {path}")
@@ -72,14 +103,22 @@ def embed_lines(run: Run, path: Path) -> tuple[GaussianEmbedding, list[str], Pro
             problems.add(f"{path}:{number}", "empty line")
     if not texts:
         raise UserError(f"{path} holds no text")
-    return run.model.embed_texts(texts), ids, problems
+    return matcher.model.embed_texts(texts), ids, problems
 
 
-def embed_split_images(run: Run, split: str) -> tuple[GaussianEmbedding, list[str], Problems]:
-    """Embed the pictures of a split of the run's data."""
+def embed_split_images(matcher: Matcher, data: DataConfig, split: str) -> tuple[GaussianEmbedding, list[str], Problems]:
+    """Embed the pictures of a split of some data."""
     problems = Problems()
-    prepared = load_split(run, split, problems)
-    return run.model.image.embed(prepared.images), list(prepared.data.image_ids), problems
+    prepared = load_split(matcher.model, data, split, problems)
+    return matcher.model.image.embed(prepared.images), list(prepared.data.image_ids), problems
+
+
+def evaluate_model(matcher: Matcher, data: DataConfig, split: str, distance: str | None = None) -> Evaluation:
+    """Evaluate any model on a split of any data, by its own distance or another."""
+    name = get_distance(distance or matcher.distance).name
+    prepared = load_split(matcher.model, data, split)
+    relevance, kinds = prepared.data.relevance(), prepared.data.text_kinds
+    return evaluate_retrieval(*embed_split(matcher.model, prepared), relevance, distance=name, text_kinds=kinds)
 
 
 def evaluate_run(run: Run, split: str, distance: str | None = None) -> tuple[Evaluation, Path]:
@@ -88,47 +127,55 @@ def evaluate_run(run: Run, split: str, distance: str | None = None) -> tuple[Eva
     Returns:
         (the figures, the file evaluation-SPLIT-DISTANCE.json).
     """
-    name = get_distance(distance).name if distance else run.loss.distance.name
-    prepared = load_split(run, split)
-    relevance, kinds = prepared.data.relevance(), prepared.data.text_kinds
-    result = evaluate_retrieval(*embed_split(run.model, prepared), relevance, distance=name, text_kinds=kinds)
-    path = run.folder / f"evaluation-{split}-{name}.json"
+    result = evaluate_model(run, run.recipe.data, split, distance)
+    path = run.folder / f"evaluation-{split}-{result.distance}.json"
     write_json(path, result.to_json())
     return result, path
 
 
-def build_index(run: Run, embeddings: GaussianEmbedding, ids: Sequence[str], *, engine: str = "exact") -> GaussianIndex:
-    """An index that knows the run's distance, its calibrated logits and where the run is."""
-    payload = {}
-    if run.recipe.data.source == "emoji" and all("/" in i for i in ids):
-        names = emoji_names()
-        payload["label"] = [names.get(i.split("/")[0], "") for i in ids]
+def build_index(
+    matcher: Matcher, embeddings: GaussianEmbedding, ids: Sequence[str], *, home: str | Path, engine: str = "exact"
+) -> GaussianIndex:
+    """An index that knows the model's distance, its match logits, and where the model is.
+
+    Args:
+        matcher: what made the embeddings.
+        embeddings: of the pictures.
+        ids: theirs; the ids of embedded emoji bring their names along.
+        home: folder or hub name of the model.
+        engine: see :meth:`GaussianIndex.build`.
+    """
+    names = emoji_names() if all("/" in i for i in ids) else {}
+    labels = [names.get(i.split("/")[0], "") for i in ids]
     return GaussianIndex.build(
         embeddings,
         ids,
-        distance=run.loss.distance.name,
+        distance=matcher.distance,
         engine=engine,
-        logit_scale=run.logit_scale,
-        logit_bias=run.logit_bias,
+        logit_scale=matcher.logit_scale,
+        logit_bias=matcher.logit_bias,
         queries_first=False,
-        payload=payload,
-        about={"run": str(run.folder.resolve()), "calibrated": run.calibrated},
+        payload={"label": labels} if all(labels) else {},
+        about={
+            "run": str(Path(home).resolve()) if Path(home).exists() else str(home),
+            "calibrated": matcher.calibrated,
+        },
     )
 
 
 def search_index(
-    folder: Path, texts: Sequence[str], pictures: Sequence[Path], *, k: int, run: Path | None = None
+    folder: Path, texts: Sequence[str], pictures: Sequence[Path], *, k: int, run: str | Path | None = None
 ) -> list[dict[str, Any]]:
-    """Search a saved index by texts and pictures with the run that it was built from.
+    """Search a saved index by texts and pictures with the model that it was built with.
 
     Returns:
         For each query :func:`describe`'s dictionary, texts first.
     """
     index = GaussianIndex.load(folder)
-    home = run or Path(str(index.about.get("run", "")))
-    if not (home / "recipe.toml").is_file():
-        raise UserError(f"the run that {folder} was built with is not at {home}; say where it is with --run FOLDER")
-    loaded = load_run(home)
+    home = str(run or index.about.get("run", ""))
+    if not home or (Path(home).is_absolute() and not Path(home).exists()):
+        raise UserError(f"the model that {folder} was built with is not at {home}; say where it is with --run")
+    loaded = load_model(home)
     results = []
     if texts:
         results += describe(index, list(texts), loaded.model.embed_texts(texts), k)

@@ -58,7 +58,6 @@ from sfumato.training.run import (
     PROBLEMS,
     RECIPE,
     TOKENIZER,
-    Run,
     load_assets,
     save_assets,
 )
@@ -337,17 +336,17 @@ def prepare_split(
     return PreparedSplit(data, images, texts)
 
 
-def load_split(run: Run, name: str, problems: Problems | None = None) -> PreparedSplit:
-    """A split of the data that a run was made on, ready for its model; problems are noted, and told on standard error.
+def load_split(model: DualEncoder, config: DataConfig, name: str, problems: Problems | None = None) -> PreparedSplit:
+    """A split of some data, ready for a model; problems are noted, and told on standard error.
 
     Raises:
         UserError: the data has no such split.
     """
     problems = Problems() if problems is None else problems
-    splits = load_splits(run.recipe.data, problems)
+    splits = load_splits(config, problems)
     if name not in splits:
-        raise UserError(f"the data of {run.folder} has no split {name!r}; it has {', '.join(splits)}")
-    prepared = prepare_split(run.model, splits[name], problems, name)
+        raise UserError(f"the data ({config.source}) has no split {name!r}; it has {', '.join(splits)}")
+    prepared = prepare_split(model, splits[name], problems, name)
     if len(problems):
         say(f"{len(problems)} items left out:\n{problems.summary()}")
     return prepared

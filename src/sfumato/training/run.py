@@ -48,6 +48,11 @@ class Run:
     logit_bias: float
     calibrated: bool
 
+    @property
+    def distance(self) -> str:
+        """Name of the distance that the logits belong to."""
+        return self.loss.distance.name
+
 
 def load_run(folder: str | Path) -> Run:
     """Load the best weights of a run.
