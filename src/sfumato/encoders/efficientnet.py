@@ -46,7 +46,8 @@ class EfficientNetEncoder(nn.Module):
 
     def __init__(self, *, pretrained: bool = True) -> None:
         super().__init__()
-        self.network = efficientnet_lite0(pretrained=pretrained)
+        # AdamP takes no weights in another order of memory.
+        self.network = efficientnet_lite0(pretrained=pretrained).to(memory_format=torch.contiguous_format)
         for unused in ("_avg_pooling", "_dropout", "_fc"):
             setattr(self.network, unused, nn.Identity())
         self.channels = CHANNELS
