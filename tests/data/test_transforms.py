@@ -181,9 +181,9 @@ def photograph(width, height, quality=90, **options):
     return encode(small, "JPEG", quality=quality, **options)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
-def test_squash_is_what_it_was_when_caches_were_filled(kind):
-    data = encode(noise(150, 90), kind)
+@pytest.mark.parametrize(("kind", "width"), [("PNG", 150), ("JPEG", 150), ("JPEG", 2000)])
+def test_squash_is_what_it_was_when_caches_were_filled(kind, width):
+    data = photograph(width, 1200) if width == 2000 else encode(noise(width, 90), kind)
     with Image.open(io.BytesIO(data)) as picture:
         expected = np.asarray(picture.resize((24, 24), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
     assert np.array_equal(decode_image(data, 24), expected)
@@ -301,6 +301,15 @@ def test_check_image_says_what_decode_image_says():
         and "good" not in outcomes[len(whole) - 3 : len(whole)]
     )
     assert 200 < sum(o != "good" for o in outcomes) < 1800
+
+
+def test_check_image_finds_what_can_be_loaded_but_not_converted():
+    data = bytearray(encode(Image.new("LA", (4, 4)), "TIFF"))
+    kind_of_alpha = data.index(struct.pack("<HHI", 338, 3, 1)) + 8
+    assert data[kind_of_alpha] == 2
+    check_image(bytes(data))
+    data[kind_of_alpha] = 1  # Premultiplied: pillow's mode La, which it cannot turn into RGB.
+    assert "conversion from La" in outcome(check_image, bytes(data)) == outcome(decode_image, bytes(data), 8)
 
 
 @pytest.mark.parametrize("progressive", [False, True])
