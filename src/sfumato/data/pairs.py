@@ -67,7 +67,27 @@ class ZipImage:
 
     def read_bytes(self) -> bytes:
         """See :class:`ImageSource`."""
-        return self.archive.read(self.member)
+        try:
+            return self.archive.read(self.member)
+        except zipfile.BadZipFile as error:
+            raise OSError(f"{self.place}: {error}") from error
+
+
+@dataclass(frozen=True)
+class MemoryImage:
+    """A picture whose file is in memory.
+
+    Attributes:
+        place: where it came from.
+        data: the encoded picture.
+    """
+
+    place: str
+    data: bytes = field(repr=False)
+
+    def read_bytes(self) -> bytes:
+        """See :class:`ImageSource`."""
+        return self.data
 
 
 class TarArchive:

@@ -8,6 +8,7 @@ shard without a word at the first damaged header, and runs the shell commands th
 
 import contextlib
 import glob
+import hashlib
 import io
 import itertools
 import json
@@ -23,7 +24,7 @@ from typing import IO
 
 import numpy as np
 
-from sfumato.data.pairs import PairData
+from sfumato.data.pairs import MemoryImage, PairData, make_pair_data
 from sfumato.data.problems import Problems
 from sfumato.errors import UserError
 from sfumato.files import sync_folder
@@ -282,6 +283,25 @@ def write_shards(
         raise
     sync_folder(folder.parent)
     return [folder / name for name in names]
+
+
+def read_shards(shards: Sequence[str | Path], problems: Problems) -> PairData:
+    """All samples of some shards as a split, to validate on: encoded pictures in memory, each once with all its captions.
+
+    Args:
+        shards: local tar files, see :func:`expand_shards`.
+        problems: receives what cannot be used.
+    """
+    pictures: dict[bytes, MemoryImage] = {}
+    captions: dict[bytes, list[str]] = {}
+    for shard in shards:
+        for sample in _read_shard(str(shard), slice(None), problems.add):
+            digest = hashlib.sha256(sample.picture).digest()
+            pictures.setdefault(digest, MemoryImage(sample.key, sample.picture))
+            if sample.text not in captions.setdefault(digest, []):
+                captions[digest].append(sample.text)
+    images = list(pictures.values())
+    return make_pair_data([image.place for image in images], images, [captions[digest] for digest in pictures])
 
 
 def _read_shard(shard: str, mine: slice, bad: Callable[[str, str], None]) -> Iterator[ShardSample]:

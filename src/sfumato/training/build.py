@@ -14,6 +14,7 @@ from sfumato.data.emoji import load_emoji
 from sfumato.data.manifest import read_image_folder, read_manifest
 from sfumato.data.pairs import PairData
 from sfumato.data.problems import Problems
+from sfumato.data.shards import expand_shards, read_shards
 from sfumato.data.sources import read_karpathy
 from sfumato.encoders.backbones import image_backbone, pretrained_tokenizer, text_backbone
 from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
@@ -57,6 +58,8 @@ def load_splits(config: DataConfig, problems: Problems) -> dict[str, PairData]:
     """
     if config.source == "emoji":
         return load_emoji(held_out_style=config.held_out_style)
+    if config.source == "shards":
+        return {"val": read_shards(expand_shards(config.val_path), problems)} if config.val_path else {}
     path = Path(config.path)
     if not path.exists():
         raise UserError(

@@ -1,0 +1,60 @@
+"""Every method trains two epochs on the embedded emoji, from pixels or frozen features of its own, and gets better."""
+
+import json
+
+import pytest
+
+from sfumato.recipes import find_recipe
+from sfumato.training.config import load_recipe
+from sfumato.training.loop import fit
+from sfumato.training.run import load_run
+
+SMALL = [
+    'model.image={ kind = "small", size = 16, width = 4 }',
+    'model.text={ kind = "small", width = 16, max_tokens = 8 }',
+    "model.dim=16",
+    "train.epochs=2",
+    "train.batch_size=512",
+    "train.threads=1",
+    "train.evaluate_every=2",
+    "train.ema_decay=0",
+    "optim.lr=3e-3",
+]
+CLIP = [
+    'model.image={ kind = "clip", architecture = "ViT-Ti/16", size = 16, blocks = 1, in_memory = true }',
+    'model.text={ kind = "clip", architecture = "ViT-Ti/16", blocks = 1, max_tokens = 8 }',
+    "optim.name=adamp",
+    "optim.layer_decay=0.7",
+    "optim.freeze_image_epochs=1",
+    "optim.warmup_epochs=0",
+    "augment.image_tokens=0.2",
+    "augment.text_tokens=0.2",
+    "augment.mixed_share=0.25",
+    "augment.label_smoothing=1e-4",
+    "train.swa_epochs=1",
+]
+METHODS = {
+    "pcmepp": ("emoji-pcmepp", []),
+    "mean only": ("emoji-mean-only", []),
+    "infonce": ("emoji-infonce", []),
+    "vse-infinity": ("emoji-triplet", ["loss.sum_epochs=1"]),
+    "wasserstein2": ("emoji-pcmepp", ["loss.distance=wasserstein2"]),
+    "pcmepp with infonce": ("emoji-pcmepp", ["loss.infonce_weight=1"]),
+    "prolip": ("emoji-pcmepp", ["loss.name=prolip", "loss.inclusion_weight=1e-7"]),
+    "noisy pcmepp": ("emoji-pcmepp", ["data.noise_rate=0.2"]),
+    "clip towers": ("emoji-pcmepp", CLIP),
+    "clip towers with unc": (
+        "emoji-pcmepp",
+        [*CLIP, "model.image.variance_token=true", "model.text.variance_token=true", "model.pooling=token"],
+    ),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_trains_two_epochs_on_emoji(method, tmp_path):
+    recipe, changes = METHODS[method]
+    fit(load_recipe(find_recipe(recipe), [*SMALL, *changes]), tmp_path / "run")
+    first, second = (json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines())
+    assert second["loss"] < first["loss"] or method == "vse-infinity"  # Which changes its loss after the first.
+    assert second["val/t2i/recall@10"] > 0 and second["gradient_norm"] > 0
+    assert load_run(tmp_path / "run").model.embed_texts(["giraffe"]).d == 16

@@ -1,0 +1,74 @@
+"""Training from a stream of shards."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from toy import make_toy
+
+from sfumato.data.problems import Problems
+from sfumato.data.shards import expand_shards, read_shards, write_shards
+from sfumato.training.build import load_splits
+from sfumato.training.config import load_recipe
+from sfumato.training.distributed import alone
+from sfumato.training.loop import fit
+from sfumato.training.run import load_run
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shards")
+    recipe = make_toy(folder)
+    splits = load_splits(load_recipe(recipe).data, Problems())
+    for name in ("train", "val"):
+        write_shards(splits[name], folder / name, per_shard=20)
+    stream = ["data.source=shards", f"data.path={folder}/train/*.tar", f"data.val_path={folder}/val"]
+    return recipe, [*stream, "data.samples_per_epoch=512", "data.shuffle_buffer=16"], splits
+
+
+def test_shards_read_as_a_split_are_the_split_that_was_written(toy, tmp_path):
+    _, _, splits = toy
+    (tmp_path / "v").mkdir()
+    again = read_shards(expand_shards(str(toy[0].parent / "val")), Problems())
+    assert len(again.image_ids) == len(splits["val"].image_ids)
+    assert {i.read_bytes() for i in again.images} == {i.read_bytes() for i in splits["val"].images}
+    assert sorted(again.texts) == sorted(splits["val"].texts)
+    assert again.relevance().counts.tolist() == splits["val"].relevance().counts.tolist()
+
+
+def test_a_stream_trains_validates_and_resumes(toy):
+    recipe, stream, _ = toy
+    folder = recipe.parent / "run"
+    result = fit(load_recipe(recipe, stream), folder)
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert result["best_score"] > 0 and lines[-1]["loss/match"] < lines[0]["loss/match"]
+    assert load_run(folder).calibrated
+    assert load_run(folder).model.text.reader.tokenizer.token_to_id("circle") is not None
+
+
+def test_equal_captions_match_and_bad_pictures_are_left_out(toy):
+    from sfumato.data.shards import ShardBatch
+    from sfumato.training.batches import Augmentation, ShardBatches
+
+    recipe, _, splits = toy
+    model = load_run(recipe.parent / "run").model
+    resolved = load_recipe(recipe)
+    picture = splits["train"].images[0].read_bytes()
+    skipped = []
+
+    class Stream:
+        def skip(self, key, reason):
+            skipped.append((key, reason))
+
+        def batches(self, epoch):
+            yield ShardBatch(list("abcd"), [picture, b"no picture", picture, picture], ["one", "two", "three", "one"])
+
+    batches = ShardBatches(Stream(), model, Augmentation(resolved, model, alone()), alone())
+    (batch,) = batches.epoch(0)
+    i2t, t2i = batch.labels(alone())
+    torch.testing.assert_close(i2t, torch.tensor([[1.0, 0, 1], [0, 1, 0], [1, 0, 1]]))
+    torch.testing.assert_close(t2i, i2t.T)
+    assert len(batch.images) == 3 and len(batch.texts) == 3 and [key for key, _ in skipped] == ["b"]
+    expected = model.text.reader.read([lambda t=t: t for t in ("one", "three", "one")])[0].batch(np.arange(3))
+    torch.testing.assert_close(batch.texts.values, expected.values)
