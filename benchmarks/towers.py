@@ -97,7 +97,10 @@ def runner(tower: nn.Module, batch: Inputs, what: str, device: str, bfloat16: bo
 
 def memory(form: str, what: str, options: argparse.Namespace) -> float:
     """MB that the passes need beside the weights (and, in training, gradients and moments, which have their size)."""
-    tower, batch = build(form, options.side, options.architecture).to(options.device), inputs(options.side, options.batch)
+    tower, batch = (
+        build(form, options.side, options.architecture).to(options.device),
+        inputs(options.side, options.batch),
+    )
     run = runner(tower, batch.to(options.device), what, options.device, options.bfloat16)
     if options.device == "cuda":
         run()
@@ -147,7 +150,10 @@ def main() -> None:
         peaks = {
             form: json.loads(
                 subprocess.run(
-                    [sys.executable, __file__, "--memory", form, what, *same], check=True, capture_output=True, text=True
+                    [sys.executable, __file__, "--memory", form, what, *same],
+                    check=True,
+                    capture_output=True,
+                    text=True,
                 ).stdout
             )
             for form in FORMS
@@ -167,7 +173,12 @@ def main() -> None:
     parameters = {form: sum(p.numel() for p in tower.parameters()) for form, tower in towers.items()}
     print(f"parameters {parameters['plain']:,} and {parameters['gaussian']:,}; load {os.getloadavg()[0]:.1f}")
     if options.json:
-        record = vars(options) | {"json": None, "results": results, "parameters": parameters, "torch": torch.__version__}
+        record = vars(options) | {
+            "json": None,
+            "results": results,
+            "parameters": parameters,
+            "torch": torch.__version__,
+        }
         options.json.write_text(json.dumps(record, indent=2) + "\n")
 
 

@@ -52,9 +52,7 @@ def test_labels_raised_carry_no_gradient():
     image, text = batch()
     leaf = image.log_var.clone().requires_grad_()
     image = GaussianEmbedding(image.mean, leaf)
-    pcmepp_loss(
-        image, text, MATCH, logit_scale=2.0, logit_bias=1.0, alpha=0.3, beta=0, match_weight=0
-    ).total.backward()
+    pcmepp_loss(image, text, MATCH, logit_scale=2.0, logit_bias=1.0, alpha=0.3, beta=0, match_weight=0).total.backward()
     distance = csd_matrix(image, text).detach()
     labels = pseudo_positives(distance, MATCH) + pseudo_positives(distance.T, MATCH.T).T
     by_logit = 0.3 * (2 * torch.sigmoid(1 - 2 * distance) - labels) / (4 * 6)

@@ -1,6 +1,6 @@
 """One process of a few that train together, for test_distributed.py: forward_backward on fixed batches, the results to a file.
 
-    python world.py OUT SIZES        with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment
+python world.py OUT SIZES        with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment
 """
 
 import json
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-
 
 from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
 from sfumato.encoders.features import Inputs
