@@ -126,7 +126,8 @@ def main() -> None:
     parser.add_argument("--memory", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory:
-        print(json.dumps(memory(*options.memory, options)))
+        form, what = options.memory
+        print(json.dumps(memory(form, what, options)))
         return
     batch = inputs(options.side, options.batch).to(options.device)
     towers = {form: build(form, options.side, options.architecture).to(options.device) for form in FORMS}
