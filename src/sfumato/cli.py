@@ -29,7 +29,11 @@ Overrides = Annotated[
 ModelName = Annotated[
     str, typer.Argument(help="folder of a run, of an exported or published model, or a name on the Hugging Face hub")
 ]
+Device = Annotated[str, typer.Option(help="where to compute: auto, cpu, cuda, mps")]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
+
+_TIMEOUT_MINUTES = 30.0
+"""Longest wait of a process that evaluates for another one."""
 
 
 @app.command()
@@ -69,28 +73,40 @@ def evaluate(
     ] = None,
     split: Annotated[str, typer.Option(help="split of the data")] = "test",
     distance: Annotated[str | None, typer.Option(help="rank by this distance instead of the model's own")] = None,
+    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate a model in both directions; of a run on its own data, writes evaluation-SPLIT-DISTANCE.json into its folder."""
+    """Evaluate a model in both directions; of a run on its own data, writes evaluation-SPLIT-DISTANCE.json into its folder.
+
+    Started by torchrun, its processes share the work.
+    """
+    from functools import partial
+
     from sfumato.console import print_evaluation
     from sfumato.recipes import find_recipe
+    from sfumato.training.build import choose_device
     from sfumato.training.config import load_recipe
+    from sfumato.training.distributed import join_world
     from sfumato.training.export import load_model
     from sfumato.training.inference import evaluate_model, evaluate_run
     from sfumato.training.run import RECIPE, load_run
 
     path = None
-    if data is not None:
-        config = load_recipe(find_recipe(data), overrides or []).data
-        result = evaluate_model(load_model(model), config, split, distance)
-    elif overrides:
-        raise UserError(f"{overrides[0]!r} changes a recipe; name it with --data RECIPE")
-    elif (Path(model) / RECIPE).is_file():
-        result, path = evaluate_run(load_run(model), split, distance)
-    else:
-        raise UserError(
-            f"{model} is not a run folder (no {RECIPE} in it); say what to evaluate it on: --data RECIPE data.path=..."
-        )
+    with join_world(partial(choose_device, device), _TIMEOUT_MINUTES) as world:
+        if data is not None:
+            config = load_recipe(find_recipe(data), overrides or []).data
+            result = evaluate_model(load_model(model, device=world.device), config, split, distance, world=world)
+        elif overrides:
+            raise UserError(f"{overrides[0]!r} changes a recipe; name it with --data RECIPE")
+        elif (Path(model) / RECIPE).is_file():
+            run = load_run(model, device=world.device)
+            result, path = evaluate_run(run, split, distance, world=world)
+        else:
+            raise UserError(
+                f"{model} is not a run folder (no {RECIPE} in it); say what to evaluate it on: --data RECIPE data.path=..."
+            )
+    if not world.main:
+        return
     if as_json:
         print(json.dumps(result.to_json()))
         return

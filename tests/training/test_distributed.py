@@ -96,6 +96,15 @@ def test_parts_cover_everything_once():
 POINTS = ["model.image.augment=false", "model.text.dropout=0", "train.epochs=2", "train.timeout_minutes=1"]
 
 
+def same_numbers(a: object, b: object) -> bool:
+    """Equal ranks and counts, and variances to the last digits that the size of a batch moves."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_numbers(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(same_numbers, a, b))
+    return a == pytest.approx(b, rel=1e-6) if isinstance(a, float) else a == b
+
+
 def train(recipe: Path, out: Path, *overrides: str) -> list[str]:
     return [sys.executable, "-m", "sfumato.cli", "train", str(recipe), "--out", str(out), *overrides]
 
@@ -108,6 +117,13 @@ def test_a_run_of_two_processes_evaluates_and_resumes_like_one(tmp_path):
     lines = [json.loads(line) for line in (whole / "log.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == [0, 1] and lines[1]["val/score"] > 0
     assert (whole / "calibration.json").exists()
+    # Evaluated by one process, by two and by three, whose parts are uneven: the same file.
+    written = []
+    for size in (1, 2, 3):
+        succeed(size, [sys.executable, "-m", "sfumato", "evaluate", str(whole)])
+        written.append(json.loads((whole / "evaluation-test-csd.json").read_text()))
+        (whole / "evaluation-test-csd.json").unlink()
+    assert same_numbers(written[0], written[1]) and same_numbers(written[0], written[2])
     # Killed after the first epoch and started again: the same bits.
     processes = start(2, train(recipe, parts, *POINTS))
     deadline = time.monotonic() + 60

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,6 +12,22 @@ from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics, retrieval_metrics
 from sfumato.metrics.uncertainty import balanced_spearman, none_if_nan, recall_by_uncertainty, spearman
 from sfumato.search.ranking import rank_relevant
+
+
+class Ranker(Protocol):
+    """Whatever ranks as :func:`~sfumato.search.ranking.rank_relevant` does: over several processes, or by another search."""
+
+    def __call__(
+        self,
+        queries: GaussianEmbedding,
+        gallery: GaussianEmbedding,
+        relevance: Relevance,
+        distance: str,
+        *,
+        queries_first: bool = True,
+    ) -> np.ndarray:
+        """(p,) ranks from 0 of all relevant items, in the order of relevance.indices."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -55,6 +71,7 @@ def evaluate_retrieval(
     *,
     distance: str = "csd",
     text_kinds: Sequence[str] | None = None,
+    rank: Ranker = rank_relevant,
 ) -> Evaluation:
     """Evaluate both directions.
 
@@ -64,6 +81,7 @@ def evaluate_retrieval(
         relevance: image -> true texts.
         distance: name in DISTANCES to rank by.
         text_kinds: (m,) kinds for a breakdown; one kind or None gives none.
+        rank: what ranks; exact search in this process.
 
     Returns:
         All figures.
@@ -74,8 +92,8 @@ def evaluate_retrieval(
     if text_kinds is not None and len(text_kinds) != texts.n:
         raise ValueError(f"evaluate_retrieval: got {len(text_kinds)} text_kinds for {texts.n} texts; give one for each")
     other = relevance.transpose()
-    i2t_ranks = rank_relevant(images, texts, relevance, distance)
-    t2i_ranks = rank_relevant(texts, images, other, distance, queries_first=False)
+    i2t_ranks = rank(images, texts, relevance, distance)
+    t2i_ranks = rank(texts, images, other, distance, queries_first=False)
     i2t, t2i = retrieval_metrics(i2t_ranks, relevance), retrieval_metrics(t2i_ranks, other)
     recalls = [f"recall@{k}" for k in (1, 5, 10)]
     kinds = np.array(text_kinds if text_kinds is not None else ["caption"] * texts.n)
@@ -88,7 +106,7 @@ def evaluate_retrieval(
             if len(narrowed.indices):
                 t2i_by_kind[kind] = retrieval_metrics(t2i_ranks[of_kind], other.select_queries(index))
                 i2t_by_kind[kind] = retrieval_metrics(
-                    rank_relevant(images, texts[torch.from_numpy(index).to(texts.device)], narrowed, distance), narrowed
+                    rank(images, texts[torch.from_numpy(index).to(texts.device)], narrowed, distance), narrowed
                 )
     variance = {"image": images.total_variance.cpu().numpy(), "text": texts.total_variance.cpu().numpy()}
     spread = any(np.ptp(v) > 0 for v in variance.values())

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from sfumato.errors import RunFailedError
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.relevance import Relevance
+from sfumato.search.ranking import rank_relevant
 
 _BUCKET = 25_000_000
 """Numbers that are summed over the processes at a time."""
@@ -81,6 +83,26 @@ class World:
     def gather_embeddings(self, embeddings: GaussianEmbedding, counts: Sequence[int]) -> GaussianEmbedding:
         """:meth:`gather` of means and log variances."""
         return GaussianEmbedding(self.gather(embeddings.mean, counts), self.gather(embeddings.log_var, counts))
+
+    def rank_relevant(
+        self,
+        queries: GaussianEmbedding,
+        gallery: GaussianEmbedding,
+        relevance: Relevance,
+        distance: str,
+        *,
+        queries_first: bool = True,
+    ) -> np.ndarray:
+        """:func:`~sfumato.search.ranking.rank_relevant`: each process ranks for its part of the queries, all get the whole."""
+        own = self.part(queries.n)
+        mine = rank_relevant(
+            queries[torch.from_numpy(own).to(queries.device)],
+            gallery,
+            relevance.select_queries(own),
+            distance,
+            queries_first=queries_first,
+        )
+        return self.gather(torch.from_numpy(mine), self.counts(len(mine))).numpy()
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Every parameter's gradient becomes the sum over the processes; one that a process does not have counts as 0."""

@@ -135,9 +135,9 @@ def load_model(
     """
     folder = Path(name_or_folder)
     if (folder / RECIPE).is_file():
-        run = load_run(folder)
+        run = load_run(folder, device=device)
         return Published(
-            run.model.to(device),
+            run.model,
             run.logit_scale,
             run.logit_bias,
             run.loss.distance.name,

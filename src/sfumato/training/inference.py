@@ -18,6 +18,7 @@ from sfumato.matching import match_probability
 from sfumato.progress import progress_bar
 from sfumato.search.index import GaussianIndex
 from sfumato.training.config import DataConfig
+from sfumato.training.distributed import World, alone
 from sfumato.training.export import load_model
 from sfumato.training.loop import embed_split, load_split
 from sfumato.training.run import Run
@@ -113,23 +114,41 @@ def embed_split_images(matcher: Matcher, data: DataConfig, split: str) -> tuple[
     return matcher.model.image.embed(prepared.images), list(prepared.data.image_ids), problems
 
 
-def evaluate_model(matcher: Matcher, data: DataConfig, split: str, distance: str | None = None) -> Evaluation:
-    """Evaluate any model on a split of any data, by its own distance or another."""
+def evaluate_model(
+    matcher: Matcher, data: DataConfig, split: str, distance: str | None = None, *, world: World | None = None
+) -> Evaluation:
+    """Evaluate any model on a split of any data.
+
+    Args:
+        matcher: the model.
+        data: where the split comes from.
+        split: its name.
+        distance: to rank by; the model's own if None.
+        world: the processes that share the work; each returns the whole result.
+    """
+    world = world or alone()
     name = get_distance(distance or matcher.distance).name
-    prepared = load_split(matcher.model, data, split)
+    prepared = load_split(matcher.model, data, split, world=world)
     relevance, kinds = prepared.data.relevance(), prepared.data.text_kinds
-    return evaluate_retrieval(*embed_split(matcher.model, prepared), relevance, distance=name, text_kinds=kinds)
+    embedded = embed_split(matcher.model, prepared, world)
+    return evaluate_retrieval(*embedded, relevance, distance=name, text_kinds=kinds, rank=world.rank_relevant)
 
 
-def evaluate_run(run: Run, split: str, distance: str | None = None) -> tuple[Evaluation, Path]:
+def evaluate_run(
+    run: Run, split: str, distance: str | None = None, *, world: World | None = None
+) -> tuple[Evaluation, Path]:
     """Evaluate a split of the run's data by its own distance or another, and write the figures into its folder.
+
+    Args:
+        run, split, distance, world: see :func:`evaluate_model`; of several processes the first one writes.
 
     Returns:
         (the figures, the file evaluation-SPLIT-DISTANCE.json).
     """
-    result = evaluate_model(run, run.recipe.data, split, distance)
+    result = evaluate_model(run, run.recipe.data, split, distance, world=world)
     path = run.folder / f"evaluation-{split}-{result.distance}.json"
-    write_json(path, result.to_json())
+    if world is None or world.main:
+        write_json(path, result.to_json())
     return result, path
 
 

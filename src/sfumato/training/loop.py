@@ -185,11 +185,11 @@ def _fit(recipe: Recipe, folder: Path, world: World) -> dict[str, Any]:
         if val is not None and (last or (epoch + 1) % config.evaluate_every == 0):
             with averaged(model, average):
                 embedded = embed_split(model, val, world)
-                if world.main:
-                    evaluation, score = validate(embedded, val, loss.distance, config.select)
-                    line |= _summary(evaluation, score)
-                    if score > best.score:
-                        best = _Best(score, epoch)
+                evaluation, score = validate(embedded, val, loss.distance, config.select, world)
+                line |= _summary(evaluation, score)
+                if score > best.score:
+                    best = _Best(score, epoch)
+                    if world.main:
                         about = {"epoch": epoch, "score": score}
                         save_state(folder / MODEL, {"model": model, "loss": loss}, None, about)
         line["seconds"] = time.monotonic() - started
@@ -336,7 +336,9 @@ def prepare_split(
     return PreparedSplit(data, images, texts)
 
 
-def load_split(model: DualEncoder, config: DataConfig, name: str, problems: Problems | None = None) -> PreparedSplit:
+def load_split(
+    model: DualEncoder, config: DataConfig, name: str, problems: Problems | None = None, world: World | None = None
+) -> PreparedSplit:
     """A split of some data, ready for a model; problems are noted, and told on standard error.
 
     Raises:
@@ -346,7 +348,7 @@ def load_split(model: DualEncoder, config: DataConfig, name: str, problems: Prob
     splits = load_splits(config, problems)
     if name not in splits:
         raise UserError(f"the data ({config.source}) has no split {name!r}; it has {', '.join(splits)}")
-    prepared = prepare_split(model, splits[name], problems, name)
+    prepared = prepare_split(model, splits[name], problems, name, world)
     if len(problems):
         say(f"{len(problems)} items left out:\n{problems.summary()}")
     return prepared
@@ -373,7 +375,11 @@ def _embed_part(tower: Tower, store: Store, world: World) -> GaussianEmbedding:
 
 
 def validate(
-    embedded: tuple[GaussianEmbedding, GaussianEmbedding], split: PreparedSplit, distance: Distance, select: str
+    embedded: tuple[GaussianEmbedding, GaussianEmbedding],
+    split: PreparedSplit,
+    distance: Distance,
+    select: str,
+    world: World,
 ) -> tuple[Evaluation, float]:
     """Evaluate the embeddings of a split; the score by which the best epoch is chosen, as TrainConfig.select says.
 
@@ -386,7 +392,9 @@ def validate(
             check_finite(embeddings, f"validation, {side}s")
         except ValueError as error:
             raise DivergedError(f"{error}; lower optim.lr or lengthen optim.warmup_epochs") from error
-    evaluation = evaluate_retrieval(*embedded, relevance, distance=distance.name, text_kinds=split.data.text_kinds)
+    evaluation = evaluate_retrieval(
+        *embedded, relevance, distance=distance.name, text_kinds=split.data.text_kinds, rank=world.rank_relevant
+    )
     many = relevance.transpose().counts.max() > 1
     if select == "map@r" or (select == "auto" and many):
         return evaluation, (evaluation.i2t["map@r"] + evaluation.t2i["map@r"]) / 2

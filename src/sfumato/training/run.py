@@ -54,8 +54,12 @@ class Run:
         return self.loss.distance.name
 
 
-def load_run(folder: str | Path) -> Run:
+def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
     """Load the best weights of a run.
+
+    Args:
+        folder: of the run.
+        device: where the model goes.
 
     Raises:
         UserError: the folder is not that of a run, or a file in it is missing or damaged.
@@ -75,7 +79,7 @@ def load_run(folder: str | Path) -> Run:
     if (folder / CALIBRATION).is_file():
         fitted = json.loads((folder / CALIBRATION).read_text())
         scale, bias, calibrated = fitted["logit_scale"], fitted["logit_bias"], True
-    return Run(folder, recipe, model.eval(), loss.eval(), scale, bias, calibrated)
+    return Run(folder, recipe, model.to(device).eval(), loss.to(device).eval(), scale, bias, calibrated)
 
 
 def save_assets(folder: Path, tokenizer: Tokenizer | None, model: DualEncoder) -> None:
