@@ -42,7 +42,7 @@ def sfumato(monkeypatch, capsys):
 def test_help_is_quick_and_names_the_commands():
     result = subprocess.run([sys.executable, "-m", "sfumato.cli", "--help"], capture_output=True, text=True)
     assert result.returncode == 0
-    for command in ("train", "evaluate", "embed", "index", "search", "demo", "recipes"):
+    for command in ("train", "evaluate", "embed", "export", "index", "search", "demo", "recipes"):
         assert command in result.stdout
 
 
@@ -59,6 +59,37 @@ def test_evaluate_by_another_distance(work, sfumato):
     status, out, _ = sfumato("evaluate", work / "run", "--split", "val", "--distance", "wasserstein2", "--json")
     assert status == 0 and json.loads(out)["distance"] == "wasserstein2"
     assert (work / "run" / "evaluation-val-wasserstein2.json").exists()
+
+
+def test_evaluate_on_the_data_of_a_recipe(work, sfumato, tmp_path):
+    """A run, and the same model exported and moved away from its data, give the same figures."""
+    status, out, _ = sfumato("evaluate", work / "run", "--json")
+    of_run = json.loads(out)
+    status, out, _ = sfumato("export", work / "run", tmp_path / "out", "--json")
+    assert status == 0 and json.loads(out)["bytes"] > 10_000
+    assert {"model.safetensors", "config.json", "README.md", "tokenizer.json"} <= {
+        p.name for p in (tmp_path / "out").iterdir()
+    }
+    status, out, _ = sfumato(
+        "evaluate", tmp_path / "out", "--data", work / "toy.toml", "data.test_share=0.25", "--json"
+    )
+    assert status == 0 and json.loads(out) == of_run
+    status, out, _ = sfumato(
+        "evaluate", tmp_path / "out", "--data", work / "toy.toml", "data.val_share=0", "data.test_share=0.5", "--json"
+    )
+    assert status == 0 and json.loads(out)["n_images"] > 1.5 * of_run["n_images"]
+
+
+def test_exported_models_embed_index_and_search(work, sfumato, tmp_path):
+    out, pictures = tmp_path / "out", work / "data"
+    assert sfumato("export", work / "run", out)[0] == 0
+    for model, name in ((work / "run", "run"), (out, "out")):
+        assert sfumato("embed", model, "--images", pictures, "--out", tmp_path / f"{name}.safetensors")[0] == 0
+    a, b = (load_embeddings(tmp_path / f"{name}.safetensors") for name in ("run", "out"))
+    assert a[1] == b[1] and a[0].mean.equal(b[0].mean) and a[0].log_var.equal(b[0].log_var)
+    assert sfumato("index", out, "--images", pictures, "--out", tmp_path / "index")[0] == 0
+    status, printed, _ = sfumato("search", tmp_path / "index", "a red circle", "-k", 3, "--json")
+    assert status == 0 and len(json.loads(printed)[0]["hits"]) == 3
 
 
 def test_embed_images_and_texts(work, sfumato):
@@ -117,6 +148,10 @@ def test_recipes_are_listed_and_shown(sfumato):
         (["train", "{recipe}", "train.device=abacus", "--out", "{new}"], "train.device='abacus' is not available"),
         (["train", "{recipe}", "data.path=nowhere", "--out", "{new}2"], "there is no nowhere"),
         (["evaluate", "{data}"], "is not a run folder"),
+        (["evaluate", "{run}", "train.epochs=3"], "'train.epochs=3' changes a recipe; name it with --data RECIPE"),
+        (["evaluate", "{run}", "--device", "abacus"], "'abacus' is not available"),
+        (["export", "{data}", "{new}4"], "is not a run folder"),
+        (["export", "{run}", "{data}"], "exists already; give a new or empty folder"),
         (["evaluate", "{run}", "--split", "dev"], "has no split 'dev'; it has"),
         (["evaluate", "{run}", "--distance", "cds"], "did you mean 'csd'?"),
         (["embed", "{run}", "--out", "x.safetensors"], "give either --images FOLDER or --texts FILE"),

@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "sfumato.gaussian": ("GaussianEmbedding", "load_embeddings", "save_embeddings"),
+    "sfumato.gaussian": (
+        "GaussianEmbedding",
+        "load_embeddings",
+        "save_embeddings",
+    ),
     "sfumato.distances": (
         "DISTANCES",
         "average_l2",
@@ -34,28 +38,76 @@ _HOMES = {
         "wasserstein2_printed",
         "wasserstein2_printed_matrix",
     ),
-    "sfumato.matching": ("MatchingLogits", "fit_logits", "match_probability", "sampled_match_log_probability"),
+    "sfumato.matching": (
+        "MatchingLogits",
+        "fit_logits",
+        "match_probability",
+        "sampled_match_log_probability",
+    ),
     "sfumato.losses": (
-        "LOSSES",
         "InfoNCELoss",
+        "LOSSES",
         "PCMEPPLoss",
+        "ProLIPLoss",
         "TripletLoss",
+        "inclusion_loss",
+        "inclusion_test",
         "infonce_loss",
+        "log_inclusion",
         "pcmepp_loss",
+        "prolip_loss",
         "triplet_loss",
         "vib_loss",
     ),
     "sfumato.encoders.dual": ("DualEncoder",),
     "sfumato.encoders.heads": ("GaussianHead",),
-    "sfumato.encoders.pooling": ("GPO", "POOLINGS"),
+    "sfumato.encoders.pooling": (
+        "GPO",
+        "POOLINGS",
+    ),
+    "sfumato.encoders.clip": (
+        "ClipImageEncoder",
+        "ClipTextEncoder",
+    ),
+    "sfumato.encoders.hub": (
+        "Published",
+        "load_published",
+    ),
+    "sfumato.encoders.checkpoints": ("read_checkpoint",),
     "sfumato.metrics.relevance": ("Relevance",),
     "sfumato.evaluation.protocols": ("evaluate_retrieval",),
     "sfumato.search.index": ("GaussianIndex",),
-    "sfumato.search.ranking": ("rank_relevant", "top_k"),
+    "sfumato.search.ranking": (
+        "rank_relevant",
+        "top_k",
+    ),
     "sfumato.data.emoji": ("load_emoji",),
-    "sfumato.training.config": ("Recipe", "load_recipe"),
+    "sfumato.data.pairs": ("PairData",),
+    "sfumato.data.manifest": (
+        "read_image_folder",
+        "read_manifest",
+    ),
+    "sfumato.data.sources": ("read_karpathy",),
+    "sfumato.data.noise": ("noisy_pairs",),
+    "sfumato.data.shards": (
+        "ShardStream",
+        "read_shards",
+        "write_shards",
+    ),
+    "sfumato.training.config": (
+        "Recipe",
+        "load_recipe",
+    ),
     "sfumato.training.loop": ("fit",),
-    "sfumato.training.run": ("Run", "load_run"),
+    "sfumato.training.run": (
+        "Run",
+        "load_run",
+    ),
+    "sfumato.training.export": (
+        "export_run",
+        "load_exported",
+        "load_model",
+    ),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -64,6 +116,8 @@ __all__ = [
     "GPO",
     "LOSSES",
     "POOLINGS",
+    "ClipImageEncoder",
+    "ClipTextEncoder",
     "DualEncoder",
     "GaussianEmbedding",
     "GaussianHead",
@@ -71,9 +125,13 @@ __all__ = [
     "InfoNCELoss",
     "MatchingLogits",
     "PCMEPPLoss",
+    "PairData",
+    "ProLIPLoss",
+    "Published",
     "Recipe",
     "Relevance",
     "Run",
+    "ShardStream",
     "TripletLoss",
     "__version__",
     "average_l2",
@@ -85,9 +143,12 @@ __all__ = [
     "elk",
     "elk_matrix",
     "evaluate_retrieval",
+    "export_run",
     "fit",
     "fit_logits",
     "get_distance",
+    "inclusion_loss",
+    "inclusion_test",
     "infonce_loss",
     "js",
     "js_matrix",
@@ -95,13 +156,24 @@ __all__ = [
     "kl_matrix",
     "load_embeddings",
     "load_emoji",
+    "load_exported",
+    "load_model",
+    "load_published",
     "load_recipe",
     "load_run",
+    "log_inclusion",
     "match_probability",
     "min_kl",
     "min_kl_matrix",
+    "noisy_pairs",
     "pcmepp_loss",
+    "prolip_loss",
     "rank_relevant",
+    "read_checkpoint",
+    "read_image_folder",
+    "read_karpathy",
+    "read_manifest",
+    "read_shards",
     "sampled_match_log_probability",
     "save_embeddings",
     "squared_l2",
@@ -113,10 +185,16 @@ __all__ = [
     "wasserstein2_matrix",
     "wasserstein2_printed",
     "wasserstein2_printed_matrix",
+    "write_shards",
 ]
 
 if TYPE_CHECKING:
     from sfumato.data.emoji import load_emoji
+    from sfumato.data.manifest import read_image_folder, read_manifest
+    from sfumato.data.noise import noisy_pairs
+    from sfumato.data.pairs import PairData
+    from sfumato.data.shards import ShardStream, read_shards, write_shards
+    from sfumato.data.sources import read_karpathy
     from sfumato.distances import (
         DISTANCES,
         average_l2,
@@ -141,8 +219,11 @@ if TYPE_CHECKING:
         wasserstein2_printed,
         wasserstein2_printed_matrix,
     )
+    from sfumato.encoders.checkpoints import read_checkpoint
+    from sfumato.encoders.clip import ClipImageEncoder, ClipTextEncoder
     from sfumato.encoders.dual import DualEncoder
     from sfumato.encoders.heads import GaussianHead
+    from sfumato.encoders.hub import Published, load_published
     from sfumato.encoders.pooling import GPO, POOLINGS
     from sfumato.evaluation.protocols import evaluate_retrieval
     from sfumato.gaussian import GaussianEmbedding, load_embeddings, save_embeddings
@@ -150,9 +231,14 @@ if TYPE_CHECKING:
         LOSSES,
         InfoNCELoss,
         PCMEPPLoss,
+        ProLIPLoss,
         TripletLoss,
+        inclusion_loss,
+        inclusion_test,
         infonce_loss,
+        log_inclusion,
         pcmepp_loss,
+        prolip_loss,
         triplet_loss,
         vib_loss,
     )
@@ -161,6 +247,7 @@ if TYPE_CHECKING:
     from sfumato.search.index import GaussianIndex
     from sfumato.search.ranking import rank_relevant, top_k
     from sfumato.training.config import Recipe, load_recipe
+    from sfumato.training.export import export_run, load_exported, load_model
     from sfumato.training.loop import fit
     from sfumato.training.run import Run, load_run
 

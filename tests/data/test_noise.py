@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pairs import captions, many_to_many
 from scipy import stats
-from test_pairs import captions, many_to_many
 
 from sfumato.data.noise import apply_noise, load_noise, noisy_pairs, save_noise, shuffle_pairs
 from sfumato.data.pairs import FileImage, PairData, PairSampler, make_pair_data
@@ -70,11 +70,11 @@ def test_every_pair_is_as_likely_to_be_noisy_and_every_wrong_image_as_likely_to_
 
 def test_every_process_draws_the_same():
     code = (
-        "from test_pairs import captions, many_to_many; from sfumato.data.noise import shuffle_pairs;"
+        "from pairs import captions, many_to_many; from sfumato.data.noise import shuffle_pairs;"
         "print([shuffle_pairs(d, 0.5, 3)[1].tolist() for d in (captions(20, 5), many_to_many())])"
     )
     here = [shuffle_pairs(d, 0.5, 3)[1].tolist() for d in (captions(20, 5), many_to_many())]
-    folder = str(Path(__file__).parent)
+    folder = str(Path(__file__).parents[1])
     for hash_seed in ("0", "1"):
         out = subprocess.run(
             [sys.executable, "-c", code],

@@ -109,7 +109,7 @@ def random_crop_box(random: np.random.Generator, low: float = 0.6) -> Box:
     Raises:
         ValueError: low is not in (0, 1].
 
-    Source: the training crop of the PCME++ code, https://github.com/naver-ai/pcmepp.
+    Source: the training crop of the PCME++ code, https://github.com/naver-ai/pcmepp, which draws one share for both sides.
     """
     if not 0 < low <= 1:
         raise ValueError(f"random_crop_box: low must be in (0, 1], got {low}")

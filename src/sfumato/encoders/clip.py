@@ -18,6 +18,7 @@ from sfumato.encoders.features import Inputs, TokenFeatures
 from sfumato.errors import UserError
 
 VarianceStart = Literal["random", "copy"]
+Activation = Literal["quick_gelu", "gelu"]
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """Mean and standard deviation of the pixels that CLIP was trained on, in [0, 1]."""
@@ -225,6 +226,7 @@ def clip_image_encoder(
     architecture: str = "ViT-B/32",
     size: int | None = None,
     blocks: int | None = None,
+    activation: Activation = "quick_gelu",
     description: Mapping[str, Any] | None = None,
     final_norm: bool = False,
     variance_blocks: int = 1,
@@ -238,6 +240,7 @@ def clip_image_encoder(
         architecture: without weights, a name in ARCHITECTURES.
         size: side of the pictures in pixels; position codes are interpolated to it. None: the model's own (224).
         blocks: without weights, number of blocks; the architecture's if None.
+        activation: without weights; quick_gelu is OpenAI's, gelu open_clip's.
         description: of an encoder built before, in place of weights and architecture.
         final_norm, variance_blocks, variance_start, checkpointing: see :class:`ClipImageEncoder`.
 
@@ -266,6 +269,7 @@ def clip_image_encoder(
             intermediate_size=4 * width,
             num_hidden_layers=blocks or own_blocks,
             num_attention_heads=heads,
+            hidden_act=activation,
             patch_size=patch,
             image_size=size or 224,
         )
@@ -290,6 +294,7 @@ def clip_text_encoder(
     vocabulary: int = 49408,
     max_tokens: int = 77,
     blocks: int | None = None,
+    activation: Activation = "quick_gelu",
     description: Mapping[str, Any] | None = None,
     variance_blocks: int = 1,
     variance_start: VarianceStart = "random",
@@ -302,6 +307,7 @@ def clip_text_encoder(
         architecture: without weights, a name in ARCHITECTURES.
         vocabulary, max_tokens: without weights, number of word pieces and longest text.
         blocks: without weights, number of blocks; the architecture's if None.
+        activation: without weights; quick_gelu is OpenAI's, gelu open_clip's.
         description: of an encoder built before, in place of weights and architecture.
         variance_blocks, variance_start, checkpointing: see :class:`ClipTextEncoder`.
 
@@ -323,6 +329,7 @@ def clip_text_encoder(
             intermediate_size=4 * width,
             num_hidden_layers=blocks or own_blocks,
             num_attention_heads=heads,
+            hidden_act=activation,
             max_position_embeddings=max_tokens,
             bos_token_id=None,
             eos_token_id=None,

@@ -96,9 +96,9 @@ def fresh_tokenizer(config: ModelConfig, texts: Iterable[str]) -> Tokenizer | No
         return train_tokenizer(texts, text.vocabulary)
     if not isinstance(text, ClipTextConfig):
         return None
-    if not text.weights:
+    if not text.weights and not text.tokenizer:
         return add_begin_and_end(train_tokenizer(texts, text.vocabulary), text.max_tokens)
-    pretrained = pretrained_tokenizer(text.weights)
+    pretrained = pretrained_tokenizer(text.weights or text.tokenizer)
     tokenizer: Tokenizer = pretrained.backend_tokenizer
     tokenizer.enable_truncation(text.max_tokens)
     if len(tokenizer.encode("").ids) < 2:  # SigLIP: every text has the full length, and all of it is looked at.
@@ -158,6 +158,7 @@ def _image_side(config: ModelConfig, assets: Assets) -> tuple[Reader, nn.Module]
         architecture=image.architecture,
         size=image.size,
         blocks=image.blocks,
+        activation=image.activation,
         description=assets.encoders.get("image"),
         final_norm=image.final_norm,
         variance_blocks=image.variance_blocks if own_blocks else 0,
@@ -185,6 +186,7 @@ def _text_side(config: ModelConfig, assets: Assets) -> tuple[Reader, nn.Module]:
         vocabulary=vocabulary,
         max_tokens=text.max_tokens,
         blocks=text.blocks,
+        activation=text.activation,
         description=assets.encoders.get("text"),
         variance_blocks=text.variance_blocks if own_blocks else 0,
         variance_start=text.variance_start,

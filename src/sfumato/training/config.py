@@ -160,6 +160,9 @@ class ClipImageConfig(_Section):
     )
     size: int | None = Field(None, ge=16, description="side of the square pictures; the model's own (224) if left out")
     blocks: PositiveInt | None = Field(None, description="without weights: number of blocks, if not the architecture's")
+    activation: Literal["quick_gelu", "gelu"] = Field(
+        "quick_gelu", description="without weights: OpenAI's or open_clip's"
+    )
     variance_blocks: int = Field(1, ge=0, description="last blocks that the log variance has for itself")
     variance_start: Literal["random", "copy"] = Field("random", description="of these: as published, or the mean's")
     variance_token: bool = Field(
@@ -190,7 +193,13 @@ class ClipTextConfig(_Section):
         "ViT-B/32", description="without weights"
     )
     blocks: PositiveInt | None = Field(None, description="without weights: number of blocks, if not the architecture's")
+    activation: Literal["quick_gelu", "gelu"] = Field(
+        "quick_gelu", description="without weights: OpenAI's or open_clip's"
+    )
     vocabulary: PositiveInt = Field(4000, description="without weights: word pieces, learnt from the training texts")
+    tokenizer: str = Field(
+        "", description="without weights: hub name or local folder whose word pieces to take instead of learning some"
+    )
     max_tokens: int = Field(77, ge=3, description="longer texts are cut")
     variance_blocks: int = Field(1, ge=0, description="last blocks that the log variance has for itself")
     variance_start: Literal["random", "copy"] = Field("random", description="of these: as published, or the mean's")
@@ -338,8 +347,9 @@ class TrainConfig(_Section):
     )
     compile: bool = Field(False, description="compile the encoders with torch.compile")
     timeout_minutes: PositiveFloat = Field(10.0, description="several processes: longest wait for each other")
-    select: Literal["auto", "rsum", "map@r"] = Field(
-        "auto", description="auto: rsum, or map@r where the truth is many-to-many"
+    select: Literal["auto", "rsum", "map@r", "last"] = Field(
+        "auto",
+        description="which epoch's weights to keep: the best by rsum or map@r (auto: by map@r where the truth is many-to-many), or the last",
     )
 
 

@@ -187,7 +187,7 @@ def _fit(recipe: Recipe, folder: Path, world: World) -> dict[str, Any]:
                 embedded = embed_split(model, val, world)
                 evaluation, score = validate(embedded, val, loss.distance, config.select, world)
                 line |= _summary(evaluation, score)
-                if score > best.score:
+                if score > best.score or config.select == "last":
                     best = _Best(score, epoch)
                     if world.main:
                         about = {"epoch": epoch, "score": score}
