@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,10 @@ from pathlib import Path
 
 import pytest
 from toy import make_toy
+
+from sfumato.cli import app
+from sfumato.recipes import find_recipe
+from sfumato.training.config import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,10 +37,31 @@ def test_shell_blocks_run(tmp_path):
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m sfumato.cli "$@"\n')
     command.chmod(0o755)
     environment = {**os.environ, "PATH": f"{command.parent}:{os.environ['PATH']}"}
-    (script,) = blocks("sh")
+    script = "".join(blocks("sh"))
     result = subprocess.run(["sh", "-e", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "matches expected" in result.stdout and "recall@1" in result.stdout
+
+
+def test_commands_that_need_data_or_a_network_name_what_exists():
+    lines = [line for block in blocks("bash") for line in block.splitlines() if line and not line.startswith("#")]
+    assert lines
+    for line in lines:
+        command = line.split("sfumato ", 1)[1].split()
+        assert command[0] in {c.callback.__name__ for c in app.registered_commands}
+        if command[0] == "train":
+            load_recipe(find_recipe(command[1]), shlex.split(" ".join(command[2:]), comments=True))
+
+
+def test_tests_that_the_mathematics_name_exist():
+    named = re.findall(r"`((?:[\w]+/)?test_\w+\.py)::(\w+)`", (ROOT / "docs" / "math.md").read_text(encoding="utf-8"))
+    assert len(named) > 30
+    missing = [
+        f"{file}::{name}"
+        for file, name in named
+        if not re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    ]
+    assert not missing
 
 
 def test_make_targets_exist():
