@@ -429,7 +429,7 @@ def _load(transformers: Any, kinds: dict[str, Any], weights: str, side: str) -> 
         raise UserError(
             f"{weights!r} is a model of type {config.model_type!r}; its {side} side cannot be had as one of {', '.join(kinds)}"
         )
-    return from_pretrained(kinds[part.model_type], weights)
+    return from_pretrained(kinds[part.model_type], weights).float()  # Some are stored in half precision.
 
 
 def _resize_positions(embeddings: Any, size: int) -> None:
