@@ -67,6 +67,8 @@ class ClipEncoder(nn.Module):
             raise ValueError(
                 f"variance_blocks must lie in [0, {len(blocks)}], the number of blocks, got {variance_blocks}"
             )
+        # Whatever the folder asks for: "eager" ignores is_causal and adds a mask of booleans instead of applying it.
+        backbone.set_attn_implementation("sdpa")
         first = len(blocks) - variance_blocks
         fresh = [type(block)(backbone.config) for block in blocks[first:]]
         for block, own in zip(blocks[first:], fresh, strict=True):
