@@ -266,6 +266,7 @@ def clip_image_encoder(
     else:
         width, own_blocks, heads = _shape(architecture, "image")
         patch = int(architecture.rpartition("/")[2])
+        _check_size(size or 224, patch)
         config = transformers.CLIPVisionConfig(
             hidden_size=width,
             intermediate_size=4 * width,
@@ -277,6 +278,7 @@ def clip_image_encoder(
         )
         backbone = transformers.CLIPVisionModel(config)
     if size is not None and size != backbone.embeddings.image_size:
+        _check_size(size, backbone.embeddings.patch_size)
         _resize_positions(backbone.embeddings, size)
     return ClipImageEncoder(
         backbone,
@@ -434,10 +436,13 @@ def _load(transformers: Any, kinds: dict[str, Any], weights: str, side: str) -> 
     return from_pretrained(kinds[part.model_type], weights).float()  # Some are stored in half precision.
 
 
+def _check_size(size: int, patch: int) -> None:
+    if size % patch:
+        raise ValueError(f"size must be a multiple of the patch, {patch} pixels, got {size}")
+
+
 def _resize_positions(embeddings: Any, size: int) -> None:
     """Interpolate the position codes of a vision transformer to pictures of another size, in place."""
-    if size % embeddings.patch_size:
-        raise ValueError(f"size must be a multiple of the patch, {embeddings.patch_size} pixels, got {size}")
     patches = (size // embeddings.patch_size) ** 2
     extra = embeddings.num_positions - embeddings.num_patches
     with torch.no_grad():
