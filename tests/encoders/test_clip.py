@@ -1,0 +1,494 @@
+"""CLIP and SigLIP towers against the same transformers left whole: what the blocks compute, and what becomes of them."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the extra backbones is not installed")
+
+import transformers
+
+from sfumato.encoders.clip import ClipImageEncoder, ClipTextEncoder, clip_image_encoder, clip_text_encoder
+from sfumato.encoders.features import Inputs
+from sfumato.encoders.heads import GaussianHead
+from sfumato.errors import UserError
+
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
+IMAGE = {
+    "clip 8/24": ("clip", {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 24}),
+    "clip 8/16, gelu": (
+        "clip",
+        {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 16, "hidden_act": "gelu"},
+    ),
+    "siglip 8/24": ("siglip", {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 24}),
+}
+TEXT = {
+    "clip": ("clip", {"hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 2}),
+    "clip, gelu": ("clip", {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 1, "hidden_act": "gelu"}),
+    "siglip": ("siglip", {"hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 3}),
+}
+KINDS = {
+    ("clip", "image"): (transformers.CLIPVisionModel, transformers.CLIPVisionConfig),
+    ("siglip", "image"): (transformers.SiglipVisionModel, transformers.SiglipVisionConfig),
+    ("clip", "text"): (transformers.CLIPTextModel, transformers.CLIPTextConfig),
+    ("siglip", "text"): (transformers.SiglipTextModel, transformers.SiglipTextConfig),
+}
+
+
+def plain(kind, side, dtype=torch.float64, seed=0, **options):
+    """A tower as transformers builds it, its norms and biases random too, so that one too many or too few shows."""
+    model, config = KINDS[kind, side]
+    own = {"patch_size": 8} if side == "image" else {"vocab_size": 30, "max_position_embeddings": 9, "pad_token_id": 0}
+    torch.manual_seed(seed)
+    built = model(config(intermediate_size=20, **own, **options)).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return built
+
+
+def image_encoder(backbone, **options):
+    dtype = next(backbone.parameters()).dtype
+    encoder = ClipImageEncoder(copy.deepcopy(backbone), pixel_mean=MEAN, pixel_std=STD, **options)
+    return encoder.to(dtype).eval()
+
+
+def text_encoder(backbone, **options):
+    return ClipTextEncoder(copy.deepcopy(backbone), **options).to(next(backbone.parameters()).dtype).eval()
+
+
+def pixels(n=3, size=24, dtype=torch.float64, seed=1):
+    return torch.rand(n, 3, size, size, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def standardised(values):
+    mean, std = (torch.tensor(v).to(values).view(3, 1, 1) for v in (MEAN, STD))
+    return (values - mean) / std
+
+
+def before_last_norm(backbone, values):
+    """What the last block of a whole tower gives."""
+    seen = []
+    with torch.no_grad(), backbone.encoder.layers[-1].register_forward_hook(lambda _, __, out: seen.append(out)):
+        backbone(values)
+    return seen[0]
+
+
+IDS = torch.randint(1, 30, (4, 7), generator=torch.Generator().manual_seed(2))
+
+
+# What the blocks compute ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variance_blocks", [0, 1, 2])
+@pytest.mark.parametrize("case", IMAGE)
+def test_image_features_are_those_of_the_whole_tower(case, variance_blocks):
+    kind, options = IMAGE[case]
+    backbone, values = plain(kind, "image", **options), pixels(size=options["image_size"])
+    with torch.no_grad():
+        whole, last = backbone(standardised(values)), before_last_norm(backbone, standardised(values))
+        raw = image_encoder(backbone, variance_blocks=variance_blocks)(Inputs(values))
+        normed = image_encoder(backbone, variance_blocks=variance_blocks, final_norm=True)(Inputs(values))
+    patches = (options["image_size"] // 8) ** 2
+    assert raw.mean.shape == (3, patches + (kind == "clip"), options["hidden_size"]) and raw.mask is None
+    # CLIP's tower norms the class token for its pooler only, SigLIP's all tokens of its last hidden state.
+    torch.testing.assert_close(normed.mean, backbone.post_layernorm(last))
+    if kind == "clip":
+        torch.testing.assert_close(raw.mean, whole.last_hidden_state)
+        torch.testing.assert_close(normed.mean[:, 0], whole.pooler_output)
+    else:
+        torch.testing.assert_close(normed.mean, whole.last_hidden_state)
+    torch.testing.assert_close(raw.mean, last)
+    assert (raw.mean - normed.mean).abs().max() > 0.1
+    assert (raw.log_var is None) == (variance_blocks == 0)
+
+
+@pytest.mark.parametrize("variance_blocks", [0, 1, 2])
+@pytest.mark.parametrize("case", TEXT)
+def test_text_features_are_those_of_the_whole_tower(case, variance_blocks):
+    kind, options = TEXT[case]
+    backbone = plain(kind, "text", **options)
+    mask = torch.ones_like(IDS, dtype=torch.bool)
+    with torch.no_grad():
+        whole = backbone(IDS)
+        normed = text_encoder(backbone, variance_blocks=variance_blocks)(Inputs(IDS, mask))
+        raw = text_encoder(backbone, variance_blocks=variance_blocks, final_norm=False)(Inputs(IDS))
+    torch.testing.assert_close(normed.mean, whole.last_hidden_state)
+    assert normed.mask is mask and raw.mask is None
+    torch.testing.assert_close(raw.mean, before_last_norm(backbone, IDS))
+    assert (raw.mean - normed.mean).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("side", ["image", "text"])
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_the_log_variance_takes_its_own_last_blocks_and_no_norm(kind, side):
+    """As a whole tower with these blocks in place of its own last ones, before its last norm."""
+    options = (IMAGE["clip 8/24"] if side == "image" else TEXT["clip"])[1]
+    backbone, values = plain(kind, side, **options), pixels() if side == "image" else IDS
+    encoder = (image_encoder if side == "image" else text_encoder)(backbone, variance_blocks=2, final_norm=True)
+    other = copy.deepcopy(backbone)
+    with torch.no_grad():
+        for parameter in encoder.variance_blocks.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+        for place, block in zip((1, 2), encoder.variance_blocks, strict=True):
+            other.encoder.layers[place].load_state_dict(block.state_dict())
+        features = encoder(Inputs(values))
+    expected = before_last_norm(other, standardised(values) if side == "image" else values)
+    torch.testing.assert_close(features.log_var, expected)
+    assert (features.log_var - features.mean).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_features_of_a_model_of_both_sides_saved_to_a_folder(kind, tmp_path):
+    """Through the files of transformers: each side finds its part, and SigLIP its own pixel statistics."""
+    model, config = {
+        "clip": (transformers.CLIPModel, transformers.CLIPConfig),
+        "siglip": (transformers.SiglipModel, transformers.SiglipConfig),
+    }[kind]
+    sides = {
+        side: plain(kind, side, torch.float32, **IMAGE["clip 8/24"][1] if side == "image" else TEXT["clip"][1])
+        for side in ("image", "text")
+    }
+    both = model(
+        config(text_config=sides["text"].config.to_dict(), vision_config=sides["image"].config.to_dict())
+    ).eval()
+    both.vision_model.load_state_dict(sides["image"].state_dict())
+    both.text_model.load_state_dict(sides["text"].state_dict())
+    both.save_pretrained(tmp_path)
+    image, text = clip_image_encoder(str(tmp_path), final_norm=True).eval(), clip_text_encoder(str(tmp_path)).eval()
+    mean, std = (
+        ((0.5,) * 3, (0.5,) * 3)
+        if kind == "siglip"
+        else ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+    )
+    whole = (torch.arange(3 * 3 * 24 * 24).view(3, 3, 24, 24) * 7 % 256).to(torch.uint8)
+    values = (whole / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    with torch.no_grad():
+        expected = sides["image"].post_layernorm(before_last_norm(sides["image"], values))
+        torch.testing.assert_close(image(Inputs(whole)).mean, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(text(Inputs(IDS)).mean, sides["text"](IDS).last_hidden_state, rtol=1e-5, atol=1e-5)
+    assert text.causal == (kind == "clip")
+
+
+def test_each_side_saved_alone_and_in_half_precision_learns_in_float32(tmp_path):
+    image, text = (
+        plain("clip", "image", torch.float32, **IMAGE["clip 8/24"][1]),
+        plain("siglip", "text", torch.float32, **TEXT["siglip"][1]),
+    )
+    image.half().save_pretrained(tmp_path / "image")
+    text.bfloat16().save_pretrained(tmp_path / "text")
+    for encoder, values, backbone in (
+        (clip_image_encoder(str(tmp_path / "image")), pixels(dtype=torch.float32), image),
+        (clip_text_encoder(str(tmp_path / "text")), IDS, text),
+    ):
+        assert {p.dtype for p in encoder.parameters()} == {torch.float32}
+        features = encoder(Inputs(values))
+        assert features.mean.dtype == features.log_var.dtype == torch.float32
+        (features.mean.sum() + features.log_var.sum()).backward()
+        stored = backbone.encoder.layers[-1].mlp.fc1.weight
+        assert torch.equal(encoder.mean_blocks[0].mlp.fc1.weight.to(stored), stored)
+
+
+# Blocks of the log variance, and their numbers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["image", "text"])
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_a_copied_start_is_the_means_and_a_random_one_is_new(kind, side):
+    options = (IMAGE["clip 8/24"] if side == "image" else TEXT["clip"])[1]
+    backbone, build = plain(kind, side, torch.float32, **options), image_encoder if side == "image" else text_encoder
+    values = Inputs(pixels(dtype=torch.float32) if side == "image" else IDS)
+    copied = build(backbone, variance_blocks=2, variance_start="copy", final_norm=False)
+    random = build(backbone, variance_blocks=2, variance_start="random", final_norm=False)
+    for encoder in (copied, random):
+        kept = zip(backbone.encoder.layers, [*encoder.shared_blocks, *encoder.mean_blocks], strict=True)
+        for before, after in kept:
+            assert all(map(torch.equal, before.parameters(), after.parameters())), "pre-trained blocks are left alone"
+    for mine, theirs in zip(copied.mean_blocks, copied.variance_blocks, strict=True):
+        assert mine.state_dict().keys() == theirs.state_dict().keys()
+        for name, value in mine.state_dict().items():
+            assert torch.equal(value, theirs.state_dict()[name]) and value is not theirs.state_dict()[name]
+            assert value.data_ptr() != theirs.state_dict()[name].data_ptr(), "a copy, not the same weights"
+    for block, own in zip(random.mean_blocks, random.variance_blocks, strict=True):
+        for (name, value), other in zip(block.named_parameters(), own.parameters(), strict=True):
+            assert value.shape == other.shape and not torch.equal(value, other), name
+    first, second = random.variance_blocks
+    assert not torch.equal(first.mlp.fc1.weight, second.mlp.fc1.weight)
+    with torch.no_grad():
+        same, new = copied(values), random(values)
+    assert torch.equal(same.mean, same.log_var)
+    assert torch.equal(same.mean, new.mean) and (new.log_var - new.mean).abs().max() > 0.1
+
+
+def test_a_random_start_is_that_of_the_whole_tower():
+    """CLIP's own start, not torch's for a bare layer: biases 0, norms 1, the stated deviations of its weights."""
+    width, layers = 64, 3
+    options = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 2, "image_size": 16}
+    torch.manual_seed(0)
+    config = transformers.CLIPVisionConfig(intermediate_size=4 * width, patch_size=8, **options)
+    (block,) = ClipImageEncoder(transformers.CLIPVisionModel(config)).variance_blocks
+    for name, parameter in block.named_parameters():
+        if name.endswith("bias"):
+            assert parameter.eq(0).all(), name
+        elif "norm" in name:
+            assert parameter.eq(1).all(), name
+    for layer, expected in (
+        (block.self_attn.q_proj, width**-0.5 * (2 * layers) ** -0.5),
+        (block.self_attn.out_proj, width**-0.5),
+        (block.mlp.fc1, (2 * width) ** -0.5),
+        (block.mlp.fc2, width**-0.5 * (2 * layers) ** -0.5),
+    ):
+        # 4096 weights or more: the deviation is known to about 1 %.
+        assert layer.weight.std().item() == pytest.approx(expected, rel=0.06)
+
+
+@pytest.mark.parametrize("side", ["image", "text"])
+@pytest.mark.parametrize(("blocks", "variance_blocks"), [(1, 1), (2, 0), (12, 1), (12, 3), (24, 1), (24, 24)])
+def test_blocks_are_numbered_from_the_top(side, blocks, variance_blocks):
+    """The names of an encoder's parameters against the number of the same tensor in the whole tower."""
+    shape = {"hidden_size": 4, "num_hidden_layers": blocks, "num_attention_heads": 1}
+    backbone = plain("clip", side, torch.float32, **shape, **({"image_size": 16} if side == "image" else {}))
+    encoder = (ClipImageEncoder if side == "image" else ClipTextEncoder)(backbone, variance_blocks=variance_blocks)
+    assert encoder.depth == blocks
+    place = {id(p): i for i, block in enumerate(backbone.encoder.layers) for p in block.parameters()}
+    own = {id(p): i for i, block in enumerate(encoder.variance_blocks) for p in block.parameters()}
+    seen = set()
+    for name, parameter in encoder.named_parameters():
+        if id(parameter) in place:
+            expected = blocks - place[id(parameter)]
+        elif id(parameter) in own:
+            expected = variance_blocks - own[id(parameter)]
+        else:
+            expected = 0
+        assert encoder.blocks_from_top(name) == expected, name
+        seen.add(expected)
+    assert seen == set(range(blocks + 1))
+
+
+def test_blocks_are_numbered_from_the_top_by_hand():
+    encoder = clip_text_encoder(architecture="ViT-Ti/16", vocabulary=9, max_tokens=3, blocks=12, variance_blocks=2)
+    numbers = {
+        "mean_blocks.1.mlp.fc1.weight": 1,
+        "variance_blocks.1.layer_norm1.bias": 1,
+        "mean_blocks.0.mlp.fc1.weight": 2,
+        "variance_blocks.0.self_attn.q_proj.weight": 2,
+        "shared_blocks.9.mlp.fc2.bias": 3,
+        "shared_blocks.0.mlp.fc2.bias": 12,
+        "embeddings.token_embedding.weight": 0,
+        "norm_out.weight": 0,
+    }
+    assert numbers.keys() <= dict(encoder.named_parameters()).keys()
+    assert {name: encoder.blocks_from_top(name) for name in numbers} == numbers
+
+
+# Size of the pictures -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [16, 24, 40, 56])
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_position_codes_are_interpolated_to_another_size(kind, size, tmp_path):
+    """As transformers does on the fly, and as one bicubic interpolation of the patches' codes; the class token keeps its own."""
+    backbone = plain(kind, "image", torch.float32, **IMAGE["clip 8/24"][1])
+    backbone.save_pretrained(tmp_path)
+    encoder = clip_image_encoder(str(tmp_path), size=size, final_norm=True).eval()
+    codes, before = encoder.embeddings.position_embedding.weight, backbone.embeddings.position_embedding.weight
+    extra = int(kind == "clip")
+    grid = before[extra:].detach().T.reshape(1, -1, 3, 3)
+    side = size // 8
+    expected = torch.nn.functional.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False)
+    assert codes.shape == (side**2 + extra, 16) and codes.requires_grad and encoder.size == size
+    torch.testing.assert_close(codes[extra:], expected[0].flatten(1).T)
+    assert torch.equal(codes[:extra], before[:extra])
+    if size == 24:
+        assert torch.equal(codes, before)
+    values = pixels(size=size, dtype=torch.float32)
+    with torch.no_grad():
+        mean, std = encoder.pixel_mean, encoder.pixel_std
+        whole = backbone((values - mean) / std, interpolate_pos_encoding=True).last_hidden_state
+        ours = encoder(Inputs(values)).mean
+    torch.testing.assert_close(ours, backbone.post_layernorm(whole) if kind == "clip" else whole, rtol=1e-5, atol=1e-5)
+
+
+def test_pixels_are_standardised_and_bytes_are_fractions_of_255():
+    encoder = image_encoder(plain("clip", "image", torch.float32, **IMAGE["clip 8/24"][1]))
+    whole = torch.randint(0, 256, (2, 3, 24, 24), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        torch.testing.assert_close(encoder(Inputs(whole)).mean, encoder(Inputs(whole.float() / 255)).mean)
+        embedded = encoder.embed(Inputs(whole))
+        expected = encoder.embeddings(standardised(whole.float() / 255))
+        torch.testing.assert_close(embedded, expected)
+        assert (embedded - encoder.embeddings(whole.float() / 255)).abs().max() > 0.1
+
+
+# Descriptions -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [None, 40])
+@pytest.mark.parametrize("case", IMAGE)
+def test_an_image_encoder_is_built_again_from_its_description(case, size, tmp_path):
+    kind, options = IMAGE[case]
+    plain(kind, "image", torch.float32, **options).save_pretrained(tmp_path)
+    settings = {"final_norm": True, "variance_blocks": 2}
+    first = clip_image_encoder(str(tmp_path), size=size, **settings).eval()
+    description = json.loads(json.dumps(first.description))
+    second = clip_image_encoder(description=description, **settings).eval()
+    assert_rebuilt(first, second, Inputs(pixels(size=first.size, dtype=torch.float32)))
+    assert torch.equal(first.pixel_mean, second.pixel_mean) and torch.equal(first.pixel_std, second.pixel_std)
+    assert second.size == (size or options["image_size"])
+
+
+@pytest.mark.parametrize("case", TEXT)
+def test_a_text_encoder_is_built_again_from_its_description(case, tmp_path):
+    kind, options = TEXT[case]
+    plain(kind, "text", torch.float32, **options).save_pretrained(tmp_path)
+    first = clip_text_encoder(str(tmp_path), variance_blocks=1).eval()
+    second = clip_text_encoder(description=json.loads(json.dumps(first.description)), variance_blocks=1).eval()
+    assert_rebuilt(first, second, Inputs(IDS))
+    assert second.max_tokens == 9 and second.causal == (kind == "clip")
+
+
+def assert_rebuilt(first, second, inputs):
+    """Without weights another one, with them the same; and it describes itself in the same words."""
+    assert second.description == first.description
+    assert str(second) == str(first)
+    with torch.no_grad():
+        expected = first(inputs)
+        assert (second(inputs).mean - expected.mean).abs().max() > 0.01
+        second.load_state_dict(first.state_dict())
+        features = second(inputs)
+    assert torch.equal(features.mean, expected.mean) and torch.equal(features.log_var, expected.log_var)
+
+
+def test_towers_without_weights_have_clips_shapes():
+    """The defaults are those of transformers, which are ViT-B/32's; without memory."""
+    with torch.device("meta"):
+        image, text = clip_image_encoder(variance_blocks=0, final_norm=True), clip_text_encoder(variance_blocks=0)
+        whole = transformers.CLIPVisionModel(transformers.CLIPVisionConfig())
+        words = transformers.CLIPTextModel(transformers.CLIPTextConfig())
+        large = clip_image_encoder(architecture="ViT-L/14", size=336, activation="gelu", variance_blocks=2)
+    for ours, theirs in ((image, whole), (text, words)):
+        assert sorted(p.shape for p in ours.parameters()) == sorted(p.shape for p in theirs.parameters())
+    assert (image.depth, text.depth, text.max_tokens, image.size) == (12, 12, 77, 224)
+    assert type(image.shared_blocks[0].mlp.activation_fn) is type(whole.encoder.layers[0].mlp.activation_fn)
+    assert (large.depth, large.channels, large.size, len(large.variance_blocks)) == (24, 1024, 336, 2)
+    assert large.embeddings.position_embedding.weight.shape == (24 * 24 + 1, 1024)
+    assert type(large.shared_blocks[0].mlp.activation_fn) is not type(image.shared_blocks[0].mlp.activation_fn)
+
+
+# Checkpointing and padding ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["image", "text"])
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_recomputed_activations_give_the_same_gradients(kind, side):
+    """With dropout of the attention, whose draws must be repeated; and they are recomputed, in training only."""
+    options = (IMAGE["clip 8/24"] if side == "image" else TEXT["clip"])[1] | {"attention_dropout": 0.3}
+    backbone, build = plain(kind, side, **options), image_encoder if side == "image" else text_encoder
+    values = Inputs(pixels() if side == "image" else IDS)
+    kept = build(backbone, variance_start="copy")
+    recomputed = build(backbone, variance_start="copy", checkpointing=True)
+    gradients, calls = [], []
+    for encoder in (kept, recomputed):
+        count = []
+        for block in (*encoder.shared_blocks, *encoder.mean_blocks, *encoder.variance_blocks):
+            block.mlp.register_forward_pre_hook(lambda *_, count=count: count.append(1))
+        torch.manual_seed(5)
+        features = encoder.train()(values)
+        weight = torch.randn(features.mean.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+        (features.mean * weight + features.log_var * weight.flip(0)).sum().backward()
+        gradients.append({name: p.grad for name, p in encoder.named_parameters() if p.grad is not None})
+        with torch.no_grad():
+            calls.append(len(count))
+            encoder.eval()(values)
+            calls.append(len(count) - calls[-1])
+    assert calls == [4, 4, 8, 4]
+    assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) > 4 * 16
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, msg=lambda text, name=name: f"{name}: {text}")
+    assert max(g.abs().max() for g in gradients[0].values()) > 0.1
+
+
+@pytest.mark.parametrize("pooling", ["gpo", "average", "last"])
+def test_what_is_padded_behind_a_text_of_clip_changes_nothing(pooling):
+    encoder = text_encoder(plain("clip", "text", **TEXT["clip"][1]))
+    torch.manual_seed(0)
+    head = GaussianHead(12, 5, pooling=pooling).double().eval()
+    mask = torch.arange(9) < torch.tensor([7, 2, 4, 1]).unsqueeze(1)
+    ids = torch.nn.functional.pad(IDS, (0, 2)) * mask
+    with torch.no_grad():
+        zeros, ones = encoder(Inputs(ids, mask)), encoder(Inputs(ids + 17 * ~mask, mask))
+        together, other = head(zeros), head(ones)
+        torch.testing.assert_close(ones.mean[mask], zeros.mean[mask])
+        torch.testing.assert_close(ones.log_var[mask], zeros.log_var[mask])
+        assert (ones.mean - zeros.mean)[~mask].abs().max() > 0.1
+        torch.testing.assert_close(other.mean, together.mean)
+        for i, n in enumerate(mask.sum(1).tolist()):
+            alone = head(encoder(Inputs(ids[i : i + 1, :n], mask[i : i + 1, :n])))
+            torch.testing.assert_close(alone.mean, together.mean[i : i + 1])
+            torch.testing.assert_close(alone.log_var, together.log_var[i : i + 1])
+
+
+def test_siglip_looks_at_its_padding_and_clip_never_ahead():
+    """What a change of the last word alone does to the tokens before it."""
+    changed = IDS.clone()
+    changed[:, -1] = (changed[:, -1] + 5) % 29 + 1
+    for kind, expected in (("clip", False), ("siglip", True)):
+        encoder = text_encoder(plain(kind, "text", **TEXT["clip"][1]))
+        with torch.no_grad():
+            before, after = encoder(Inputs(IDS)), encoder(Inputs(changed))
+        for a, b in ((before.mean, after.mean), (before.log_var, after.log_var)):
+            assert ((a - b)[:, :-1].abs().max() > 1e-3) == expected, kind
+            assert (a - b)[:, -1].abs().max() > 1e-3
+
+
+def test_a_folder_that_asks_for_eager_attention_is_causal_all_the_same(tmp_path):
+    """That implementation of transformers leaves the mask to its caller."""
+    backbone = plain("clip", "text", torch.float32, **TEXT["clip"][1])
+    backbone.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attn_implementation": "eager"}))
+    assert transformers.CLIPTextModel.from_pretrained(tmp_path).config._attn_implementation == "eager"
+    with torch.no_grad():
+        ours = clip_text_encoder(str(tmp_path)).eval()(Inputs(IDS)).mean
+        torch.testing.assert_close(ours, backbone(IDS).last_hidden_state, rtol=1e-5, atol=1e-5)
+
+
+# Errors -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_built_is_refused(tmp_path):
+    description = {"backbone": plain("clip", "image", **IMAGE["clip 8/24"][1]).config.to_diff_dict()}
+    description |= {"pixel_mean": MEAN, "pixel_std": STD}
+    for wrong in (-1, 4):
+        with pytest.raises(
+            ValueError, match=rf"variance_blocks must lie in \[0, 3\], the number of blocks, got {wrong}"
+        ):
+            clip_image_encoder(description=description, variance_blocks=wrong)
+    with pytest.raises(ValueError, match="size must be a multiple of the patch, 8 pixels, got 28"):
+        clip_image_encoder(description=description, size=28)
+    with pytest.raises(ValueError, match="size must be a multiple of the patch, 32 pixels, got 100"):
+        clip_image_encoder(size=100, blocks=1)
+    for build in (clip_image_encoder, clip_text_encoder):
+        with pytest.raises(ValueError, match=r"unknown architecture 'ViT-H/14'; known: ViT-Ti/16, .*ViT-L/14"):
+            build(architecture="ViT-H/14")
+        with pytest.raises(UserError, match=r"cannot load .*nothing.*Give a local folder"):
+            build(str(tmp_path / "nothing"))
+    with pytest.raises(ValueError, match="must be less than max_position_embeddings"):
+        text_encoder(plain("clip", "text", **TEXT["clip"][1]))(Inputs(torch.ones(1, 10, dtype=torch.int64)))
+
+
+def test_models_of_another_kind_are_refused(tmp_path):
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    transformers.BertConfig(**small).save_pretrained(tmp_path / "bert")
+    transformers.ViTConfig(**small).save_pretrained(tmp_path / "vit")
+    plain("clip", "text", **TEXT["clip"][1]).config.save_pretrained(tmp_path / "text")
+    transformers.Siglip2Config().save_pretrained(tmp_path / "naflex")
+    for name, kind in (("bert", "bert"), ("vit", "vit"), ("naflex", "siglip2"), ("text", "clip_text_model")):
+        message = f"is a model of type '{kind}'; its vision side cannot be had as one of clip_vision_model"
+        with pytest.raises(UserError, match=message):
+            clip_image_encoder(str(tmp_path / name))
+    for name, kind in (("bert", "bert"), ("naflex", "siglip2")):
+        with pytest.raises(UserError, match=f"of type '{kind}'; its text side"):
+            clip_text_encoder(str(tmp_path / name))
