@@ -1,0 +1,389 @@
+"""How far a step goes: groups, learning rates, freezing, schedule and clipping against tables worked by hand."""
+
+import math
+
+import pytest
+import torch
+from toy import make_toy
+
+pytest.importorskip("transformers", reason="the extra backbones is not installed")
+
+from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
+from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
+from sfumato.encoders.features import Inputs
+from sfumato.encoders.heads import GaussianHead
+from sfumato.losses import LOSSES
+from sfumato.training import loop
+from sfumato.training.config import OptimConfig, check_recipe, load_recipe
+from sfumato.training.optim import (
+    build_optimiser,
+    clip_gradients,
+    freeze_image_encoder,
+    learning_rate_factor,
+    set_learning_rate,
+)
+
+
+def clip_model(image_blocks=3, text_blocks=2, *, variance_blocks=1):
+    """Two tiny transformers of different depth, with heads."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 12}
+    image = clip_image_encoder(
+        description={
+            "backbone": {
+                "model_type": "clip_vision_model",
+                "num_hidden_layers": image_blocks,
+                "patch_size": 4,
+                "image_size": 8,
+                **shape,
+            },
+            "pixel_mean": (0.5,) * 3,
+            "pixel_std": (0.5,) * 3,
+        },
+        variance_blocks=variance_blocks,
+    )
+    text = clip_text_encoder(
+        description={
+            "backbone": {
+                "model_type": "clip_text_model",
+                "num_hidden_layers": text_blocks,
+                "vocab_size": 20,
+                "max_position_embeddings": 6,
+                "bos_token_id": None,
+                "eos_token_id": None,
+                "pad_token_id": 0,
+                **shape,
+            }
+        },
+        variance_blocks=variance_blocks,
+    )
+    return DualEncoder(Tower(None, image, GaussianHead(8, 5)), Tower(None, text, GaussianHead(8, 5)))
+
+
+def options_of(optimiser, parameter):
+    """(learning rate, weight decay) of a parameter, which must lie in exactly one group."""
+    (group,) = [g for g in optimiser.param_groups if any(p is parameter for p in g["params"])]
+    return group["lr"], group["weight_decay"]
+
+
+# Image blocks, text blocks, variance blocks -> learning rates at lr = 1, layer_decay = 0.7, multipliers 0.5 (image) and 0.1 (text).
+# 0.7^2 = 0.49, 0.7^3 = 0.343, 0.7^12 = 0.013841287201, 0.7^24 = 0.000191581231380566
+TABLE = [
+    (
+        (3, 2, 1),
+        {
+            "image.encoder.embeddings.class_embedding": 0.5,
+            "image.encoder.embeddings.position_embedding.weight": 0.5,
+            "image.encoder.norm_in.weight": 0.5,
+            "image.encoder.shared_blocks.0.mlp.fc1.weight": 0.5 * 0.343,
+            "image.encoder.shared_blocks.1.mlp.fc1.bias": 0.5 * 0.49,
+            "image.encoder.mean_blocks.0.self_attn.q_proj.weight": 0.5 * 0.7,
+            "image.encoder.variance_blocks.0.self_attn.q_proj.weight": 0.5 * 0.7,
+            "text.encoder.embeddings.token_embedding.weight": 0.1,
+            "text.encoder.norm_out.weight": 0.1,
+            "text.encoder.shared_blocks.0.layer_norm1.weight": 0.1 * 0.49,
+            "text.encoder.mean_blocks.0.layer_norm1.weight": 0.1 * 0.7,
+            "text.encoder.variance_blocks.0.mlp.fc2.weight": 0.1 * 0.7,
+            "image.head.mean.linear.weight": 1.0,
+            "text.head.log_var.linear.bias": 1.0,
+        },
+    ),
+    (
+        (12, 24, 1),
+        {
+            "image.encoder.shared_blocks.0.mlp.fc1.weight": 0.5 * 0.013841287201,
+            "image.encoder.shared_blocks.10.mlp.fc1.weight": 0.5 * 0.49,
+            "image.encoder.mean_blocks.0.mlp.fc1.weight": 0.5 * 0.7,
+            "text.encoder.shared_blocks.0.mlp.fc1.weight": 0.1 * 0.000191581231380566,
+            "text.encoder.shared_blocks.22.mlp.fc1.weight": 0.1 * 0.49,
+            "text.encoder.variance_blocks.0.mlp.fc1.weight": 0.1 * 0.7,
+        },
+    ),
+    (
+        (4, 2, 2),
+        {
+            "image.encoder.shared_blocks.0.mlp.fc1.weight": 0.5 * 0.2401,
+            "image.encoder.shared_blocks.1.mlp.fc1.weight": 0.5 * 0.343,
+            "image.encoder.mean_blocks.0.mlp.fc1.weight": 0.5 * 0.49,
+            "image.encoder.mean_blocks.1.mlp.fc1.weight": 0.5 * 0.7,
+            "image.encoder.variance_blocks.0.mlp.fc1.weight": 0.5 * 0.49,
+            "image.encoder.variance_blocks.1.mlp.fc1.weight": 0.5 * 0.7,
+            "text.encoder.mean_blocks.0.mlp.fc1.weight": 0.1 * 0.49,
+        },
+    ),
+    (
+        (2, 2, 0),
+        {
+            "image.encoder.shared_blocks.1.mlp.fc1.weight": 0.5 * 0.7,
+            "text.encoder.shared_blocks.0.mlp.fc1.weight": 0.1 * 0.49,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamp"])
+@pytest.mark.parametrize("depths, table", TABLE)
+def test_learning_rates_are_counted_from_the_top_whatever_the_depth(depths, table, kind):
+    model, loss = clip_model(*depths[:2], variance_blocks=depths[2]), LOSSES["pcmepp"]()
+    config = OptimConfig(
+        name=kind, lr=1.0, layer_decay=0.7, image_lr_multiplier=0.5, text_lr_multiplier=0.1, logits_lr_multiplier=20
+    )
+    optimiser = build_optimiser(model, loss, config)
+    for name, expected in table.items():
+        assert options_of(optimiser, model.get_parameter(name))[0] == pytest.approx(expected, rel=1e-12), name
+    assert [options_of(optimiser, p)[0] for p in loss.parameters()] == [20, 20]
+    # The released code counts from 12 for every depth: in 24 blocks the last would be 0.7^-11 times the rate, here never more.
+    assert max(g["lr"] for g in optimiser.param_groups if g["lr"] != 20) == 1.0
+
+
+def test_without_layer_decay_the_multipliers_stand_alone():
+    model = clip_model()
+    optimiser = build_optimiser(
+        model, LOSSES["pcmepp"](), OptimConfig(lr=2e-3, image_lr_multiplier=0.5, text_lr_multiplier=0.25)
+    )
+    for name, parameter in model.named_parameters():
+        expected = 1e-3 if name.startswith("image.encoder.") else 5e-4 if name.startswith("text.encoder.") else 2e-3
+        assert options_of(optimiser, parameter)[0] == pytest.approx(expected, rel=1e-12), name
+
+
+def test_matrices_alone_decay_and_every_parameter_is_in_one_group():
+    model, loss = clip_model(), LOSSES["pcmepp"]()
+    optimiser = build_optimiser(model, loss, OptimConfig(weight_decay=0.3, layer_decay=0.7))
+    held = [id(p) for g in optimiser.param_groups for p in g["params"]]
+    everything = [*model.parameters(), *loss.parameters()]
+    assert sorted(held) == sorted(id(p) for p in everything) and len(set(held)) == len(held)
+    decay = {name: options_of(optimiser, p)[1] for name, p in model.named_parameters()}
+    for name in (
+        "image.encoder.embeddings.patch_embedding.weight",
+        "image.encoder.embeddings.position_embedding.weight",
+        "text.encoder.embeddings.token_embedding.weight",
+        "text.encoder.mean_blocks.0.self_attn.k_proj.weight",
+        "image.head.mean.linear.weight",
+    ):
+        assert decay[name] == 0.3, name
+    for name in (
+        "image.encoder.embeddings.class_embedding",
+        "image.encoder.norm_in.weight",
+        "image.encoder.norm_in.bias",
+        "text.encoder.shared_blocks.0.layer_norm2.weight",
+        "text.encoder.mean_blocks.0.mlp.fc1.bias",
+        "text.head.log_var.linear.bias",
+    ):
+        assert decay[name] == 0, name
+    assert [options_of(optimiser, p)[1] for p in loss.parameters()] == [0, 0]
+
+
+def test_a_step_of_adamw_moves_every_parameter_as_far_as_the_table_says():
+    """The first step of AdamW is p (1 - lr decay) - lr sign(g), of whatever size g is; lr includes the factor of the schedule."""
+    model, loss = clip_model(), LOSSES["pcmepp"]()
+    config = OptimConfig(
+        lr=1e-2, layer_decay=0.5, image_lr_multiplier=0.5, logits_lr_multiplier=2, weight_decay=0.1, eps=1e-16
+    )
+    optimiser = build_optimiser(model, loss, config)
+    rates = {  # Times the factor of 0.25 below.
+        "image.encoder.shared_blocks.0.mlp.fc1.weight": 1e-2 * 0.5 * 0.125,
+        "image.encoder.shared_blocks.1.mlp.fc1.bias": 1e-2 * 0.5 * 0.25,
+        "image.encoder.variance_blocks.0.mlp.fc1.weight": 1e-2 * 0.5 * 0.5,
+        "text.encoder.shared_blocks.0.mlp.fc1.weight": 1e-2 * 0.25,
+        "text.head.mean.linear.weight": 1e-2,
+        "text.head.mean.linear.bias": 1e-2,
+    }
+    for _ in range(3):  # What was set before does not compound.
+        set_learning_rate(optimiser, 0.25)
+    generator = torch.Generator().manual_seed(3)
+    before = {name: model.get_parameter(name).detach().clone() for name in rates}
+    for parameter in [*model.parameters(), *loss.parameters()]:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    scale = loss.logits.logit_bias.detach().clone()
+    optimiser.step()
+    for name, rate in rates.items():
+        parameter = model.get_parameter(name)
+        decay = 0.1 if parameter.ndim > 1 else 0.0
+        expected = before[name] * (1 - 0.25 * rate * decay) - 0.25 * rate * parameter.grad.sign()
+        torch.testing.assert_close(parameter.detach(), expected, rtol=0, atol=2e-7, msg=lambda m, n=name: f"{n}: {m}")
+    bias = loss.logits.logit_bias
+    torch.testing.assert_close(bias.detach(), scale - 0.25 * 2e-2 * bias.grad.sign(), rtol=0, atol=1e-6)
+
+
+def test_encoders_without_blocks_have_the_multiplier_alone():
+    model = DualEncoder(*(Tower(None, FeatureInput(4, 0.0), GaussianHead(4, 3)) for _ in "it"))
+    model.image.encoder.extra = torch.nn.Linear(2, 2)
+    optimiser = build_optimiser(model, LOSSES["infonce"](), OptimConfig(lr=1.0, layer_decay=0.5, image_lr_multiplier=3))
+    assert options_of(optimiser, model.image.encoder.extra.weight)[0] == 3
+    assert options_of(optimiser, model.image.head.mean.linear.weight)[0] == 1
+
+
+# Freezing ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_freezing_rests_the_image_network_but_not_its_variance_blocks():
+    model, loss = clip_model(), LOSSES["pcmepp"]()
+    optimiser = build_optimiser(model, loss, OptimConfig(lr=1e-2, weight_decay=0.5))
+
+    def step():
+        optimiser.zero_grad()
+        image, text = model(Inputs(torch.rand(4, 3, 8, 8)), Inputs(torch.randint(0, 20, (4, 6))))
+        loss(image, text, torch.eye(4)).total.backward()
+        optimiser.step()
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    start = step()  # So that there are moments, which would go on moving a parameter whose gradient is merely zero.
+    freeze_image_encoder(model, True)
+    assert all(p.grad is None for n, p in model.image.encoder.named_parameters() if not n.startswith("variance_"))
+    frozen = step()
+    moved = {name for name in start if not torch.equal(start[name], frozen[name])}
+    resting = {n for n in start if n.startswith("image.encoder.") and "variance_blocks" not in n}
+    assert len(resting) > 20 and not moved & resting
+    assert {n for n in start if n.endswith(("mlp.fc1.weight", "linear.weight"))} - resting <= moved
+    assert "image.encoder.variance_blocks.0.self_attn.v_proj.weight" in moved
+    freeze_image_encoder(model, False)
+    again = step()
+    assert all(not torch.equal(frozen[n], again[n]) for n in resting if n.endswith("fc1.weight"))
+
+
+def test_a_run_warms_up_after_the_frozen_epochs(tmp_path, monkeypatch):
+    """The image network keeps its first weights to the bit while frozen, and then starts from a learning rate of 0."""
+    recipe = load_recipe(
+        make_toy(tmp_path),
+        [
+            "model.image.kind=clip",
+            "model.image.architecture=ViT-Ti/16",
+            "model.image.blocks=1",
+            "model.image.size=16",
+            "model.image.augment=none",
+            "model.image.variance_blocks=1",
+            "optim.freeze_image_epochs=1",
+            "optim.warmup_epochs=1",
+            "optim.schedule=constant",
+            "optim.name=adamp",
+            "train.epochs=3",
+            "train.batch_size=12",
+            "data.val_share=0",
+        ],
+    )
+    states, factors, first_steps = [], [], []
+
+    def spy_on_the_start(model, loss, config):
+        states.append({name: value.clone() for name, value in model.state_dict().items()})
+        return build_optimiser(model, loss, config)
+
+    def spy_on_the_end(path, modules, optimiser, about):
+        if path.name == "last.safetensors":
+            states.append({name: value.clone() for name, value in modules["model"].state_dict().items()})
+            first_steps.append(len(factors))
+
+    def spy_on_the_factor(optimiser, factor):
+        factors.append(factor)
+        set_learning_rate(optimiser, factor)
+
+    monkeypatch.setattr(loop, "build_optimiser", spy_on_the_start)
+    monkeypatch.setattr(loop, "save_state", spy_on_the_end)
+    monkeypatch.setattr(loop, "set_learning_rate", spy_on_the_factor)
+    loop.fit(recipe, tmp_path / "run")
+    steps = first_steps[0]
+    assert steps == len(factors) // 3 >= 3
+    rising = [k / steps for k in range(steps)]
+    assert factors == pytest.approx([1.0] * steps + rising + [1.0] * steps, abs=1e-12)
+    resting = [n for n in states[0] if n.startswith("image.encoder.") and "variance_blocks" not in n]
+    start, frozen, warmed, _ = states
+    assert len(resting) > 20 and all(torch.equal(start[n], frozen[n]) for n in resting)
+    for name in (
+        "image.encoder.variance_blocks.0.mlp.fc1.weight",
+        "image.head.mean.linear.weight",
+        "text.head.mean.linear.weight",
+        "text.encoder.embedding.weight",
+    ):
+        assert not torch.equal(start[name], frozen[name]), name
+    assert not torch.equal(
+        frozen["image.encoder.mean_blocks.0.mlp.fc1.weight"], warmed["image.encoder.mean_blocks.0.mlp.fc1.weight"]
+    )
+
+
+# Schedule ---------------------------------------------------------------------------------------------------------------------
+
+# Options, epochs, {epochs done: factor}.
+SCHEDULES = [
+    (
+        {"schedule": "constant", "warmup_epochs": 2},
+        8,
+        {0: 0.0, 0.25: 0.125, 1: 0.5, 2: 1.0, 7.9: 1.0},
+    ),
+    (
+        {"schedule": "constant", "warmup_epochs": 0},
+        8,
+        {0: 1.0, 4: 1.0},
+    ),
+    (
+        {"schedule": "constant", "warmup_epochs": 2, "freeze_image_epochs": 3},
+        8,
+        {0: 1.0, 2.9: 1.0, 3: 0.0, 3.5: 0.25, 4: 0.5, 5: 1.0, 7: 1.0},
+    ),
+    (
+        {"schedule": "cosine", "warmup_epochs": 0},
+        12,
+        {0: 1.0, 3: (1 + math.sqrt(0.5)) / 2, 4: 0.75, 6: 0.5, 8: 0.25, 12: 0.0},
+    ),
+    (
+        {"schedule": "cosine", "warmup_epochs": 2, "freeze_image_epochs": 2},
+        12,
+        {
+            0: 1.0,
+            1.9: 1.0,
+            2: 0.0,
+            2.5: 0.25,
+            3: 0.5,
+            4: 1.0,
+            6: 0.8535533905932737,
+            8: 0.5,
+            10: 0.14644660940672624,
+            12: 0,
+        },
+    ),
+    ({"schedule": "cosine", "warmup_epochs": 9}, 6, {0: 0.0, 3: 1 / 3, 6: 2 / 3}),
+    (
+        {"schedule": "step", "warmup_epochs": 1, "step_at": 0.6, "step_factor": 0.1},
+        10,
+        {0: 0.0, 0.5: 0.5, 1: 1.0, 5.99: 1.0, 6: 0.1, 9.9: 0.1},
+    ),
+    (
+        {"schedule": "step", "warmup_epochs": 2, "freeze_image_epochs": 5, "step_at": 0.6, "step_factor": 0.5},
+        10,
+        {0: 1.0, 5: 0.0, 5.5: 0.25, 6: 0.25, 6.5: 0.375, 7: 0.5},
+    ),
+]
+
+
+@pytest.mark.parametrize("options, epochs, table", SCHEDULES)
+def test_the_schedule_is_the_table(options, epochs, table):
+    config = OptimConfig(**options)
+    got = {progress: learning_rate_factor(progress, config, epochs=epochs) for progress in table}
+    assert got == pytest.approx(table, abs=1e-12)
+
+
+# Clipping ---------------------------------------------------------------------------------------------------------------------
+
+
+def with_gradients(*gradients):
+    parameters = [torch.nn.Parameter(torch.zeros(len(g))) for g in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = torch.tensor(gradient)
+    return parameters
+
+
+def test_gradients_are_clipped_at_a_joint_norm_of_two():
+    assert check_recipe({"name": "x"}, "here").optim.clip_norm == 2
+    parameters = with_gradients([3.0, 0.0], [4.0])  # Norm 5 over both.
+    assert clip_gradients(iter(parameters), 2.0) == pytest.approx(5)
+    torch.testing.assert_close(parameters[0].grad, torch.tensor([1.2, 0.0]))
+    torch.testing.assert_close(parameters[1].grad, torch.tensor([1.6]))
+    small = with_gradients([1.2], [-1.5])  # Norm 1.92.
+    assert clip_gradients(small, 2.0) == pytest.approx(math.hypot(1.2, 1.5))
+    assert small[0].grad.equal(torch.tensor([1.2])) and small[1].grad.equal(torch.tensor([-1.5]))
+
+
+def test_clip_norm_zero_only_measures_and_infinity_is_told():
+    parameters = with_gradients([300.0], [400.0])
+    assert clip_gradients(parameters, 0.0) == pytest.approx(500)
+    assert parameters[1].grad.equal(torch.tensor([400.0]))
+    assert clip_gradients(with_gradients([math.inf, 1.0]), 2.0) == math.inf
+    assert math.isnan(clip_gradients(with_gradients([math.nan]), 0.0))
