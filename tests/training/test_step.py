@@ -1,0 +1,271 @@
+"""One step: its gradients are those of the loss through the model, whole or piece by piece; what diverges is told."""
+
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from toy import make_toy
+
+from sfumato.data.mixing import plan_mixing
+from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
+from sfumato.encoders.features import Inputs, TokenFeatures
+from sfumato.encoders.heads import GaussianHead
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.losses import LOSSES
+from sfumato.training import loop, step
+from sfumato.training.config import load_recipe
+from sfumato.training.distributed import alone
+from sfumato.training.step import DivergedError, TrainBatch, forward_backward
+
+N = 7
+
+
+class PatchEncoder(nn.Module):
+    """Pixels to one token for each quarter of the picture."""
+
+    channels = 6
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, self.channels, 4, stride=4)
+
+    def forward(self, inputs):
+        pixels = inputs.values.to(self.patches.weight.dtype)
+        return TokenFeatures(self.patches(pixels).flatten(2).transpose(1, 2))
+
+
+def build(*, variance=True, dropout=0.0, token_dropout=0.0, image=None):
+    """Two towers in float64; those on features have dropout below the heads and lose tokens."""
+    torch.manual_seed(0)
+    encoders = [FeatureInput(6, dropout) if image is None else image, FeatureInput(6, dropout)]
+    towers = [
+        Tower(
+            None, encoder, GaussianHead(6, 8, variance=variance, init_total_variance=0.5), token_dropout=token_dropout
+        )
+        for encoder in encoders
+    ]
+    return DualEncoder(*towers).double().train()
+
+
+def labels(dtype=torch.float32):
+    """The diagonal, a second match, and a soft one."""
+    match = torch.eye(N, dtype=dtype)
+    match[0, N - 1], match[3, 0] = 1, 0.6
+    return match
+
+
+def batch(match=None):
+    """Random features, texts of different lengths."""
+    generator = torch.Generator().manual_seed(5)
+    image, text = (torch.randn(N, t, 6, generator=generator, dtype=torch.float64) for t in (4, 5))
+    mask = torch.arange(5) < torch.tensor([5, 1, 3, 2, 5, 4, 2]).unsqueeze(1)
+    match = labels() if match is None else match
+    return TrainBatch(Inputs(image), Inputs(text, mask), lambda _: (match, match.T))
+
+
+def gradients(model, loss):
+    """By name; a parameter that the loss does not reach counts as 0."""
+    named = [*model.named_parameters(), *loss.named_parameters()]
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in named}
+
+
+def plain(model, loss, data, *, epoch=5, sizes=(N,)):
+    """(loss, gradients) of one backward pass through the model, which sees the batch in pieces of these sizes."""
+    pairs, start = [], 0
+    for size in sizes:
+        piece = slice(start, start + size)
+        pairs.append(model(data.images[piece], data.texts[piece]))
+        start += size
+    image, text = (GaussianEmbedding.cat([pair[side] for pair in pairs]) for side in (0, 1))
+    output = loss(image, text, data.labels(alone())[0], epoch=epoch)
+    output.total.backward()
+    return output, gradients(model, loss)
+
+
+def assert_same_gradients(got, expected):
+    assert got.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    assert max(g.abs().max() for g in expected.values()) > 1e-4
+
+
+@pytest.mark.parametrize("variance", [True, False])
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_are_those_of_a_plain_backward_pass(name, variance):
+    points = {} if variance or name not in ("pcmepp", "prolip") else {"beta": 0}
+    make = lambda: (build(variance=variance), LOSSES[name](**points).double())
+    output, expected = plain(*make(), batch())
+    model, loss = make()
+    measured = forward_backward(model, loss, batch(), alone(), epoch=5)
+    assert_same_gradients(gradients(model, loss), expected)
+    assert measured["loss"] == pytest.approx(float(output.total.detach()), rel=1e-9)
+    for term, value in output.terms.items():
+        assert measured[f"loss/{term}"] == pytest.approx(float(value.detach()), rel=1e-9)
+    assert measured["positives_per_row"] == pytest.approx((N + 1.6) / N)
+    image, text = model(batch().images, batch().texts)
+    assert measured["total_variance/image"] == pytest.approx(float(image.total_variance.detach().mean()))
+    assert measured["total_variance/text"] == pytest.approx(float(text.total_variance.detach().mean()))
+
+
+def test_the_epoch_reaches_the_loss():
+    make = lambda: (build(), LOSSES["pcmepp"](pseudo_positives_from=3).double())
+    for epoch in (2, 3):
+        _, expected = plain(*make(), batch(), epoch=epoch)
+        model, loss = make()
+        assert ("pseudo_positives_i2t" in forward_backward(model, loss, batch(), alone(), epoch=epoch)) == (epoch == 3)
+        assert_same_gradients(gradients(model, loss), expected)
+
+
+def test_mixed_images_are_mixed_before_they_are_encoded():
+    make = lambda: (build(image=PatchEncoder()), LOSSES["pcmepp"]().double())
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.randint(0, 256, (N, 3, 8, 8), dtype=torch.uint8, generator=generator)
+    plan = plan_mixing(N, size=(8, 8), generator=generator, share=1.0)
+    assert (plan.own_share < 1).sum() >= 4
+    match, texts = plan.match(labels()), batch().texts
+    mixed = torch.stack([pixels[i] / 255 for i in range(N)])
+    for i in range(N):
+        other, share = int(plan.partner[i]), float(plan.own_share[i])
+        top, bottom, left, right = plan.box[i].tolist()
+        if plan.cut[i]:
+            mixed[i, :, top:bottom, left:right] = pixels[other, :, top:bottom, left:right] / 255
+        elif share < 1:
+            mixed[i] = share * pixels[i] / 255 + (1 - share) * pixels[other] / 255
+    take = lambda _: (match, match.T)
+    _, expected = plain(*make(), TrainBatch(Inputs(mixed), texts, take))
+    model, loss = make()
+    forward_backward(model, loss, TrainBatch(Inputs(pixels), texts, take, plan), alone(), epoch=5)
+    got = gradients(model, loss)
+    for name in expected:  # The pixels are float32.
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-6)
+    unmixed = plain(*make(), TrainBatch(Inputs(pixels / 255), texts, take))[1]
+    assert (unmixed["image.encoder.patches.weight"] - expected["image.encoder.patches.weight"]).abs().max() > 1e-4
+
+
+# Pieces -----------------------------------------------------------------------------------------------------------------------
+
+PIECES = {1: (1,) * 7, 3: (3, 3, 1), 4: (4, 3), 7: (7,), 50: (7,)}
+
+
+@pytest.mark.parametrize("micro_batch", PIECES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_micro_batches_give_the_gradients_of_the_whole(name, micro_batch):
+    make = lambda: (build(), LOSSES[name]().double())
+    _, expected = plain(*make(), batch())
+    model, loss = make()
+    forward_backward(model, loss, batch(), alone(), epoch=5, micro_batch=micro_batch)
+    assert_same_gradients(gradients(model, loss), expected)
+
+
+def random_case():
+    return build(dropout=0.4, token_dropout=0.6), LOSSES["pcmepp"]().double()
+
+
+@pytest.mark.parametrize("micro_batch", PIECES)
+def test_the_second_pass_repeats_the_random_draws_of_the_first(micro_batch):
+    """Dropout and lost tokens: one pass over the same pieces from the same seed, with gradients all along, is the same."""
+    model, loss = random_case()
+    torch.manual_seed(11)
+    _, expected = plain(model, loss, batch(), sizes=PIECES[micro_batch])
+    after = torch.rand(1)
+    model, loss = random_case()
+    torch.manual_seed(11)
+    forward_backward(model, loss, batch(), alone(), epoch=5, micro_batch=micro_batch)
+    assert torch.rand(1) == after, "the pieces take as many random numbers as one pass does"
+    assert_same_gradients(gradients(model, loss), expected)
+
+
+def test_fresh_draws_in_the_second_pass_would_be_noticed(monkeypatch):
+    model, loss = random_case()
+    torch.manual_seed(11)
+    _, expected = plain(model, loss, batch(), sizes=(3, 3, 1))
+    monkeypatch.setattr(step, "_set_random_state", lambda states, device: None)
+    model, loss = random_case()
+    torch.manual_seed(11)
+    forward_backward(model, loss, batch(), alone(), epoch=5, micro_batch=3)
+    with pytest.raises(AssertionError):
+        assert_same_gradients(gradients(model, loss), expected)
+
+
+def test_no_more_than_a_piece_is_encoded_at_a_time_and_the_first_pass_keeps_no_graph():
+    model, loss = random_case()
+    seen = []
+    model.image.register_forward_hook(lambda _, args, out: seen.append((len(args[0]), out.mean.requires_grad)))
+    forward_backward(model, loss, batch(), alone(), epoch=5, micro_batch=3)
+    assert seen == [(3, False), (3, False), (1, False), (3, True), (3, True), (1, True)]
+    seen.clear()
+    forward_backward(model, loss, batch(), alone(), epoch=5)
+    assert seen == [(7, True)]
+
+
+def test_bfloat16_is_for_what_lies_below_the_heads():
+    encoder = PatchEncoder()
+    model, loss = build(image=encoder).float(), LOSSES["pcmepp"]()
+    pixels = torch.rand(N, 3, 8, 8, generator=torch.Generator().manual_seed(2))
+    data = TrainBatch(
+        Inputs(pixels), Inputs(batch().texts.values.float(), batch().texts.mask), lambda _: (labels(), labels().T)
+    )
+    seen = []
+    encoder.patches.register_forward_hook(lambda _, args, out: seen.append(out.dtype))
+    model.image.head.mean.linear.register_forward_hook(lambda _, args, out: seen.append(out.dtype))
+    forward_backward(model, loss, data, alone(), epoch=5)
+    exact = gradients(model, loss)
+    model.zero_grad()
+    loss.zero_grad()
+    forward_backward(model, loss, data, alone(), epoch=5, low_precision=True)
+    assert seen == [torch.float32, torch.float32, torch.bfloat16, torch.float32]
+    for name, gradient in gradients(model, loss).items():
+        assert gradient.dtype == torch.float32
+        error = (gradient - exact[name]).norm() / (exact[name].norm() + 1e-6)
+        assert error < 0.05, name
+
+
+# What goes wrong --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value, word", [(float("nan"), "nan"), (float("inf"), "nan")])
+@pytest.mark.parametrize("micro_batch", [0, 3])
+def test_nan_is_told_by_its_term_and_leaves_no_gradient(value, word, micro_batch):
+    model, loss = build(), LOSSES["pcmepp"]().double()
+    data = batch()
+    data.images.values[2, 1, 3] = value
+    with pytest.raises(DivergedError, match=rf"the loss term '\w+' is {word};.* lower optim.lr, lengthen") as error:
+        forward_backward(model, loss, data, alone(), epoch=5, micro_batch=micro_batch)
+    assert re.search("'(\\w+)'", str(error.value))[1] in loss(*model(batch().images, batch().texts), labels()).terms
+    assert all(p.grad is None for p in [*model.parameters(), *loss.parameters()])
+
+
+def test_an_infinite_gradient_stops_the_run_and_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "clip_gradients", lambda parameters, largest: float("inf"))
+    with pytest.raises(DivergedError, match="epoch 1, step 1: the gradient is inf; lower optim.lr"):
+        loop.fit(load_recipe(make_toy(tmp_path), ["train.epochs=1"]), tmp_path / "run")
+
+
+# Compilation ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_encoders_are_compiled_when_asked_and_the_result_is_used(tmp_path, monkeypatch):
+    """torch.compile is replaced by something that counts; the released code compiled and went on with what it had."""
+    compiled, calls = [], []
+
+    def spy(function, **options):
+        name = type(function.__self__).__name__
+        compiled.append(name)
+
+        def counted(*args, **kwargs):
+            calls.append((name, torch.is_grad_enabled()))
+            return function(*args, **kwargs)
+
+        return counted
+
+    monkeypatch.setattr(torch, "compile", spy)
+    recipe = make_toy(tmp_path)
+    loop.fit(load_recipe(recipe, ["train.epochs=1"]), tmp_path / "plain")
+    assert not compiled
+    loop.fit(load_recipe(recipe, ["train.epochs=1", "train.compile=true"]), tmp_path / "compiled")
+    assert compiled == ["SmallImageEncoder", "SmallTextEncoder"]
+    assert {(name, training) for name in compiled for training in (True, False)} == set(calls)
+    first, second = (load_file(tmp_path / run / "last.safetensors") for run in ("plain", "compiled"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
