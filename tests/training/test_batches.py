@@ -1,0 +1,356 @@
+"""The batches of an epoch: labels worked by hand, streams of random numbers, and the shares of several processes.
+
+Pictures are of one colour and texts of one word piece that say their own position, so that a batch tells what is in it.
+"""
+
+import io
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from sfumato.data.mixing import MixPlan
+from sfumato.data.pairs import FileImage, PairBatch, PairData, PairSampler
+from sfumato.data.shards import ShardBatch
+from sfumato.encoders.dual import DualEncoder, FeatureInput, PixelReader, TokenReader, Tower
+from sfumato.encoders.features import Inputs, PixelStore, RaggedStore
+from sfumato.encoders.heads import GaussianHead
+from sfumato.encoders.small import add_begin_and_end, train_tokenizer
+from sfumato.errors import UserError
+from sfumato.training import batches as module
+from sfumato.training.batches import Augmentation, IndexedBatches, ShardBatches, epoch_seed
+from sfumato.training.config import check_recipe
+from sfumato.training.distributed import World, alone
+
+CPU = torch.device("cpu")
+WORDS = [f"{a}{b}" for a in "abcd" for b in "efgh"]
+TOKENIZER = train_tokenizer(WORDS, 60)
+
+
+def recipe(*, style=False, seed=0, **augment):
+    image = {"kind": "small", "size": 16, "augment": style}
+    return check_recipe({"name": "x", "model": {"image": image}, "augment": augment, "train": {"seed": seed}}, "here")
+
+
+def model(tokenizer=TOKENIZER):
+    towers = [Tower(r, FeatureInput(4, 0.0), GaussianHead(4, 3)) for r in (PixelReader(16), TokenReader(tokenizer, 9))]
+    return DualEncoder(*towers)
+
+
+def shared_captions():
+    """10 pictures and 7 texts: text 0 belongs to pictures 0, 1 and 2, text 1 to 2 and 3; picture 9 has two of its own."""
+    pairs = [(0, 0), (1, 0), (2, 0), (2, 1), (3, 1), (4, 2), (5, 3), (6, 3), (7, 4), (8, 4), (9, 5), (9, 6)]
+    return PairData(
+        tuple(f"i{k}" for k in range(10)),
+        tuple(FileImage(f"{k}.png") for k in range(10)),
+        tuple(f"t{k}" for k in range(7)),
+        tuple(WORDS[:7]),
+        ("caption",) * 7,
+        pairs,
+    )
+
+
+def indexed(settings, world, *, data=None, batch_size=7):
+    data = shared_captions() if data is None else data
+    n, m = len(data.image_ids), len(data.text_ids)
+    pixels = torch.arange(n, dtype=torch.uint8).view(-1, 1, 1, 1).expand(n, 3, 16, 16).clone()
+    texts = RaggedStore.from_list([[k] * (1 + k % 3) for k in range(m)])
+    sampler = PairSampler(data, batch_size, settings.train.seed, epoch_over="pairs")
+    return IndexedBatches(PixelStore(pixels), texts, sampler, Augmentation(settings, model(), world), world)
+
+
+def drawn(batch):
+    """Positions of its pictures and of its texts."""
+    return batch.images.values[:, 0, 0, 0].tolist(), batch.texts.values[:, 0].tolist()
+
+
+def same(a, b):
+    """Whether two batches are equal to the bit."""
+    tensors = [
+        [x.images.values, x.texts.values, x.texts.mask, *x.labels(alone()), *plan_tensors(x.mix)] for x in (a, b)
+    ]
+    return all(s.shape == t.shape and torch.equal(s, t) for s, t in zip(*tensors, strict=True))
+
+
+def plan_tensors(plan):
+    return [] if plan is None else [plan.partner, plan.own_share, plan.box]
+
+
+# Labels -----------------------------------------------------------------------------------------------------------------------
+
+
+def fixed_plan(n, **_):
+    """Mixup of the first picture with three tenths of the last, and of the last with a quarter of the first."""
+    partner, share, box = torch.arange(n), torch.ones(n), torch.zeros(n, 4, dtype=torch.int64)
+    partner[0], partner[-1] = n - 1, 0
+    share[0], share[-1] = 0.7, 0.75
+    return MixPlan(partner, share, box, (16, 16))
+
+
+@dataclass
+class Given:
+    """Stands in for a sampler: one batch of given pairs."""
+
+    data: PairData
+    images: list[int]
+    texts: list[int]
+
+    def __len__(self):
+        return 1
+
+    def batches(self, epoch):
+        sampler = PairSampler(self.data, 2, 0)
+        images, texts = np.array(self.images), np.array(self.texts)
+        yield PairBatch(images, texts, lambda rows, columns: sampler._labels(images, texts, rows, columns))
+
+
+PICTURES, TEXTS = [0, 2, 4, 3], [0, 1, 2, 1]
+# Listed: text 0 with pictures 0 and 2, text 1 (drawn twice) with pictures 2 and 3, text 2 with picture 4.
+LISTED = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 1], [0, 0, 1, 0], [0, 1, 0, 1]])
+# Row 0: 0.7 of its own and 0.3 of row 3; row 3: 0.75 of its own and 0.25 of row 0.
+MIXED = torch.tensor([[0.7, 0.3, 0, 0.3], [1, 1, 0, 1], [0, 0, 1, 0], [0.25, 0.75, 0, 0.75]])
+# 0.1 + 0.8 times that.
+MIXED_AND_SMOOTHED = torch.tensor(
+    [[0.66, 0.34, 0.1, 0.34], [0.9, 0.9, 0.1, 0.9], [0.1, 0.1, 0.9, 0.1], [0.3, 0.7, 0.1, 0.7]]
+)
+
+
+@pytest.mark.parametrize(
+    ("augment", "expected"),
+    [
+        ({}, LISTED),
+        ({"label_smoothing": 0.1}, 0.1 + 0.8 * LISTED),
+        ({"mixed_share": 0.25}, MIXED),
+        ({"mixed_share": 0.25, "label_smoothing": 0.1}, MIXED_AND_SMOOTHED),
+    ],
+)
+def test_labels_by_hand_with_duplicate_captions(augment, expected, monkeypatch):
+    monkeypatch.setattr(module, "plan_mixing", fixed_plan)
+    batches = indexed(recipe(**augment), alone())
+    batches.sampler = Given(shared_captions(), PICTURES, TEXTS)
+    (batch,) = batches.epoch(0)
+    assert drawn(batch) == (PICTURES, TEXTS)
+    i2t, t2i = batch.labels(alone())
+    torch.testing.assert_close(i2t, expected)
+    torch.testing.assert_close(t2i, expected.T)
+    assert (batch.mix is None) == ("mixed_share" not in augment)
+    if batch.mix is not None:
+        # The pixels are left to the mix that the labels know of: 0.7 of picture 0 and 0.3 of picture 3.
+        torch.testing.assert_close(batch.mix.apply(batch.images.values)[0, 0, 0, 0], torch.tensor(0.9 / 255))
+
+
+def test_tempting_labels_differ(monkeypatch):
+    """What the loss would see from a diagonal, from smoothing first, or from labels of texts mixed like those of images."""
+    torch.testing.assert_close(0.1 + 0.8 * MIXED, MIXED_AND_SMOOTHED)
+    mix = fixed_plan(4)
+    assert (mix.match(torch.eye(4)) - MIXED).abs().max() > 0.2
+    assert (mix.match(LISTED.T).T - MIXED).abs().max() > 0.2
+
+
+@pytest.mark.parametrize("kind", ["listed", "sampled"])
+def test_labels_are_loops_over_the_pairs_the_plans_and_the_smoothing(kind):
+    data, settings = shared_captions(), recipe(mixed_share=0.8, label_smoothing=0.05, seed=4)
+    batches = indexed(settings, alone(), data=data)
+    batches.sampler = PairSampler(data, 7, 4, epoch_over="pairs", positives=kind)
+    truth, mixed = {(int(i), int(t)) for i, t in data.pairs}, 0
+    for batch in batches.epoch(2):
+        images, texts = drawn(batch)
+        pairs = truth if kind == "listed" else set(zip(images, texts, strict=True))
+        partner, share = batch.mix.partner.tolist(), batch.mix.own_share.double().tolist()
+        mixed += sum(s < 1 for s in share)
+        expected = [
+            [
+                0.05
+                + 0.9 * (share[i] * ((images[i], t) in pairs) + (1 - share[i]) * ((images[partner[i]], t) in pairs))
+                for t in texts
+            ]
+            for i in range(len(images))
+        ]
+        i2t, t2i = batch.labels(alone())
+        torch.testing.assert_close(i2t, torch.tensor(expected))
+        torch.testing.assert_close(t2i, torch.tensor(expected).T)
+    assert mixed >= 4
+
+
+# Random numbers ---------------------------------------------------------------------------------------------------------------
+
+
+def test_seeds_of_different_streams_differ_and_fit_a_generator():
+    """All that a run of 3 seeds, 4 epochs, 3 processes and 5 steps asks for."""
+    keys = []
+    for seed, epoch in itertools.product(range(3), range(4)):
+        for rank in range(3):
+            own = (rank,) if rank else ()
+            keys += [(seed, epoch, 0, *own), (seed, epoch, 1, *own)]
+            keys += [(seed, epoch, 2, step, rank) for step in range(5)]
+    seeds = [epoch_seed(*key) for key in keys]
+    assert len(set(keys)) == len(keys) == len(set(seeds)) == 3 * 4 * 3 * 7
+    assert seeds == [epoch_seed(*key) for key in keys]
+    assert all(0 <= s < 2**63 for s in seeds)
+    assert len({s.bit_length() for s in seeds}) < 15 and min(seeds).bit_length() > 40, "spread over all sizes"
+    first = [torch.rand((), generator=torch.Generator().manual_seed(s)).item() for s in seeds]
+    assert len(set(first)) == len(first)
+
+
+@pytest.mark.parametrize("style", [False, True])
+def test_an_epoch_follows_from_its_number_and_the_seed_alone(style):
+    settings = recipe(style=style, mixed_share=0.5, text_tokens=0.5)
+    straight = {epoch: list(indexed(settings, alone()).epoch(epoch)) for epoch in range(3)}
+    batches = indexed(settings, alone())
+    torch.manual_seed(0)
+    for epoch in (2, 0, 2, 1):
+        torch.rand(3)  # The global stream is nobody's here.
+        np.random.rand(3)
+        again = list(batches.epoch(epoch))
+        assert len(again) == len(straight[epoch]) == len(batches) == 2
+        assert all(map(same, again, straight[epoch]))
+    assert not same(straight[0][0], straight[1][0])
+    assert not same(straight[0][0], next(iter(indexed(recipe(style=style, mixed_share=0.5, seed=1), alone()).epoch(0))))
+
+
+def test_pictures_and_words_change_as_the_recipe_says():
+    everything = [drawn(b) for b in indexed(recipe(), alone()).epoch(0)]
+    assert sorted(i for images, _ in everything for i in images) == sorted(i for i, _ in shared_captions().pairs)
+    plain, styled = (next(iter(indexed(recipe(style=s), alone()).epoch(0))) for s in (False, True))
+    assert plain.images.values.dtype == torch.uint8 and not torch.equal(
+        styled.images.values.float(), plain.images.values / 255
+    )
+    assert torch.equal(plain.texts.values, styled.texts.values)
+    damaged = next(iter(indexed(recipe(text_tokens=0.9), alone()).epoch(0)))
+    assert torch.equal(damaged.images.values, plain.images.values), "words draw after the pictures of their batch"
+    assert damaged.texts.mask.sum() < plain.texts.mask.sum() and damaged.texts.mask.any(1).all()
+
+
+def test_words_of_padded_texts_are_not_damaged():
+    tokenizer = add_begin_and_end(train_tokenizer(WORDS, 60), 9)
+    assert Augmentation(recipe(text_tokens=0.2), model(tokenizer), alone()).words is not None
+    tokenizer.enable_padding(length=9)
+    with pytest.raises(UserError, match=r"augment.text_tokens is not for texts that are padded.*set it to 0"):
+        Augmentation(recipe(text_tokens=0.2), model(tokenizer), alone())
+    assert Augmentation(recipe(), model(tokenizer), alone()).words is None
+
+
+# Several processes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_share_the_batches_of_one_without_gaps_or_doubles(size):
+    settings = recipe(mixed_share=0.8, label_smoothing=0.05)
+    whole = list(indexed(settings, alone()).epoch(3))
+    parts = [list(indexed(settings, World(rank, size, CPU)).epoch(3)) for rank in range(size)]
+    assert [len(b.images) for b in whole] == [7, 5]  # No multiple of the processes.
+    mixed = 0
+    for batch, shares in zip(whole, zip(*parts, strict=True), strict=True):
+        images, texts = zip(*map(drawn, shares), strict=True)
+        assert tuple(list(itertools.chain(*side)) for side in (images, texts)) == drawn(batch)
+        assert max(map(len, images)) - min(map(len, images)) <= 1
+        i2t, t2i = (torch.cat(rows) for rows in zip(*(share.labels(alone()) for share in shares), strict=True))
+        # Each process made its rows by its own plans and those of the others: one matrix, seen from both sides.
+        assert torch.equal(i2t, t2i.T)
+        listed = torch.from_numpy(shared_captions().match(*map(np.array, drawn(batch))))
+        row = 0
+        for share in shares:
+            n, plan = len(share.images), share.mix
+            mixed += int((plan.own_share < 1).sum())
+            own = plan.own_share.unsqueeze(1)
+            expected = own * listed[row : row + n] + (1 - own) * listed[row : row + n][plan.partner]
+            torch.testing.assert_close(i2t[row : row + n], 0.05 + 0.9 * expected)
+            row += n
+    assert mixed >= 4
+
+
+def test_every_process_knows_the_plans_of_all():
+    settings = recipe(mixed_share=0.8)
+    sides = [Augmentation(settings, model(), World(rank, 3, CPU)) for rank in range(3)]
+    for step in range(3):
+        plans = [side.plans([4, 3, 4], (16, 16), 1, step) for side in sides]
+        for mine, theirs in zip(plans[0], plans[2], strict=True):
+            assert all(map(torch.equal, plan_tensors(mine), plan_tensors(theirs)))
+        assert [len(p) for p in plans[1]] == [4, 3, 4]
+        assert not all(map(torch.equal, plan_tensors(plans[0][0]), plan_tensors(plans[0][2]))), "each draws its own"
+    assert sides[1].plans([2, 0, 0], (16, 16), 0, 0)[2].own_share.shape == (0,)
+    assert Augmentation(recipe(), model(), alone()).plans([2], (16, 16), 0, 0) is None
+
+
+def test_processes_change_their_pictures_and_words_independently():
+    """Equal pictures and texts, of which each process draws its own version."""
+    settings = recipe(style=True, text_tokens=0.5)
+    images, texts = [], []
+    for rank in range(3):
+        augmentation = Augmentation(settings, model(), World(rank, 3, CPU))
+        generator = augmentation.generator(0)
+        images.append(
+            augmentation.images(PixelStore(torch.full((4, 3, 16, 16), 90, dtype=torch.uint8)), np.arange(4), generator)
+        )
+        texts.append(
+            augmentation.texts(
+                Inputs(torch.ones(4, 9, dtype=torch.int64), torch.ones(4, 9, dtype=torch.bool)), generator
+            )
+        )
+    for a, b in itertools.combinations(range(3), 2):
+        assert not torch.equal(images[a].values, images[b].values)
+        assert not torch.equal(texts[a].values, texts[b].values)
+
+
+class Told:
+    """What the processes would tell each other, put together beforehand; of the first round it only listens."""
+
+    def __init__(self, counts, keys=None):
+        self.numbers, self.keys, self.heard = counts, keys, None
+
+    def counts(self, own):
+        return self.numbers
+
+    def gather(self, value, counts):
+        assert counts == self.numbers
+        self.heard = value
+        return torch.zeros(sum(counts), dtype=value.dtype) if self.keys is None else self.keys
+
+
+def png(value):
+    buffer = io.BytesIO()
+    Image.new("RGB", (16, 16), (value,) * 3).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_processes_of_a_stream_match_equal_captions_across_each_other():
+    """Two streams of their own; the second loses a picture, so that it holds fewer pairs than it read."""
+    captions = [["one", "two", "one", "three"], ["two", "lost", "four", "one"]]
+    settings, skipped = recipe(mixed_share=0.9, label_smoothing=0.1, seed=2), []
+
+    class Stream:
+        def __init__(self, rank):
+            self.rank = rank
+
+        def skip(self, key, reason):
+            skipped.append(key)
+
+        def batches(self, epoch):
+            pictures = [png(10 * k + self.rank) if c != "lost" else b"" for k, c in enumerate(captions[self.rank])]
+            yield ShardBatch([f"{self.rank}{k}" for k in range(4)], pictures, captions[self.rank])
+
+    shares = []
+    for rank in range(2):
+        world = World(rank, 2, CPU)
+        (batch,) = ShardBatches(Stream(rank), model(), Augmentation(settings, model(), world), world).epoch(5)
+        shares.append(batch)
+    assert skipped == ["11"] and [len(s.images) for s in shares] == [4, 3]
+    assert shares[1].images.values[:, 0, 0, 0].tolist() == [1, 21, 31]
+    listening = [Told([4, 3]), Told([4, 3])]
+    for share, told in zip(shares, listening, strict=True):
+        share.labels(told)
+    keys = torch.cat([told.heard for told in listening])
+    i2t, t2i = (torch.cat(rows) for rows in zip(*(share.labels(Told([4, 3], keys)) for share in shares), strict=True))
+    assert torch.equal(i2t, t2i.T)
+    texts = [c for c in itertools.chain(*captions) if c != "lost"]
+    equal = torch.tensor([[float(a == b) for b in texts] for a in texts])
+    assert equal[0, 6] == equal[1, 4] == 1
+    plan = MixPlan.cat([share.mix for share in shares])
+    own = plan.own_share.unsqueeze(1)
+    assert (own < 1).sum() >= 3
+    torch.testing.assert_close(i2t, 0.1 + 0.8 * (own * equal + (1 - own) * equal[plan.partner]))
+    # A process alone would know of no match with the other's captions.
+    assert equal[:4, 4:].any()
