@@ -1,0 +1,234 @@
+"""Averages of weights: plain means and moving ones by hand, and runs that validate and keep them, both towers of them."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from toy import make_toy
+
+from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
+from sfumato.encoders.features import Inputs
+from sfumato.encoders.heads import GaussianHead
+from sfumato.encoders.small import SmallImageEncoder
+from sfumato.evaluation.protocols import evaluate_retrieval
+from sfumato.training import loop
+from sfumato.training.average import WeightAverage, averaged
+from sfumato.training.config import load_recipe
+from sfumato.training.run import load_run
+
+
+def build():
+    """An image tower with batch norms, whose buffers are averaged too, and a text tower."""
+    torch.manual_seed(0)
+    image = SmallImageEncoder(2)
+    return DualEncoder(
+        Tower(None, image, GaussianHead(image.channels, 4)), Tower(None, FeatureInput(6, 0.0), GaussianHead(6, 4))
+    )
+
+
+def state(model):
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def wander(model, seed):
+    """Other weights, and running statistics that have seen another batch."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator))
+        model.train()(
+            Inputs(torch.rand(5, 3, 16, 16, generator=generator)), Inputs(torch.randn(5, 3, 6, generator=generator))
+        )
+    return state(model)
+
+
+def average_state(average):
+    return dict(zip(average.names, average.values(), strict=True))
+
+
+def assert_mean(got, snapshots, weights):
+    """Weighted means of the snapshots in float64; whole numbers are the last ones'."""
+    assert got.keys() == snapshots[-1].keys()
+    for name, value in got.items():
+        if value.is_floating_point():
+            expected = sum(w * s[name].double() for w, s in zip(weights, snapshots, strict=True))
+            torch.testing.assert_close(
+                value.double(), expected, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        else:
+            assert torch.equal(value, snapshots[-1][name]), name
+
+
+def test_the_plain_mean_is_that_of_the_snapshots_without_the_start():
+    model = build()
+    average = WeightAverage(model, None)
+    snapshots = []
+    for k in range(5):
+        snapshots.append(wander(model, k))
+        average.update(model)
+        assert_mean(average_state(average), snapshots, [1 / (k + 1)] * (k + 1))
+    names = {name.rpartition(".")[2] for name in average.names}
+    assert {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"} <= names
+    assert {name.split(".")[0] for name in average.names} == {"image", "text"}
+    assert int(average.updates) == 5
+    # One snapshot less, as in the released code, would be seen.
+    with pytest.raises(AssertionError):
+        assert_mean(average_state(average), snapshots, [0, *[0.25] * 4])
+
+
+def test_the_moving_average_by_hand():
+    """Values 0, then 11, 12, -1: kept shares min(decay, 1/11), min(decay, 2/12), min(decay, 3/13)."""
+    model = torch.nn.Linear(1, 1, bias=False)
+
+    def follow(decay):
+        model.weight.data.fill_(0.0)
+        average, got = WeightAverage(model, decay), []
+        for value in (11.0, 12.0, -1.0):
+            model.weight.data.fill_(value)
+            average.update(model)
+            got.append(average.values()[0].item())
+        return got
+
+    # 11 - 11/11 = 10; 10/6 + 12 * 5/6 = 35/3; (35/3) * 3/13 - 10/13 = 25/13
+    assert follow(0.9) == pytest.approx([10, 35 / 3, 25 / 13], rel=1e-6)
+    # 10; 10 * 0.15 + 12 * 0.85 = 11.7; 11.7 * 0.15 - 0.85 = 0.905
+    assert follow(0.15) == pytest.approx([10, 11.7, 0.905], rel=1e-6)
+    # 11 * 0.95 = 10.45; 10.45 * 0.05 + 12 * 0.95 = 11.9225; 11.9225 * 0.05 - 0.95 = -0.353875
+    assert follow(0.05) == pytest.approx([10.45, 11.9225, -0.353875], rel=1e-5)
+
+
+def test_the_moving_average_of_a_whole_model():
+    model = build()
+    average, snapshots = WeightAverage(model, 0.12), [state(model)]
+    weights = [1.0]
+    for k in range(4):
+        snapshots.append(wander(model, k))
+        average.update(model)
+        kept = min(0.12, (k + 1) / (k + 11))
+        weights = [w * kept for w in weights] + [1 - kept]
+    assert_mean(average_state(average), snapshots, weights)
+
+
+def test_a_model_has_its_average_inside_and_its_own_weights_outside():
+    model = build()
+    average = WeightAverage(model, None)
+    first = wander(model, 1)
+    average.update(model)
+    own = wander(model, 2)
+    with averaged(model, average):
+        assert all(torch.equal(value, first[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
+    with pytest.raises(KeyError), averaged(model, average):
+        raise KeyError
+    assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
+    for nothing in (None, WeightAverage(build(), None)):
+        with averaged(model, nothing):
+            assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
+
+
+def test_the_average_is_saved_and_goes_on():
+    model = build()
+    average = WeightAverage(model, None)
+    snapshots = [wander(model, k) for k in (1, 2, 3)]
+    for snapshot in snapshots[:2]:
+        model.load_state_dict(snapshot)
+        average.update(model)
+    again = WeightAverage(build(), None)
+    again.load_state_dict(average.state_dict())
+    model.load_state_dict(snapshots[2])
+    again.update(model)
+    assert_mean(average_state(again), snapshots, [1 / 3] * 3)
+
+
+# Runs -------------------------------------------------------------------------------------------------------------------------
+
+
+def spied_run(recipe, folder):
+    """A run, with the weights after each epoch and those that each validation saw."""
+    after, validated = [], []
+    save, embed = loop.save_state, loop.embed_split
+
+    def spy_on_save(path, modules, optimiser, about):
+        if path.name == "last.safetensors":
+            after.append(state(modules["model"]))
+        save(path, modules, optimiser, about)
+
+    def spy_on_embed(model, *args):
+        validated.append(state(model))
+        return embed(model, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "save_state", spy_on_save)
+        patch.setattr(loop, "embed_split", spy_on_embed)
+        return loop.fit(recipe, folder), after, validated
+
+
+def saved_model(path):
+    return {k.removeprefix("model/"): v for k, v in load_file(path).items() if k.startswith("model/")}
+
+
+def assert_same(first, second):
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_run_validates_and_keeps_the_mean_of_its_last_epochs(tmp_path):
+    toy, folder = make_toy(tmp_path), tmp_path / "run"
+    recipe = load_recipe(toy, ["train.epochs=4", "train.swa_epochs=3", "train.select=last"])
+    result, after, validated = spied_run(recipe, folder)
+    # Four validations, and one more of what was kept, to calibrate it.
+    assert len(after) == 4 and len(validated) == 5 and result["best_epoch"] == 3
+    assert_same(validated[0], after[0])
+    for epoch in (1, 2, 3):
+        assert_mean(validated[epoch], after[1 : epoch + 1], [1 / epoch] * epoch)
+    assert_same(validated[4], validated[3])
+    assert_same(saved_model(folder / "model.safetensors"), validated[3])
+    assert_same(saved_model(folder / "last.safetensors"), after[3])
+    assert int(load_file(folder / "last.safetensors")["average/updates"]) == recipe.train.swa_epochs == 3
+    for side in ("image", "text"):  # The released code averaged the texts only, and one epoch fewer.
+        for name in (f"{side}.head.mean.linear.weight", f"{side}.head.log_var.linear.bias"):
+            assert not torch.equal(validated[3][name], after[3][name]), name
+    with pytest.raises(AssertionError):
+        assert_mean(validated[3], after[2:], [0.5, 0.5])
+    assert not torch.equal(
+        validated[3]["image.encoder.stages.0.1.running_mean"], after[3]["image.encoder.stages.0.1.running_mean"]
+    )
+    # The score in the log is that of the averaged towers, recomputed from the folder.
+    model = load_run(folder).model
+    assert_same(state(model), validated[3])
+    split = loop.load_split(model, recipe.data, "val")
+    evaluation = evaluate_retrieval(*loop.embed_split(model, split), split.data.relevance(), distance="csd")
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert evaluation.rsum == pytest.approx(lines[-1]["val/rsum"], abs=1e-9)
+
+
+def test_a_run_validates_its_moving_average_and_goes_on_from_its_own_weights(tmp_path):
+    toy, own = make_toy(tmp_path), ["train.epochs=2", "train.select=last"]
+    _, after, validated = spied_run(load_recipe(toy, [*own, "train.ema_decay=0.8"]), tmp_path / "ema")
+    _, plain, _ = spied_run(load_recipe(toy, own), tmp_path / "plain")
+    assert_same(after[1], plain[1])
+    steps = int(load_file(tmp_path / "ema" / "last.safetensors")["average/updates"])
+    assert steps % 2 == 0 and steps >= 4, "one update after each step"
+    for name in ("image.head.mean.linear.weight", "text.head.mean.linear.weight", "text.encoder.embedding.weight"):
+        assert not torch.equal(validated[1][name], after[1][name]), name
+    assert_same(saved_model(tmp_path / "ema" / "model.safetensors"), validated[1])
+
+
+@pytest.mark.parametrize("select, kept", [("auto", 1), ("rsum", 1), ("last", 3)])
+def test_the_epoch_that_is_kept(tmp_path, monkeypatch, select, kept):
+    """With scores that rise, and then fall; the last one is kept where asked."""
+    scores = iter([0.2, 0.6, 0.5, 0.1])
+    validate = loop.validate
+    monkeypatch.setattr(loop, "validate", lambda *args: (validate(*args)[0], next(scores)))
+    recipe = load_recipe(make_toy(tmp_path), ["train.epochs=4", f"train.select={select}"])
+    result, after, _ = spied_run(recipe, tmp_path / "run")
+    assert (result["best_epoch"], result["best_score"]) == (kept, {1: 0.6, 3: 0.1}[kept])
+    assert_same(saved_model(tmp_path / "run" / "model.safetensors"), after[kept])
+
+
+def test_without_a_validation_split_the_average_is_kept(tmp_path):
+    recipe = load_recipe(make_toy(tmp_path), ["train.epochs=3", "train.swa_epochs=2", "data.val_share=0"])
+    result, after, validated = spied_run(recipe, tmp_path / "run")
+    assert not validated and result["best_score"] is None
+    assert_mean(saved_model(tmp_path / "run" / "model.safetensors"), after[1:], [0.5, 0.5])
