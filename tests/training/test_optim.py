@@ -1,5 +1,6 @@
 """How far a step goes: groups, learning rates, freezing, schedule and clipping against tables worked by hand."""
 
+import json
 import math
 
 import pytest
@@ -387,3 +388,22 @@ def test_clip_norm_zero_only_measures_and_infinity_is_told():
     assert parameters[1].grad.equal(torch.tensor([400.0]))
     assert clip_gradients(with_gradients([math.inf, 1.0]), 2.0) == math.inf
     assert math.isnan(clip_gradients(with_gradients([math.nan]), 0.0))
+
+
+def test_a_run_clips_all_that_it_trains_before_each_step(tmp_path, monkeypatch):
+    """The norm over both towers and the match logits together; the log has those before."""
+    recipe = load_recipe(make_toy(tmp_path), ["train.epochs=2", "optim.clip_norm=0.01"])
+    norms = []
+
+    def spy(model, loss, config):
+        optimiser = build_optimiser(model, loss, config)
+        trained = [*model.parameters(), *loss.parameters()]
+        squares = lambda: sum(p.grad.double().square().sum().item() for p in trained if p.grad is not None)
+        optimiser.register_step_pre_hook(lambda *_: norms.append(math.sqrt(squares())))
+        return optimiser
+
+    monkeypatch.setattr(loop, "build_optimiser", spy)
+    loop.fit(recipe, tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert len(norms) >= 4 and norms == pytest.approx([0.01] * len(norms), rel=1e-3)
+    assert all(line["gradient_norm"] > 0.05 for line in lines)

@@ -243,6 +243,45 @@ def test_an_infinite_gradient_stops_the_run_and_is_told(tmp_path, monkeypatch):
         loop.fit(load_recipe(make_toy(tmp_path), ["train.epochs=1"]), tmp_path / "run")
 
 
+def test_a_run_that_diverges_takes_no_half_step_and_keeps_its_last_epoch(tmp_path, monkeypatch):
+    """An infinite gradient in the second epoch: weights and moments are those of the step before, the checkpoint is the first's."""
+    recipe, folder = load_recipe(make_toy(tmp_path), ["train.epochs=2"]), tmp_path / "run"
+    build_optimiser, parts, after = loop.build_optimiser, [], []
+
+    def state():
+        model, loss, optimiser = parts
+        moments = [v for moments in optimiser.state_dict()["state"].values() for v in moments.values()]
+        return [v.detach().clone() for v in [*model.parameters(), *loss.parameters(), *moments]]
+
+    def spy(model, loss, config):
+        parts[:] = [model, loss, build_optimiser(model, loss, config)]
+        parts[2].register_step_post_hook(lambda *_: after.append(state()))
+        return parts[2]
+
+    def diverge(model, loss, *args, epoch, **options):
+        measured = forward_backward(model, loss, *args, epoch=epoch, **options)
+        if epoch == 1 and len(after) % 3 == 1:
+            model.text.head.mean.linear.bias.grad[0] = float("inf")
+        return measured
+
+    monkeypatch.setattr(loop, "build_optimiser", spy)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "forward_backward", diverge)
+        with pytest.raises(DivergedError, match="epoch 2, step 2: the gradient is inf"):
+            loop.fit(recipe, folder)
+    assert len(after) == 4, "three steps in the first epoch, one in the second"
+    assert all(map(torch.equal, state(), after[3])) and not all(map(torch.equal, after[3], after[2]))
+    saved = load_file(folder / "last.safetensors")
+    named = dict(parts[0].named_parameters())
+    for name, value in zip(named, after[2], strict=False):
+        assert torch.equal(saved[f"model/{name}"], value), name
+    # Once the cause is gone, the run ends as if nothing had happened.
+    loop.fit(recipe, folder)
+    loop.fit(recipe, tmp_path / "whole")
+    again, whole = (load_file(path / "last.safetensors") for path in (folder, tmp_path / "whole"))
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+
+
 # Compilation ------------------------------------------------------------------------------------------------------------------
 
 
