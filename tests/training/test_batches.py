@@ -236,6 +236,20 @@ def test_words_of_padded_texts_are_not_damaged():
 # Several processes ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("style", [False, True])
+def test_a_process_without_a_pair_has_an_empty_part(style):
+    """A last batch of five pairs for eight processes."""
+    settings, sizes = recipe(style=style, mixed_share=0.8, label_smoothing=0.05, text_tokens=0.5), []
+    for rank in range(8):
+        _, last = indexed(settings, World(rank, 8, CPU)).epoch(3)
+        i2t, t2i = last.labels(alone())
+        assert len(last.images) == len(last.texts) == len(last.mix)
+        assert i2t.shape == t2i.shape == (len(last.images), 5)
+        assert last.mix.apply(last.images.values).shape == (len(last.images), 3, 16, 16)
+        sizes.append(len(last.images))
+    assert sum(sizes) == 5 and sizes.count(0) == 3
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_processes_share_the_batches_of_one_without_gaps_or_doubles(size):
     settings = recipe(mixed_share=0.8, label_smoothing=0.05)

@@ -73,7 +73,7 @@ class Augmentation:
         if self.pictures == "crop" and isinstance(store, PictureStore):
             return store.training_batch(index, [int(torch.randint(2**62, (), generator=generator))])
         inputs = store.batch(index)
-        if self.pictures == "none":
+        if self.pictures == "none" or not len(index):  # More processes than pairs in a last batch.
             return inputs
         change = augment if self.pictures == "style" else crop_and_mirror
         return Inputs(change(inputs.values, generator=generator))
