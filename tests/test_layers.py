@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "losses": {"distances", "gaussian", "matching"},
     "metrics": set(),
     "search": {"distances", "errors", "files", "gaussian", "matching", "metrics"},
-    "evaluation": {"gaussian", "metrics", "search"},
+    "evaluation": {"distances", "files", "gaussian", "losses", "matching", "metrics", "search"},
     "data": {"errors", "files", "metrics"},
     "encoders": {"data", "errors", "files", "gaussian"},
     "recipes": {"errors"},

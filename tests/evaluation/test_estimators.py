@@ -1,0 +1,286 @@
+"""Every estimator against slow loops, what they must and must not see, and the learnt one on data whose truth is known."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from sfumato.distances import DISTANCES
+from sfumato.evaluation import estimators as module
+from sfumato.evaluation.estimators import (
+    ESTIMATORS,
+    NEAREST,
+    Matching,
+    MissHead,
+    estimate_uncertainty,
+    usable_estimators,
+)
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.selective import auroc
+from sfumato.metrics.uncertainty import spearman
+
+N, M, D = 13, 37, 5
+MATCHING = Matching("csd", 1.3, 2.0)
+
+
+def scene(seed=0, n=N, m=M, d=D):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        GaussianEmbedding(
+            2 * torch.randn(k, d, generator=generator) + 1, 0.7 * torch.randn(k, d, generator=generator) - 1
+        )
+        for k in (n, m)
+    ]
+
+
+def by_loops(query, gallery, noise, scale=1.3, bias=2.0, left_out=()):
+    """One query's numbers, in float64, from the definitions."""
+    mean, var = query.mean[0].double().tolist(), query.var[0].double().tolist()
+    items = [
+        (g.mean[0].double().tolist(), g.var[0].double().tolist())
+        for j in range(gallery.n)
+        if j not in left_out
+        for g in [gallery[j : j + 1]]
+    ]
+    d = len(mean)
+    means = [sum((a - b) ** 2 for a, b in zip(mean, m, strict=True)) for m, _ in items]
+    csd = [gap + sum(var) + sum(v) for gap, (_, v) in zip(means, items, strict=True)]
+    logit = [bias - scale * x for x in csd]
+    sigmoid = lambda x: 1 / (1 + math.exp(-x))
+
+    def entropy(logits):
+        total = sum(math.exp(x) for x in logits)
+        return -sum(math.exp(x) / total * math.log(math.exp(x) / total) for x in logits)
+
+    def log_inclusion(x, y):
+        """Integral of p_x^2 p_y by its closed form, averaged over dimensions."""
+        terms = []
+        for mx, vx, my, vy in zip(*x, *y, strict=True):
+            v = vx + 2 * vy
+            terms.append(-math.log(2 * math.pi) - math.log(vx) / 2 - math.log(v) / 2 - (mx - my) ** 2 / v)
+        return sum(terms) / d
+
+    order = sorted(range(len(items)), key=lambda j: csd[j])
+    near = [items[j] for j in order[:NEAREST]]
+    own = (mean, var)
+    draws = [[m + math.sqrt(v) * e for m, v, e in zip(mean, var, row, strict=True)] for row in noise.tolist()]
+    spread = [sum((a - b) ** 2 for a, b in zip(x, y, strict=True)) for i, x in enumerate(draws) for y in draws[:i]]
+    average = lambda values: sum(values) / len(values)
+    return {
+        "total_variance": sum(var),
+        "log_det": sum(math.log(v) for v in var),
+        "geometric_std": math.prod(math.sqrt(v) for v in var) ** (1 / d),
+        "sample_spread": average([math.sqrt(x) for x in spread]),
+        "self_mismatch": average([1 - sigmoid(bias - scale * x) for x in spread]),
+        "expected_matches": sum(sigmoid(x) for x in logit),
+        "match_entropy": entropy(logit),
+        "match_entropy_top10": entropy([logit[j] for j in order[:NEAREST]]),
+        "top1_mismatch": 1 - sigmoid(max(logit)),
+        "margin": logit[order[1]] - logit[order[0]],
+        "knn_distance": average([csd[j] for j in order[:NEAREST]]),
+        "nearest_mean": min(means),
+        "inclusion": average([log_inclusion(item, own) - log_inclusion(own, item) for item in near]),
+        "not_included": -average([log_inclusion(own, item) for item in near]),
+    }
+
+
+def noise_of(d):
+    return torch.randn(module.N_SAMPLES, d, generator=torch.Generator().manual_seed(0))
+
+
+def test_every_estimator_is_its_loop():
+    queries, gallery = scene()
+    found = estimate_uncertainty(queries, gallery, MATCHING)
+    assert set(found) == set(ESTIMATORS)
+    for i in range(N):
+        for name, value in by_loops(queries[i : i + 1], gallery, noise_of(D)).items():
+            assert found[name][i] == pytest.approx(value, rel=2e-4, abs=2e-5), name
+    for name, estimator in ESTIMATORS.items():
+        assert estimator.name == name and found[name].shape == (N,) and found[name].dtype == float
+        np.testing.assert_array_equal(estimator(queries, gallery, MATCHING), found[name])
+        assert estimator.kind in ("aleatoric", "epistemic", "both") and estimator.estimates and estimator.cost
+
+
+def test_items_that_are_left_out_are_as_good_as_not_there():
+    queries, gallery = scene(1)
+    lists = [[], [0], [3, 4, 5], *[[int(j)] for j in estimate_nearest(queries, gallery)[3:]]]
+    found = estimate_uncertainty(
+        queries, gallery, MATCHING, without=Relevance.from_lists(lists, n_gallery=M), memory_mb=4 * M * 4 / 2**20
+    )
+    whole = estimate_uncertainty(queries, gallery, MATCHING)
+    for i in range(N):
+        for name, value in by_loops(queries[i : i + 1], gallery, noise_of(D), left_out=lists[i]).items():
+            assert found[name][i] == pytest.approx(value, rel=2e-4, abs=2e-5), name
+    for name, estimator in ESTIMATORS.items():
+        assert (found[name][3:] != whole[name][3:]).all() == estimator.needs_gallery, name
+
+
+def estimate_nearest(queries, gallery):
+    return DISTANCES["csd"].matrix(queries, gallery).argmin(1).tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 4, 100])
+def test_blocks_of_any_size_give_the_same(rows):
+    queries, gallery = scene(2)
+    whole = estimate_uncertainty(queries, gallery, MATCHING, memory_mb=100)
+    for name, values in estimate_uncertainty(queries, gallery, MATCHING, memory_mb=rows * M * 4 / 2**20).items():
+        np.testing.assert_allclose(values, whole[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_nothing_of_the_size_n_by_m_is_held(monkeypatch):
+    queries, gallery = scene(3, n=64)
+    seen = []
+    real = module.Block
+
+    def spy(*arguments):
+        seen.append(arguments[2].shape[0])
+        return real(*arguments)
+
+    monkeypatch.setattr(module, "Block", spy)
+    estimate_uncertainty(queries, gallery, MATCHING, memory_mb=8 * M * 4 / 2**20)
+    assert seen == [8] * 8
+
+
+def test_kl_goes_from_image_to_text_in_both_directions():
+    images, texts = scene(4)
+    matrix = DISTANCES["kl"].matrix(images, texts)
+    assert not torch.allclose(matrix.T, DISTANCES["kl"].matrix(texts, images))
+    chosen = {"knn_distance": ESTIMATORS["knn_distance"]}
+    for queries, gallery, first, distance in ((images, texts, True, matrix), (texts, images, False, matrix.T)):
+        found = estimate_uncertainty(queries, gallery, Matching("kl", 1.0, 0.0, first), estimators=chosen)
+        expected = distance.topk(NEAREST, largest=False).values.mean(1)
+        np.testing.assert_allclose(found["knn_distance"], expected.numpy(), rtol=1e-5)
+
+
+def test_samples_of_a_root_distance_take_the_root():
+    queries, gallery = scene(5)
+    chosen = {"self_mismatch": ESTIMATORS["self_mismatch"]}
+    root = estimate_uncertainty(queries, gallery, Matching("average_l2", 1.3, 2.0), estimators=chosen)["self_mismatch"]
+    for i in range(3):
+        z = queries.mean[i] + queries.var[i].sqrt() * noise_of(D)
+        pairs = torch.nn.functional.pdist(z)
+        assert root[i] == pytest.approx(float(torch.sigmoid(1.3 * pairs - 2).mean()), rel=1e-4)
+
+
+def test_the_mean_squared_distance_of_draws_is_twice_the_total_variance():
+    # With the same noise for all queries the ratio is a mean over 5,000 dimensions of a fixed draw: deviation about 1 %.
+    queries = GaussianEmbedding(torch.zeros(3, 5000), torch.tensor([[-2.0], [0.0], [1.0]]).expand(3, 5000))
+    block = module.Block(queries, queries, torch.empty(3, 0), MATCHING)
+    ratio = block.draws.mean(1) / queries.total_variance
+    torch.testing.assert_close(ratio, torch.full((3,), 2.0), rtol=0.05, atol=0)
+
+
+def test_which_estimators_order_queries_alike():
+    queries, gallery = scene(6, n=60)
+    found = estimate_uncertainty(queries, gallery, MATCHING)
+    assert spearman(found["log_det"], found["geometric_std"]) == pytest.approx(1)
+    nearest = DISTANCES["csd"].matrix(queries, gallery).amin(1).numpy()
+    assert spearman(found["top1_mismatch"], nearest) == pytest.approx(1)
+    assert abs(spearman(found["log_det"], found["total_variance"])) < 0.999
+    # Margin and entropy do not see what is taken off all logits of a query.
+    wider = GaussianEmbedding(queries.mean, queries.log_var + 1)
+    mild = Matching("csd", 0.2, 2.0)  # Probabilities that no float64 rounds to 1.
+    found, again = (estimate_uncertainty(x, gallery, mild) for x in (queries, wider))
+    for name in ("margin", "match_entropy", "match_entropy_top10", "nearest_mean"):
+        np.testing.assert_allclose(again[name], found[name], rtol=1e-3, atol=1e-4, err_msg=name)
+    for name in ("total_variance", "log_det", "sample_spread", "self_mismatch", "top1_mismatch", "inclusion"):
+        assert (again[name] > found[name]).all(), name
+    assert (again["expected_matches"] < found["expected_matches"]).all()
+
+
+def test_points():
+    queries, gallery = (GaussianEmbedding.point(x.mean) for x in scene(7))
+    usable = usable_estimators(queries, gallery)
+    assert set(ESTIMATORS) - set(usable) == {"inclusion", "not_included"}
+    found = estimate_uncertainty(queries, gallery, MATCHING, estimators=usable)
+    assert (found["total_variance"] == 0).all() and np.isneginf(found["log_det"]).all()
+    assert all(not np.isnan(values).any() for values in found.values())
+    with pytest.raises(ValueError, match="inclusion, not_included need variances, got points"):
+        estimate_uncertainty(queries, gallery, MATCHING)
+
+
+def test_no_gallery_is_needed_where_none_is_looked_at():
+    queries, gallery = scene(8)
+    chosen = {name: e for name, e in ESTIMATORS.items() if not e.needs_gallery}
+    alone = estimate_uncertainty(queries, gallery[:0], MATCHING, estimators=chosen)
+    whole = estimate_uncertainty(queries, gallery, MATCHING)
+    assert len(chosen) == 5 and all((alone[name] == whole[name]).all() for name in chosen)
+    assert all(v.shape == (0,) for v in estimate_uncertainty(queries[:0], gallery, MATCHING).values())
+
+
+def separable(seed, n, d=12, noise=1.0):
+    """Queries that miss where the first mean and the first variance are large; the rest is noise."""
+    generator = torch.Generator().manual_seed(seed)
+    queries = GaussianEmbedding(
+        5 + 3 * torch.randn(n, d, generator=generator), torch.randn(n, d, generator=generator) - 4
+    )
+    truth = (queries.mean[:, 0] - 5) / 3 + queries.log_var[:, 0] + 4 + noise * torch.randn(n, generator=generator)
+    return queries, (truth > 0).numpy().astype(float)
+
+
+def test_the_learnt_head_finds_what_there_is_and_nothing_where_there_is_nothing():
+    (queries, missed), (new, truth) = separable(0, 600), separable(1, 2000)
+    head = MissHead.fit(queries, missed)
+    probability = head.score(new).numpy()
+    # The best possible score is the noiseless sum of two standard normals against noise 1: AUROC 0.892 for known weights.
+    assert auroc(probability, truth) > 0.86
+    assert probability.mean() == pytest.approx(truth.mean(), abs=0.05)
+    assert head.weight[[0, 12]].min() > 3 * head.weight[torch.arange(24) % 12 != 0].abs().max()
+    shuffled = MissHead.fit(queries, np.random.default_rng(0).permutation(missed))
+    # Nothing to learn: 2,000 new queries give an AUROC of 0.5 with a deviation of about 0.013 beside the luck of the weights.
+    assert abs(auroc(shuffled.score(new).numpy(), truth) - 0.5) < 0.2 and shuffled.penalty >= head.penalty
+
+
+def test_the_learnt_head_is_scikit_learns():
+    linear = pytest.importorskip("sklearn.linear_model", reason="scikit-learn is not installed")
+    queries, missed = separable(2, 200)
+    head = MissHead.fit(queries, missed, penalties=(0.1,))
+    z = torch.cat([queries.mean, queries.log_var], 1).double().numpy()
+    z = (z - z.mean(0)) / z.std(0)
+    theirs = linear.LogisticRegression(C=1 / (0.1 * 200), tol=1e-10, max_iter=1000).fit(z, missed)
+    np.testing.assert_allclose(head.score(queries).numpy(), theirs.predict_proba(z)[:, 1], atol=1e-5)
+
+
+def test_the_learnt_head_stands_beside_the_others_and_is_saved(tmp_path):
+    queries, gallery = scene(9, n=40)
+    head = MissHead.fit(queries, (torch.arange(40) % 3 == 0).numpy(), seed=4)
+    head.save(tmp_path / "head.safetensors")
+    again = MissHead.load(tmp_path / "head.safetensors")
+    assert again.score(queries).equal(head.score(queries)) and (again.bias, again.penalty) == (head.bias, head.penalty)
+    found = estimate_uncertainty(queries, gallery, MATCHING, estimators=ESTIMATORS | {"miss": again.estimator("miss")})
+    np.testing.assert_array_equal(found["miss"], head.score(queries).numpy())
+    assert stats.spearmanr(found["miss"], found["total_variance"]).statistic < 0.999
+    points = GaussianEmbedding.point(queries.mean)
+    of_means = MissHead.fit(points, (torch.arange(40) % 2).numpy())
+    assert len(of_means.weight) == D
+    assert of_means.score(queries).equal(of_means.score(points))
+    with pytest.raises(ValueError, match="got points"):
+        head.score(points)
+
+
+def test_bad_input_is_named(tmp_path):
+    queries, gallery = scene()
+    with pytest.raises(ValueError, match="at least two items, got 1"):
+        estimate_uncertainty(queries, gallery[:1], MATCHING)
+    with pytest.raises(ValueError, match="13 queries and 37 items, but `without` is of 13 by 36"):
+        estimate_uncertainty(queries, gallery, MATCHING, without=Relevance.from_lists([[]] * N, n_gallery=36))
+    lists = [list(range(28))] + [[]] * (N - 1)
+    with pytest.raises(ValueError, match="fewer than 10 items"):
+        estimate_uncertainty(queries, gallery, MATCHING, without=Relevance.from_lists(lists, n_gallery=M))
+    with pytest.raises(ValueError, match="got .2,. outcomes for 13 queries"):
+        MissHead.fit(queries, np.zeros(2))
+    with pytest.raises(ValueError, match="both must occur"):
+        MissHead.fit(queries, np.zeros(N))
+    with pytest.raises(ValueError, match="folds must be between 2"):
+        MissHead.fit(queries, np.arange(N) % 2, folds=14)
+    head = MissHead.fit(queries, np.arange(N) % 2)
+    with pytest.raises(ValueError, match="which 3 dimensions do not give"):
+        head.score(scene(d=3)[0])
+    with pytest.raises(FileNotFoundError, match="no head at"):
+        MissHead.load(tmp_path / "nowhere")
+    (tmp_path / "bad").write_bytes(b"{}")
+    with pytest.raises(ValueError, match="damaged or not a head"):
+        MissHead.load(tmp_path / "bad")
