@@ -208,6 +208,15 @@ def test_an_epoch_follows_from_its_number_and_the_seed_alone(style):
         assert len(again) == len(straight[epoch]) == len(batches) == 2
         assert all(map(same, again, straight[epoch]))
     assert not same(straight[0][0], straight[1][0])
+    # Each on its own: which pairs, what of them is mixed, and how they are changed.
+    first, second = straight[0][0], straight[1][0]
+    pairs = [drawn(next(iter(indexed(recipe(), alone()).epoch(epoch)))) for epoch in (0, 1)]
+    assert pairs[0] != pairs[1]
+    assert not all(map(torch.equal, plan_tensors(first.mix), plan_tensors(second.mix)))
+    draws = [batches.augmentation.generator(epoch).initial_seed() for epoch in (0, 1, 0)]
+    assert draws[0] == draws[2] != draws[1]
+    steps = [plan_tensors(batches.augmentation.plans([7], (16, 16), 0, step)[0]) for step in (0, 1)]
+    assert all(map(torch.equal, steps[0], plan_tensors(first.mix))) and not all(map(torch.equal, *steps))
     assert not same(straight[0][0], next(iter(indexed(recipe(style=style, mixed_share=0.5, seed=1), alone()).epoch(0))))
 
 
@@ -332,7 +341,7 @@ def png(value):
 
 def test_processes_of_a_stream_match_equal_captions_across_each_other():
     """Two streams of their own; the second loses a picture, so that it holds fewer pairs than it read."""
-    captions = [["one", "two", "one", "three"], ["two", "lost", "four", "one"]]
+    captions = [["ae", "bf", "ae", "cg"], ["bf", "lost", "dh", "ae"]]
     settings, skipped = recipe(mixed_share=0.9, label_smoothing=0.1, seed=2), []
 
     class Stream:
@@ -353,6 +362,11 @@ def test_processes_of_a_stream_match_equal_captions_across_each_other():
         shares.append(batch)
     assert skipped == ["11"] and [len(s.images) for s in shares] == [4, 3]
     assert shares[1].images.values[:, 0, 0, 0].tolist() == [1, 21, 31]
+    read, _ = model().text.reader.read([lambda c=c: c for c in ("bf", "dh", "ae")])
+    assert torch.equal(shares[1].texts.values, read.batch(np.arange(3)).values), (
+        "the words of the pictures that are left"
+    )
+    assert len({tuple(row) for row in shares[1].texts.values.tolist()}) == 3
     listening = [Told([4, 3]), Told([4, 3])]
     for share, told in zip(shares, listening, strict=True):
         share.labels(told)
