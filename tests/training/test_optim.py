@@ -13,6 +13,7 @@ from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
 from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
 from sfumato.encoders.features import Inputs
 from sfumato.encoders.heads import GaussianHead
+from sfumato.encoders.small import SmallImageEncoder
 from sfumato.losses import LOSSES
 from sfumato.training import loop
 from sfumato.training.config import OptimConfig, check_recipe, load_recipe
@@ -240,6 +241,23 @@ def test_freezing_rests_the_image_network_but_not_its_variance_blocks():
     freeze_image_encoder(model, False)
     again = step()
     assert all(not torch.equal(frozen[n], again[n]) for n in resting if n.endswith("fc1.weight"))
+
+
+def test_running_statistics_rest_with_their_network():
+    image = Tower(None, SmallImageEncoder(4), GaussianHead(32, 4))
+    model = DualEncoder(image, Tower(None, FeatureInput(6, 0.0), GaussianHead(6, 4)))
+
+    def changed():
+        before = {name: value.clone() for name, value in model.image.encoder.named_buffers()}
+        model.image(Inputs(torch.rand(4, 3, 32, 32)))
+        return {n for n, value in model.image.encoder.named_buffers() if not torch.equal(before[n], value)}
+
+    model.train()
+    freeze_image_encoder(model, True)
+    assert not changed()
+    model.train()
+    freeze_image_encoder(model, False)
+    assert any(name.endswith("running_mean") for name in changed())
 
 
 def test_a_run_warms_up_after_the_frozen_epochs(tmp_path, monkeypatch):

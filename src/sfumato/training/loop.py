@@ -175,6 +175,7 @@ def _fit(recipe: Recipe, folder: Path, world: World) -> dict[str, Any]:
         own = (world.rank,) if world.rank else ()
         torch.manual_seed(epoch_seed(config.seed, epoch, 0, *own))
         started = time.monotonic()
+        model.train()
         freeze_image_encoder(model, epoch < recipe.optim.freeze_image_epochs)
         each_step = average if config.ema_decay else None
         line = {"epoch": epoch, **_train_epoch(recipe, epoch, model, loss, batches, optimiser, each_step, world)}
@@ -232,7 +233,6 @@ def _train_epoch(
     world: World,
 ) -> dict[str, Any]:
     """One pass over the data; the means of what was measured at its steps."""
-    model.train()
     trained = [p for group in optimiser.param_groups for p in group["params"]]
     log = _EpochLog()
     with (

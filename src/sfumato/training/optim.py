@@ -53,8 +53,15 @@ def _multiplier(model: nn.Module, name: str, config: OptimConfig) -> float:
 
 
 def freeze_image_encoder(model: nn.Module, frozen: bool) -> None:
-    """Let the image network below its head rest, or learn again; its variance blocks always learn."""
-    for name, parameter in model.get_submodule("image.encoder").named_parameters():
+    """Let the image network below its head rest, running statistics too, or learn again; its variance blocks always learn.
+
+    Call it after ``model.train()``.
+    """
+    encoder = model.get_submodule("image.encoder")
+    for module in encoder.modules():
+        if frozen and isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+    for name, parameter in encoder.named_parameters():
         if not name.startswith("variance_"):
             parameter.requires_grad_(not frozen)
             if frozen:
