@@ -48,3 +48,20 @@ def test_bad_positions_are_named():
         Relevance.from_pairs(np.array([-1]), np.array([0]), n_queries=1, n_gallery=1)
     with pytest.raises(ValueError, match="as many"):
         Relevance.from_pairs(np.array([0, 0]), np.array([0]), n_queries=1, n_gallery=1)
+
+
+def test_items_outside_of_the_gallery_count_in_totals_and_stay_with_their_query():
+    r = Relevance.from_lists([[1], [], [0, 2]], n_gallery=4, n_outside=np.array([2, 1, 0]))
+    assert r.counts.tolist() == [1, 0, 2] and r.totals.tolist() == [3, 1, 2]
+    chosen = r.select_queries(np.array([2, 0, 0]))
+    assert chosen.totals.tolist() == [2, 3, 3] and chosen.counts.tolist() == [2, 1, 1]
+    # A smaller gallery is another benchmark, and the other direction has no such queries.
+    assert r.select_gallery(np.array([2, 1])).totals.tolist() == [1, 0, 1]
+    assert r.transpose().totals.tolist() == [1, 1, 1, 0]
+    assert Relevance.from_lists([[0]], n_gallery=1).totals.tolist() == [1]
+
+
+@pytest.mark.parametrize("wrong", [[1], [0, -1]])
+def test_numbers_outside_are_one_for_each_query_and_not_negative(wrong):
+    with pytest.raises(ValueError, match="give each query one number, at least 0"):
+        Relevance.from_lists([[0], [1]], n_gallery=2, n_outside=np.array(wrong))

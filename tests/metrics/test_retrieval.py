@@ -4,7 +4,17 @@ import torch
 from references_metrics import metrics_by_definition, ranks_by_sorting
 
 from sfumato.metrics.relevance import Relevance
-from sfumato.metrics.retrieval import per_query_metrics, relevant_ranks, retrieval_metrics
+from sfumato.metrics.retrieval import (
+    UNLISTED,
+    _ranks_on_device,
+    check_metric,
+    per_query_metrics,
+    ranks_from_lists,
+    ranks_from_scores,
+    relevant_ranks,
+    retrieval_metrics,
+    score_blocks,
+)
 
 # Worked by hand. Query 0 orders the gallery 1 3 0 2 4, query 1 has a tie of items 0, 2 and 4, query 2 has no truth.
 DISTANCE = torch.tensor(
@@ -53,8 +63,37 @@ def test_counting_and_sorting_branches_agree(monkeypatch):
     results = []
     for limit in (0, 12, 40):
         monkeypatch.setattr("sfumato.metrics.retrieval._COUNT_AT_MOST", limit)
-        results.append(relevant_ranks(distance, relevance))
-    assert (results[0] == results[1]).all() and (results[0] == results[2]).all()
+        results += [relevant_ranks(distance, relevance), _ranks_on_device(distance, relevance, 0)]
+    assert all((results[0] == other).all() for other in results)
+
+
+@pytest.mark.parametrize("levels", [3, 50, 10**6])
+def test_what_an_accelerator_runs_agrees_with_sorting(levels):
+    # The form for accelerators, on the processor: with it, half of the rows are sorted and half are counted.
+    random = np.random.default_rng(levels)
+    distance = random.integers(0, levels, (21, 37)).astype(np.float32)
+    truths = [np.flatnonzero(row).tolist() for row in random.random((21, 37)) < random.choice([0.1, 0.7], (21, 1))]
+    relevance = Relevance.from_lists(truths, n_gallery=37)
+    ours = np.concatenate(
+        [_ranks_on_device(torch.from_numpy(distance[s : s + 6]), relevance, s) for s in range(0, 21, 6)]
+    )
+    np.testing.assert_array_equal(ours, ranks_by_sorting(distance, truths))
+
+
+@pytest.mark.gpu
+def test_an_accelerator_agrees_with_the_processor():
+    if not torch.cuda.is_available():
+        pytest.skip("no accelerator")
+    random = np.random.default_rng(7)
+    distance = torch.from_numpy(random.integers(0, 99, (301, 997)).astype(np.float32))
+    relevance = Relevance.from_lists([np.flatnonzero(row) for row in random.random((301, 997)) < 0.02], n_gallery=997)
+    np.testing.assert_array_equal(relevant_ranks(distance.cuda(), relevance), relevant_ranks(distance, relevance))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64])
+def test_any_type_of_distance_is_ranked(dtype):
+    distance = torch.tensor([[3.0, 1.0, 2.0, 1.0]]).to(dtype)
+    assert relevant_ranks(distance, Relevance.from_lists([[0, 1, 3]], n_gallery=4)).tolist() == [3, 0, 1]
 
 
 def test_blocks_with_an_uneven_last_one_equal_the_whole():
@@ -100,3 +139,157 @@ def test_bad_sizes_are_refused():
         per_query_metrics(np.array([0, 1]), relevance)
     with pytest.raises(ValueError, match="no query has a relevant item"):
         retrieval_metrics(np.array([], int), Relevance.from_lists([[]], n_gallery=3))
+
+
+# ---------------------------------------------------------------- score matrices
+
+
+@pytest.mark.parametrize("better", ["larger", "smaller"])
+@pytest.mark.parametrize("kind", ["float32", "float16", ">f4", "int64", "uint8", "bool", "memmap", "tensor", "fortran"])
+def test_score_matrices_of_any_kind_both_ways(better, kind, tmp_path):
+    random = np.random.default_rng(5)
+    scores = random.integers(0, 2 if kind == "bool" else 6, (7, 11)).astype(np.float32)
+    dense = random.random((7, 11)) < 0.3
+    if kind == "memmap":
+        np.save(tmp_path / "scores.npy", scores)
+        given = np.load(tmp_path / "scores.npy", mmap_mode="r")
+    elif kind == "tensor":
+        given = torch.from_numpy(scores)
+    else:
+        given = np.asfortranarray(scores) if kind == "fortran" else scores.astype(kind)
+    distance = -scores if better == "larger" else scores
+    for queries, matrix, truth in (("rows", distance, dense), ("columns", distance.T, dense.T)):
+        truths = [np.flatnonzero(row).tolist() for row in truth]
+        relevance = Relevance.from_lists(truths, n_gallery=truth.shape[1])
+        for memory_mb in (64, 3 * 4 * 11 / 2**20):  # in one block, and in blocks with an uneven last one
+            ours = ranks_from_scores(given, relevance, better=better, queries=queries, memory_mb=memory_mb)
+            np.testing.assert_array_equal(ours, ranks_by_sorting(matrix, truths))
+
+
+def test_extreme_integers_keep_their_order():
+    limits = np.iinfo(np.int64)
+    scores = np.array([[limits.min, limits.max, 0, 2**53 + 1, 2**53]])
+    relevance = Relevance.from_lists([range(5)], n_gallery=5)
+    assert ranks_from_scores(scores, relevance, better="larger").tolist() == [4, 0, 3, 1, 2]
+    assert ranks_from_scores(scores, relevance, better="smaller").tolist() == [0, 4, 1, 3, 2]
+
+
+def test_blocks_of_a_memmap_are_small(tmp_path):
+    scores = np.lib.format.open_memmap(tmp_path / "scores.npy", "w+", np.float32, (10, 256))
+    assert [(s, len(b)) for s, b in score_blocks(scores, better="larger", memory_mb=4 / 1024)] == [
+        (0, 4),
+        (4, 4),
+        (8, 2),
+    ]
+
+
+def test_bad_scores_are_refused():
+    relevance = Relevance.from_lists([[0]], n_gallery=3)
+    with pytest.raises(ValueError, match="better is 'higher'; say 'larger'"):
+        ranks_from_scores(np.zeros((1, 3)), relevance, better="higher")
+    with pytest.raises(ValueError, match=r"scores of 3 queries for a truth of 1"):
+        ranks_from_scores(np.zeros((1, 3)), relevance, better="larger", queries="columns")
+    with pytest.raises(ValueError, match="2 columns for a gallery of 3"):
+        ranks_from_scores(np.zeros((1, 2)), relevance, better="larger")
+    with pytest.raises(ValueError, match=r"shape \(3,\)"):
+        list(score_blocks(np.zeros(3), better="larger"))
+    for wrong in (np.zeros((1, 3), complex), np.full((1, 3), "a"), np.zeros((1, 3), np.uint64)):
+        with pytest.raises(ValueError, match="expected real numbers"):
+            ranks_from_scores(wrong, relevance, better="larger")
+    with pytest.raises(ValueError, match="NaN"):
+        ranks_from_scores(np.array([[0, np.nan, 1]]), relevance, better="larger")
+
+
+# ---------------------------------------------------------------- ranked lists
+
+
+def test_whole_lists_give_the_ranks_of_the_distances():
+    random = np.random.default_rng(8)
+    distance = random.permuted(np.tile(np.arange(29.0), (13, 1)), axis=1)
+    relevance = Relevance.from_lists([np.flatnonzero(row) for row in random.random((13, 29)) < 0.3], n_gallery=29)
+    order = distance.argsort(1)
+    expected = relevant_ranks(torch.from_numpy(distance), relevance)
+    for lists in (order, order.tolist(), [row.astype(np.uint16) for row in order]):
+        ranks, depth = ranks_from_lists(lists, relevance)
+        np.testing.assert_array_equal(ranks, expected)
+        assert (depth == 29).all()
+        assert retrieval_metrics(ranks, relevance, depth=depth) == retrieval_metrics(expected, relevance)
+
+
+def test_short_lists_give_exactly_what_they_determine_and_refuse_the_rest():
+    relevance = Relevance.from_lists([[4, 1], [2], []], n_gallery=5)
+    ranks, depth = ranks_from_lists([[3, 4], [2, 0], []], relevance)
+    assert ranks.tolist() == [UNLISTED, 1, 0] and depth.tolist() == [2, 2, 0]
+    wanted = ("recall@1", "recall@2", "r_precision", "map@r", "mean_rank")
+    result = retrieval_metrics(ranks, relevance, depth=depth, names=wanted)
+    whole, _ = ranks_from_lists([[3, 4, 0, 1, 2], [2, 0, 1, 3, 4], [0, 1, 2, 3, 4]], relevance)
+    assert result == retrieval_metrics(whole, relevance, names=wanted)
+    with pytest.raises(ValueError, match=r"query 0 holds 2 of 5 items, but recall@3 needs 3 \(2 of 2 lists"):
+        retrieval_metrics(ranks, relevance, depth=depth, names=["recall@1", "recall@3"])
+    ranks, depth = ranks_from_lists([[4], [0, 1], []], relevance)
+    with pytest.raises(ValueError, match=r"query 0 holds 1 of 5 items, but r_precision needs 2 \(1 of 2"):
+        retrieval_metrics(ranks, relevance, depth=depth, names=["r_precision"])
+    with pytest.raises(ValueError, match=r"query 1 holds 2 of 5 items, but the rank of its best item needs 5"):
+        retrieval_metrics(ranks, relevance, depth=depth, names=["median_rank"])
+    with pytest.raises(ValueError, match="needs"):
+        retrieval_metrics(ranks, relevance, depth=depth)
+
+
+def test_whole_lists_are_fine_for_any_k_and_for_items_that_nothing_can_find():
+    relevance = Relevance.from_lists([[0, 1]], n_gallery=3, n_outside=np.array([4]))
+    ranks, depth = ranks_from_lists([[1, 2, 0]], relevance)
+    result = retrieval_metrics(ranks, relevance, (1, 10), depth=depth)
+    assert result["recall@10"] == 1 and result["r_precision"] == pytest.approx(2 / 6)
+    assert result["map@r"] == pytest.approx((1 + 2 / 3) / 6)
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        ([[0, 1, 0], [1]], "query 0 holds position 0 more than once"),
+        ([[0], [2, 3]], r"query 1 holds 2\.\.3, but the gallery has positions 0\.\.2"),
+        ([[0], [-1]], r"query 1 holds -1\.\.-1"),
+        ([[0], [0, 1, 2, 1]], "query 1 holds position 1 more than once"),
+        ([[0]], "got 1 lists for 2 queries"),
+        ([[0], ["1"]], "expected positions"),
+        ([[0], [1.0]], "expected positions"),
+        ([[0], [[1]]], r"shape \(1, 1\)"),
+    ],
+)
+def test_bad_lists_are_refused(lists, message):
+    with pytest.raises(ValueError, match=message):
+        ranks_from_lists(lists, Relevance.from_lists([[0], [1]], n_gallery=3))
+
+
+# ---------------------------------------------------------------- items outside of the gallery, names of metrics
+
+
+def test_items_outside_of_the_gallery_count_in_r_and_are_never_found():
+    # Query 0: R = 3 of which one cannot be found, ranks 0 and 2. Query 1: its one item cannot be found at all. Query 2: no truth.
+    relevance = Relevance.from_lists([[0, 1], [], []], n_gallery=4, n_outside=np.array([1, 1, 0]))
+    single = per_query_metrics(np.array([0, 2]), relevance)
+    np.testing.assert_allclose(single["r_precision"], [2 / 3, 0, np.nan])
+    np.testing.assert_allclose(single["map@r"], [(1 + 2 / 3) / 3, 0, np.nan])
+    np.testing.assert_array_equal(single["best_rank"], [0, np.inf, np.nan])
+    np.testing.assert_array_equal(single["recall@10"], [1, 0, np.nan])
+    result = retrieval_metrics(np.array([0, 2]), relevance)
+    assert result["n_queries"] == 2 and result["n_without_positives"] == 1 and result["recall@1"] == 0.5
+    # Tempting: R without what is outside, and leaving query 1 out.
+    inside = Relevance(relevance.indptr, relevance.indices, 4)
+    assert retrieval_metrics(np.array([0, 2]), inside)["r_precision"] != result["r_precision"]
+
+
+def test_only_the_metrics_asked_for_are_given():
+    relevance = Relevance.from_lists(TRUTHS, n_gallery=5)
+    ranks = relevant_ranks(DISTANCE, relevance)
+    everything = retrieval_metrics(ranks, relevance, (1, 5, 7))
+    some = retrieval_metrics(ranks, relevance, names=("map@r", "recall@7", "median_rank"))
+    assert list(some) == ["map@r", "recall@7", "median_rank", "n_queries", "n_without_positives"]
+    assert some == {name: everything[name] for name in some}
+    for wrong in ("recall@0", "recall", "precision@5"):
+        with pytest.raises(ValueError, match=f"unknown metric '{wrong}'"):
+            retrieval_metrics(ranks, relevance, names=[wrong])
+        with pytest.raises(ValueError, match="median_rank"):
+            check_metric(wrong)
+    check_metric("recall@3")
+    check_metric("mean_rank")

@@ -1,10 +1,14 @@
 """Retrieval metrics from the ranks of the relevant items, which is all that any of them needs.
 
 Ranks come from counting, not from sorting whole galleries, and ties are decided by gallery position: of two items at the same
-distance the earlier one ranks first, as in a stable sort. Definitions and sources: docs/math.md.
+distance the earlier one ranks first, as in a stable sort. Ranks may also be read from ranked lists, which are taken in the order
+in which they are given; a list that is too short for a metric is refused, never under-counted. Definitions and sources:
+docs/math.md.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import torch
@@ -12,8 +16,149 @@ from torch import Tensor
 
 from sfumato.metrics.relevance import Relevance
 
+Better = Literal["larger", "smaller"]
+"""Which scores are better; it is always said, never guessed."""
+
+UNLISTED = np.iinfo(np.int64).max
+"""The rank of an item that a ranked list does not reach."""
+
 _COUNT_AT_MOST = 16
 _CPU_CHUNK = 2**20
+
+
+class ScoreMatrix(Protocol):
+    """Anything two-dimensional that can be sliced: a NumPy array or memmap, a tensor, an array in an open file."""
+
+    @property
+    def shape(self) -> Any:
+        """(n, m)."""
+        ...
+
+    def __getitem__(self, index: Any, /) -> Any:
+        """A block, as something that NumPy makes an array of."""
+        ...
+
+
+def score_blocks(
+    scores: ScoreMatrix, *, better: Better, queries: Literal["rows", "columns"] = "rows", memory_mb: float = 64.0
+) -> Iterator[tuple[int, Tensor]]:
+    """A score matrix as blocks of distances, smaller is closer; only one block is in memory at a time.
+
+    Args:
+        scores: (n, m), of any real type; half precision is widened, integers are compared as integers.
+        better: "larger" for similarities, "smaller" for distances.
+        queries: whether the queries are the rows or the columns.
+        memory_mb: size of a block.
+
+    Yields:
+        (first query, (b, gallery) distances).
+
+    Raises:
+        ValueError: scores are not a matrix of real numbers, or better is neither.
+    """
+    if better not in get_args(Better):
+        raise ValueError(f"score_blocks: better is {better!r}; say 'larger' for similarities, 'smaller' for distances")
+    if len(scores.shape) != 2:
+        raise ValueError(f"score_blocks: scores have shape {tuple(scores.shape)}; expected (images, texts)")
+    n, m = (int(size) for size in (scores.shape if queries == "rows" else scores.shape[::-1]))
+    rows = max(1, int(memory_mb * 2**20 / 4 / max(m, 1)))
+    for start in range(0, n, rows):
+        stop = min(start + rows, n)
+        part = scores[start:stop] if queries == "rows" else scores[:, start:stop]
+        block = part if isinstance(part, Tensor) else _tensor(np.asarray(part))
+        if block.is_complex():
+            raise ValueError(f"score_blocks: scores are of type {block.dtype}; expected real numbers")
+        if block.is_floating_point():
+            block = block.float() if block.dtype in (torch.float16, torch.bfloat16) else block
+            block = -block if better == "larger" else block
+        else:
+            # ~x = -x - 1 reverses the order of all 64-bit integers; -x would not.
+            block = ~block.long() if better == "larger" else block.long()
+        yield start, block if queries == "rows" else block.T
+
+
+def _tensor(block: np.ndarray) -> Tensor:
+    if block.dtype.kind not in "fiub" or block.dtype == np.uint64 or block.dtype == np.longdouble:
+        raise ValueError(f"score_blocks: scores are of type {block.dtype}; expected real numbers of at most 64 bits")
+    plain = block.dtype.newbyteorder("=") if block.dtype.kind == "f" else np.dtype(np.int64)
+    block = np.ascontiguousarray(block, plain)
+    return torch.from_numpy(block if block.flags.writeable else block.copy())
+
+
+def ranks_from_scores(
+    scores: ScoreMatrix,
+    relevance: Relevance,
+    *,
+    better: Better,
+    queries: Literal["rows", "columns"] = "rows",
+    memory_mb: float = 64.0,
+) -> np.ndarray:
+    """Ranks of the relevant items from a score matrix, block by block.
+
+    Args:
+        scores, better, queries, memory_mb: see :func:`score_blocks`.
+        relevance: of the queries.
+
+    Returns:
+        (p,) int64 ranks, 0 is the closest, in the order of relevance.indices; ties by gallery position.
+
+    Raises:
+        ValueError: sizes do not fit, a score is NaN, and as :func:`score_blocks`.
+
+    Example:
+        >>> similarity = np.array([[0.9, 0.1, 0.8], [0.2, 0.2, 0.7]])
+        >>> ranks_from_scores(similarity, Relevance.from_lists([[2], [0, 1]], n_gallery=3), better="larger")
+        array([1, 1, 2])
+    """
+    n = int(scores.shape[0 if queries == "rows" else 1])
+    if n != relevance.n_queries:
+        raise ValueError(f"ranks_from_scores: scores of {n} queries for a truth of {relevance.n_queries}")
+    blocks = score_blocks(scores, better=better, queries=queries, memory_mb=memory_mb)
+    parts = [relevant_ranks(block, relevance, start) for start, block in blocks]
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def ranks_from_lists(
+    lists: Sequence[Sequence[int] | np.ndarray], relevance: Relevance
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ranks of the relevant items from ranked lists of gallery positions.
+
+    Args:
+        lists: of each query, positions in the gallery from best to worst; whole, or only the first. An (n, k) array works.
+        relevance: of the queries.
+
+    Returns:
+        ((p,) int64 ranks in the order of relevance.indices, UNLISTED for what the list does not hold; (n,) lengths of the lists,
+        the ``depth`` of :func:`retrieval_metrics`).
+
+    Raises:
+        ValueError: there is not one list for each query, or a list holds a position twice or one outside of the gallery.
+    """
+    n, m = relevance.n_queries, relevance.n_gallery
+    if len(lists) != n:
+        raise ValueError(f"ranks_from_lists: got {len(lists)} lists for {n} queries; give one for each")
+    ranks, depth = np.full(len(relevance.indices), UNLISTED), np.zeros(n, np.int64)
+    place, steps = np.full(m, -1), np.arange(m + 1)
+    for i, given in enumerate(lists):
+        row = np.asarray(given)
+        if row.ndim != 1 or not (row.size == 0 or row.dtype.kind in "iu"):
+            raise ValueError(
+                f"ranks_from_lists: the list of query {i} is of shape {row.shape} and type {row.dtype}; expected positions"
+            )
+        row = row.astype(np.int64, copy=False)
+        if len(row) and not (row.min() >= 0 and row.max() < m):
+            raise ValueError(
+                f"ranks_from_lists: the list of query {i} holds {row.min()}..{row.max()}, but the gallery has positions 0..{m - 1}"
+            )
+        own = steps[: len(row)] if len(row) <= m else np.arange(len(row))
+        place[row] = own
+        if (twice := place[row] != own).any():
+            raise ValueError(f"ranks_from_lists: the list of query {i} holds position {row[twice][0]} more than once")
+        found = place[relevance.indices[relevance.indptr[i] : relevance.indptr[i + 1]]]
+        ranks[relevance.indptr[i] : relevance.indptr[i + 1]] = np.where(found >= 0, found, UNLISTED)
+        depth[i] = len(row)
+        place[row] = -1
+    return ranks, depth
 
 
 def relevant_ranks(distance: Tensor, relevance: Relevance, first_query: int = 0) -> np.ndarray:
@@ -38,13 +183,57 @@ def relevant_ranks(distance: Tensor, relevance: Relevance, first_query: int = 0)
             f"relevant_ranks: rows for queries {first_query}..{first_query + b - 1} of {relevance.n_queries} queries"
         )
     # A few rows at a time: what is compared again and again stays in the processor's cache, which is some ten times faster.
-    step = max(1, (_CPU_CHUNK if distance.device.type == "cpu" else 64 * _CPU_CHUNK) // max(m, 1))
-    parts = [_ranks_of_few(distance[s : s + step], relevance, first_query + s) for s in range(0, b, step)]
-    return torch.cat(parts).cpu().numpy() if parts else np.empty(0, np.int64)
+    if distance.device.type == "cpu":
+        step, ranks_of_few = max(1, _CPU_CHUNK // max(m, 1)), _ranks_on_host
+    else:
+        step, ranks_of_few = max(1, 64 * _CPU_CHUNK // max(m, 1)), _ranks_on_device
+    parts = [ranks_of_few(distance[s : s + step], relevance, first_query + s) for s in range(0, b, step)]
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
-def _ranks_of_few(distance: Tensor, relevance: Relevance, first_query: int) -> Tensor:
-    """:func:`relevant_ranks` of a few rows, on their device."""
+def _ranks_on_host(distance: Tensor, relevance: Relevance, first_query: int) -> np.ndarray:
+    """:func:`relevant_ranks` of a few rows in NumPy, whose counting and sorting of plain values is several times faster."""
+    narrow = distance.dtype in (torch.float16, torch.bfloat16)
+    block = (distance.float() if narrow else distance).detach().contiguous().numpy()
+    # The minimum of anything with NaN is NaN.
+    if block.size and block.dtype.kind == "f" and np.isnan(block.min()):
+        raise ValueError("relevant_ranks: a distance is NaN; nothing can be ranked by it")
+    starts = relevance.indptr[first_query : first_query + len(block) + 1]
+    ranks = np.empty(starts[-1] - starts[0], np.int64)
+    for row, start, stop in zip(block, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        items = relevance.indices[start:stop]
+        ranks[start - starts[0] : stop - starts[0]] = (
+            _count_before(row, items) if len(items) <= _COUNT_AT_MOST else _ranks_from_sorted(row, items)
+        )
+    return ranks
+
+
+def _count_before(row: np.ndarray, items: np.ndarray) -> list[int]:
+    """Few relevant items: before each come the equal ones at earlier positions, and the closer ones anywhere."""
+    before = []
+    for j in items.tolist():
+        own = row[j]
+        before.append(int(np.count_nonzero(row[:j] <= own) + np.count_nonzero(row[j + 1 :] < own)))
+    return before
+
+
+def _ranks_from_sorted(row: np.ndarray, items: np.ndarray) -> np.ndarray:
+    """Many relevant items: one sort of the plain values, which is some twenty times faster than sorting positions by them."""
+    values, own = np.sort(row), row[items]
+    ranks: np.ndarray = np.searchsorted(values, own)
+    tied = np.flatnonzero(np.searchsorted(values, own, side="right") > ranks + 1)
+    if len(tied) > _COUNT_AT_MOST:
+        place = np.empty(len(row), np.int64)
+        place[np.argsort(row, kind="stable")] = np.arange(len(row))
+        ranks = place[items]
+        return ranks
+    for t in tied:
+        ranks[t] += np.count_nonzero(row[: items[t]] == own[t])
+    return ranks
+
+
+def _ranks_on_device(distance: Tensor, relevance: Relevance, first_query: int) -> np.ndarray:
+    """:func:`relevant_ranks` of a few rows where they are, on an accelerator."""
     if torch.isnan(distance).any():
         raise ValueError("relevant_ranks: a distance is NaN; nothing can be ranked by it")
     distance, device = distance.contiguous(), distance.device
@@ -73,72 +262,141 @@ def _ranks_of_few(distance: Tensor, relevance: Relevance, first_query: int) -> T
         if bool((torch.count_nonzero(block <= own, dim=1) > closer + 1).any()):
             closer += ((block == own) & (torch.arange(m, device=device) < items[now].unsqueeze(1))).sum(1)
         ranks[now] = closer
-    return ranks
+    return np.asarray(ranks.cpu().numpy())
 
 
-def per_query_metrics(ranks: np.ndarray, relevance: Relevance, ks: Sequence[int] = (1, 5, 10)) -> dict[str, np.ndarray]:
+def per_query_metrics(
+    ranks: np.ndarray,
+    relevance: Relevance,
+    ks: Sequence[int] = (1, 5, 10),
+    *,
+    depth: np.ndarray | None = None,
+    names: Sequence[str] | None = None,
+) -> dict[str, np.ndarray]:
     """Metrics of every query.
 
     Args:
         ranks: (p,) of all relevant items, in the order of relevance.indices.
         relevance: the truth.
         ks: K of recall@K.
+        depth: (n,) lengths of the ranked lists that the ranks came from; None where every rank is known.
+        names: the metrics to give, "recall@K" with any K among them; None gives all, with the K of ks.
 
     Returns:
-        "recall@K", "r_precision", "map@r", "best_rank" (0-based): (n,) each, NaN for queries without a relevant item.
+        "recall@K", "r_precision", "map@r", "best_rank" (0-based, infinite if all relevant items are outside of the gallery): (n,)
+        each, NaN for queries without a relevant item.
 
     Raises:
-        ValueError: there is not one rank for each relevant item.
+        ValueError: there is not one rank for each relevant item, a name is unknown, or a list is too short for a metric: recall@K
+            needs K items, r_precision and map@r as many as there are relevant ones, best_rank the best; a whole list is enough
+            for all.
     """
     if len(ranks) != len(relevance.indices):
         raise ValueError(
             f"per_query_metrics: got {len(ranks)} ranks for {len(relevance.indices)} relevant items; they must be as many"
         )
-    n, counts, query = relevance.n_queries, relevance.counts, relevance.query_of_item
-    has = counts > 0
+    names = [*(f"recall@{k}" for k in ks), "r_precision", "map@r", "best_rank"] if names is None else list(names)
+    at = {name: _k_of(name) for name in names}
+    n, counts, totals, query = relevance.n_queries, relevance.counts, relevance.totals, relevance.query_of_item
+    has, found = totals > 0, counts > 0
     order = np.lexsort((ranks, query))
     ranks = ranks[order]
+    best = np.where(has, np.inf, np.nan)
+    best[found] = ranks[relevance.indptr[:-1][found]]
+    if depth is not None:
+        _check_depth(np.asarray(depth), relevance, at, best)
     nth = np.arange(len(ranks)) - np.repeat(relevance.indptr[:-1], counts)
-    inside = ranks < counts[query]
+    inside = ranks < totals[query]
 
     def per_query(values: np.ndarray) -> np.ndarray:
         result = np.full(n, np.nan)
-        result[has] = np.bincount(query, weights=values, minlength=n)[has] / counts[has]
+        result[has] = np.bincount(query, weights=values, minlength=n)[has] / totals[has]
         return result
 
-    best = np.full(n, np.nan)
-    best[has] = ranks[relevance.indptr[:-1][has]]
-    metrics = {f"recall@{k}": np.where(has, (best < k).astype(float), np.nan) for k in ks}
-    metrics["r_precision"] = per_query(inside.astype(float))
-    metrics["map@r"] = per_query(np.where(inside, (nth + 1) / (ranks + 1), 0.0))
-    metrics["best_rank"] = best
-    return metrics
+    def metric(name: str, k: int | None) -> np.ndarray:
+        if k is not None:
+            return np.where(has, (best < k).astype(float), np.nan)
+        if name == "r_precision":
+            return per_query(inside.astype(float))
+        return best if name == "best_rank" else per_query(np.where(inside, (nth + 1) / (ranks + 1.0), 0.0))
+
+    return {name: metric(name, k) for name, k in at.items()}
 
 
-def retrieval_metrics(ranks: np.ndarray, relevance: Relevance, ks: Sequence[int] = (1, 5, 10)) -> dict[str, float]:
+def retrieval_metrics(
+    ranks: np.ndarray,
+    relevance: Relevance,
+    ks: Sequence[int] = (1, 5, 10),
+    *,
+    depth: np.ndarray | None = None,
+    names: Sequence[str] | None = None,
+) -> dict[str, float]:
     """Metrics averaged over the queries that have a relevant item.
 
     Args:
-        ranks, relevance, ks: see :func:`per_query_metrics`.
+        ranks, relevance, ks, depth: see :func:`per_query_metrics`.
+        names: the metrics to give; None gives all.
 
     Returns:
         "recall@K", "r_precision", "map@r" as fractions in [0, 1]; "median_rank" and "mean_rank" of the best relevant item, from
         1; "n_queries" and "n_without_positives", the queries left out.
 
     Raises:
-        ValueError: no query has a relevant item.
+        ValueError: no query has a relevant item, and as :func:`per_query_metrics`.
     """
-    single = per_query_metrics(ranks, relevance, ks)
-    best = single.pop("best_rank")
-    has = ~np.isnan(best)
+    wanted = [*(f"recall@{k}" for k in ks), "r_precision", "map@r", *RANK_METRICS] if names is None else list(names)
+    asked = dict.fromkeys("best_rank" if name in RANK_METRICS else name for name in wanted)
+    has = relevance.totals > 0
     if not has.any():
         raise ValueError(
             "retrieval_metrics: no query has a relevant item; check that ids of images and texts fit together"
         )
-    result = {name: float(values[has].mean()) for name, values in single.items()}
-    return result | {
-        "median_rank": float(np.median(best[has])) + 1,
-        "mean_rank": float(best[has].mean()) + 1,
-        "n_queries": int(has.sum()),
-        "n_without_positives": int((~has).sum()),
-    }
+    single = per_query_metrics(ranks, relevance, ks, depth=depth, names=list(asked))
+    result = {}
+    for name in wanted:
+        if name in RANK_METRICS:
+            best = single["best_rank"][has]
+            result[name] = float(np.median(best) if name == "median_rank" else best.mean()) + 1
+        else:
+            result[name] = float(single[name][has].mean())
+    return result | {"n_queries": int(has.sum()), "n_without_positives": int((~has).sum())}
+
+
+RANK_METRICS = ("median_rank", "mean_rank")
+"""Metrics that need the rank of the best relevant item, however far it is."""
+
+
+def check_metric(name: str) -> None:
+    """Raises ValueError unless :func:`retrieval_metrics` knows the name."""
+    if name not in RANK_METRICS:
+        _k_of(name, also=RANK_METRICS)
+
+
+def _k_of(name: str, *, also: tuple[str, ...] = ("best_rank",)) -> int | None:
+    """K of recall@K, None of the other known metrics."""
+    if match := re.fullmatch(r"recall@([1-9]\d*)", name):
+        return int(match[1])
+    if name not in ("r_precision", "map@r", *also):
+        raise ValueError(f"unknown metric {name!r}; known: recall@K, r_precision, map@r, {', '.join(also)}")
+    return None
+
+
+def _check_depth(depth: np.ndarray, relevance: Relevance, at: dict[str, int | None], best: np.ndarray) -> None:
+    """Refuse lists that do not determine a metric."""
+    if depth.shape != (relevance.n_queries,):
+        raise ValueError(f"got depths of shape {depth.shape} for {relevance.n_queries} queries; give one for each")
+    has, m = relevance.totals > 0, relevance.n_gallery
+    for name, k in at.items():
+        if name == "best_rank":
+            short = has & (best == UNLISTED) & (depth < m)
+            needed = np.full(len(depth), m)
+        else:
+            needed = np.minimum(relevance.totals if k is None else k, m) * has
+            short = depth < needed
+        if short.any():
+            i = int(np.flatnonzero(short)[0])
+            metric = "the rank of its best item" if name == "best_rank" else name
+            raise ValueError(
+                f"the list of query {i} holds {depth[i]} of {m} items, but {metric} needs {needed[i]}"
+                f" ({short.sum()} of {has.sum()} lists are too short): give longer lists, or ask for other metrics"
+            )
