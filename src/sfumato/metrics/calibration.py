@@ -1,55 +1,82 @@
-"""Do probabilities mean what they say? It knows predictions and outcomes, not where either came from."""
+"""Do probabilities mean what they say? It knows predictions and outcomes, not where either came from.
 
-from typing import Any
+Curves come as plain numbers, ready for any plotting library; this package draws none.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+Binning = Literal["width", "count"]
+"""Bins of equal width, or of equally many predictions."""
 
-def reliability_curve(probability: Tensor, match: Tensor, *, n_bins: int = 15) -> list[dict[str, Any]]:
-    """Predicted against observed, in bins of equal width.
+
+def reliability_curve(
+    probability: Tensor, match: Tensor, *, n_bins: int = 15, binning: Binning = "width", confidence: float = 0.95
+) -> list[dict[str, Any]]:
+    """Predicted against observed, bin by bin.
 
     Args:
         probability: (k,) predictions in [0, 1].
         match: (k,) labels in [0, 1].
         n_bins: number of bins.
+        binning: "width": [0, 1] cut into equal parts. "count": as many predictions in each bin, give or take one; equal predictions
+            may fall into two bins. Of all pairs of a gallery nearly all predictions lie in the first bin of equal width.
+        confidence: of the interval of what is observed.
 
     Returns:
-        For each bin that holds anything {"probability", "observed", "count"}: means and size.
+        For each bin that holds anything {"probability", "observed", "low", "high", "count"}: means, Wilson's interval of the
+        observed share, and size. The interval is meant for labels that are 0 or 1 and independent.
 
     Raises:
-        ValueError: shapes differ, a probability is outside of [0, 1], or n_bins < 1.
+        ValueError: shapes differ, a probability is outside of [0, 1], n_bins < 1, or an unknown binning.
     """
     if n_bins < 1:
         raise ValueError(f"reliability_curve: n_bins must be at least 1, got {n_bins}")
+    if binning not in get_args(Binning):
+        raise ValueError(f"reliability_curve: unknown binning {binning!r}; known: {', '.join(get_args(Binning))}")
     if probability.shape != match.shape or probability.ndim != 1:
         raise ValueError(
             f"reliability_curve: got {tuple(probability.shape)} probabilities for {tuple(match.shape)} labels; both must be (k,)"
         )
     if not ((probability >= 0) & (probability <= 1)).all():
         raise ValueError("reliability_curve: probabilities must lie in [0, 1]")
-    which = (probability * n_bins).long().clamp_max(n_bins - 1)
+    if binning == "width":
+        which = (probability * n_bins).long().clamp_max(n_bins - 1)
+    else:
+        place = torch.empty(len(probability), dtype=torch.long, device=probability.device)
+        place[probability.argsort(stable=True)] = torch.arange(len(probability), device=probability.device)
+        which = place * n_bins // max(1, len(probability))
     count = torch.bincount(which, minlength=n_bins)
     sums = [torch.bincount(which, weights=v.double(), minlength=n_bins) for v in (probability, match)]
-    return [
-        {"probability": float(sums[0][b] / count[b]), "observed": float(sums[1][b] / count[b]), "count": int(count[b])}
-        for b in range(n_bins)
-        if count[b]
-    ]
+    bins = []
+    for b in range(n_bins):
+        if size := int(count[b]):
+            observed = float(sums[1][b]) / size
+            low, high = wilson_interval(observed, size, confidence=confidence)
+            bins.append(
+                {"probability": float(sums[0][b]) / size, "observed": observed, "low": low, "high": high, "count": size}
+            )
+    return bins
 
 
-def expected_calibration_error(probability: Tensor, match: Tensor, *, n_bins: int = 15) -> float:
+def expected_calibration_error(
+    probability: Tensor, match: Tensor, *, n_bins: int = 15, binning: Binning = "width"
+) -> float:
     """Mean gap between predicted and observed over the bins of :func:`reliability_curve`, weighted by their size; in [0, 1].
 
     Args:
-        probability, match, n_bins: see :func:`reliability_curve`.
+        probability, match, n_bins, binning: see :func:`reliability_curve`.
 
     Raises:
         ValueError: as there, or there is nothing to average.
     """
     if not len(probability):
         raise ValueError("expected_calibration_error: got no probabilities")
-    curve = reliability_curve(probability, match, n_bins=n_bins)
+    curve = reliability_curve(probability, match, n_bins=n_bins, binning=binning)
     return float(sum(b["count"] * abs(b["probability"] - b["observed"]) for b in curve)) / len(probability)
 
 
@@ -71,3 +98,127 @@ def brier_score(probability: Tensor, match: Tensor) -> float:
             f"brier_score: got {tuple(probability.shape)} probabilities for {tuple(match.shape)} labels; both must be (k,), k >= 1"
         )
     return float((probability.double() - match.double()).square().mean())
+
+
+def compare_calibration(
+    probability: Mapping[str, Tensor], match: Tensor, *, n_bins: int = 15
+) -> dict[str, dict[str, Any]]:
+    """Several predictions of the same outcomes side by side, as before and after calibration; plot-ready.
+
+    Args:
+        probability: by name, (k,) predictions in [0, 1].
+        match: (k,) labels in [0, 1].
+        n_bins: number of bins.
+
+    Returns:
+        For each name {"expected_calibration_error", "expected_calibration_error_by_count", "brier_score", "curve",
+        "curve_by_count"}; the latter two see :func:`reliability_curve`.
+
+    Raises:
+        ValueError: see :func:`reliability_curve` and :func:`brier_score`.
+    """
+    return {
+        name: {
+            "expected_calibration_error": expected_calibration_error(p, match, n_bins=n_bins),
+            "expected_calibration_error_by_count": expected_calibration_error(p, match, n_bins=n_bins, binning="count"),
+            "brier_score": brier_score(p, match),
+            "curve": reliability_curve(p, match, n_bins=n_bins),
+            "curve_by_count": reliability_curve(p, match, n_bins=n_bins, binning="count"),
+        }
+        for name, p in probability.items()
+    }
+
+
+def wilson_interval(share: float, n: int, *, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson's confidence interval of a share that was observed n times; approximate, and never outside of [0, 1].
+
+    Args:
+        share: observed, in [0, 1].
+        n: number of observations, at least 1.
+        confidence: in (0, 1), two-sided.
+
+    Paper: Wilson, "Probable inference, the law of succession, and statistical inference", JASA 1927.
+    """
+    _check_confidence("wilson_interval", confidence)
+    z = math.sqrt(2) * float(torch.erfinv(torch.tensor(confidence, dtype=torch.float64)))
+    centre, shrink = share + z * z / (2 * n), 1 + z * z / n
+    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return max(0.0, (centre - half) / shrink), min(1.0, (centre + half) / shrink)
+
+
+def binomial_tail(k: int, n: int, p: float) -> float:
+    """P(X <= k) for a binomial X of n draws that succeed with probability p; summed in log space.
+
+    Args:
+        k: any whole number; below 0 the tail is 0, from n on it is 1.
+        n: number of draws.
+        p: in [0, 1].
+    """
+    if k < 0:
+        return 0.0
+    if k >= n or p <= 0:
+        return 1.0
+    if p >= 1:
+        return 0.0
+    i = torch.arange(k + 1, dtype=torch.float64)
+    log_ways = math.lgamma(n + 1) - torch.lgamma(i + 1) - torch.lgamma(n - i + 1)
+    return min(1.0, float((log_ways + i * math.log(p) + (n - i) * math.log1p(-p)).logsumexp(0).exp()))
+
+
+def clopper_pearson_upper(errors: int, n: int, *, confidence: float = 0.95) -> float:
+    """The largest error rate that so few errors do not refute: the exact one-sided upper bound of a binomial rate.
+
+    Args:
+        errors: observed number, 0 to n.
+        n: number of independent trials.
+        confidence: probability, at least, that the bound is not below the true rate.
+
+    Returns:
+        The p with P(X <= errors) = 1 - confidence; 1 for errors = n, n = 0 among them.
+
+    Raises:
+        ValueError: errors is outside of 0..n, or confidence outside of (0, 1).
+
+    Example:
+        >>> round(clopper_pearson_upper(0, 29, confidence=0.95), 3)  # the "rule of three": 1 - 0.05 ** (1 / 29)
+        0.098
+
+    Paper: Clopper and Pearson, "The use of confidence or fiducial limits illustrated in the case of the binomial", 1934.
+    """
+    _check_confidence("clopper_pearson_upper", confidence)
+    if not 0 <= errors <= n:
+        raise ValueError(f"clopper_pearson_upper: errors must be between 0 and n = {n}, got {errors}")
+    if errors == n:
+        return 1.0
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if binomial_tail(errors, n, middle) > 1 - confidence else (low, middle)
+    return high
+
+
+def mean_loss_p_value(mean: float, n: int, limit: float) -> float:
+    """Evidence against "the expected loss is at least `limit`", from the mean of n independent losses in [0, 1].
+
+    The Hoeffding-Bentkus bound: valid for losses of any shape, hence looser than the binomial tail for 0 and 1.
+
+    Args:
+        mean: of the losses.
+        n: their number.
+        limit: in (0, 1).
+
+    Returns:
+        A p-value: if the expected loss is at least the limit, it is at most u with a probability of at most u.
+
+    Paper: Bates et al., "Distribution-free, risk-controlling prediction sets", JACM 2021, section 3.1.
+    """
+    if n == 0 or mean >= limit:
+        return 1.0
+    gap = (1 - mean) * math.log((1 - mean) / (1 - limit)) + (mean * math.log(mean / limit) if mean > 0 else 0.0)
+    # The mean of n float losses may stand a little above the whole number that it means.
+    return min(1.0, math.exp(-n * gap), math.e * binomial_tail(math.ceil(n * mean - 1e-9), n, limit))
+
+
+def _check_confidence(who: str, confidence: float) -> None:
+    if not 0 < confidence < 1:
+        raise ValueError(f"{who}: confidence must be between 0 and 1, got {confidence}")
