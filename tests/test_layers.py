@@ -13,6 +13,7 @@ ALLOWED: dict[str, set[str]] = {
     "files": set(),
     "progress": set(),
     "gaussian": {"files"},
+    "foreign": {"gaussian"},
     "distances": {"gaussian"},
     "matching": {"distances", "gaussian"},
     "losses": {"distances", "gaussian", "matching"},
@@ -26,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
         *("data", "distances", "encoders", "errors", "evaluation", "files", "gaussian", "losses", "matching"),
         *("metrics", "progress", "search"),
     },
-    "console": {"evaluation"},
+    "console": {"evaluation", "metrics"},
     "demo": {
         "console",
         "data",

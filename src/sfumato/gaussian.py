@@ -206,6 +206,15 @@ def load_embeddings(path: str | Path) -> tuple[GaussianEmbedding, list[str]]:
     return embeddings, ids
 
 
+def is_embeddings_file(path: str | Path) -> bool:
+    """Whether a safetensors file says that :func:`save_embeddings` wrote it; False for what cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return bool((file.metadata() or {}).get("format") == _FORMAT)
+    except SafetensorError:
+        return False
+
+
 def check_finite(embeddings: GaussianEmbedding, who: str) -> None:
     """Refuse NaN anywhere, infinite means and infinite variances (log_var = -inf, a point, is fine)."""
     bad = ~torch.isfinite(embeddings.mean) | torch.isnan(embeddings.log_var) | torch.isposinf(embeddings.log_var)

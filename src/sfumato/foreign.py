@@ -1,0 +1,220 @@
+"""Reading embeddings of any model: .npy and .safetensors files with their ids; plain vectors are points.
+
+Nothing here runs code from a file: pickled arrays are refused. Large .npy files are mapped into memory, not read. Files of our own
+are read by gaussian.py; this module knows what others write.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from sfumato.gaussian import GaussianEmbedding, check_finite, is_embeddings_file, load_embeddings
+
+MEAN_NAMES = ("mean", "embeddings")
+"""Tensors of a .safetensors file that are taken for the means, the first that is there."""
+
+_FLOATS = (np.float16, np.float32, np.float64)
+
+
+def read_embeddings(
+    path: str | Path, *, ids: str | Path | None = None, log_var: str | Path | None = None
+) -> tuple[GaussianEmbedding, list[str]]:
+    """Read embeddings that any model has written.
+
+    Args:
+        path: a .npy file of (n, d) means, or a .safetensors file: one of ours, or with a tensor "mean" or "embeddings", (n, d), and
+            perhaps "log_var". PATH.safetensors:NAME takes the tensor of that name.
+        ids: file of n distinct ids: text with one a line, a JSON list, or .npy of strings or whole numbers. Where there is none, a
+            file of ours has its own and all others are numbered from 0.
+        log_var: .npy file of (n, d) natural logarithms of variances; without any, vectors are points.
+
+    Returns:
+        (embeddings in the dtype of the file, ids). A .npy file is mapped into memory, read-only on disk: pages are read when they
+        are needed.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is damaged, of another kind, pickled, or does not fit the others.
+    """
+    file, name = _split(path)
+    own: list[str] | None = None
+    if not file.is_file():
+        raise FileNotFoundError(f"no embeddings at {file}")
+    if file.suffix == ".npy":
+        if name is not None:
+            raise ValueError(f"{path}: a .npy file holds one array and no names; leave out :{name}")
+        mean, spread = _read_array(file), None
+    elif file.suffix == ".safetensors":
+        if name is None and is_embeddings_file(file):
+            embeddings, own = load_embeddings(file)
+            mean, spread = embeddings.mean, embeddings.log_var
+        else:
+            mean, spread = _read_tensors(file, name)
+    else:
+        raise ValueError(
+            f"{file}: unknown kind of file {file.suffix!r}; expected .npy or .safetensors"
+            + (
+                " (a pickle can run code when it is read: save with numpy.save or safetensors)"
+                if _pickled(file)
+                else ""
+            )
+        )
+    if log_var is not None:
+        if spread is not None:
+            raise ValueError(f"{file}: has log variances of its own; leave out {log_var}")
+        if not Path(log_var).is_file():
+            raise FileNotFoundError(f"no log variances at {log_var}")
+        spread = _read_array(Path(log_var)).to(mean.dtype)
+        if spread.shape != mean.shape:
+            raise ValueError(
+                f"{log_var}: log variances of shape {tuple(spread.shape)} for means of shape {tuple(mean.shape)} in {file}"
+            )
+    result = GaussianEmbedding(mean, _minus_infinity(mean) if spread is None else spread)
+    check_finite(GaussianEmbedding(mean, mean) if spread is None else result, str(file))
+    if ids is not None:
+        own = read_ids(ids)
+    elif own is None:
+        own = [str(i) for i in range(result.n)]
+    if len(own) != result.n:
+        raise ValueError(f"{ids}: {len(own)} ids for {result.n} embeddings in {file}; give one id for each")
+    return result, own
+
+
+def read_ids(path: str | Path) -> list[str]:
+    """Read distinct ids: text with one a line (empty last line aside), a JSON list, or .npy of strings or whole numbers.
+
+    Raises:
+        FileNotFoundError: the file is missing.
+        ValueError: it is not such a list, an id is empty or occurs twice; with its line or number.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no ids at {path}")
+    place = "line" if path.suffix not in (".npy", ".json") else "entry"
+    try:
+        if path.suffix == ".npy":
+            loaded = np.load(path, allow_pickle=False)
+            if loaded.ndim != 1 or loaded.dtype.kind not in "iuU":
+                raise ValueError(
+                    f"ids of shape {loaded.shape} and type {loaded.dtype}; expected (n,) strings or integers"
+                )
+            ids = [str(i) for i in loaded.tolist()]
+        elif path.suffix == ".json":
+            entries = json.loads(path.read_text(encoding="utf-8-sig"))
+            if not isinstance(entries, list) or any(
+                isinstance(i, bool) or not isinstance(i, str | int) for i in entries
+            ):
+                raise ValueError("expected a list of strings or whole numbers")
+            ids = [str(i) for i in entries]
+        else:
+            ids = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
+            ids = [] if ids == [""] else [i.removesuffix("\r") for i in ids]
+    except (ValueError, EOFError, RecursionError) as error:
+        raise ValueError(f"{path}: cannot read ids: {error}") from error
+    first: dict[str, int] = {}
+    for number, i in enumerate(ids, 1):
+        if not i:
+            raise ValueError(f"{path}: {place} {number} is empty; every embedding needs an id")
+        if first.setdefault(i, number) != number:
+            raise ValueError(
+                f"{path}: id {i!r} occurs at {place} {first[i]} and again at {number}; ids must be distinct"
+            )
+    return ids
+
+
+def reorder(
+    embeddings: GaussianEmbedding, ids: Sequence[str], wanted: Sequence[str], *, what: str = "embedding"
+) -> GaussianEmbedding:
+    """The embeddings of these ids, in this order; the others are left out.
+
+    Args:
+        embeddings: n embeddings.
+        ids: n distinct ids.
+        wanted: ids to pick.
+        what: the word for one of them in a message.
+
+    Raises:
+        ValueError: an id is not among ids.
+    """
+    if list(ids) == list(wanted):
+        return embeddings
+    place = {i: number for number, i in enumerate(ids)}
+    missing = [i for i in wanted if i not in place]
+    if missing:
+        raise ValueError(
+            f"no embedding for {len(missing)} of {len(wanted)} {what}s, for instance {what} {missing[0]!r}; the {len(place)} embeddings"
+            f" have ids such as {next(iter(place), None)!r}"
+        )
+    return embeddings[torch.tensor([place[i] for i in wanted], dtype=torch.long, device=embeddings.device)]
+
+
+def _split(path: str | Path) -> tuple[Path, str | None]:
+    """(file, name of the tensor or None) of FILE or FILE.safetensors:NAME."""
+    before, mark, name = str(path).rpartition(":")
+    if mark and name and before.endswith((".safetensors", ".npy")) and not Path(path).exists():
+        return Path(before), name
+    return Path(path), None
+
+
+def _read_array(path: Path) -> Tensor:
+    try:
+        # Copy on write: torch wants memory that may be written to, and the file stays as it is.
+        array = np.load(path, mmap_mode="c", allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        if _pickled(path) or "Object arrays" in str(error) or "Python objects" in str(error):
+            raise ValueError(
+                f"{path}: holds pickled Python objects, which can run code when read; save plain numbers with numpy.save"
+            ) from error
+        raise ValueError(f"{path}: not a whole .npy file ({error})") from error
+    if not isinstance(array, np.ndarray):
+        array.close()
+        raise ValueError(f"{path}: an archive of several arrays; save the one with numpy.save")
+    if array.ndim != 2 or array.dtype.newbyteorder("=") not in _FLOATS:
+        raise ValueError(
+            f"{path}: an array of shape {array.shape} and type {array.dtype}; expected (n, d) floating point"
+        )
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return torch.from_numpy(array if array.size else np.array(array))
+
+
+def _read_tensors(path: Path, name: str | None) -> tuple[Tensor, Tensor | None]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            present = list(file.keys())
+            chosen = name or next((n for n in MEAN_NAMES if n in present), None)
+            if chosen is None or chosen not in present:
+                wanted = f"no tensor {name!r}" if name else "no tensor named mean or embeddings"
+                raise ValueError(
+                    f"{path}: {wanted}; it has {', '.join(present) or 'none'}: choose one with {path.name}:NAME"
+                )
+            mean = file.get_tensor(chosen)
+            spread = file.get_tensor("log_var") if name in (None, "mean") and "log_var" in present else None
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a whole .safetensors file ({error})") from error
+    if mean.ndim != 2 or not mean.is_floating_point():
+        raise ValueError(
+            f"{path}: tensor {chosen!r} has shape {tuple(mean.shape)} and type {mean.dtype}; expected (n, d) floating point"
+        )
+    if spread is not None and spread.shape != mean.shape:
+        raise ValueError(
+            f"{path}: log_var has shape {tuple(spread.shape)}, {chosen} {tuple(mean.shape)}; they must be the same"
+        )
+    return mean, None if spread is None else spread.to(mean.dtype)
+
+
+def _minus_infinity(mean: Tensor) -> Tensor:
+    """The log variances of points, as one number seen n d times: as many again would undo the mapping of a large file."""
+    return torch.full((1, 1), -torch.inf, dtype=mean.dtype).expand_as(mean)
+
+
+def _pickled(path: Path) -> bool:
+    """Whether a file looks like a pickle or an archive of torch.save."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    return path.suffix in (".pkl", ".pickle", ".pt", ".pth", ".bin") or start[:1] == b"\x80"
