@@ -42,7 +42,7 @@ def sfumato(monkeypatch, capsys):
 def test_help_is_quick_and_names_the_commands():
     result = subprocess.run([sys.executable, "-m", "sfumato.cli", "--help"], capture_output=True, text=True)
     assert result.returncode == 0
-    for command in ("train", "evaluate", "embed", "export", "index", "search", "demo", "recipes"):
+    for command in ("train", "evaluate", "trust", "embed", "export", "index", "search", "demo", "recipes"):
         assert command in result.stdout
 
 
@@ -90,6 +90,43 @@ def test_exported_models_embed_index_and_search(work, sfumato, tmp_path):
     assert sfumato("index", out, "--images", pictures, "--out", tmp_path / "index")[0] == 0
     status, printed, _ = sfumato("search", tmp_path / "index", "a red circle", "-k", 3, "--json")
     assert status == 0 and len(json.loads(printed)[0]["hits"]) == 3
+
+
+def test_trust_prints_tables_and_writes_json(work, sfumato):
+    status, out, _ = sfumato("trust", work / "run", "--bootstrap", 10, "--corrupted", 4)
+    assert status == 0
+    for word in ("text -> image", "image -> text", "expected_matches", "AUROC", "erased", "dropped_words", "rises"):
+        assert word in out
+    written = json.loads((work / "run" / "trust-test.json").read_text())
+    status, out, _ = sfumato("trust", work / "run", "--bootstrap", 10, "--corrupted", 4, "--json")
+    assert json.loads(out) == written and set(written["directions"]) == {"t2i", "i2t"}
+    assert set(written["directions"]["t2i"]["corruptions"]) == {"dropped_words", "wrong_letters"}
+    for direction in written["directions"].values():
+        for name, figures in direction["estimators"].items():
+            assert name in written["estimators"] and {"wrong_auroc", "wrong_aurc", "deciles"} <= set(figures)
+            for interval in figures.values():
+                assert interval["low"] <= interval["high"]
+            # Two captions for each picture: no multiplicity, but captions that agree or do not.
+            assert "caption_distance" in figures and "multiplicity" not in figures
+    status, out, _ = sfumato("trust", work / "run", "--seed", 1, "--bootstrap", 10, "--corrupted", 4, "--json")
+    other = json.loads(out)["directions"]["t2i"]
+    assert other["recall"]["value"] == written["directions"]["t2i"]["recall"]["value"]
+    assert other["corruptions"] != written["directions"]["t2i"]["corruptions"]
+
+
+def test_trust_of_one_side_without_corruptions_on_the_data_of_a_recipe(work, sfumato, tmp_path):
+    assert sfumato("export", work / "run", tmp_path / "out")[0] == 0
+    quick = ("--queries", "text", "--bootstrap", 5, "--corrupted", 0, "--json")
+    reports = [
+        json.loads(sfumato("trust", *model, *quick)[1])
+        for model in ((work / "run",), (tmp_path / "out", "--data", work / "toy.toml"))
+    ]
+    assert reports[0] == reports[1] and list(reports[0]["directions"]) == ["t2i"]
+    assert reports[0]["directions"]["t2i"]["corruptions"] == {}
+    status, out, _ = sfumato("trust", work / "run", "--split", "val", *quick)
+    found = json.loads(out)
+    assert status == 0 and (work / "run" / "trust-val.json").exists()
+    assert "predicted_miss" not in found["estimators"] and "fitted on the split val itself" in found["notes"][0]
 
 
 def test_embed_images_and_texts(work, sfumato):
@@ -150,6 +187,10 @@ def test_recipes_are_listed_and_shown(sfumato):
         (["evaluate", "{data}"], "is not a run folder"),
         (["evaluate", "{run}", "train.epochs=3"], "'train.epochs=3' changes a recipe; name it with --data RECIPE"),
         (["evaluate", "{run}", "--device", "abacus"], "'abacus' is not available"),
+        (["trust", "{data}"], "is not a run folder"),
+        (["trust", "{run}", "train.epochs=3"], "'train.epochs=3' changes a recipe; name it with --data RECIPE"),
+        (["trust", "{run}", "--split", "dev"], "has no split 'dev'; it has"),
+        (["trust", "{run}", "--queries", "sounds"], "queries must be one of text, image, both, got 'sounds'"),
         (["export", "{data}", "{new}4"], "is not a run folder"),
         (["export", "{run}", "{data}"], "exists already; give a new or empty folder"),
         (["evaluate", "{run}", "--split", "dev"], "has no split 'dev'; it has"),

@@ -116,6 +116,55 @@ def evaluate(
 
 
 @app.command()
+def trust(
+    model: ModelName,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="with --data: section.key=value ..., e.g. data.path=my.jsonl")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="a recipe (path or name) whose data to measure on; a run has its own")
+    ] = None,
+    split: Annotated[str, typer.Option(help="split of the data")] = "test",
+    queries: Annotated[str, typer.Option(help="whose uncertainties: text, image, both")] = "both",
+    bootstrap: Annotated[int, typer.Option(min=0, help="resamples of the confidence intervals")] = 1000,
+    corrupted: Annotated[int, typer.Option(min=0, help="queries to corrupt in each way; 0 for none")] = 200,
+    seed: Annotated[int, typer.Option(min=0, help="of everything random")] = 0,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Measure what each estimator of uncertainty is worth; of a run on its own data, writes trust-SPLIT.json into its folder."""
+    from sfumato.console import print_trust
+    from sfumato.recipes import find_recipe
+    from sfumato.training.build import choose_device
+    from sfumato.training.config import load_recipe
+    from sfumato.training.export import load_model
+    from sfumato.training.run import RECIPE, load_run
+    from sfumato.training.trust import trust_model, trust_run
+
+    path, chosen = None, choose_device(device)
+    options: dict[str, Any] = {
+        "queries": queries, "n_resamples": bootstrap, "n_corrupted": corrupted, "seed": seed
+    }  # fmt: skip
+    if data is not None:
+        config = load_recipe(find_recipe(data), overrides or []).data
+        report = trust_model(load_model(model, device=chosen), config, split, **options)
+    elif overrides:
+        raise UserError(f"{overrides[0]!r} changes a recipe; name it with --data RECIPE")
+    elif (Path(model) / RECIPE).is_file():
+        report, path = trust_run(load_run(model, device=chosen), split, **options)
+    else:
+        raise UserError(
+            f"{model} is not a run folder (no {RECIPE} in it); say what to measure it on: --data RECIPE data.path=..."
+        )
+    if as_json:
+        print(json.dumps(report.to_json()))
+        return
+    print_trust(report, f"{model} on {split}, by {report.distance}")
+    if path is not None:
+        print(f"written to {path}")
+
+
+@app.command()
 def embed(
     model: ModelName,
     out: Annotated[Path, typer.Option(help="the .safetensors file to write")],

@@ -1,5 +1,6 @@
 """What commands print on standard output for a person to read."""
 
+import re
 import sys
 from typing import Any
 
@@ -7,6 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from sfumato.evaluation.protocols import Evaluation, table_rows
+from sfumato.evaluation.trust import DirectionTrust, TrustReport
+from sfumato.metrics.selective import Interval
 
 
 def print_evaluation(evaluation: Evaluation, title: str) -> None:
@@ -58,3 +61,87 @@ def print_search(result: dict[str, Any]) -> None:
 
 def _number(value: float | None) -> str:
     return "undefined" if value is None else f"{value:+.2f}"
+
+
+def print_trust(report: TrustReport, title: str) -> None:
+    """Tables of what each estimator of uncertainty is worth, with confidence intervals, on standard output."""
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    names = {"t2i": "text -> image", "i2t": "image -> text"}
+    for key, direction in report.directions.items():
+        found = {figure for values in direction.estimators.values() for figure in values}
+        for heading, columns in _TRUST_TABLES.items():
+            shown = {figure: label for figure, label in columns.items() if figure in found}
+            if shown:
+                table = Table(title=f"{title}, {names[key]}: {heading}", title_justify="left")
+                table.add_column("estimator", no_wrap=True)
+                for label in shown.values():
+                    table.add_column(label, justify="right")
+                for name, figures in direction.estimators.items():
+                    table.add_row(name, *[_interval(figures.get(figure)) for figure in shown])
+                console.print(table)
+        if direction.corruptions:
+            _print_corruptions(console, direction)
+        chance = None if direction.recall.value is None else 1 - direction.recall.value
+        print(
+            f"{direction.n_queries} queries, {direction.n_gallery} items, recall@1 {_interval(direction.recall)};"
+            f" AURC of chance {_short(chance)}, of a perfect order {_interval(direction.risk_best)};"
+            f" match probability of true against random pairs, AUROC {_interval(direction.right_pairs)}"
+        )
+    print(
+        f"Higher is less certain. In brackets: {report.level:.0%} intervals from {report.n_resamples} bootstrap resamples of the queries."
+    )
+    for note in report.notes:
+        print(f"note: {note}")
+
+
+_TRUST_TABLES = {
+    "is the best item wrong?": {
+        "wrong_auroc": "AUROC",
+        "wrong_aurc": "AURC",
+        "wrong_gain": "gain",
+        "deciles": "deciles of recall",
+    },
+    "ambiguity and absence": {
+        "multiplicity": "true number, Spearman",
+        "multiplicity_balanced": "balanced",
+        "caption_distance": "caption distance",
+        "caption_words": "caption words",
+        "out_of_gallery": "out of gallery, AUROC",
+    },
+}
+
+
+def _print_corruptions(console: Console, direction: DirectionTrust) -> None:
+    table = Table(
+        title="do corrupted queries become less certain? Spearman with strength, share that rises", title_justify="left"
+    )
+    table.add_column("estimator", no_wrap=True)
+    for name in direction.corruptions:
+        table.add_column(f"{name}: Spearman", justify="right")
+        table.add_column("rises", justify="right")
+    for estimator in direction.estimators:
+        cells = []
+        for corruption in direction.corruptions.values():
+            found = corruption.estimators.get(estimator, {})
+            cells += [_interval(found.get("spearman")), _interval(found.get("rises"))]
+        table.add_row(estimator, *cells)
+    console.print(table)
+    for name, corruption in direction.corruptions.items():
+        recall = " ".join(f"{r:.0%}" for r in corruption.recall)
+        strengths = " ".join(f"{s:g}" for s in corruption.strengths)
+        print(f"{name}, {corruption.n} queries: recall@1 {recall} at strength {strengths}")
+
+
+def _interval(interval: Interval | None) -> str:
+    if interval is None or interval.value is None:
+        return "-"
+    if interval.low is None or interval.high is None:
+        return _short(interval.value)
+    return f"{_short(interval.value)} [{_short(interval.low)}, {_short(interval.high)}]"
+
+
+def _short(value: float | None) -> str:
+    """Two decimals without the leading zero: tables of intervals are wide enough."""
+    if value is None:
+        return "-"
+    return re.sub(r"^(-?)0\.", r"\1.", f"{value:.2f}")

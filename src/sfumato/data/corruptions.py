@@ -1,0 +1,167 @@
+"""Inputs made worse step by step, to see whether an uncertainty notices. They know pictures and texts, and nothing of models.
+
+Each takes its randomness as an argument, and with the same seed a stronger corruption contains the weaker one: the squares that are
+erased at 10 % are among those erased at 25 %. So whatever changes from one strength to the next is due to what was added.
+"""
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageFilter
+
+from sfumato.data.transforms import decode_image
+
+_SQUARES = 8
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def erase_squares(picture: bytes, share: float, seed: Sequence[int]) -> bytes:
+    """Grey squares, of a grid of 8 x 8, over a share of a picture.
+
+    Args:
+        picture: a file in a format that :func:`~sfumato.data.transforms.decode_image` reads.
+        share: in [0, 1], of the 64 squares.
+        seed: of the order in which squares are erased.
+
+    Returns:
+        A PNG file.
+
+    Raises:
+        ValueError: the picture cannot be decoded, or share is outside of [0, 1].
+    """
+    pixels = decode_image(picture, None).copy()
+    erased = np.zeros(_SQUARES**2, bool)
+    erased[_first(_SQUARES**2, share, seed)] = True
+    down, across = (np.arange(k) * _SQUARES // k for k in pixels.shape[1:])
+    pixels[:, erased.reshape(_SQUARES, _SQUARES)[down][:, across]] = 128
+    return _png(pixels)
+
+
+def blur(picture: bytes, radius: float, seed: Sequence[int] = ()) -> bytes:
+    """A Gaussian blur.
+
+    Args:
+        picture: see :func:`erase_squares`.
+        radius: standard deviation as a share of the shorter side.
+        seed: not used; nothing is random here.
+
+    Returns:
+        A PNG file.
+
+    Raises:
+        ValueError: the picture cannot be decoded, or radius is negative.
+    """
+    if radius < 0:
+        raise ValueError(f"blur: radius must not be negative, got {radius}")
+    image = Image.fromarray(decode_image(picture, None).transpose(1, 2, 0))
+    return _png(np.asarray(image.filter(ImageFilter.GaussianBlur(radius * min(image.size)))).transpose(2, 0, 1))
+
+
+def drop_words(text: str, share: float, seed: Sequence[int]) -> str:
+    """A share of the words of a text left out, at random; one word always stays.
+
+    Args:
+        text: words are what white space separates.
+        share: in [0, 1]; rounded to whole words, halves up.
+        seed: of the order in which words go.
+
+    Raises:
+        ValueError: share is outside of [0, 1].
+    """
+    words = text.split()
+    gone = set(_first(len(words), share, seed)[: max(len(words) - 1, 0)].tolist())
+    return " ".join(word for i, word in enumerate(words) if i not in gone)
+
+
+def replace_letters(text: str, share: float, seed: Sequence[int]) -> str:
+    """A share of the letters of a text replaced by others at random, as bad spelling.
+
+    Args:
+        text: letters are a-z and A-Z; everything else stays.
+        share: in [0, 1], of the letters; rounded, halves up.
+        seed: of their order and of what they become.
+
+    Raises:
+        ValueError: share is outside of [0, 1].
+    """
+    places = [m.start() for m in re.finditer("[a-zA-Z]", text)]
+    letters = np.random.default_rng([*seed, 1]).integers(1, 26, len(places))
+    result = list(text)
+    for i in _first(len(places), share, seed):
+        # A shift of 1 to 25 letters: never the letter that was there.
+        old = _LETTERS.index(text[places[i]].lower())
+        result[places[i]] = _LETTERS[(old + int(letters[i])) % 26]
+    return "".join(result)
+
+
+@dataclass(frozen=True)
+class PictureCorruption:
+    """A way to make pictures worse.
+
+    Attributes:
+        name: key in PICTURE_CORRUPTIONS.
+        strengths: ascending.
+        apply: (encoded picture, strength, seed) -> encoded picture.
+    """
+
+    name: str
+    strengths: tuple[float, ...]
+    apply: Callable[[bytes, float, Sequence[int]], bytes]
+
+
+@dataclass(frozen=True)
+class TextCorruption:
+    """A way to make texts worse.
+
+    Attributes:
+        name: key in TEXT_CORRUPTIONS.
+        strengths: ascending.
+        apply: (text, strength, seed) -> text.
+        suits: whether a text can be made worse this way.
+    """
+
+    name: str
+    strengths: tuple[float, ...]
+    apply: Callable[[str, float, Sequence[int]], str]
+    suits: Callable[[str], bool]
+
+
+PICTURE_CORRUPTIONS: dict[str, PictureCorruption] = {
+    c.name: c
+    for c in (
+        PictureCorruption("erased", (0.1, 0.25, 0.5, 0.75, 0.9), erase_squares),
+        PictureCorruption("blurred", (0.01, 0.02, 0.04, 0.08, 0.16), blur),
+    )
+}
+"""Corruptions of pictures by name."""
+
+TEXT_CORRUPTIONS: dict[str, TextCorruption] = {
+    c.name: c
+    for c in (
+        TextCorruption("dropped_words", (0.2, 0.4, 0.6, 0.8), drop_words, lambda text: len(text.split()) > 1),
+        TextCorruption(
+            "wrong_letters",
+            (0.1, 0.2, 0.35, 0.5, 0.75),
+            replace_letters,
+            lambda text: re.search("[a-zA-Z]", text) is not None,
+        ),
+    )
+}
+"""Corruptions of texts by name."""
+
+
+def _first(n: int, share: float, seed: Sequence[int]) -> np.ndarray:
+    """The first share of n positions in a random order."""
+    if not 0 <= share <= 1:
+        raise ValueError(f"the share must be between 0 and 1, got {share}")
+    return np.random.default_rng(list(seed)).permutation(n)[: int(share * n + 0.5)]
+
+
+def _png(pixels: np.ndarray) -> bytes:
+    """(3, h, w) uint8 as a PNG file, lightly packed."""
+    file = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0))).save(file, "PNG", compress_level=1)
+    return file.getvalue()

@@ -1,0 +1,247 @@
+"""The benchmark on scenes whose answer is known: figures by scikit-like loops, and estimators that are right, wrong or blind by
+construction."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from references_metrics import csd_by_loops
+from scipy import stats
+
+from sfumato.evaluation.estimators import ESTIMATORS, Estimator, Matching, estimate_uncertainty
+from sfumato.evaluation.trust import (
+    FIGURES,
+    Corrupted,
+    TrustReport,
+    caption_distance,
+    caption_words,
+    described,
+    measure_trust,
+)
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.uncertainty import balanced_spearman, recall_by_uncertainty
+
+N, M, D = 41, 29, 4
+MATCHING = Matching("csd", 0.8, 1.0, queries_first=False)
+QUICK = {"n_resamples": 20}
+
+
+def scene(seed=0):
+    """Queries near the mean of their true items; a fifth of them has none; some have many."""
+    random = np.random.default_rng(seed)
+    truth = random.random((N, M)) < random.choice([0.04, 0.1, 0.4], size=(N, 1))
+    truth[::5] = False
+    generator = torch.Generator().manual_seed(seed)
+    items = 2 * torch.randn(M, D, generator=generator)
+    share = torch.from_numpy(truth / np.maximum(truth.sum(1, keepdims=True), 1)).float()
+    mean = share @ items + torch.randn(N, D, generator=generator)
+    queries = GaussianEmbedding(mean, torch.randn(N, D, generator=generator) - 1)
+    gallery = GaussianEmbedding(items, torch.randn(M, D, generator=generator) - 1)
+    return queries, gallery, Relevance.from_pairs(*np.nonzero(truth), n_queries=N, n_gallery=M), truth
+
+
+def by_pairs(low, high):
+    return np.mean([(b > a) + 0.5 * (a == b) for a, b in itertools.product(low, high)])
+
+
+def test_every_figure_of_every_estimator_by_loops():
+    queries, gallery, relevance, truth = scene()
+    has = truth.any(1)
+    distance = csd_by_loops(gallery.mean.numpy(), gallery.var.numpy(), queries.mean.numpy(), queries.var.numpy()).T
+    hit = truth[np.arange(N), distance.argmin(1)][has].astype(float)
+    assert 0.2 < hit.mean() < 0.8
+    result = measure_trust(queries, gallery, relevance, MATCHING, multiplicity=True, **QUICK)
+    scores = estimate_uncertainty(queries[torch.from_numpy(has)], gallery, MATCHING)
+    assert (result.n_queries, result.n_gallery) == (has.sum(), M)
+    assert result.recall.value == pytest.approx(hit.mean())
+    order = np.sort(1 - hit)
+    assert result.risk_best.value == pytest.approx((np.cumsum(order) / np.arange(1, len(hit) + 1)).mean())
+    enough = M - truth[has].sum(1) >= 10
+    assert result.n_out_of_gallery == enough.sum()
+    for name, u in scores.items():
+        figures = result.estimators[name]
+        assert figures["wrong_auroc"].value == pytest.approx(by_pairs(u[hit == 1], u[hit == 0])), name
+        sorted_error = (1 - hit)[np.argsort(u)]
+        risks = np.cumsum(sorted_error) / np.arange(1, len(hit) + 1)
+        assert figures["wrong_aurc"].value == pytest.approx(risks.mean()), name
+        assert figures["wrong_excess_aurc"].value == pytest.approx(risks.mean() - result.risk_best.value), name
+        gain = (1 - hit.mean() - risks.mean()) / (1 - hit.mean() - result.risk_best.value)
+        assert figures["wrong_gain"].value == pytest.approx(gain), name
+        assert figures["risk_at_half"].value == pytest.approx(risks[int(np.ceil(len(hit) / 2)) - 1]), name
+        expected = recall_by_uncertainty(u, hit)
+        assert figures["deciles"].value == pytest.approx(expected["correlation"]), name
+        assert result.deciles[name] == pytest.approx([b["recall"] for b in expected["bins"]]), name
+        counts = truth[has].sum(1)
+        assert figures["multiplicity"].value == pytest.approx(stats.spearmanr(u, counts).statistic), name
+        assert figures["multiplicity_balanced"].value == pytest.approx(balanced_spearman(u, counts)), name
+        assert ("out_of_gallery" in figures) == ESTIMATORS[name].needs_gallery
+        if ESTIMATORS[name].needs_gallery:
+            absent = []
+            for i in np.flatnonzero(has)[enough]:
+                rest = gallery[torch.from_numpy(np.flatnonzero(~truth[i]))]
+                absent.append(ESTIMATORS[name](queries[i : i + 1], rest, MATCHING)[0])
+            assert figures["out_of_gallery"].value == pytest.approx(by_pairs(u[enough], absent), abs=0.01), name
+        for figure, interval in figures.items():
+            assert figure in FIGURES and interval.low <= interval.high, (name, figure)
+
+
+def planted(values, name="planted"):
+    """An estimator that returns the n numbers it was given, whatever it is shown."""
+    values, position = torch.as_tensor(values, dtype=torch.float64), [0]
+
+    def of_block(block):
+        start = position[0]
+        position[0] = (start + block.queries.n) % len(values)
+        return values[start : start + block.queries.n]
+
+    return {name: Estimator(name, "planted", "both", "none", of_block, needs_gallery=False)}
+
+
+def test_an_oracle_its_opposite_and_a_blind_estimator():
+    queries, gallery, relevance, truth = scene(1)
+    has = truth.any(1)
+    distance = csd_by_loops(gallery.mean.numpy(), gallery.var.numpy(), queries.mean.numpy(), queries.var.numpy()).T
+    wrong = ~truth[np.arange(N), distance.argmin(1)][has]
+    measure = lambda u: measure_trust(queries, gallery, relevance, MATCHING, estimators=planted(u), **QUICK)
+    oracle = measure(wrong.astype(float)).estimators["planted"]
+    assert oracle["wrong_auroc"].value == 1 and oracle["wrong_gain"].value == pytest.approx(1)
+    assert oracle["wrong_auroc"].low == oracle["wrong_auroc"].high == 1 and oracle["deciles"].value < -0.6
+    opposite = measure(-wrong.astype(float)).estimators["planted"]
+    assert opposite["wrong_auroc"].value == 0 and opposite["wrong_gain"].value < -0.5 and opposite["deciles"].high > 0.6
+    assert "multiplicity" not in oracle and "out_of_gallery" not in oracle
+    # A constant says nothing: no figure rather than a made-up one.
+    blind = measure(np.zeros(has.sum()))
+    assert blind.estimators["planted"] == {} and blind.deciles == {}
+
+
+def test_right_pairs_of_a_model_that_knows_and_of_one_that_does_not():
+    truth = Relevance.from_lists([[i, (i + 1) % 30] for i in range(30)], n_gallery=30)
+    angle = torch.arange(30) * (2 * torch.pi / 30)
+    circle = torch.stack([angle.cos(), angle.sin()], 1)
+    items = GaussianEmbedding(circle, torch.full((30, 2), -6.0))
+    between = GaussianEmbedding(circle + circle.roll(-1, 0), torch.full((30, 2), -6.0))
+    knows = measure_trust(between, items, truth, MATCHING, **QUICK)
+    assert knows.right_pairs.value == 1 and knows.recall.value == 1
+    # All embeddings alike up to noise: 500 queries, the AUROC of chance has a deviation of about 0.02; 0.1 is five of them.
+    generator = torch.Generator().manual_seed(0)
+    noise = GaussianEmbedding(torch.randn(500, 3, generator=generator), torch.zeros(500, 3))
+    other = GaussianEmbedding(torch.randn(60, 3, generator=generator), torch.zeros(60, 3))
+    guess = Relevance.from_lists([[i % 60] for i in range(500)], n_gallery=60)
+    blind = measure_trust(noise, other, guess, MATCHING, estimators=planted(range(500)), n_resamples=200)
+    assert abs(blind.right_pairs.value - 0.5) < 0.1 and blind.right_pairs.low < 0.5 < blind.right_pairs.high
+
+
+def test_the_wrong_one_of_a_pair_is_never_a_true_item():
+    # All but one item is true and that one is far away: whatever is drawn, the right pair is the closer one.
+    items = torch.zeros(12, 2)
+    items[7] = 50
+    truth = Relevance.from_lists([[i for i in range(12) if i != 7]] * 9, n_gallery=12)
+    gallery = GaussianEmbedding(items, torch.zeros(12, 2))
+    queries = GaussianEmbedding(torch.randn(9, 2, generator=torch.Generator().manual_seed(0)), torch.zeros(9, 2))
+    for seed in range(5):
+        result = measure_trust(queries, gallery, truth, MATCHING, seed=seed, **QUICK)
+        assert result.right_pairs.value == 1 and result.n_out_of_gallery == 0
+    everything = Relevance.from_lists([list(range(12))] * 9, n_gallery=12)
+    assert measure_trust(queries, gallery, everything, MATCHING, **QUICK).right_pairs.value is None
+
+
+def test_corruptions_that_widen_shrink_or_do_nothing():
+    queries, gallery, relevance, truth = scene(2)
+    index = np.flatnonzero(truth.any(1))[[1, 4, 5, 9, 20]]
+    part = queries[torch.from_numpy(index)]
+    step = lambda x: GaussianEmbedding(part.mean, part.log_var + x)
+    corrupted = [
+        Corrupted("widens", index, (0.1, 0.2, 0.3), (step(1), step(2), step(3))),
+        Corrupted("shrinks", index, (0.1, 0.2, 0.3), (step(-1), step(-2), step(-3))),
+        Corrupted("nothing", index, (0.1, 0.2), (part, part)),
+        Corrupted("wavers", index, (0.1, 0.2, 0.3), (step(2), step(1), step(3))),
+    ]
+    found = measure_trust(queries, gallery, relevance, MATCHING, corrupted=corrupted, **QUICK).corruptions
+    figures = {name: {k: v.value for k, v in c.estimators["total_variance"].items()} for name, c in found.items()}
+    assert figures["widens"] | {"auroc": 0} == {"spearman": pytest.approx(1), "rises": 1, "monotone": 1, "auroc": 0}
+    assert figures["shrinks"] | {"auroc": 0} == {"spearman": pytest.approx(-1), "rises": 0, "monotone": 0, "auroc": 0}
+    assert figures["nothing"] == {"spearman": 0, "rises": 0.5, "monotone": 0, "auroc": 0.5}
+    assert figures["wavers"]["spearman"] == pytest.approx(0.8)
+    assert (figures["wavers"]["rises"], figures["wavers"]["monotone"]) == (1, 0)
+    before, after = (x.total_variance.tolist() for x in (part, step(3)))
+    assert figures["widens"]["auroc"] == pytest.approx(by_pairs(before, after))
+    assert found["widens"].strengths == [0.0, 0.1, 0.2, 0.3] and found["widens"].n == 5
+    assert found["widens"].medians["total_variance"] == pytest.approx(
+        [float(np.median(step(x).total_variance)) for x in range(4)], rel=1e-5
+    )
+    # Under csd a query's own variance does not change what it finds.
+    assert len(set(found["widens"].recall)) == 1
+    without = np.flatnonzero(~truth.any(1))[:2]
+    with pytest.raises(ValueError, match="a query of the corruption 'lost' has no true item"):
+        lost = Corrupted("lost", without, (0.1,), (queries[torch.from_numpy(without)],))
+        measure_trust(queries, gallery, relevance, MATCHING, corrupted=[lost], **QUICK)
+
+
+def test_recall_of_corrupted_queries_falls_when_they_are_swapped():
+    means = 5 * torch.eye(12)
+    gallery = GaussianEmbedding(means, torch.zeros(12, 12))
+    truth = Relevance.from_lists([[i] for i in range(12)], n_gallery=12)
+    index = np.array([2, 3, 7, 8])
+    swapped = GaussianEmbedding(means[[3, 3, 8, 8]], torch.zeros(4, 12))
+    found = measure_trust(
+        gallery, gallery, truth, MATCHING, corrupted=[Corrupted("swapped", index, (1.0,), (swapped,))], **QUICK
+    )
+    assert found.corruptions["swapped"].recall == [1.0, 0.5]
+
+
+def test_proxies_are_judged_by_spearman_and_undefined_ones_left_out():
+    queries, gallery, relevance, truth = scene(3)
+    values = np.random.default_rng(0).random(N)
+    values[[1, 2]] = np.nan
+    result = measure_trust(queries, gallery, relevance, MATCHING, proxies={"caption_words": values}, **QUICK)
+    use = truth.any(1) & ~np.isnan(values)
+    u = queries.total_variance.numpy()[use]
+    found = result.estimators["total_variance"]["caption_words"]
+    assert found.value == pytest.approx(stats.spearmanr(u, values[use]).statistic)
+    assert "multiplicity" not in result.estimators["total_variance"]
+
+
+def test_captions_that_agree_and_that_do_not():
+    relevance = Relevance.from_lists([[0, 1, 2], [3, 4], [5], []], n_gallery=6)
+    mean = torch.tensor([[0.0, 0], [3, 4], [0, 1], [1, 1], [1, 1], [9, 9]])
+    found = caption_distance(GaussianEmbedding(mean, torch.zeros(6, 2)), relevance)
+    np.testing.assert_allclose(found, [(25 + 1 + 18) / 3, 0, np.nan, np.nan])
+    words = ["A red dog.", "a dog", "the dog runs", "Two men", "two  men!", "alone"]
+    expected = 1 - (2 / 3 + 1 / 5 + 1 / 4) / 3
+    np.testing.assert_allclose(caption_words(words, relevance), [expected, 0, np.nan, np.nan])
+
+
+def test_groups_widen_the_intervals():
+    # Five equal queries for each of 25 things: drawn together, the interval of the recall is about sqrt(5) as wide.
+    generator = torch.Generator().manual_seed(5)
+    items = torch.randn(25, 3, generator=generator)
+    noisy = (items + 0.8 * torch.randn(25, 3, generator=generator)).repeat_interleave(5, 0)
+    queries = GaussianEmbedding(noisy, torch.zeros(125, 3))
+    gallery = GaussianEmbedding(items, torch.zeros(25, 3))
+    truth = Relevance.from_lists([[i // 5] for i in range(125)], n_gallery=25)
+    widths = []
+    for groups in (None, np.arange(125) // 5):
+        r = measure_trust(queries, gallery, truth, MATCHING, groups=groups, n_resamples=1000).recall
+        widths.append(r.high - r.low)
+    assert widths[1] / widths[0] == pytest.approx(np.sqrt(5), rel=0.2)
+
+
+def test_equal_seeds_give_equal_reports_and_json_is_json():
+    queries, gallery, relevance, _ = scene(4)
+    results = [
+        measure_trust(queries, gallery, relevance, MATCHING, multiplicity=True, seed=s, **QUICK) for s in (0, 0, 1)
+    ]
+    assert results[0] == results[1] != results[2]
+    report = TrustReport("test", "csd", True, M, N, 20, 0.95, 0, described(ESTIMATORS), {"t2i": results[0]}, ["a note"])
+    again = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    value = again["directions"]["t2i"]["estimators"]["margin"]["wrong_auroc"]
+    assert value["low"] <= value["value"] <= value["high"] and again["estimators"]["margin"]["kind"] == "both"
+
+
+def test_no_true_item_anywhere_is_told():
+    queries, gallery, _, _ = scene(5)
+    with pytest.raises(ValueError, match="no query has a true item"):
+        measure_trust(queries, gallery, Relevance.from_lists([[]] * N, n_gallery=M), MATCHING, **QUICK)
