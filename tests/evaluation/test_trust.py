@@ -1,4 +1,4 @@
-"""The benchmark on scenes whose answer is known: figures by scikit-like loops, and estimators that are right, wrong or blind by
+"""The benchmark on scenes whose answer is known: figures by loops, and estimators that are right, wrong or blind by
 construction."""
 
 import itertools
@@ -10,11 +10,13 @@ import torch
 from references_metrics import csd_by_loops
 from scipy import stats
 
+from sfumato.distances import DISTANCES
 from sfumato.evaluation.estimators import ESTIMATORS, Estimator, Matching, estimate_uncertainty
 from sfumato.evaluation.trust import (
     FIGURES,
     Corrupted,
     TrustReport,
+    _random_pairs,
     caption_distance,
     caption_words,
     described,
@@ -146,6 +148,23 @@ def test_the_wrong_one_of_a_pair_is_never_a_true_item():
         assert result.right_pairs.value == 1 and result.n_out_of_gallery == 0
     everything = Relevance.from_lists([list(range(12))] * 9, n_gallery=12)
     assert measure_trust(queries, gallery, everything, MATCHING, **QUICK).right_pairs.value is None
+
+
+def test_kl_goes_from_image_to_text_whoever_asks():
+    texts, images, relevance, truth = scene(6)
+    has = truth.any(1)
+    matrix = DISTANCES["kl"].matrix(images, texts).numpy().T
+    chosen = {"knn_distance": ESTIMATORS["knn_distance"]}
+    found = measure_trust(texts, images, relevance, Matching("kl", 1, 0, False), estimators=chosen, **QUICK)
+    assert found.recall.value == pytest.approx(truth[np.arange(N), matrix.argmin(1)][has].mean())
+    other = measure_trust(texts, images, relevance, Matching("kl", 1, 0, True), estimators=chosen, **QUICK)
+    assert other.right_pairs.value != found.right_pairs.value
+    # The pairs are drawn with the same seed: true and random distances from the matrix of the right direction.
+    pairs = _random_pairs(relevance.select_queries(np.flatnonzero(has)), np.random.default_rng(0))
+    own = matrix[has]
+    assert truth[has][pairs[:, 0], pairs[:, 1]].all() and not truth[has][pairs[:, 0], pairs[:, 2]].any()
+    expected = by_pairs(own[pairs[:, 0], pairs[:, 1]], own[pairs[:, 0], pairs[:, 2]])
+    assert found.right_pairs.value == pytest.approx(expected, abs=0.002)
 
 
 def test_corruptions_that_widen_shrink_or_do_nothing():
