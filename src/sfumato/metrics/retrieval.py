@@ -26,6 +26,19 @@ _COUNT_AT_MOST = 16
 _CPU_CHUNK = 2**20
 
 
+class ShortListError(ValueError):
+    """A ranked list is too short to determine a metric.
+
+    Attributes:
+        query: position of the query.
+        reason: what the list holds and what it would need.
+    """
+
+    def __init__(self, query: int, reason: str) -> None:
+        super().__init__(f"the list of query {query} {reason}")
+        self.query, self.reason = query, reason
+
+
 class ScoreMatrix(Protocol):
     """Anything two-dimensional that can be sliced: a NumPy array or memmap, a tensor, an array in an open file."""
 
@@ -287,9 +300,9 @@ def per_query_metrics(
         each, NaN for queries without a relevant item.
 
     Raises:
-        ValueError: there is not one rank for each relevant item, a name is unknown, or a list is too short for a metric: recall@K
-            needs K items, r_precision and map@r as many as there are relevant ones, best_rank the best; a whole list is enough
-            for all.
+        ValueError: there is not one rank for each relevant item, or a name is unknown.
+        ShortListError: a ValueError; a list is too short for a metric: recall@K needs K items, r_precision and map@r as many as
+            there are relevant ones, best_rank the best; a whole list is enough for all.
     """
     if len(ranks) != len(relevance.indices):
         raise ValueError(
@@ -396,7 +409,8 @@ def _check_depth(depth: np.ndarray, relevance: Relevance, at: dict[str, int | No
         if short.any():
             i = int(np.flatnonzero(short)[0])
             metric = "the rank of its best item" if name == "best_rank" else name
-            raise ValueError(
-                f"the list of query {i} holds {depth[i]} of {m} items, but {metric} needs {needed[i]}"
-                f" ({short.sum()} of {has.sum()} lists are too short): give longer lists, or ask for other metrics"
+            raise ShortListError(
+                i,
+                f"holds {depth[i]} of {m} items, but {metric} needs {needed[i]} ({short.sum()} of {has.sum()} lists are too"
+                " short): give longer lists, or ask for other metrics",
             )
