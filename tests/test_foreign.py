@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sfumato.foreign import read_embeddings, read_ids, reorder
+from sfumato.foreign import read_embeddings, read_ids
 from sfumato.gaussian import GaussianEmbedding, save_embeddings
 
 N, D = 5, 3
@@ -24,7 +24,7 @@ def test_an_array_is_points_with_the_numbers_of_the_file(dtype, order, tmp_path)
     array = np.array(MEAN, dtype, order=order)
     np.save(tmp_path / "a.npy", array)
     embeddings, ids = read_embeddings(tmp_path / "a.npy")
-    assert ids == ["0", "1", "2", "3", "4"]
+    assert ids is None
     np.testing.assert_array_equal(embeddings.mean.numpy(), array.astype(array.dtype.newbyteorder("=")))
     assert torch.isneginf(embeddings.log_var).all() and (embeddings.total_variance == 0).all()
     assert embeddings[1:3].mean.equal(embeddings.mean[1:3]) and embeddings.log_var.shape == (N, D)
@@ -95,15 +95,6 @@ def test_ids_from_arrays(tmp_path):
     assert read_ids(tmp_path / "i.npy") == ["391895", "7"]
     np.save(tmp_path / "i.npy", np.array(["a", "üb"]))
     assert read_ids(tmp_path / "i.npy") == ["a", "üb"]
-
-
-def test_reorder_picks_by_id():
-    embeddings = GaussianEmbedding(torch.arange(6.0).view(3, 2), torch.arange(6.0).view(3, 2) - 9)
-    picked = reorder(embeddings, ["a", "b", "c"], ["c", "a"])
-    assert picked.mean.tolist() == [[4, 5], [0, 1]] and picked.log_var.tolist() == [[-5, -4], [-9, -8]]
-    assert reorder(embeddings, ["a", "b", "c"], ["a", "b", "c"]) is embeddings
-    with pytest.raises(ValueError, match="no embedding for 1 of 2 images, for instance image 'd'.*such as 'a'"):
-        reorder(embeddings, ["a", "b", "c"], ["a", "d"], what="image")
 
 
 # ---------------------------------------------------------------- what is refused

@@ -5,7 +5,6 @@ are read by gaussian.py; this module knows what others write.
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,19 +22,18 @@ _FLOATS = (np.float16, np.float32, np.float64)
 
 def read_embeddings(
     path: str | Path, *, ids: str | Path | None = None, log_var: str | Path | None = None
-) -> tuple[GaussianEmbedding, list[str]]:
+) -> tuple[GaussianEmbedding, list[str] | None]:
     """Read embeddings that any model has written.
 
     Args:
         path: a .npy file of (n, d) means, or a .safetensors file: one of ours, or with a tensor "mean" or "embeddings", (n, d), and
             perhaps "log_var". PATH.safetensors:NAME takes the tensor of that name.
-        ids: file of n distinct ids: text with one a line, a JSON list, or .npy of strings or whole numbers. Where there is none, a
-            file of ours has its own and all others are numbered from 0.
+        ids: file of n distinct ids, see :func:`read_ids`; a file of ours has its own.
         log_var: .npy file of (n, d) natural logarithms of variances; without any, vectors are points.
 
     Returns:
-        (embeddings in the dtype of the file, ids). A .npy file is mapped into memory, read-only on disk: pages are read when they
-        are needed.
+        (embeddings in the dtype of the file, ids; None where no file says them). A .npy file is mapped into memory: pages are read
+        when they are needed, and what is written to them never reaches the file.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -78,9 +76,7 @@ def read_embeddings(
     check_finite(GaussianEmbedding(mean, mean) if spread is None else result, str(file))
     if ids is not None:
         own = read_ids(ids)
-    elif own is None:
-        own = [str(i) for i in range(result.n)]
-    if len(own) != result.n:
+    if own is not None and len(own) != result.n:
         raise ValueError(f"{ids}: {len(own)} ids for {result.n} embeddings in {file}; give one id for each")
     return result, own
 
@@ -125,32 +121,6 @@ def read_ids(path: str | Path) -> list[str]:
                 f"{path}: id {i!r} occurs at {place} {first[i]} and again at {number}; ids must be distinct"
             )
     return ids
-
-
-def reorder(
-    embeddings: GaussianEmbedding, ids: Sequence[str], wanted: Sequence[str], *, what: str = "embedding"
-) -> GaussianEmbedding:
-    """The embeddings of these ids, in this order; the others are left out.
-
-    Args:
-        embeddings: n embeddings.
-        ids: n distinct ids.
-        wanted: ids to pick.
-        what: the word for one of them in a message.
-
-    Raises:
-        ValueError: an id is not among ids.
-    """
-    if list(ids) == list(wanted):
-        return embeddings
-    place = {i: number for number, i in enumerate(ids)}
-    missing = [i for i in wanted if i not in place]
-    if missing:
-        raise ValueError(
-            f"no embedding for {len(missing)} of {len(wanted)} {what}s, for instance {what} {missing[0]!r}; the {len(place)} embeddings"
-            f" have ids such as {next(iter(place), None)!r}"
-        )
-    return embeddings[torch.tensor([place[i] for i in wanted], dtype=torch.long, device=embeddings.device)]
 
 
 def _split(path: str | Path) -> tuple[Path, str | None]:
