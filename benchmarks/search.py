@@ -25,11 +25,10 @@ import faiss
 import torch
 from torch import Tensor
 
-from sfumato.distances import csd
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.index import GaussianIndex
 from sfumato.search.lifting import gallery_centre, lift_gallery, lift_queries
-from sfumato.search.ranking import top_k
+from sfumato.search.ranking import closest_candidates, top_k
 from sfumato.search.stores.faiss import FaissOptions, FaissStore
 
 K = 10
@@ -60,19 +59,11 @@ def recall(found: Tensor, truth: Tensor) -> float:
     return float((truth.unsqueeze(2) == found.unsqueeze(1)).any(2).float().mean())
 
 
-def rerank(queries: GaussianEmbedding, gallery: GaussianEmbedding, candidates: Tensor) -> Tensor:
-    """The K closest of each query's candidates by csd."""
-    n, c = candidates.shape
-    rows = queries[torch.arange(n).repeat_interleave(c)]
-    distance = csd(rows, gallery[candidates.clamp_min(0).flatten()]).view(n, c).masked_fill(candidates < 0, torch.inf)
-    return candidates.gather(1, distance.argsort(dim=1)[:, :K])
-
-
 def search_and_rerank(
     store: FaissStore, vectors: Tensor, queries: GaussianEmbedding, gallery: GaussianEmbedding, c: int
 ) -> Tensor:
     """Candidates from FAISS, then the closest of them by csd."""
-    return rerank(queries, gallery, store.search(vectors, c)[1])
+    return closest_candidates(queries, gallery, store.search(vectors, c)[1])[1][:, :K]
 
 
 def nearest(index: GaussianIndex, queries: GaussianEmbedding) -> Tensor:

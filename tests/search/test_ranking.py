@@ -6,7 +6,7 @@ from references_metrics import order_of, ranks_by_sorting
 from sfumato.distances import DISTANCES, get_distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
-from sfumato.search.ranking import distance_blocks, rank_relevant, top_k
+from sfumato.search.ranking import closest_candidates, distance_blocks, rank_relevant, top_k
 
 
 def gaussians(n, d, seed, dtype=torch.float64):
@@ -79,3 +79,32 @@ def test_one_tied_row_among_untied_ones(monkeypatch):
     for i in range(6):
         assert index[i].tolist() == order_of(distance[i].tolist())[:7]
         assert torch.equal(values[i], distance[i][index[i]])
+
+
+@pytest.mark.parametrize("name", ["csd", "kl", "wasserstein2"])
+@pytest.mark.parametrize("queries_first", [True, False])
+def test_candidates_in_their_true_order(name, queries_first, monkeypatch):
+    """Each query's own candidates by loops; blocks of two queries, candidates that are missing, and a tie."""
+    monkeypatch.setattr("sfumato.search.ranking._CANDIDATE_FLOATS", 2 * 4 * 3)
+    queries, gallery = gaussians(5, 3, 0), gaussians(9, 3, 1)
+    gallery = gallery[torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 0])]  # 0 and 8 are equal
+    candidates = torch.tensor([[8, 0, 3, 4], [7, 6, 5, 4], [1, -1, 2, 3], [-1, 8, -1, 0], [2, 4, 6, 8]])
+    found, order = closest_candidates(queries, gallery, candidates, name, queries_first=queries_first)
+    matrix = get_distance(name).matrix
+    whole = matrix(queries, gallery) if queries_first else matrix(gallery, queries).T
+    for i, row in enumerate(candidates.tolist()):
+        own = sorted((float(whole[i, j]), j) for j in row if j >= 0)
+        if 0 in row and 8 in row:  # The matrix form may tell equal items apart by rounding.
+            assert order[i].tolist().index(0) + 1 == order[i].tolist().index(8)
+        else:
+            assert order[i].tolist() == [j for _, j in own] + [-1] * row.count(-1)
+        torch.testing.assert_close(found[i][: len(own)], torch.tensor([d for d, _ in own], dtype=torch.float64))
+        assert torch.isposinf(found[i][len(own) :]).all()
+
+
+def test_no_candidates():
+    queries, gallery = gaussians(2, 3, 0), gaussians(4, 3, 1)
+    assert closest_candidates(queries[:0], gallery, torch.empty(0, 5, dtype=torch.long))[1].shape == (0, 5)
+    assert closest_candidates(queries, gallery, torch.empty(2, 0, dtype=torch.long))[0].shape == (2, 0)
+    found, order = closest_candidates(queries, gallery[:0], torch.full((2, 3), -1))
+    assert torch.isposinf(found).all() and (order == -1).all()

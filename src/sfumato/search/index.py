@@ -23,7 +23,7 @@ from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.matching import match_probability
 from sfumato.search.folders import load_folder, save_folder
 from sfumato.search.lifting import gallery_centre, lift_gallery, lift_queries
-from sfumato.search.ranking import top_k
+from sfumato.search.ranking import closest_candidates, top_k
 from sfumato.search.stores.faiss import FAISS_ENGINES, FaissOptions, FaissStore
 
 ENGINES = ("exact", *FAISS_ENGINES)
@@ -31,7 +31,6 @@ ENGINES = ("exact", *FAISS_ENGINES)
 
 _KIND = "sfumato-index-1"
 _TENSORS, _ITEMS, _FAISS = "embeddings.safetensors", "items.json", "faiss.index"
-_RESCORE_FLOATS = 2**22
 
 
 @dataclass(frozen=True)
@@ -204,10 +203,10 @@ class GaussianIndex:
         k = min(k, len(self))
         # A few more than asked: rounding may have put near ties in the wrong order, the exact distances mend it.
         candidates = self._candidates(queries, min(len(self), k + max(8, k // 4)))
-        candidates = candidates.sort(dim=1).values
-        distance = self._distances_of(queries, candidates)
-        distance, order = distance.sort(dim=1, stable=True)
-        return distance[:, :k], candidates.gather(1, order)[:, :k]
+        distance, found = closest_candidates(
+            queries, self.embeddings, candidates, self.distance, queries_first=self.queries_first
+        )
+        return distance[:, :k], found[:, :k]
 
     def save(self, path: str | Path) -> None:
         """Write the index into a folder; an index already there is replaced in one step, or kept if this process dies.
@@ -283,19 +282,6 @@ class GaussianIndex:
         if len(short):
             found[short] = top_k(queries[short], self.embeddings, c, self.distance, queries_first=self.queries_first)[1]
         return found
-
-    def _distances_of(self, queries: GaussianEmbedding, candidates: Tensor) -> Tensor:
-        """(n, c) distances between each query and its candidates, row by row in blocks."""
-        n, c = candidates.shape
-        row = get_distance(self.distance).row
-        step = max(1, _RESCORE_FLOATS // max(1, c * queries.d))
-        parts = []
-        for start in range(0, n, step):
-            chosen = candidates[start : start + step]
-            query = queries[torch.arange(start, start + len(chosen)).repeat_interleave(c)]
-            item = self.embeddings[chosen.flatten()]
-            parts.append((row(query, item) if self.queries_first else row(item, query)).view(-1, c))
-        return torch.cat(parts) if parts else torch.empty(0, c)
 
 
 def _check_gallery(embeddings: GaussianEmbedding, ids: tuple[str, ...], payload: dict[str, tuple[str, ...]]) -> None:

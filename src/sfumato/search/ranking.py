@@ -14,6 +14,8 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import relevant_ranks
 
+_CANDIDATE_FLOATS = 2**22
+
 
 def distance_blocks(
     queries: GaussianEmbedding,
@@ -76,6 +78,43 @@ def top_k(
         _smallest(block, k) for _, block in distance_blocks(queries, gallery, distance, queries_first=queries_first)
     ]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+@torch.no_grad()
+def closest_candidates(
+    queries: GaussianEmbedding,
+    gallery: GaussianEmbedding,
+    candidates: Tensor,
+    distance: str = "csd",
+    *,
+    queries_first: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Order each query's own candidates by a distance that is computed anew, row by row, never for a whole matrix.
+
+    Args:
+        queries: (n, d) embeddings.
+        gallery: (m, d) embeddings.
+        candidates: (n, c) gallery positions, in any order; negative ones stand for none.
+        distance: name in DISTANCES.
+        queries_first: see :func:`distance_blocks`.
+
+    Returns:
+        ((n, c) distances ascending, (n, c) positions); equal distances by gallery position, none at the end, infinitely far.
+    """
+    n, c = candidates.shape
+    row = get_distance(distance).row
+    candidates = torch.where(candidates < 0, gallery.n, candidates).sort(dim=1).values
+    step = max(1, _CANDIDATE_FLOATS // max(1, c * queries.d))
+    parts = []
+    for start in range(0, n if gallery.n else 0, step):
+        chosen = candidates[start : start + step]
+        own = torch.arange(start, start + len(chosen), device=chosen.device).repeat_interleave(c)
+        query, item = queries[own], gallery[chosen.flatten().clamp_max(gallery.n - 1)]
+        parts.append((row(query, item) if queries_first else row(item, query)).view(len(chosen), c))
+    found = torch.cat(parts) if parts else torch.empty(n, c, device=candidates.device)
+    found, order = found.masked_fill(candidates == gallery.n, torch.inf).sort(dim=1, stable=True)
+    candidates = candidates.gather(1, order)
+    return found, candidates.masked_fill(candidates == gallery.n, -1)
 
 
 @torch.no_grad()
