@@ -18,6 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "matching": {"distances", "gaussian"},
     "losses": {"distances", "gaussian", "matching"},
     "metrics": set(),
+    "calibration": {"errors", "files", "matching", "metrics"},
     "search": {"distances", "errors", "files", "gaussian", "matching", "metrics"},
     "evaluation": {"distances", "files", "gaussian", "losses", "matching", "metrics", "search"},
     "data": {"errors", "files", "metrics"},
