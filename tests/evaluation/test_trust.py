@@ -11,7 +11,7 @@ from references_metrics import csd_by_loops
 from scipy import stats
 
 from sfumato.distances import DISTANCES
-from sfumato.evaluation.estimators import ESTIMATORS, Estimator, Matching, estimate_uncertainty
+from sfumato.evaluation.estimators import ESTIMATORS, Estimator, Matching, estimate_uncertainty, usable_estimators
 from sfumato.evaluation.trust import (
     FIGURES,
     Corrupted,
@@ -264,3 +264,14 @@ def test_no_true_item_anywhere_is_told():
     queries, gallery, _, _ = scene(5)
     with pytest.raises(ValueError, match="no query has a true item"):
         measure_trust(queries, gallery, Relevance.from_lists([[]] * N, n_gallery=M), MATCHING, **QUICK)
+
+
+def test_points_have_no_variance_to_judge_and_all_the_rest():
+    queries, gallery, relevance, _ = scene(7)
+    queries, gallery = (GaussianEmbedding.point(x.mean) for x in (queries, gallery))
+    usable = usable_estimators(queries, gallery)
+    result = measure_trust(queries, gallery, relevance, MATCHING, estimators=usable, multiplicity=True, **QUICK)
+    silent = {name for name, figures in result.estimators.items() if not figures}
+    assert silent == {"total_variance", "log_det", "geometric_std", "sample_spread", "self_mismatch"}
+    report = TrustReport("test", "csd", False, M, N, 20, 0.95, 0, described(usable), {"t2i": result}, [])
+    assert "NaN" not in json.dumps(report.to_json(), allow_nan=False)
