@@ -1,0 +1,162 @@
+"""A report of a model on a split: what it needs is embedded, read from the run's folder, and made small enough for one page."""
+
+import io
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from sfumato import __version__
+from sfumato.data.pairs import ImageSource
+from sfumato.data.problems import Problems
+from sfumato.data.transforms import decode_image
+from sfumato.evaluation.report import Report, ReportData, make_report
+from sfumato.files import write_atomically
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.training.config import DataConfig
+from sfumato.training.inference import Matcher
+from sfumato.training.loop import embed_split, load_split
+from sfumato.training.run import LOG, RECIPE, Run
+
+THUMBNAIL = 144
+"""Longer side of a picture on the page, in pixels; twice what a phone shows."""
+
+_BYTES = 12_000
+"""Largest thumbnail; busier pictures are compressed harder."""
+
+
+def report_model(matcher: Matcher, data: DataConfig, split: str, out: Path, *, name: str) -> Report:
+    """Evaluate any model on a split of any data and write a page about it.
+
+    Args:
+        matcher: the model.
+        data: where the split comes from.
+        split: its name.
+        out: the HTML file; its folder must exist.
+        name: of the model, for the title.
+
+    Returns:
+        The page and its figures.
+    """
+    return _report(matcher, data, split, out, name, run=None)
+
+
+def report_run(run: Run, split: str, out: Path | None = None) -> tuple[Report, Path]:
+    """Evaluate a run on a split of its own data and write a page about it.
+
+    Beside what :func:`report_model` shows, the page has the recipe, the training curves, and what `sfumato evaluate` and
+    `sfumato trust` have left in the run's folder for this split.
+
+    Args:
+        run, split: what to evaluate.
+        out: the HTML file; report-SPLIT.html in the run's folder if None.
+
+    Returns:
+        (the page and its figures, where it is).
+    """
+    path = run.folder / f"report-{split}.html" if out is None else out
+    return _report(run, run.recipe.data, split, path, run.recipe.name or run.folder.name, run=run), path
+
+
+def thumbnail(source: ImageSource) -> bytes | None:
+    """A picture as a small WebP file, upright and with transparency on white; None if it cannot be read."""
+    try:
+        pixels = decode_image(source.read_bytes(), None)
+    except (OSError, ValueError):
+        return None
+    picture = Image.fromarray(pixels.transpose(1, 2, 0))
+    picture.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
+    for quality in (78, 50, 25, 5):
+        file = io.BytesIO()
+        picture.save(file, "WEBP", quality=quality, method=4)
+        if file.tell() <= _BYTES:
+            break
+    return file.getvalue()
+
+
+def _report(matcher: Matcher, data: DataConfig, split: str, out: Path, name: str, *, run: Run | None) -> Report:
+    if not out.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {out}: the folder {out.parent} does not exist; create it first")
+    problems = Problems()
+    prepared = load_split(matcher.model, data, split, problems)
+    pairs = prepared.data
+    images, texts = (_on_host(e) for e in embed_split(matcher.model, prepared))
+    report = make_report(
+        ReportData(
+            model=name,
+            split=split,
+            images=images,
+            texts=texts,
+            relevance=pairs.relevance(),
+            distance=matcher.distance,
+            logits=(matcher.logit_scale, matcher.logit_bias),
+            calibrated=matcher.calibrated,
+            captions=pairs.texts,
+            picture_names=pairs.image_ids,
+            picture=lambda i: thumbnail(pairs.images[i]),
+            learnt_logits=None if run is None else _learnt_logits(run),
+            text_kinds=pairs.text_kinds,
+            others=[] if run is None else _evaluations(run.folder, split, run.distance, images.n, texts.n),
+            trust=None if run is None else _json(run.folder / f"trust-{split}.json"),
+            recipe="" if run is None else (run.folder / RECIPE).read_text(encoding="utf-8"),
+            log=[] if run is None else _log(run.folder / LOG),
+            notes=[f"{len(problems)} items could not be used and were left out."] if len(problems) else [],
+            version=__version__,
+        )
+    )
+    write_atomically(out, report.html)
+    return report
+
+
+def _on_host(embeddings: GaussianEmbedding) -> GaussianEmbedding:
+    return GaussianEmbedding(embeddings.mean.cpu(), embeddings.log_var.cpu())
+
+
+def _learnt_logits(run: Run) -> tuple[float, float] | None:
+    """Scale and bias of the loss, where it has both."""
+    logits = getattr(run.loss, "logits", None)
+    if logits is None:
+        return None
+    scale, bias = (float(torch.as_tensor(getattr(logits, k)).detach()) for k in ("logit_scale", "logit_bias"))
+    return scale, bias
+
+
+def _evaluations(folder: Path, split: str, own: str, n: int, m: int) -> list[dict[str, Any]]:
+    """What was evaluated by other distances on as many images and texts, in the order of their names."""
+    found = []
+    for path in sorted(folder.glob("evaluation-*.json")):
+        result = _json(path)
+        if (
+            result is not None
+            and result.get("distance") != own
+            and path.name == f"evaluation-{split}-{result.get('distance')}.json"
+            and (result.get("n_images"), result.get("n_texts")) == (n, m)
+        ):
+            found.append(result)
+    return found
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    """An object from a file; None if there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _log(path: Path) -> Sequence[dict[str, Any]]:
+    """The finite numbers of each whole line of a training log."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            lines.append({k: v for k, v in value.items() if not isinstance(v, float) or math.isfinite(v)})
+    return lines
