@@ -1,7 +1,9 @@
 """Against the numbers of the released implementations; shapes and names come from the fixtures."""
 
+import hashlib
 import json
 import os
+import re
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from sfumato.distances import csd_matrix, squared_l2_matrix
+from sfumato.evaluation.benchmarks import evaluate_benchmarks, evaluate_ranked_lists, evaluate_score_matrix
+from sfumato.evaluation.truths import eccv_caption
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
 from sfumato.metrics.relevance import Relevance
@@ -84,66 +88,79 @@ def test_parity_pcmepp_scores_come_from_our_distances():
 
 @cache
 def coco():
-    """Distances, names of images and captions in the order of the fixture, and the official figures."""
+    """The official figures, float32 scores of images by captions, and the truths, whose ids are in the order of the scores."""
     if not COCO.is_dir():
         pytest.skip(f"no id lists in {COCO}; set SFUMATO_SHARED")
     described, tensors = fixture("eccv_metrics")
-    captions = np.load(COCO / "coco_test_ids.npy").tolist()
-    own = {int(c): v[0] for c, v in json.loads((COCO / "original_caption_to_image.json").read_text()).items()}
-    images = list(dict.fromkeys(own[c] for c in captions))
-    assert (
-        captions[:6] == described["recipe"]["first_caption_ids"]
-        and images[:3] == described["recipe"]["first_image_ids"]
+    truths = eccv_caption(COCO)
+    images, captions = truths["coco_5k"].image_ids, truths["coco_5k"].text_ids
+    for ids, what in ((images, "image"), (captions, "caption")):
+        digest = hashlib.sha256(np.array(ids, dtype="<i8").tobytes()).hexdigest()
+        assert digest == described["recipe"][f"{what}_ids_sha256_int64_le"]
+    embeddings = [tensors[f"{side}_embeddings"].float() for side in ("image", "caption")]
+    return described, embeddings, truths, images, captions
+
+
+NAMES = {"r1": "recall@1", "r5": "recall@5", "r10": "recall@10", "map_at_r": "map@r", "rprecision": "r_precision"}
+
+
+def check(official, result):
+    """Every official value, to the last digit but for the order in which a mean is added up."""
+    for key, both in official.items():
+        truth, metric = re.fullmatch(r"(coco_1k|coco_5k|cxc|eccv)_(\w+)", key).groups()
+        for direction in DIRECTIONS:
+            assert result[truth][direction][NAMES[metric]] == pytest.approx(both[direction], rel=4e-16), (
+                key,
+                direction,
+            )
+
+
+def test_parity_scores():
+    described, (image, text), truths, images, captions = coco()
+    scores = (image @ text.T).numpy()
+    result = evaluate_score_matrix(scores, images, captions, truths.values(), better="larger")
+    official = described["metrics_full_ranking"]
+    assert len(official) == 14
+    check(official, result)
+    queries = {d: [result[name][d]["n_queries"] for name in ("cxc", "eccv")] for d in DIRECTIONS}
+    assert queries == {"i2t": [5000, 1261], "t2i": [24972, 1332]}
+    recalls = [official[f"coco_1k_{k}"][d] for k in ("r1", "r5", "r10") for d in DIRECTIONS]
+    assert result["coco_1k"]["rsum"] == pytest.approx(sum(recalls), rel=1e-15)
+
+
+def test_parity_embeddings():
+    # One more dimension for each side gives all its points one length: then squared distances order as the scores do. Float64
+    # rounds far below the steps of the scores, and no positive is tied.
+    described, embeddings, truths, images, captions = coco()
+    points = []
+    for column, side in enumerate(embeddings):
+        side = side.double()
+        further = torch.zeros(len(side), 2, dtype=torch.float64)
+        further[:, column] = (side.square().sum(1).max() - side.square().sum(1)).sqrt()
+        points.append(GaussianEmbedding.point(torch.cat([side, further], dim=1)))
+    check(
+        described["metrics_full_ranking"],
+        evaluate_benchmarks(*points, images, captions, truths.values(), distance="squared_l2"),
     )
-    distance = -(tensors["image_embeddings"].float() @ tensors["caption_embeddings"].float().T)
-    pairs = Relevance.from_lists(
-        [[i] for i in (images.index(own[c]) for c in captions[::5]) for _ in range(5)], n_gallery=len(images)
-    )
-    return described["metrics_full_ranking"], distance, images, captions, pairs.transpose()
 
 
-def check(official, prefix, direction, metrics, names):
-    for ours, theirs in names.items():
-        assert metrics[ours] == pytest.approx(official[f"{prefix}_{theirs}"][direction], abs=1e-12), (
-            prefix,
-            direction,
-            theirs,
-        )
-
-
-RECALLS = {"recall@1": "r1", "recall@5": "r5", "recall@10": "r10"}
-
-
-def test_parity_coco_5k_and_1k():
-    official, distance, _, _, own = coco()
-    for direction, (ranks, truth) in ranks_both_ways(distance, own).items():
-        check(official, "coco_5k", direction, retrieval_metrics(ranks, truth), RECALLS)
-    folds = {direction: [] for direction in DIRECTIONS}
-    for f in range(5):
-        rows, columns = np.arange(1000) + 1000 * f, np.arange(5000) + 5000 * f
-        block = distance[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-        for direction, pair in ranks_both_ways(block, own.select_queries(rows).select_gallery(columns)).items():
-            folds[direction].append(retrieval_metrics(*pair))
-    for direction, results in folds.items():
-        means = {name: float(np.mean([r[name] for r in results])) for name in RECALLS}
-        check(official, "coco_1k", direction, means, RECALLS)
-
-
-@pytest.mark.parametrize("truth", ["cxc", "eccv"])
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_parity_cxc_and_eccv(truth, direction):
-    official, distance, images, captions, _ = coco()
-    file = {"i2t": "image_to_caption", "t2i": "caption_to_image"}[direction]
-    queries, gallery = (images, captions) if direction == "i2t" else (captions, images)
-    listed = {int(q): v for q, v in json.loads((COCO / f"{truth}_{file}.json").read_text()).items()}
-    # Annotated items that are not in the gallery count among the relevant ones: they stand behind it, infinitely far.
-    missing = sorted({item for items in listed.values() for item in items} - set(gallery))
-    place = {item: j for j, item in enumerate([*gallery, *missing])}
-    rows = [i for i, q in enumerate(queries) if q in listed]
-    relevance = Relevance.from_lists([[place[item] for item in listed[queries[i]]] for i in rows], n_gallery=len(place))
-    block = (distance if direction == "i2t" else distance.T)[rows]
-    block = torch.cat([block, torch.full((len(rows), len(missing)), torch.inf)], dim=1)
-    result = retrieval_metrics(relevant_ranks(block, relevance), relevance)
-    names = RECALLS | ({"map@r": "map_at_r", "r_precision": "rprecision"} if truth == "eccv" else {})
-    check(official, truth, direction, result, names)
-    assert result["n_queries"] == {"cxci2t": 5000, "cxct2i": 24972, "eccvi2t": 1261, "eccvt2i": 1332}[truth + direction]
+@pytest.mark.parametrize("k", [500, 50])
+def test_parity_ranked_lists(k):
+    described, (image, text), truths, images, captions = coco()
+    lists = []
+    for scores, queries, gallery in ((image @ text.T, images, captions), (text @ image.T, captions, images)):
+        order = scores.topk(k, dim=1).indices.numpy()
+        ids = np.array(gallery, np.int64)
+        lists.append({int(q): ids[row] for q, row in zip(queries, order, strict=True)})
+    truths = [truths[name] for name in ("coco_1k", "coco_5k", "cxc", "eccv")]
+    if k == 500:
+        check(described["metrics_lists_truncated_to_500"], evaluate_ranked_lists(*lists, images, captions, truths))
+        return
+    # Here the official package counts what is left of a fold: less than there is from recall@5 of captions on.
+    shortened = described["metrics_lists_truncated_to_50"]
+    assert shortened["coco_1k_r5"]["t2i"] < described["metrics_full_ranking"]["coco_1k_r5"]["t2i"]
+    with pytest.raises(ValueError, match=r"coco_1k, i2t: the list of '\d+' holds \d of 5000 items, but recall@"):
+        evaluate_ranked_lists(*lists, images, captions, truths)
+    # Lists of 50 are enough for all others: no query of ECCV Caption has more positives.
+    others = evaluate_ranked_lists(*lists, images, captions, truths[1:])
+    check({name: v for name, v in described["metrics_full_ranking"].items() if not name.startswith("coco_1k")}, others)
