@@ -1,0 +1,232 @@
+"""Every strategy of table C.7 against sorted lists made by loops, whatever the length of the list that FAISS brings."""
+
+import numpy as np
+import pytest
+import torch
+from references_metrics import csd_by_loops, metrics_by_definition, squared_l2_by_broadcast
+
+from sfumato.distances import wasserstein2_matrix
+from sfumato.evaluation.benchmarks import benchmark_metrics
+from sfumato.evaluation.strategies import (
+    SCORES,
+    STRATEGIES,
+    FaissRanker,
+    SimilarityMatrix,
+    choose_strategies,
+    evaluate_strategies,
+    rank_truths_by,
+)
+from sfumato.evaluation.truths import in_folds, truth_from_pairs
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.retrieval import UNLISTED, per_query_metrics, ranks_from_lists
+
+N, M, D = 40, 80, 4
+LISTED = ("recall@1", "recall@5", "recall@10", "r_precision", "map@r")
+INDEXED = [s.name for s in STRATEGIES.values() if s.indexed]
+
+
+def scene(seed=0, n=N, m=M):
+    """Unnormalised means, variances that change the order, and images with one to 21 texts or more."""
+    random = np.random.default_rng(seed)
+    mean = random.normal(size=(n, D))
+    own = np.sort(np.concatenate([np.arange(n), [5] * 20, random.integers(n, size=m - n - 20)]))
+    text = mean[own] + 0.7 * random.normal(size=(m, D))
+    spread = [random.normal(size=(k, 1)) + 0.3 * random.normal(size=(k, D)) - 1 for k in (n, m)]
+    images, texts = (
+        GaussianEmbedding(torch.from_numpy(a), torch.from_numpy(b)) for a, b in zip((mean, text), spread, strict=True)
+    )
+    names = [[f"{letter}{i}" for i in range(k)] for letter, k in (("i", n), ("t", m))]
+    truth = truth_from_pairs("all", *names, [(f"i{i}", f"t{j}") for j, i in enumerate(own)])
+    return images, texts, *names, truth
+
+
+def rows(relevance):
+    return [relevance.indices[a:b].tolist() for a, b in zip(relevance.indptr[:-1], relevance.indptr[1:], strict=True)]
+
+
+def distance_of(name, images, texts):
+    arrays = [x.numpy() for e in (images, texts) for x in (e.mean, e.var)]
+    if name == "csd":
+        return csd_by_loops(*arrays)
+    means = squared_l2_by_broadcast(arrays[0], arrays[2])
+    return means + squared_l2_by_broadcast(np.sqrt(arrays[1]), np.sqrt(arrays[3])) * (name == "wasserstein2")
+
+
+def expected_order(name, images, texts, candidates, direction):
+    """(queries, gallery) numbers whose order is the strategy's: of re-ranking, csd among the closest means, then the other means."""
+    strategy = STRATEGIES[name]
+    final = distance_of(strategy.distance, images, texts)
+    means = distance_of("squared_l2", images, texts)
+    if direction == "t2i":
+        final, means = final.T, means.T
+    if not strategy.reranks:
+        return final
+    place = means.argsort(axis=1, kind="stable").argsort(axis=1)
+    behind = final.max() + 1 + place
+    return np.where(place < candidates, final, behind)
+
+
+@pytest.mark.parametrize("engine", ["flat", "exact", "ivf", "hnsw"])
+@pytest.mark.parametrize("candidates", [1, 7, 100])
+def test_every_strategy_by_loops(engine, candidates):
+    """Approximate engines too, told to look everywhere. 7 candidates are fewer than the positives of some queries."""
+    if engine != "exact":
+        pytest.importorskip("faiss", reason="needs the extra faiss")
+    from sfumato.search.stores.faiss import FaissOptions
+
+    images, texts, image_ids, text_ids, truth = scene()
+    assert truth.i2t.counts.max() > 12 and truth.i2t.counts.min() == 1
+    options = {"ivf": FaissOptions(n_lists=2, n_probe=2), "hnsw": FaissOptions(ef_search=100)}.get(engine)
+    results = evaluate_strategies(
+        images, texts, image_ids, text_ids, [truth], engine=engine, candidates=candidates, options=options
+    )
+    assert list(results) == list(STRATEGIES)
+    for name, result in results.items():
+        assert result.seconds > 0 and result.strategy is STRATEGIES[name]
+        for direction, relevance in (("i2t", truth.i2t), ("t2i", truth.t2i)):
+            order = expected_order(name, images, texts, candidates, direction)
+            expected = metrics_by_definition(order, rows(relevance))
+            found = result.figures["all"][direction]
+            for metric in LISTED:
+                assert found[metric] == pytest.approx(expected[metric], abs=1e-12), (name, direction, metric)
+            if name in INDEXED:
+                assert "median_rank" not in found and "mean_rank" not in found
+            else:
+                assert found["mean_rank"] == pytest.approx(expected["mean_rank"])
+
+
+def test_the_strategies_differ_where_they_should():
+    images, texts, image_ids, text_ids, truth = scene()
+    figures = {
+        name: tuple(result.figures["all"][d]["map@r"] for d in ("i2t", "t2i"))
+        for name, result in evaluate_strategies(
+            images, texts, image_ids, text_ids, [truth], engine="exact", candidates=7
+        ).items()
+    }
+    assert figures["mean"] == figures["faiss_mean"] and figures["csd"] == figures["faiss_lifted"]
+    assert len(set(figures.values())) == 4
+
+
+def test_folds_have_lists_of_their_own():
+    """Ten items of a whole list may hold none of a fold: each fold is searched by itself."""
+    images, texts, image_ids, text_ids, truth = scene()
+    folds = in_folds(truth, 4, name="folds")
+    results = evaluate_strategies(images, texts, image_ids, text_ids, [truth, folds], engine="exact", candidates=5)
+    for name, result in results.items():
+        expected = []
+        for own_images, own_texts in folds.folds:
+            a, b = images[torch.from_numpy(own_images)], texts[torch.from_numpy(own_texts)]
+            order = expected_order(name, a, b, 5, "i2t")
+            inside = truth.i2t.select_queries(own_images).select_gallery(own_texts)
+            expected.append(metrics_by_definition(order, rows(inside))["recall@5"])
+        assert result.figures["folds"]["i2t"]["recall@5"] == pytest.approx(np.mean(expected)), name
+
+
+def test_a_list_is_as_long_as_the_longest_metric_needs():
+    """Whatever K: a query with 21 positives has an R-Precision over 21 items; a list of K would under-count it."""
+    images, texts, _, _, truth = scene()
+    strategy = STRATEGIES["faiss_rerank"]
+    ranker = FaissRanker(strategy, "exact", candidates=3)
+    ranks = ranker(images, texts, truth.i2t, "csd")
+    longest = int(truth.i2t.counts.max())
+    assert (ranks[ranks != UNLISTED] < longest).all() and (ranks == UNLISTED).any()
+    short = ranker.lists(images, texts, 3)
+    assert short.shape == (N, 3)
+    cut, depth = ranks_from_lists(list(short.numpy()), truth.i2t)
+    right = np.nanmean(per_query_metrics(ranks, truth.i2t)["r_precision"])
+    assert np.nanmean(per_query_metrics(cut, truth.i2t)["r_precision"]) < right - 0.01
+    with pytest.raises(ValueError, match="holds 3 of 80 items, but r_precision needs"):
+        per_query_metrics(cut, truth.i2t, depth=depth, names=["r_precision"])
+
+
+def test_what_is_outside_of_the_gallery_counts_in_the_length_of_a_list():
+    """With 12 positives of which 9 are outside, the 12th item of the list still counts."""
+    mean = torch.arange(30.0).unsqueeze(1)
+    gallery, query = GaussianEmbedding.point(mean), GaussianEmbedding.point(torch.zeros(1, 1) - 0.1)
+    outside = Relevance.from_lists([[0, 5, 11]], n_gallery=30, n_outside=np.array([9]))
+    ranks = FaissRanker(STRATEGIES["faiss_mean"], "exact", at_least=1)(query, gallery, outside, "squared_l2")
+    assert ranks.tolist() == [0, 5, 11]
+    assert per_query_metrics(ranks, outside)["r_precision"] == pytest.approx(3 / 12)
+    truth = truth_from_pairs("x", ["q"], range(30), [("q", j) for j in (0, 5, 11)])
+    truth = type(truth)("x", truth.image_ids, truth.text_ids, outside, truth.t2i, ("r_precision",))
+    found = evaluate_strategies(query, gallery, ["q"], truth.text_ids, [truth], engine="exact")
+    for result in found.values():
+        assert result.figures["x"]["i2t"]["r_precision"] == pytest.approx(3 / 12)
+
+
+def test_ivf_is_approximate_and_repeatable():
+    """What the lists do not hold is missed, never guessed: figures of ivf are at most a little off, and the same each time."""
+    pytest.importorskip("faiss", reason="needs the extra faiss")
+    from sfumato.search.stores.faiss import FaissOptions
+
+    images, texts, image_ids, text_ids, truth = scene(1, 300, 2000)
+    truth = truth.with_metrics("recall@1", "recall@10")
+    one_list = FaissOptions(n_lists=40, n_probe=2)
+    chosen = choose_strategies("faiss_mean, faiss_lifted")
+    a, b = (
+        evaluate_strategies(images, texts, image_ids, text_ids, [truth], chosen, options=one_list) for _ in range(2)
+    )
+    exact = evaluate_strategies(images, texts, image_ids, text_ids, [truth], engine="exact")
+    for name in a:
+        assert a[name].figures == b[name].figures
+        assert a[name].figures["all"]["t2i"]["recall@10"] != exact[name].figures["all"]["t2i"]["recall@10"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_similarities_by_loops(dtype):
+    images, texts, image_ids, text_ids, truth = scene(2)
+    images, texts = images.to(dtype), texts.to(dtype)
+    a, b = images.mean.double().numpy(), texts.mean.double().numpy()
+    dot = np.array([[sum(x * y for x, y in zip(p, q, strict=True)) for q in b] for p in a])
+    lengths = np.sqrt((a**2).sum(1))[:, None] * np.sqrt((b**2).sum(1))
+    found = {}
+    for score, expected in (("dot", dot), ("cosine", dot / lengths)):
+        matrix = SimilarityMatrix(images, texts, score)
+        assert matrix.shape == (N, M)
+        np.testing.assert_allclose(matrix[:].double().numpy(), expected, atol=2e-6)
+        np.testing.assert_allclose(matrix[3:5, 7:9].double().numpy(), expected[3:5, 7:9], atol=2e-6)
+        figures = benchmark_metrics(rank_truths_by(score, images, texts, image_ids, text_ids, [truth]))["all"]
+        for direction, d, relevance in (("i2t", -expected, truth.i2t), ("t2i", -expected.T, truth.t2i)):
+            for metric, value in metrics_by_definition(d, rows(relevance)).items():
+                assert figures[direction][metric] == pytest.approx(value), (score, direction, metric)
+        found[score] = figures["i2t"]["map@r"]
+    found["mean"] = benchmark_metrics(rank_truths_by("squared_l2", images, texts, image_ids, text_ids, [truth]))["all"][
+        "i2t"
+    ]["map@r"]
+    assert len(set(found.values())) == 3, "on means of different lengths the three differ"
+
+
+def test_any_distance_is_a_score():
+    images, texts, image_ids, text_ids, truth = scene(3)
+    assert {"csd", "cosine", "dot", "wasserstein2", "kl"} <= set(SCORES)
+    found = benchmark_metrics(rank_truths_by("wasserstein2", images, texts, image_ids, text_ids, [truth]))
+    expected = metrics_by_definition(wasserstein2_matrix(images, texts).numpy(), rows(truth.i2t))
+    assert found["all"]["i2t"]["map@r"] == pytest.approx(expected["map@r"])
+
+
+def test_mistakes_are_named():
+    images, texts, image_ids, text_ids, truth = scene(4)
+    everything = (images, texts, image_ids, text_ids, [truth])
+    with pytest.raises(ValueError, match="unknown score 'manhattan'; known: csd,.*cosine, dot"):
+        rank_truths_by("manhattan", *everything)
+    with pytest.raises(ValueError, match="unknown strategy 'fiass'; known: all, mean, wasserstein2, csd, faiss_mean"):
+        choose_strategies("csd,fiass")
+    for nothing in ("", " , ", "csd,csd"):
+        with pytest.raises(ValueError, match="name at least one, each once"):
+            choose_strategies(nothing)
+    with pytest.raises(ValueError, match="its lists are in the order of csd, not of 'kl'"):
+        FaissRanker(STRATEGIES["faiss_lifted"], "exact")(images, texts, truth.i2t, "kl")
+    with pytest.raises(ValueError, match="csd ranks exactly and has no index"):
+        FaissRanker(STRATEGIES["csd"])
+    with pytest.raises(ValueError, match="unknown engine 'magic'; known: exact, flat"):
+        evaluate_strategies(*everything, engine="magic")
+    with pytest.raises(ValueError, match="candidates must be at least 1, got 0"):
+        evaluate_strategies(*everything, candidates=0)
+    only_ranks = truth.with_metrics("median_rank")
+    with pytest.raises(ValueError, match=r"all reports median_rank alone, which lists of FAISS do not determine"):
+        evaluate_strategies(images, texts, image_ids, text_ids, [only_ranks], choose_strategies("faiss_mean"))
+    with pytest.raises(ValueError, match="images have 4 dimensions, texts 3"):
+        SimilarityMatrix(images, GaussianEmbedding.point(texts.mean[:, :3]), "dot")
+    with pytest.raises(ValueError, match="unknown kind 'cos'"):
+        SimilarityMatrix(images, texts, "cos")
