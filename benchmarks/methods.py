@@ -9,10 +9,11 @@ Runs that are finished are not repeated, an interrupted one is resumed. Figures 
 import argparse
 import hashlib
 import json
-import statistics
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sfumato.evaluation.compare import over_seeds
 from sfumato.recipes import find_recipe
 from sfumato.training.config import load_recipe
 from sfumato.training.inference import evaluate_run
@@ -66,15 +67,11 @@ def main() -> None:
             folder = options.out / f"{recipe.name}-{changed}-{seed}"
             fit(recipe, folder)
             results.append(figures(evaluate(folder, options.split)))
-        table[name] = {}
-        for key in results[0]:
-            values = [value for r in results if (value := r[key]) is not None]
-            if values:
-                deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-                table[name][key] = {"mean": statistics.mean(values), "deviation": deviation, "values": values}
+        summary = over_seeds(results)
+        table[name] = {key: asdict(value) for key, value in summary.items()}
         print(f"{name} ({options.split}, {len(options.seeds)} seeds)")
-        for key, value in table[name].items():
-            print(f"  {key:<24}{value['mean']:8.2f} ± {value['deviation']:.2f}")
+        for key, value in summary.items():
+            print(f"  {key:<24}{str(value):>15}")
     if options.json:
         options.json.write_text(
             json.dumps({"split": options.split, "seeds": options.seeds, "table": table}, indent=2) + "\n"

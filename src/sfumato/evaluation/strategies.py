@@ -78,7 +78,7 @@ class FaissRanker:
             on the number of threads.
         candidates: K, how many FAISS brings to be re-ranked.
         at_least: length of a list at least; longer where a query has more relevant items, whole where the gallery is smaller.
-        options: of the engine.
+        options: of the engine. A query for which it finds fewer items than a list needs, is answered exactly, as GaussianIndex does.
 
     Raises:
         ValueError: the strategy has no index, the engine is unknown, or a number is below 1.
@@ -303,8 +303,6 @@ def _without_rank_metrics(truth: Truth) -> Truth:
 
 
 def _needed(truth: Truth) -> int:
-    """How many items of a list the truth's metrics look at, at most."""
+    """How many items of a list any figure of the truth looks at: those it reports, and R-Precision and mAP@R of single queries."""
     ks = [int(name.removeprefix("recall@")) for name in truth.metrics if name.startswith("recall@")]
-    if {"r_precision", "map@r"} & set(truth.metrics):
-        ks += [int(side.totals.max(initial=0)) for side in (truth.i2t, truth.t2i)]
-    return max(ks, default=1)
+    return max(*ks, *(int(side.totals.max(initial=1)) for side in (truth.i2t, truth.t2i)))
