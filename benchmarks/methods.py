@@ -71,7 +71,7 @@ def main() -> None:
         table[name] = {key: asdict(value) for key, value in summary.items()}
         print(f"{name} ({options.split}, {len(options.seeds)} seeds)")
         for key, value in summary.items():
-            print(f"  {key:<24}{str(value):>15}")
+            print(f"  {key:<24}{value!s:>15}")
     if options.json:
         options.json.write_text(
             json.dumps({"split": options.split, "seeds": options.seeds, "table": table}, indent=2) + "\n"
