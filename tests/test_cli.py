@@ -61,6 +61,39 @@ def test_evaluate_by_another_distance(work, sfumato):
     assert (work / "run" / "evaluation-val-wasserstein2.json").exists()
 
 
+def test_report_of_a_run_and_of_a_model_elsewhere(work, sfumato, tmp_path):
+    """The page lies where it should, says what evaluate says, and shows the run's recipe, curves and other evaluations."""
+    assert sfumato("evaluate", work / "run", "--distance", "squared_l2", "--json")[0] == 0
+    status, out, _ = sfumato("report", work / "run", "--json")
+    result = json.loads(out)
+    page = (work / "run" / "report-test.html").read_text()
+    assert status == 0 and result["out"] == str(work / "run" / "report-test.html")
+    assert result["bytes"] == len(page.encode()) < 3_000_000
+    assert result["evaluation"] == json.loads(sfumato("evaluate", work / "run", "--json")[1])
+    for shown in ("data:image/webp;base64,", "squared_l2", "training loss", "warmup_epochs", "before calibration"):
+        assert shown in page
+    out_file = tmp_path / "page.html"
+    status, out, _ = sfumato("report", work / "run", "--split", "val", "--out", out_file)
+    assert status == 0 and str(out_file) in out and "“val”" in out_file.read_text()
+    sfumato("export", work / "run", tmp_path / "moved")
+    arguments = "--data", work / "toy.toml", "data.test_share=0.25", "--out", out_file, "--json"
+    status, out, _ = sfumato("report", tmp_path / "moved", *arguments)
+    assert status == 0 and json.loads(out)["evaluation"] == result["evaluation"]
+    assert "moved on “test”" in out_file.read_text() and "training loss" not in out_file.read_text()
+
+
+def test_report_says_what_is_wrong(work, sfumato, tmp_path):
+    for arguments, expected in (
+        ((tmp_path,), "is not a run folder"),
+        ((work / "run", "--split", "none"), "has no split 'none'"),
+        ((work / "run", "data.path=x"), "name it with --data RECIPE"),
+        ((work / "run", "--out", tmp_path / "missing" / "page.html"), "does not exist; create it first"),
+    ):
+        status, out, err = sfumato("report", *arguments)
+        assert status == 2 and not out and expected in err and "Traceback" not in err
+    assert not list(tmp_path.iterdir())
+
+
 def test_evaluate_on_the_data_of_a_recipe(work, sfumato, tmp_path):
     """A run, and the same model exported and moved away from its data, give the same figures."""
     status, out, _ = sfumato("evaluate", work / "run", "--json")

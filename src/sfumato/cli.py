@@ -165,6 +165,48 @@ def trust(
 
 
 @app.command()
+def report(
+    model: ModelName,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="with --data: section.key=value ..., e.g. data.path=my.jsonl")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="a recipe (path or name) whose data to report on; a run has its own")
+    ] = None,
+    split: Annotated[str, typer.Option(help="split of the data")] = "test",
+    out: Annotated[
+        Path | None, typer.Option(help="the HTML file; default report-SPLIT.html in the run's folder, with --data here")
+    ] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Write one HTML page: figures, uncertainty, calibration, and with pictures what was found, right and wrong."""
+    from sfumato.recipes import find_recipe
+    from sfumato.training.build import choose_device
+    from sfumato.training.config import load_recipe
+    from sfumato.training.export import load_model
+    from sfumato.training.reporting import report_model, report_run
+    from sfumato.training.run import RECIPE, load_run
+
+    chosen = choose_device(device)
+    if data is not None:
+        config = load_recipe(find_recipe(data), overrides or []).data
+        path = out or Path(f"report-{split}.html")
+        page = report_model(load_model(model, device=chosen), config, split, path, name=Path(model).name)
+    elif overrides:
+        raise UserError(f"{overrides[0]!r} changes a recipe; name it with --data RECIPE")
+    elif (Path(model) / RECIPE).is_file():
+        page, path = report_run(load_run(model, device=chosen), split, out)
+    else:
+        raise UserError(
+            f"{model} is not a run folder (no {RECIPE} in it); say what to report on: --data RECIPE data.path=..."
+        )
+    size = path.stat().st_size
+    result = {"out": str(path), "bytes": size, **page.to_json()}
+    _print(result, as_json, f"a page of {size / 1e6:.1f} MB: {path}")
+
+
+@app.command()
 def embed(
     model: ModelName,
     out: Annotated[Path, typer.Option(help="the .safetensors file to write")],

@@ -241,7 +241,7 @@ def test_other_distances_trust_and_training_are_shown_and_what_is_malformed_is_l
     checked = Checker(page)
     for expected in (
         "wasserstein2",
-        "wrong auroc",
+        "wrong AUROC",
         "0.61",
         "0.55 to 0.67",
         "nothing was left out",

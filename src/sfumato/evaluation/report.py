@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval, table_rows
+from sfumato.evaluation.trust import FIGURES
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
 from sfumato.metrics.calibration import brier_score, expected_calibration_error, reliability_curve
@@ -223,7 +224,7 @@ def make_report(data: ReportData) -> Report:
         ],
         trust=_trust(data.trust),
         curves=_curves(data.log),
-        names=_NAMES,
+        signed=_signed,
     )
     return Report(html, evaluation, calibration, mistakes)
 
@@ -563,7 +564,7 @@ def _answered(
     ):
         shown = pictures[item] if direction.key == "t2i" else {"text": _clip(data.captions[item])}
         hits.append(
-            shown | {"true": item in true, "pct": _percent(p), "width": round(100 * p), "distance": f"{distance:.3g}"}
+            shown | {"true": item in true, "pct": _percent(p), "width": round(100 * p), "distance": f"{distance:#.3g}"}
         )
     best = int(direction.ranks[slice(*direction.truth.indptr[query : query + 2])].min()) + 1 if len(true) else None
     return {
@@ -622,11 +623,11 @@ def _best_true(data: ReportData, direction: _Direction, query: int) -> dict[str,
 
 def _shown_mistake(data: ReportData, pictures: _Pictures, key: str, row: Mapping[str, Any]) -> dict[str, Any]:
     common = {
-        "distance": f"{row['distance']:.3g}",
+        "distance": f"{row['distance']:#.3g}",
         "pct": _percent(row["probability"]),
         "width": round(100 * row["probability"]),
         "rank": f"{row['rank']:,}",
-        "true_distance": f"{row['true_distance']:.3g}",
+        "true_distance": f"{row['true_distance']:#.3g}",
         "true_pct": _percent(row["true_probability"]),
         "true_width": round(100 * row["true_probability"]),
     }
@@ -665,10 +666,10 @@ def _trust(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
         tables.append(
             {
                 "name": _NAMES.get(key, str(key)),
-                "columns": [str(c).replace("_", " ") for c in columns],
+                "columns": [{"name": _spelt(c), "about": FIGURES.get(c, "")} for c in columns],
                 "rows": [
                     {
-                        "name": str(n).replace("_", " "),
+                        "name": _spelt(n),
                         "about": _about(about, n),
                         "cells": [_interval(f.get(c)) for c in columns],
                     }
@@ -681,9 +682,18 @@ def _trust(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
     level = found.get("level")
     return {
         "tables": tables,
+        "definitions": [
+            {"name": c["name"], "about": c["about"]}
+            for c in {c["name"]: c for t in tables for c in (*t["rows"], *t["columns"])}.values()
+            if c["about"]
+        ],
         "notes": [str(n) for n in notes] if isinstance(notes, list | tuple) else [],
         "level": f"{level:.0%}" if isinstance(level, int | float) else None,
     } if tables else None  # fmt: skip
+
+
+def _spelt(name: str) -> str:
+    return str(name).replace("_", " ").replace("auroc", "AUROC").replace("aurc", "AURC")
 
 
 def _about(about: Any, name: str) -> str:
@@ -700,7 +710,7 @@ def _interval(value: Any) -> dict[str, str]:
 
 
 def _plain(value: Any) -> str:
-    return f"{value:.2f}" if isinstance(value, int | float) and math.isfinite(value) else "–"
+    return f"{value:.2f}".replace("-", "−") if isinstance(value, int | float) and math.isfinite(value) else "–"
 
 
 _CURVES: tuple[tuple[str, dict[str, str]], ...] = (
@@ -869,7 +879,7 @@ def _percent(value: float) -> str:
 
 
 def _signed(value: float | None) -> str:
-    return "undefined" if value is None else f"{value:+.2f}"
+    return "undefined" if value is None else f"{value:+.2f}".replace("-", "−")
 
 
 def _clip(text: str, most: int = _CLIPPED) -> str:
