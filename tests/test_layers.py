@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "losses": {"distances", "gaussian", "matching"},
     "metrics": set(),
     "calibration": {"errors", "files", "matching", "metrics"},
-    "search": {"distances", "errors", "files", "gaussian", "matching", "metrics"},
+    "search": {"calibration", "distances", "errors", "files", "gaussian", "matching", "metrics"},
     "evaluation": {"distances", "files", "gaussian", "losses", "matching", "metrics", "search"},
     "data": {"errors", "files", "metrics"},
     "encoders": {"data", "errors", "files", "gaussian"},

@@ -217,7 +217,7 @@ class Calibration:
             return match_logit(d, self.logit_scale, self.logit_bias + shift)
         x, y = (np.array(values) for values in zip(*self.knots, strict=True))
         inside = d.clamp(x[0], x[-1])
-        values = torch.from_numpy(np.interp(inside.cpu().numpy(), x, y)).to(d.device)
+        values = torch.as_tensor(np.interp(inside.cpu().numpy(), x, y)).to(d.device)
         return values - self.logit_scale * (d - inside) + shift
 
     def probability(
@@ -489,7 +489,7 @@ class Calibration:
         limits = _limits(nearest)
         answered, wrong = _answered(nearest, limits), _answered(nearest[~right], limits)
         level = (1 - confidence) / len(limits)
-        passing = [
+        passing: list[float] = [
             limit
             for limit, n, errors in zip(limits.tolist(), answered.tolist(), wrong.tolist(), strict=True)
             if n and binomial_tail(errors, n, risk) <= level

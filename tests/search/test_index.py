@@ -11,9 +11,11 @@ import torch
 from references_metrics import csd_by_loops, order_of
 
 import sfumato
+from sfumato.calibration import Calibration, QueryScores
 from sfumato.distances import DISTANCES, csd_matrix
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.folders import _digest_of
 from sfumato.search.index import ENGINES, GaussianIndex
 from sfumato.search.stores.faiss import FaissOptions
 
@@ -194,6 +196,127 @@ def test_ivf_answers_in_full_where_its_lists_run_short():
     gallery, queries = clustered(400, seed=15), clustered(20, seed=16)
     index = GaussianIndex.build(gallery, ids_of(400), engine="ivf", options=FaissOptions(n_lists=80, n_probe=1))
     assert recall(index.nearest(queries, 100)[1], true_top(queries, gallery, 100)) == 1.0
+
+
+# ---------------------------------------------------------------- what a calibration adds
+
+
+def calibrated(n_gallery=150, n_queries=400, seed=30, method="platt"):
+    """A gallery, queries near the item of the same number, and a calibration of other queries of the same kind."""
+    gallery = clustered(n_gallery, seed=seed, n_clusters=150)
+    of = torch.arange(2 * n_queries) % n_gallery
+    generator = torch.Generator().manual_seed(seed + 1)
+    noise = 2 * torch.rand(2 * n_queries, 1, generator=generator) * torch.randn(2 * n_queries, 16, generator=generator)
+    queries = GaussianEmbedding(gallery.mean[of] + noise, gallery.log_var[of])
+    held_out, new = queries[:n_queries], queries[n_queries:]
+    distance = csd_matrix(held_out, gallery)
+    match = torch.nn.functional.one_hot(of[:n_queries], n_gallery)
+    calibration = Calibration.fit(distance, match, t2i=QueryScores.fit(distance, match), method=method)
+    return gallery, new, of[n_queries:].tolist(), calibration
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_sets_are_all_items_within_the_radius(engine):
+    faiss_or_skip(engine)
+    gallery, queries, of, calibration = calibrated()
+    index = GaussianIndex.build(gallery, ids_of(150), engine=engine, calibration=calibration)
+    results = index.search(queries, 3, coverage=0.9)
+    radius, matrix = calibration.conformal_radius(1 - 0.9), csd_matrix(queries, gallery)
+    for i, result in enumerate(results):
+        within = {f"item {j}" for j in (matrix[i] <= radius).nonzero().squeeze(1).tolist()}
+        assert {h.id for h in result.conformal_set} == within
+        assert [h.distance for h in result.conformal_set] == sorted(h.distance for h in result.conformal_set)
+        assert [h.rank for h in result.conformal_set] == list(range(1, len(within) + 1))
+        for a, b in zip(result, result.conformal_set, strict=False):
+            assert (a.id, a.distance, a.uncertainty) == (b.id, b.distance, b.uncertainty)
+            assert a.match_probability == pytest.approx(b.match_probability)
+        assert len(result) == 3 and result.abstained is None
+    sizes = [len(r.conformal_set) for r in results]
+    assert max(sizes) > 3 and min(sizes) < max(sizes), "more than the hits, and no fixed number"
+    # 400 held-out and 400 new queries: the share covered varies by about 0.02, and 0.81 is 4.5 of these below.
+    assert np.mean([f"item {j}" in {h.id for h in r.conformal_set} for j, r in zip(of, results, strict=True)]) > 0.81
+    everything = index.search(queries[:2], 3, coverage=0.999)
+    assert all(len(r.conformal_set) == 150 for r in everything), "400 queries vouch for no less"
+
+
+@pytest.mark.parametrize("engine", ["exact", "flat"])
+def test_abstention_and_least_probability(engine):
+    faiss_or_skip(engine)
+    gallery, queries, of, calibration = calibrated()
+    index = GaussianIndex.build(gallery, ids_of(150), engine=engine, calibration=calibration)
+    plain, asked = index.search(queries, 4), index.search(queries, 4, max_risk=0.2, min_probability=0.3)
+    limit = calibration.abstain_below(0.2)
+    wrong = []
+    for result, same, j in zip(asked, plain, of, strict=True):
+        assert same.abstained is None and same.conformal_set is None
+        assert result.abstained == (same[0].match_probability <= limit)
+        assert result.hits == tuple(h for h in same if h.match_probability >= 0.3)
+        if not result.abstained:
+            wrong.append(same[0].id != f"item {j}")
+    abstained = [r.abstained for r in asked]
+    assert any(abstained) and not all(abstained) and np.mean(wrong) <= 0.2
+    assert np.mean([r[0].id != f"item {j}" for r, j in zip(plain, of, strict=True)]) > 0.25, "something to abstain from"
+
+
+@pytest.mark.parametrize("method", ["platt", "isotonic"])
+def test_probabilities_know_the_size_of_the_gallery(method):
+    if method == "isotonic":
+        pytest.importorskip("sklearn", reason="the extra calibration is not installed")
+    gallery, queries, _, calibration = calibrated(method=method)
+    more = clustered(1350, seed=40, n_clusters=150)
+    larger = GaussianEmbedding(torch.cat([gallery.mean, more.mean]), torch.cat([gallery.log_var, more.log_var]))
+    index, tenfold = (GaussianIndex.build(g, ids_of(g.n), calibration=calibration) for g in (gallery, larger))
+    shift = np.log(1 / 1499) - np.log(1 / 149)
+    for d in (0.5, 2.0, 8.0):
+        few, many = (torch.logit(i.match_probability(torch.tensor(d).double())) for i in (index, tenfold))
+        assert float(few) == pytest.approx(float(calibration.logit(torch.tensor(d))), abs=1e-6)
+        assert float(many - few) == pytest.approx(shift, abs=1e-6)
+    hit = tenfold.search(queries[:1], 1)[0][0]
+    expected = calibration.probability(torch.tensor(hit.distance), n_gallery=1500)
+    assert hit.match_probability == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_a_calibration_survives_the_disk(tmp_path):
+    gallery, queries, _, calibration = calibrated()
+    calibration = Calibration(**{**vars(calibration), "i2t": calibration.t2i, "t2i": None})
+    index = GaussianIndex.build(gallery, ids_of(150), calibration=calibration, direction="i2t")
+    index.save(tmp_path / "index")
+    again = GaussianIndex.load(tmp_path / "index")
+    assert again.calibration == calibration and again.direction == "i2t"
+    asked = {"coverage": 0.8, "max_risk": 0.3, "min_probability": 0.1}
+    assert again.search(queries, 5, **asked) == index.search(queries, 5, **asked)
+
+
+def test_an_index_of_before_has_no_calibration(tmp_path, monkeypatch):
+    GaussianIndex.build(clustered(5, seed=0), ids_of(5), logit_scale=2.0).save(tmp_path / "index")
+    manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
+    del manifest["about"]["calibration"], manifest["about"]["direction"], manifest["sha256"]
+    manifest["sha256"] = _digest_of(manifest)
+    (tmp_path / "index" / "manifest.json").write_text(json.dumps(manifest))
+    index = GaussianIndex.load(tmp_path / "index")
+    assert index.calibration is None and index.direction == "t2i" and index.logit_scale == 2.0
+
+
+def test_promises_that_nothing_vouches_for_are_refused():
+    gallery, queries, _, calibration = calibrated()
+    bare = GaussianIndex.build(gallery, ids_of(150))
+    for asked in ("coverage", "max_risk"):
+        with pytest.raises(
+            ValueError, match=rf"{asked} needs a calibration.*sfumato calibrate RUN.*build the index again"
+        ):
+            bare.search(queries, 3, **{asked: 0.5})
+    assert len(bare.search(queries[:1], 3, min_probability=0.0)[0]) == 3
+    old = GaussianIndex.build(gallery, ids_of(150), calibration=Calibration(2.0, 1.0))
+    assert (old.logit_scale, old.logit_bias) == (2.0, 1.0)
+    with pytest.raises(ValueError, match="no scores of held-out queries for t2i"):
+        old.search(queries, 3, coverage=0.9)
+    index = GaussianIndex.build(gallery, ids_of(150), calibration=calibration)
+    with pytest.raises(ValueError, match="coverage must be between 0 and 1, got 90"):
+        index.search(queries, 3, coverage=90)
+    with pytest.raises(ValueError, match="min_probability must be between 0 and 1, got 1.5"):
+        index.search(queries, 3, min_probability=1.5)
+    with pytest.raises(ValueError, match="no limit has a risk of at most 0.0001"):
+        index.search(queries, 3, max_risk=1e-4)
 
 
 # ---------------------------------------------------------------- on disk
