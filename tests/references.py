@@ -113,6 +113,12 @@ def vib(means, variances):
     return sum(terms) / len(terms)
 
 
+def match_spread(vectors):
+    unit = [[a / math.sqrt(sum(b * b for b in v)) for a in v] for v in vectors]
+    values = [1 - sum(a * b for a, b in zip(x, y, strict=True)) for x in unit for y in unit]
+    return sum(values) / len(values) if values else 0.0
+
+
 def infonce(distance, match, scale):
     """Both directions, each averaged over the rows that have a positive."""
     total = 0.0

@@ -113,6 +113,7 @@ def test_published_figures_stand_in_the_paper(name, shared):
         ("train.batch_size=1", "train.batch_size"),
         ("loss.name=foo", "'pcmepp', 'prolip', 'infonce', 'triplet'"),
         ("model.variance=false", "loss.beta must be 0 when model.variance=false"),
+        ("spread.epochs=1", "loss.distance='csd' ranks by them; use squared_l2"),
         ("loss.distance=cds", "unknown distance 'cds'; did you mean 'csd'?"),
         ("train.epochs", "expected section.key=value"),
         ("train.epochs.more=3", "'epochs' is a value, not a section"),
@@ -160,6 +161,11 @@ def test_the_order_of_overrides_does_not_matter():
 def test_variance_free_distances_of_point_models():
     with pytest.raises(UserError, match="needs variances, but model.variance=false"):
         load_recipe(find_recipe("emoji-infonce"), ["loss.distance=kl"])
+
+
+def test_points_have_no_second_stage():
+    with pytest.raises(UserError, match="points have no variance to fit"):
+        load_recipe(find_recipe("emoji-ambiguity"), ["model.variance=false"])
 
 
 def test_files_that_are_no_recipes(tmp_path):

@@ -57,9 +57,12 @@ def test_gpo_refuses_an_item_without_tokens():
         GPO()(torch.zeros(2, 3, 4), torch.tensor([[True] * 3, [False] * 3]))
 
 
-def test_head_starts_at_the_stated_total_variance():
+@pytest.mark.parametrize("variance_mlp", [False, True])
+def test_head_starts_at_the_stated_total_variance(variance_mlp):
     torch.manual_seed(0)
-    embedding = GaussianHead(32, 64, init_total_variance=0.25)(TokenFeatures(torch.randn(50, 7, 32)))
+    embedding = GaussianHead(32, 64, init_total_variance=0.25, variance_mlp=variance_mlp)(
+        TokenFeatures(torch.randn(50, 7, 32))
+    )
     assert embedding.total_variance.mean().item() == pytest.approx(0.25, rel=0.05)
     torch.testing.assert_close(embedding.mean.norm(dim=1), torch.ones(50))
 

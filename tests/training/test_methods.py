@@ -41,6 +41,7 @@ METHODS = {
     "wasserstein2": ("emoji-pcmepp", ["loss.distance=wasserstein2"]),
     "pcmepp with infonce": ("emoji-pcmepp", ["loss.infonce_weight=1"]),
     "prolip": ("emoji-pcmepp", ["loss.name=prolip", "loss.inclusion_weight=1e-7"]),
+    "pcmepp with a second stage": ("emoji-ambiguity", ["spread.epochs=1"]),
     "noisy pcmepp": ("emoji-pcmepp", ["data.noise_rate=0.2"]),
     "clip towers": ("emoji-pcmepp", CLIP),
     "clip towers with unc": (

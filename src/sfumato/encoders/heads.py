@@ -46,6 +46,7 @@ class GaussianHead(nn.Module):
         variance: with False the head has one branch and returns points.
         variance_norm: a layer norm on the pooled log variance, its weight starting at 0.01 (an option of the released code
             that its configurations leave off).
+        variance_mlp: add a two-layer network to the linear map of the log variance; it starts as small as that map.
         init_total_variance: sum of the variances at the start.
 
     Raises:
@@ -62,6 +63,7 @@ class GaussianHead(nn.Module):
         normalize: bool = True,
         variance: bool = True,
         variance_norm: bool = False,
+        variance_mlp: bool = False,
         init_total_variance: float = 0.1,
     ) -> None:
         super().__init__()
@@ -73,13 +75,16 @@ class GaussianHead(nn.Module):
             )
         self.normalize, self.dim = normalize, dim
         self.mean = _Branch(channels, dim, pooling, mlp)
-        self.log_var = _Branch(channels, dim, pooling, mlp=False) if variance else None
+        self.log_var = _Branch(channels, dim, pooling, variance_mlp) if variance else None
         self.log_var_norm = nn.LayerNorm(dim) if variance and variance_norm else nn.Identity()
         if self.log_var is not None:
             last = self.log_var_norm if isinstance(self.log_var_norm, nn.LayerNorm) else self.log_var.linear
             with torch.no_grad():
                 last.weight.mul_(0.01)
                 last.bias.fill_(math.log(init_total_variance / dim))
+                if self.log_var.mlp is not None:
+                    for parameter in self.log_var.mlp[-1].parameters():
+                        parameter.mul_(0.01)
 
     def forward(self, tokens: TokenFeatures) -> GaussianEmbedding:
         """Token features -> n embeddings."""
@@ -88,6 +93,17 @@ class GaussianHead(nn.Module):
             mean = functional.normalize(mean, dim=-1)
         if self.log_var is None:
             return GaussianEmbedding.point(mean)
+        return GaussianEmbedding(mean, self.log_variance(tokens))
+
+    def log_variance(self, tokens: TokenFeatures) -> Tensor:
+        """Token features -> (n, d) log variances, without the means.
+
+        Raises:
+            ValueError: this is a head of points.
+        """
+        if self.log_var is None:
+            raise ValueError("GaussianHead: log_variance of a head of points (variance=False)")
         features = tokens.mean if tokens.log_var is None else tokens.log_var
         mask = tokens.mask if features.shape[1] == tokens.mean.shape[1] else None
-        return GaussianEmbedding(mean, self.log_var_norm(self.log_var(features, mask)))
+        log_var: Tensor = self.log_var_norm(self.log_var(features, mask))
+        return log_var

@@ -5,6 +5,7 @@ from sfumato.losses.inclusion import inclusion_loss, inclusion_test, log_inclusi
 from sfumato.losses.infonce import InfoNCELoss, infonce_loss
 from sfumato.losses.pcmepp import PCMEPPLoss, pcmepp_loss, pseudo_positives
 from sfumato.losses.prolip import ProLIPLoss, prolip_loss
+from sfumato.losses.spread import match_spread, spread_loss
 from sfumato.losses.triplet import TripletLoss, triplet_loss
 from sfumato.losses.vib import vib_loss
 
@@ -30,9 +31,11 @@ __all__ = [
     "infonce_loss",
     "log_inclusion",
     "loss_of_share",
+    "match_spread",
     "pcmepp_loss",
     "prolip_loss",
     "pseudo_positives",
+    "spread_loss",
     "triplet_loss",
     "vib_loss",
 ]

@@ -136,6 +136,7 @@ def _tower(config: ModelConfig, reader: Reader, encoder: Any, token: str, token_
         normalize=config.normalize,
         variance=config.variance,
         variance_norm=config.variance_norm,
+        variance_mlp=config.variance_mlp,
         init_total_variance=config.init_total_variance,
     )
     return Tower(reader, encoder, head, token_dropout=token_dropout)

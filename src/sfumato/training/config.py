@@ -228,6 +228,7 @@ class ModelConfig(_Section):
     normalize: bool = Field(True, description="means of unit length")
     variance: bool = Field(True, description="False: points, the deterministic baselines")
     variance_norm: bool = Field(False, description="a layer norm on the log variance")
+    variance_mlp: bool = Field(False, description="a two-layer network beside the linear map of the log variance")
     init_total_variance: PositiveFloat = Field(0.1, description="sum of an embedding's variances at the start")
     feature_dropout: float = Field(0.0, ge=0, lt=1, description="share of the token features dropped before the heads")
 
@@ -353,6 +354,17 @@ class TrainConfig(_Section):
     )
 
 
+class SpreadConfig(_Section):
+    """A second stage: all else at rest, log variances learn how widely an item's listed matches lie apart."""
+
+    epochs: int = Field(0, ge=0, description="passes over the items; 0 for no second stage")
+    sides: Literal["both", "images", "texts"] = "both"
+    whiten: bool = Field(True, description="measure angles between the whitened means of the matches, not the means")
+    floor: PositiveFloat = Field(0.02, description="total variance of an item with a single match")
+    lr: PositiveFloat = 1e-2
+    batch_size: PositiveInt = 256
+
+
 class Recipe(_Section):
     """A complete run."""
 
@@ -365,6 +377,7 @@ class Recipe(_Section):
     augment: AugmentConfig = AugmentConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
+    spread: SpreadConfig = SpreadConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
@@ -381,6 +394,14 @@ class Recipe(_Section):
             raise ValueError("loss.beta must be 0 when model.variance=false: the bottleneck of a point is infinite")
         if not self.model.variance and inclusion:
             raise ValueError("loss.inclusion_weight must be 0 when model.variance=false: points include nothing")
+        if self.spread.epochs and not self.model.variance:
+            raise ValueError("spread.epochs must be 0 when model.variance=false: points have no variance to fit")
+        if self.spread.epochs and self.data.source == "shards":
+            raise ValueError("spread.epochs needs all pairs at hand; shards are read as a stream, set it to 0")
+        if self.spread.epochs and distance.name != "squared_l2":
+            raise ValueError(
+                f"spread.epochs changes variances after training, and loss.distance={distance.name!r} ranks by them; use squared_l2"
+            )
         if self.augment.mixed_share and self.model.image.kind == "frozen":
             raise ValueError("augment.mixed_share mixes pixels; frozen features have none, set it to 0")
         if self.train.swa_epochs and self.train.ema_decay:

@@ -30,7 +30,7 @@ from sfumato.errors import UserError
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import write_atomically, write_json
 from sfumato.gaussian import GaussianEmbedding, check_finite
-from sfumato.losses import MatchLoss
+from sfumato.losses import MatchLoss, match_spread
 from sfumato.matching import fit_logits, match_probability
 from sfumato.metrics.calibration import expected_calibration_error
 from sfumato.progress import progress_bar, say
@@ -61,6 +61,7 @@ from sfumato.training.run import (
     load_assets,
     save_assets,
 )
+from sfumato.training.spread import fit_spread
 from sfumato.training.step import DivergedError, forward_backward
 
 _LOCK = ".lock"
@@ -204,9 +205,13 @@ def _fit(recipe: Recipe, folder: Path, world: World) -> dict[str, Any]:
         with averaged(model, average):
             if world.main:
                 save_state(folder / MODEL, {"model": model, "loss": loss}, None, {"epoch": config.epochs - 1})
-    else:
-        world.wait()
-        load_state(folder / MODEL, {"model": model, "loss": loss})
+    world.wait()
+    about = load_state(folder / MODEL, {"model": model, "loss": loss})
+    if recipe.spread.epochs and not about.get("spread"):
+        _fit_variances(recipe, model, batches, world)
+        if world.main:
+            save_state(folder / MODEL, {"model": model, "loss": loss}, None, about | {"spread": True})
+    if val is not None:
         embedded = embed_split(model, val, world)
         if world.main:
             calibrate(embedded, val, loss, folder)
@@ -272,6 +277,29 @@ def _train_epoch(
         else {"logit_scale": float(logits.logit_scale.detach()), "logit_bias": float(logits.logit_bias.detach())}
     )
     return {**log.means(), **learnt}
+
+
+def _fit_variances(recipe: Recipe, model: DualEncoder, batches: Batches, world: World) -> None:
+    """The second stage, the same on all processes: the log variances of either side learn the spread of its matches."""
+    assert isinstance(batches, IndexedBatches)  # As the recipe was checked for.
+    data, stores = batches.sampler.data, (batches.images, batches.texts)
+    image, text = (tower.embed(store) for tower, store in zip((model.image, model.text), stores, strict=True))
+    of_image, of_text = torch.from_numpy(data.pairs).T
+    sides = {
+        "images": (model.image, batches.images, text.mean, of_image, of_text),
+        "texts": (model.text, batches.texts, image.mean, of_text, of_image),
+    }
+    for name, (tower, store, partners, item, partner) in sides.items():
+        if recipe.spread.sides not in ("both", name):
+            continue
+        spread, count = match_spread(partners, item, partner, len(store), whiten=recipe.spread.whiten)
+        if count.max() < 2:
+            say(f"variances of {name} stay as they are: each has a single match, which has no spread")
+            continue
+        index = count.nonzero()[:, 0].numpy()
+        rank = fit_spread(tower, store, spread, index, recipe.spread, seed=recipe.train.seed)
+        say(f"variances of {len(index)} {name} fitted to the spread of their matches: rank correlation {rank:.3f}")
+    world.copy_from_main(model)
 
 
 def _batches(
