@@ -316,12 +316,12 @@ def _worth(direction: _Direction, correlation: float | None) -> str:
     number = f"Spearman {_signed(correlation)} over {n:,} {side}"
     if abs(correlation) < 2 / math.sqrt(max(n, 1)):
         return f"Total variance says next to nothing about which {side} fail ({number}, within chance)."
+    strength = "clearly" if abs(correlation) > 0.2 else "slightly"
     if correlation < 0:
-        strength = "clearly" if correlation < -0.2 else "slightly"
-        return f"{side.capitalize()} with a larger total variance {strength} fail more often, as an uncertainty should ({number})."
+        return f"{side.capitalize()} with a larger total variance fail {strength} more often, as an uncertainty should ({number})."
     return (
-        f"{side.capitalize()} with a larger total variance fail less often here ({number}): do not read it as a doubt"
-        " about the result."
+        f"{side.capitalize()} with a larger total variance fail {strength} less often here ({number}): do not read it as a"
+        " doubt about the result."
     )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from PIL import Image
 
 from sfumato import __version__
@@ -17,6 +16,7 @@ from sfumato.data.transforms import decode_image
 from sfumato.evaluation.report import Report, ReportData, make_report
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.matching import MatchingLogits
 from sfumato.training.config import DataConfig
 from sfumato.training.inference import Matcher
 from sfumato.training.loop import embed_split, load_split
@@ -117,12 +117,11 @@ def _on_host(embeddings: GaussianEmbedding) -> GaussianEmbedding:
 
 
 def _learnt_logits(run: Run) -> tuple[float, float] | None:
-    """Scale and bias of the loss, where it has both."""
+    """Scale and bias of the loss, where it learns both: without a bias there are scores of a softmax, no probabilities."""
     logits = getattr(run.loss, "logits", None)
-    if logits is None:
+    if not isinstance(logits, MatchingLogits) or not logits.logit_bias.requires_grad:
         return None
-    scale, bias = (float(torch.as_tensor(getattr(logits, k)).detach()) for k in ("logit_scale", "logit_bias"))
-    return scale, bias
+    return float(logits.logit_scale.detach()), float(logits.logit_bias.detach())
 
 
 def _evaluations(folder: Path, split: str, own: str, n: int, m: int) -> list[dict[str, Any]]:
