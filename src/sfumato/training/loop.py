@@ -207,6 +207,7 @@ def _fit(recipe: Recipe, folder: Path, world: World) -> dict[str, Any]:
                 save_state(folder / MODEL, {"model": model, "loss": loss}, None, {"epoch": config.epochs - 1})
     world.wait()
     about = load_state(folder / MODEL, {"model": model, "loss": loss})
+    world.wait()  # Before the first process writes it anew.
     if recipe.spread.epochs and not about.get("spread"):
         _fit_variances(recipe, model, batches, world)
         if world.main:
