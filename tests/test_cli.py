@@ -1,6 +1,8 @@
 """Commands as a user meets them: exit status, files, JSON, and what a bad input prints."""
 
 import json
+import math
+import shutil
 import subprocess
 import sys
 
@@ -42,7 +44,7 @@ def sfumato(monkeypatch, capsys):
 def test_help_is_quick_and_names_the_commands():
     result = subprocess.run([sys.executable, "-m", "sfumato.cli", "--help"], capture_output=True, text=True)
     assert result.returncode == 0
-    for command in ("train", "evaluate", "trust", "embed", "export", "index", "search", "demo", "recipes"):
+    for command in ("train", "calibrate", "evaluate", "trust", "embed", "export", "index", "search", "demo", "recipes"):
         assert command in result.stdout
 
 
@@ -197,6 +199,73 @@ def test_index_and_search(work, sfumato, engine):
     assert status == 0 and "matches expected" in out and "000.png" in out
 
 
+def test_calibrate_again_and_search_by_its_promises(work, sfumato, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(work / "run", run)
+    before = json.loads((run / "calibration.json").read_text())
+    status, out, _ = sfumato("calibrate", run, "--split", "test", "--json")
+    told, after = json.loads(out), json.loads((run / "calibration.json").read_text())
+    assert status == 0 and told["split"] == after["about"]["split"] == "test" != before["about"]["split"]
+    assert told["t2i"]["coverage"]["0.8"] > told["t2i"]["coverage"]["0.9"] * 0.5
+    assert told["t2i"]["n_queries"] == len(after["t2i"]["closest_match"])
+    status, out, _ = sfumato("calibrate", run)
+    assert status == 0 and "text -> image" in out and "coverage 90%: all within a distance of" in out
+    assert json.loads((run / "calibration.json").read_text()) == before, "the same as after training"
+    assert sfumato("index", run, "--images", work / "data", "--out", tmp_path / "index")[0] == 0
+    asked = ("search", tmp_path / "index", "a red circle", "-k", 2, "--coverage", 0.8, "--min-probability", 0.001)
+    status, out, _ = sfumato(*asked, "--json")
+    [result] = json.loads(out)
+    assert status == 0 and result["abstained"] is None and len(result["hits"]) <= 2
+    radius = max(hit["distance"] for hit in result["conformal_set"])
+    assert radius <= told["t2i"]["coverage"]["0.8"] * 3 and len(result["conformal_set"]) >= len(result["hits"])
+    status, out, _ = sfumato(*asked)
+    assert status == 0 and "the set that holds a match as often as asked for:" in out
+    for asked, message in (
+        (["a red circle", "--abstain", "0.0001"], "no limit has a risk of at most 0.0001"),
+        (["a red circle", "--coverage", "90"], "coverage must be between 0 and 1, got 90"),
+        (["--image", work / "data" / "000.png", "--coverage", "0.9"], "not of pictures that search for pictures"),
+    ):
+        status, out, err = sfumato("search", tmp_path / "index", *asked)
+        assert status == 2 and message in err and out == ""
+
+
+def test_no_confident_match(work, sfumato, tmp_path):
+    """Held-out queries that were right when something was very close, and wrong beyond: nothing of this index is that close."""
+    run = tmp_path / "run"
+    shutil.copytree(work / "run", run)
+    calibration = json.loads((run / "calibration.json").read_text())
+    near, far = [i / 1e6 for i in range(200)], [1.0] * 200
+    calibration["t2i"] |= {"closest_match": [*near, *far], "farthest_match": [*near, *far]}
+    calibration["t2i"]["closest_other"] = [*far, *[2e-4 + i / 1e6 for i in range(200)]]
+    (run / "calibration.json").write_text(json.dumps(calibration))
+    assert sfumato("index", run, "--images", work / "data", "--out", tmp_path / "index")[0] == 0
+    for risk, abstained in ((0.2, True), (0.6, False)):
+        status, out, _ = sfumato("search", tmp_path / "index", "a red circle", "--abstain", risk, "--json")
+        assert status == 0 and json.loads(out)[0]["abstained"] is abstained
+        status, out, _ = sfumato("search", tmp_path / "index", "a red circle", "--abstain", risk)
+        assert status == 0 and ("no confident match; the closest are" in out) is abstained
+
+
+def test_without_a_calibration_the_way_out_is_named(work, sfumato, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(work / "run", run)
+    (run / "calibration.json").unlink()
+    assert sfumato("index", run, "--images", work / "data", "--out", tmp_path / "index")[0] == 0
+    status, _, err = sfumato("search", tmp_path / "index", "a red circle", "--coverage", "0.9")
+    assert status == 2 and "sfumato calibrate RUN" in err and "build the index again" in err
+    # A run of before, with a scale and a bias alone, works as it did.
+    (run / "calibration.json").write_text('{"logit_scale": 2.0, "logit_bias": 1.0, "split": "val", "pairs": 9}')
+    assert sfumato("index", run, "--images", work / "data", "--out", tmp_path / "index")[0] == 0
+    status, out, _ = sfumato("search", tmp_path / "index", "a red circle", "--json")
+    hit = json.loads(out)[0]["hits"][0]
+    assert hit["match_probability"] == pytest.approx(1 / (1 + math.exp(2 * hit["distance"] - 1)), rel=1e-4)
+    status, _, err = sfumato("search", tmp_path / "index", "a red circle", "--abstain", "0.2")
+    assert status == 2 and "no scores of held-out queries" in err and "sfumato calibrate RUN" in err
+    (run / "calibration.json").write_text("{}")
+    status, _, err = sfumato("embed", run, "--images", work / "data", "--out", tmp_path / "x.safetensors")
+    assert status == 2 and "calibration.json: " in err and "calibrate again" in err
+
+
 def test_index_of_a_split(work, sfumato):
     status, out, _ = sfumato("index", work / "run", "--split", "val", "--out", work / "index-val", "--json")
     assert status == 0 and json.loads(out)["n"] > 0
@@ -233,6 +302,9 @@ def test_recipes_are_listed_and_shown(sfumato):
         (["index", "{run}", "--split", "val", "--engine", "magic", "--out", "{new}3"], "unknown engine 'magic'"),
         (["search", "{data}", "x"], "no manifest.json here"),
         (["search", "{data}"], "nothing to search for"),
+        (["calibrate", "{data}"], "is not a run folder"),
+        (["calibrate", "{run}", "--method", "magic"], "unknown method 'magic'; known: platt, isotonic"),
+        (["calibrate", "{run}", "--split", "dev"], "has no split 'dev'"),
         (["recipes", "nothing"], "no recipe 'nothing'"),
     ],
 )

@@ -22,9 +22,10 @@ ALLOWED: dict[str, set[str]] = {
     "search": {"calibration", "distances", "errors", "files", "gaussian", "matching", "metrics"},
     "evaluation": {"distances", "files", "gaussian", "losses", "matching", "metrics", "search"},
     "data": {"errors", "files", "metrics"},
-    "encoders": {"data", "errors", "files", "gaussian"},
+    "encoders": {"calibration", "data", "errors", "files", "gaussian"},
     "recipes": {"errors"},
     "training": {
+        "calibration",
         *("data", "distances", "encoders", "errors", "evaluation", "files", "gaussian", "losses", "matching"),
         *("metrics", "progress", "search"),
     },

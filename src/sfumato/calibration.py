@@ -26,7 +26,7 @@ from sfumato.metrics.calibration import binomial_tail, mean_loss_p_value
 Direction = Literal["i2t", "t2i"]
 """Images search among texts, or texts among images."""
 
-Method = Literal["platt", "isotonic"]
+METHODS = ("platt", "isotonic")
 """Ways to fit the probability."""
 
 N_STEPS = 20
@@ -166,7 +166,7 @@ class Calibration:
         distance: Tensor,
         match: Tensor,
         *,
-        method: Method = "platt",
+        method: str = "platt",
         i2t: QueryScores | None = None,
         t2i: QueryScores | None = None,
         about: Mapping[str, Any] | None = None,
@@ -190,8 +190,8 @@ class Calibration:
             >>> Calibration.fit(distance, match, t2i=QueryScores.fit(distance, match)).conformal_radius(0.4)
             0.4000000059604645
         """
-        if method not in get_args(Method):
-            raise ValueError(f"Calibration: unknown method {method!r}; known: {', '.join(get_args(Method))}")
+        if method not in METHODS:
+            raise ValueError(f"Calibration: unknown method {method!r}; known: {', '.join(METHODS)}")
         scale, bias = fit_logits(distance, match)
         share = float(match.double().mean())
         knots = _isotonic_knots(distance, match) if method == "isotonic" else None

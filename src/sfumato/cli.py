@@ -207,6 +207,27 @@ def report(
 
 
 @app.command()
+def calibrate(
+    run: Annotated[Path, typer.Argument(help="folder of a run")],
+    split: Annotated[str, typer.Option(help="split of its data, none that it was trained on")] = "val",
+    method: Annotated[str, typer.Option(help="platt, or with the extra calibration: isotonic")] = "platt",
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Calibrate a run again: match probabilities, thresholds, abstention and conformal sets, into its calibration.json."""
+    from sfumato.console import print_calibration
+    from sfumato.training.build import choose_device
+    from sfumato.training.inference import calibrate_run, describe_calibration
+
+    result = describe_calibration(calibrate_run(run, split, method=method, device=choose_device(device)))
+    if as_json:
+        print(json.dumps(result))
+        return
+    print_calibration(result)
+    print("written to calibration.json; build indices again, so that they know of it")
+
+
+@app.command()
 def embed(
     model: ModelName,
     out: Annotated[Path, typer.Option(help="the .safetensors file to write")],
@@ -282,6 +303,14 @@ def search(
     query: Annotated[list[str] | None, typer.Argument(help="texts to search for")] = None,
     image: Annotated[list[Path] | None, typer.Option(help="picture to search for; may be given several times")] = None,
     k: Annotated[int, typer.Option("-k", min=1, help="number of results")] = 10,
+    min_probability: Annotated[float | None, typer.Option(help="leave out what is less likely to match")] = None,
+    coverage: Annotated[
+        float | None, typer.Option(help="give also the set of all that may match, e.g. 0.9: it holds a match as often")
+    ] = None,
+    abstain: Annotated[
+        float | None,
+        typer.Option(metavar="RISK", help="say when there is no confident match: at most this share is wrong"),
+    ] = None,
     run: Annotated[
         str | None, typer.Option(help="folder or name of the model, if it has moved since the index was built")
     ] = None,
@@ -293,7 +322,16 @@ def search(
 
     if not query and not image:
         raise UserError("nothing to search for: give a text, or --image FILE")
-    results = search_index(folder, query or [], image or [], k=k, run=run)
+    results = search_index(
+        folder,
+        query or [],
+        image or [],
+        k=k,
+        run=run,
+        min_probability=min_probability,
+        coverage=coverage,
+        max_risk=abstain,
+    )
     if as_json:
         print(json.dumps(results, ensure_ascii=False))
         return

@@ -52,11 +52,54 @@ def print_search(result: dict[str, Any]) -> None:
     )
     if not result["calibrated"]:
         print("  (probabilities not calibrated for such queries: trust their order, not their size)")
-    for hit in result["hits"]:
+    if result["abstained"]:
+        print("  no confident match; the closest are")
+    _print_hits(result["hits"], result["distance"])
+    if not result["hits"]:
+        print("  nothing is that likely")
+    if (found := result["conformal_set"]) is not None:
+        print(f"  the set that holds a match as often as asked for: {len(found)} items")
+        _print_hits(found[:_SET_SHOWN], result["distance"])
+        if len(found) > _SET_SHOWN:
+            print(f"  ... and {len(found) - _SET_SHOWN} more; --json has all")
+
+
+def _print_hits(hits: list[dict[str, Any]], distance: str) -> None:
+    for hit in hits:
         label = f"  {hit['label']}" if hit.get("label") else ""
         print(
-            f"  {hit['match_probability']:7.1%}  {result['distance']} {hit['distance']:.4f}  uncertainty {hit['uncertainty']:.3g}  {hit['id']}{label}"
+            f"  {hit['match_probability']:7.1%}  {distance} {hit['distance']:.4f}  uncertainty {hit['uncertainty']:.3g}  {hit['id']}{label}"
         )
+
+
+_SET_SHOWN = 20
+
+
+def print_calibration(result: dict[str, Any]) -> None:
+    """What a calibration promises, for a person to read."""
+    before = result.get("expected_calibration_error_before")
+    print(
+        f"{result['method']} on {result['pairs']} pairs of split {result['split']}: expected calibration error"
+        f" {result['expected_calibration_error']:.5f}" + (f", before {before:.5f}" if before is not None else "")
+    )
+    for key, name in (("t2i", "text -> image"), ("i2t", "image -> text")):
+        if (found := result.get(key)) is None:
+            continue
+        print(
+            f"{name}, {found['n_queries']} queries among {found['n_gallery']} items, {found['matches_per_query']:.2f} matches each,"
+            f" growing with the gallery to the power {found['growth']:.2f}"
+        )
+        for level, threshold in found["precision"].items():
+            print(f"  precision {float(level):.0%}: " + _or_nothing(threshold, "report above a probability of {:.3f}"))
+        for level, values in found["risk"].items():
+            told = "" if values["answered"] is None else f"; {values['answered']:.0%} are answered"
+            print(f"  risk {float(level):.0%}: " + _or_nothing(values["abstain_below"], "abstain up to {:.3f}") + told)
+        for level, radius in found["coverage"].items():
+            print(f"  coverage {float(level):.0%}: " + _or_nothing(radius, "all within a distance of {:.4f}"))
+
+
+def _or_nothing(value: float | None, text: str) -> str:
+    return "nothing that these queries could vouch for" if value is None else text.format(value)
 
 
 def _number(value: float | None) -> str:

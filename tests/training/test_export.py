@@ -52,11 +52,18 @@ def assert_embeds_alike(ours, theirs, data):
 
 def test_round_trip(toy, run, tmp_path):
     out = export_run(run, tmp_path / "given" / "away")
-    assert sorted(p.name for p in out.iterdir()) == ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(p.name for p in out.iterdir()) == [
+        "README.md",
+        "calibration.json",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     assert not list(out.parent.glob(".*"))
     trained, loaded = load_run(run), load_exported(out)
     assert not loaded.model.training and loaded.calibrated is trained.calibrated is True
     assert (loaded.logit_scale, loaded.logit_bias) == (trained.logit_scale, trained.logit_bias)
+    assert loaded.calibration == trained.calibration == load_model(run).calibration is not None
     assert loaded.distance == "csd" and "toy" in loaded.source
     assert_embeds_alike(trained.model, loaded.model, picture(toy))
     weights = load_file(out / "model.safetensors")

@@ -52,6 +52,12 @@ def test_a_run_leaves_what_is_needed_and_learns(run):
     assert (folder / "problems.jsonl").read_text() == ""
     loaded = load_run(folder)
     assert loaded.calibrated and loaded.logit_scale > 0
+    calibration = loaded.calibration
+    assert (calibration.logit_scale, calibration.logit_bias) == (loaded.logit_scale, loaded.logit_bias)
+    assert calibration.about["split"] == "val" and calibration.about["distance"] == "csd"
+    assert len(calibration.i2t.nearest) == calibration.t2i.n_gallery and calibration.i2t.growth == 0
+    assert len(calibration.t2i.nearest) == calibration.i2t.n_gallery and calibration.t2i.matches_per_query >= 1
+    assert 0 < calibration.conformal_radius(0.5) <= calibration.conformal_radius(0.2)
     assert loaded.model.embed_texts(["a red circle"]).d == 16
 
 

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from sfumato.calibration import Calibration
 from sfumato.encoders.checkpoints import read_checkpoint
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.layouts import Layout, TokenizerFinder, pcmepp_hub, pcmepp_training, prolip_hub
 from sfumato.errors import UserError
 
-CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+CONFIG, WEIGHTS, TOKENIZER, CALIBRATION = "config.json", "model.safetensors", "tokenizer.json", "calibration.json"
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -35,6 +36,7 @@ class Published:
         distance: name in DISTANCES of the distance that these belong to.
         source: where it comes from and what it is.
         calibrated: whether the logits were fitted on held-out pairs; those of a loss were not.
+        calibration: all that was fitted there; None for models of others.
     """
 
     model: DualEncoder
@@ -43,6 +45,7 @@ class Published:
     distance: str
     source: str
     calibrated: bool = False
+    calibration: Calibration | None = None
 
 
 def load_published(
@@ -96,7 +99,7 @@ def load_published(
 
 
 def download(name: str) -> Path:
-    """The local copy of a model of the Hugging Face hub: its configuration, weights and tokenizer.
+    """The local copy of a model of the Hugging Face hub: its configuration, weights, tokenizer and calibration.
 
     Args:
         name: owner/model.
@@ -110,7 +113,7 @@ def download(name: str) -> Path:
     if not _HUB_NAME.fullmatch(name):
         raise UserError(f"there is no file or folder {name!r}, and a name on the hub looks like owner/model")
     return _from_hub(
-        lambda hub: hub.snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS, TOKENIZER]),
+        lambda hub: hub.snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS, TOKENIZER, CALIBRATION]),
         f"cannot get {name!r} from the Hugging Face hub",
         "Give a local folder, or a network (HF_HUB_OFFLINE=1 answers at once from the local cache)",
     )

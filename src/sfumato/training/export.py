@@ -2,6 +2,7 @@
 
 model.safetensors     the weights that embedding needs        config.json   the model's recipe, its distance and its logits
 tokenizer.json        of its word pieces                      README.md     a model card
+calibration.json      what was fitted on held-out pairs
 """
 
 import json
@@ -19,8 +20,18 @@ from safetensors.torch import save as safetensors_bytes
 from tokenizers import Tokenizer
 
 from sfumato import __version__
+from sfumato.calibration import Calibration
 from sfumato.encoders.checkpoints import read_checkpoint
-from sfumato.encoders.hub import CONFIG, TOKENIZER, WEIGHTS, Published, download, load_published, read_config
+from sfumato.encoders.hub import (
+    CALIBRATION,
+    CONFIG,
+    TOKENIZER,
+    WEIGHTS,
+    Published,
+    download,
+    load_published,
+    read_config,
+)
 from sfumato.errors import UserError
 from sfumato.files import sync_folder, write_atomically, write_json
 from sfumato.training.build import Assets, build_model
@@ -67,6 +78,8 @@ def export_run(run_folder: str | Path, out_folder: str | Path) -> Path:
         write_atomically(temporary / WEIGHTS, safetensors_bytes(weights, {"format": "pt"}))
         if assets.tokenizer is not None:
             write_atomically(temporary / TOKENIZER, (run.folder / TOKENIZER).read_bytes())
+        if run.calibration is not None:
+            run.calibration.save(temporary / CALIBRATION)
         write_atomically(temporary / CARD, model_card(run))
         write_json(temporary / CONFIG, config)
         temporary.chmod(run.folder.stat().st_mode & 0o777)
@@ -86,10 +99,11 @@ def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> 
         device: where the model goes.
 
     Returns:
-        The model, which embeds to the same bits as the run did, with its distance and logits.
+        The model, which embeds to the same bits as the run did, with its distance, logits and calibration.
 
     Raises:
         UserError: the folder is of something else, not whole, or of a sfumato that knows more.
+        ValueError: calibration.json is damaged.
     """
     folder = Path(folder)
     config = read_config(folder, str(folder))
@@ -117,6 +131,7 @@ def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> 
         known["distance"],
         f"{folder} (sfumato {config['sfumato']}, {config.get('name', 'without a name')})",
         calibrated=known["calibrated"],
+        calibration=Calibration.load(folder / CALIBRATION) if (folder / CALIBRATION).is_file() else None,
     )
 
 
@@ -143,6 +158,7 @@ def load_model(
             run.loss.distance.name,
             f"{folder} (a run of sfumato, {run.recipe.name})",
             calibrated=run.calibrated,
+            calibration=run.calibration,
         )
     if not folder.exists():
         folder = download(str(name_or_folder))

@@ -1,9 +1,13 @@
 """Using a model, a run of ours or a published one: embedding, evaluating, indexing and searching. What commands and the demo call."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
+import torch
+
+from sfumato.calibration import Calibration, Direction
 from sfumato.data.emoji import emoji_names
 from sfumato.data.manifest import PICTURE_ENDINGS
 from sfumato.data.pairs import FileImage, ImageSource
@@ -14,14 +18,15 @@ from sfumato.errors import UserError
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.matching import match_probability
 from sfumato.progress import progress_bar
-from sfumato.search.index import GaussianIndex
+from sfumato.search.index import GaussianIndex, SearchHit
+from sfumato.search.ranking import distance_blocks
+from sfumato.training.calibrating import calibrate_split
 from sfumato.training.config import DataConfig
 from sfumato.training.distributed import World, alone
 from sfumato.training.export import load_model
 from sfumato.training.loop import embed_split, load_split
-from sfumato.training.run import Run
+from sfumato.training.run import CALIBRATION, Run, learnt_logits, load_run
 
 
 class Matcher(Protocol):
@@ -50,6 +55,11 @@ class Matcher(Protocol):
     @property
     def calibrated(self) -> bool:
         """Whether these were fitted on held-out pairs."""
+        ...
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """All that was fitted there."""
         ...
 
 
@@ -155,7 +165,7 @@ def evaluate_run(
 def build_index(
     matcher: Matcher, embeddings: GaussianEmbedding, ids: Sequence[str], *, home: str | Path, engine: str = "exact"
 ) -> GaussianIndex:
-    """An index that knows the model's distance, its match logits, and where the model is.
+    """An index for texts as queries that knows the model's distance, its calibration, and where the model is.
 
     Args:
         matcher: what made the embeddings.
@@ -175,6 +185,7 @@ def build_index(
         logit_bias=matcher.logit_bias,
         queries_first=False,
         payload={"label": labels} if all(labels) else {},
+        calibration=matcher.calibration,
         about={
             "run": str(Path(home).resolve()) if Path(home).exists() else str(home),
             "calibrated": matcher.calibrated,
@@ -182,14 +193,101 @@ def build_index(
     )
 
 
+def calibrate_run(
+    folder: str | Path, split: str = "val", *, method: str = "platt", device: torch.device | str = "cpu"
+) -> Calibration:
+    """Calibrate a run again, on a split of its own data that it was not trained on, and write calibration.json into its folder.
+
+    Args:
+        folder: of the run.
+        split: its name.
+        method: see :meth:`Calibration.fit`.
+        device: where to embed.
+
+    Raises:
+        UserError: it is not a run, or the data have no such split.
+        ValueError: nothing can be fitted; see :func:`~sfumato.matching.fit_logits`.
+    """
+    run = load_run(folder, device=device)
+    prepared = load_split(run.model, run.recipe.data, split)
+    embedded = embed_split(run.model, prepared)
+    learnt = learnt_logits(run.loss)
+    calibration = calibrate_split(embedded, prepared.data, run.distance, split=split, method=method, learnt=learnt)
+    calibration.save(run.folder / CALIBRATION)
+    return calibration
+
+
+def describe_calibration(calibration: Calibration) -> dict[str, Any]:
+    """What a calibration promises, at a few usual levels.
+
+    Returns:
+        Its `about`, and for "t2i" and "i2t" {"n_queries", "n_gallery", "matches_per_query", "growth", "precision": {0.5, 0.8, 0.9:
+        threshold}, "risk": {0.2, 0.1, 0.05: {"abstain_below", "answered"}}, "coverage": {0.8, 0.9, 0.95: radius}}; null where the held-out
+        queries vouch for nothing.
+    """
+    result: dict[str, Any] = dict(calibration.about)
+    for direction in get_args(Direction):
+        if getattr(calibration, direction) is None:
+            continue
+        scores = calibration.scores(direction)
+
+        def at(promise: Callable[..., float], level: float, direction: Direction = direction) -> float | None:
+            try:
+                value = promise(level, direction=direction)
+            except ValueError:
+                return None
+            return value if math.isfinite(value) else None
+
+        result[direction] = {
+            "n_queries": len(scores.nearest),
+            "n_gallery": scores.n_gallery,
+            "matches_per_query": scores.matches_per_query,
+            "growth": scores.growth,
+            "precision": {str(p): at(calibration.threshold, p) for p in (0.5, 0.8, 0.9)},
+            "risk": {
+                str(r): {
+                    "abstain_below": at(calibration.abstain_below, r),
+                    "answered": at(calibration.answered, r),
+                }
+                for r in (0.2, 0.1, 0.05)
+            },
+            "coverage": {str(c): at(calibration.conformal_radius, 1 - c) for c in (0.8, 0.9, 0.95)},
+        }
+    return result
+
+
 def search_index(
-    folder: Path, texts: Sequence[str], pictures: Sequence[Path], *, k: int, run: str | Path | None = None
+    folder: Path,
+    texts: Sequence[str],
+    pictures: Sequence[Path],
+    *,
+    k: int,
+    run: str | Path | None = None,
+    min_probability: float | None = None,
+    coverage: float | None = None,
+    max_risk: float | None = None,
 ) -> list[dict[str, Any]]:
     """Search a saved index by texts and pictures with the model that it was built with.
 
+    Args:
+        folder: of the index.
+        texts, pictures: the queries.
+        k: number of hits of each.
+        run: folder or name of the model, if it has moved.
+        min_probability, coverage, max_risk: see :meth:`GaussianIndex.search`; for texts only.
+
     Returns:
         For each query :func:`describe`'s dictionary, texts first.
+
+    Raises:
+        UserError: the model is not where it was, a picture cannot be used, or a picture shall keep a promise about texts.
+        ValueError: see :meth:`GaussianIndex.search`.
     """
+    if pictures and not (min_probability is coverage is max_risk is None):
+        raise UserError(
+            "a least probability, a coverage and a risk are known of texts that search for pictures, not of pictures that search for"
+            " pictures; search by text, or leave them out"
+        )
     index = GaussianIndex.load(folder)
     home = str(run or index.about.get("run", ""))
     if not home or (Path(home).is_absolute() and not Path(home).exists()):
@@ -197,7 +295,10 @@ def search_index(
     loaded = load_model(home)
     results = []
     if texts:
-        results += describe(index, list(texts), loaded.model.embed_texts(texts), k)
+        queries = loaded.model.embed_texts(texts)
+        results += describe(
+            index, texts, queries, k, min_probability=min_probability, coverage=coverage, max_risk=max_risk
+        )
     for path in pictures:
         if not path.is_file():
             raise UserError(f"there is no picture {path}")
@@ -210,45 +311,59 @@ def search_index(
     return results
 
 
-def describe(index: GaussianIndex, names: Sequence[str], queries: GaussianEmbedding, k: int) -> list[dict[str, Any]]:
+def describe(
+    index: GaussianIndex,
+    names: Sequence[str],
+    queries: GaussianEmbedding,
+    k: int,
+    *,
+    min_probability: float | None = None,
+    coverage: float | None = None,
+    max_risk: float | None = None,
+) -> list[dict[str, Any]]:
     """Search and say how sure the answer is.
+
+    Args:
+        index: to search in.
+        names: of the queries.
+        queries: their embeddings.
+        k, min_probability, coverage, max_risk: see :meth:`GaussianIndex.search`.
 
     Returns:
         For each query {"query", "distance" (its name), "calibrated" (whether the probabilities were fitted on held-out pairs),
-        "uncertainty" (total variance), "expected_matches" (sum of the match probabilities over the whole index), "hits": [{"id", "distance", "match_probability", "uncertainty", and the payload}]}.
+        "uncertainty" (total variance), "expected_matches" (sum of the match probabilities over the whole index), "abstained" (whether it is
+        better not answered; null if no risk was asked for), "hits": [{"id", "distance", "match_probability", "uncertainty", and the
+        payload}], "conformal_set": as the hits, all items within the radius of the coverage; null if none was asked for}.
     """
-    results = []
-    for name, query, hits, expected in zip(
-        names, queries.total_variance.tolist(), index.search(queries, k), expected_matches(index, queries), strict=True
-    ):
-        found = [
-            {
-                "id": h.id,
-                "distance": h.distance,
-                "match_probability": h.match_probability,
-                "uncertainty": h.uncertainty,
-                **h.payload,
-            }
-            for h in hits
-        ]
-        results.append(
-            {
-                "query": name,
-                "distance": index.distance,
-                "calibrated": bool(index.about.get("calibrated")),
-                "uncertainty": query,
-                "expected_matches": expected,
-                "hits": found,
-            }
-        )
-    return results
+    found = index.search(queries, k, min_probability=min_probability, coverage=coverage, max_risk=max_risk)
+    return [
+        {
+            "query": name,
+            "distance": index.distance,
+            "calibrated": bool(index.about.get("calibrated")),
+            "uncertainty": result.uncertainty,
+            "expected_matches": expected,
+            "abstained": result.abstained,
+            "hits": [_hit(h) for h in result],
+            "conformal_set": None if result.conformal_set is None else [_hit(h) for h in result.conformal_set],
+        }
+        for name, result, expected in zip(names, found, expected_matches(index, queries), strict=True)
+    ]
 
 
 def expected_matches(index: GaussianIndex, queries: GaussianEmbedding) -> list[float]:
     """Sum over the index of the match probabilities of each query: how many of its items should match."""
-    from sfumato.search.ranking import distance_blocks
-
     totals: list[float] = []
     for _, block in distance_blocks(queries, index.embeddings, index.distance, queries_first=index.queries_first):
-        totals += match_probability(block, index.logit_scale, index.logit_bias).sum(1).tolist()
+        totals += index.match_probability(block).sum(1).tolist()
     return totals
+
+
+def _hit(hit: SearchHit) -> dict[str, Any]:
+    return {
+        "id": hit.id,
+        "distance": hit.distance,
+        "match_probability": hit.match_probability,
+        "uncertainty": hit.uncertainty,
+        **hit.payload,
+    }

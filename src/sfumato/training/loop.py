@@ -28,16 +28,14 @@ from sfumato.encoders.dual import DualEncoder, FrozenReader, Item, Tower
 from sfumato.encoders.features import Store
 from sfumato.errors import UserError
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
-from sfumato.files import write_atomically, write_json
+from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.losses import MatchLoss, match_spread
-from sfumato.matching import fit_logits, match_probability
-from sfumato.metrics.calibration import expected_calibration_error
 from sfumato.progress import progress_bar, say
-from sfumato.search.ranking import distance_blocks
 from sfumato.training.average import WeightAverage, averaged
 from sfumato.training.batches import Augmentation, Batches, IndexedBatches, ShardBatches, epoch_seed
 from sfumato.training.build import Assets, build_loss, build_model, choose_device, fresh_tokenizer, load_splits
+from sfumato.training.calibrating import calibrate_split
 from sfumato.training.checkpoint import load_state, save_state
 from sfumato.training.config import DataConfig, Recipe, load_recipe, save_recipe
 from sfumato.training.distributed import World, alone, join_world
@@ -58,6 +56,7 @@ from sfumato.training.run import (
     PROBLEMS,
     RECIPE,
     TOKENIZER,
+    learnt_logits,
     load_assets,
     save_assets,
 )
@@ -65,7 +64,6 @@ from sfumato.training.spread import fit_spread
 from sfumato.training.step import DivergedError, forward_backward
 
 _LOCK = ".lock"
-_CALIBRATION_PAIRS = 4_000_000
 _VOCABULARY_TEXTS = 100_000
 
 
@@ -215,7 +213,7 @@ def _fit(recipe: Recipe, folder: Path, world: World) -> dict[str, Any]:
     if val is not None:
         embedded = embed_split(model, val, world)
         if world.main:
-            calibrate(embedded, val, loss, folder)
+            calibrate(embedded, val.data, loss, folder)
     world.wait()
     return {
         "run": str(folder),
@@ -431,35 +429,15 @@ def validate(
 
 
 def calibrate(
-    embedded: tuple[GaussianEmbedding, GaussianEmbedding], split: PreparedSplit, loss: MatchLoss, folder: Path
+    embedded: tuple[GaussianEmbedding, GaussianEmbedding], data: PairData, loss: MatchLoss, folder: Path
 ) -> None:
-    """Fit match logits on the pairs of a held-out split and write them, with how well they fit, into the run folder.
-
-    Of a large split as many images are taken, at random, as give _CALIBRATION_PAIRS pairs with all its texts.
-    """
-    images, texts = embedded
-    most = max(1, _CALIBRATION_PAIRS // texts.n)
-    chosen = np.sort(np.random.default_rng(0).permutation(images.n)[:most])
-    blocks = distance_blocks(images[torch.from_numpy(chosen)], texts, loss.distance.name)
-    distance = torch.cat([block for _, block in blocks])
-    match = torch.from_numpy(split.data.match(chosen, np.arange(texts.n)))
+    """Calibrate on the embeddings of the validation split, and write calibration.json into the run folder."""
     try:
-        scale, bias = fit_logits(distance, match)
+        calibration = calibrate_split(embedded, data, loss.distance.name, split="val", learnt=learnt_logits(loss))
     except ValueError as error:
         say(f"match probabilities are not calibrated: {error}")
         return
-    probability = match_probability(distance, scale, bias)
-    write_json(
-        folder / CALIBRATION,
-        {
-            "logit_scale": scale,
-            "logit_bias": bias,
-            "split": "val",
-            "pairs": match.numel(),
-            "share_of_matches": float(match.mean()),
-            "expected_calibration_error": float(expected_calibration_error(probability.flatten(), match.flatten())),
-        },
-    )
+    calibration.save(folder / CALIBRATION)
 
 
 def _claim(folder: Path, recipe: Recipe) -> None:

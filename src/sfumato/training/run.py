@@ -3,7 +3,7 @@
 recipe.toml           the resolved recipe            model.safetensors   the best weights, with the loss's logits
 tokenizer.json        of its word pieces             last.safetensors    the state to resume from
 encoders.json         the shape of its transformers  noise.npy           which image each noisy training pair got
-log.jsonl             one line per epoch             calibration.json    match logits fitted on the validation pairs
+log.jsonl             one line per epoch             calibration.json    what was fitted on the validation pairs
 problems.jsonl        items left out, and why        evaluation-*.json   written by `sfumato evaluate`
 """
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from sfumato.calibration import Calibration
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
 from sfumato.files import write_atomically, write_json
@@ -38,6 +39,7 @@ class Run:
         loss: with its learnt logits.
         logit_scale, logit_bias: from distances to calibrated match probabilities.
         calibrated: whether these were fitted on held-out pairs; if not they are the loss's own.
+        calibration: all that was fitted there; None if nothing was.
     """
 
     folder: Path
@@ -47,6 +49,7 @@ class Run:
     logit_scale: float
     logit_bias: float
     calibrated: bool
+    calibration: Calibration | None = None
 
     @property
     def distance(self) -> str:
@@ -63,6 +66,7 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
 
     Raises:
         UserError: the folder is not that of a run, or a file in it is missing or damaged.
+        ValueError: calibration.json is damaged.
     """
     folder = Path(folder)
     if not (folder / RECIPE).is_file():
@@ -73,13 +77,12 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
     model = build_model(recipe.model, load_assets(folder, recipe))
     loss = build_loss(recipe)
     load_state(folder / MODEL, {"model": model, "loss": loss})
-    scale, bias, calibrated = own_logits(loss), 0.0, False
-    if (logits := getattr(loss, "logits", None)) is not None:
-        bias = float(logits.logit_bias.detach())
+    (scale, bias), calibration = learnt_logits(loss), None
     if (folder / CALIBRATION).is_file():
-        fitted = json.loads((folder / CALIBRATION).read_text())
-        scale, bias, calibrated = fitted["logit_scale"], fitted["logit_bias"], True
-    return Run(folder, recipe, model.to(device).eval(), loss.to(device).eval(), scale, bias, calibrated)
+        calibration = Calibration.load(folder / CALIBRATION)
+        scale, bias = calibration.logit_scale, calibration.logit_bias
+    calibrated = calibration is not None
+    return Run(folder, recipe, model.to(device).eval(), loss.to(device).eval(), scale, bias, calibrated, calibration)
 
 
 def save_assets(folder: Path, tokenizer: Tokenizer | None, model: DualEncoder) -> None:
@@ -115,7 +118,9 @@ def load_assets(folder: Path, recipe: Recipe) -> Assets:
     )
 
 
-def own_logits(loss: MatchLoss) -> float:
-    """The scale that a loss has learnt; 1 for losses without one."""
+def learnt_logits(loss: MatchLoss) -> tuple[float, float]:
+    """The (logit_scale, logit_bias) that a loss has learnt; 1 and 0 for losses without them."""
     logits = getattr(loss, "logits", None)
-    return 1.0 if logits is None else float(torch.as_tensor(logits.logit_scale).detach())
+    if logits is None:
+        return 1.0, 0.0
+    return float(torch.as_tensor(logits.logit_scale).detach()), float(torch.as_tensor(logits.logit_bias).detach())
