@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from toy import make_toy
 
@@ -94,6 +95,119 @@ def test_report_says_what_is_wrong(work, sfumato, tmp_path):
         status, out, err = sfumato("report", *arguments)
         assert status == 2 and not out and expected in err and "Traceback" not in err
     assert not list(tmp_path.iterdir())
+
+
+def test_evaluate_a_run_with_everything_beside(work, sfumato, tmp_path):
+    pytest.importorskip("faiss", reason="the extra faiss is not installed")
+    plain = json.loads(sfumato("evaluate", work / "run", "--json")[1])
+    table = tmp_path / "q.csv"
+    status, out, _ = sfumato("evaluate", work / "run", "--per-query", table, "--json")
+    result = json.loads(out)
+    assert status == 0 and result.pop("per_query") == str(table) and result == plain
+    assert len(table.read_text().splitlines()) == 1 + plain["n_images"] + plain["n_texts"]
+    status, out, _ = sfumato("evaluate", work / "run", "--strategies", "all", "--engine", "flat", "--json")
+    strategies = json.loads(out)["strategies"]
+    assert list(strategies) == ["mean", "wasserstein2", "csd", "faiss_mean", "faiss_rerank", "faiss_lifted"]
+    for direction in ("i2t", "t2i"):
+        csd, lifted = (strategies[name]["truths"]["test"][direction] for name in ("csd", "faiss_lifted"))
+        assert csd["map@r"] == plain[direction]["map@r"] == lifted["map@r"] and "mean_rank" not in lifted
+    other = ["evaluate", work / "run", "--distance", "squared_l2", "--json", "--compare"]
+    by_file, by_run = (json.loads(sfumato(*other, with_what)[1])["comparison"] for with_what in (table, work / "run"))
+    means = json.loads(sfumato("evaluate", work / "run", "--distance", "squared_l2", "--json")[1])
+    for d in by_file["differences"]:
+        assert d["first"] == pytest.approx(plain[d["direction"]][d["metric"]])
+        assert d["second"] == pytest.approx(means[d["direction"]][d["metric"]])
+    # A run is ranked by the distance that is asked for, as this one is.
+    assert all(d["difference"] == 0 for d in by_run["differences"])
+    status, out, _ = sfumato("evaluate", work / "run", "--strategies", "csd,faiss_mean", "--engine", "flat")
+    assert status == 0 and "FAISS (mean only)" in out and "image -> text" in out
+    status, out, _ = sfumato("evaluate", work / "run", "--compare", table)
+    assert status == 0 and "compared with" in out and "+0.00" in out
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Embeddings of three images and six texts of some other model, a truth and ranked lists."""
+    random = np.random.default_rng(0)
+    mean = random.normal(size=(3, 4)) * np.array([[1.0], [5.0], [0.3]])
+    np.save(tmp_path / "i.npy", mean)
+    np.save(tmp_path / "t.npy", np.repeat(mean, 2, 0) + random.normal(size=(6, 4)))
+    (tmp_path / "truth.csv").write_text("image,text\n" + "".join(f"i{j // 2},t{j}\n" for j in range(6)))
+    lists = {
+        "i2t": {f"i{i}": [f"t{j}" for j in range(5, -1, -1)] for i in range(3)},
+        "t2i": {f"t{j}": ["i1", "i0", "i2"] for j in range(6)},
+    }
+    (tmp_path / "lists.json").write_text(json.dumps(lists))
+    return tmp_path
+
+
+def test_evaluate_embeddings_of_another_model(files, sfumato):
+    arguments = ["evaluate", "--images", files / "i.npy", "--texts", files / "t.npy", "--truth", files / "truth.csv"]
+    images, texts = np.load(files / "i.npy"), np.load(files / "t.npy")
+    lengths = [np.linalg.norm(x, axis=1) for x in (images, texts)]
+    scores = {
+        "dot": images @ texts.T,
+        "cosine": images @ texts.T / lengths[0][:, None] / lengths[1],
+        "csd": -((images[:, None] - texts) ** 2).sum(2),
+    }
+    recalls = []
+    for score, expected in scores.items():
+        status, out, _ = sfumato(*arguments, "--score", score, "--json")
+        found = json.loads(out)
+        assert status == 0 and (found["score"], found["n_images"], found["n_texts"]) == (score, 3, 6)
+        hits = {"i2t": expected.argmax(1) // 2 == [0, 1, 2], "t2i": expected.argmax(0) == [0, 0, 1, 1, 2, 2]}
+        recalls.append([found["truths"]["truth"][direction]["recall@1"] for direction in hits])
+        assert recalls[-1] == [np.mean(hit) for hit in hits.values()]
+    assert len({tuple(r) for r in recalls}) == 3, "the three scores must be told apart"
+    status, out, _ = sfumato(*arguments)
+    assert status == 0 and "by csd" in out and "truth rsum" in out and "images 3, texts 6" in out
+    status, out, _ = sfumato(*arguments, "--metrics", "recall@2,map@r", "--json")
+    assert set(json.loads(out)["truths"]["truth"]["i2t"]) == {"recall@2", "map@r", "n_queries", "n_without_positives"}
+
+
+def test_evaluate_ranked_lists(files, sfumato):
+    status, out, _ = sfumato("evaluate", "--ranked", files / "lists.json", "--truth", files / "truth.csv", "--json")
+    found = json.loads(out)["truths"]["truth"]
+    assert status == 0
+    # Images find t5 first, which is i2's; i1 finds its own at ranks 3 and 4, i0 at 5 and 6. Texts find i1 first.
+    assert found["i2t"]["recall@1"] == pytest.approx(1 / 3) and found["i2t"]["median_rank"] == 3
+    assert found["t2i"]["recall@1"] == pytest.approx(1 / 3) and found["t2i"]["mean_rank"] == 2
+    lists = json.loads((files / "lists.json").read_text())
+    lists["i2t"]["i0"] = lists["i2t"]["i0"][:3]
+    (files / "lists.json").write_text(json.dumps(lists))
+    status, out, err = sfumato("evaluate", "--ranked", files / "lists.json", "--truth", files / "truth.csv")
+    assert status == 2 and "too short" in err and out == ""
+
+
+def test_every_official_figure_from_the_command_line(shared, sfumato, tmp_path):
+    """The official package's values on its parity embeddings, to the last digits, by the plain dot product."""
+    fixture, coco = shared / "parity" / "eccv_metrics", shared / "data" / "coco5k_text"
+    official = json.loads(fixture.with_suffix(".json").read_text())["metrics_full_ranking"]
+    captions = np.load(coco / "coco_test_ids.npy").tolist()
+    own = {int(c): v[0] for c, v in json.loads((coco / "original_caption_to_image.json").read_text()).items()}
+    images = list(dict.fromkeys(own[c] for c in captions))
+    (tmp_path / "images.txt").write_text("".join(f"{i}\n" for i in images))
+    status, out, _ = sfumato(
+        "evaluate", "--images", f"{fixture}.safetensors:image_embeddings", "--image-ids", tmp_path / "images.txt",
+        "--texts", f"{fixture}.safetensors:caption_embeddings", "--text-ids", coco / "coco_test_ids.npy",
+        "--benchmark", "coco", "--annotations", coco, "--score", "dot", "--published", "--json",
+    )  # fmt: skip
+    found = json.loads(out)
+    names = {"r1": "recall@1", "r5": "recall@5", "r10": "recall@10", "map_at_r": "map@r", "rprecision": "r_precision"}
+    checked = 0
+    for name, values in official.items():
+        truth, _, metric = name.partition("_") if not name.startswith("coco") else (name[:7], "", name[8:])
+        for direction, value in values.items():
+            ours = found["truths"][truth][direction][names[metric]]
+            assert ours == pytest.approx(value, abs=1e-12), (name, direction)
+            checked += 1
+    assert status == 0 and checked == 2 * len(official) >= 28
+    own_figures = found["published"]["own"]
+    assert own_figures["eccv map@r"] == pytest.approx(50 * sum(official["eccv_map_at_r"].values()))
+    assert own_figures["rsum"] == pytest.approx(
+        100 * sum(v for k in (1, 5, 10) for v in official[f"coco_1k_r{k}"].values())
+    )
+    assert {row["table"] for row in found["published"]["rows"]} == {"1"}
 
 
 def test_evaluate_on_the_data_of_a_recipe(work, sfumato, tmp_path):
@@ -287,6 +401,22 @@ def test_recipes_are_listed_and_shown(sfumato):
         (["train", "{recipe}", "train.device=abacus", "--out", "{new}"], "train.device='abacus' is not available"),
         (["train", "{recipe}", "data.path=nowhere", "--out", "{new}2"], "there is no nowhere"),
         (["evaluate", "{data}"], "is not a run folder"),
+        (["evaluate"], "give a model, or --images and --texts, or --ranked"),
+        (["evaluate", "{run}", "--images", "x.npy"], "--images goes without a model"),
+        (["evaluate", "--images", "x.npy", "--texts", "y.npy"], "either --truth FILE or --benchmark NAME"),
+        (["evaluate", "--images", "x.npy", "--texts", "y.npy", "--benchmark", "emoji"], "no embeddings at x.npy"),
+        (["evaluate", "--ranked", "x.json", "--benchmark", "cocoa"], "unknown benchmark 'cocoa'"),
+        (["evaluate", "--ranked", "x.json", "--benchmark", "emoji", "--data", "{recipe}"], "--data goes with a model"),
+        (
+            ["evaluate", "--ranked", "x.json", "--benchmark", "emoji", "--compare", "{run}"],
+            "with single queries, .parquet",
+        ),
+        (["evaluate", "{run}", "--strategies", "fiass"], "unknown strategy 'fiass'; known: all, mean"),
+        (["evaluate", "{run}", "--strategies", "all", "--per-query", "x.csv"], "name one strategy, or none"),
+        (["evaluate", "{run}", "--per-query", "x.txt"], "are .parquet or .csv files"),
+        (["evaluate", "{run}", "--compare", "x.csv"], "no results of single queries at x.csv"),
+        (["evaluate", "{run}", "--compare", "{data}"], "neither a run folder nor a file of single queries"),
+        (["evaluate", "{run}", "--published"], "no published table has figures of test"),
         (["evaluate", "{run}", "train.epochs=3"], "'train.epochs=3' changes a recipe; name it with --data RECIPE"),
         (["evaluate", "{run}", "--device", "abacus"], "'abacus' is not available"),
         (["trust", "{data}"], "is not a run folder"),

@@ -20,7 +20,9 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": set(),
     "calibration": {"errors", "files", "matching", "metrics"},
     "search": {"calibration", "distances", "errors", "files", "gaussian", "matching", "metrics"},
-    "evaluation": {"distances", "files", "gaussian", "losses", "matching", "metrics", "search"},
+    "evaluation": {
+        *("data", "distances", "errors", "files", "foreign", "gaussian", "losses", "matching", "metrics", "search"),
+    },
     "data": {"errors", "files", "metrics"},
     "encoders": {"calibration", "data", "errors", "files", "gaussian"},
     "recipes": {"errors"},
@@ -42,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
         "search",
         "training",
     },
-    "cli": {"console", "demo", "errors", "gaussian", "recipes", "search", "training"},
+    "cli": {"console", "demo", "errors", "evaluation", "gaussian", "progress", "recipes", "search", "training"},
     "__main__": {"cli"},
     "__init__": {
         "data",

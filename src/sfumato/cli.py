@@ -64,7 +64,13 @@ def train(
 
 @app.command()
 def evaluate(
-    model: ModelName,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="folder of a run, of an exported or published model, or a name on the Hugging Face hub;"
+            " none with --images and --texts, or --ranked"
+        ),
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(help="with --data: section.key=value ..., e.g. data.path=my.jsonl")
     ] = None,
@@ -72,45 +78,129 @@ def evaluate(
         str | None, typer.Option(help="a recipe (path or name) whose data to evaluate on; a run has its own")
     ] = None,
     split: Annotated[str, typer.Option(help="split of the data")] = "test",
-    distance: Annotated[str | None, typer.Option(help="rank by this distance instead of the model's own")] = None,
+    distance: Annotated[
+        str | None,
+        typer.Option(
+            "--distance", "--score", help="rank by this instead of the model's own; of files also by cosine or dot"
+        ),
+    ] = None,
+    images: Annotated[
+        str | None, typer.Option(help="embeddings of any model: .npy, .safetensors or FILE.safetensors:TENSOR")
+    ] = None,
+    texts: Annotated[str | None, typer.Option(help="the same of the texts")] = None,
+    image_ids: Annotated[
+        Path | None, typer.Option(help="their ids: .txt, .json or .npy; default those of the truth, in its order")
+    ] = None,
+    text_ids: Annotated[Path | None, typer.Option(help="the same of the texts")] = None,
+    image_log_var: Annotated[Path | None, typer.Option(help=".npy of log variances; without any, points")] = None,
+    text_log_var: Annotated[Path | None, typer.Option(help="the same of the texts")] = None,
+    ranked: Annotated[
+        Path | None, typer.Option(help='ranked lists instead, JSON: {"i2t": {image: [texts]}, "t2i": {text: [images]}}')
+    ] = None,
+    truth: Annotated[Path | None, typer.Option(help="of files, what matches: .json, or .csv of image,text")] = None,
+    benchmark: Annotated[str | None, typer.Option(help="or coco, flickr30k, flickr8k, cub, emoji")] = None,
+    annotations: Annotated[Path | None, typer.Option(help="file or folder that the benchmark is read from")] = None,
+    instances: Annotated[list[Path] | None, typer.Option(help="instances_*.json, which add PMRP to coco")] = None,
+    metrics: Annotated[str | None, typer.Option(help="of files, e.g. recall@1,map@r instead of the truth's")] = None,
+    strategies: Annotated[
+        str | None,
+        typer.Option(help="side by side: all, or some of mean,wasserstein2,csd,faiss_mean,faiss_rerank,faiss_lifted"),
+    ] = None,
+    engine: Annotated[str, typer.Option(help="of FAISS strategies: ivf, hnsw, flat, exact")] = "ivf",
+    candidates: Annotated[int, typer.Option(min=1, help="that FAISS brings to be re-ranked")] = 100,
+    per_query: Annotated[Path | None, typer.Option(help="write the results of single queries: .parquet, .csv")] = None,
+    compare: Annotated[
+        str | None, typer.Option(help="compare query by query with such a file, or with another run on this split")
+    ] = None,
+    published: Annotated[bool, typer.Option("--published", help="published figures beside")] = False,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a model in both directions; of a run on its own data, writes evaluation-SPLIT-DISTANCE.json into its folder.
 
-    Started by torchrun, its processes share the work.
+    Or evaluate embeddings of any model, or ranked lists, against a truth. Started by torchrun, processes share the work on a model.
     """
     from functools import partial
 
-    from sfumato.console import print_evaluation
+    from sfumato.console import print_evaluation, print_measured, print_more
+    from sfumato.evaluation.compare import PER_QUERY_ENDINGS, per_query_table, read_per_query
+    from sfumato.evaluation.embedded import Files, More, measure, measure_files, more_results
     from sfumato.recipes import find_recipe
     from sfumato.training.build import choose_device
     from sfumato.training.config import load_recipe
     from sfumato.training.distributed import join_world
     from sfumato.training.export import load_model
-    from sfumato.training.inference import evaluate_model, evaluate_run
+    from sfumato.training.inference import embed_for_evaluation, evaluate_model, evaluate_run
     from sfumato.training.run import RECIPE, load_run
 
-    path = None
-    with join_world(partial(choose_device, device), _TIMEOUT_MINUTES) as world:
+    more = More(strategies, engine, candidates, per_query, compare, published)
+    a_file = compare is not None and Path(compare).suffix in PER_QUERY_ENDINGS
+    other = read_per_query(compare) if compare is not None and a_file else None
+    files = Files(
+        images, texts, image_ids, text_ids, image_log_var, text_log_var, ranked, truth, benchmark, annotations,
+        tuple(instances or ()), metrics,
+    )  # fmt: skip
+    if model is None:
         if data is not None:
-            config = load_recipe(find_recipe(data), overrides or []).data
-            result = evaluate_model(load_model(model, device=world.device), config, split, distance, world=world)
+            raise UserError("--data goes with a model; files take --truth or --benchmark")
+        if compare is not None and not a_file:
+            raise UserError(
+                f"--compare {compare}: files are compared with single queries, {' or '.join(PER_QUERY_ENDINGS)}"
+            )
+        where = None if device == "auto" else choose_device(device)
+        measured, found = measure_files(files, distance, split=split, device=where)
+        extra = more_results(measured, found, more, other)
+        if as_json:
+            print(json.dumps(measured.to_json() | extra.to_json()))
+            return
+        print_measured(measured, str(ranked) if ranked else f"{images}, {texts}")
+        print_more(extra)
+        return
+    if files.given():
+        raise UserError(f"{files.given()[0]} goes without a model; a model is evaluated on its own data or with --data")
+    path, embedded, embedded_other = None, None, None
+    with join_world(partial(choose_device, device), _TIMEOUT_MINUTES) as world:
+        if compare is not None and not a_file:
+            if not (Path(compare) / RECIPE).is_file():
+                raise UserError(f"--compare {compare}: neither a run folder nor a file of single queries")
+            run = load_run(compare, device=world.device)
+            embedded_other, other_distance = (
+                embed_for_evaluation(run, run.recipe.data, split, world=world),
+                run.distance,
+            )
+        if data is not None:
+            config, matcher = (
+                load_recipe(find_recipe(data), overrides or []).data,
+                load_model(model, device=world.device),
+            )
+            if more.anything:
+                embedded = embed_for_evaluation(matcher, config, split, world=world)
+            result = evaluate_model(matcher, config, split, distance, world=world, embedded=embedded)
         elif overrides:
             raise UserError(f"{overrides[0]!r} changes a recipe; name it with --data RECIPE")
         elif (Path(model) / RECIPE).is_file():
             run = load_run(model, device=world.device)
-            result, path = evaluate_run(run, split, distance, world=world)
+            if more.anything:
+                embedded = embed_for_evaluation(run, run.recipe.data, split, world=world)
+            result, path = evaluate_run(run, split, distance, world=world, embedded=embedded)
         else:
             raise UserError(
                 f"{model} is not a run folder (no {RECIPE} in it); say what to evaluate it on: --data RECIPE data.path=..."
             )
     if not world.main:
         return
+    beside = None
+    if embedded is not None:
+        if embedded_other is not None:
+            theirs = measure(embedded_other, distance or other_distance)
+            other = per_query_table(theirs.ranks, embedded_other.uncertainty())
+        beside = more_results(measure(embedded, result.distance), embedded, more, other)
     if as_json:
-        print(json.dumps(result.to_json()))
+        print(json.dumps(result.to_json() | (beside.to_json() if beside else {})))
         return
     print_evaluation(result, f"{model} on {split}, by {result.distance}")
+    if beside is not None:
+        print_more(beside)
     if path is not None:
         print(f"written to {path}")
 

@@ -7,8 +7,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from sfumato.evaluation.embedded import Measured, MoreResults
 from sfumato.evaluation.protocols import Evaluation, table_rows
+from sfumato.evaluation.published import common_figures
 from sfumato.evaluation.trust import DirectionTrust, TrustReport
+from sfumato.metrics.retrieval import RANK_METRICS
 from sfumato.metrics.selective import Interval
 
 
@@ -43,6 +46,113 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
             "Spearman of a text's total variance with its number of true pictures:"
             f" {_number(both['all'])} over all texts, {_number(both['balanced'])} balanced over powers of two"
         )
+
+
+def print_measured(measured: Measured, title: str) -> None:
+    """A table of several truths, both directions; fractions in per cent, of the metrics that any of them reports."""
+    metrics = dict.fromkeys(name for one in measured.figures.values() for name in one["i2t"])
+    names = [name for name in metrics if name not in ("n_queries", "n_without_positives")]
+    table = Table(title=f"{title}, by {measured.score}", title_justify="left")
+    table.add_column("truth")
+    table.add_column("direction")
+    for name in [*names, "n_queries"]:
+        table.add_column(name, justify="right")
+    for truth, one in measured.figures.items():
+        for direction in ("i2t", "t2i"):
+            shown = [_metric(name, one[direction].get(name)) for name in names]
+            table.add_row(truth, direction, *shown, f"{one[direction]['n_queries']:g}")
+    _wide().print(table)
+    sums = [f"{truth} rsum {one['rsum'] * 100:.1f} of 600" for truth, one in measured.figures.items() if "rsum" in one]
+    print(" | ".join([*sums, f"images {measured.n_images}, texts {measured.n_texts}"]))
+
+
+def print_more(more: MoreResults) -> None:
+    """Strategies, comparison and published rows, as far as they were asked for."""
+    if more.strategies:
+        _print_strategies(more)
+    if more.compared_with:
+        _print_differences(more)
+    if more.published and not more.strategies:
+        _print_published(more)
+    for source in dict.fromkeys(row.source for row in more.published):
+        print(f"published figures: {source}")
+    if more.per_query:
+        print(f"single queries written to {more.per_query}")
+
+
+def _print_strategies(more: MoreResults) -> None:
+    """COCO in the columns of table C.7, beside its rows if they were asked for; anything else by truth and direction."""
+    own = {name: common_figures(result.figures) for name, result in more.strategies.items()}
+    names = list(dict.fromkeys(name for figures in own.values() for name in figures))
+    if names:
+        table = Table(title="strategies: mean of both directions, per cent", title_justify="left")
+        for name in ("strategy", *names, "seconds"):
+            table.add_column(name, justify="left" if name == "strategy" else "right")
+        for row in more.published:
+            shown = [_one_decimal(row.figures.get(name)) for name in names]
+            table.add_row(f"{row.method}, {row.paper} table {row.table}", *shown, "-")
+        for key, result in more.strategies.items():
+            shown = [_one_decimal(own[key].get(name)) for name in names]
+            table.add_row(result.strategy.label, *shown, f"{result.seconds:.2f}")
+    else:
+        figures = [one for result in more.strategies.values() for one in result.figures.values()]
+        metrics = list(dict.fromkeys(name for one in figures for name in one["i2t"] if not name.startswith("n_")))
+        table = Table(title="strategies", title_justify="left")
+        for name in ("strategy", "truth", "direction", *metrics, "seconds"):
+            table.add_column(name, justify="left" if name in ("strategy", "truth", "direction") else "right")
+        for result in more.strategies.values():
+            for truth, one in result.figures.items():
+                for direction in ("i2t", "t2i"):
+                    shown = [_metric(name, one[direction].get(name)) for name in metrics]
+                    table.add_row(result.strategy.label, truth, direction, *shown, f"{result.seconds:.2f}")
+    _wide().print(table)
+
+
+def _print_differences(more: MoreResults) -> None:
+    table = Table(
+        title=f"compared with {more.compared_with}, query by query; 95 per cent intervals, p by random swaps",
+        title_justify="left",
+    )
+    for name in ("truth", "direction", "metric"):
+        table.add_column(name)
+    for name in ("other", "this", "difference", "interval", "p", "n_queries"):
+        table.add_column(name, justify="right")
+    for d in more.differences:
+        own = d.difference
+        interval = "-" if own.low is None or own.high is None else f"{100 * own.low:+.2f} .. {100 * own.high:+.2f}"
+        table.add_row(
+            d.truth, d.direction, d.metric, f"{100 * d.first:.2f}", f"{100 * d.second:.2f}",
+            f"{100 * (own.value or 0):+.2f}", interval, f"{d.p_value:.4f}", str(d.n_queries),
+        )  # fmt: skip
+    _wide().print(table)
+
+
+def _print_published(more: MoreResults) -> None:
+    tables = sorted({f"{row.paper}, table {row.table}" for row in more.published})
+    table = Table(title=f"beside {'; '.join(tables)}: mean of both directions, per cent", title_justify="left")
+    table.add_column("backbone")
+    table.add_column("method")
+    names = list(dict.fromkeys(name for row in more.published for name in row.figures))
+    for name in names:
+        table.add_column(name, justify="right")
+    for row in more.published:
+        table.add_row(row.backbone, row.method, *(_one_decimal(row.figures.get(name)) for name in names))
+    table.add_row("", "this", *(_one_decimal(more.own.get(name)) for name in names))
+    _wide().print(table)
+
+
+def _metric(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:g}" if name in RANK_METRICS else f"{value:.1%}"
+
+
+def _one_decimal(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _wide() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 160)
 
 
 def print_search(result: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ the recalls of table 1 are not the means of tables C.10 and C.11. Each stands he
 """
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -63,6 +63,33 @@ def published_rows(
         if not rows:
             raise ValueError(f"published_rows: no figures for {name} {wanted!r}; there are {', '.join(known)}")
     return list(rows)
+
+
+def common_figures(figures: Mapping[str, Mapping[str, Any]], direction: str = "both") -> dict[str, float]:
+    """Figures of an evaluation in the form of the published ones: per cent by "TRUTH METRIC", and the rsum of COCO 1K.
+
+    Args:
+        figures: {truth: {"i2t": {metric: fraction}, "t2i": ..., "rsum": ...}}, of evaluate_benchmarks.
+        direction: "i2t", "t2i", or "both" for the mean of the two.
+
+    Returns:
+        Only figures that a published table has.
+
+    Example:
+        >>> common_figures({"cxc": {"i2t": {"recall@1": 0.4}, "t2i": {"recall@1": 0.2}}})
+        {'cxc recall@1': 30.0}
+    """
+    sides = ("i2t", "t2i") if direction == "both" else (direction,)
+    known = dict.fromkeys(name for row in _rows() if row.direction == direction for name in row.figures)
+    found = {}
+    for name in known:
+        truth, _, metric = name.partition(" ")
+        both = figures.get(truth, {})
+        if all(metric in both.get(side, {}) for side in sides):
+            found[name] = 100 * sum(both[side][metric] for side in sides) / len(sides)
+    if "rsum" in known and "rsum" in figures.get("coco_1k", {}):
+        found["rsum"] = 100 * figures["coco_1k"]["rsum"]
+    return found
 
 
 @cache

@@ -15,7 +15,9 @@ from sfumato.data.problems import Problems
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder, Item
 from sfumato.errors import UserError
+from sfumato.evaluation.embedded import EmbeddedSet
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
+from sfumato.evaluation.truths import truth_from_data
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.progress import progress_bar
@@ -124,8 +126,30 @@ def embed_split_images(matcher: Matcher, data: DataConfig, split: str) -> tuple[
     return matcher.model.image.embed(prepared.images), list(prepared.data.image_ids), problems
 
 
+def embed_for_evaluation(matcher: Matcher, data: DataConfig, split: str, *, world: World | None = None) -> EmbeddedSet:
+    """Embed a split of any data; its truth is named after the split.
+
+    Args:
+        matcher: the model.
+        data: where the split comes from.
+        split: its name.
+        world: the processes that share the work; each gets the whole result.
+    """
+    world = world or alone()
+    prepared = load_split(matcher.model, data, split, world=world)
+    images, texts = embed_split(matcher.model, prepared, world)
+    truth, kinds = truth_from_data(prepared.data, name=split), prepared.data.text_kinds
+    return EmbeddedSet(images, texts, truth.image_ids, truth.text_ids, (truth,), tuple(kinds) if kinds else None)
+
+
 def evaluate_model(
-    matcher: Matcher, data: DataConfig, split: str, distance: str | None = None, *, world: World | None = None
+    matcher: Matcher,
+    data: DataConfig,
+    split: str,
+    distance: str | None = None,
+    *,
+    world: World | None = None,
+    embedded: EmbeddedSet | None = None,
 ) -> Evaluation:
     """Evaluate any model on a split of any data.
 
@@ -135,17 +159,29 @@ def evaluate_model(
         split: its name.
         distance: to rank by; the model's own if None.
         world: the processes that share the work; each returns the whole result.
+        embedded: of :func:`embed_for_evaluation`, if the split is embedded already.
     """
     world = world or alone()
     name = get_distance(distance or matcher.distance).name
-    prepared = load_split(matcher.model, data, split, world=world)
-    relevance, kinds = prepared.data.relevance(), prepared.data.text_kinds
-    embedded = embed_split(matcher.model, prepared, world)
-    return evaluate_retrieval(*embedded, relevance, distance=name, text_kinds=kinds, rank=world.rank_relevant)
+    embedded = embedded or embed_for_evaluation(matcher, data, split, world=world)
+    (truth,) = embedded.truths
+    return evaluate_retrieval(
+        embedded.images,
+        embedded.texts,
+        truth.i2t,
+        distance=name,
+        text_kinds=embedded.text_kinds,
+        rank=world.rank_relevant,
+    )
 
 
 def evaluate_run(
-    run: Run, split: str, distance: str | None = None, *, world: World | None = None
+    run: Run,
+    split: str,
+    distance: str | None = None,
+    *,
+    world: World | None = None,
+    embedded: EmbeddedSet | None = None,
 ) -> tuple[Evaluation, Path]:
     """Evaluate a split of the run's data by its own distance or another, and write the figures into its folder.
 
