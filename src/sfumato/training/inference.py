@@ -186,12 +186,12 @@ def evaluate_run(
     """Evaluate a split of the run's data by its own distance or another, and write the figures into its folder.
 
     Args:
-        run, split, distance, world: see :func:`evaluate_model`; of several processes the first one writes.
+        run, split, distance, world, embedded: see :func:`evaluate_model`; of several processes the first one writes.
 
     Returns:
         (the figures, the file evaluation-SPLIT-DISTANCE.json).
     """
-    result = evaluate_model(run, run.recipe.data, split, distance, world=world)
+    result = evaluate_model(run, run.recipe.data, split, distance, world=world, embedded=embedded)
     path = run.folder / f"evaluation-{split}-{result.distance}.json"
     if world is None or world.main:
         write_json(path, result.to_json())
