@@ -114,6 +114,7 @@ def test_published_figures_stand_in_the_paper(name, shared):
         ("loss.name=foo", "'pcmepp', 'prolip', 'infonce', 'triplet'"),
         ("model.variance=false", "loss.beta must be 0 when model.variance=false"),
         ("spread.epochs=1", "loss.distance='csd' ranks by them; use squared_l2"),
+        ("optim.layer_decay=0.7", "optim.layer_decay is for the blocks of clip encoders"),
         ("loss.distance=cds", "unknown distance 'cds'; did you mean 'csd'?"),
         ("train.epochs", "expected section.key=value"),
         ("train.epochs.more=3", "'epochs' is a value, not a section"),
@@ -177,3 +178,18 @@ def test_files_that_are_no_recipes(tmp_path):
     (tmp_path / "bad.toml").write_text('name = "x"\n[model.image]\nsize = 32\n')
     with pytest.raises(UserError, match="model.image: needs its 'kind'"):
         load_recipe(tmp_path / "bad.toml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.image.blocks=3"], "model.image.blocks is for random weights; leave it out beside model.image.weights"),
+        (["model.text.tokenizer=mine"], "model.text.tokenizer is for random weights"),
+        (["model.image.variance_token=true", "model.image.variance_blocks=2"], "takes the place of variance_blocks"),
+        (["model.pooling=token"], "augment.image_tokens drops tokens that model.pooling='token' never looks at"),
+        (["augment.mixup_alpha=0", "augment.cutmix_alpha=0"], "augment.mixed_share needs augment.mixup_alpha"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(overrides, message):
+    with pytest.raises(UserError, match=message):
+        load_recipe(find_recipe("coco-pcmepp-b32"), overrides)

@@ -44,12 +44,15 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train a model as a recipe says; an interrupted run in the same folder is resumed."""
+    from sfumato.progress import first_process
     from sfumato.recipes import find_recipe
     from sfumato.training.config import load_recipe
     from sfumato.training.loop import fit
 
     resolved = load_recipe(find_recipe(recipe), overrides or [])
     result = fit(resolved, out or Path("runs") / resolved.name)
+    if not first_process():
+        return
     score = (
         ""
         if result["best_score"] is None
@@ -184,9 +187,7 @@ def evaluate(
                 embedded = embed_for_evaluation(run, run.recipe.data, split, world=world)
             result, path = evaluate_run(run, split, distance, world=world, embedded=embedded)
         else:
-            raise UserError(
-                f"{model} is not a run folder (no {RECIPE} in it); say what to evaluate it on: --data RECIPE data.path=..."
-            )
+            raise _no_run(model, "evaluate it on")
     if not world.main:
         return
     beside = None
@@ -243,9 +244,7 @@ def trust(
     elif (Path(model) / RECIPE).is_file():
         report, path = trust_run(load_run(model, device=chosen), split, **options)
     else:
-        raise UserError(
-            f"{model} is not a run folder (no {RECIPE} in it); say what to measure it on: --data RECIPE data.path=..."
-        )
+        raise _no_run(model, "measure it on")
     if as_json:
         print(json.dumps(report.to_json()))
         return
@@ -288,9 +287,7 @@ def report(
     elif (Path(model) / RECIPE).is_file():
         page, path = report_run(load_run(model, device=chosen), split, out)
     else:
-        raise UserError(
-            f"{model} is not a run folder (no {RECIPE} in it); say what to report on: --data RECIPE data.path=..."
-        )
+        raise _no_run(model, "report on")
     size = path.stat().st_size
     result = {"out": str(path), "bytes": size, **page.to_json()}
     _print(result, as_json, f"a page of {size / 1e6:.1f} MB: {path}")
@@ -478,6 +475,18 @@ def main() -> None:
 
 def _print(result: dict[str, Any], as_json: bool, line: str) -> None:
     print(json.dumps(result) if as_json else line)
+
+
+def _no_run(model: str, wanted: str) -> UserError:
+    from sfumato.training.run import RECIPE
+
+    if not Path(model).exists():
+        return UserError(
+            f"there is no folder {model}; of a model on the hub say what to {wanted}: --data RECIPE data.path=..."
+        )
+    return UserError(
+        f"{model} is not a run folder (no {RECIPE} in it); say what to {wanted}: --data RECIPE data.path=..."
+    )
 
 
 def _left_out(problems: Any) -> str:

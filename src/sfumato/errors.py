@@ -7,3 +7,9 @@ class UserError(Exception):
 
 class RunFailedError(RuntimeError):
     """What went wrong while a command was at work, through no fault of its arguments; exit status 1."""
+
+
+def first_line(error: BaseException, most: int = 200) -> str:
+    """What an error says, in one line of a bearable length."""
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return line if len(line) <= most else line[:most] + " ..."

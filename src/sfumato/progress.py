@@ -15,9 +15,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 _PLAIN_SECONDS = 15.0
 
 
+def first_process() -> bool:
+    """Whether this is the only process, or the first of those that torchrun has started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def say(line: str) -> None:
     """One plain line on standard error."""
-    if os.environ.get("RANK", "0") != "0":
+    if not first_process():
         return
     print(line, file=sys.stderr, flush=True)
 
@@ -34,7 +39,7 @@ def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
         A function to call with the number of items just done.
     """
     console = Console(stderr=True)
-    if console.is_terminal and os.environ.get("RANK", "0") == "0":
+    if console.is_terminal and first_process():
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task(title, total=total)

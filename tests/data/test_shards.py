@@ -291,10 +291,13 @@ def test_whatever_bytes_of_headers_change_the_rest_is_read(tmp_path, mended):
 
 
 def test_too_many_bad_samples_stop_with_the_list(tmp_path):
-    few = pack(tmp_path / "few.tar", [("x.jpg", JPEG)] + [m for i in range(9) for m in sample(i)])
-    assert len(list(stream([few], samples_per_epoch=40, max_problem_share=0.1).batches(0))) == 10
-    with pytest.raises(UserError, match=r"1 of 10 items are unusable(.|\n)*few\.tar!x: no caption"):
-        list(stream([few], samples_per_epoch=40, max_problem_share=0.09).batches(0))
+    bad = [(f"x{k}.jpg", JPEG) for k in range(4)]
+    few = pack(tmp_path / "few.tar", bad + [m for i in range(16) for m in sample(i)])
+    assert len(list(stream([few], samples_per_epoch=40, max_problem_share=0.2).batches(0))) == 10
+    with pytest.raises(UserError, match=r"4 of 20 items are unusable(.|\n)*few\.tar!x0: no caption"):
+        list(stream([few], samples_per_epoch=40, max_problem_share=0.19).batches(0))
+    three = pack(tmp_path / "three.tar", bad[:3] + [m for i in range(16) for m in sample(i)])
+    assert len(list(stream([three], samples_per_epoch=40, max_problem_share=0.01).batches(0))) == 10
     # A long shard is given up within its first pass.
     many = pack(tmp_path / "many.tar", [m for i in range(3000) for m in (sample(i, 1) if i % 2 else sample(i, 1)[:1])])
     source, seen = stream([many], max_problem_share=0.2).samples(0), 0

@@ -492,7 +492,8 @@ def test_prolip_configurations_that_cannot_be_loaded(prolip):
 
 def test_without_a_network_a_hub_name_is_one_clear_error():
     with pytest.raises(
-        UserError, match=r"cannot get 'nobody/nothing-at-all' from the Hugging Face hub.*Give a local folder"
+        UserError,
+        match=r"no folder 'nobody/nothing-at-all', and it cannot be got from the Hugging Face hub.*Give a local folder",
     ):
         load_published("nobody/nothing-at-all")
     with pytest.raises(UserError, match="looks like owner/model"):

@@ -43,3 +43,14 @@ def test_an_exploded_bottleneck_leaves_finite_gradients_to_the_rest():
     )
     output.total.backward()
     assert output.stats["vib_ignored"] == 1 and torch.isfinite(log_var.grad).all()
+
+
+def test_a_bottleneck_that_overflows_leaves_no_nan():
+    log_var = torch.tensor([[89.0, 0.0]], requires_grad=True)  # exp(89) is more than float32 holds.
+    image = GaussianEmbedding(torch.zeros(1, 2), log_var)
+    text = GaussianEmbedding(torch.ones(1, 2), torch.zeros(1, 2))
+    match = torch.ones(1, 1)
+    output = pcmepp_loss(image, text, match, logit_scale=1.0, logit_bias=1.0, distance="squared_l2", alpha=0, beta=1.0)
+    output.total.backward()
+    assert output.stats["vib_ignored"] == 1 and torch.isfinite(output.total)
+    assert log_var.grad.tolist() == [[0.0, 0.0]]

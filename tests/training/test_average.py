@@ -281,3 +281,12 @@ def test_averages_that_make_no_sense_are_refused(tmp_path):
         load_recipe(recipe, ["train.swa_epochs=1", "train.ema_decay=0.9"])
     with pytest.raises(UserError, match="train.swa_epochs=4 is more than train.epochs=3"):
         load_recipe(recipe, ["train.swa_epochs=4"])
+
+
+def test_single_weights_from_before_the_average_do_not_compete_with_it(tmp_path, monkeypatch):
+    """Scores that only fall: of six epochs the first would win, and of the two averaged ones the first does."""
+    scores = iter([0.9, 0.8, 0.7, 0.6, 0.5, 0.4])
+    true = loop.validate
+    monkeypatch.setattr(loop, "validate", lambda *given: (true(*given)[0], next(scores)))
+    recipe = load_recipe(make_toy(tmp_path), ["train.epochs=6", "train.swa_epochs=2"])
+    assert loop.fit(recipe, tmp_path / "run")["best_epoch"] == 4

@@ -330,7 +330,7 @@ class Told:
     def gather(self, value, counts):
         assert counts == self.numbers
         self.heard = value
-        return torch.zeros(sum(counts), dtype=value.dtype) if self.keys is None else self.keys
+        return value.new_zeros(sum(counts), *value.shape[1:]) if self.keys is None else self.keys
 
 
 def png(value):

@@ -46,7 +46,13 @@ METHODS = {
     "clip towers": ("emoji-pcmepp", CLIP),
     "clip towers with unc": (
         "emoji-pcmepp",
-        [*CLIP, "model.image.variance_token=true", "model.text.variance_token=true", "model.pooling=token"],
+        [
+            *CLIP,
+            "model.image.variance_token=true",
+            "model.text.variance_token=true",
+            "model.pooling=token",
+            "augment.image_tokens=0",
+        ],
     ),
 }
 

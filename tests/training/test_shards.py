@@ -1,6 +1,8 @@
 """Training from a stream of shards."""
 
+import io
 import json
+import tarfile
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from toy import make_toy
 
 from sfumato.data.problems import Problems
 from sfumato.data.shards import expand_shards, read_shards, write_shards
+from sfumato.errors import UserError
 from sfumato.training.build import load_splits
 from sfumato.training.config import load_recipe
 from sfumato.training.distributed import alone
@@ -54,7 +57,7 @@ def test_equal_captions_match_and_bad_pictures_are_left_out(toy):
     recipe, _, splits = toy
     model = load_run(recipe.parent / "run").model
     resolved = load_recipe(recipe)
-    picture = splits["train"].images[0].read_bytes()
+    picture, other, third = (image.read_bytes() for image in splits["train"].images[:3])
     skipped = []
 
     class Stream:
@@ -62,13 +65,34 @@ def test_equal_captions_match_and_bad_pictures_are_left_out(toy):
             skipped.append((key, reason))
 
         def batches(self, epoch):
-            yield ShardBatch(list("abcd"), [picture, b"no picture", picture, picture], ["one", "two", "three", "one"])
+            yield ShardBatch(
+                list("abcde"), [picture, b"no picture", other, third, other], ["one", "two", "three", "one", "four"]
+            )
 
     batches = ShardBatches(Stream(), model, Augmentation(resolved, model, alone()), alone())
     (batch,) = batches.epoch(0)
     i2t, t2i = batch.labels(alone())
-    torch.testing.assert_close(i2t, torch.tensor([[1.0, 0, 1], [0, 1, 0], [1, 0, 1]]))
+    torch.testing.assert_close(i2t, torch.tensor([[1.0, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]]))
     torch.testing.assert_close(t2i, i2t.T)
-    assert len(batch.images) == 3 and len(batch.texts) == 3 and [key for key, _ in skipped] == ["b"]
-    expected = model.text.reader.read([lambda t=t: t for t in ("one", "three", "one")])[0].batch(np.arange(3))
+    assert len(batch.images) == 4 and len(batch.texts) == 4 and [key for key, _ in skipped] == ["b"]
+    expected = model.text.reader.read([lambda t=t: t for t in ("one", "three", "one", "four")])[0].batch(np.arange(4))
     torch.testing.assert_close(batch.texts.values, expected.values)
+
+
+def test_what_a_stream_leaves_out_is_listed_with_the_run(toy, tmp_path):
+    recipe, stream, splits = toy
+    write_shards(splits["train"], tmp_path / "data", per_shard=20)
+    with tarfile.open(tmp_path / "data" / "more.tar", "w") as tar:
+        for name, content in (("1.jpg", b"no picture"), ("1.txt", b"a red circle"), ("2.txt", b"no picture at all")):
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    result = fit(load_recipe(recipe, [*stream, f"data.path={tmp_path}/data/*.tar", "train.epochs=1"]), tmp_path / "run")
+    listed = [json.loads(line)["place"] for line in (tmp_path / "run" / "problems.jsonl").read_text().splitlines()]
+    assert result["problems"] == len(listed) and {place.rpartition("!")[2] for place in listed} == {"1", "2"}
+
+
+def test_an_epoch_too_short_for_a_batch_names_the_keys(toy, tmp_path):
+    recipe, stream, _ = toy
+    with pytest.raises(UserError, match=r"data\.samples_per_epoch=4, train\.batch_size=8: "):
+        fit(load_recipe(recipe, [*stream, "data.samples_per_epoch=4"]), tmp_path / "run")

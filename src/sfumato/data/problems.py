@@ -7,6 +7,8 @@ from pathlib import Path
 from sfumato.errors import UserError
 from sfumato.files import write_atomically
 
+_FEW = 3
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -47,7 +49,7 @@ class Problems:
         return "\n".join(lines + ([f"  ... and {more} more"] if more > 0 else [])) or "  (none)"
 
     def check(self, total: int, max_share: float) -> None:
-        """Stop when too many items are unusable.
+        """Stop when too many items are unusable; up to three are never too many.
 
         Args:
             total: number of usable items.
@@ -56,7 +58,7 @@ class Problems:
         Raises:
             UserError: there are more; the message lists the first ten.
         """
-        if len(self) > max_share * (total + len(self)):
+        if len(self) > max(_FEW, max_share * (total + len(self))):
             raise UserError(
                 f"{len(self)} of {total + len(self)} items are unusable, more than data.max_problem_share={max_share:g}"
                 f" allows; mend them, or raise that share:\n{self.summary()}"

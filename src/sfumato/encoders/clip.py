@@ -348,6 +348,16 @@ def clip_text_encoder(
     )
 
 
+def text_positions(weights: str) -> int:
+    """The longest text, in tokens, that the text side of a CLIP or SigLIP model takes.
+
+    Raises:
+        UserError: transformers or the model's configuration are missing.
+    """
+    config = from_pretrained(import_transformers().AutoConfig, weights)
+    return int(getattr(config, "text_config", config).max_position_embeddings)
+
+
 def openai_image_state(state: Mapping[str, Tensor], encoder: ClipImageEncoder) -> dict[str, Tensor]:
     """The tensors of a vision transformer in OpenAI's names, in those of an encoder.
 

@@ -19,7 +19,7 @@ from sfumato.calibration import Calibration
 from sfumato.encoders.checkpoints import read_checkpoint
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.layouts import Layout, TokenizerFinder, pcmepp_hub, pcmepp_training, prolip_hub
-from sfumato.errors import UserError
+from sfumato.errors import UserError, first_line
 
 CONFIG, WEIGHTS, TOKENIZER, CALIBRATION = "config.json", "model.safetensors", "tokenizer.json", "calibration.json"
 
@@ -114,7 +114,7 @@ def download(name: str) -> Path:
         raise UserError(f"there is no file or folder {name!r}, and a name on the hub looks like owner/model")
     return _from_hub(
         lambda hub: hub.snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS, TOKENIZER, CALIBRATION]),
-        f"cannot get {name!r} from the Hugging Face hub",
+        f"there is no folder {name!r}, and it cannot be got from the Hugging Face hub",
         "Give a local folder, or a network (HF_HUB_OFFLINE=1 answers at once from the local cache)",
     )
 
@@ -218,4 +218,4 @@ def _from_hub(get: Callable[[Any], str], failed: str, way_out: str) -> Path:
     try:
         return Path(get(huggingface_hub))
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
-        raise UserError(f"{failed}: {str(error).strip().splitlines()[0]} {way_out}") from error
+        raise UserError(f"{failed}: {first_line(error).rstrip('.')}. {way_out}") from error

@@ -129,8 +129,11 @@ def _part(
     if beta:
         sizes = [x.n * x.d for x in (share.images, share.texts)]
         ignored = [counts[1 + k] / size > vib_limit for k, size in enumerate(sizes)]
-        divergences = [vib_sums(x).sum() / size for x, size in zip((share.image, share.text), sizes, strict=True)]
-        kept = [torch.where(skip, 0, value) for skip, value in zip(ignored, divergences, strict=True)]
+        # What is ignored is not computed either: 0 times an infinite gradient would be NaN.
+        kept = [
+            vib_sums(GaussianEmbedding(x.mean.masked_fill(skip, 0), x.log_var.masked_fill(skip, 0))).sum() / size
+            for x, skip, size in zip((share.image, share.text), ignored, sizes, strict=True)
+        ]
         terms["vib"] = beta * (kept[0] + kept[1])
         own_part = share.match_i2t.numel() / pairs  # So that the shares of a batch count it once.
         stats["vib_ignored"] = torch.stack(ignored).sum() * own_part

@@ -4,7 +4,7 @@ Everything random follows from (seed, epoch, process), so that an interrupted ru
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Protocol
@@ -160,7 +160,7 @@ class IndexedBatches:
 
 
 class ShardBatches:
-    """Batches of a stream of shards: pictures and their captions come as they are read, and equal captions match.
+    """Batches of a stream of shards: pictures and their captions come as they are read; pairs with an equal picture or text match.
 
     Args:
         stream: this process's part of the shards.
@@ -190,15 +190,21 @@ class ShardBatches:
         words, _ = self.model.text.reader.read([partial(str, text) for text in batch.texts])
         images = self.augmentation.images(pictures, np.arange(len(kept)), generator)
         texts = self.augmentation.texts(words.batch(kept), generator)
-        digests = [hashlib.sha256(batch.texts[i].encode()).digest()[:8] for i in kept]
-        keys = torch.from_numpy(np.frombuffer(b"".join(digests), "<i8").copy())
+        keys = torch.stack(
+            [_digests([batch.pictures[i] for i in kept]), _digests([batch.texts[i].encode() for i in kept])], 1
+        )
         height, width = images.values.shape[-2:]
 
         def labels(world: World) -> tuple[Tensor, Tensor]:
             counts = world.counts(len(kept))
-            match = (keys[:, None] == world.gather(keys, counts)).float()
+            match = (keys[:, None] == world.gather(keys, counts)).any(-1).float()
             return self.augmentation.labels(match, match, self.augmentation.plans(counts, (height, width), epoch, step))
 
         alone_counts = [len(kept) if rank == self.world.rank else 0 for rank in range(self.world.size)]
         plans = self.augmentation.plans(alone_counts, (height, width), epoch, step)
         return TrainBatch(images, texts, labels, plans[self.world.rank] if plans else None)
+
+
+def _digests(contents: Sequence[bytes]) -> Tensor:
+    """(n,) int64, equal for equal contents."""
+    return torch.from_numpy(np.frombuffer(b"".join(hashlib.sha256(c).digest()[:8] for c in contents), "<i8").copy())

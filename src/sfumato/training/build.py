@@ -17,14 +17,14 @@ from sfumato.data.problems import Problems
 from sfumato.data.shards import expand_shards, read_shards
 from sfumato.data.sources import read_karpathy
 from sfumato.encoders.backbones import image_backbone, pretrained_tokenizer, text_backbone
-from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
+from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder, text_positions
 from sfumato.encoders.dual import DualEncoder, FeatureInput, FrozenReader, PixelReader, Reader, TokenReader, Tower
 from sfumato.encoders.efficientnet import EfficientNetEncoder
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.pictures import PictureReader
 from sfumato.encoders.prolip import UncTokenImageEncoder, UncTokenTextEncoder
 from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder, add_begin_and_end, train_tokenizer
-from sfumato.errors import UserError
+from sfumato.errors import UserError, first_line
 from sfumato.losses import LOSSES, MatchLoss
 from sfumato.training.config import (
     AugmentConfig,
@@ -38,6 +38,8 @@ from sfumato.training.config import (
     SmallImageConfig,
     SmallTextConfig,
 )
+
+_CLIP_TOKENS = 77
 
 
 def cache_folder() -> Path:
@@ -96,13 +98,19 @@ def fresh_tokenizer(config: ModelConfig, texts: Iterable[str]) -> Tokenizer | No
         return train_tokenizer(texts, text.vocabulary)
     if not isinstance(text, ClipTextConfig):
         return None
+    positions = text_positions(text.weights) if text.weights else text.max_tokens or _CLIP_TOKENS
+    max_tokens = text.max_tokens or positions
+    if max_tokens > positions:
+        raise UserError(
+            f"model.text.max_tokens={max_tokens} is more than the {positions} positions of {text.weights!r}; leave it out"
+        )
     if not text.weights and not text.tokenizer:
-        return add_begin_and_end(train_tokenizer(texts, text.vocabulary), text.max_tokens)
+        return add_begin_and_end(train_tokenizer(texts, text.vocabulary), max_tokens)
     pretrained = pretrained_tokenizer(text.weights or text.tokenizer)
     tokenizer: Tokenizer = pretrained.backend_tokenizer
-    tokenizer.enable_truncation(text.max_tokens)
+    tokenizer.enable_truncation(max_tokens)
     if len(tokenizer.encode("").ids) < 2:  # SigLIP: every text has the full length, and all of it is looked at.
-        tokenizer.enable_padding(length=text.max_tokens, pad_id=pretrained.pad_token_id, pad_token=pretrained.pad_token)
+        tokenizer.enable_padding(length=max_tokens, pad_id=pretrained.pad_token_id, pad_token=pretrained.pad_token)
     else:
         tokenizer.no_padding()
     return tokenizer
@@ -177,15 +185,15 @@ def _text_side(config: ModelConfig, assets: Assets) -> tuple[Reader, nn.Module]:
         return FrozenReader(backbone, cache_folder()), FeatureInput(backbone.channels, config.feature_dropout)
     if assets.tokenizer is None:
         raise ValueError(f"build_model: the text encoder of kind {text.kind!r} needs its tokenizer")
-    reader, vocabulary = TokenReader(assets.tokenizer, text.max_tokens), assets.tokenizer.get_vocab_size()
+    vocabulary = assets.tokenizer.get_vocab_size()
     if isinstance(text, SmallTextConfig):
-        return reader, SmallTextEncoder(vocabulary, text.width, text.dropout)
+        return TokenReader(assets.tokenizer, text.max_tokens), SmallTextEncoder(vocabulary, text.width, text.dropout)
     own_blocks = config.variance and not text.variance_token
     encoder = clip_text_encoder(
         text.weights,
         architecture=text.architecture,
         vocabulary=vocabulary,
-        max_tokens=text.max_tokens,
+        max_tokens=text.max_tokens or _CLIP_TOKENS,
         blocks=text.blocks,
         activation=text.activation,
         description=assets.encoders.get("text"),
@@ -193,6 +201,7 @@ def _text_side(config: ModelConfig, assets: Assets) -> tuple[Reader, nn.Module]:
         variance_start=text.variance_start,
         checkpointing=text.checkpointing,
     )
+    reader = TokenReader(assets.tokenizer, min(text.max_tokens or encoder.max_tokens, encoder.max_tokens))
     return reader, UncTokenTextEncoder(encoder) if text.variance_token and config.variance else encoder
 
 
@@ -203,7 +212,7 @@ def build_loss(recipe: Recipe) -> MatchLoss:
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """ "auto" is cuda or mps where there is one, else the CPU.
+    """ "auto" is cuda where there is a GPU, else the CPU. Apple's mps has no float64, in which sums are kept here.
 
     Args:
         name: as in the recipe.
@@ -213,12 +222,12 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
         UserError: the device does not exist here.
     """
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
         name = f"cuda:{local_rank}"
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise UserError(
-            f"train.device={name!r} is not available here ({str(error).splitlines()[0]}); use train.device=cpu"
+            f"train.device={name!r} is not available here ({first_line(error)}); use train.device=cpu"
         ) from error

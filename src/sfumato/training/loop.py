@@ -145,6 +145,8 @@ def _fit(recipe: Recipe, folder: Path, world: World) -> dict[str, Any]:
     splits = load_splits(recipe.data, problems)
     if "train" in splits:
         splits["train"] = _with_noise(recipe.data, splits["train"], folder, world)
+    if recipe.data.source == "shards":
+        _stream(recipe, Problems(), world)  # Refused on all processes alike, before any of them works.
     torch.manual_seed(config.seed)
     model = _model(recipe, folder, splits, world)
     loss = build_loss(recipe).to(world.device)
@@ -154,6 +156,10 @@ def _fit(recipe: Recipe, folder: Path, world: World) -> dict[str, Any]:
         problems.write(folder / PROBLEMS)
     used = sum(len(splits[name].image_ids) for name in ("train", "val") if name in splits)
     problems.check(used, recipe.data.max_problem_share)
+    for name in (name for name in ("train", "val") if name in splits):
+        say(f"{name}: {len(splits[name].image_ids)} images, {len(splits[name].text_ids)} texts")
+    if len(problems):
+        say(f"{len(problems)} items left out, listed in {folder / PROBLEMS}:\n{problems.summary(3)}")
 
     optimiser = build_optimiser(model, loss, recipe.optim)
     averages = config.ema_decay or config.swa_epochs
@@ -163,7 +169,7 @@ def _fit(recipe: Recipe, folder: Path, world: World) -> dict[str, Any]:
     if (folder / LAST).exists():
         state = load_state(folder / LAST, modules, optimiser)
         start, best = state["epoch"] + 1, _Best(state["best_score"], state["best_epoch"])
-        say(f"resuming after epoch {start} of {config.epochs}")
+        say(f"resuming after epoch {start} of {config.epochs}" if start < config.epochs else "all epochs are done")
     if world.main:
         _forget_after(folder / LOG, start)
     if config.compile:
@@ -187,29 +193,36 @@ def _fit(recipe: Recipe, folder: Path, world: World) -> dict[str, Any]:
                 embedded = embed_split(model, val, world)
                 evaluation, score = validate(embedded, val, loss.distance, config.select, world)
                 line |= _summary(evaluation, score)
-                if score > best.score or config.select == "last":
+                # A mean of weights does not compete with single ones from before it.
+                first_mean = epoch >= config.epochs - config.swa_epochs > best.epoch
+                if score > best.score or first_mean or config.select == "last":
                     best = _Best(score, epoch)
                     if world.main:
                         about = {"epoch": epoch, "score": score}
                         save_state(folder / MODEL, {"model": model, "loss": loss}, None, about)
         line["seconds"] = time.monotonic() - started
         if world.main:
+            problems.write(folder / PROBLEMS)
             _append_line(folder / LOG, line)
             about = {"epoch": epoch, "best_score": best.score, "best_epoch": best.epoch}
             save_state(folder / LAST, modules, optimiser, about)
         say(_one_line(line, config.epochs))
     if val is None:
-        say("no validation split: the last weights are kept, and match probabilities are not calibrated")
+        say(
+            "no validation split: the last weights are kept, and match probabilities are not calibrated;"
+            " with few pictures give data.val_share a larger share, with shards data.val_path"
+        )
         with averaged(model, average):
             if world.main:
                 save_state(folder / MODEL, {"model": model, "loss": loss}, None, {"epoch": config.epochs - 1})
-    world.wait()
-    about = load_state(folder / MODEL, {"model": model, "loss": loss})
-    world.wait()  # Before the first process writes it anew.
-    if recipe.spread.epochs and not about.get("spread"):
-        _fit_variances(recipe, model, batches, world)
-        if world.main:
-            save_state(folder / MODEL, {"model": model, "loss": loss}, None, about | {"spread": True})
+    if val is not None or recipe.spread.epochs:
+        world.wait()
+        about = load_state(folder / MODEL, {"model": model, "loss": loss})
+        world.wait()  # Before the first process writes it anew.
+        if recipe.spread.epochs and not about.get("spread"):
+            _fit_variances(recipe, model, batches, world)
+            if world.main:
+                save_state(folder / MODEL, {"model": model, "loss": loss}, None, about | {"spread": True})
     if val is not None:
         embedded = embed_split(model, val, world)
         if world.main:
@@ -492,17 +505,23 @@ def _training_texts(recipe: Recipe, splits: dict[str, PairData]) -> Iterator[str
 
 
 def _stream(recipe: Recipe, problems: Problems, world: World) -> ShardStream:
-    return ShardStream(
-        expand_shards(recipe.data.path),
-        batch_size=max(1, recipe.train.batch_size // world.size),
-        seed=recipe.train.seed,
-        samples_per_epoch=recipe.data.samples_per_epoch,
-        rank=world.rank,
-        world=world.size,
-        shuffle_buffer=recipe.data.shuffle_buffer,
-        problems=problems,
-        max_problem_share=recipe.data.max_problem_share,
-    )
+    paths = expand_shards(recipe.data.path)
+    try:
+        return ShardStream(
+            paths,
+            batch_size=max(1, recipe.train.batch_size // world.size),
+            seed=recipe.train.seed,
+            samples_per_epoch=recipe.data.samples_per_epoch,
+            rank=world.rank,
+            world=world.size,
+            shuffle_buffer=recipe.data.shuffle_buffer,
+            problems=problems,
+            max_problem_share=recipe.data.max_problem_share,
+        )
+    except ValueError as error:
+        raise UserError(
+            f"data.samples_per_epoch={recipe.data.samples_per_epoch}, train.batch_size={recipe.train.batch_size}: {error}"
+        ) from error
 
 
 def _summary(evaluation: Evaluation, score: float) -> dict[str, float]:

@@ -74,6 +74,8 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
             f"{folder} is not a run folder (no {RECIPE} in it); make one with `sfumato train RECIPE --out {folder}`"
         )
     recipe = load_recipe(folder / RECIPE)
+    if not (folder / MODEL).is_file():
+        raise UserError(f"{folder} holds no weights yet: its training has not finished an epoch, or not all was copied")
     model = build_model(recipe.model, load_assets(folder, recipe))
     loss = build_loss(recipe)
     load_state(folder / MODEL, {"model": model, "loss": loss})
