@@ -3,7 +3,8 @@
     python benchmarks/towers.py [--architecture ViT-B/32] [--batch 32] [--side image|text] [--repeats 5] [--json PATH]
                                 [--device cuda] [--bfloat16] [--compile]
 
-The plain tower is transformers' CLIP with its last norm and projection to 1024 dimensions. Ours has one block more (the log
+The plain tower has the layers of transformers' CLIP (equal to the bit, tests/encoders/test_clip.py), its last norm, and a projection
+of the class or end token to 1024 dimensions. Ours has one block more (the log
 variance's own), two linear maps of all tokens and two generalised poolings. The forms take turns in one process, so that their
 ratio is of one run; peak memory comes from a process for each. Random weights: they change no time.
 """

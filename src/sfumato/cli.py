@@ -320,17 +320,19 @@ def embed(
     out: Annotated[Path, typer.Option(help="the .safetensors file to write")],
     images: Annotated[Path | None, typer.Option(help="folder of pictures, searched through")] = None,
     texts: Annotated[Path | None, typer.Option(help="text file, one text a line")] = None,
+    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Embed a folder of pictures or a file of texts into a safetensors file with ids."""
     from sfumato.gaussian import save_embeddings
+    from sfumato.training.build import choose_device
     from sfumato.training.export import load_model
     from sfumato.training.inference import embed_folder, embed_lines
 
     if (images is None) == (texts is None):
         raise UserError("give either --images FOLDER or --texts FILE")
     out.parent.mkdir(parents=True, exist_ok=True)
-    loaded = load_model(model)
+    loaded = load_model(model, device=choose_device(device))
     embeddings, ids, problems = embed_folder(loaded, images) if images else embed_lines(loaded, texts or Path())
     save_embeddings(out, embeddings, ids)
     result = {"out": str(out), "n": embeddings.n, "d": embeddings.d, "problems": len(problems)}
@@ -358,10 +360,12 @@ def index(
     images: Annotated[Path | None, typer.Option(help="folder of pictures, searched through")] = None,
     split: Annotated[str | None, typer.Option(help="or, of a run, the pictures of a split of its data")] = None,
     engine: Annotated[str, typer.Option(help="exact, or with the extra faiss: flat, hnsw, ivf")] = "exact",
+    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Build an index over pictures, to be searched by text or by picture."""
     from sfumato.search.index import check_settings
+    from sfumato.training.build import choose_device
     from sfumato.training.export import load_model
     from sfumato.training.inference import build_index, embed_folder, embed_split_images
     from sfumato.training.run import load_run
@@ -370,12 +374,12 @@ def index(
         raise UserError("give either --images FOLDER or --split NAME")
     out.parent.mkdir(parents=True, exist_ok=True)
     if images is not None:
-        loaded = load_model(model)
+        loaded = load_model(model, device=choose_device(device))
         check_settings(loaded.distance, engine)
         embeddings, ids, problems = embed_folder(loaded, images)
         built = build_index(loaded, embeddings, ids, home=model, engine=engine)
     else:
-        run = load_run(model)
+        run = load_run(model, device=choose_device(device))
         check_settings(run.distance, engine)
         embeddings, ids, problems = embed_split_images(run, run.recipe.data, split or "")
         built = build_index(run, embeddings, ids, home=model, engine=engine)
