@@ -344,13 +344,13 @@ def test_calibrate_again_and_search_by_its_promises(work, sfumato, tmp_path):
 
 
 def test_no_confident_match(work, sfumato, tmp_path):
-    """Held-out queries that were right when something was very close, and wrong beyond: nothing of this index is that close."""
+    """Held-out queries that were right when something was very close, and wrong beyond; one was far from everything."""
     run = tmp_path / "run"
     shutil.copytree(work / "run", run)
     calibration = json.loads((run / "calibration.json").read_text())
-    near, far = [i / 1e6 for i in range(200)], [1.0] * 200
+    near, far = [i / 1e6 for i in range(200)], [200.0] * 200
     calibration["t2i"] |= {"closest_match": [*near, *far], "farthest_match": [*near, *far]}
-    calibration["t2i"]["closest_other"] = [*far, *[2e-4 + i / 1e6 for i in range(200)]]
+    calibration["t2i"]["closest_other"] = [*far, *[2e-4 + i / 1e6 for i in range(199)], 100.0]
     (run / "calibration.json").write_text(json.dumps(calibration))
     assert sfumato("index", run, "--images", work / "data", "--out", tmp_path / "index")[0] == 0
     for risk, abstained in ((0.2, True), (0.6, False)):

@@ -30,7 +30,7 @@ METHODS = ("platt", "isotonic")
 """Ways to fit the probability."""
 
 N_STEPS = 20
-"""Thresholds that are tried for a precision or a risk, at equal steps of the share of answered queries; and one that answers all."""
+"""Limits that are tried for a precision or a risk, at equal steps of the share of answered queries."""
 
 _VERSION = 1
 
@@ -46,7 +46,7 @@ class QueryScores:
         growth: exponent g of how R grows with the gallery, R ~ m^g: 0 if a larger gallery brings no further matches of a query.
         closest_match, farthest_match: (q,) distance of each query to its closest and its farthest true match.
         closest_other: (q,) distance to the closest item that is no match; infinite if all are.
-        precision: (N_STEPS + 1,) for each of :attr:`limits` the mean, over the queries with an item below it, of the share of true
+        precision: (N_STEPS,) for each of :attr:`limits` the mean, over the queries with an item below it, of the share of true
             matches among the items below it.
     """
 
@@ -121,7 +121,7 @@ class QueryScores:
 
     @cached_property
     def limits(self) -> np.ndarray:
-        """(N_STEPS + 1,) ascending distances that are tried as limits, the last one infinite."""
+        """(N_STEPS,) ascending distances that are tried as limits: quantiles of :attr:`nearest`, the last one its largest."""
         return _limits(self.nearest)
 
     def to_json(self) -> dict[str, Any]:
@@ -294,8 +294,7 @@ class Calibration:
         """The match probability above which items can be reported so that they are right often enough.
 
         Precision is that of a query: of the queries with an item above the threshold, the mean share of true matches among their
-        items above it. Of N_STEPS + 1 limits the loosest is taken whose Hoeffding-Bentkus p-value is at most
-        (1 - confidence) / (N_STEPS + 1).
+        items above it. Of N_STEPS limits the loosest is taken whose Hoeffding-Bentkus p-value is at most (1 - confidence) / N_STEPS.
 
         Args:
             precision: wanted, in (0, 1).
@@ -303,7 +302,7 @@ class Calibration:
             confidence: probability over held-out sets, at least, that the precision is kept on new queries of the same kind.
 
         Returns:
-            A probability in [0, 1) as :meth:`probability` gives it at the gallery of the fit; report what lies above.
+            A probability in (0, 1) as :meth:`probability` gives it at the gallery of the fit; report what lies above.
 
         Raises:
             ValueError: no limit can be vouched for, or an argument is outside of (0, 1).
@@ -330,8 +329,9 @@ class Calibration:
     ) -> float:
         """The match probability of the closest item below or at which a query should rather not be answered.
 
-        Risk is the share of answered queries whose closest item is no match. Of N_STEPS + 1 limits the loosest is taken whose exact
-        binomial p-value is at most (1 - confidence) / (N_STEPS + 1), so that all hold at once.
+        Risk is the share of answered queries whose closest item is no match. Of N_STEPS limits the loosest is taken whose exact
+        binomial p-value is at most (1 - confidence) / N_STEPS, so that all hold at once. A query farther from everything than any
+        held-out one is never answered: nothing vouches for it.
 
         Args:
             risk: largest share of wrong answers, in (0, 1).
@@ -341,7 +341,7 @@ class Calibration:
                 seed, have their matches taken out of the gallery.
 
         Returns:
-            A probability in [0, 1) as :meth:`probability` gives it at the gallery of the fit; 0 if every query may be answered.
+            A probability in (0, 1) as :meth:`probability` gives it at the gallery of the fit.
 
         Raises:
             ValueError: no limit can be vouched for, or an argument is out of range.
@@ -372,8 +372,6 @@ class Calibration:
             ValueError: see :meth:`abstain_below`.
         """
         limit = self._answer_limit(risk, direction, confidence, absent)
-        if limit == math.inf:
-            return torch.zeros_like(distance, dtype=torch.bool)
         worst = self.logit(torch.tensor(limit, dtype=torch.float64))
         return self.logit(distance, n_gallery=n_gallery, direction=direction) <= worst.to(distance.device)
 
@@ -492,7 +490,7 @@ class Calibration:
         passing: list[float] = [
             limit
             for limit, n, errors in zip(limits.tolist(), answered.tolist(), wrong.tolist(), strict=True)
-            if n and binomial_tail(errors, n, risk) <= level
+            if binomial_tail(errors, n, risk) <= level
         ]
         if not passing:
             raise ValueError(
@@ -502,8 +500,7 @@ class Calibration:
         return max(passing)
 
     def _probability_at(self, limit: float) -> float:
-        at = torch.tensor(limit, dtype=torch.float64)
-        return 0.0 if limit == math.inf else float(self.probability(at))
+        return float(self.probability(torch.tensor(limit, dtype=torch.float64)))
 
 
 def growth_by_halving(n_matches: np.ndarray, n_gallery: int) -> float:
@@ -574,14 +571,13 @@ def _precision_sums(distance: Tensor, match: Tensor, limits: np.ndarray) -> tupl
 
 def _limits(nearest: np.ndarray) -> np.ndarray:
     ranks = -(-np.arange(1, N_STEPS + 1) * len(nearest) // N_STEPS)
-    return np.append(np.sort(nearest)[ranks - 1], math.inf)
+    limits: np.ndarray = np.sort(nearest)[ranks - 1]
+    return limits
 
 
 def _answered(nearest: np.ndarray, limits: np.ndarray) -> np.ndarray:
-    """Number of values strictly below each limit; below infinity all."""
-    counts: np.ndarray = np.where(
-        np.isposinf(limits), len(nearest), np.searchsorted(np.sort(nearest), limits, side="left")
-    )
+    """Number of values strictly below each limit."""
+    counts: np.ndarray = np.searchsorted(np.sort(nearest), limits, side="left")
     return counts
 
 

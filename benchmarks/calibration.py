@@ -1,0 +1,199 @@
+"""What the calibration of an emoji run is worth: probabilities, conformal sets and abstention on queries that it never saw.
+
+    python benchmarks/calibration.py RUN [--halves 200] [--json FILE]
+
+The run's calibration is fitted on split "val": concepts drawn in a style that training never saw. Split "test" holds other concepts
+in the same style, in a gallery four times as large: its queries are like those of val, its gallery is not. Random halves of
+"style" (all concepts of that style) are exchangeable by construction: one half of the queries calibrates, the other is tested, both
+in one gallery. Split "train" has seen styles: calibrating on it breaks the condition, and shows what the promises are worth then.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sfumato.calibration import METHODS, N_STEPS, Calibration, Direction, QueryScores
+from sfumato.distances import get_distance
+from sfumato.matching import match_probability
+from sfumato.metrics.calibration import compare_calibration
+from sfumato.training.calibrating import calibrate_split
+from sfumato.training.loop import embed_split, load_split
+from sfumato.training.run import Run, learnt_logits, load_run
+
+LEVELS = (0.8, 0.9, 0.95)
+RISKS = (0.5, 0.3, 0.2, 0.1)
+PRECISIONS = (0.3, 0.5, 0.8)
+DIRECTIONS: tuple[Direction, ...] = ("i2t", "t2i")
+
+
+def pairs_of(run: Run, split: str) -> tuple[Tensor, Tensor]:
+    """(n, m) distances of all images and texts of a split, and whether they match."""
+    prepared = load_split(run.model, run.recipe.data, split)
+    images, texts = embed_split(run.model, prepared)
+    match = prepared.data.match(np.arange(images.n), np.arange(texts.n))
+    return get_distance(run.distance).matrix(images, texts), torch.from_numpy(match).bool()
+
+
+def calibrations(run: Run, split: str) -> dict[str, Calibration]:
+    """By method, fitted on a split."""
+    prepared = load_split(run.model, run.recipe.data, split)
+    embedded = embed_split(run.model, prepared)
+    return {m: calibrate_split(embedded, prepared.data, run.distance, split=split, method=m) for m in METHODS}
+
+
+def probabilities(run: Run, fitted: dict[str, Calibration], distance: Tensor, match: Tensor) -> dict[str, Any]:
+    """Calibration errors over all pairs; of the size of the gallery, that of the images."""
+    found = {"before": match_probability(distance, *learnt_logits(run.loss))}
+    for method, calibration in fitted.items():
+        found[method] = calibration.probability(distance)
+        found[f"{method}, gallery size"] = calibration.probability(distance, n_gallery=len(distance))
+    compared = compare_calibration({name: p.flatten() for name, p in found.items()}, match.flatten().float())
+    for name, p in found.items():
+        compared[name]["expected_matches_over_true"] = float(p.double().sum() / match.sum())
+    return compared
+
+
+def sets(calibration: Calibration, direction: Direction, distance: Tensor, match: Tensor) -> dict[str, Any]:
+    """Coverage and size of conformal sets of queries that have a match."""
+    has = match.any(1)
+    distance, match = distance[has], match[has]
+    result: dict[str, Any] = {"n_queries": len(distance)}
+    for level in LEVELS:
+        values: dict[str, float] = {}
+        for contains in ("any", "all"):
+            radius = calibration.conformal_radius(1 - level, direction=direction, contains=contains)
+            inside = distance <= radius
+            held = (inside & match).any(1) if contains == "any" else (inside | ~match).all(1)
+            values |= {
+                contains: float(held.double().mean()),
+                f"size {contains}": float(inside.sum(1).double().median()),
+            }
+        result[str(level)] = values
+    return result
+
+
+def answers(calibration: Calibration, direction: Direction, distance: Tensor, match: Tensor) -> dict[str, Any]:
+    """Risk and share of answered queries, in a gallery of the size that distance has; precision above thresholds."""
+    has = match.any(1)
+    distance, match = distance[has], match[has]
+    nearest, place = distance.min(1)
+    right = match.gather(1, place[:, None])[:, 0]
+    n = distance.shape[1]
+    result: dict[str, Any] = {"risk of answering all": float((~right).double().mean())}
+    for risk in RISKS:
+        try:
+            answered = ~calibration.abstains(nearest, risk, n_gallery=n, direction=direction)
+        except ValueError:
+            continue
+        values = {"answered": float(answered.double().mean()), "risk": float((~right[answered]).double().mean())}
+        result[f"risk {risk}"] = values
+    for precision in PRECISIONS:
+        try:
+            limit = calibration.threshold(precision, direction=direction)
+        except ValueError:
+            continue
+        above = calibration.probability(distance.double(), n_gallery=n, direction=direction) > limit
+        some = above.any(1)
+        each = (above & match).sum(1)[some] / above.sum(1)[some]
+        result[f"precision {precision}"] = {
+            "answered": float(some.double().mean()),
+            "precision": float(each.double().mean()),
+        }
+    return result
+
+
+def halves(scores: QueryScores, n_halves: int) -> dict[str, Any]:
+    """Random halves of the queries of one gallery: means over the splits, and how often a promised risk is broken."""
+    columns = [np.array(c) for c in (scores.closest_match, scores.farthest_match, scores.closest_other)]
+    right = columns[0] < columns[2]
+    nearest = scores.nearest
+    random = np.random.default_rng(0)
+    coverage: dict[str, list[float]] = {f"{c} {level}": [] for c in ("any", "all") for level in LEVELS}
+    risks: dict[str, list[tuple[float, float]]] = {str(risk): [] for risk in RISKS}
+    for _ in range(n_halves):
+        order = random.permutation(len(nearest))
+        ours, new = order[: len(order) // 2], order[len(order) // 2 :]
+        lists = [tuple(c[ours].tolist()) for c in columns]
+        half = QueryScores(scores.n_gallery, 0, 1.0, 0.0, lists[0], lists[1], lists[2], (0.0,) * N_STEPS)
+        calibration = Calibration(1.0, 0.0, t2i=half)
+        for level in LEVELS:
+            any_radius = calibration.conformal_radius(1 - level)
+            all_radius = calibration.conformal_radius(1 - level, contains="all")
+            coverage[f"any {level}"].append(float((columns[0][new] <= any_radius).mean()))
+            coverage[f"all {level}"].append(float((columns[1][new] <= all_radius).mean()))
+        for risk in RISKS:
+            try:
+                answered = ~calibration.abstains(torch.from_numpy(nearest[new]), risk).numpy()
+            except ValueError:
+                answered = np.zeros(len(new), bool)
+            wrong = float((~right[new][answered]).mean()) if answered.any() else math.nan
+            risks[str(risk)].append((float(answered.mean()), wrong))
+    result: dict[str, Any] = {
+        f"coverage {name}": {"mean": float(np.mean(v)), "std": float(np.std(v))} for name, v in coverage.items()
+    }
+    for name, pairs in risks.items():
+        answered_share, wrong_share = np.array(pairs).T
+        result[f"risk {name}"] = {
+            "answered": float(answered_share.mean()),
+            "risk": float(np.nanmean(wrong_share)) if np.isfinite(wrong_share).any() else None,
+            "broken": float((np.nan_to_num(wrong_share) > float(name)).mean()),
+        }
+    return result
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--halves", type=int, default=200)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    run = load_run(arguments.run)
+    fitted = calibrations(run, "val")
+    own = fitted["platt"]
+    seen = calibrations(run, "train")["platt"]
+    result: dict[str, Any] = {"t2i": describe(own.scores("t2i")), "i2t": describe(own.scores("i2t"))}
+    for split in ("val", "test"):
+        distance, match = pairs_of(run, split)
+        result[f"probabilities, {split}"] = probabilities(run, fitted, distance, match)
+        for direction in DIRECTIONS:
+            d, y = (distance, match) if direction == "i2t" else (distance.T, match.T)
+            if split == "test":
+                result[f"{direction}: sets of val on test"] = sets(own, direction, d, y)
+                result[f"{direction}: answers of val on test"] = answers(own, direction, d, y)
+                result[f"{direction}: sets of seen styles on test"] = sets(seen, direction, d, y)
+                result[f"{direction}: answers of seen styles on test"] = answers(seen, direction, d, y)
+    distance, match = pairs_of(run, "style")
+    for direction in DIRECTIONS:
+        d, y = (distance, match) if direction == "i2t" else (distance.T, match.T)
+        result[f"{direction}: random halves"] = halves(QueryScores.fit(d, y, growth=0.0), arguments.halves)
+    show(result)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=2))
+
+
+def describe(scores: QueryScores) -> dict[str, Any]:
+    """The few numbers that are no lists."""
+    return {k: v for k, v in dataclasses.asdict(scores).items() if not isinstance(v, tuple)}
+
+
+def show(result: dict[str, Any]) -> None:
+    """All but the curves."""
+    for name, values in result.items():
+        print(name)
+        for key, value in values.items():
+            if isinstance(value, dict):
+                shown = {k: v for k, v in value.items() if "curve" not in k}
+                value = ", ".join(f"{k} {'-' if v is None else f'{v:.5g}'}" for k, v in shown.items())
+            print(f"  {key}: {value}")
+
+
+if __name__ == "__main__":
+    main()
