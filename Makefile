@@ -27,7 +27,7 @@ format: $(VENV)/.dev  ## put the code into its one layout
 
 benchmarks: $(VENV)/.dev  ## speed and memory against the references, into runs/benchmarks
 	mkdir -p runs/benchmarks
-	for b in match_loss distances search; do $(BIN)/python benchmarks/$$b.py --json runs/benchmarks/$$b.json || exit 1; done
+	for b in match_loss distances search evaluation; do $(BIN)/python benchmarks/$$b.py --json runs/benchmarks/$$b.json || exit 1; done
 
 clean:  ## remove the environment and all runs
 	rm -rf $(VENV) runs

@@ -47,10 +47,12 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {"console", "demo", "errors", "evaluation", "gaussian", "progress", "recipes", "search", "training"},
     "__main__": {"cli"},
     "__init__": {
+        "calibration",
         "data",
         "distances",
         "encoders",
         "evaluation",
+        "foreign",
         "gaussian",
         "losses",
         "matching",

@@ -71,7 +71,7 @@ def test_make_targets_exist():
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "CONTRIBUTING.md", "docs/decisions.md", "docs/math.md", "docs/log.md"]
+    "document", ["README.md", "CONTRIBUTING.md", "docs/decisions.md", "docs/math.md", "docs/log.md", "docs/trust.md"]
 )
 def test_named_paths_exist(document):
     text = (ROOT / document).read_text(encoding="utf-8")

@@ -108,17 +108,45 @@ _HOMES = {
         "load_exported",
         "load_model",
     ),
+    "sfumato.calibration": ("Calibration",),
+    "sfumato.evaluation.truths": (
+        "Truth",
+        "read_truth",
+    ),
+    "sfumato.evaluation.benchmarks": (
+        "evaluate_benchmarks",
+        "evaluate_ranked_lists",
+        "evaluate_score_matrix",
+    ),
+    "sfumato.evaluation.estimators": (
+        "ESTIMATORS",
+        "Estimator",
+        "estimate_uncertainty",
+    ),
+    "sfumato.evaluation.trust": ("measure_trust",),
+    "sfumato.evaluation.strategies": (
+        "STRATEGIES",
+        "evaluate_strategies",
+    ),
+    "sfumato.evaluation.published": ("published_rows",),
+    "sfumato.evaluation.compare": ("compare_per_query",),
+    "sfumato.foreign": ("read_embeddings",),
+    "sfumato.data.problems": ("Problems",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "DISTANCES",
+    "ESTIMATORS",
     "GPO",
     "LOSSES",
     "POOLINGS",
+    "STRATEGIES",
+    "Calibration",
     "ClipImageEncoder",
     "ClipTextEncoder",
     "DualEncoder",
+    "Estimator",
     "GaussianEmbedding",
     "GaussianHead",
     "GaussianIndex",
@@ -127,22 +155,30 @@ __all__ = [
     "PCMEPPLoss",
     "PairData",
     "ProLIPLoss",
+    "Problems",
     "Published",
     "Recipe",
     "Relevance",
     "Run",
     "ShardStream",
     "TripletLoss",
+    "Truth",
     "__version__",
     "average_l2",
     "average_l2_matrix",
     "bhattacharyya",
     "bhattacharyya_matrix",
+    "compare_per_query",
     "csd",
     "csd_matrix",
     "elk",
     "elk_matrix",
+    "estimate_uncertainty",
+    "evaluate_benchmarks",
+    "evaluate_ranked_lists",
     "evaluate_retrieval",
+    "evaluate_score_matrix",
+    "evaluate_strategies",
     "export_run",
     "fit",
     "fit_logits",
@@ -163,17 +199,21 @@ __all__ = [
     "load_run",
     "log_inclusion",
     "match_probability",
+    "measure_trust",
     "min_kl",
     "min_kl_matrix",
     "noisy_pairs",
     "pcmepp_loss",
     "prolip_loss",
+    "published_rows",
     "rank_relevant",
     "read_checkpoint",
+    "read_embeddings",
     "read_image_folder",
     "read_karpathy",
     "read_manifest",
     "read_shards",
+    "read_truth",
     "sampled_match_log_probability",
     "save_embeddings",
     "squared_l2",
@@ -189,10 +229,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from sfumato.calibration import Calibration
     from sfumato.data.emoji import load_emoji
     from sfumato.data.manifest import read_image_folder, read_manifest
     from sfumato.data.noise import noisy_pairs
     from sfumato.data.pairs import PairData
+    from sfumato.data.problems import Problems
     from sfumato.data.shards import ShardStream, read_shards, write_shards
     from sfumato.data.sources import read_karpathy
     from sfumato.distances import (
@@ -225,7 +267,15 @@ if TYPE_CHECKING:
     from sfumato.encoders.heads import GaussianHead
     from sfumato.encoders.hub import Published, load_published
     from sfumato.encoders.pooling import GPO, POOLINGS
+    from sfumato.evaluation.benchmarks import evaluate_benchmarks, evaluate_ranked_lists, evaluate_score_matrix
+    from sfumato.evaluation.compare import compare_per_query
+    from sfumato.evaluation.estimators import ESTIMATORS, Estimator, estimate_uncertainty
     from sfumato.evaluation.protocols import evaluate_retrieval
+    from sfumato.evaluation.published import published_rows
+    from sfumato.evaluation.strategies import STRATEGIES, evaluate_strategies
+    from sfumato.evaluation.trust import measure_trust
+    from sfumato.evaluation.truths import Truth, read_truth
+    from sfumato.foreign import read_embeddings
     from sfumato.gaussian import GaussianEmbedding, load_embeddings, save_embeddings
     from sfumato.losses import (
         LOSSES,

@@ -167,7 +167,7 @@ def test_the_installed_package_is_read_but_not_run(tmp_path, monkeypatch):
 
 def test_without_the_package_it_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install eccv_caption"):
+    with pytest.raises(UserError, match=r"pip install .sfumato\[benchmarks\]."):
         eccv_caption()
 
 

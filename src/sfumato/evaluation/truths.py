@@ -260,7 +260,7 @@ def _installed() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise UserError(
             "the id lists of CxC and ECCV Caption come with the package eccv_caption, which is not installed:"
-            " pip install eccv_caption, or name the folder of its JSON files"
+            " pip install 'sfumato[benchmarks]', or name the folder of its JSON files"
         )
     return Path(spec.submodule_search_locations[0]) / "data"
 
