@@ -119,8 +119,8 @@ def test_kill_9_at_any_moment_resumes_to_the_same_bits(toy, run):
         else:
             assert process.wait(timeout=60) == 0
     assert kills >= 2
-    assert_same_tensors(run[0] / "last.safetensors", folder / "last.safetensors")
-    assert_same_tensors(run[0] / "model.safetensors", folder / "model.safetensors")
+    for name in ("last.safetensors", "model.safetensors"):
+        assert (run[0] / name).read_bytes() == (folder / name).read_bytes()
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == [0, 1, 2]
 

@@ -34,7 +34,8 @@ def save_state(
                 else:
                     numbers[f"{i}/{key}"] = value
     detached = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
-    metadata = {"about": json.dumps(about), "optimiser": json.dumps(numbers)}
+    # A single entry: the library writes several in an order that changes from process to process, and equal runs would differ.
+    metadata = {"state": json.dumps({"about": about, "optimiser": numbers})}
     write_atomically(path, safetensors_bytes(detached, metadata))
 
 
@@ -51,10 +52,10 @@ def load_state(
         raise UserError(f"no checkpoint at {path}; is this the folder of a finished or running `sfumato train`?")
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
+            state = json.loads((file.metadata() or {})["state"])
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
-        about: dict[str, Any] = json.loads(metadata["about"])
-        numbers: dict[str, float] = json.loads(metadata["optimiser"])
+        about: dict[str, Any] = state["about"]
+        numbers: dict[str, float] = state["optimiser"]
     except (SafetensorError, KeyError, json.JSONDecodeError) as error:
         raise UserError(f"{path}: damaged, or not a checkpoint of sfumato ({error})") from error
     for name, module in modules.items():
