@@ -52,10 +52,10 @@ def load_state(
         raise UserError(f"no checkpoint at {path}; is this the folder of a finished or running `sfumato train`?")
     try:
         with safe_open(path, framework="pt") as file:
-            state = json.loads((file.metadata() or {})["state"])
+            note = json.loads((file.metadata() or {})["state"])
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
-        about: dict[str, Any] = state["about"]
-        numbers: dict[str, float] = state["optimiser"]
+        about: dict[str, Any] = note["about"]
+        numbers: dict[str, float] = note["optimiser"]
     except (SafetensorError, KeyError, json.JSONDecodeError) as error:
         raise UserError(f"{path}: damaged, or not a checkpoint of sfumato ({error})") from error
     for name, module in modules.items():
