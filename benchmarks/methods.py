@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sfumato.evaluation.compare import over_seeds
+from sfumato.evaluation.compare import main_figures, over_seeds
 from sfumato.recipes import find_recipe
 from sfumato.training.config import load_recipe
 from sfumato.training.inference import evaluate_run
@@ -27,24 +27,6 @@ def evaluate(folder: Path, split: str) -> dict[str, Any]:
     path = written[0] if written else evaluate_run(load_run(folder), split)[1]
     loaded: dict[str, Any] = json.loads(path.read_text())
     return loaded
-
-
-def figures(result: dict[str, Any]) -> dict[str, float | None]:
-    """What is compared, from one evaluation."""
-    chosen: dict[str, float | None] = {}
-    for direction in ("t2i", "i2t"):
-        for name in ("recall@1", "recall@5", "recall@10", "r_precision", "map@r"):
-            chosen[f"{direction} {name}"] = 100 * result[direction][name]
-    if "name" in result["i2t_by_kind"]:
-        for name in ("recall@1", "recall@5", "recall@10"):
-            chosen[f"i2name {name}"] = 100 * result["i2t_by_kind"]["name"][name]
-    chosen["rsum"] = 100 * result["rsum"]
-    uncertainty, multiplicity = result["uncertainty"], result["multiplicity"]
-    for direction in ("i2t", "t2i"):
-        chosen[f"{direction} ten-bin correlation"] = uncertainty[direction]["correlation"] if uncertainty else None
-    for name in ("all", "balanced"):
-        chosen[f"multiplicity {name}"] = multiplicity[name] if multiplicity else None
-    return chosen
 
 
 def main() -> None:
@@ -66,7 +48,7 @@ def main() -> None:
             )
             folder = options.out / f"{recipe.name}-{changed}-{seed}"
             fit(recipe, folder)
-            results.append(figures(evaluate(folder, options.split)))
+            results.append(main_figures(evaluate(folder, options.split)))
         summary = over_seeds(results)
         table[name] = {key: asdict(value) for key, value in summary.items()}
         print(f"{name} ({options.split}, {len(options.seeds)} seeds)")

@@ -210,6 +210,21 @@ def test_every_official_figure_from_the_command_line(shared, sfumato, tmp_path):
     assert {row["table"] for row in found["published"]["rows"]} == {"1"}
 
 
+def test_evaluate_over_several_seeds(work, sfumato, tmp_path):
+    runs = [work / "run", tmp_path / "other"]
+    assert sfumato("train", work / "toy.toml", "train.epochs=1", "train.seed=7", "--out", runs[1])[0] == 0
+    alone = [json.loads(sfumato("evaluate", run, "--json")[1])["rsum"] * 100 for run in runs]
+    status, out, _ = sfumato("evaluate", runs[0], "--seeds", runs[1], "--json")
+    rsum = json.loads(out)["rsum"]
+    assert status == 0 and rsum["values"] == pytest.approx(alone)
+    assert rsum["mean"] == pytest.approx(sum(alone) / 2)
+    assert rsum["deviation"] == pytest.approx(abs(alone[0] - alone[1]) / 2**0.5)
+    status, out, _ = sfumato("evaluate", runs[0], "--seeds", runs[1])
+    assert status == 0 and "csd, test, 2 runs" in out and " ± " in out
+    status, _, err = sfumato("evaluate", runs[0], "--seeds", runs[1], "--published")
+    assert status == 2 and "--seeds sums up runs on their own data" in err
+
+
 def test_evaluate_on_the_data_of_a_recipe(work, sfumato, tmp_path):
     """A run, and the same model exported and moved away from its data, give the same figures."""
     status, out, _ = sfumato("evaluate", work / "run", "--json")

@@ -115,6 +115,10 @@ def evaluate(
     compare: Annotated[
         str | None, typer.Option(help="compare query by query with such a file, or with another run on this split")
     ] = None,
+    seeds: Annotated[
+        list[Path] | None,
+        typer.Option(help="more runs of this recipe, several times: mean ± deviation over all of them"),
+    ] = None,
     published: Annotated[bool, typer.Option("--published", help="published figures beside")] = False,
     device: Device = "auto",
     as_json: AsJson = False,
@@ -123,10 +127,17 @@ def evaluate(
 
     Or evaluate embeddings of any model, or ranked lists, against a truth. Started by torchrun, processes share the work on a model.
     """
+    from dataclasses import asdict
     from functools import partial
 
-    from sfumato.console import print_evaluation, print_measured, print_more
-    from sfumato.evaluation.compare import PER_QUERY_ENDINGS, per_query_table, read_per_query
+    from sfumato.console import print_evaluation, print_measured, print_more, print_over_seeds
+    from sfumato.evaluation.compare import (
+        PER_QUERY_ENDINGS,
+        main_figures,
+        over_seeds,
+        per_query_table,
+        read_per_query,
+    )
     from sfumato.evaluation.embedded import Files, More, measure, measure_files, more_results
     from sfumato.recipes import find_recipe
     from sfumato.training.build import choose_device
@@ -143,6 +154,8 @@ def evaluate(
         images, texts, image_ids, text_ids, image_log_var, text_log_var, ranked, truth, benchmark, annotations,
         tuple(instances or ()), metrics,
     )  # fmt: skip
+    if seeds and (model is None or data is not None or more.anything):
+        raise UserError("--seeds sums up runs on their own data: sfumato evaluate RUN --seeds RUN --seeds RUN")
     if model is None:
         if data is not None:
             raise UserError("--data goes with a model; files take --truth or --benchmark")
@@ -161,7 +174,7 @@ def evaluate(
         return
     if files.given():
         raise UserError(f"{files.given()[0]} goes without a model; a model is evaluated on its own data or with --data")
-    path, embedded, embedded_other = None, None, None
+    path, embedded, embedded_other, results = None, None, None, []
     with join_world(partial(choose_device, device), _TIMEOUT_MINUTES) as world:
         if compare is not None and not a_file:
             if not (Path(compare) / RECIPE).is_file():
@@ -186,9 +199,18 @@ def evaluate(
             if more.anything:
                 embedded = embed_for_evaluation(run, run.recipe.data, split, world=world)
             result, path = evaluate_run(run, split, distance, world=world, embedded=embedded)
+            for folder in seeds or ():
+                results.append(evaluate_run(load_run(folder, device=world.device), split, distance, world=world)[0])
         else:
             raise _no_run(model, "evaluate it on")
     if not world.main:
+        return
+    if results:
+        summary = over_seeds([main_figures(one.to_json()) for one in [result, *results]])
+        if as_json:
+            print(json.dumps({name: asdict(value) for name, value in summary.items()}))
+        else:
+            print_over_seeds(summary, f"{result.distance}, {split}, {1 + len(results)} runs")
         return
     beside = None
     if embedded is not None:

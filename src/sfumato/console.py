@@ -2,17 +2,26 @@
 
 import re
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from sfumato.evaluation.compare import OverSeeds
 from sfumato.evaluation.embedded import Measured, MoreResults
 from sfumato.evaluation.protocols import Evaluation, table_rows
 from sfumato.evaluation.published import common_figures
 from sfumato.evaluation.trust import DirectionTrust, TrustReport
 from sfumato.metrics.retrieval import RANK_METRICS
 from sfumato.metrics.selective import Interval
+
+
+def print_over_seeds(summary: Mapping[str, OverSeeds], title: str) -> None:
+    """Figures of several runs, mean ± standard deviation."""
+    print(title)
+    for name, value in summary.items():
+        print(f"  {name:<24}{value!s:>16}")
 
 
 def print_evaluation(evaluation: Evaluation, title: str) -> None:

@@ -416,6 +416,28 @@ class OverSeeds:
         return f"{self.mean:.2f}" if self.deviation is None else f"{self.mean:.2f} ± {self.deviation:.2f}"
 
 
+def main_figures(result: Mapping[str, Any]) -> dict[str, float | None]:
+    """What several runs are summed up by, from the JSON of one evaluation: per cent, except for correlations.
+
+    Args:
+        result: of :meth:`~sfumato.evaluation.protocols.Evaluation.to_json`.
+    """
+    chosen: dict[str, float | None] = {}
+    for direction in ("t2i", "i2t"):
+        for name in ("recall@1", "recall@5", "recall@10", "r_precision", "map@r"):
+            chosen[f"{direction} {name}"] = 100 * result[direction][name]
+    if "name" in result["i2t_by_kind"]:
+        for name in ("recall@1", "recall@5", "recall@10"):
+            chosen[f"i2name {name}"] = 100 * result["i2t_by_kind"]["name"][name]
+    chosen["rsum"] = 100 * result["rsum"]
+    uncertainty, multiplicity = result["uncertainty"], result["multiplicity"]
+    for direction in ("i2t", "t2i"):
+        chosen[f"{direction} ten-bin correlation"] = uncertainty[direction]["correlation"] if uncertainty else None
+    for name in ("all", "balanced"):
+        chosen[f"multiplicity {name}"] = multiplicity[name] if multiplicity else None
+    return chosen
+
+
 def over_seeds(results: Sequence[Mapping[str, float | None]]) -> dict[str, OverSeeds]:
     """Mean and standard deviation of every figure over several runs.
 
