@@ -288,7 +288,7 @@ def _summary(
         side, other = ("pictures", "texts") if key == "i2t" else ("texts", "pictures")
         said.append(
             f"{metrics['recall@1']:.1%} of {metrics['n_queries']:,} {side} have a true match as their first hit among"
-            f" {direction.gallery.n:,} {other}, {metrics['recall@10']:.1%} within the first ten (a blind guess: {chance:.2%})."
+            f" {direction.gallery.n:,} {other} (a blind guess: {chance:.2%}), {metrics['recall@10']:.1%} within the first ten."
         )
     for direction in directions:
         if evaluation.uncertainty is not None:

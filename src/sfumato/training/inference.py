@@ -244,6 +244,8 @@ def calibrate_run(
         UserError: it is not a run, or the data have no such split.
         ValueError: nothing can be fitted; see :func:`~sfumato.matching.fit_logits`.
     """
+    if split == "train":
+        raise UserError("a run cannot be calibrated on the split that it was trained on; take val, or any other")
     run = load_run(folder, device=device)
     prepared = load_split(run.model, run.recipe.data, split)
     embedded = embed_split(run.model, prepared)
