@@ -45,8 +45,31 @@ def sfumato(monkeypatch, capsys):
 def test_help_is_quick_and_names_the_commands():
     result = subprocess.run([sys.executable, "-m", "sfumato.cli", "--help"], capture_output=True, text=True)
     assert result.returncode == 0
-    for command in ("train", "calibrate", "evaluate", "trust", "embed", "export", "index", "search", "demo", "recipes"):
+    for command in (
+        "train",
+        "calibrate",
+        "evaluate",
+        "trust",
+        "embed",
+        "export",
+        "index",
+        "search",
+        "demo",
+        "toy",
+        "recipes",
+    ):
         assert command in result.stdout
+
+
+def test_toy_prints_a_table_or_json(sfumato, tmp_path):
+    arguments = "toy", "--seed", "2", "--epochs", "2", "--out", tmp_path / "toy"
+    status, out, _ = sfumato(*arguments)
+    assert status == 0 and "published" in out and "1.82" in out and "1.04" in out
+    result = json.loads(sfumato(*arguments, "--json")[1])
+    assert result["seed"] == 2 and result["ratio"]["csd"] > 0 and result["ratio"]["triplet_sum"] is None
+    assert (tmp_path / "toy" / "toy.png").exists() and (tmp_path / "toy" / "toy.gif").exists()
+    status, out, err = sfumato("toy", "--epochs", "0")
+    assert status == 2 and not out and "epochs" in err
 
 
 def test_evaluate_prints_a_table_and_writes_json(work, sfumato):

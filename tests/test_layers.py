@@ -44,7 +44,8 @@ ALLOWED: dict[str, set[str]] = {
         "search",
         "training",
     },
-    "cli": {"console", "demo", "errors", "evaluation", "gaussian", "progress", "recipes", "search", "training"},
+    "toy": {"files", "gaussian", "losses", "progress"},
+    "cli": {"console", "demo", "errors", "evaluation", "gaussian", "progress", "recipes", "search", "toy", "training"},
     "__main__": {"cli"},
     "__init__": {
         "calibration",

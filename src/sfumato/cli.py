@@ -469,6 +469,29 @@ def demo(
 
 
 @app.command()
+def toy(
+    seed: Annotated[int, typer.Option(help="of the samples and the batches")] = 0,
+    out: Annotated[Path, typer.Option(help="folder for the picture and the animation")] = Path("runs/toy"),
+    epochs: Annotated[int, typer.Option(min=1, help="passes over the samples; 500 in the paper")] = 500,
+    as_json: AsJson = False,
+) -> None:
+    """The 2-D study of the PCME++ paper: variances of uncertain over certain samples, a picture and an animation."""
+    from sfumato.toy import run_toy
+
+    result = run_toy(out, seed=seed, epochs=epochs)
+    if as_json:
+        print(json.dumps(result))
+        return
+    print(f"mean variance of uncertain over certain samples, seed {seed}, {epochs} epochs")
+    print(f"{'method':<18}{'certain':>9}{'uncertain':>11}{'ratio':>8}{'published':>11}")
+    for method in result["ratio"]:
+        values = (result[key][method] for key in ("certain", "uncertain", "ratio", "published_ratio"))
+        cells = ["-" if value is None else f"{value:.2f}" for value in values]
+        print(f"{method:<18}{cells[0]:>9}{cells[1]:>11}{cells[2]:>8}{cells[3]:>11}")
+    print(f"picture: {result['picture']}\nanimation: {result['animation']}")
+
+
+@app.command()
 def recipes(name: Annotated[str | None, typer.Argument(help="print this recipe")] = None) -> None:
     """List the recipes that come with the package, or print one."""
     from sfumato.recipes import find_recipe, recipe_files, recipe_summary
