@@ -113,6 +113,22 @@ def vib(means, variances):
     return sum(terms) / len(terms)
 
 
+def pcme(images, texts, match, scale, bias):
+    """Mean over pairs; images and texts are lists of lists of draws."""
+    total = 0.0
+    for draws, row in zip(images, match, strict=True):
+        for others, label in zip(texts, row, strict=True):
+            p = [sigmoid(bias - scale * math.dist(x, y)) for x in draws for y in others]
+            mean = sum(p) / len(p)
+            total -= label * math.log(mean) + (1 - label) * math.log(1 - mean)
+    return total / len(images) / len(texts)
+
+
+def uniformity(vectors):
+    values = [math.exp(-2 * math.dist(x, y) ** 2) for i, x in enumerate(vectors) for y in vectors[:i]]
+    return math.log(sum(values) / len(values))
+
+
 def match_spread(vectors):
     unit = [[a / math.sqrt(sum(b * b for b in v)) for a in v] for v in vectors]
     values = [1 - sum(a * b for a, b in zip(x, y, strict=True)) for x in unit for y in unit]

@@ -111,7 +111,7 @@ def test_published_figures_stand_in_the_paper(name, shared):
         ("trian.epochs=4", "unknown key 'trian'; did you mean 'train'?"),
         ("train.epochs=-1", "train.epochs: Input should be greater than 0 (got -1)"),
         ("train.batch_size=1", "train.batch_size"),
-        ("loss.name=foo", "'pcmepp', 'prolip', 'infonce', 'triplet'"),
+        ("loss.name=foo", "'pcmepp', 'pcme', 'prolip', 'infonce', 'triplet'"),
         ("model.variance=false", "loss.beta must be 0 when model.variance=false"),
         ("spread.epochs=1", "loss.distance='csd' ranks by them; use squared_l2"),
         ("optim.layer_decay=0.7", "optim.layer_decay is for the blocks of clip encoders"),

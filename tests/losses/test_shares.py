@@ -42,7 +42,7 @@ def test_uneven_and_empty_shares_add_up(expected, rows, columns):
     shares, r, c = [], 0, 0
     for more_rows, more_columns in zip(rows, columns, strict=True):
         own, other = slice(r, r + more_rows), slice(c, c + more_columns)
-        shares.append(PairShare(image[own], text[other], image, text, MATCH[own], MATCH.T[other]))
+        shares.append(PairShare(image[own], text[other], image, text, MATCH[own], MATCH.T[other], r, c))
         r, c = r + more_rows, c + more_columns
     counts = sum(loss.counts(share) for share in shares)
     outputs = [loss_of_share(loss, share, total=lambda _: counts) for share in shares]

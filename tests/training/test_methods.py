@@ -40,6 +40,7 @@ METHODS = {
     "vse-infinity": ("emoji-triplet", ["loss.sum_epochs=1"]),
     "wasserstein2": ("emoji-pcmepp", ["loss.distance=wasserstein2"]),
     "pcmepp with infonce": ("emoji-pcmepp", ["loss.infonce_weight=1"]),
+    "pcme": ("emoji-pcme", ["loss.uniformity_weight=0.01"]),
     "prolip": ("emoji-pcmepp", ["loss.name=prolip", "loss.inclusion_weight=1e-7"]),
     "pcmepp with a second stage": ("emoji-ambiguity", ["spread.epochs=1"]),
     "noisy pcmepp": ("emoji-pcmepp", ["data.noise_rate=0.2"]),

@@ -3,6 +3,7 @@
 from sfumato.losses.base import LossOutput, MatchLoss, PairShare, loss_of_share
 from sfumato.losses.inclusion import inclusion_loss, inclusion_test, log_inclusion
 from sfumato.losses.infonce import InfoNCELoss, infonce_loss
+from sfumato.losses.pcme import PCMELoss, pcme_loss
 from sfumato.losses.pcmepp import PCMEPPLoss, pcmepp_loss, pseudo_positives
 from sfumato.losses.prolip import ProLIPLoss, prolip_loss
 from sfumato.losses.spread import match_spread, spread_loss
@@ -11,6 +12,7 @@ from sfumato.losses.vib import vib_loss
 
 LOSSES: dict[str, type[MatchLoss]] = {
     "pcmepp": PCMEPPLoss,
+    "pcme": PCMELoss,
     "prolip": ProLIPLoss,
     "infonce": InfoNCELoss,
     "triplet": TripletLoss,
@@ -22,6 +24,7 @@ __all__ = [
     "InfoNCELoss",
     "LossOutput",
     "MatchLoss",
+    "PCMELoss",
     "PCMEPPLoss",
     "PairShare",
     "ProLIPLoss",
@@ -32,6 +35,7 @@ __all__ = [
     "log_inclusion",
     "loss_of_share",
     "match_spread",
+    "pcme_loss",
     "pcmepp_loss",
     "prolip_loss",
     "pseudo_positives",

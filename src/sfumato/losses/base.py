@@ -43,6 +43,7 @@ class PairShare:
         images, texts: (n, d) and (m, d) embeddings of the batch.
         match_i2t: (r, m) labels in [0, 1].
         match_t2i: (c, n) labels in [0, 1], rows are texts.
+        first_image, first_text: where this share's images and texts, which are neighbours, begin in the batch.
     """
 
     image: GaussianEmbedding
@@ -51,6 +52,8 @@ class PairShare:
     texts: GaussianEmbedding
     match_i2t: Tensor
     match_t2i: Tensor
+    first_image: int = 0
+    first_text: int = 0
 
     @classmethod
     def whole(cls, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, who: str) -> "PairShare":
@@ -80,6 +83,8 @@ class PairShare:
                 text=self.text[columns],
                 match_i2t=self.match_i2t[rows],
                 match_t2i=self.match_t2i[columns],
+                first_image=self.first_image + rows.start,
+                first_text=self.first_text + columns.start,
             )
 
 
@@ -109,6 +114,9 @@ class MatchLoss(nn.Module, ABC):
         """
         share = PairShare.whole(image, text, match, type(self).__name__)
         return self.part(share, self.counts(share), epoch=epoch)
+
+    def advance(self) -> None:
+        """Called after each training step, on all processes; a loss that draws at random draws anew from then on."""
 
     @abstractmethod
     def counts(self, share: PairShare) -> Tensor:

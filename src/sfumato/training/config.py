@@ -269,6 +269,21 @@ class PCMEPPConfig(_Section):
     infonce_scale: PositiveFloat = Field(5.0, description="initial scale of that loss, with a logit of its own")
 
 
+class PCMEConfig(_Section):
+    """PCME: soft contrastive loss of sampled match probabilities, bottleneck, uniformity."""
+
+    name: Literal["pcme"] = "pcme"
+    distance: str = Field("csd", description="by which the trained model ranks; the loss compares draws")
+    n_samples: PositiveInt = Field(7, description="draws of each embedding")
+    sigmoid: Literal["plain", "compressed"] = Field("plain", description="compressed: the released sigmoid(2 logit)")
+    beta: NonNegativeFloat = Field(1e-4, description="weight of the information bottleneck; 0 for points")
+    uniformity_weight: NonNegativeFloat = Field(0.0, description="of all draws; 10 as published for CUB")
+    match_weight: PositiveFloat = 2.0
+    logit_scale: PositiveFloat = 5.0
+    logit_bias: float = 5.0
+    seed: int = Field(0, ge=0, lt=2**20, description="of the draws")
+
+
 class InfoNCEConfig(_Section):
     """InfoNCE with a learnable temperature."""
 
@@ -392,9 +407,9 @@ class Recipe(_Section):
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
-    loss: Annotated[PCMEPPConfig | ProLIPConfig | InfoNCEConfig | TripletConfig, Field(discriminator="name")] = (
-        PCMEPPConfig()
-    )
+    loss: Annotated[
+        PCMEPPConfig | PCMEConfig | ProLIPConfig | InfoNCEConfig | TripletConfig, Field(discriminator="name")
+    ] = PCMEPPConfig()
     augment: AugmentConfig = AugmentConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()

@@ -105,6 +105,7 @@ def forward_backward(
                 outputs, theirs = [*outputs, embeddings.log_var], [*theirs, log_var[piece]]
             torch.autograd.backward(outputs, theirs)
     world.sum_gradients([*model.parameters(), *loss.parameters()])
+    loss.advance()
     return measured
 
 
@@ -139,7 +140,7 @@ def _share(leaves: _Pair, own: slice, match_i2t: Tensor, match_t2i: Tensor) -> P
     image, text = leaves
     if own == slice(0, image.n):  # One process has it all: no distance is computed twice.
         return PairShare(image, text, image, text, match_i2t, match_t2i)
-    return PairShare(image[own], text[own], image, text, match_i2t, match_t2i)
+    return PairShare(image[own], text[own], image, text, match_i2t, match_t2i, own.start, own.start)
 
 
 def _own_gradients(leaf: GaussianEmbedding, own: slice, world: World) -> tuple[Tensor, Tensor | None]:
