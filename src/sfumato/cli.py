@@ -100,7 +100,9 @@ def evaluate(
     ranked: Annotated[
         Path | None, typer.Option(help='ranked lists instead, JSON: {"i2t": {image: [texts]}, "t2i": {text: [images]}}')
     ] = None,
-    truth: Annotated[Path | None, typer.Option(help="of files, what matches: .csv of image,text, or .json of {image: [texts]}")] = None,
+    truth: Annotated[
+        Path | None, typer.Option(help="of files, what matches: .csv of image,text, or .json of {image: [texts]}")
+    ] = None,
     benchmark: Annotated[str | None, typer.Option(help="or coco, flickr30k, flickr8k, cub, emoji")] = None,
     annotations: Annotated[Path | None, typer.Option(help="file or folder that the benchmark is read from")] = None,
     instances: Annotated[list[Path] | None, typer.Option(help="instances_*.json, which add PMRP to coco")] = None,
@@ -167,7 +169,9 @@ def evaluate(
         where = None if device == "auto" else choose_device(device)
         measured, found = measure_files(files, distance, split=split, device=where)
         if ranked is None and not (image_ids and text_ids):
-            say("without --image-ids and --text-ids, and ids in the files, rows are taken in the order of the truth's ids")
+            say(
+                "without --image-ids and --text-ids, and ids in the files, rows are taken in the order of the truth's ids"
+            )
         extra = more_results(measured, found, more, other)
         if as_json:
             print(json.dumps(measured.to_json() | extra.to_json()))
