@@ -61,6 +61,10 @@ class PairShare:
         match = check_match(image, text, match, who)
         return cls(image, text, image, text, match, match.T)
 
+    def n_positives(self) -> Tensor:
+        """(1,) float64: how many pairs of this share's images with all texts match."""
+        return (self.match_i2t >= 0.5).sum().double().unsqueeze(0)
+
     def distances(self, distance: Distance) -> tuple[Tensor, Tensor]:
         """(r, m) and (c, n) distances; of a whole batch the second is the first transposed, not computed again."""
         i2t = distance.matrix(self.image, self.texts)

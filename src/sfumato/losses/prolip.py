@@ -69,7 +69,7 @@ def prolip_loss(
     share = PairShare.whole(image, text, match, "prolip_loss")
     return _part(
         share,
-        _counts(share),
+        share.n_positives(),
         logit_scale=logit_scale,
         logit_bias=logit_bias,
         distance=distance,
@@ -78,11 +78,6 @@ def prolip_loss(
         inclusion_scale=inclusion_scale,
         released_eps=released_eps,
     )
-
-
-def _counts(share: PairShare) -> Tensor:
-    """Number of pairs that match."""
-    return (share.match_i2t >= 0.5).sum().double().unsqueeze(0)
 
 
 def _part(
@@ -140,7 +135,7 @@ class ProLIPLoss(MatchLoss):
 
     def counts(self, share: PairShare) -> Tensor:
         """See :class:`MatchLoss`."""
-        return _counts(share)
+        return share.n_positives()
 
     def part(self, share: PairShare, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`MatchLoss`."""

@@ -48,12 +48,7 @@ def triplet_loss(
     if mining not in get_args(Mining):
         raise ValueError(f"triplet_loss: unknown mining {mining!r}; known: {', '.join(get_args(Mining))}")
     share = PairShare.whole(image, text, match, "triplet_loss")
-    return _part(share, _counts(share), margin, mining, distance)
-
-
-def _counts(share: PairShare) -> Tensor:
-    """Number of positive pairs."""
-    return (share.match_i2t >= 0.5).sum().double().unsqueeze(0)
+    return _part(share, share.n_positives(), margin, mining, distance)
 
 
 def _part(share: PairShare, counts: Tensor, margin: float, mining: Mining, distance: str) -> LossOutput:
@@ -99,7 +94,7 @@ class TripletLoss(MatchLoss):
 
     def counts(self, share: PairShare) -> Tensor:
         """See :class:`MatchLoss`."""
-        return _counts(share)
+        return share.n_positives()
 
     def part(self, share: PairShare, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`MatchLoss`."""
