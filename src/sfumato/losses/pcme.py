@@ -14,7 +14,7 @@ from torch.nn import functional
 from sfumato.distances import reduce_sample_distances
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 from sfumato.losses.base import LossOutput, MatchLoss, PairShare
-from sfumato.losses.vib import vib_sums
+from sfumato.losses.vib import vib_of_share
 from sfumato.matching import MatchingLogits, match_logit
 
 SIGMOIDS = {"plain": 1.0, "compressed": 2.0}
@@ -177,8 +177,7 @@ def _part(
     likelihood = label * log_probability(1.0) + (1 - label) * log_probability(-1.0)
     terms = {"match": -match_weight * likelihood.sum() / counts[0].to(likelihood.dtype)}
     if beta:
-        sides = ((share.image, share.images), (share.text, share.texts))
-        terms["vib"] = beta * torch.stack([vib_sums(part).sum() / (whole.n * whole.d) for part, whole in sides]).sum()
+        terms["vib"] = beta * vib_of_share(share)
     if uniformity_weight:
         draws = sum(x.shape[0] * x.shape[1] for x in noise)
         whole = counts[1].clamp_min(1e-300)

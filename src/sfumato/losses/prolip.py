@@ -12,7 +12,7 @@ from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.base import LossOutput, MatchLoss, PairShare
 from sfumato.losses.inclusion import inclusion_losses
-from sfumato.losses.vib import vib_sums
+from sfumato.losses.vib import vib_of_share
 from sfumato.matching import MatchingLogits, match_logit
 
 
@@ -104,8 +104,7 @@ def _part(
         terms["inclusion"] = inclusion_weight * losses.sum() / pairs
         stats["included"] = (inner.log_var < outer.log_var).sum() / (pairs * inner.d)
     if beta:
-        sides = ((share.image, share.images), (share.text, share.texts))
-        terms["vib"] = beta * torch.stack([vib_sums(part).sum() / (whole.n * whole.d) for part, whole in sides]).sum()
+        terms["vib"] = beta * vib_of_share(share)
     return LossOutput(torch.stack(list(terms.values())).sum(), terms, stats)
 
 

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
+from sfumato.losses.base import PairShare
 
 
 def vib_loss(x: GaussianEmbedding) -> Tensor:
@@ -32,3 +33,9 @@ def vib_sums(x: GaussianEmbedding) -> Tensor:
     dtype = accumulation_dtype(x.dtype)
     mean, log_var = x.mean.to(dtype), x.log_var.to(dtype)
     return (mean.square() + log_var.expm1() - log_var).sum(-1) / 2
+
+
+def vib_of_share(share: PairShare) -> Tensor:
+    """() what a share adds to the sum of :func:`vib_loss` of the batch's images and of its texts."""
+    image = vib_sums(share.image).sum() / (share.images.n * share.images.d)
+    return image + vib_sums(share.text).sum() / (share.texts.n * share.texts.d)
