@@ -17,7 +17,8 @@ from torch import Tensor
 
 from sfumato.files import write_atomically
 
-_FORMAT = "sfumato-embeddings-1"
+EMBEDDINGS_FORMAT = "sfumato-embeddings-1"
+"""What a safetensors file of mean, log_var and ids says in its metadata."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -175,7 +176,7 @@ def save_embeddings(path: str | Path, embeddings: GaussianEmbedding, ids: Sequen
     tensors = {name: getattr(embeddings, name).detach().cpu().contiguous() for name in ("mean", "log_var")}
     # Ids are a tensor of UTF-8 bytes: the format limits its header, where they would otherwise go, to 100 MB.
     tensors["ids"] = torch.frombuffer(bytearray(json.dumps(ids, ensure_ascii=False).encode()), dtype=torch.uint8)
-    write_atomically(path, safetensors_bytes(tensors, {"format": _FORMAT}))
+    write_atomically(path, safetensors_bytes(tensors, {"format": EMBEDDINGS_FORMAT}))
 
 
 def load_embeddings(path: str | Path) -> tuple[GaussianEmbedding, list[str]]:
@@ -191,9 +192,9 @@ def load_embeddings(path: str | Path) -> tuple[GaussianEmbedding, list[str]]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            if metadata.get("format") != _FORMAT:
+            if metadata.get("format") != EMBEDDINGS_FORMAT:
                 raise ValueError(
-                    f"{path}: not an embeddings file of sfumato (format {metadata.get('format')!r}, expected {_FORMAT!r})"
+                    f"{path}: not an embeddings file of sfumato (format {metadata.get('format')!r}, expected {EMBEDDINGS_FORMAT!r})"
                 )
             embeddings = GaussianEmbedding(file.get_tensor("mean"), file.get_tensor("log_var"))
             ids = [str(i) for i in json.loads(file.get_tensor("ids").numpy().tobytes())]
@@ -210,7 +211,7 @@ def is_embeddings_file(path: str | Path) -> bool:
     """Whether a safetensors file says that :func:`save_embeddings` wrote it; False for what cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
-            return bool((file.metadata() or {}).get("format") == _FORMAT)
+            return bool((file.metadata() or {}).get("format") == EMBEDDINGS_FORMAT)
     except SafetensorError:
         return False
 

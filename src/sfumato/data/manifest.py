@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,14 +60,10 @@ def read_manifest(
     """
     _check_shares(val_share, test_share)
     path = Path(path)
-    if not path.is_file():
-        raise UserError(f"there is no manifest {path}")
-    readers = {".jsonl": _jsonl_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
-    if path.suffix.lower() not in readers:
-        raise UserError(f"{path}: unknown kind of manifest {path.suffix!r}; expected {', '.join(readers)}")
+    read = _row_reader(path)
     root = Path(image_root) if image_root is not None else path.parent
     rows = []
-    for place, values in readers[path.suffix.lower()](path, problems):
+    for place, values in read(path, problems, ("image", "captions")):
         if row := _check_row(place, values, root, problems):
             rows.append(row)
     return _splits(rows, path, problems, val_share, test_share)
@@ -124,7 +120,77 @@ def read_image_folder(
     return _splits(rows, path, problems, val_share, test_share)
 
 
-def _jsonl_rows(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str, Any]]]:
+@dataclass(frozen=True)
+class ListedImage:
+    """A row of a manifest that is read for its pictures alone.
+
+    Attributes:
+        place: file and line, for messages.
+        id: the row's, else its ``image`` as written.
+        path: of the picture; nobody has looked whether it is there.
+        error: what is wrong with the row; "" if nothing is.
+    """
+
+    place: str
+    id: str
+    path: str
+    error: str = ""
+
+
+def list_images(path: str | Path, *, image_root: str | Path | None = None) -> Iterator[ListedImage]:
+    """The pictures of a manifest in its order, for embedding: a row needs an ``image``, no captions, and no file is looked for.
+
+    A picture that occurs again under its id (one caption a row is a common layout) comes once.
+
+    Args:
+        path: a .jsonl, .csv or .parquet file.
+        image_root: what the image paths are relative to; the manifest's folder if None.
+
+    Yields:
+        The usable rows, and what is wrong with the others, where they stand.
+
+    Raises:
+        UserError: the file is missing, of an unknown kind, or lacks the column image.
+    """
+    path = Path(path)
+    read = _row_reader(path)
+    root = Path(image_root) if image_root is not None else path.parent
+    problems, told = Problems(), 0
+    seen: dict[str, str] = {}
+
+    def malformed() -> Iterator[ListedImage]:
+        nonlocal told
+        for problem in problems.items[told:]:
+            yield ListedImage(problem.place, "", "", problem.reason)
+        told = len(problems)
+
+    for place, values in read(path, problems, ("image",)):
+        yield from malformed()
+        image = values.get("image")
+        if not isinstance(image, str) or not image.strip():
+            yield ListedImage(place, "", "", f"no image: found {reprlib.repr(image)}, expected a path")
+            continue
+        identity = image if values.get("id") in (None, "") else str(values["id"])
+        if not _is_unicode(identity + image):
+            yield ListedImage(place, "", "", "not valid Unicode; save the manifest as UTF-8")
+        elif identity not in seen:
+            seen[identity] = image
+            yield ListedImage(place, identity, str(root / image))
+        elif seen[identity] != image:
+            yield ListedImage(place, "", "", f"id {identity!r} occurs before with another image")
+    yield from malformed()
+
+
+def _row_reader(path: Path) -> Callable[[Path, Problems, Sequence[str]], Iterator[tuple[str, dict[str, Any]]]]:
+    if not path.is_file():
+        raise UserError(f"there is no manifest {path}")
+    readers = {".jsonl": _jsonl_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
+    if path.suffix.lower() not in readers:
+        raise UserError(f"{path}: unknown kind of manifest {path.suffix!r}; expected {', '.join(readers)}")
+    return readers[path.suffix.lower()]
+
+
+def _jsonl_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             place = f"{path}:{number}"
@@ -141,7 +207,7 @@ def _jsonl_rows(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str,
                 problems.add(place, f"expected an object with image and captions, got {type(values).__name__}")
 
 
-def _csv_rows(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str, Any]]]:
+def _csv_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     # Strict, because the lenient reader lets one stray quote swallow rows and change captions in silence.
     with path.open(encoding="utf-8-sig", newline="", errors="surrogateescape") as file:
         line = 0  # The last one read; the reader's own count leaves out lines with errors.
@@ -156,7 +222,7 @@ def _csv_rows(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str, A
             columns = reader.fieldnames or []
         except csv.Error as error:
             raise UserError(f"{path}:1: not CSV: {error}") from error
-        _check_columns(path, columns)
+        _check_columns(path, columns, needed)
         while True:
             first = line + 1
             try:
@@ -186,7 +252,7 @@ def _json_list(text: str | None) -> str | list[Any] | None:
     return text
 
 
-def _parquet_rows(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -196,7 +262,7 @@ def _parquet_rows(path: Path, problems: Problems) -> Iterator[tuple[str, dict[st
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = file.schema_arrow.names
-            _check_columns(path, columns)
+            _check_columns(path, columns, needed)
             for batch in file.iter_batches(columns=[name for name in _COLUMNS if name in columns]):
                 for values in batch.to_pylist():
                     number += 1
@@ -205,10 +271,11 @@ def _parquet_rows(path: Path, problems: Problems) -> Iterator[tuple[str, dict[st
         raise UserError(f"{path}: damaged after row {number}, or not a Parquet file ({error})") from error
 
 
-def _check_columns(path: Path, columns: Sequence[str]) -> None:
-    if "image" not in columns or not {"captions", "caption"} & set(columns):
+def _check_columns(path: Path, columns: Sequence[str], needed: Sequence[str]) -> None:
+    known = {*columns, "captions"} if "caption" in columns else set(columns)
+    if not known.issuperset(needed):
         raise UserError(
-            f"{path}: the columns are {', '.join(columns) or '(none)'}; expected image and captions among them"
+            f"{path}: the columns are {', '.join(columns) or '(none)'}; expected {' and '.join(needed)} among them"
         )
 
 

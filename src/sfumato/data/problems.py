@@ -48,18 +48,19 @@ class Problems:
         more = len(self.items) - most
         return "\n".join(lines + ([f"  ... and {more} more"] if more > 0 else [])) or "  (none)"
 
-    def check(self, total: int, max_share: float) -> None:
+    def check(self, total: int, max_share: float, *, setting: str = "data.max_problem_share=") -> None:
         """Stop when too many items are unusable; up to three are never too many.
 
         Args:
             total: number of usable items.
             max_share: largest tolerated share of unusable ones, in [0, 1].
+            setting: what the user sets it with, for the message.
 
         Raises:
             UserError: there are more; the message lists the first ten.
         """
         if len(self) > max(_FEW, max_share * (total + len(self))):
             raise UserError(
-                f"{len(self)} of {total + len(self)} items are unusable, more than data.max_problem_share={max_share:g}"
+                f"{len(self)} of {total + len(self)} items are unusable, more than {setting}{max_share:g}"
                 f" allows; mend them, or raise that share:\n{self.summary()}"
             )

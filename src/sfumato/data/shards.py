@@ -304,6 +304,62 @@ def read_shards(shards: Sequence[str | Path], problems: Problems) -> PairData:
     return make_pair_data([image.place for image in images], images, [captions[digest] for digest in pictures])
 
 
+@dataclass(frozen=True)
+class ShardPicture:
+    """Where the picture of a sample lies in its shard, captions or not.
+
+    Attributes:
+        key: of the sample; different for every one that is usable.
+        member: name of the picture's member.
+        offset, size: of its bytes in the file.
+        error: what is wrong with the sample, or with the file from here on; "" if nothing is.
+    """
+
+    key: str
+    member: str = ""
+    offset: int = 0
+    size: int = 0
+    error: str = ""
+
+
+def list_shard(shard: str | Path) -> list[ShardPicture]:
+    """The pictures of a shard in its order, by its headers alone: no picture is read.
+
+    Args:
+        shard: a local tar file.
+
+    Returns:
+        One for every sample, and one for every damaged place; at least one.
+    """
+    found: list[ShardPicture] = []
+
+    def bad(reason: str) -> None:
+        found.append(ShardPicture("", error=reason))
+
+    seen: set[str] = set()
+    try:
+        with open(shard, "rb") as file:
+            for key, group in itertools.groupby(_named(_members(file, bad)), key=lambda member: member[0]):
+                members = list(group)
+                endings = [ending for _, ending, _ in members]
+                picture = next((ending for ending in PICTURE_ENDINGS if ending in endings), None)
+                if key in seen:
+                    found.append(ShardPicture(key, error="the key occurs before in this shard"))
+                elif picture is None:
+                    found.append(ShardPicture(key, error=f"no picture: there is only .{', .'.join(endings)}"))
+                elif endings.count(picture) > 1:
+                    found.append(ShardPicture(key, error=f".{picture} occurs twice"))
+                else:
+                    seen.add(key)
+                    member = members[endings.index(picture)][2]
+                    found.append(ShardPicture(key, member.name, member.offset_data, member.size))
+    except OSError as error:
+        bad(f"cannot be read: {error.strerror or error}")
+    if not found:
+        bad("no sample in it")
+    return found
+
+
 def _read_shard(shard: str, mine: slice, bad: Callable[[str, str], None]) -> Iterator[ShardSample]:
     """The usable ones among the samples of a shard that a slice of them picks."""
     try:

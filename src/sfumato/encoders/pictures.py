@@ -42,7 +42,7 @@ class PictureStore:
         workers: int | None = None,
     ) -> None:
         check_fit(fit)
-        workers = _processors() if workers is None else workers
+        workers = processors() if workers is None else workers
         for name, value in (("size", size), ("workers", workers)):
             if value < 1:
                 raise ValueError(f"PictureStore: {name} must be at least 1, got {value}")
@@ -166,6 +166,6 @@ def _bytes(item: Item) -> bytes:
     return data if isinstance(data, bytes) else data.encode()
 
 
-def _processors() -> int:
+def processors() -> int:
     """How many this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
