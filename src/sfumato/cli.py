@@ -396,7 +396,8 @@ def index(
     from sfumato.search.index import check_settings
     from sfumato.training.build import choose_device
     from sfumato.training.export import load_model
-    from sfumato.training.inference import build_index, embed_folder, embed_split_images
+    from sfumato.training.galleries import build_index
+    from sfumato.training.inference import embed_folder, embed_split_images
     from sfumato.training.run import load_run
 
     if (images is None) == (split is None):
@@ -438,7 +439,7 @@ def search(
 ) -> None:
     """Search an index by text or picture: ids, distances, match probabilities and uncertainties."""
     from sfumato.console import print_search
-    from sfumato.training.inference import search_index
+    from sfumato.training.galleries import search_index
 
     if not query and not image:
         raise UserError("nothing to search for: give a text, or --image FILE")

@@ -171,8 +171,7 @@ def print_search(result: dict[str, Any]) -> None:
     )
     if not result["calibrated"]:
         print("  (probabilities not calibrated for such queries: trust their order, not their size)")
-    if result["abstained"]:
-        print("  no confident match; the closest are")
+    print(f"  {result['verdict']}")
     _print_hits(result["hits"], result["distance"])
     if not result["hits"]:
         print("  nothing is that likely")

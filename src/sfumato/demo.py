@@ -22,8 +22,10 @@ from sfumato.metrics.uncertainty import balanced_spearman, spearman
 from sfumato.recipes import find_recipe
 from sfumato.search.index import GaussianIndex
 from sfumato.search.ranking import top_k
+from sfumato.search.verdict import MANY, verdict
 from sfumato.training.config import load_recipe
-from sfumato.training.inference import build_index, describe, evaluate_run, expected_matches
+from sfumato.training.galleries import build_index, describe
+from sfumato.training.inference import evaluate_run
 from sfumato.training.loop import embed_split, fit, load_split
 from sfumato.training.run import Run, load_run
 
@@ -34,8 +36,6 @@ PAIRS = (("flag", "black flag"), ("game", "pool 8 ball"), ("clock", "mantelpiece
 
 PICTURES = ("1F98A", "1F34E", "1F692", "1F47B")
 """Pictures to be described: fox, red apple, fire engine, ghost."""
-
-_VAGUE = 10
 
 _VARIANCE_NOTE = (
     "So ask for expected matches, not for the variance, when you want to know how ambiguous a text is: variance also measures how"
@@ -68,7 +68,7 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
     print("\n3. Indexing every picture of that style")
     style = load_split(run.model, run.recipe.data, "style")
     images, texts = embed_split(run.model, style)
-    index = build_index(run, images, list(style.data.image_ids), home=out / "run")
+    index = build_index(run, images, list(style.data.image_ids), home=out / "run", pictures={"split": "style"})
     index.save(out / "index")
     print(f"{len(index)} pictures: {out / 'index'}")
 
@@ -109,7 +109,7 @@ def _page(
     sources = dict(zip(data.image_ids, data.images, strict=True))
     pictures = {i: "data:image/png;base64," + base64.b64encode(s.read_bytes()).decode() for i, s in sources.items()}
     cards = [_card(result, data, pictures) for result in results]
-    expected = np.array(expected_matches(index, texts))
+    expected = np.array(index.expected_matches(texts))
     counts = data.relevance().transpose().counts
     variance = texts.total_variance.numpy()
     balanced = balanced_spearman(expected, counts), balanced_spearman(variance, counts)
@@ -143,14 +143,15 @@ def _page(
 def _card(result: dict[str, Any], data: PairData, pictures: dict[str, str]) -> dict[str, Any]:
     true = _true_images(data, result["query"])
     expected = result["expected_matches"]
-    vague = expected >= _VAGUE
+    best = result["hits"][0]["match_probability"]
+    vague = expected >= MANY
     return {
         "query": result["query"],
         "vague": vague,
-        "verdict": _verdict(expected, result["hits"][0]["match_probability"]),
+        "verdict": verdict(expected, best).text,
         "expected": f"{expected:.0f}" if vague else f"{expected:.1f}",
         "truth": len(true),
-        "top": f"{result['hits'][0]['match_probability']:.0%}",
+        "top": f"{best:.0%}",
         "uncertainty": f"{result['uncertainty']:.3g}",
         "hits": [
             {
@@ -163,14 +164,6 @@ def _card(result: dict[str, Any], data: PairData, pictures: dict[str, str]) -> d
             for hit in result["hits"]
         ],
     }
-
-
-def _verdict(expected: float, best: float) -> str:
-    if expected >= _VAGUE:
-        return f"This could mean many things: about {expected:.0f} matches expected"
-    if best < 0.15:
-        return f"Nothing it is sure of: the best hit has a probability of {best:.0%}"
-    return "One clear match" if expected < 1.7 else f"Few matches: about {expected:.0f} expected"
 
 
 def _true_images(data: PairData, text: str) -> set[str]:

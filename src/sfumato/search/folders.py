@@ -29,7 +29,14 @@ _DATA = re.compile("data-[0-9a-f]{16}")
 Result = TypeVar("Result")
 
 
-def save_folder(path: str | Path, kind: str, about: Mapping[str, Any], write: Callable[[Path], None]) -> None:
+def save_folder(
+    path: str | Path,
+    kind: str,
+    about: Mapping[str, Any],
+    write: Callable[[Path], None],
+    *,
+    beside: tuple[str, ...] = (),
+) -> None:
     """Write a folder, or replace what an earlier save wrote there.
 
     Args:
@@ -37,6 +44,7 @@ def save_folder(path: str | Path, kind: str, about: Mapping[str, Any], write: Ca
         kind: what it holds and its version, e.g. "sfumato-index-1".
         about: JSON values to keep in the manifest.
         write: writes the files, without subfolders, into the empty folder that it is given.
+        beside: names of what others may keep in the folder.
 
     Raises:
         ValueError: path is a file, or a folder with something else in it.
@@ -46,7 +54,7 @@ def save_folder(path: str | Path, kind: str, about: Mapping[str, Any], write: Ca
     if path.exists() and not path.is_dir():
         raise ValueError(f"cannot save to {path}: it is a file, expected a folder or a new name")
     path.mkdir(parents=True, exist_ok=True)
-    if stranger := _stranger(path, kind):
+    if stranger := _stranger(path, kind, beside):
         raise ValueError(
             f"cannot save to {path}: the folder holds something else ({stranger}); give a new or empty folder, or remove it"
         )
@@ -132,7 +140,7 @@ def _check_file(file: Path, expected: dict[str, Any]) -> None:
         raise ValueError(f"{file}: damaged, its checksum does not fit; build it again")
 
 
-def _stranger(path: Path, kind: str) -> str | None:
+def _stranger(path: Path, kind: str, beside: tuple[str, ...]) -> str | None:
     """The name of something in the folder that no save of this kind left there; None if there is nothing."""
     if (path / _MANIFEST).exists():
         try:
@@ -142,7 +150,12 @@ def _stranger(path: Path, kind: str) -> str | None:
         return None
     ours = (_LOCK, _UNFINISHED)
     return next(
-        (p.name for p in sorted(path.iterdir()) if not (p.name.startswith(ours) or _DATA.fullmatch(p.name))), None
+        (
+            p.name
+            for p in sorted(path.iterdir())
+            if not (p.name.startswith(ours) or p.name in beside or _DATA.fullmatch(p.name))
+        ),
+        None,
     )
 
 

@@ -9,7 +9,7 @@ give sets that hold a match as often as was asked for.
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,10 +22,11 @@ from torch import Tensor
 from sfumato.calibration import Calibration, Direction
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding, check_finite
-from sfumato.matching import match_probability
 from sfumato.search.folders import load_folder, save_folder
+from sfumato.search.gallery import Answers, Found, Gallery, Items
 from sfumato.search.lifting import gallery_centre, lift_gallery, lift_queries
 from sfumato.search.ranking import closest_candidates, distance_blocks, top_k
+from sfumato.search.stores.base import Filter
 from sfumato.search.stores.faiss import FAISS_ENGINES, FaissOptions, FaissStore
 
 ENGINES = ("exact", *FAISS_ENGINES)
@@ -35,55 +36,8 @@ _KIND = "sfumato-index-1"
 _TENSORS, _ITEMS, _FAISS, _CALIBRATION = "embeddings.safetensors", "items.json", "faiss.index", "calibration.json"
 
 
-@dataclass(frozen=True)
-class SearchHit:
-    """One item that a search found.
-
-    Attributes:
-        id: of the item.
-        rank: 1 is the closest.
-        distance: between query and item, smaller is closer.
-        match_probability: in [0, 1], by the calibration of the index, or its logits.
-        uncertainty: total variance of the item.
-        payload: what was stored beside the item, e.g. {"path": ...}.
-    """
-
-    id: str
-    rank: int
-    distance: float
-    match_probability: float
-    uncertainty: float
-    payload: dict[str, str]
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """What a search found for one query, closest first; iterates over its hits.
-
-    Attributes:
-        uncertainty: total variance of the query.
-        hits: as many as were asked for, or the whole gallery if it is smaller; with min_probability fewer, perhaps none.
-        abstained: whether the closest item is too unlikely a match to be an answer at the risk asked for; None if none was.
-        conformal_set: all items within the radius of the coverage asked for, closest first; None if none was.
-    """
-
-    uncertainty: float
-    hits: tuple[SearchHit, ...]
-    abstained: bool | None = None
-    conformal_set: tuple[SearchHit, ...] | None = None
-
-    def __iter__(self) -> Iterator[SearchHit]:
-        return iter(self.hits)
-
-    def __len__(self) -> int:
-        return len(self.hits)
-
-    def __getitem__(self, index: int) -> SearchHit:
-        return self.hits[index]
-
-
 @dataclass(frozen=True, eq=False)
-class GaussianIndex:
+class GaussianIndex(Gallery):
     """A gallery of Gaussian embeddings to search in. Make one with :meth:`build` or :meth:`load`.
 
     Attributes:
@@ -156,7 +110,8 @@ class GaussianIndex:
         _check_gallery(embeddings, ids, texts)
         if calibration is not None:
             logit_scale = calibration.logit_scale
-            logit_bias = calibration.logit_bias + _prior_shift(calibration, direction, len(ids))
+            answers = Answers(logit_scale, calibration.logit_bias, calibration, direction)
+            logit_bias = calibration.logit_bias + answers.prior_shift(len(ids))
         check_settings(distance, engine, logit_scale, logit_bias)
         if get_distance(distance).needs_variance and torch.isneginf(embeddings.log_var).any():
             raise ValueError(
@@ -177,70 +132,65 @@ class GaussianIndex:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def search(
-        self,
-        queries: GaussianEmbedding,
-        k: int = 10,
-        *,
-        min_probability: float | None = None,
-        coverage: float | None = None,
-        max_risk: float | None = None,
-    ) -> list[SearchResult]:
-        """The k closest items of each query.
+    @property
+    def answers(self) -> Answers:
+        """What probabilities and promises come from."""
+        bias = self.logit_bias if self.calibration is None else self.calibration.logit_bias
+        return Answers(self.logit_scale, bias, self.calibration, self.direction)
 
-        Args:
-            queries: (n, d) embeddings; any floating dtype and device.
-            k: number of hits; all items if the gallery is smaller.
-            min_probability: leave out hits that are less likely matches. For a wanted precision take that of
-                :meth:`Calibration.threshold`.
-            coverage: give also the set of all items, however many, that holds a match of the query with at least this
-                probability: :meth:`Calibration.conformal_radius`. Found by a scan whatever the engine.
-            max_risk: say of each query whether it is better not answered, so that at most this share of the answers is wrong:
-                :meth:`Calibration.abstain_below`. Hits and set are given all the same.
+    @property
+    def d(self) -> int:
+        """Dimensions of the embeddings."""
+        return self.embeddings.d
 
-        Returns:
-            n results in the order of the queries.
+    def closest(self, queries: GaussianEmbedding, k: int, filter: Filter | None = None) -> list[Found]:
+        """See :class:`Gallery`; with a filter, whatever the engine, an exact scan of the items that fit."""
+        if filter is None:
+            distance, position = self._nearest(queries, k)
+        else:
+            fitting = self._fitting(filter)
+            if not len(fitting):
+                return [self._found(torch.empty(0), fitting)] * queries.n
+            distance, place = top_k(
+                queries, self.embeddings[fitting], k, self.distance, queries_first=self.queries_first
+            )
+            distance, position = self._anew(queries, fitting[place])
+        return [self._found(d, p) for d, p in zip(distance, position, strict=True)]
 
-        Raises:
-            ValueError: k < 1, another d, NaN in a query, a share outside of (0, 1), or coverage or max_risk without a calibration
-                that can vouch for it.
-        """
-        if min_probability is not None and not 0 <= min_probability <= 1:
-            raise ValueError(f"search: min_probability must be between 0 and 1, got {min_probability}")
-        radius = None
-        if coverage is not None:
-            if not 0 < coverage < 1:
-                raise ValueError(f"search: coverage must be between 0 and 1, got {coverage}")
-            radius = self._calibration("coverage").conformal_radius(1 - coverage, direction=self.direction)
-        calibration = None if max_risk is None else self._calibration("max_risk")
-        distance, position = self.nearest(queries, k)
-        probability = self.match_probability(distance)
-        abstained: list[bool | None] = [None] * queries.n
-        if calibration is not None and max_risk is not None:
-            n = len(self) if calibration.share is not None else None
-            abstained = calibration.abstains(distance[:, 0], max_risk, n_gallery=n, direction=self.direction).tolist()
-        sets = [None] * queries.n if radius is None else self._within(queries, radius)
-        results = []
-        for i, total_variance in enumerate(queries.total_variance.tolist()):
-            hits = self._hits(distance[i], position[i], probability[i])
-            if min_probability is not None:
-                hits = tuple(hit for hit in hits if hit.match_probability >= min_probability)
-            results.append(SearchResult(total_variance, hits, abstained[i], sets[i]))
-        return results
+    def within(
+        self, queries: GaussianEmbedding, radius: float, *, most: int | None = None, filter: Filter | None = None
+    ) -> list[Found]:
+        """See :class:`Gallery`; found by a scan whatever the engine."""
+        fitting = None if filter is None else self._fitting(filter)
+        found = []
+        for start, block in distance_blocks(queries, self.embeddings, self.distance, queries_first=self.queries_first):
+            # Products of matrices round by about 1e-6 of the largest distance.
+            near = block <= radius + 1e-5 * block.abs().amax(1, keepdim=True)
+            for i, row in enumerate(near, start):
+                candidates = row.nonzero().squeeze(1)
+                if fitting is not None:
+                    candidates = candidates[torch.isin(candidates, fitting)]
+                distance, position = self._anew(queries[i : i + 1], candidates.unsqueeze(0))
+                inside = distance[0] <= radius
+                found.append(self._found(distance[0][inside][:most], position[0][inside][:most]))
+        return found
 
-    def match_probability(self, distance: Tensor) -> Tensor:
-        """Probability that an item of this index at this distance from a query matches it.
+    @torch.no_grad()
+    def expected_matches(self, queries: GaussianEmbedding) -> list[float]:
+        """Sum of the match probabilities over the index for each query: how many of its items should match."""
+        queries, totals = self.checked(queries), list[float]()
+        for _, block in distance_blocks(queries, self.embeddings, self.distance, queries_first=self.queries_first):
+            totals += self.match_probability(block).sum(1).tolist()
+        return totals
 
-        Args:
-            distance: any shape, by the distance of the index.
+    def items(self, ids: Sequence[str]) -> Items:
+        """Those of these items that are there, in the order asked for."""
+        return self._items([self._position[i] for i in ids if i in self._position])
 
-        Returns:
-            (...) probabilities of the same shape: of the calibration, at the size of this gallery; without one, of the logits.
-        """
-        if self.calibration is None or self.calibration.knots is None:
-            return match_probability(distance, self.logit_scale, self.logit_bias)
-        shift = self.logit_bias - self.calibration.logit_bias
-        return torch.sigmoid(self.calibration.logit(distance) + shift).to(distance.dtype)
+    def sample(self, n: int) -> Items:
+        """At most n items, drawn evenly and the same each time, in their order."""
+        chosen = torch.randperm(len(self), generator=torch.Generator().manual_seed(0))[:n]
+        return self._items(chosen.sort().values.tolist())
 
     @torch.no_grad()
     def nearest(self, queries: GaussianEmbedding, k: int = 10) -> tuple[Tensor, Tensor]:
@@ -249,21 +199,18 @@ class GaussianIndex:
         Returns:
             ((n, k) float32 distances ascending, (n, k) positions in `ids`).
         """
-        if k < 1:
-            raise ValueError(f"search: k must be at least 1, got {k}")
-        if queries.d != self.embeddings.d:
-            raise ValueError(
-                f"search: queries have {queries.d} dimensions, the index has {self.embeddings.d}; embed both with one model"
-            )
-        check_finite(queries, "search")
-        queries = queries.detach().to("cpu").to(torch.float32)
+        return self._nearest(self.checked(queries, k), k)
+
+    def _nearest(self, queries: GaussianEmbedding, k: int) -> tuple[Tensor, Tensor]:
         k = min(k, len(self))
         # A few more than asked: rounding may have put near ties in the wrong order, the exact distances mend it.
         candidates = self._candidates(queries, min(len(self), k + max(8, k // 4)))
-        distance, found = closest_candidates(
-            queries, self.embeddings, candidates, self.distance, queries_first=self.queries_first
-        )
+        distance, found = self._anew(queries, candidates)
         return distance[:, :k], found[:, :k]
+
+    def _anew(self, queries: GaussianEmbedding, candidates: Tensor) -> tuple[Tensor, Tensor]:
+        """Each query's own (n, c) candidates with their exact distances, closest first."""
+        return closest_candidates(queries, self.embeddings, candidates, self.distance, queries_first=self.queries_first)
 
     def save(self, path: str | Path) -> None:
         """Write the index into a folder; an index already there is replaced in one step, or kept if this process dies.
@@ -297,6 +244,11 @@ class GaussianIndex:
             UserError: a FAISS engine without FAISS.
         """
         return load_folder(path, _KIND, cls._read)
+
+    @cached_property
+    def _position(self) -> dict[str, int]:
+        """Position of each id."""
+        return {i: j for j, i in enumerate(self.ids)}
 
     @cached_property
     def _uncertainty(self) -> Tensor:
@@ -337,39 +289,29 @@ class GaussianIndex:
             direction=about.get("direction", "t2i"),
         )
 
-    def _hits(self, distance: Tensor, position: Tensor, probability: Tensor) -> tuple[SearchHit, ...]:
-        """The items at (c,) positions, in their order."""
-        columns = (position, distance, probability, self._uncertainty[position])
-        return tuple(
-            SearchHit(self.ids[j], rank, d, p, u, {name: values[j] for name, values in self.payload.items()})
-            for rank, (j, d, p, u) in enumerate(zip(*(c.tolist() for c in columns), strict=True), 1)
+    def _found(self, distance: Tensor, position: Tensor) -> Found:
+        """(c,) distances and positions of items with what is stored beside them."""
+        places = position.tolist()
+        return Found(
+            tuple(self.ids[j] for j in places),
+            distance,
+            self._uncertainty[position],
+            tuple({name: values[j] for name, values in self.payload.items()} for j in places),
         )
 
-    @torch.no_grad()
-    def _within(self, queries: GaussianEmbedding, radius: float) -> list[tuple[SearchHit, ...]]:
-        """For each query all items at most as far as the radius, by distances as exact as those of the hits."""
-        queries = queries.detach().to("cpu").to(torch.float32)
-        sets = []
-        for start, block in distance_blocks(queries, self.embeddings, self.distance, queries_first=self.queries_first):
-            # Products of matrices round by about 1e-6 of the largest distance.
-            near = block <= radius + 1e-5 * block.abs().amax(1, keepdim=True)
-            for i, row in enumerate(near, start):
-                candidates = row.nonzero().T
-                distance, position = closest_candidates(
-                    queries[i : i + 1], self.embeddings, candidates, self.distance, queries_first=self.queries_first
-                )
-                inside = distance[0] <= radius
-                distance, position = distance[0][inside], position[0][inside]
-                sets.append(self._hits(distance, position, self.match_probability(distance)))
-        return sets
+    def _items(self, places: list[int]) -> Items:
+        found = self._found(torch.empty(0), torch.tensor(places, dtype=torch.long))
+        return Items(found.ids, self.embeddings[torch.tensor(places, dtype=torch.long)], found.payloads)
 
-    def _calibration(self, asked: str) -> Calibration:
-        if self.calibration is None:
-            raise ValueError(
-                f"search: {asked} needs a calibration, and this index has none; calibrate the model on held-out pairs (sfumato calibrate"
-                " RUN) and build the index again"
-            )
-        return self.calibration
+    def _fitting(self, filter: Filter) -> Tensor:
+        """Positions of the items that a filter accepts, ascending."""
+        found = self._found(torch.empty(0), torch.arange(len(self)))
+        accepted = [
+            j
+            for j, (payload, u) in enumerate(zip(found.payloads, found.uncertainty.tolist(), strict=True))
+            if filter.accepts(payload, u)
+        ]
+        return torch.tensor(accepted, dtype=torch.long)
 
     def _candidates(self, queries: GaussianEmbedding, c: int) -> Tensor:
         """(n, c) distinct positions; queries for which an approximate engine finds fewer than c are answered exactly."""
@@ -401,13 +343,6 @@ def _check_gallery(embeddings: GaussianEmbedding, ids: tuple[str, ...], payload:
     check_finite(embeddings, "GaussianIndex")
     if not torch.isfinite(embeddings.total_variance.float()).all():
         raise ValueError("GaussianIndex: a total variance overflows float32; a diverged model?")
-
-
-def _prior_shift(calibration: Calibration, direction: Direction, n_gallery: int) -> float:
-    """What the size of the gallery adds to the logits; nothing if the calibration, of an older version, does not know its own."""
-    if calibration.share is None or getattr(calibration, direction) is None:
-        return 0.0
-    return calibration.prior_shift(n_gallery=n_gallery, direction=direction)
 
 
 def check_settings(distance: str, engine: str, logit_scale: float = 1.0, logit_bias: float = 0.0) -> None:

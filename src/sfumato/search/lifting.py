@@ -26,6 +26,16 @@ def gallery_centre(gallery: GaussianEmbedding) -> Tensor:
     return gallery.mean.double().mean(0).float()
 
 
+def lifted_dim(d: int, distance: str = "csd") -> int:
+    """e: dimensions of the lifted vectors of embeddings in d dimensions.
+
+    Raises:
+        ValueError: the distance does not lift.
+    """
+    _check(distance)
+    return {"csd": d + 1, "wasserstein2": 2 * d, "squared_l2": d}[distance]
+
+
 def lift_gallery(gallery: GaussianEmbedding, distance: str = "csd", *, centre: Tensor | None = None) -> Tensor:
     """Vectors to store in an engine.
 
@@ -77,6 +87,27 @@ def query_constant(queries: GaussianEmbedding, distance: str = "csd") -> Tensor:
 def unlift(squared_l2: Tensor, queries: GaussianEmbedding, distance: str = "csd") -> Tensor:
     """(n, k) squared L2 of lifted vectors, as an engine reports them -> (n, k) distances."""
     return squared_l2 + query_constant(queries, distance).unsqueeze(1)
+
+
+def lowered(vectors: Tensor, total_variance: Tensor, distance: str, centre: Tensor) -> GaussianEmbedding:
+    """Embeddings that have the distances of the embeddings that were lifted.
+
+    Args:
+        vectors: (n, e) of :func:`lift_gallery`.
+        total_variance: (n,) of what was lifted.
+        distance: one of LIFTED_DISTANCES.
+        centre: (d,) as given to lift_gallery.
+
+    Returns:
+        (n, d) with the means and total variances of the originals, and for wasserstein2 their variances; for the other two, which do
+        not depend on it, the total variance is spread evenly over the dimensions.
+    """
+    _check(distance)
+    d = len(centre)
+    mean = vectors[:, :d] + centre
+    if distance == "wasserstein2":
+        return GaussianEmbedding(mean, 2 * vectors[:, d:].log())
+    return GaussianEmbedding(mean, (total_variance / d).log().unsqueeze(1).expand(-1, d).contiguous())
 
 
 def _check(distance: str) -> None:

@@ -1,4 +1,4 @@
-"""Using a model, a run of ours or a published one: embedding, evaluating, indexing and searching. What commands and the demo call."""
+"""Using a model, a run of ours or a published one: embedding, evaluating and calibrating. What commands and the demo call."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,7 +8,6 @@ from typing import Any, Protocol, get_args
 import torch
 
 from sfumato.calibration import Calibration, Direction
-from sfumato.data.emoji import emoji_names
 from sfumato.data.manifest import PICTURE_ENDINGS
 from sfumato.data.pairs import FileImage, ImageSource
 from sfumato.data.problems import Problems
@@ -21,12 +20,9 @@ from sfumato.evaluation.truths import truth_from_data
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.progress import progress_bar
-from sfumato.search.index import GaussianIndex, SearchHit
-from sfumato.search.ranking import distance_blocks
 from sfumato.training.calibrating import calibrate_split
 from sfumato.training.config import DataConfig
 from sfumato.training.distributed import World, alone
-from sfumato.training.export import load_model
 from sfumato.training.loop import embed_split, load_split
 from sfumato.training.run import CALIBRATION, Run, learnt_logits, load_run
 
@@ -198,37 +194,6 @@ def evaluate_run(
     return result, path
 
 
-def build_index(
-    matcher: Matcher, embeddings: GaussianEmbedding, ids: Sequence[str], *, home: str | Path, engine: str = "exact"
-) -> GaussianIndex:
-    """An index for texts as queries that knows the model's distance, its calibration, and where the model is.
-
-    Args:
-        matcher: what made the embeddings.
-        embeddings: of the pictures.
-        ids: theirs; the ids of embedded emoji bring their names along.
-        home: folder or hub name of the model.
-        engine: see :meth:`GaussianIndex.build`.
-    """
-    names = emoji_names() if all("/" in i for i in ids) else {}
-    labels = [names.get(i.split("/")[0], "") for i in ids]
-    return GaussianIndex.build(
-        embeddings,
-        ids,
-        distance=matcher.distance,
-        engine=engine,
-        logit_scale=matcher.logit_scale,
-        logit_bias=matcher.logit_bias,
-        queries_first=False,
-        payload={"label": labels} if all(labels) else {},
-        calibration=matcher.calibration,
-        about={
-            "run": str(Path(home).resolve()) if Path(home).exists() else str(home),
-            "calibrated": matcher.calibrated,
-        },
-    )
-
-
 def calibrate_run(
     folder: str | Path, split: str = "val", *, method: str = "platt", device: torch.device | str = "cpu"
 ) -> Calibration:
@@ -292,116 +257,3 @@ def describe_calibration(calibration: Calibration) -> dict[str, Any]:
             "coverage": {str(c): at(calibration.conformal_radius, 1 - c) for c in (0.8, 0.9, 0.95)},
         }
     return result
-
-
-def search_index(
-    folder: Path,
-    texts: Sequence[str],
-    pictures: Sequence[Path],
-    *,
-    k: int,
-    run: str | Path | None = None,
-    min_probability: float | None = None,
-    coverage: float | None = None,
-    max_risk: float | None = None,
-) -> list[dict[str, Any]]:
-    """Search a saved index by texts and pictures with the model that it was built with.
-
-    Args:
-        folder: of the index.
-        texts, pictures: the queries.
-        k: number of hits of each.
-        run: folder or name of the model, if it has moved.
-        min_probability, coverage, max_risk: see :meth:`GaussianIndex.search`; for texts only.
-
-    Returns:
-        For each query :func:`describe`'s dictionary, texts first.
-
-    Raises:
-        UserError: the model is not where it was, a picture cannot be used, or a picture shall keep a promise about texts.
-        ValueError: see :meth:`GaussianIndex.search`.
-    """
-    if pictures and not (min_probability is coverage is max_risk is None):
-        raise UserError(
-            "a least probability, a coverage and a risk are known of texts that search for pictures, not of pictures that search for"
-            " pictures; search by text, or leave them out"
-        )
-    index = GaussianIndex.load(folder)
-    home = str(run or index.about.get("run", ""))
-    if not home or (Path(home).is_absolute() and not Path(home).exists()):
-        raise UserError(f"the model that {folder} was built with is not at {home}; say where it is with --run")
-    loaded = load_model(home)
-    results = []
-    if texts:
-        queries = loaded.model.embed_texts(texts)
-        results += describe(
-            index, texts, queries, k, min_probability=min_probability, coverage=coverage, max_risk=max_risk
-        )
-    for path in pictures:
-        if not path.is_file():
-            raise UserError(f"there is no picture {path}")
-        try:
-            query = loaded.model.embed_images([path.read_bytes()])
-        except ValueError as error:
-            raise UserError(f"{path}: {error}") from error
-        # The logits were fitted on pairs of a picture and a text: between pictures they are a guess.
-        results += [result | {"calibrated": False} for result in describe(index, [str(path)], query, k)]
-    return results
-
-
-def describe(
-    index: GaussianIndex,
-    names: Sequence[str],
-    queries: GaussianEmbedding,
-    k: int,
-    *,
-    min_probability: float | None = None,
-    coverage: float | None = None,
-    max_risk: float | None = None,
-) -> list[dict[str, Any]]:
-    """Search and say how sure the answer is.
-
-    Args:
-        index: to search in.
-        names: of the queries.
-        queries: their embeddings.
-        k, min_probability, coverage, max_risk: see :meth:`GaussianIndex.search`.
-
-    Returns:
-        For each query {"query", "distance" (its name), "calibrated" (whether the probabilities were fitted on held-out pairs),
-        "uncertainty" (total variance), "expected_matches" (sum of the match probabilities over the whole index), "abstained" (whether it is
-        better not answered; null if no risk was asked for), "hits": [{"id", "distance", "match_probability", "uncertainty", and the
-        payload}], "conformal_set": as the hits, all items within the radius of the coverage; null if none was asked for}.
-    """
-    found = index.search(queries, k, min_probability=min_probability, coverage=coverage, max_risk=max_risk)
-    return [
-        {
-            "query": name,
-            "distance": index.distance,
-            "calibrated": bool(index.about.get("calibrated")),
-            "uncertainty": result.uncertainty,
-            "expected_matches": expected,
-            "abstained": result.abstained,
-            "hits": [_hit(h) for h in result],
-            "conformal_set": None if result.conformal_set is None else [_hit(h) for h in result.conformal_set],
-        }
-        for name, result, expected in zip(names, found, expected_matches(index, queries), strict=True)
-    ]
-
-
-def expected_matches(index: GaussianIndex, queries: GaussianEmbedding) -> list[float]:
-    """Sum over the index of the match probabilities of each query: how many of its items should match."""
-    totals: list[float] = []
-    for _, block in distance_blocks(queries, index.embeddings, index.distance, queries_first=index.queries_first):
-        totals += index.match_probability(block).sum(1).tolist()
-    return totals
-
-
-def _hit(hit: SearchHit) -> dict[str, Any]:
-    return {
-        "id": hit.id,
-        "distance": hit.distance,
-        "match_probability": hit.match_probability,
-        "uncertainty": hit.uncertainty,
-        **hit.payload,
-    }

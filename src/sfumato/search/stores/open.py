@@ -9,8 +9,9 @@ redis://host:6379/0?means=runs/store            the same with the variances in R
 
 import importlib
 import re
+from pathlib import Path
 from typing import cast
-from urllib.parse import parse_qsl, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from sfumato.errors import UserError
 from sfumato.search.stores.base import VectorStore
@@ -84,6 +85,22 @@ def options(url: str, known: dict[str, str]) -> dict[str, str]:
         told = ", ".join(f"{name} ({what})" for name, what in known.items())
         raise UserError(f"store {redacted(url)}: unknown option {unknown[0]!r}; known: {told or 'none'}")
     return found
+
+
+def anchored(url: str, folder: Path) -> str:
+    """The URL with its relative path, if it has one, taken to start at a folder."""
+    kind = scheme(url)
+    if kind in ("redis", "rediss"):
+        parts = urlsplit(url)
+        told = dict(parse_qsl(parts.query, keep_blank_values=True))
+        if "means" in told:
+            told["means"] = str(folder / told["means"])
+        return urlunsplit(parts._replace(query=urlencode(told, safe="/")))
+    if kind not in ("file", "milvus", "rerank"):
+        return url
+    head, tail = (url[: len(kind) + 1], url[len(kind) + 1 :]) if url.startswith(f"{kind}:") else ("", url)
+    path, mark, query = tail.partition("?")
+    return f"{head}{folder / path}{mark}{query}"
 
 
 def redacted(url: str) -> str:

@@ -1,0 +1,389 @@
+"""GaussianCollection: items that come and go, kept in a vector store, searched as exactly as the store's engine brings candidates.
+
+A folder says what the vectors mean (distance, centre, logits, calibration, model) and, in one line, where they are:
+
+    FOLDER/manifest.json     settings and the store's URL      FOLDER/data-xxxx/     the centre and the calibration
+
+The folder is small and is written once; the store can be a folder inside of it or a cluster. Distances, and so the order, are
+computed anew from the lifted vectors of the candidates; equal distances are ordered by id.
+"""
+
+import hashlib
+import json
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sfumato.calibration import Calibration, Direction
+from sfumato.errors import UserError
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.folders import load_folder, save_folder
+from sfumato.search.gallery import Answers, Found, Gallery, Items
+from sfumato.search.lifting import lift_gallery, lift_queries, lifted_dim, lowered, query_constant
+from sfumato.search.stores.base import Filter, Records, VectorStore
+from sfumato.search.stores.open import anchored, create_store, open_store
+
+_KIND = "sfumato-collection-1"
+_CENTRE, _CALIBRATION = "centre.safetensors", "calibration.json"
+_BATCH = 2048
+"""Items of one upsert of the store, at most."""
+_SURELY, _SAMPLE = 1000, 20_000
+"""expected_matches adds up the closest items of a query one by one, and estimates the rest from a sample."""
+
+
+class GaussianCollection(Gallery):
+    """Make one with :meth:`create` or :meth:`open`; close it, or use it as a context manager.
+
+    One process writes at a time; others may search meanwhile.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        store: VectorStore,
+        *,
+        d: int,
+        distance: str,
+        centre: Tensor,
+        answers: Answers,
+        about: dict[str, Any],
+    ) -> None:
+        self.folder, self.store, self.distance, self.about = folder, store, distance, about
+        self._d, self._centre, self._answers = d, centre, answers
+        self._sample: tuple[int, Records] | None = None
+
+    @classmethod
+    def create(
+        cls,
+        folder: str | Path,
+        store: str = "store",
+        *,
+        d: int,
+        distance: str = "csd",
+        centre: Tensor | None = None,
+        logit_scale: float = 5.0,
+        logit_bias: float = 5.0,
+        calibration: Calibration | None = None,
+        direction: Direction = "t2i",
+        about: Mapping[str, Any] | None = None,
+    ) -> "GaussianCollection":
+        """Make an empty collection.
+
+        Args:
+            folder: for the settings; new or empty.
+            store: URL of a new store, see sfumato.search.stores.open; a relative path starts at the folder.
+            d: dimensions of the embeddings.
+            distance: one of LIFTED_DISTANCES.
+            centre: (d,) that vectors are relative to, about the mean of the means to come; the origin if None.
+            logit_scale, logit_bias: of the match probabilities; take the model's, calibrated.
+            calibration: of the model, by the same distance; takes the place of logit_scale and logit_bias.
+            direction: of the queries, "t2i" for texts that search among images.
+            about: JSON values to keep with the collection.
+
+        Raises:
+            UserError: the folder holds something, or the store cannot be made.
+            ValueError: the distance does not lift, or the centre is not (d,).
+        """
+        folder = Path(folder)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(
+                f"{folder} exists already; give a new or empty folder, or add to the collection that is there"
+            )
+        if calibration is not None:
+            logit_scale, logit_bias = calibration.logit_scale, calibration.logit_bias
+        centre = torch.zeros(d) if centre is None else centre.detach().cpu().float()
+        if centre.shape != (d,):
+            raise ValueError(f"GaussianCollection: centre must have shape ({d},), got {tuple(centre.shape)}")
+        fingerprint = f"sfumato {distance} {d} {secrets.token_hex(8)}"
+        made = create_store(anchored(store, folder), lifted_dim(d, distance), fingerprint)
+        settings = {
+            "store": store,
+            "fingerprint": fingerprint,
+            "d": d,
+            "distance": distance,
+            "logit_scale": logit_scale,
+            "logit_bias": logit_bias,
+            "direction": direction,
+            "calibration": calibration is not None,
+            "about": json.loads(json.dumps(dict(about or {}), allow_nan=False)),
+        }
+
+        def write(data: Path) -> None:
+            save_file({"centre": centre.contiguous()}, data / _CENTRE)
+            if calibration is not None:
+                calibration.save(data / _CALIBRATION)
+
+        try:
+            ours = tuple(p.name for p in folder.iterdir()) if folder.exists() else ()
+            save_folder(folder, _KIND, settings, write, beside=ours)
+        except BaseException:
+            made.close()
+            raise
+        answers = Answers(logit_scale, logit_bias, calibration, direction)
+        return cls(folder, made, d=d, distance=distance, centre=centre, answers=answers, about=dict(settings["about"]))
+
+    @classmethod
+    def open(cls, folder: str | Path, store: str | None = None) -> "GaussianCollection":
+        """Open a collection.
+
+        Args:
+            folder: of the settings.
+            store: URL of the store, if it has moved, or to give options of searching.
+
+        Raises:
+            FileNotFoundError: there is no such folder, or no collection in it.
+            ValueError: the folder is damaged or holds something else.
+            UserError: the store cannot be opened, or holds other vectors.
+        """
+        folder = Path(folder)
+
+        def read(data: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], Tensor, Calibration | None]:
+            calibration = Calibration.load(data / _CALIBRATION) if settings["calibration"] else None
+            return settings, load_file(data / _CENTRE)["centre"], calibration
+
+        settings, centre, calibration = load_folder(folder, _KIND, read)
+        opened = open_store(anchored(store or settings["store"], folder))
+        if opened.fingerprint != settings["fingerprint"]:
+            opened.close()
+            raise UserError(
+                f"{opened.url} holds the vectors of another collection than {folder}; say where its own are with --store, or build"
+                " it again"
+            )
+        answers = Answers(settings["logit_scale"], settings["logit_bias"], calibration, settings["direction"])
+        return cls(
+            folder,
+            opened,
+            d=settings["d"],
+            distance=settings["distance"],
+            centre=centre,
+            answers=answers,
+            about=settings["about"],
+        )
+
+    @staticmethod
+    def is_one(folder: str | Path) -> bool:
+        """Whether a folder holds a collection, whole or not."""
+        try:
+            return bool(json.loads((Path(folder) / "manifest.json").read_bytes())["kind"] == _KIND)
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def __enter__(self) -> "GaussianCollection":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the store."""
+        self.store.close()
+
+    @property
+    def answers(self) -> Answers:
+        """What probabilities and promises come from."""
+        return self._answers
+
+    @property
+    def d(self) -> int:
+        """Dimensions of the embeddings."""
+        return self._d
+
+    def __len__(self) -> int:
+        return self.store.count()
+
+    @torch.no_grad()
+    def upsert(
+        self,
+        embeddings: GaussianEmbedding,
+        ids: Sequence[str],
+        payload: Mapping[str, Sequence[str]] | None = None,
+        *,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Add items, or replace those that have these ids; what this call has done survives the death of everything.
+
+        Args:
+            embeddings: (n, d); any floating dtype and device.
+            ids: n distinct strings.
+            payload: by name, n texts to hand out with the hits.
+            progress: called with the number of items just stored.
+
+        Raises:
+            ValueError: sizes do not fit, an id is empty or occurs twice, or a number is not finite; nothing was stored.
+            UserError: the store cannot be reached or written; a repetition completes it.
+        """
+        payload = payload or {}
+        if len(ids) != embeddings.n or any(len(values) != embeddings.n for values in payload.values()):
+            raise ValueError(
+                f"GaussianCollection: {embeddings.n} embeddings, {len(ids)} ids and payloads of"
+                f" {sorted({len(v) for v in payload.values()})}; expected as many of each"
+            )
+        if embeddings.n == 0:
+            return
+        self.checked(embeddings)
+        embeddings = embeddings.detach().to("cpu")
+        records = Records(
+            tuple(ids),
+            lift_gallery(embeddings, self.distance, centre=self._centre),
+            embeddings.total_variance.float(),
+            tuple({name: values[i] for name, values in payload.items()} for i in range(embeddings.n)),
+        )
+        for start in range(0, len(records), _BATCH):
+            part = records.take(range(start, min(start + _BATCH, len(records))))
+            self.store.upsert(part)
+            self._sample = None
+            if progress:
+                progress(len(part))
+
+    def delete(self, ids: Sequence[str]) -> int:
+        """Remove items.
+
+        Returns:
+            How many of these ids were there.
+        """
+        removed = self.store.delete(ids)
+        self._sample = None
+        return removed
+
+    def closest(self, queries: GaussianEmbedding, k: int, filter: Filter | None = None) -> list[Found]:
+        """See :class:`Gallery`."""
+        # A few more than asked: the store may have rounded near ties into the wrong order, the distances computed anew mend it.
+        return [found.first(k) for found in self._candidates(queries, k + max(8, k // 4), filter)]
+
+    def within(
+        self, queries: GaussianEmbedding, radius: float, *, most: int | None = None, filter: Filter | None = None
+    ) -> list[Found]:
+        """See :class:`Gallery`; an approximate engine may miss some."""
+        n = max(1, len(self))
+        most = n if most is None else min(n, most)
+        found: dict[int, Found] = {}
+        wanted, c = list(range(queries.n)), min(64, most)
+        while wanted:
+            for i, one in zip(wanted, self._candidates(queries[torch.tensor(wanted)], c + 8, filter), strict=True):
+                inside = int((one.distance <= radius).sum())
+                if inside < len(one.ids) or c >= most or len(one.ids) < c:
+                    found[i] = one.first(min(inside, most))
+            wanted, c = [i for i in wanted if i not in found], min(4 * c, most)
+        return [found[i] for i in range(queries.n)]
+
+    @torch.no_grad()
+    def expected_matches(self, queries: GaussianEmbedding) -> list[float]:
+        """Sum of the match probabilities over the collection for each query: how many of its items should match.
+
+        Up to 20,000 items it is the sum over them all. Of more, the closest 1,000 are added up, and the others estimated, without
+        bias, from a sample of 20,000 that is drawn at the first call after a change: a scan of the store.
+        """
+        queries, n = self.checked(queries), len(self)
+        sample = self._sampled(_SAMPLE)
+        if n == 0:
+            return [0.0] * queries.n
+        rest = self._distances(queries, sample, products=True)
+        probability = self.answers.match_probability(rest, n)
+        if len(sample) >= n:
+            return probability.sum(1).tolist()
+        totals = []
+        place = {i: j for j, i in enumerate(sample.ids)}
+        for row, near in zip(probability, self._candidates(queries, _SURELY, None), strict=True):
+            counted = [place[i] for i in near.ids if i in place]
+            outside = float(row.sum() - row[counted].sum())
+            share = (n - len(near.ids)) / max(1, len(sample) - len(counted))
+            totals.append(float(self.answers.match_probability(near.distance, n).sum()) + share * outside)
+        return totals
+
+    def items(self, ids: Sequence[str]) -> Items:
+        """Those of these items that are there, in the order asked for."""
+        return self._items(self.store.get(ids))
+
+    def sample(self, n: int) -> Items:
+        """At most n items, drawn evenly and the same each time as long as none changes."""
+        records = self._sampled(n)
+        return self._items(records.take(range(min(n, len(records)))))
+
+    def scan(self, batch: int = 4096) -> Iterator[Items]:
+        """All items, each once, in batches."""
+        for records in self.store.scan(batch):
+            yield self._items(records)
+
+    def optimise(self) -> None:
+        """Build what makes searching fast; searches are right without it."""
+        self.store.optimise()
+
+    def copy_to(
+        self, folder: str | Path, store: str = "store", *, progress: Callable[[int], None] | None = None
+    ) -> "GaussianCollection":
+        """The same items in a new collection: a snapshot, or the move to another kind of store.
+
+        Args:
+            folder, store: see :meth:`create`.
+            progress: called with the number of items just copied.
+        """
+        answers = self.answers
+        copy = GaussianCollection.create(
+            folder,
+            store,
+            d=self.d,
+            distance=self.distance,
+            centre=self._centre,
+            logit_scale=answers.logit_scale,
+            logit_bias=answers.logit_bias,
+            calibration=answers.calibration,
+            direction=answers.direction,
+            about=self.about,
+        )
+        for records in self.store.scan(_BATCH):
+            copy.store.upsert(records)
+            if progress:
+                progress(len(records))
+        copy.optimise()
+        return copy
+
+    def _candidates(self, queries: GaussianEmbedding, c: int, filter: Filter | None) -> list[Found]:
+        """What the store brings for each query, with distances computed anew, closest first, equal ones by id."""
+        found = []
+        for i, records in enumerate(self.store.search(self._lifted(queries), c, filter)):
+            distance = self._distances(queries[i : i + 1], records)[0]
+            order = sorted(range(len(records)), key=lambda j: (float(distance[j]), records.ids[j]))
+            chosen = records.take(order)
+            found.append(Found(chosen.ids, distance[order], chosen.uncertainty, chosen.payloads))
+        return found
+
+    def _lifted(self, queries: GaussianEmbedding) -> Tensor:
+        return lift_queries(queries, self.distance, centre=self._centre)
+
+    def _distances(self, queries: GaussianEmbedding, records: Records, *, products: bool = False) -> Tensor:
+        """(n, c) distances: from differences, without the cancellation of an expanded product, or by products, which are faster."""
+        mode = "use_mm_for_euclid_dist" if products else "donot_use_mm_for_euclid_dist"
+        squared = torch.cdist(self._lifted(queries), records.vectors, compute_mode=mode).square()
+        return squared + query_constant(queries, self.distance).unsqueeze(1)
+
+    def _items(self, records: Records) -> Items:
+        embeddings = lowered(records.vectors, records.uncertainty, self.distance, self._centre)
+        return Items(records.ids, embeddings, records.payloads)
+
+    def _sampled(self, n: int) -> Records:
+        """At least min(n, all) records drawn evenly, kept until the number of items changes."""
+        size = len(self)
+        if self._sample is None or self._sample[0] != size or len(self._sample[1]) < min(n, size):
+            self._sample = size, _evenly(self.store.scan(), max(n, _SAMPLE), self.store.dim)
+        return self._sample[1]
+
+
+def _evenly(batches: Iterator[Records], n: int, e: int) -> Records:
+    """The n records whose ids have the smallest digests: an even sample, whatever the order that they come in."""
+    kept, digests = Records.none(e), list[bytes]()
+    for batch in batches:
+        digests += [hashlib.blake2b(i.encode(), digest_size=8).digest() for i in batch.ids]
+        kept = Records(
+            kept.ids + batch.ids,
+            torch.cat([kept.vectors, batch.vectors]),
+            torch.cat([kept.uncertainty, batch.uncertainty]),
+            kept.payloads + batch.payloads,
+        )
+        order = sorted(range(len(digests)), key=digests.__getitem__)[:n]
+        kept, digests = kept.take(order), [digests[i] for i in order]
+    return kept

@@ -1,0 +1,240 @@
+"""What goes over the wire: requests, answers and problems (RFC 9457), as pydantic models; the API documentation is made from them."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+GalleryName = Literal["images", "texts"]
+ItemId = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00]*$", description="of an item")]
+Text = Annotated[str, Field(min_length=1, max_length=2000, pattern=r"\S", description="in any words")]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Query(_Model):
+    """What to search for: exactly one of the three."""
+
+    text: Text | None = None
+    image: str | None = Field(None, description="a picture file in base64; bare files go to /v1/search/image")
+    id: ItemId | None = Field(None, description="of an item of the gallery: what is like it?")
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if sum(value is not None for value in (self.text, self.image, self.id)) != 1:
+            raise ValueError("give exactly one of text, image and id")
+        return self
+
+
+class ItemFilter(_Model):
+    """Which items may be found."""
+
+    where: dict[str, list[str]] = Field({}, description="by payload field, the values it may have")
+    max_uncertainty: float | None = Field(None, ge=0, description="total variance that an item may have at most")
+
+
+class SearchOptions(_Model):
+    """What may be asked of every search."""
+
+    gallery: GalleryName = Field("images", description="what to search among")
+    max_results: int = Field(10, ge=1, description="number of hits, up to the limit of the service")
+    min_probability: float | None = Field(None, ge=0, le=1, description="leave out hits that are less likely matches")
+    abstain: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="say whether there is no confident match, so that at most this share of answers is wrong",
+    )
+    coverage: float | None = Field(
+        None, gt=0, lt=1, description="give also the set of items that holds a match with at least this probability"
+    )
+    filter: ItemFilter | None = None
+    position: bool = Field(False, description="say where the query lies on the map of the gallery")
+
+
+class SearchRequest(SearchOptions):
+    """One or several queries, searched together."""
+
+    queries: list[Query] = Field(min_length=1, description="up to the limit of the service")
+
+
+class Hit(_Model):
+    """One item that was found."""
+
+    id: str
+    rank: int = Field(description="1 is the closest")
+    distance: float = Field(description="to the query, by the distance that the answer names; smaller is closer")
+    match_probability: float
+    uncertainty: float = Field(description="total variance of the item")
+    payload: dict[str, str]
+    picture: str | None = Field(description="path of its picture at this service; null if there is none")
+
+
+class ConformalSet(_Model):
+    """Items that hold a match with at least the probability asked for."""
+
+    coverage: float
+    complete: bool = Field(
+        description="false if the set was cut at the limit of the service; then the promise is not kept"
+    )
+    hits: list[Hit]
+
+
+class Said(_Model):
+    """The answer in words."""
+
+    kind: Literal["clear", "few", "many", "unsure", "abstained"]
+    text: str
+
+
+class Ellipse(_Model):
+    """A Gaussian on the map: centre, half axes of one standard deviation, and the angle of the first one in radians."""
+
+    x: float
+    y: float
+    a: float
+    b: float
+    angle: float
+
+
+class Answer(_Model):
+    """What was found for one query."""
+
+    query: str = Field(description="the text, the name of the picture file, or the id")
+    kind: Literal["text", "image", "id"]
+    distance: str = Field(description="name of the distance, e.g. csd")
+    calibrated: bool = Field(
+        description="whether the probabilities were fitted on held-out pairs of this kind of query; between two pictures or two texts"
+        " they are a guess"
+    )
+    uncertainty: float = Field(description="total variance of the query")
+    expected_matches: float = Field(description="sum of the match probabilities over the whole gallery")
+    verdict: Said
+    abstained: bool | None = Field(description="whether it is better not answered; null if no risk was asked for")
+    hits: list[Hit]
+    conformal_set: ConformalSet | None = Field(description="null if no coverage was asked for")
+    position: Ellipse | None = Field(description="on the map; null if it was not asked for")
+
+
+class SearchResponse(_Model):
+    """Answers in the order of the queries."""
+
+    gallery: GalleryName
+    answers: list[Answer]
+
+
+class NewItem(_Model):
+    """An item to add: a text for a gallery of texts, a picture for one of images."""
+
+    id: ItemId
+    text: Text | None = None
+    image: str | None = Field(None, description="a picture file in base64; bare files go to /v1/items/image")
+    payload: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.text is None) == (self.image is None):
+            raise ValueError("give either text or image")
+        return self
+
+
+class AddRequest(_Model):
+    """Items to add, or to replace if their ids are there already; all of them or none."""
+
+    gallery: GalleryName = "images"
+    items: list[NewItem] = Field(min_length=1, description="up to the limit of the service")
+
+
+class AddResponse(_Model):
+    """What has been stored, for good."""
+
+    gallery: GalleryName
+    stored: int
+    n: int = Field(description="items in the gallery now")
+
+
+class DeleteRequest(_Model):
+    """Items to remove."""
+
+    gallery: GalleryName = "images"
+    ids: list[ItemId] = Field(min_length=1)
+
+
+class DeleteResponse(_Model):
+    """What has been removed, for good."""
+
+    gallery: GalleryName
+    deleted: int = Field(description="how many of these were there")
+    n: int = Field(description="items in the gallery now")
+
+
+class GalleryInfo(_Model):
+    """What can be searched."""
+
+    n: int
+    writable: bool
+    pictures: bool = Field(description="whether its items have pictures to look at")
+    calibrated: bool = Field(description="whether queries of the other kind have calibrated probabilities")
+    risks: list[float] = Field(
+        description="values of abstain, among the usual ones, that the calibration can vouch for"
+    )
+    coverages: list[float] = Field(
+        description="values of coverage, among the usual ones, that the calibration can vouch for"
+    )
+    fields: list[str] = Field(description="payload fields of its items")
+
+
+class Limits(_Model):
+    """What is refused."""
+
+    max_batch: int
+    max_results: int
+    max_upload_bytes: int
+    max_pixels: int
+
+
+class Info(_Model):
+    """The service."""
+
+    version: str
+    model: str
+    distance: str
+    dimensions: int
+    galleries: dict[GalleryName, GalleryInfo]
+    limits: Limits
+
+
+class MapPoint(Ellipse):
+    """An item on the map."""
+
+    id: str
+    uncertainty: float
+    payload: dict[str, str]
+    picture: str | None
+
+
+class Map(_Model):
+    """The first two principal components of the means of a sample of the gallery, with the Gaussians projected onto them."""
+
+    gallery: GalleryName
+    n: int = Field(description="items in the gallery")
+    explained: tuple[float, float] = Field(description="shares of the variance of the means along the two axes")
+    points: list[MapPoint]
+
+
+class Invalid(_Model):
+    """One thing that is wrong with a request."""
+
+    where: str = Field(description='e.g. "body.queries.0.text"')
+    message: str
+
+
+class Problem(_Model):
+    """Why a request was refused: RFC 9457, application/problem+json."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    errors: list[Invalid] = []
