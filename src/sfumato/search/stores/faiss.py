@@ -1,4 +1,8 @@
-"""FAISS over lifted vectors: flat (exact), HNSW (graph) and IVF (lists). Needs the extra `faiss`; knows only vectors and positions."""
+"""FAISS over lifted vectors: flat (exact), HNSW (graph), IVF (lists) and IVF-PQ (lists of compressed vectors).
+
+Needs the extra `faiss`; knows only vectors and positions. IVF-PQ brings candidates that must be ranked anew from the vectors
+themselves, several times as many as are wanted, so it is for stores that do that (search/stores/local.py) and not in FAISS_ENGINES.
+"""
 
 import importlib
 import math
@@ -6,16 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sfumato.errors import UserError
 
 FAISS_ENGINES = ("flat", "hnsw", "ivf")
-"""Engines of :class:`FaissStore`."""
+"""Engines of :class:`FaissStore` whose candidates can be taken as they come."""
+
+STORE_ENGINES = (*FAISS_ENGINES, "ivf-pq")
+"""All engines of :class:`FaissStore`."""
 
 _POINTS_PER_LIST = 39
 """Below this many training vectors a list, FAISS warns that its k-means is poor."""
+
+_TRAINING, _BLOCK = 65_536, 65_536
+"""ivf-pq: vectors that it learns from, and that it rotates and adds at a time."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +37,13 @@ class FaissOptions:
         m: hnsw, links of a node.
         ef_construction: hnsw, candidates while building.
         ef_search: hnsw, candidates while searching; never fewer than the results asked for.
-        n_lists: ivf, number of lists; about the square root of the gallery if None.
-        n_probe: ivf, lists that a search looks into; an eighth of them, at least 8, if None.
-        seed: ivf, of the k-means that makes the lists.
+        n_lists: ivf and ivf-pq, number of lists; about the square root of the gallery if None.
+        n_probe: ivf and ivf-pq, lists that a search looks into; an eighth of them, at least 8, if None.
+        seed: ivf and ivf-pq, of the k-means that makes lists and codes, and of the rotation.
+        code_size: ivf-pq, bytes of a compressed vector; a quarter of its dimensions if None.
 
     Raises:
-        ValueError: a number is below 1 (m: below 2).
+        ValueError: a number is below 1 (m: below 2; seed: below 0).
     """
 
     m: int = 32
@@ -40,10 +52,11 @@ class FaissOptions:
     n_lists: int | None = None
     n_probe: int | None = None
     seed: int = 0
+    code_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("m", 2), ("ef_construction", 1), ("ef_search", 1), ("n_lists", 1), ("n_probe", 1)):
-            value = getattr(self, name)
+        for name in ("m", "ef_construction", "ef_search", "n_lists", "n_probe", "code_size", "seed"):
+            value, least = getattr(self, name), {"m": 2, "seed": 0}.get(name, 1)
             if value is not None and value < least:
                 raise ValueError(f"FaissOptions: {name} must be at least {least}, got {value}")
 
@@ -63,12 +76,14 @@ class FaissStore:
 
         Args:
             vectors: (m, e) float32, m >= 1.
-            engine: one of FAISS_ENGINES.
+            engine: one of STORE_ENGINES.
             options: see :class:`FaissOptions`.
+
+        Equal vectors, options and seeds make equal indexes, hnsw only with one thread (OMP_NUM_THREADS=1).
 
         Raises:
             UserError: faiss is not installed.
-            ValueError: unknown engine, or more lists than vectors.
+            ValueError: unknown engine, more lists than vectors, or fewer than 16 vectors for ivf-pq.
         """
         faiss = _faiss()
         options = options or FaissOptions()
@@ -78,18 +93,27 @@ class FaissStore:
         elif engine == "hnsw":
             index = faiss.IndexHNSWFlat(e, options.m)
             index.hnsw.efConstruction = options.ef_construction
-        elif engine == "ivf":
+        elif engine in ("ivf", "ivf-pq"):
             n_lists = options.n_lists or max(1, min(round(math.sqrt(m)), m // _POINTS_PER_LIST))
             if n_lists > m:
                 raise ValueError(f"FaissStore: {n_lists} lists for {m} vectors; n_lists must not exceed their number")
-            index = faiss.IndexIVFFlat(faiss.IndexFlatL2(e), e, n_lists)
-            index.cp.seed = options.seed
+            if engine == "ivf-pq":
+                index = _compressed(faiss, m, e, n_lists, options)
+            else:
+                index = faiss.IndexIVFFlat(faiss.IndexFlatL2(e), e, n_lists)
+                index.cp.seed = options.seed
         else:
-            raise ValueError(f"unknown engine {engine!r}; FAISS has {', '.join(FAISS_ENGINES)}")
+            raise ValueError(f"unknown engine {engine!r}; FAISS has {', '.join(STORE_ENGINES)}")
         data = vectors.detach().cpu().contiguous().numpy()
         if engine == "ivf":
             index.train(data)
-        index.add(data)
+        if engine == "ivf-pq":
+            generator = torch.Generator().manual_seed(options.seed)
+            index.train(data[torch.randperm(m, generator=generator)[:_TRAINING].sort()[0].numpy()])
+            for start in range(0, m, _BLOCK):
+                index.add(data[start : start + _BLOCK])
+        else:
+            index.add(data)
         return cls(index, engine, options)
 
     @property
@@ -97,25 +121,35 @@ class FaissStore:
         """Number of vectors m."""
         return int(self._index.ntotal)
 
-    def search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def search(self, queries: Tensor, k: int, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The k nearest vectors that the engine finds.
 
         Args:
             queries: (n, e) float32.
             k: 1 <= k <= m.
+            among: (c,) positions that may be found, c >= 1, each once; all if None. Approximate engines look m / c times as far.
 
         Returns:
-            ((n, k) squared L2 ascending, (n, k) positions); position -1 where the engine found fewer than k.
+            ((n, k) squared L2 ascending, (n, k) positions); position -1 where the engine found fewer than k. Of ivf-pq the
+            squared L2 to the compressed vectors.
         """
         faiss = _faiss()
-        parameters = None
-        if self.engine == "hnsw":
-            parameters = faiss.SearchParametersHNSW(efSearch=max(self.options.ef_search, k))
-        elif self.engine == "ivf":
-            n_lists = int(self._index.nlist)
-            parameters = faiss.SearchParametersIVF(
-                nprobe=min(n_lists, self.options.n_probe or max(8, math.ceil(n_lists / 8)))
-            )
+        effort, selector = 1.0, None
+        if among is not None:
+            allowed = np.zeros(self.n, dtype=bool)
+            allowed[among.numpy()] = True
+            effort, selector = self.n / len(among), faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
+        if self.engine == "flat":
+            parameters = faiss.SearchParameters(sel=selector)
+        elif self.engine == "hnsw":
+            ef_search = math.ceil(max(self.options.ef_search, k) * effort)
+            parameters = faiss.SearchParametersHNSW(efSearch=min(self.n, ef_search), sel=selector)
+        else:
+            n_lists = int(faiss.extract_index_ivf(self._index).nlist)
+            n_probe = math.ceil((self.options.n_probe or max(8, math.ceil(n_lists / 8))) * effort)
+            parameters = faiss.SearchParametersIVF(nprobe=min(n_lists, n_probe), sel=selector)
+        if self.engine == "ivf-pq":
+            parameters = faiss.SearchParametersPreTransform(index_params=parameters)
         squared_l2, positions = self._index.search(queries.detach().cpu().contiguous().numpy(), k, params=parameters)
         return torch.from_numpy(squared_l2), torch.from_numpy(positions)
 
@@ -124,18 +158,45 @@ class FaissStore:
         _faiss().write_index(self._index, str(path))
 
     @classmethod
-    def read(cls, path: Path, engine: str, options: FaissOptions) -> "FaissStore":
-        """Read a file of :meth:`write`; check its checksum first, FAISS trusts what it reads.
+    def read(cls, path: Path, engine: str, options: FaissOptions, *, mapped: bool = False) -> "FaissStore":
+        """Read a file of :meth:`write`; check its checksum or size first, FAISS trusts what it reads.
+
+        Args:
+            path: the file.
+            engine, options: as it was built; what concerns searching may differ.
+            mapped: leave it on the disk and map it into memory, which then holds only what searches touch. The file must stay
+                unchanged; it may be unlinked.
 
         Raises:
             UserError: faiss is not installed.
             ValueError: FAISS cannot read it.
         """
         faiss = _faiss()
+        flags = 0
+        if mapped:
+            # A FAISS without MMAP_IFC maps the lists of IVF, but reads HNSW as a whole.
+            flags = getattr(faiss, "IO_FLAG_MMAP_IFC", faiss.IO_FLAG_MMAP) | faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE
         try:
-            return cls(faiss.read_index(str(path)), engine, options)
+            return cls(faiss.read_index(str(path), flags), engine, options)
         except RuntimeError as error:
             raise ValueError(f"{path}: FAISS cannot read this file ({error}); build the index again") from error
+
+
+def _compressed(faiss: Any, m: int, e: int, n_lists: int, options: FaissOptions) -> Any:
+    """An untrained IVF-PQ index behind a random rotation, which spreads the variance over the parts of the code."""
+    if m < 16:
+        raise ValueError(f"FaissStore: ivf-pq learns its codes from at least 16 vectors, got {m}; use flat")
+    code_size = min(e, options.code_size or math.ceil(e / 4))
+    wide = code_size * math.ceil(e / code_size)
+    bits = max(4, min(8, int(math.log2(m / _POINTS_PER_LIST))))
+    rotation = faiss.RandomRotationMatrix(e, wide)
+    rotation.init(options.seed + 1)
+    index = faiss.IndexIVFPQ(faiss.IndexFlatL2(wide), wide, n_lists, code_size, bits)
+    index.cp.seed = index.pq.cp.seed = options.seed
+    whole = faiss.IndexPreTransform(rotation, index)
+    # Python must not free what C++ points to; FAISS writes and reads both as one.
+    whole.referenced_objects = (rotation, index)
+    return whole
 
 
 def _faiss() -> Any:
@@ -143,5 +204,5 @@ def _faiss() -> Any:
         return importlib.import_module("faiss")
     except ImportError as error:
         raise UserError(
-            "engines flat, hnsw and ivf need FAISS: pip install 'sfumato[faiss]', or use engine exact"
+            "engines flat, hnsw, ivf and ivf-pq need FAISS: pip install 'sfumato[faiss]', or use engine exact"
         ) from error
