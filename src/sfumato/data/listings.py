@@ -1,0 +1,249 @@
+"""What is to be embedded: a folder, a manifest, shards or a text file, listed in a fixed order and cut into sections.
+
+A listing knows where every item is and how to read it, and reads none. It holds names, never pixels: a folder's and a manifest's in
+memory, a shard's while that shard is being read, of a text file only where its sections begin.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from sfumato.data.manifest import PICTURE_ENDINGS, ListedImage, list_images
+from sfumato.data.shards import ShardPicture, expand_shards, list_shard
+from sfumato.errors import UserError
+
+T = TypeVar("T")
+Modality = Literal["images", "texts"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An item to embed.
+
+    Attributes:
+        id: different for every item of a listing that can be used.
+        place: where it is, for messages.
+        payload: what is kept with its embedding.
+        read: returns the encoded picture or the text; called from any thread. Raises OSError or ValueError for what cannot be used.
+    """
+
+    id: str
+    place: str
+    payload: dict[str, str]
+    read: Callable[[], bytes | str] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Items in a fixed order, in sections that can be embedded independently of each other.
+
+    Attributes:
+        modality: what the items are.
+        kind: "folder", "manifest", "shards" or "texts".
+        path: as the user gave it.
+        n: number of what is listed: pictures, rows, shards or lines.
+        digest: of the list; of a text file, of its content. That a picture or a shard has changed under its name is not seen.
+        part_size: most items of a part; a section of anything but shards has no more.
+        sections: how many there are.
+        entries: number of a section -> its items, at least one.
+    """
+
+    modality: Modality
+    kind: str
+    path: str
+    n: int
+    digest: str
+    part_size: int
+    sections: int
+    entries: Callable[[int], Sequence[Entry]] = field(repr=False)
+
+
+def list_folder(folder: str | Path, *, part_size: int) -> Listing:
+    """Every picture below a folder, sorted by its path; ids are paths relative to the folder. Links to folders are not followed.
+
+    Args:
+        folder: it.
+        part_size: pictures in a section.
+
+    Raises:
+        UserError: there is no such folder, or no picture in it.
+        ValueError: part_size is less than 1.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}")
+    names = sorted(_pictures(folder), key=lambda name: name.split("/"))
+    if not names:
+        raise UserError(f"no pictures in {folder} (looked for {', '.join(sorted(PICTURE_ENDINGS))})")
+    home = os.path.abspath(folder)
+
+    def entry(name: str) -> Entry:
+        path = f"{home}/{name}"
+        if not _is_unicode(name):
+            return _unusable(path, "the name is not valid UTF-8")
+        return Entry(name, path, {"path": path}, Path(path).read_bytes)
+
+    return _in_sections("folder", folder, names, part_size, entry, map(os.fsencode, names))
+
+
+def list_manifest(path: str | Path, *, part_size: int, image_root: str | Path | None = None) -> Listing:
+    """The pictures of a manifest (JSONL, CSV, Parquet) in its order; see :func:`sfumato.data.manifest.list_images`.
+
+    Args:
+        path: the manifest.
+        part_size: pictures in a section.
+        image_root: what its paths are relative to; its folder if None.
+
+    Raises:
+        UserError: it cannot be read, or is empty.
+        ValueError: part_size is less than 1.
+    """
+    rows = list(list_images(path, image_root=image_root))
+    if not rows:
+        raise UserError(f"{path} lists no picture")
+
+    def entry(row: ListedImage) -> Entry:
+        if row.error:
+            return _unusable(row.place, row.error)
+        return Entry(row.id, row.path, {"path": os.path.abspath(row.path)}, Path(row.path).read_bytes)
+
+    root = Path(path).parent if image_root is None else image_root
+    listed = (json.dumps([row.id, row.path and os.path.relpath(row.path, root), row.error]).encode() for row in rows)
+    return _in_sections("manifest", path, rows, part_size, entry, listed)
+
+
+def list_shards(spec: str, *, part_size: int) -> Listing:
+    """The pictures of webdataset shards, captions or not; a section is a shard. Ids are SHARD.tar!KEY, relative to the shards' folder.
+
+    Args:
+        spec: see :func:`sfumato.data.shards.expand_shards`.
+        part_size: most pictures of a part; a larger shard has several.
+
+    Raises:
+        UserError: see :func:`sfumato.data.shards.expand_shards`.
+        ValueError: part_size is less than 1.
+    """
+    paths = [os.path.abspath(shard) for shard in expand_shards(spec)]
+    home = os.path.commonpath([os.path.dirname(path) for path in paths])
+    names = [os.path.relpath(path, home) for path in paths]
+
+    def entry(shard: int, picture: ShardPicture) -> Entry:
+        place = f"{paths[shard]}!{picture.key}" if picture.key else paths[shard]
+        if picture.error:
+            return _unusable(place, picture.error)
+        payload = {"path": f"{paths[shard]}!{picture.member}"}
+        if not _is_unicode(names[shard] + picture.member):
+            return _unusable(place, "the name is not valid UTF-8")
+        return Entry(f"{names[shard]}!{picture.key}", place, payload, partial(_member, paths[shard], picture))
+
+    def entries(shard: int) -> list[Entry]:
+        return [entry(shard, picture) for picture in list_shard(paths[shard])]
+
+    _check_part_size(part_size)
+    digest = _digest(map(os.fsencode, names))
+    return Listing("images", "shards", spec, len(paths), digest, part_size, len(paths), entries)
+
+
+def list_texts(path: str | Path, *, part_size: int) -> Listing:
+    """The lines of a text file; ids are line numbers from 1, and empty lines cannot be used.
+
+    Args:
+        path: a UTF-8 file.
+        part_size: lines in a section.
+
+    Raises:
+        UserError: there is no such file, or no line in it.
+        ValueError: part_size is less than 1.
+    """
+    path = Path(path)
+    _check_part_size(part_size)
+    if not path.is_file():
+        raise UserError(f"there is no file {path}")
+    starts, n, digest = [], 0, hashlib.sha256()
+    with path.open("rb") as file:
+        position = 0
+        for n, line in enumerate(file, 1):
+            if (n - 1) % part_size == 0:
+                starts.append(position)
+            digest.update(line)
+            position += len(line)
+    if not n:
+        raise UserError(f"{path} holds no text")
+
+    def entry(number: int, line: bytes) -> Entry:
+        place = f"{path}:{number}"
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+        except UnicodeDecodeError as error:
+            return _unusable(place, f"not UTF-8: {error.reason} at byte {error.start} of the line")
+        return Entry(str(number), place, {"text": text}, lambda: text) if text else _unusable(place, "empty line")
+
+    def entries(section: int) -> list[Entry]:
+        first = section * part_size
+        with path.open("rb") as file:
+            file.seek(starts[section])
+            return [entry(first + k + 1, file.readline()) for k in range(min(part_size, n - first))]
+
+    return Listing("texts", "texts", str(path), n, digest.hexdigest(), part_size, len(starts), entries)
+
+
+def _in_sections(
+    kind: str,
+    path: str | Path,
+    items: Sequence[T],
+    part_size: int,
+    entry: Callable[[T], Entry],
+    listed: Iterable[bytes],
+) -> Listing:
+    _check_part_size(part_size)
+
+    def entries(section: int) -> list[Entry]:
+        return [entry(item) for item in items[section * part_size : (section + 1) * part_size]]
+
+    sections = -(-len(items) // part_size)
+    return Listing("images", kind, str(path), len(items), _digest(listed), part_size, sections, entries)
+
+
+def _pictures(folder: Path, below: str = "") -> Iterable[str]:
+    """Paths relative to the folder, in no order; without asking the disk about every file."""
+    with os.scandir(folder / below) as found:
+        for item in found:
+            name = f"{below}{item.name}"
+            if item.is_dir(follow_symlinks=False):
+                yield from _pictures(folder, f"{name}/")
+            elif os.path.splitext(item.name)[1].lower() in PICTURE_ENDINGS and item.is_file():
+                yield name
+
+
+def _member(shard: str, picture: ShardPicture) -> bytes:
+    with open(shard, "rb") as file:
+        file.seek(picture.offset)
+        return file.read(picture.size)
+
+
+def _unusable(place: str, reason: str) -> Entry:
+    def read() -> bytes:
+        raise ValueError(reason)
+
+    return Entry("", place, {}, read)
+
+
+def _digest(listed: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for item in listed:
+        digest.update(item + b"\0")
+    return digest.hexdigest()
+
+
+def _check_part_size(part_size: int) -> None:
+    if part_size < 1:
+        raise ValueError(f"part_size must be at least 1, got {part_size}")
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= c <= "\udfff" for c in text)

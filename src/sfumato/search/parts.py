@@ -1,0 +1,290 @@
+"""Embeddings of a collection of any size: a folder of parts that independent jobs write, read as one whatever the number of jobs.
+
+manifest.json                 what was embedded by which model, in how many sections
+part-000003.safetensors       the items of section 3: means, log variances, ids, payloads, and what was left out
+part-000003-0001.safetensors  those that did not fit into it
+job-1-of-3.json               what job 1 of 3 has done, or that it has not finished
+
+Section s belongs to job s mod N, and nothing in a part depends on N. Every part is also a file for
+:func:`~sfumato.gaussian.load_embeddings`. A part is there whole or not at all.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as safetensors_bytes
+from torch import Tensor
+
+from sfumato.errors import UserError
+from sfumato.files import write_atomically, write_json
+from sfumato.gaussian import EMBEDDINGS_FORMAT, GaussianEmbedding, check_finite, load_embeddings
+
+MANIFEST = "manifest.json"
+_FORMAT = "sfumato-parts-1"
+_JOB = re.compile(r"job-(\d+)-of-(\d+)\.json")
+_FEW = 5
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """What a folder of parts holds. The first seven say which collection it is; the others may differ from job to job.
+
+    Attributes:
+        modality: "images" or "texts".
+        model: digest of the model.
+        kind: of the source: "folder", "manifest", "shards" or "texts".
+        n: number of what the source lists.
+        digest: of that list.
+        part_size: most items of a part.
+        sections: how many there are.
+        home: folder or name of the model.
+        path: of the source.
+        distance: name of the model's distance.
+    """
+
+    modality: str
+    model: str
+    kind: str
+    n: int
+    digest: str
+    part_size: int
+    sections: int
+    home: str
+    path: str
+    distance: str
+
+    @property
+    def identity(self) -> str:
+        """Of the collection; every part carries it."""
+        return hashlib.sha256(json.dumps(_pinned(self)).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class PartName:
+    """Which part.
+
+    Attributes:
+        section: its section.
+        number: 0, or more where the section has several parts.
+    """
+
+    section: int
+    number: int = 0
+
+    @property
+    def file(self) -> str:
+        """Its file's name."""
+        return f"part-{self.section:06d}{f'-{self.number:04d}' if self.number else ''}.safetensors"
+
+
+@dataclass(frozen=True)
+class PartAbout:
+    """What a part says of itself.
+
+    Attributes:
+        collection: :attr:`Embedded.identity` of what it belongs to.
+        n: number of embeddings.
+        parts: number of parts of its section.
+        problems: {"place", "reason"} of the items that were left out.
+    """
+
+    collection: str
+    n: int
+    parts: int
+    problems: list[dict[str, str]]
+
+
+def begin(folder: str | Path, embedded: Embedded) -> None:
+    """Make the folder, or go on in one that holds the same collection.
+
+    Args:
+        folder: of the parts.
+        embedded: what shall be in it.
+
+    Raises:
+        UserError: something else is in it; the message says what differs.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / MANIFEST).exists():
+        write_json(folder / MANIFEST, {"format": _FORMAT, **asdict(embedded)})
+    there = read_manifest(folder)
+    differs = {
+        "another model": there.model != embedded.model,
+        f"--part-size {there.part_size}": there.part_size != embedded.part_size,
+        f"other data, {there.n} items of the {there.kind} {there.path}": (
+            (there.modality, there.kind, there.n, there.digest)
+            != (embedded.modality, embedded.kind, embedded.n, embedded.digest)
+        ),
+    }
+    if wrong := [name for name, different in differs.items() if different]:
+        made = f" ({there.home})" if differs["another model"] else ""
+        raise UserError(
+            f"{folder} holds embeddings with {', '.join(wrong)}{made}; give another --out, or remove that folder"
+        )
+
+
+def read_manifest(folder: str | Path) -> Embedded:
+    """What a folder of parts holds.
+
+    Raises:
+        UserError: it is no such folder.
+    """
+    path = Path(folder) / MANIFEST
+    if not path.is_file():
+        raise UserError(f"{folder} is no folder of embeddings (no {MANIFEST} in it); write one with `sfumato embed`")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values.pop("format") != _FORMAT:
+            raise ValueError("another format")
+        return Embedded(**values)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: not of a folder of embeddings, or damaged ({error})") from error
+
+
+def write_part(
+    folder: str | Path,
+    name: PartName,
+    about: PartAbout,
+    embeddings: GaussianEmbedding,
+    ids: Sequence[str],
+    payloads: Sequence[Mapping[str, str]],
+) -> None:
+    """Write a part, atomically; the same arguments give the same bytes.
+
+    Args:
+        folder: of the parts.
+        name: which part.
+        about: what it says of itself.
+        embeddings: n of them, kept in float32.
+        ids: n distinct strings.
+        payloads: n dictionaries.
+
+    Raises:
+        ValueError: the numbers differ, an id occurs twice, or a value is NaN or infinite.
+    """
+    check_finite(embeddings, name.file)
+    if not len(ids) == len(payloads) == embeddings.n == about.n or len(set(ids)) != len(ids):
+        raise ValueError(
+            f"{name.file}: got {embeddings.n} embeddings, {len(ids)} ids of which {len(set(ids))} distinct, and {len(payloads)}"
+            f" payloads, for {about.n} items; give one distinct id and one payload for each"
+        )
+    tensors = {key: getattr(embeddings, key).detach().cpu().float().contiguous() for key in ("mean", "log_var")}
+    texts = {"ids": list(ids), "payloads": [dict(payload) for payload in payloads], "about": asdict(about)}
+    # As tensors, because the format limits its header to 100 MB and does not keep its order.
+    tensors |= {key: _bytes(value) for key, value in texts.items()}
+    write_atomically(Path(folder) / name.file, safetensors_bytes(tensors, {"format": EMBEDDINGS_FORMAT}))
+
+
+def read_about(folder: str | Path, name: PartName) -> PartAbout | None:
+    """What a part says of itself, without reading its embeddings; None if it is not there, or damaged."""
+    path = Path(folder) / name.file
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            return PartAbout(**_value(file.get_tensor("about")))
+    except (SafetensorError, ValueError, TypeError):
+        return None
+
+
+def read_parts(folder: str | Path) -> Iterator[tuple[list[str], GaussianEmbedding, list[dict[str, str]]]]:
+    """The parts of a collection one after the other, in the order of its source, in the memory of one part.
+
+    Args:
+        folder: that jobs of ``sfumato embed`` have written.
+
+    Returns:
+        An iterator over (ids, embeddings, payloads); parts in which nothing could be used do not appear.
+
+    Raises:
+        UserError: at once, before the first part: it is no such folder, or not all is there; the message says what is missing.
+        ValueError: later, a part that is damaged within.
+    """
+    folder = Path(folder)
+    names = check_complete(folder)
+
+    def parts() -> Iterator[tuple[list[str], GaussianEmbedding, list[dict[str, str]]]]:
+        for name in names:
+            embeddings, ids = load_embeddings(folder / name.file)
+            if ids:
+                with safe_open(folder / name.file, framework="pt") as file:
+                    yield ids, embeddings, _value(file.get_tensor("payloads"))
+
+    return parts()
+
+
+def check_complete(folder: str | Path) -> list[PartName]:
+    """All parts of a collection, in the order of its source.
+
+    Raises:
+        UserError: it is no folder of embeddings, a part is of another collection, or some are missing; the message names them and
+            the job that each belongs to.
+    """
+    folder = Path(folder)
+    embedded = read_manifest(folder)
+    identity = embedded.identity
+    names: list[PartName] = []
+    missing: list[PartName] = []
+    for section in range(embedded.sections):
+        first = read_about(folder, PartName(section))
+        for number in range(first.parts if first else 1):
+            name = PartName(section, number)
+            about = read_about(folder, name) if number else first
+            if about is not None and about.collection != identity:
+                raise UserError(f"{folder / name.file} belongs to another collection; remove it and embed again")
+            (missing if about is None else names).append(name)
+    if missing:
+        of = _jobs(folder)
+        jobs = sorted({name.section % of for name in missing})
+        shown = ", ".join(
+            name.file.removesuffix(".safetensors") + (f" of job {name.section % of}/{of}" if of > 1 else "")
+            for name in missing[:_FEW]
+        )
+        more = f" and {len(missing) - _FEW} more" if len(missing) > _FEW else ""
+        again = f" with --shard {jobs[0]}/{of}" if of > 1 and len(jobs) == 1 else ""
+        if len(jobs) > 1:
+            again = f" with --shard I/{of} for I = {', '.join(map(str, jobs))}, or alone without --shard"
+        raise UserError(
+            f"{folder} is not complete, {len(missing)} of {len(names) + len(missing)} parts or more are missing: {shown}{more};"
+            f" start the same `sfumato embed` again{again}, and it writes what is missing"
+        )
+    return names
+
+
+def write_job(folder: str | Path, job: int, of: int, figures: Mapping[str, Any]) -> None:
+    """Write what a job has done, or that it has begun.
+
+    Args:
+        folder: of the parts.
+        job: its number, from 0.
+        of: number of jobs.
+        figures: "finished" and whatever is worth knowing.
+    """
+    write_json(Path(folder) / f"job-{job}-of-{of}.json", {"job": job, "of": of, **figures})
+
+
+def _jobs(folder: Path) -> int:
+    """Into how many jobs the work was cut last."""
+    found = [(path.stat().st_mtime, match) for path in folder.iterdir() if (match := _JOB.fullmatch(path.name))]
+    return int(max(found, key=lambda item: item[0])[1][2]) if found else 1
+
+
+def _pinned(embedded: Embedded) -> list[Any]:
+    values = asdict(embedded)
+    return [values[key] for key in ("modality", "model", "kind", "n", "digest", "part_size", "sections")]
+
+
+def _bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value, ensure_ascii=False).encode()), dtype=torch.uint8)
+
+
+def _value(tensor: Tensor) -> Any:
+    return json.loads(tensor.numpy().tobytes())
