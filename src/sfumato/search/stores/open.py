@@ -77,6 +77,10 @@ def options(url: str, known: dict[str, str]) -> dict[str, str]:
     Raises:
         UserError: an option that is not known, or occurs twice.
     """
+    if _torn(url):
+        raise UserError(
+            f"store {redacted(url)}: the host or port is not one; write / ? # @ in a password as %2F %3F %23 %40"
+        )
     pairs = parse_qsl(urlsplit(url).query, keep_blank_values=True)
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -104,8 +108,20 @@ def anchored(url: str, folder: Path) -> str:
 
 
 def redacted(url: str) -> str:
-    """The URL with its password replaced by ***."""
+    """The URL with its password replaced by ***; with all that follows, where a password splits the URL in a wrong place."""
+    if _torn(url):
+        return re.sub(r"(://[^:@/?#]*).*", r"\1:***", url, flags=re.DOTALL)
+    url = re.sub(r"(?<=[?&])(password|token)=[^&]*", r"\1=***", url)
     parts = urlsplit(url)
     if parts.password is None:
         return url
     return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{parts.netloc.rpartition('@')[2]}"))
+
+
+def _torn(url: str) -> bool:
+    """Whether what follows a host is no port, as when a password has a / ? or # that is not written %2F %3F %23."""
+    try:
+        host = urlsplit(url).netloc.rpartition("@")[2]
+    except ValueError:
+        return True
+    return re.fullmatch(r"(\[[0-9a-fA-F:.%]*\]|[^:\[\]]*)(:\d*)?", host) is None

@@ -1,0 +1,427 @@
+"""Records in a table of PostgreSQL with the extension pgvector. Needs the extra `pgvector`; knows nothing of Gaussians.
+
+    postgresql://user@host:5432/database?table=name&index=hnsw
+
+The password may stand in the URL (special characters as %2F) or in PGPASSWORD, as for psql. Options:
+
+    table                          the table, or schema.table; "sfumato" if not said
+    index                          none (exact; the default), hnsw or ivfflat, built by `optimise`
+    m, ef_construction             hnsw, when it is built: 16, 64
+    ef_search                      hnsw, candidates of a search: 64; never fewer than the results asked for
+    lists, probes                  ivfflat: the square root of the number of items; an eighth of the lists, at least 8
+    sslmode, sslrootcert, host     as for psql; host may be the folder of a Unix socket
+
+Options given to `create_store` are kept with the table; those given to `open_store` come before them. pgvector indexes at most
+2,000 dimensions, so longer vectors (wasserstein2 of more than 1,000) are searched exactly. An index that brings fewer than k results,
+as under a narrow filter, is followed by an exact search for that query: results are few only where few fit. A big index is built
+fast only if it fits in the server's maintenance_work_mem.
+"""
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from queue import Empty, LifoQueue
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sfumato.errors import UserError, first_line
+from sfumato.search.stores.base import Filter, Records
+from sfumato.search.stores.open import options, redacted
+
+_OPTIONS = {
+    "table": "name or schema.name",
+    "index": "none, hnsw or ivfflat",
+    "m": "hnsw: links",
+    "ef_construction": "hnsw: candidates while building",
+    "ef_search": "hnsw: candidates while searching",
+    "lists": "ivfflat: number of lists",
+    "probes": "ivfflat: lists a search looks into",
+    "sslmode": "as for psql",
+    "sslrootcert": "as for psql",
+    "host": "as for psql",
+}
+_KEPT = ("index", "m", "ef_construction", "ef_search", "lists", "probes")
+_CONNECTION = ("sslmode", "sslrootcert", "host")
+_MOST_INDEXED, _MOST_STORED, _MOST_EF = 2000, 16000, 1000
+_LONGEST_ID = 2000
+"""Bytes; the index of the primary key holds no more than 2,704."""
+_CONNECT_SECONDS = 5
+_COLUMNS = "id, embedding, uncertainty, payload"
+
+
+def create(url: str, dim: int, fingerprint: str) -> "PgVectorStore":
+    """Make an empty table; see :func:`~sfumato.search.stores.open.create_store`."""
+    store = PgVectorStore(url, _read_options(url), dim, fingerprint)
+    if dim > _MOST_STORED or (dim > _MOST_INDEXED and store.index != "none"):
+        raise UserError(
+            f"store {store.url}: pgvector stores at most {_MOST_STORED:,} dimensions and indexes at most {_MOST_INDEXED:,}, got {dim:,};"
+            " index=none searches exactly"
+        )
+    store.make()
+    return store
+
+
+def open(url: str) -> "PgVectorStore":
+    """Open a table made before; see :func:`~sfumato.search.stores.open.open_store`."""
+    given = _read_options(url)
+    note = PgVectorStore(url, given, 0, "").note()
+    return PgVectorStore(url, {**note["options"], **given}, note["dim"], note["fingerprint"])
+
+
+class PgVectorStore:
+    """A table (id, embedding, uncertainty, payload); what it is for stands in its comment.
+
+    Attributes:
+        index: "none", "hnsw" or "ivfflat".
+    """
+
+    def __init__(self, url: str, chosen: Mapping[str, str], dim: int, fingerprint: str) -> None:
+        self._psycopg = _driver()
+        self._connections = _Connections(
+            self._psycopg, url, {name: chosen[name] for name in _CONNECTION if name in chosen}
+        )
+        self._options = {name: chosen[name] for name in _KEPT if name in chosen}
+        self._dim, self._fingerprint = dim, fingerprint
+        self.index = self._options.get("index", "none")
+        self._name = chosen.get("table", "sfumato")
+        self._table = self._psycopg.sql.Identifier(*self._name.split("."))
+
+    @property
+    def url(self) -> str:
+        """Where it is, without a password."""
+        return self._connections.url
+
+    @property
+    def dim(self) -> int:
+        """Of the vectors."""
+        return self._dim
+
+    @property
+    def fingerprint(self) -> str:
+        """What the vectors mean."""
+        return self._fingerprint
+
+    def make(self) -> None:
+        """Create the table.
+
+        Raises:
+            UserError: it exists, or the server has no pgvector.
+        """
+        errors = self._psycopg.errors
+        with self._connections.borrow() as connection:
+            try:
+                connection.execute("CREATE EXTENSION IF NOT EXISTS vector")
+            except (errors.FeatureNotSupported, errors.UndefinedFile, errors.InsufficientPrivilege) as error:
+                raise UserError(
+                    f"store {self.url}: this database has no pgvector ({first_line(error)}); install it on the server"
+                    " (package postgresql-NN-pgvector, or an image pgvector/pgvector), and let an administrator run CREATE EXTENSION vector"
+                ) from None
+            try:
+                connection.execute(
+                    self._sql(
+                        'CREATE TABLE {table} (id text COLLATE "C" PRIMARY KEY, embedding vector({dim}) NOT NULL,'
+                        " uncertainty real NOT NULL, payload jsonb NOT NULL)",
+                        dim=self._dim,
+                    )
+                )
+            except errors.DuplicateTable:
+                raise UserError(
+                    f"store {self.url}: table {self._name} exists already; open it, or name another: ?table=..."
+                ) from None
+            # In the row and not beside it, where it fits: an exact search reads every vector.
+            connection.execute(self._sql("ALTER TABLE {table} ALTER COLUMN embedding SET STORAGE MAIN"))
+            note = {"sfumato": 1, "dim": self._dim, "fingerprint": self._fingerprint, "options": self._options}
+            connection.execute(self._sql("COMMENT ON TABLE {table} IS {note}", note=json.dumps(note)))
+
+    def note(self) -> dict[str, Any]:
+        """What stands in the comment of the table.
+
+        Raises:
+            UserError: no such table, or it is not one of ours.
+        """
+        with self._connections.borrow() as connection:
+            found = connection.execute(
+                "SELECT obj_description(to_regclass(%s), 'pg_class'), to_regclass(%s) IS NOT NULL",
+                [name := self._table.as_string(connection), name],
+            ).fetchone()
+        if not found[1]:
+            raise UserError(f"store {self.url}: there is no table {self._name}")
+        try:
+            note = json.loads(found[0] or "")
+            return {"dim": int(note["dim"]), "fingerprint": str(note["fingerprint"]), "options": dict(note["options"])}
+        except (ValueError, KeyError, TypeError):
+            raise UserError(
+                f"store {self.url}: table {self._name} was not made by sfumato; name another: ?table=..."
+            ) from None
+
+    def upsert(self, records: Records) -> None:
+        """Store records in one transaction, all or none."""
+        if records.vectors.shape[1] != self._dim:
+            raise ValueError(
+                f"store {self.url}: vectors must have {self._dim} dimensions, got {records.vectors.shape[1]}"
+            )
+        if not len(records):
+            return
+        rows = _binary_rows(self.url, records)
+        with self._connections.borrow() as connection:
+            connection.execute(self._sql("CREATE TEMP TABLE incoming (LIKE {table}) ON COMMIT DROP"))
+            with connection.cursor().copy(f"COPY pg_temp.incoming ({_COLUMNS}) FROM STDIN (FORMAT BINARY)") as copy:
+                for row in rows:
+                    copy.write(row)
+            connection.execute(
+                self._sql(
+                    f"INSERT INTO {{table}} ({_COLUMNS}) SELECT {_COLUMNS} FROM pg_temp.incoming ON CONFLICT (id) DO UPDATE"
+                    " SET embedding = excluded.embedding, uncertainty = excluded.uncertainty, payload = excluded.payload"
+                )
+            )
+
+    def delete(self, ids: Sequence[str]) -> int:
+        """Remove items; how many were there."""
+        with self._connections.borrow() as connection:
+            return int(connection.execute(self._sql("DELETE FROM {table} WHERE id = ANY(%s)"), [list(ids)]).rowcount)
+
+    def get(self, ids: Sequence[str]) -> Records:
+        """Records by id, in the order asked for."""
+        with self._connections.borrow() as connection:
+            query = self._sql(f"SELECT {_COLUMNS} FROM {{table}} WHERE id = ANY(%s)")
+            found = self._records(connection.execute(query, [list(ids)], binary=True).fetchall())
+        position = {id: i for i, id in enumerate(found.ids)}
+        return found.take([position[id] for id in dict.fromkeys(ids) if id in position])
+
+    def search(self, queries: Tensor, k: int, filter: Filter | None = None) -> list[Records]:
+        """The nearest items of each query."""
+        if queries.ndim != 2 or queries.shape[1] != self._dim:
+            raise ValueError(f"store {self.url}: queries must be (n, {self._dim}), got {tuple(queries.shape)}")
+        if k < 1:
+            raise ValueError(f"store {self.url}: k must be at least 1, got {k}")
+        condition, values = self._where(filter)
+        by_index, exact = (
+            self._sql(f"SELECT {_COLUMNS} FROM {{table}} {{where}} ORDER BY {key} LIMIT %s", where=condition)
+            for key in ("embedding <-> %s::vector", "(embedding <-> %s::vector) + 0")  # no index knows a sum
+        )
+        vectors = ["[" + ",".join(map(repr, row)) + "]" for row in queries.detach().cpu().float().tolist()]
+        results = []
+        with self._connections.borrow() as connection:
+            ways = [by_index, exact] if self._prepare_index(connection, k) else [exact]
+            for vector in vectors:
+                for way in ways:
+                    rows = connection.execute(way, [*values, vector, k], binary=True).fetchall()
+                    if len(rows) == k:
+                        break
+                results.append(self._records(rows))
+        return results
+
+    def count(self, filter: Filter | None = None) -> int:
+        """Number of items that fit."""
+        condition, values = self._where(filter)
+        with self._connections.borrow() as connection:
+            return int(
+                connection.execute(
+                    self._sql("SELECT count(*) FROM {table} {where}", where=condition), values
+                ).fetchone()[0]
+            )
+
+    def scan(self, batch: int = 4096, filter: Filter | None = None) -> Iterator[Records]:
+        """All items that fit, as they were when the scan began; it holds a connection until it is through or closed."""
+        condition, values = self._where(filter)
+        with self._connections.borrow() as connection:
+            connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+            with connection.cursor("scan", binary=True) as cursor:
+                cursor.execute(self._sql(f"SELECT {_COLUMNS} FROM {{table}} {{where}}", where=condition), values)
+                while rows := cursor.fetchmany(batch):
+                    yield self._records(rows)
+
+    def optimise(self) -> None:
+        """Build the index anew, if there is to be one; others read meanwhile, and wait to write."""
+        schema, _, table = self._name.rpartition(".")
+        name = f"{table[:40]}_{self.index}"
+        numbers = {key: int(self._options[key]) for key in ("m", "ef_construction", "lists") if key in self._options}
+        if self.index == "ivfflat":
+            numbers.setdefault("lists", _usual_lists(self.count()))
+        settings = ", ".join(f"{key} = {number}" for key, number in numbers.items())
+        identifier = self._psycopg.sql.Identifier
+        index = {
+            "new": identifier(name + "_new"),
+            "name": identifier(name),
+            "old": identifier(*filter(None, [schema, name])),
+            "new_there": identifier(*filter(None, [schema, name + "_new"])),
+        }
+        with self._connections.borrow() as connection:
+            if self.index != "none":
+                using = f"USING {self.index} (embedding vector_l2_ops)" + (settings and f" WITH ({settings})")
+                connection.execute(self._sql("CREATE INDEX {new} ON {table} " + using, **index))
+                connection.execute(self._sql("DROP INDEX IF EXISTS {old}", **index))
+                connection.execute(self._sql("ALTER INDEX {new_there} RENAME TO {name}", **index))
+            connection.execute(self._sql("ANALYZE {table}"))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._connections.close()
+
+    def _sql(self, text: str, **parts: Any) -> Any:
+        sql = self._psycopg.sql
+        wrapped = {
+            name: part if isinstance(part, sql.Composable) else sql.Literal(part) for name, part in parts.items()
+        }
+        return sql.SQL(text).format(table=self._table, **wrapped)
+
+    def _where(self, filter: Filter | None) -> tuple[Any, list[Any]]:
+        conditions: list[str] = []
+        values: list[Any] = []
+        if filter is not None and filter.max_uncertainty is not None:
+            conditions.append("uncertainty <= %s::float8")
+            values.append(filter.max_uncertainty)
+        for name, allowed in filter.where.items() if filter is not None else ():
+            conditions.append("payload ->> %s = ANY(%s::text[])")
+            values += [name, list(allowed)]
+        return self._psycopg.sql.SQL("WHERE " + " AND ".join(conditions) if conditions else ""), values
+
+    def _prepare_index(self, connection: Any, k: int) -> bool:
+        """Say for this transaction how thorough the index is; whether it is of any use."""
+        if self.index == "none" or (self.index == "hnsw" and k > _MOST_EF):
+            return False
+        if self.index == "hnsw":
+            settings = {"hnsw.ef_search": min(_MOST_EF, max(k, int(self._options.get("ef_search", 64))))}
+        else:
+            lists = int(self._options.get("lists", 0)) or _usual_lists(self._rows(connection))
+            settings = {"ivfflat.probes": int(self._options.get("probes", 0)) or max(8, lists // 8)}
+        for name, value in settings.items():
+            connection.execute("SELECT set_config(%s, %s, true)", [name, str(value)])
+        # From pgvector 0.8 an index goes on until k results pass the filter; before, the exact search below makes up for it.
+        connection.execute(
+            "SELECT set_config(%s, %s, true) FROM pg_extension"
+            " WHERE extname = 'vector' AND string_to_array(extversion, '.')::int[] >= '{0,8}'",
+            [f"{self.index}.iterative_scan", "strict_order" if self.index == "hnsw" else "relaxed_order"],
+        )
+        return True
+
+    def _rows(self, connection: Any) -> int:
+        """About how many, as of the last `optimise`."""
+        found = connection.execute(
+            "SELECT reltuples FROM pg_class WHERE oid = to_regclass(%s)", [self._table.as_string(connection)]
+        )
+        return max(0, int(found.fetchone()[0]))
+
+    def _records(self, rows: list[tuple[str, bytes, float, dict[str, str]]]) -> Records:
+        if not rows:
+            return Records.none(self._dim)
+        ids, vectors, uncertainty, payloads = zip(*rows, strict=True)
+        # Four bytes of header, then the numbers in network order.
+        numbers = np.frombuffer(b"".join(vectors), dtype=np.uint8).reshape(len(ids), 4 + 4 * self._dim)[:, 4:]
+        values = np.ascontiguousarray(numbers).view(">f4").astype(np.float32)
+        return Records(ids, torch.from_numpy(values), torch.tensor(uncertainty, dtype=torch.float32), payloads)
+
+
+class _Connections:
+    """Connections that are free, as many as were ever used at once; one that is lost takes the others with it."""
+
+    def __init__(self, psycopg: Any, url: str, extra: Mapping[str, str]) -> None:
+        self.url = redacted(url)
+        self._psycopg = psycopg
+        self._free: LifoQueue[Any] = LifoQueue()
+        parts = urlsplit(url)
+        try:
+            self._arguments = psycopg.conninfo.conninfo_to_dict(parts._replace(query="", fragment="").geturl())
+        except psycopg.Error:
+            # The driver's message repeats the URL, with its password.
+            raise UserError(
+                f"store {self.url}: expected postgresql://user@host:port/database; write / ? # @ : in a password as %2F %3F %23 %40 %3A"
+            ) from None
+        self._arguments |= {"connect_timeout": _CONNECT_SECONDS, **extra}
+
+    @contextmanager
+    def borrow(self) -> Iterator[Any]:
+        """A connection for one transaction: committed if all went well, else undone.
+
+        Raises:
+            UserError: anything that PostgreSQL says; the next call connects anew.
+        """
+        try:
+            connection = self._take()
+            try:
+                with connection.transaction():
+                    yield connection
+            finally:
+                if connection.closed or connection.info.transaction_status != self._psycopg.pq.TransactionStatus.IDLE:
+                    connection.close()
+                    self.close()
+                else:
+                    self._free.put(connection)
+        except self._psycopg.Error as error:
+            said = first_line(error)
+            if secret := self._arguments.get("password"):
+                said = said.replace(secret, "***")
+            raise UserError(f"store {self.url}: {said}") from None
+
+    def close(self) -> None:
+        """Close those that are free."""
+        while True:
+            try:
+                self._free.get_nowait().close()
+            except Empty:
+                return
+
+    def _take(self) -> Any:
+        try:
+            return self._free.get_nowait()
+        except Empty:
+            # Never prepared: a plan made for any filter and any k often leaves the index aside.
+            return self._psycopg.connect(**self._arguments, autocommit=True, prepare_threshold=None)
+
+
+def _read_options(url: str) -> dict[str, str]:
+    given = options(url, _OPTIONS)
+    if given.get("index", "none") not in ("none", "hnsw", "ivfflat"):
+        raise UserError(f"store {redacted(url)}: index must be none, hnsw or ivfflat, got {given['index']!r}")
+    for name in ("m", "ef_construction", "ef_search", "lists", "probes"):
+        if name in given and not re.fullmatch(r"[1-9][0-9]{0,5}", given[name]):
+            raise UserError(f"store {redacted(url)}: {name} must be a number from 1, got {given[name]!r}")
+    if not re.fullmatch(r"[^.%\0]+(\.[^.%\0]+)?", given.get("table", "sfumato")):
+        raise UserError(
+            f"store {redacted(url)}: table must be a name or schema.name, without %, got {given['table']!r}"
+        )
+    return given
+
+
+def _usual_lists(n: int) -> int:
+    return max(1, round(math.sqrt(n)))
+
+
+def _binary_rows(url: str, records: Records) -> Iterator[bytes]:
+    """PostgreSQL's binary COPY format: a header, rows of (length, bytes), a trailer."""
+    vectors = records.vectors.contiguous().numpy().astype(">f4")
+    head = struct.pack(">HH", vectors.shape[1], 0)
+    rows = []
+    for id, vector, uncertainty, payload in zip(
+        records.ids, vectors, records.uncertainty.tolist(), records.payloads, strict=True
+    ):
+        try:
+            key, document = id.encode(), json.dumps(dict(payload), ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise UserError(f"store {url}: item {id!r} has text that is not Unicode (a lone surrogate)") from None
+        if len(key) > _LONGEST_ID:
+            raise UserError(f"store {url}: an id may have {_LONGEST_ID:,} bytes, got {len(key):,}: {id[:40]!r}...")
+        if any("\0" in text for pair in payload.items() for text in pair):
+            raise UserError(f"store {url}: PostgreSQL stores no NUL characters, the payload of {id!r} has one")
+        fields = (key, head + vector.tobytes(), struct.pack(">f", uncertainty), b"\x01" + document)
+        rows.append(b"\0\4" + b"".join(struct.pack(">i", len(part)) + part for part in fields))
+    yield b"PGCOPY\n\xff\r\n\0" + bytes(8)
+    yield from rows
+    yield b"\xff\xff"
+
+
+def _driver() -> Any:
+    try:
+        import psycopg
+        import psycopg.conninfo
+        import psycopg.sql
+    except ImportError as error:
+        raise UserError("stores in PostgreSQL need psycopg: pip install 'sfumato[pgvector]'") from error
+    return psycopg

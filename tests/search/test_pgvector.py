@@ -1,0 +1,411 @@
+"""PostgreSQL with pgvector: the contract of stores against a real server, and what that server may do to us."""
+
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+from search.stores_contract import FINGERPRINT, StoreContract, assert_holds, assert_nearest, by_id, queries, records
+
+from sfumato.errors import UserError
+from sfumato.search.stores import pgvector
+from sfumato.search.stores.base import Filter, Records
+from sfumato.search.stores.open import create_store, open_store
+
+pytest.importorskip("psycopg")
+
+DEBIAN = Path("/usr/lib/postgresql/15/bin")
+PASSWORD = "s3cr/t?@:#word"
+QUOTED = "s3cr%2Ft%3F%40%3A%23word"
+
+
+class Server:
+    """A PostgreSQL of its own on a free loopback port; as root it runs as nobody, since PostgreSQL refuses to run as root."""
+
+    def __init__(self, programs):
+        self.programs = programs
+        self.folder = Path(tempfile.mkdtemp(prefix="sfumato-pg-", dir="/tmp"))
+        self.prefix = []
+        if os.geteuid() == 0:
+            self.prefix = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+            os.chown(self.folder, 65534, 65534)
+        self.port = free_port()
+        self.run("initdb", "-U", "postgres", "-A", "trust", "-N", "--locale=C", "-E", "UTF8")
+        rules = self.folder / "data" / "pg_hba.conf"
+        rules.write_text(f"host all guarded 127.0.0.1/32 scram-sha-256\n{rules.read_text()}")
+        self.start()
+
+    def run(self, program, *arguments):
+        command = [*self.prefix, str(self.programs / program), "-D", str(self.folder / "data"), *arguments]
+        done = subprocess.run(
+            command, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60
+        )
+        if done.returncode:
+            raise RuntimeError(f"{program}: {done.stdout.decode()[-500:]}")
+
+    def start(self):
+        # Without fsync a killed server still loses nothing, only a killed machine does.
+        options = f"-h 127.0.0.1 -p {self.port} -k {self.folder} -c fsync=off -c shared_buffers=32MB"
+        self.run("pg_ctl", "-w", "-l", str(self.folder / "log"), "-o", options, "start")
+
+    def stop(self):
+        self.run("pg_ctl", "-w", "-m", "immediate", "stop")
+
+    def remove(self):
+        try:
+            self.stop()
+        finally:
+            shutil.rmtree(self.folder)
+
+    def url(self, user="postgres", database="postgres", **options):
+        options.setdefault("table", f"t{uuid.uuid4().hex[:12]}")
+        told = "&".join(f"{name}={value}" for name, value in options.items())
+        return f"postgresql://{user}@127.0.0.1:{self.port}/{database}?{told}"
+
+    def execute(self, *statements, database="postgres"):
+        import psycopg
+
+        with psycopg.connect(f"postgresql://postgres@127.0.0.1:{self.port}/{database}", autocommit=True) as connection:
+            for statement in statements:
+                cursor = connection.execute(statement)
+            return cursor.fetchall() if cursor.description else None
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+def started(programs):
+    try:
+        return Server(programs)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        pytest.skip(f"PostgreSQL of {programs} cannot be started here: {error}")
+
+
+@pytest.fixture(scope="module")
+def server():
+    found = importlib.util.find_spec("pgserver")
+    if found is None:
+        pytest.skip("no PostgreSQL with pgvector: pip install pgserver")
+    server = started(Path(found.origin).parent / "pginstall" / "bin")
+    # Tables of tests are so small that the planner would leave their indexes aside.
+    server.execute(
+        "CREATE DATABASE indexed",
+        "ALTER DATABASE indexed SET enable_seqscan = off",
+        "CREATE ROLE guarded LOGIN SUPERUSER PASSWORD '" + PASSWORD + "'",
+    )
+    yield server
+    server.remove()
+
+
+class TestExact(StoreContract):
+    @pytest.fixture(autouse=True)
+    def _server(self, server):
+        self.server = server
+
+    def create(self, tmp_path, dim):
+        return create_store(self.server.url(), dim, FINGERPRINT)
+
+
+class TestHnsw(TestExact):
+    def create(self, tmp_path, dim):
+        return create_store(
+            self.server.url(database="indexed", index="hnsw", m=24, ef_construction=200, ef_search=200),
+            dim,
+            FINGERPRINT,
+        )
+
+
+class TestIvfflat(TestExact):
+    def create(self, tmp_path, dim):
+        return create_store(self.server.url(database="indexed", index="ivfflat", lists=4, probes=4), dim, FINGERPRINT)
+
+
+def plan_of(server, store, monkeypatch, k=5, filter=None):
+    """How the server goes about a search."""
+    seen = []
+    take = store._connections._take
+
+    class Explaining:
+        def __init__(self, connection):
+            self._connection = connection
+
+        def __getattr__(self, name):
+            return getattr(self._connection, name)
+
+        def execute(self, query, *arguments, **options):
+            import psycopg
+
+            if "ORDER BY" in str(query):
+                plan = self._connection.execute(psycopg.sql.SQL("EXPLAIN ") + query, *arguments).fetchall()
+                seen.append("\n".join(line for (line,) in plan))
+            return self._connection.execute(query, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._connections, "_take", lambda: Explaining(take()))
+        store.search(queries(1, store.dim, 0), k, filter)
+    store.close()
+    return seen
+
+
+@pytest.mark.parametrize("index", ["hnsw", "ivfflat"])
+def test_the_index_is_used_and_none_is_exact(server, monkeypatch, index):
+    url = server.url(database="indexed", index=index)
+    store = create_store(url, 12, FINGERPRINT)
+    store.upsert(records(300, 12, 1))
+    assert "Index Scan" not in plan_of(server, store, monkeypatch)[0]
+    store.optimise()
+    store.optimise()
+    plans = plan_of(server, store, monkeypatch)
+    assert len(plans) == 1 and f"_{index} on" in plans[0]
+    exact = open_store(url.replace(index, "none"))
+    assert "Index Scan" not in plan_of(server, exact, monkeypatch)[0]
+    kept = open_store(url.replace(f"&index={index}", ""))
+    assert kept.index == index
+    for opened in (store, exact, kept):
+        opened.close()
+
+
+def test_a_narrow_filter_brings_all_that_fit(server, monkeypatch):
+    """An index of pgvector before 0.8 filters its candidates afterwards, and here nearly all of them fall out."""
+    store = create_store(server.url(database="indexed", index="hnsw", ef_search=5), 9, FINGERPRINT)
+    batch = records(600, 9, 2)
+    batch = Records(batch.ids, batch.vectors, batch.uncertainty, tuple({"rare": str(i % 60)} for i in range(600)))
+    store.upsert(batch)
+    store.optimise()
+    assert_nearest(store, by_id(batch), queries(5, 9, 3), 8, Filter({"rare": ("7",)}))
+    plans = plan_of(server, store, monkeypatch, 8, Filter({"rare": ("7",)}))
+    assert "_hnsw on" in plans[0] and "Index Scan" not in plans[-1]
+    store.close()
+
+
+def test_more_results_than_an_index_has_candidates(server):
+    store = create_store(server.url(database="indexed", index="hnsw"), 4, FINGERPRINT)
+    batch = records(1500, 4, 4)
+    store.upsert(batch)
+    store.optimise()
+    assert [len(found) for found in store.search(queries(2, 4, 5), 1200)] == [1200, 1200]
+    store.close()
+
+
+def test_dimensions_beyond_the_index(server):
+    with pytest.raises(UserError, match=r"indexes at most 2,000, got 2,001; index=none"):
+        create_store(server.url(index="hnsw"), 2001, FINGERPRINT)
+    with pytest.raises(UserError, match=r"stores at most 16,000 dimensions"):
+        create_store(server.url(), 16001, FINGERPRINT)
+    store, batch = create_store(server.url(), 4001, FINGERPRINT), records(20, 4001, 6)
+    store.upsert(batch)
+    assert_holds(store, by_id(batch))
+    assert_nearest(store, by_id(batch), queries(2, 4001, 7), 5)
+    store.close()
+
+
+def test_a_scan_sees_what_was_there_when_it_began(server):
+    store, batch = create_store(server.url(), 3, FINGERPRINT), records(60, 3, 8)
+    store.upsert(batch)
+    scan = store.scan(batch=10)
+    first = next(scan)
+    store.delete(batch.ids[30:])
+    store.upsert(records(5, 3, 9, prefix="late"))
+    assert sorted([*first.ids, *(key for part in scan for key in part.ids)]) == sorted(batch.ids)
+    abandoned = store.scan(batch=10)
+    next(abandoned)
+    abandoned.close()
+    assert store.count() == 35
+    store.close()
+
+
+def test_a_batch_is_stored_as_a_whole_or_not_at_all(server):
+    store, batch = create_store(server.url(), 3, FINGERPRINT), records(10, 3, 10)
+    for wrong, said in (
+        ({"a": "b\0c"}, "NUL characters, the payload of 'item-9'"),
+        ({"a": "\ud800"}, "item 'item-9'.*not Unicode"),
+    ):
+        payloads = (*batch.payloads[:9], wrong)
+        with pytest.raises(UserError, match=said):
+            store.upsert(Records(batch.ids, batch.vectors, batch.uncertainty, payloads))
+    with pytest.raises(UserError, match="an id may have 2,000 bytes, got 2,001"):
+        store.upsert(Records(("é" * 1000 + "x", *batch.ids[1:]), batch.vectors, batch.uncertainty, batch.payloads))
+    assert store.count() == 0
+    long = Records(
+        ("".join(map(chr, range(0x4E00, 0x4E00 + 666))), *batch.ids[1:]),
+        batch.vectors,
+        batch.uncertainty,
+        batch.payloads,
+    )
+    store.upsert(long)
+    assert_holds(store, by_id(long))
+    store.close()
+
+
+def test_tables_with_awkward_names_and_schemas(server):
+    server.execute('CREATE SCHEMA IF NOT EXISTS "my schema"')
+    for table in ("my%20schema.it's%20%22{x}%22", "T" * 60):
+        url = server.url(table=table, index="hnsw")
+        store, batch = create_store(url, 3, FINGERPRINT), records(20, 3, 11)
+        store.upsert(batch)
+        store.optimise()
+        store.optimise()
+        store.close()
+        store = open_store(url)
+        assert_holds(store, by_id(batch))
+        store.close()
+
+
+def test_tables_that_are_not_there_or_not_ours(server):
+    url = server.url()
+    with pytest.raises(UserError, match="there is no table t"):
+        open_store(url)
+    create_store(url, 3, FINGERPRINT).close()
+    with pytest.raises(UserError, match="exists already"):
+        create_store(url, 3, FINGERPRINT)
+    server.execute("CREATE TABLE IF NOT EXISTS stranger (id int)")
+    with pytest.raises(UserError, match="stranger was not made by sfumato"):
+        open_store(server.url(table="stranger"))
+
+
+@pytest.mark.parametrize(
+    "option, said",
+    [
+        ("index=flat", "index must be none, hnsw or ivfflat, got 'flat'"),
+        ("index=hnsw&m=many", "m must be a number from 1, got 'many'"),
+        ("tabel=x", "unknown option 'tabel'; known: table"),
+        ("table=a%25s", "table must be a name or schema.name, without %"),
+        ("table=a.b.c", "table must be a name or schema.name"),
+    ],
+)
+def test_options_are_checked_before_anything_is_connected(option, said):
+    with pytest.raises(UserError, match=said):
+        create_store(f"postgresql://nobody@127.0.0.1:1/x?{option}", 3, FINGERPRINT)
+
+
+def test_passwords_open_and_are_never_told(server, monkeypatch):
+    url = server.url(user=f"guarded:{QUOTED}")
+    store = create_store(url, 3, FINGERPRINT)
+    assert PASSWORD not in store.url and QUOTED not in store.url and "guarded:***@" in store.url
+    store.close()
+    monkeypatch.setenv("PGPASSWORD", PASSWORD)
+    opened = open_store(url.replace(f":{QUOTED}", ""))
+    assert opened.count() == 0
+    opened.close()
+    monkeypatch.delenv("PGPASSWORD")
+    wrong = url.replace(QUOTED, "wr0ng%2Fword")
+    unescaped = url.replace(QUOTED, PASSWORD)
+    missing = url.replace("/postgres?", "/nowhere?")
+    for bad in (wrong, unescaped, missing, url + "&password=wr0ng", url.replace("127.0.0.1", "[::bad")):
+        with pytest.raises(UserError) as caught:
+            open_store(bad)
+        assert caught.value.__cause__ is None
+        for secret in ("wr0ng", "s3cr", "#word", "2Fword"):
+            assert secret not in str(caught.value)
+
+
+def test_servers_that_are_not_there(monkeypatch):
+    started_at = time.monotonic()
+    with pytest.raises(UserError, match=r"store postgresql://someone:\*\*\*@127.0.0.1:\d+/x: .*refused"):
+        open_store(f"postgresql://someone:hush@127.0.0.1:{free_port()}/x")
+    monkeypatch.setattr(pgvector, "_CONNECT_SECONDS", 2)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(UserError, match="timeout"):
+        open_store(f"postgresql://someone@127.0.0.1:{silent.getsockname()[1]}/x")
+    assert time.monotonic() - started_at < 10
+
+
+def test_a_server_without_pgvector():
+    if not (DEBIAN / "initdb").exists():
+        pytest.skip(f"no PostgreSQL without pgvector at {DEBIAN}")
+    server = started(DEBIAN)
+    try:
+        if server.execute("SELECT 1 FROM pg_available_extensions WHERE name = 'vector'"):
+            pytest.skip("this PostgreSQL has pgvector")
+        with pytest.raises(UserError, match=r"this database has no pgvector .* CREATE EXTENSION vector"):
+            create_store(server.url(), 3, FINGERPRINT)
+    finally:
+        server.remove()
+
+
+WRITER = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from search.stores_contract import records
+from sfumato.search.stores.open import open_store
+store = open_store(sys.argv[1])
+for i in range(100_000):
+    store.upsert(records(25, 6, i, prefix=f"batch{i}"))
+    print(i, flush=True)
+"""
+
+
+def writer(url):
+    """A process that writes batches of 25 and says which are stored."""
+    tests = str(Path(__file__).parents[1])
+    return subprocess.Popen(
+        [sys.executable, "-c", WRITER, url, tests], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def acknowledged(process, least):
+    """Batches that it says are stored, once it is well under way."""
+    return [int(process.stdout.readline()) for _ in range(least)]
+
+
+def assert_nothing_lost(store, said):
+    stored = {int(key.partition("-")[0].removeprefix("batch")) for part in store.scan() for key in part.ids}
+    assert store.count() == 25 * len(stored), "a batch is there in part"
+    assert set(range(len(said))) <= stored and len(stored) <= len(said) + 1
+    for i in said[:: max(1, len(said) // 5)] + said[-1:]:
+        wanted = records(25, 6, i, prefix=f"batch{i}")
+        found = store.get(wanted.ids)
+        assert found.ids == wanted.ids and torch.equal(found.vectors, wanted.vectors)
+
+
+def test_a_killed_client_loses_nothing(server):
+    store = create_store(server.url(), 6, FINGERPRINT)
+    process = writer(store.url)
+    said = acknowledged(process, 15)
+    process.kill()
+    said += [int(line) for line in process.communicate()[0].split()]
+    assert_nothing_lost(store, said)
+    store.close()
+
+
+def test_a_killed_server_loses_nothing(server):
+    store = create_store(server.url(index="hnsw"), 6, FINGERPRINT)
+    store.optimise()
+    assert store.count() == 0
+    process = writer(store.url)
+    said = acknowledged(process, 15)
+    server.stop()
+    out, errors = process.communicate(timeout=30)
+    said += [int(line) for line in out.split()]
+    assert process.returncode == 1 and "UserError: store postgresql://" in errors
+    with pytest.raises(UserError):
+        store.count()
+    with pytest.raises(UserError, match="refused"):
+        store.search(queries(1, 6, 0), 3)
+    server.start()
+    assert_nothing_lost(store, said)
+    assert len(store.search(queries(1, 6, 0), 7)[0]) == 7
+    store.close()
+
+
+def test_a_lost_connection_is_made_anew_at_the_next_call(server):
+    store = create_store(server.url(), 3, FINGERPRINT)
+    table = store.url.rpartition("=")[2]
+    store.upsert(records(5, 3, 12))
+    server.execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'"
+    )
+    with pytest.raises(UserError, match=rf"{table}: .*(terminat|closed)"):
+        store.upsert(records(5, 3, 13))
+    store.upsert(records(5, 3, 13))
+    assert_holds(store, by_id(records(5, 3, 13)))
+    store.close()
