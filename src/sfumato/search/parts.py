@@ -251,7 +251,7 @@ def check_complete(folder: str | Path) -> list[PartName]:
         more = f" and {len(missing) - _FEW} more" if len(missing) > _FEW else ""
         again = f" with --shard {jobs[0]}/{of}" if of > 1 and len(jobs) == 1 else ""
         if len(jobs) > 1:
-            again = f" with --shard I/{of} for I = {', '.join(map(str, jobs))}, or alone without --shard"
+            again = f" with --shard I/{of} for I = {', '.join(map(str, jobs))}, or once without --shard"
         raise UserError(
             f"{folder} is not complete, {len(missing)} of {len(names) + len(missing)} parts or more are missing: {shown}{more};"
             f" start the same `sfumato embed` again{again}, and it writes what is missing"
