@@ -375,7 +375,7 @@ def test_calibrate_again_and_search_by_its_promises(work, sfumato, tmp_path):
     for asked, message in (
         (["a red circle", "--abstain", "0.0001"], "no limit has a risk of at most 0.0001"),
         (["a red circle", "--coverage", "90"], "coverage must be between 0 and 1, got 90"),
-        (["--image", work / "data" / "000.png", "--coverage", "0.9"], "not of pictures that search for pictures"),
+        (["--image", work / "data" / "000.png", "--coverage", "0.9"], "known of texts as queries of this index"),
     ):
         status, out, err = sfumato("search", tmp_path / "index", *asked)
         assert status == 2 and message in err and out == ""
@@ -395,7 +395,7 @@ def test_no_confident_match(work, sfumato, tmp_path):
         status, out, _ = sfumato("search", tmp_path / "index", "a red circle", "--abstain", risk, "--json")
         assert status == 0 and json.loads(out)[0]["abstained"] is abstained
         status, out, _ = sfumato("search", tmp_path / "index", "a red circle", "--abstain", risk)
-        assert status == 0 and ("no confident match; the closest are" in out) is abstained
+        assert status == 0 and ("No confident match: at the risk you allow" in out) is abstained
 
 
 def test_without_a_calibration_the_way_out_is_named(work, sfumato, tmp_path):

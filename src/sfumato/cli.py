@@ -388,34 +388,72 @@ def index(
     out: Annotated[Path, typer.Option(help="folder of the index")],
     images: Annotated[Path | None, typer.Option(help="folder of pictures, searched through")] = None,
     split: Annotated[str | None, typer.Option(help="or, of a run, the pictures of a split of its data")] = None,
-    engine: Annotated[str, typer.Option(help="exact, or with the extra faiss: flat, hnsw, ivf")] = "exact",
+    texts: Annotated[
+        Path | None, typer.Option(help="or a file of texts, one a line, to be searched by picture")
+    ] = None,
+    embeddings: Annotated[Path | None, typer.Option(help="or a folder that sfumato embed has written")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="without --store: exact (default), or with the extra faiss flat, hnsw, ivf")
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="keep the items in a vector store, where they can be added and deleted: file: (in the folder), file:?engine=hnsw,"
+            " milvus:PATH.db, milvus+http://host:19530/NAME, postgresql://user@host/database?table=NAME, rerank:PATH,"
+            " redis://host:6379/0?means=PATH"
+        ),
+    ] = None,
+    add: Annotated[bool, typer.Option("--add", help="add to the collection that --out holds already")] = False,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Build an index over pictures, to be searched by text or by picture."""
+    """Build an index over pictures or texts, or fill a collection in a vector store."""
     from sfumato.search.index import check_settings
     from sfumato.training.build import choose_device
     from sfumato.training.export import load_model
-    from sfumato.training.galleries import build_index
-    from sfumato.training.inference import embed_folder, embed_split_images
+    from sfumato.training.galleries import build_index, embed_source, fill_collection
+    from sfumato.training.inference import Matcher
     from sfumato.training.run import load_run
 
-    if (images is None) == (split is None):
-        raise UserError("give either --images FOLDER or --split NAME")
+    if sum(source is not None for source in (images, split, texts, embeddings)) != 1:
+        raise UserError("give one of --images FOLDER, --split NAME, --texts FILE and --embeddings FOLDER")
+    if engine is not None and (store is not None or add):
+        raise UserError(
+            "the engine of a store is part of its URL, e.g. --store 'file:?engine=hnsw'; leave --engine out"
+        )
+    if add and store is not None:
+        raise UserError("the collection knows its store; leave --store out with --add")
+    matcher: Matcher = (load_run if split is not None else load_model)(model, device=choose_device(device))
+    if store is None and not add:
+        check_settings(matcher.distance, engine or "exact")
     out.parent.mkdir(parents=True, exist_ok=True)
-    if images is not None:
-        loaded = load_model(model, device=choose_device(device))
-        check_settings(loaded.distance, engine)
-        embeddings, ids, problems = embed_folder(loaded, images)
-        built = build_index(loaded, embeddings, ids, home=model, engine=engine)
+    source, problems = embed_source(matcher, images=images, split=split, texts=texts, parts=embeddings)
+    result: dict[str, Any] = {"out": str(out), "n": len(source.ids), "problems": len(problems)}
+    what = f"{len(source.ids)} {'pictures' if source.texts is None else 'texts'}"
+    if store is None and not add:
+        build_index(matcher, source, home=model, engine=engine or "exact").save(out)
+        line = f"{what} indexed ({engine or 'exact'}): {out}"
+        result["engine"] = engine or "exact"
     else:
-        run = load_run(model, device=choose_device(device))
-        check_settings(run.distance, engine)
-        embeddings, ids, problems = embed_split_images(run, run.recipe.data, split or "")
-        built = build_index(run, embeddings, ids, home=model, engine=engine)
-    built.save(out)
-    result = {"out": str(out), "n": embeddings.n, "engine": engine, "problems": len(problems)}
-    _print(result, as_json, f"{embeddings.n} pictures indexed ({engine}): {out}" + _left_out(problems))
+        url, n = fill_collection(matcher, source, out, store, home=model)
+        line = f"{what} stored in {url}, which now holds {n}: {out}"
+        result |= {"store": url, "items": n}
+    _print(result, as_json, line + _left_out(problems))
+
+
+@app.command()
+def copy(
+    folder: Annotated[Path, typer.Argument(metavar="INDEX", help="folder of an index or a collection")],
+    out: Annotated[Path, typer.Argument(help="folder of the copy: new, or empty")],
+    store: Annotated[str, typer.Option(help="where its items go, as for sfumato index")] = "file:",
+    source_store: Annotated[str | None, typer.Option(help="where the items are, if they have moved")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Copy an index or a collection into another store: a snapshot, or the move from a laptop to a cluster."""
+    from sfumato.training.galleries import copy_index
+
+    url, n = copy_index(folder, out, store, source_store=source_store)
+    _print({"out": str(out), "store": url, "items": n}, as_json, f"{n} items copied to {url}: {out}")
 
 
 @app.command()
@@ -435,6 +473,10 @@ def search(
     run: Annotated[
         str | None, typer.Option(help="folder or name of the model, if it has moved since the index was built")
     ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(help="URL of a collection's store, if it has moved, or with other options of searching"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Search an index by text or picture: ids, distances, match probabilities and uncertainties."""
@@ -449,6 +491,7 @@ def search(
         image or [],
         k=k,
         run=run,
+        store=store,
         min_probability=min_probability,
         coverage=coverage,
         max_risk=abstain,

@@ -24,7 +24,7 @@ from sfumato.search.index import GaussianIndex
 from sfumato.search.ranking import top_k
 from sfumato.search.verdict import MANY, verdict
 from sfumato.training.config import load_recipe
-from sfumato.training.galleries import build_index, describe
+from sfumato.training.galleries import Source, build_index, describe
 from sfumato.training.inference import evaluate_run
 from sfumato.training.loop import embed_split, fit, load_split
 from sfumato.training.run import Run, load_run
@@ -68,7 +68,7 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
     print("\n3. Indexing every picture of that style")
     style = load_split(run.model, run.recipe.data, "style")
     images, texts = embed_split(run.model, style)
-    index = build_index(run, images, list(style.data.image_ids), home=out / "run", pictures={"split": "style"})
+    index = build_index(run, Source(images, style.data.image_ids, pictures={"split": "style"}), home=out / "run")
     index.save(out / "index")
     print(f"{len(index)} pictures: {out / 'index'}")
 

@@ -54,7 +54,7 @@ class GaussianCollection(Gallery):
         about: dict[str, Any],
     ) -> None:
         self.folder, self.store, self.distance, self.about = folder, store, distance, about
-        self._d, self._centre, self._answers = d, centre, answers
+        self._d, self.centre, self._answers = d, centre, answers
         self._sample: tuple[int, Records] | None = None
 
     @classmethod
@@ -229,7 +229,7 @@ class GaussianCollection(Gallery):
         embeddings = embeddings.detach().to("cpu")
         records = Records(
             tuple(ids),
-            lift_gallery(embeddings, self.distance, centre=self._centre),
+            lift_gallery(embeddings, self.distance, centre=self.centre),
             embeddings.total_variance.float(),
             tuple({name: values[i] for name, values in payload.items()} for i in range(embeddings.n)),
         )
@@ -313,35 +313,6 @@ class GaussianCollection(Gallery):
         """Build what makes searching fast; searches are right without it."""
         self.store.optimise()
 
-    def copy_to(
-        self, folder: str | Path, store: str = "store", *, progress: Callable[[int], None] | None = None
-    ) -> "GaussianCollection":
-        """The same items in a new collection: a snapshot, or the move to another kind of store.
-
-        Args:
-            folder, store: see :meth:`create`.
-            progress: called with the number of items just copied.
-        """
-        answers = self.answers
-        copy = GaussianCollection.create(
-            folder,
-            store,
-            d=self.d,
-            distance=self.distance,
-            centre=self._centre,
-            logit_scale=answers.logit_scale,
-            logit_bias=answers.logit_bias,
-            calibration=answers.calibration,
-            direction=answers.direction,
-            about=self.about,
-        )
-        for records in self.store.scan(_BATCH):
-            copy.store.upsert(records)
-            if progress:
-                progress(len(records))
-        copy.optimise()
-        return copy
-
     def _candidates(self, queries: GaussianEmbedding, c: int, filter: Filter | None) -> list[Found]:
         """What the store brings for each query, with distances computed anew, closest first, equal ones by id."""
         found = []
@@ -353,7 +324,7 @@ class GaussianCollection(Gallery):
         return found
 
     def _lifted(self, queries: GaussianEmbedding) -> Tensor:
-        return lift_queries(queries, self.distance, centre=self._centre)
+        return lift_queries(queries, self.distance, centre=self.centre)
 
     def _distances(self, queries: GaussianEmbedding, records: Records, *, products: bool = False) -> Tensor:
         """(n, c) distances: from differences, without the cancellation of an expanded product, or by products, which are faster."""
@@ -362,7 +333,7 @@ class GaussianCollection(Gallery):
         return squared + query_constant(queries, self.distance).unsqueeze(1)
 
     def _items(self, records: Records) -> Items:
-        embeddings = lowered(records.vectors, records.uncertainty, self.distance, self._centre)
+        embeddings = lowered(records.vectors, records.uncertainty, self.distance, self.centre)
         return Items(records.ids, embeddings, records.payloads)
 
     def _sampled(self, n: int) -> Records:
@@ -371,6 +342,46 @@ class GaussianCollection(Gallery):
         if self._sample is None or self._sample[0] != size or len(self._sample[1]) < min(n, size):
             self._sample = size, _evenly(self.store.scan(), max(n, _SAMPLE), self.store.dim)
         return self._sample[1]
+
+
+def copy_gallery(
+    source: Gallery, folder: str | Path, store: str = "store", *, progress: Callable[[int], None] | None = None
+) -> GaussianCollection:
+    """The same items in a new collection: a snapshot, or the move to another kind of store.
+
+    Args:
+        source: an index, or a collection; of a collection the vectors are copied bit by bit.
+        folder, store: see :meth:`GaussianCollection.create`.
+        progress: called with the number of items just copied.
+
+    Raises:
+        UserError: the folder holds something, or the store cannot be made.
+        ValueError: the distance does not lift, so that no store can keep it.
+    """
+    answers = source.answers
+    copy = GaussianCollection.create(
+        folder,
+        store,
+        d=source.d,
+        distance=source.distance,
+        centre=source.centre,
+        logit_scale=answers.logit_scale,
+        logit_bias=answers.logit_bias,
+        calibration=answers.calibration,
+        direction=answers.direction,
+        about=source.about,
+    )
+    if isinstance(source, GaussianCollection):
+        for records in source.store.scan(_BATCH):
+            copy.store.upsert(records)
+            if progress:
+                progress(len(records))
+    else:
+        for items in source.scan(_BATCH):
+            fields = {name: [p[name] for p in items.payloads] for name in items.payloads[0]}
+            copy.upsert(items.embeddings, items.ids, fields, progress=progress)
+    copy.optimise()
+    return copy
 
 
 def _evenly(batches: Iterator[Records], n: int, e: int) -> Records:

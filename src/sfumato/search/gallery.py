@@ -158,6 +158,9 @@ class Gallery(ABC):
     distance: str
     """Name in DISTANCES."""
 
+    centre: Tensor
+    """(d,) that lifted vectors are relative to."""
+
     about: dict[str, Any]
     """JSON values of whoever made it."""
 
@@ -195,6 +198,10 @@ class Gallery(ABC):
     @abstractmethod
     def sample(self, n: int) -> Items:
         """At most n items, drawn evenly and the same each time."""
+
+    @abstractmethod
+    def scan(self, batch: int = 4096) -> Iterator[Items]:
+        """All items, each once, in batches."""
 
     def close(self) -> None:
         """Let go of what it holds open; nothing by default."""

@@ -9,7 +9,7 @@ give sets that hold a match as often as was asked for.
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -211,6 +211,11 @@ class GaussianIndex(Gallery):
     def _anew(self, queries: GaussianEmbedding, candidates: Tensor) -> tuple[Tensor, Tensor]:
         """Each query's own (n, c) candidates with their exact distances, closest first."""
         return closest_candidates(queries, self.embeddings, candidates, self.distance, queries_first=self.queries_first)
+
+    def scan(self, batch: int = 4096) -> Iterator[Items]:
+        """All items, each once, in batches and in their order."""
+        for start in range(0, len(self), batch):
+            yield self._items(list(range(start, min(start + batch, len(self)))))
 
     def save(self, path: str | Path) -> None:
         """Write the index into a folder; an index already there is replaced in one step, or kept if this process dies.

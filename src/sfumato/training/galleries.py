@@ -2,107 +2,207 @@
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
+from sfumato.calibration import Direction
 from sfumato.data.emoji import emoji_names
+from sfumato.data.problems import Problems
 from sfumato.encoders.hub import Published
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.collection import GaussianCollection
+from sfumato.progress import progress_bar
+from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.gallery import Gallery, SearchHit
 from sfumato.search.index import GaussianIndex
+from sfumato.search.lifting import gallery_centre
+from sfumato.search.stores.open import anchored
 from sfumato.search.verdict import verdict
 from sfumato.training.export import load_model
-from sfumato.training.inference import Matcher
+from sfumato.training.inference import Matcher, embed_folder, embed_split_images, read_lines
+from sfumato.training.run import Run
 
 
-def build_index(
-    matcher: Matcher,
-    embeddings: GaussianEmbedding,
-    ids: Sequence[str],
-    *,
-    home: str | Path,
-    engine: str = "exact",
-    texts: Sequence[str] | None = None,
-    pictures: Mapping[str, str] | None = None,
-) -> GaussianIndex:
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What shall be searched among, embedded.
+
+    Attributes:
+        embeddings: (n, d).
+        ids: n distinct ids.
+        texts: n texts, if it is texts; otherwise None, and it is pictures.
+        pictures: where these are: {"folder": path that the ids start at}, {"split": of the run's data}, or {} if nobody knows.
+    """
+
+    embeddings: GaussianEmbedding
+    ids: Sequence[str]
+    texts: Sequence[str] | None = None
+    pictures: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def direction(self) -> Direction:
+        """Of the queries that the model was trained for."""
+        return "t2i" if self.texts is None else "i2t"
+
+    @property
+    def payload(self) -> dict[str, Sequence[str]]:
+        """What is stored beside the items: the texts, the names of embedded emoji, or nothing."""
+        if self.texts is not None:
+            return {"text": self.texts}
+        names = emoji_names() if all("/" in i for i in self.ids) else {}
+        labels = [names.get(i.split("/")[0], "") for i in self.ids]
+        return {"label": labels} if all(labels) else {}
+
+
+def build_index(matcher: Matcher, source: Source, *, home: str | Path, engine: str = "exact") -> GaussianIndex:
     """An index that knows the model's distance, its calibration, and where the model is.
 
     Args:
         matcher: what made the embeddings.
-        embeddings: of pictures, for texts as queries, or of texts, for pictures.
-        ids: theirs; the ids of embedded emoji bring their names along.
+        source: what to index.
         home: folder or hub name of the model.
         engine: see :meth:`GaussianIndex.build`.
-        texts: the texts, if it is texts that are indexed.
-        pictures: where the pictures are: {"folder": path that the ids start at} or {"split": of the run's data}.
     """
     return GaussianIndex.build(
-        embeddings,
-        ids,
+        source.embeddings,
+        source.ids,
         distance=matcher.distance,
         engine=engine,
         logit_scale=matcher.logit_scale,
         logit_bias=matcher.logit_bias,
-        queries_first=texts is not None,
-        payload=item_payload(ids, texts),
+        queries_first=source.direction == "i2t",
+        payload=source.payload,
         calibration=matcher.calibration,
-        direction="t2i" if texts is None else "i2t",
-        about=_about(matcher, home, pictures),
+        direction=source.direction,
+        about=_about(matcher, home, source),
     )
 
 
 def create_collection(
-    matcher: Matcher,
-    folder: str | Path,
-    store: str = "store",
-    *,
-    d: int,
-    centre: Tensor | None = None,
-    home: str | Path,
-    texts: bool = False,
-    pictures: Mapping[str, str] | None = None,
+    matcher: Matcher, like: Source, folder: str | Path, store: str = "store", *, home: str | Path
 ) -> GaussianCollection:
     """An empty collection for what a model embeds.
 
     Args:
         matcher: the model.
-        folder, store, d, centre: see :meth:`GaussianCollection.create`.
+        like: some of what will be kept, all of it or a first part: vectors are relative to its centre.
+        folder, store: see :meth:`GaussianCollection.create`.
         home: folder or hub name of the model.
-        texts: whether it is texts that will be kept, not pictures.
-        pictures: see :func:`build_index`.
     """
     return GaussianCollection.create(
         folder,
         store,
-        d=d,
+        d=like.embeddings.d,
         distance=matcher.distance,
-        centre=centre,
+        centre=gallery_centre(like.embeddings),
         logit_scale=matcher.logit_scale,
         logit_bias=matcher.logit_bias,
         calibration=matcher.calibration,
-        direction="i2t" if texts else "t2i",
-        about=_about(matcher, home, pictures),
+        direction=like.direction,
+        about=_about(matcher, home, like),
     )
 
 
-def item_payload(ids: Sequence[str], texts: Sequence[str] | None = None) -> dict[str, Sequence[str]]:
-    """What is stored beside items: the texts, or the names of embedded emoji, or nothing."""
+def embed_source(
+    matcher: Matcher,
+    *,
+    images: Path | None = None,
+    split: str | None = None,
+    texts: Path | None = None,
+    parts: Path | None = None,
+) -> tuple[Source, Problems]:
+    """Embed what shall be searched among; exactly one of these.
+
+    Args:
+        matcher: the model; for a split a run.
+        images: folder of pictures.
+        split: of the run's data.
+        texts: file of texts.
+        parts: folder that :func:`~sfumato.training.ingest.embed_collection` has written with the same model.
+
+    Returns:
+        (what is to be indexed, what was left out).
+
+    Raises:
+        UserError: it is not there, not whole, or nothing in it can be used.
+    """
+    if images is not None:
+        embeddings, ids, problems = embed_folder(matcher, images)
+        return Source(embeddings, ids, pictures={"folder": str(images.resolve())}), problems
     if texts is not None:
-        return {"text": texts}
-    names = emoji_names() if all("/" in i for i in ids) else {}
-    labels = [names.get(i.split("/")[0], "") for i in ids]
-    return {"label": labels} if all(labels) else {}
+        lines, ids, problems = read_lines(texts)
+        return Source(matcher.model.embed_texts(lines), ids, lines), problems
+    if split is not None:
+        assert isinstance(matcher, Run), "a split is of a run's data"
+        embeddings, ids, problems = embed_split_images(matcher, matcher.recipe.data, split)
+        return Source(embeddings, ids, pictures={"split": split}), problems
+    raise NotImplementedError("parts")
 
 
-def _about(matcher: Matcher, home: str | Path, pictures: Mapping[str, str] | None) -> dict[str, Any]:
+def fill_collection(
+    matcher: Matcher, source: Source, folder: Path, store: str | None, *, home: str | Path
+) -> tuple[str, int]:
+    """Store what was embedded: in a new collection, or without a store in the one that is there.
+
+    Args:
+        matcher: the model.
+        source: what to store.
+        folder: of the collection.
+        store: URL; a relative path starts at the current folder, no path at all means in the collection's folder.
+        home: folder or hub name of the model.
+
+    Returns:
+        (URL of the store, number of items in it).
+
+    Raises:
+        UserError: there is no collection, or one already, or it is of another model or kind.
+    """
+    if store is None:
+        collection = GaussianCollection.open(folder)
+        made_by = collection.about.get("run")
+        if made_by != _about(matcher, home, source)["run"] or collection.answers.direction != source.direction:
+            collection.close()
+            raise UserError(f"{folder} holds what {made_by} embedded; add only more of the same kind by the same model")
+    else:
+        collection = create_collection(matcher, source, folder, own_or_anchored(store), home=home)
+    with collection, progress_bar("storing", len(source.ids)) as advance:
+        collection.upsert(source.embeddings, source.ids, source.payload, progress=advance)
+        collection.optimise()
+        return collection.store.url, len(collection)
+
+
+def own_or_anchored(store: str) -> str:
+    """A store's URL from the command line as a collection keeps it: "file:" is a folder in the collection's own, others start here."""
+    path, mark, query = store.removeprefix("file:").partition("?")
+    return f"store{mark}{query}" if not path else anchored(store, Path.cwd())
+
+
+def copy_index(folder: str | Path, out: str | Path, store: str, *, source_store: str | None = None) -> tuple[str, int]:
+    """Copy an index or a collection into a new collection.
+
+    Args:
+        folder: what :func:`open_gallery` opens.
+        out: folder of the copy.
+        store: URL as for :func:`fill_collection`.
+        source_store: of a collection, if it has moved.
+
+    Returns:
+        (URL of the new store, number of items in it).
+    """
+    with (
+        contextlib.closing(open_gallery(folder, source_store)) as gallery,
+        progress_bar("copying", len(gallery)) as advance,
+        copy_gallery(gallery, out, own_or_anchored(store), progress=advance) as copied,
+    ):
+        return copied.store.url, len(copied)
+
+
+def _about(matcher: Matcher, home: str | Path, source: Source) -> dict[str, Any]:
     return {
         "run": str(Path(home).resolve()) if Path(home).exists() else str(home),
         "calibrated": matcher.calibrated,
-        "pictures": dict(pictures or {}),
+        "pictures": dict(source.pictures),
     }
 
 

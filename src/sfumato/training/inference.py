@@ -96,7 +96,20 @@ def embed_sources(
 
 
 def embed_lines(matcher: Matcher, path: Path) -> tuple[GaussianEmbedding, list[str], Problems]:
-    """Embed a text file line by line; ids are line numbers from 1; empty lines are left out and reported."""
+    """Embed the texts of :func:`read_lines`."""
+    texts, ids, problems = read_lines(path)
+    return matcher.model.embed_texts(texts), ids, problems
+
+
+def read_lines(path: Path) -> tuple[list[str], list[str], Problems]:
+    """The texts of a file, one a line; empty lines are left out and reported.
+
+    Returns:
+        (texts, ids: line numbers from 1, what was left out).
+
+    Raises:
+        UserError: there is no such file, it is not UTF-8, or holds no text.
+    """
     if not path.is_file():
         raise UserError(f"there is no file {path}")
     problems, texts, ids = Problems(), [], []
@@ -112,7 +125,7 @@ def embed_lines(matcher: Matcher, path: Path) -> tuple[GaussianEmbedding, list[s
             problems.add(f"{path}:{number}", "empty line")
     if not texts:
         raise UserError(f"{path} holds no text")
-    return matcher.model.embed_texts(texts), ids, problems
+    return texts, ids, problems
 
 
 def embed_split_images(matcher: Matcher, data: DataConfig, split: str) -> tuple[GaussianEmbedding, list[str], Problems]:
