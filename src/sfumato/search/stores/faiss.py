@@ -85,7 +85,7 @@ class FaissStore:
             UserError: faiss is not installed.
             ValueError: unknown engine, more lists than vectors, or fewer than 16 vectors for ivf-pq.
         """
-        faiss = _faiss()
+        faiss = require_faiss()
         options = options or FaissOptions()
         m, e = vectors.shape
         if engine == "flat":
@@ -133,7 +133,7 @@ class FaissStore:
             ((n, k) squared L2 ascending, (n, k) positions); position -1 where the engine found fewer than k. Of ivf-pq the
             squared L2 to the compressed vectors.
         """
-        faiss = _faiss()
+        faiss = require_faiss()
         effort, selector = 1.0, None
         if among is not None:
             allowed = np.zeros(self.n, dtype=bool)
@@ -155,7 +155,7 @@ class FaissStore:
 
     def write(self, path: Path) -> None:
         """Write FAISS's own file; not forced to disk."""
-        _faiss().write_index(self._index, str(path))
+        require_faiss().write_index(self._index, str(path))
 
     @classmethod
     def read(cls, path: Path, engine: str, options: FaissOptions, *, mapped: bool = False) -> "FaissStore":
@@ -171,7 +171,7 @@ class FaissStore:
             UserError: faiss is not installed.
             ValueError: FAISS cannot read it.
         """
-        faiss = _faiss()
+        faiss = require_faiss()
         flags = 0
         if mapped:
             # A FAISS without MMAP_IFC maps the lists of IVF, but reads HNSW as a whole.
@@ -199,7 +199,12 @@ def _compressed(faiss: Any, m: int, e: int, n_lists: int, options: FaissOptions)
     return whole
 
 
-def _faiss() -> Any:
+def require_faiss() -> Any:
+    """The module faiss.
+
+    Raises:
+        UserError: it is not installed.
+    """
     try:
         return importlib.import_module("faiss")
     except ImportError as error:
