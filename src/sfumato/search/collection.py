@@ -5,7 +5,7 @@ A folder says what the vectors mean (distance, centre, logits, calibration, mode
     FOLDER/manifest.json     settings and the store's URL      FOLDER/data-xxxx/     the centre and the calibration
 
 The folder is small and is written once; the store can be a folder inside of it or a cluster. Distances, and so the order, are
-computed anew from the lifted vectors of the candidates; equal distances are ordered by id.
+computed anew from the lifted vectors of the candidates; of these, equally far ones are ordered by id.
 """
 
 import hashlib

@@ -1,0 +1,319 @@
+"""GaussianCollection against GaussianIndex with its exact engine: another way through lifted vectors and a store, the same answers."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from sfumato.calibration import Calibration, QueryScores
+from sfumato.distances import csd_matrix
+from sfumato.errors import UserError
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.collection import GaussianCollection, copy_gallery
+from sfumato.search.index import GaussianIndex
+from sfumato.search.lifting import LIFTED_DISTANCES, gallery_centre, lift_gallery, lowered
+from sfumato.search.stores.base import Filter, Records
+from sfumato.search.stores.open import anchored, create_store
+
+D = 11
+
+
+def gaussians(n, seed, *, offset=3.0):
+    generator = torch.Generator().manual_seed(seed)
+    mean = torch.randn(n, D, generator=generator) + offset
+    return GaussianEmbedding(
+        mean, torch.randn(n, 1, generator=generator) + 0.4 * torch.randn(n, D, generator=generator) - 2
+    )
+
+
+def ids_of(n):
+    return [f"item {i}" for i in range(n)]
+
+
+def payload_of(n):
+    return {"colour": ["rgb"[i % 3] for i in range(n)], "text": [f"no {i}" for i in range(n)]}
+
+
+def calibration_of(gallery, seed=9):
+    queries = gaussians(300, seed)
+    distance = csd_matrix(queries, gallery)
+    order, second = distance.argsort(1), (torch.arange(300) % 4 == 0).long()
+    match = torch.nn.functional.one_hot(order.gather(1, second.unsqueeze(1)).squeeze(1), gallery.n)
+    return Calibration.fit(distance, match, t2i=QueryScores.fit(distance, match))
+
+
+def both(tmp_path, n=157, *, distance="csd", store="store", calibration=None):
+    """The same items in an index and in a collection."""
+    gallery = gaussians(n, 0)
+    told = {"distance": distance, "calibration": calibration, "logit_scale": 0.7, "logit_bias": 2.0}
+    index = GaussianIndex.build(gallery, ids_of(n), payload=payload_of(n), **told)
+    made = GaussianCollection.create(
+        tmp_path / "collection", store, d=D, centre=gallery_centre(gallery), about={"run": "r"}, **told
+    )
+    made.upsert(gallery, ids_of(n), payload_of(n))
+    return index, made
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert a.uncertainty == pytest.approx(b.uncertainty, rel=1e-6)
+        assert a.abstained == b.abstained and a.best_probability == pytest.approx(b.best_probability, rel=1e-4)
+        for mine, other in ((a.hits, b.hits), (a.conformal_set or (), b.conformal_set or ())):
+            assert [h.id for h in mine] == [h.id for h in other]
+            for x, y in zip(mine, other, strict=True):
+                assert (x.rank, x.payload) == (y.rank, y.payload)
+                assert x.distance == pytest.approx(y.distance, rel=2e-6)
+                assert x.match_probability == pytest.approx(y.match_probability, rel=1e-4)
+                assert x.uncertainty == pytest.approx(y.uncertainty, rel=1e-6)
+
+
+@pytest.mark.parametrize("distance", LIFTED_DISTANCES)
+def test_answers_as_the_index_does(tmp_path, distance):
+    index, made = both(tmp_path, distance=distance)
+    queries = gaussians(13, 1)
+    with made:
+        assert len(made) == 157 and made.d == D
+        assert_same(made.search(queries, 9), index.search(queries, 9))
+        assert_same(made.search(queries.to(torch.float64), 400), index.search(queries, 400))
+        assert made.search(queries[:0], 3) == []
+        assert made.expected_matches(queries) == pytest.approx(index.expected_matches(queries), rel=1e-4)
+
+
+def test_promises_are_the_same(tmp_path):
+    calibration = calibration_of(gaussians(157, 0))
+    index, made = both(tmp_path, calibration=calibration)
+    queries = gaussians(60, 2)
+    with made:
+        for asked in (
+            {"coverage": 0.9},
+            {"coverage": 0.5, "min_probability": 0.2},
+            {"max_risk": 0.4},
+            {"coverage": 0.8, "max_set": 3},
+            {"filter": Filter({"colour": ("r", "b")}, max_uncertainty=2.0), "coverage": 0.9, "max_risk": 0.4},
+        ):
+            assert_same(made.search(queries, 7, **asked), index.search(queries, 7, **asked))
+        cut = made.search(queries, 2, coverage=0.9, max_set=1)
+        assert any(r.conformal_set_cut for r in cut) and all(len(r.conformal_set) <= 1 for r in cut)
+        whole = made.search(queries, 2, coverage=0.9)
+        assert not any(r.conformal_set_cut for r in whole)
+        assert [r.conformal_set_cut for r in cut] == [len(r.conformal_set) > 1 for r in whole]
+        nothing = made.search(queries[:2], 5, filter=Filter({"colour": ("mauve",)}), max_risk=0.4, coverage=0.9)
+        assert [(r.hits, r.abstained, r.conformal_set) for r in nothing] == [((), True, ())] * 2
+        assert_same(
+            nothing, index.search(queries[:2], 5, filter=Filter({"colour": ("mauve",)}), max_risk=0.4, coverage=0.9)
+        )
+
+
+def test_filters_find_what_fits_and_nothing_else(tmp_path):
+    index, made = both(tmp_path)
+    queries = gaussians(5, 3)
+    filter = Filter({"colour": ("g",), "text": tuple(f"no {i}" for i in range(100))}, max_uncertainty=3.0)
+    with made:
+        fitting = {
+            f"item {i}" for i in range(100) if i % 3 == 1 and float(index.embeddings[i : i + 1].total_variance) <= 3.0
+        }
+        assert 5 < len(fitting) < 34
+        for gallery in (index, made):
+            for result in gallery.search(queries, 157, filter=filter):
+                assert {h.id for h in result} == fitting
+        assert_same(made.search(queries, 4, filter=filter), index.search(queries, 4, filter=filter))
+
+
+def test_items_come_and_go_and_probabilities_know_how_many_there_are(tmp_path):
+    gallery = gaussians(157, 0)
+    calibration = calibration_of(gallery)
+    _, made = both(tmp_path, calibration=calibration)
+    queries, moved = gaussians(4, 4), gaussians(20, 5)
+    with made:
+        assert made.delete(["item 3", "nobody", "item 150"]) == 2 and len(made) == 155
+        made.upsert(moved, [f"item {i}" for i in range(40, 60)], {"colour": ["w"] * 20})
+        left = [i for i in range(157) if i not in (3, 150)]
+        mean, log_var = gallery.mean.clone(), gallery.log_var.clone()
+        mean[40:60], log_var[40:60] = moved.mean, moved.log_var
+        index = GaussianIndex.build(
+            GaussianEmbedding(mean[left], log_var[left]), [f"item {i}" for i in left], calibration=calibration
+        )
+        found, expected = made.search(queries, 12), index.search(queries, 12)
+        for a, b in zip(found, expected, strict=True):
+            assert [h.id for h in a] == [h.id for h in b]
+            assert [h.match_probability for h in a] == pytest.approx([h.match_probability for h in b], rel=1e-4)
+        assert made.expected_matches(queries) == pytest.approx(index.expected_matches(queries), rel=1e-4)
+        assert {h.payload.get("colour") for h in made.search(moved[:1], 1)[0]} == {"w"}
+
+
+def test_open_again(tmp_path):
+    calibration = calibration_of(gaussians(157, 0))
+    _, made = both(tmp_path, calibration=calibration)
+    queries = gaussians(6, 1)
+    before = made.search(queries, 5, coverage=0.8)
+    made.close()
+    (tmp_path / "collection").rename(tmp_path / "elsewhere")  # its store lies inside and goes along
+    with GaussianCollection.open(tmp_path / "elsewhere") as again:
+        assert again.search(queries, 5, coverage=0.8) == before
+        assert again.about == {"run": "r"} and again.answers.calibration == calibration and again.distance == "csd"
+    assert GaussianCollection.is_one(tmp_path / "elsewhere") and not GaussianCollection.is_one(tmp_path)
+
+
+def test_items_have_the_distances_of_the_originals(tmp_path):
+    for distance in LIFTED_DISTANCES:
+        index, made = both(tmp_path / distance, distance=distance)
+        with made:
+            items = made.items(["item 9", "nobody", "item 2"])
+            assert items.ids == ("item 9", "item 2") and items.payloads[1] == {"colour": "b", "text": "no 2"}
+            mine, other = made.search(items.embeddings, 8), index.search(index.items(items.ids).embeddings, 8)
+            assert_same(mine, other)
+            assert [r[0].id for r in mine] == (["item 9", "item 2"] if distance != "csd" else [r[0].id for r in other])
+            torch.testing.assert_close(
+                items.embeddings.total_variance, index.items(items.ids).embeddings.total_variance
+            )
+
+
+def test_points_can_be_kept(tmp_path):
+    gallery = GaussianEmbedding.point(gaussians(30, 0).mean)
+    made = GaussianCollection.create(tmp_path / "c", d=D, distance="csd")
+    with made:
+        made.upsert(gallery, ids_of(30))
+        assert made.items(["item 4"]).embeddings.total_variance.tolist() == [0.0]
+        assert made.search(gallery[7:8], 1)[0][0].id == "item 7"
+        assert made.search(gallery[7:8], 1)[0][0].distance == pytest.approx(0, abs=1e-6)
+
+
+def test_equal_distances_are_ordered_by_id(tmp_path):
+    same = GaussianEmbedding(torch.ones(12, D), torch.zeros(12, D))
+    with GaussianCollection.create(tmp_path / "c", d=D) as made:
+        made.upsert(same, [f"{i:02}" for i in reversed(range(12))])
+        assert [h.id for h in made.search(same[:1], 6)[0]] == ["00", "01", "02", "03", "04", "05"]
+
+
+def test_a_sample_is_even_the_same_each_time_and_estimates_what_it_should(tmp_path, monkeypatch):
+    import sfumato.search.collection as module
+
+    monkeypatch.setattr(module, "_SAMPLE", 600)
+    monkeypatch.setattr(module, "_SURELY", 40)
+    n = 3000
+    gallery = gaussians(n, 0)
+    index = GaussianIndex.build(gallery, ids_of(n), logit_scale=0.5, logit_bias=3.0)
+    with GaussianCollection.create(tmp_path / "c", d=D, logit_scale=0.5, logit_bias=3.0) as made:
+        made.upsert(gallery, ids_of(n))
+        queries = gaussians(40, 1)
+        exact, estimated = torch.tensor(index.expected_matches(queries)), torch.tensor(made.expected_matches(queries))
+        # The rest of each query, 2,960 items, is estimated from about 592 of them: its deviation is that of their mean.
+        for query, a, b in zip(range(40), exact.tolist(), estimated.tolist(), strict=True):
+            p = index.match_probability(csd_matrix(queries[query : query + 1], gallery)[0]).sort().values[:-40]
+            deviation = 2960 * float(p.std()) / math.sqrt(592)
+            assert abs(a - b) < 4.5 * deviation + 1e-3  # 40 queries: false alarm below 1 in 3,000
+        drawn = made.sample(500)
+        assert (
+            len(set(drawn.ids)) == 500 and drawn.ids == made.sample(500).ids and made.sample(100).ids == drawn.ids[:100]
+        )
+        place = [int(i.split()[1]) for i in drawn.ids]
+        # Even: the mean position has a deviation of 866 / sqrt(500) = 39.
+        assert abs(sum(place) / 500 - 1499.5) < 4 * 39
+        one = place.index(max(place))
+        torch.testing.assert_close(drawn.embeddings.mean[one], gallery.mean[max(place)], rtol=1e-6, atol=1e-6)
+        assert len(made.sample(10_000).ids) == n
+
+
+@pytest.mark.parametrize("distance", LIFTED_DISTANCES)
+def test_lowered_undoes_lifting(distance):
+    gallery = gaussians(17, 0)
+    centre = gallery_centre(gallery)
+    again = lowered(lift_gallery(gallery, distance, centre=centre), gallery.total_variance, distance, centre)
+    torch.testing.assert_close(again.mean, gallery.mean)
+    torch.testing.assert_close(again.total_variance, gallery.total_variance)
+    if distance == "wasserstein2":
+        torch.testing.assert_close(again.log_var, gallery.log_var)
+
+
+# ---------------------------------------------------------------- copies
+
+
+def test_copies_of_an_index_and_of_a_collection_answer_alike(tmp_path):
+    index, made = both(tmp_path)
+    queries, seen = gaussians(6, 1), []
+    with made, copy_gallery(made, tmp_path / "snapshot", progress=seen.append) as snapshot:
+        made.delete(["item 1"])
+        assert sum(seen) == len(snapshot) == 157
+        assert_same(snapshot.search(queries, 9), index.search(queries, 9))
+        mine, original = snapshot.store.get(["item 7"]), made.store.get(["item 7"])
+        assert torch.equal(mine.vectors, original.vectors) and snapshot.about == made.about
+    with copy_gallery(index, tmp_path / "from index") as copied:
+        assert_same(copied.search(queries, 9), index.search(queries, 9))
+    kl = GaussianIndex.build(gaussians(5, 0), ids_of(5), distance="kl")
+    with pytest.raises(ValueError, match="kl.*not a Euclidean distance of lifted vectors"):
+        copy_gallery(kl, tmp_path / "kl")
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_what_cannot_be_stored_is_refused_and_leaves_nothing(tmp_path):
+    _, made = both(tmp_path)
+    with made:
+        for arguments, message in (
+            ((gaussians(2, 1), ["a"]), "2 embeddings, 1 ids"),
+            ((gaussians(2, 1), ["a", "b"], {"x": ["1"]}), r"payloads of \[1\]"),
+            ((gaussians(2, 1), ["a", "a"]), "distinct, non-empty.*'a'"),
+            ((gaussians(2, 1), ["a", ""]), "distinct, non-empty"),
+            ((GaussianEmbedding.point(torch.full((1, D), torch.nan)), ["a"]), "(?i)nan|finite"),
+            ((GaussianEmbedding.point(torch.zeros(1, D + 1)), ["a"]), f"{D + 1} dimensions, the index has {D}"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                made.upsert(*arguments)
+        made.upsert(gaussians(0, 1), [])
+        assert len(made) == 157
+        for asked, message in (
+            ({"k": 0}, "k must be at least 1"),
+            ({"coverage": 0.9}, "coverage needs a calibration"),
+            ({"max_risk": 0.1}, "max_risk needs a calibration"),
+            ({"min_probability": 2.0}, "between 0 and 1"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                made.search(gaussians(1, 1), **asked)
+
+
+def test_folders_and_stores_that_do_not_belong_together(tmp_path):
+    _, made = both(tmp_path)
+    made.close()
+    with pytest.raises(UserError, match="exists already; give a new or empty folder"):
+        GaussianCollection.create(tmp_path / "collection", d=D)
+    with pytest.raises(ValueError, match=r"centre must have shape \(11,\)"):
+        GaussianCollection.create(tmp_path / "x", d=D, centre=torch.zeros(3))
+    with pytest.raises(ValueError, match="not a Euclidean distance"):
+        GaussianCollection.create(tmp_path / "x", d=D, distance="kl")
+    assert not (tmp_path / "x").exists()
+    create_store(str(tmp_path / "other"), D + 1, "of somebody else").close()
+    with pytest.raises(UserError, match="vectors of another collection"):
+        GaussianCollection.open(tmp_path / "collection", str(tmp_path / "other"))
+    with pytest.raises(FileNotFoundError):
+        GaussianCollection.open(tmp_path / "nowhere")
+    manifest = json.loads((tmp_path / "collection" / "manifest.json").read_text())
+    (tmp_path / "collection" / "manifest.json").write_text(json.dumps(manifest | {"kind": "sfumato-index-1"}))
+    with pytest.raises(ValueError, match="expected 'sfumato-collection-1'"):
+        GaussianCollection.open(tmp_path / "collection")
+
+
+def test_relative_paths_of_urls_start_at_the_folder():
+    home = Path("/home/of")
+    assert anchored("store?engine=hnsw", home) == "/home/of/store?engine=hnsw"
+    assert anchored("file:store", home) == "file:/home/of/store"
+    assert anchored("file:/abs/store?x=1", home) == "file:/abs/store?x=1"
+    assert anchored("milvus:m.db", home) == "milvus:/home/of/m.db"
+    assert anchored("rerank:r?candidates=9", home) == "rerank:/home/of/r?candidates=9"
+    assert anchored("redis://h:1/0?means=m&prefix=p", home) == "redis://h:1/0?means=/home/of/m&prefix=p"
+    for remote in ("milvus+http://h:1/n", "postgresql://u@h/d?table=t"):
+        assert anchored(remote, home) == remote
+    with pytest.raises(UserError, match="unknown kind 'mongodb'; known: file, milvus"):
+        anchored("mongodb://h/x", home)
+
+
+def test_records_name_what_is_wrong():
+    with pytest.raises(ValueError, match="1 ids, 2 vectors"):
+        Records(("a",), torch.zeros(2, 3), torch.zeros(2), ({}, {}))
+    with pytest.raises(ValueError, match="'b' is not finite"):
+        Records(("a", "b"), torch.tensor([[0.0], [torch.inf]]), torch.zeros(2), ({}, {}))
+    with pytest.raises(ValueError, match=r"\(n, e\) float32"):
+        Records(("a",), torch.zeros(1, 3, dtype=torch.float64), torch.zeros(1), ({},))
