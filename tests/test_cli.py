@@ -8,9 +8,12 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from toy import make_toy
 
 from sfumato import cli, load_embeddings
+from sfumato.errors import UserError
+from sfumato.search.parts import read_parts
 
 
 @pytest.fixture(scope="module")
@@ -332,6 +335,46 @@ def test_embed_images_and_texts(work, sfumato):
     assert load_embeddings(work / "texts.safetensors")[1] == ["1", "3"]
 
 
+def test_embed_into_a_folder_by_two_jobs(work, sfumato, tmp_path, monkeypatch):
+    """One job by --shard, the other as torchrun starts it; together they hold what one file holds."""
+    assert sfumato("embed", work / "run", "--images", work / "data", "--out", tmp_path / "one.safetensors")[0] == 0
+    expected, ids = load_embeddings(tmp_path / "one.safetensors")
+    arguments = "embed", work / "run", "--images", work / "data", "--out", tmp_path / "parts", "--part-size", 9
+    status, out, _ = sfumato(*arguments, "--shard", "0/2", "--workers", 1, "--batch", 5, "--json")
+    result = json.loads(out)
+    assert status == 0 and (result["job"], result["of"], result["n"], result["parts"]) == (0, 2, 27, 3)
+    assert result["per_second"] > 0
+    with pytest.raises(UserError, match="3 of 6 parts or more are missing: part-000001 of job 1/2, part-000003 of job"):
+        read_parts(tmp_path / "parts")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, out, _ = sfumato(*arguments)
+    assert status == 0 and "job 1/2: 21 embeddings in 3 parts, 21 of them new" in out and "a second" in out
+    parts = list(read_parts(tmp_path / "parts"))
+    assert [i for part in parts for i in part[0]] == ids
+    torch.testing.assert_close(torch.cat([part[1].mean for part in parts]), expected.mean)
+    monkeypatch.undo()
+    status, out, _ = sfumato(*arguments)
+    assert status == 0 and "job 0/1: 48 embeddings in 6 parts, 0 of them new" in out and "a second" not in out
+
+
+def test_embed_says_what_it_cannot_do(work, sfumato, tmp_path):
+    assert sfumato("embed", work / "run", "--images", work / "data", "--out", tmp_path / "parts")[0] == 0
+    (tmp_path / "lines.txt").write_text("a red circle\n")
+    for arguments, expected in (
+        (("--out", tmp_path / "parts"), "give one of --images FOLDER, --manifest FILE, --shards PATTERN and --texts"),
+        (("--images", work / "data", "--texts", "x", "--out", tmp_path / "parts"), "give one of --images FOLDER"),
+        (("--texts", tmp_path / "lines.txt", "--out", tmp_path / "parts"), "other data, 48 items of the folder"),
+        (("--images", work / "data", "--out", tmp_path / "parts", "--part-size", 7), "with --part-size 4096"),
+        (("--images", work / "data", "--out", tmp_path / "parts", "--shard", "2/2"), "expected I/N with I from 0 to N"),
+        (("--shards", "no-{0..1}.tar", "--out", tmp_path / "parts"), "2 of 2 do not exist"),
+        (("--manifest", "no.jsonl", "--out", tmp_path / "parts"), "there is no manifest no.jsonl"),
+        (("--manifest", "no.jsonl", "--out", tmp_path / "x.safetensors"), "is one file, for either --images FOLDER"),
+    ):
+        status, out, err = sfumato("embed", work / "run", *arguments)
+        assert status == 2 and not out and expected in err and "Traceback" not in err
+
+
 @pytest.mark.parametrize("engine", ["exact", "flat", "hnsw", "ivf"])
 def test_index_and_search(work, sfumato, engine):
     if engine != "exact":
@@ -465,7 +508,7 @@ def test_recipes_are_listed_and_shown(sfumato):
         (["export", "{run}", "{data}"], "exists already; give a new or empty folder"),
         (["evaluate", "{run}", "--split", "dev"], "has no split 'dev'; it has"),
         (["evaluate", "{run}", "--distance", "cds"], "did you mean 'csd'?"),
-        (["embed", "{run}", "--out", "x.safetensors"], "give either --images FOLDER or --texts FILE"),
+        (["embed", "{run}", "--out", "x.safetensors"], "for either --images FOLDER or --texts FILE"),
         (["embed", "{run}", "--images", "nowhere", "--out", "x.safetensors"], "there is no folder nowhere"),
         (["index", "{run}", "--split", "val", "--engine", "magic", "--out", "{new}3"], "unknown engine 'magic'"),
         (["search", "{data}", "x"], "no manifest.json here"),

@@ -346,26 +346,70 @@ def calibrate(
 @app.command()
 def embed(
     model: ModelName,
-    out: Annotated[Path, typer.Option(help="the .safetensors file to write")],
+    out: Annotated[
+        Path, typer.Option(help="folder of parts to write or to go on in; of a few items NAME.safetensors, one file")
+    ],
     images: Annotated[Path | None, typer.Option(help="folder of pictures, searched through")] = None,
-    texts: Annotated[Path | None, typer.Option(help="text file, one text a line")] = None,
+    manifest: Annotated[
+        Path | None, typer.Option(help="or .jsonl, .csv or .parquet with a column image, and id if wanted")
+    ] = None,
+    shards: Annotated[
+        str | None, typer.Option(help="or webdataset shards: a folder, a glob or a pattern such as 'a-{000..009}.tar'")
+    ] = None,
+    texts: Annotated[Path | None, typer.Option(help="or a text file, one text a line")] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="do job I of N, from 0/N to N-1/N; under torchrun default RANK/WORLD_SIZE"),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="threads that decode; default as many as processors")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="items that the encoder takes at a time")] = 64,
+    part_size: Annotated[int, typer.Option(min=1, help="most items of a part; the same in all jobs")] = 4096,
+    max_problem_share: Annotated[
+        float, typer.Option(min=0, max=1, help="stop when more of a job's items are unusable, and more than three")
+    ] = 0.01,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Embed a folder of pictures or a file of texts into a safetensors file with ids."""
+    """Embed pictures or texts, however many, with ids: into a folder of parts that the same command continues after a crash.
+
+    N jobs, on N machines if need be, write into the same folder without knowing of each other.
+    """
+    import time
+
     from sfumato.gaussian import save_embeddings
     from sfumato.training.build import choose_device
     from sfumato.training.export import load_model
     from sfumato.training.inference import embed_folder, embed_lines
+    from sfumato.training.ingest import embed_collection, list_source, which_job
 
-    if (images is None) == (texts is None):
-        raise UserError("give either --images FOLDER or --texts FILE")
+    if out.suffix != ".safetensors":
+        job, of = which_job(shard)
+        listing = list_source(images=images, manifest=manifest, shards=shards, texts=texts, part_size=part_size)
+        loaded = load_model(model, device=choose_device(device, int(os.environ.get("LOCAL_RANK", "0"))))
+        done = embed_collection(
+            loaded, listing, out, job=job, of=of, workers=workers, batch_size=batch,
+            max_problem_share=max_problem_share, home=model,
+        )  # fmt: skip
+        line = f"job {job}/{of}: {done.n} embeddings in {done.parts} parts, {done.new} of them new: {out}"
+        _print(done.to_json(), as_json, line + _speed(done.per_second) + _left_out(done.problems))
+        return
+    if manifest or shards or shard or (images is None) == (texts is None):
+        raise UserError(
+            f"{out} is one file, for either --images FOLDER or --texts FILE; more goes into a folder, --out {out.stem}"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     loaded = load_model(model, device=choose_device(device))
+    start = time.perf_counter()
     embeddings, ids, problems = embed_folder(loaded, images) if images else embed_lines(loaded, texts or Path())
+    per_second = embeddings.n / (time.perf_counter() - start)
     save_embeddings(out, embeddings, ids)
-    result = {"out": str(out), "n": embeddings.n, "d": embeddings.d, "problems": len(problems)}
-    _print(result, as_json, f"{embeddings.n} embeddings of {embeddings.d} dimensions: {out}" + _left_out(problems))
+    result = {
+        "out": str(out), "n": embeddings.n, "d": embeddings.d, "problems": len(problems), "per_second": per_second
+    }  # fmt: skip
+    line = f"{embeddings.n} embeddings of {embeddings.d} dimensions: {out}" + _speed(per_second)
+    _print(result, as_json, line + _left_out(problems))
 
 
 @app.command()
@@ -587,6 +631,10 @@ def _no_run(model: str, wanted: str) -> UserError:
     return UserError(
         f"{model} is not a run folder (no {RECIPE} in it); say what to {wanted}: --data RECIPE data.path=..."
     )
+
+
+def _speed(per_second: float | None) -> str:
+    return f"; {per_second:.1f} a second" if per_second else ""
 
 
 def _left_out(problems: Any) -> str:

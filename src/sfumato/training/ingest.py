@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from sfumato.data.listings import Entry, Listing
+from sfumato.data.listings import Entry, Listing, list_folder, list_manifest, list_shards, list_texts
 from sfumato.data.problems import Problem, Problems
 from sfumato.data.transforms import check_image, decode_image
 from sfumato.encoders.dual import DualEncoder, FrozenReader, PixelReader, Tower
@@ -181,6 +181,36 @@ def embed_collection(
     done = Ingested(out, job, of, share.usable, share.usable - there, len(share.problems_of), seconds, problems)
     write_job(out, job, of, {"finished": True, **done.to_json(), "workers": workers, "batch_size": batch_size})
     return done
+
+
+def list_source(
+    *,
+    images: Path | None = None,
+    manifest: Path | None = None,
+    shards: str | None = None,
+    texts: Path | None = None,
+    part_size: int = PART_SIZE,
+) -> Listing:
+    """The listing of the one source that is given.
+
+    Args:
+        images, manifest, shards, texts: see :func:`~sfumato.data.listings.list_folder`, ``list_manifest``, ``list_shards`` and
+            ``list_texts``.
+        part_size: most items of a part.
+
+    Raises:
+        UserError: none is given, or several, or it cannot be read.
+        ValueError: part_size is less than 1.
+    """
+    if sum(source is not None for source in (images, manifest, shards, texts)) != 1:
+        raise UserError("give one of --images FOLDER, --manifest FILE, --shards PATTERN and --texts FILE")
+    if images is not None:
+        return list_folder(images, part_size=part_size)
+    if manifest is not None:
+        return list_manifest(manifest, part_size=part_size)
+    if shards is not None:
+        return list_shards(shards, part_size=part_size)
+    return list_texts(texts or Path(), part_size=part_size)
 
 
 def which_job(shard: str | None) -> tuple[int, int]:
