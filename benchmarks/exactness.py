@@ -1,0 +1,284 @@
+"""How much of the true csd top 10 each store and engine finds: lifted vectors against means alone and means with re-ranking.
+
+At equal cost, i.e. the same store, the same engine with the same effort, and K candidates:
+
+    lifted   the store holds [mean, sqrt(total variance)]; of K candidates the closest ten by csd are the answer
+    means    the store holds the means; K candidates are re-ranked by csd with their variances (Chun 2024, appendix C.5);
+             with K = 10 nothing is re-ranked in or out: that row is the mean-only index
+
+The truth is csd in float64 over all items. Both ways answer the same queries in the same run.
+
+    python benchmarks/exactness.py --items 20000 --d 512 --variances small large heavy --stores file:?engine=flat file:?engine=hnsw
+    python benchmarks/exactness.py --gallery images.safetensors --queries-from texts.safetensors --name emoji ...
+    python benchmarks/exactness.py --read a.json b.json --table --plot exactness.png
+
+A store's relative path starts in a scratch folder; NAME in a URL is replaced by a name for the table or collection.
+"""
+
+import argparse
+import json
+import platform
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from search import recall, timed
+from torch import Tensor
+
+from sfumato.gaussian import load_embeddings
+from sfumato.progress import progress_bar
+from sfumato.search.stores.base import Records, VectorStore
+from sfumato.search.stores.open import anchored, create_store
+
+TOP = 10
+CANDIDATES = (10, 20, 50, 100, 200, 500, 1000)
+LATENT = 32
+VARIANCES = {"small": (0.01, 0.5), "large": (4.0, 0.5), "heavy": (0.4, 2.0)}
+"""Median of the total variances of means of length one, and the deviation of their logarithm."""
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """(m, d) means and (m,) total variances of a gallery, (n, d) means of queries: all that the order by csd depends on."""
+
+    name: str
+    mean: Tensor
+    total_variance: Tensor
+    queries: Tensor
+
+    @property
+    def centre(self) -> Tensor:
+        return self.mean.mean(0)
+
+    def truth(self) -> Tensor:
+        """(n, TOP) positions by csd in float64, block by block."""
+        queries = (self.queries - self.centre).double()
+        best, where = queries.new_full((len(queries), TOP), torch.inf), torch.zeros(len(queries), TOP, dtype=torch.long)
+        for start in range(0, len(self.mean), 50_000):
+            items = (self.mean[start : start + 50_000] - self.centre).double()
+            u = self.total_variance[start : start + 50_000].double()
+            distance = queries.square().sum(1, keepdim=True) - 2 * queries @ items.T + items.square().sum(1) + u
+            both = torch.cat([best, distance], 1)
+            positions = torch.cat([where, torch.arange(start, start + len(items)).expand(len(queries), -1)], 1)
+            best, chosen = both.topk(TOP, largest=False)
+            where = positions.gather(1, chosen)
+        return where
+
+
+def synthetic(items: int, d: int, n_queries: int, variances: str, seed: int) -> Data:
+    """Unit means near a smooth surface, no clusters; log-normal total variances."""
+    surface = torch.randn(LATENT, d, generator=torch.Generator().manual_seed(12345))
+    generator = torch.Generator().manual_seed(seed)
+
+    def unit(n: int) -> Tensor:
+        mean = torch.randn(n, LATENT, generator=generator) @ surface
+        return torch.nn.functional.normalize(mean.add_(torch.randn(n, d, generator=generator)), dim=1)
+
+    median, tail = VARIANCES[variances]
+    total = median * (tail * torch.randn(items, generator=generator)).exp()
+    return Data(f"{items:,} x {d}, {variances} variances", unit(items), total, unit(n_queries))
+
+
+def real(name: str, gallery: Path, queries: Path, n_queries: int, seed: int) -> Data:
+    """Embeddings that sfumato embed has written."""
+    items, asked = load_embeddings(gallery)[0], load_embeddings(queries)[0]
+    chosen = torch.randperm(asked.n, generator=torch.Generator().manual_seed(seed))[:n_queries]
+    label = f"{name}, {items.n:,} x {items.d}"
+    return Data(label, items.mean.float(), items.total_variance.float(), asked.mean[chosen].float())
+
+
+def fill(store: VectorStore, data: Data, *, lifted: bool) -> float:
+    """Store a gallery and build the engine; seconds."""
+    start, batch = time.perf_counter(), 10_000
+    with progress_bar(f"storing in {store.url}", len(data.mean)) as advance:
+        for first in range(0, len(data.mean), batch):
+            mean, u = data.mean[first : first + batch] - data.centre, data.total_variance[first : first + batch]
+            vectors = torch.cat([mean, u.sqrt().unsqueeze(1)], 1) if lifted else mean
+            ids = tuple(str(i) for i in range(first, first + len(mean)))
+            store.upsert(Records(ids, vectors, u, ({},) * len(mean)))
+            advance(len(mean))
+    store.optimise()
+    return time.perf_counter() - start
+
+
+def answers(store: VectorStore, vectors: Tensor, candidates: int, *, lifted: bool) -> Tensor:
+    """(n, TOP) positions: the candidates of the store, ordered by csd; -1 where it brought fewer."""
+    found = torch.full((len(vectors), TOP), -1)
+    for i, records in enumerate(store.search(vectors, candidates)):
+        distance = (records.vectors - vectors[i]).square().sum(1) + (0 if lifted else records.uncertainty)
+        chosen = distance.topk(min(TOP, len(records)), largest=False).indices.tolist()
+        found[i, : len(chosen)] = torch.tensor([int(records.ids[j]) for j in chosen])
+    return found
+
+
+def measure(data: Data, url: str, folder: Path, repeats: int) -> Iterator[dict[str, Any]]:
+    """A row for each number of candidates."""
+    truth, d = data.truth(), data.mean.shape[1]
+    stores, built = {}, {}
+    for name in ("lifted", "means"):
+        place = anchored(url.replace("NAME", f"exactness_{name}").replace("file:?", "file:store?"), folder / name)
+        stores[name] = create_store(place, d + (name == "lifted"), f"benchmark {name}")
+        built[name] = fill(stores[name], data, lifted=name == "lifted")
+    queries = data.queries - data.centre
+    vectors = {"lifted": torch.cat([queries, torch.zeros(len(queries), 1)], 1), "means": queries}
+    for c in CANDIDATES:
+        if c > len(data.mean):
+            break
+        row: dict[str, Any] = {"data": data.name, "store": url, "candidates": c}
+        for name, store in stores.items():
+
+            def once(store: VectorStore = store, name: str = name, c: int = c) -> Tensor:
+                return answers(store, vectors[name], c, lifted=name == "lifted")
+
+            found, seconds = timed(once, repeats)
+            row[name] = {
+                "recall": recall(found, truth),
+                "ms_per_query": 1000 * seconds / len(queries),
+                "build_seconds": built[name],
+            }
+        yield row
+    for store in stores.values():
+        store.close()
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: for each gallery and store, recall by candidates, lifted over means."""
+    shown = [c for c in CANDIDATES if any(row["candidates"] == c for row in rows)]
+    lines = [
+        "| gallery | store | way | " + " | ".join(f"K = {c}" for c in shown) + " | ms a query at K = 100 |",
+        "| --- | --- | --- | " + " | ".join("---" for _ in shown) + " | --- |",
+    ]
+    for data, store in dict.fromkeys((row["data"], row["store"]) for row in rows):
+        own = {row["candidates"]: row for row in rows if (row["data"], row["store"]) == (data, store)}
+        for name, label in (("lifted", "lifted"), ("means", "means, re-ranked")):
+            cells = [f"{own[c][name]['recall']:.3f}" if c in own else "" for c in shown]
+            ms = f"{own[100][name]['ms_per_query']:.2f}" if 100 in own else ""
+            head = (data, f"`{store}`") if name == "lifted" else ("", "")
+            lines.append(f"| {' | '.join((*head, label, *cells, ms))} |")
+    return "\n".join(lines)
+
+
+def not_better(rows: list[dict[str, Any]]) -> list[str]:
+    """Where lifting does not find strictly more at equal cost, though there was more to find."""
+    return [
+        f"{row['data']}, {row['store']}, K = {row['candidates']}: lifted {row['lifted']['recall']:.4f},"
+        f" means {row['means']['recall']:.4f}"
+        for row in rows
+        if row["lifted"]["recall"] <= row["means"]["recall"] and row["means"]["recall"] < 1
+    ]
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Recall against candidates: a panel for each gallery, a colour for each store, solid lifted, dashed means."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    galleries = list(dict.fromkeys(row["data"] for row in rows))
+    columns = min(3, len(galleries))
+    lines = -(-len(galleries) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(4.6 * columns, 3.4 * lines), squeeze=False, sharey=True)
+    stores = list(dict.fromkeys(row["store"] for row in rows))
+    for axis, gallery in zip(axes.flat, galleries, strict=False):
+        for i, store in enumerate(stores):
+            own = [row for row in rows if (row["data"], row["store"]) == (gallery, store)]
+            for name, style in (("lifted", "-"), ("means", "--")):
+                x, y = [r["candidates"] for r in own], [r[name]["recall"] for r in own]
+                axis.plot(x, y, style, color=f"C{i}", marker=".", label=store if name == "lifted" else None)
+        axis.set_xscale("log")
+        axis.set_title(gallery, fontsize=10)
+        axis.grid(alpha=0.3)
+        axis.set_xlabel("candidates K")
+    for axis in list(axes.flat)[len(galleries) :]:
+        axis.remove()
+    axes[0, 0].set_ylabel("recall of the true csd top 10")
+    handles = [plt.Line2D([], [], color=f"C{i}", label=store) for i, store in enumerate(stores)]
+    handles += [
+        plt.Line2D([], [], color="0.3", linestyle=s, label=n) for n, s in (("lifted", "-"), ("means, re-ranked", "--"))
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.03 + 0.14 / lines, 1, 1))
+    figure.savefig(path, dpi=110)
+
+
+def main() -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description="Recall of the true csd top 10: lifted against means with re-ranking.")
+    parser.add_argument("--items", type=int, default=20_000)
+    parser.add_argument("--d", type=int, default=512)
+    parser.add_argument("--variances", nargs="*", choices=VARIANCES, default=list(VARIANCES))
+    parser.add_argument("--gallery", type=Path, help="embeddings of a gallery instead of a synthetic one")
+    parser.add_argument("--queries-from", type=Path, help="embeddings of its queries")
+    parser.add_argument("--name", default="real", help="of that gallery")
+    parser.add_argument("--stores", nargs="+", default=[f"file:?engine={e}" for e in ("flat", "hnsw", "ivf", "ivf-pq")])
+    parser.add_argument("--queries", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--read", type=Path, nargs="+", help="show what earlier runs wrote, measure nothing")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--plot", type=Path, help="write a picture here")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    rows: list[dict[str, Any]] = []
+    if arguments.read:
+        for file in arguments.read:
+            rows += json.loads(file.read_text(encoding="utf-8"))["rows"]
+    elif arguments.gallery:
+        rows = run(
+            arguments,
+            [real(arguments.name, arguments.gallery, arguments.queries_from, arguments.queries, arguments.seed)],
+        )
+    else:
+        rows = run(
+            arguments,
+            (
+                synthetic(arguments.items, arguments.d, arguments.queries, v, arguments.seed)
+                for v in arguments.variances
+            ),
+        )
+    print(table(rows))
+    print("\nnot strictly better:", *(not_better(rows) or ["nowhere"]), sep="\n  ")
+    if arguments.plot:
+        plot(rows, arguments.plot)
+    return 0
+
+
+def run(arguments: argparse.Namespace, galleries: Any) -> list[dict[str, Any]]:
+    """All stores over all galleries, written after each."""
+    import faiss
+
+    faiss.omp_set_num_threads(arguments.threads)
+    rows: list[dict[str, Any]] = []
+    for data in galleries:
+        for url in arguments.stores:
+            with tempfile.TemporaryDirectory() as folder:
+                for row in measure(data, url, Path(folder), arguments.repeats):
+                    rows.append(row)
+                    print(
+                        f"{row['data']}  {url}  K {row['candidates']:5}  lifted {row['lifted']['recall']:.4f}"
+                        f" {row['lifted']['ms_per_query']:.2f} ms  means {row['means']['recall']:.4f}"
+                        f" {row['means']['ms_per_query']:.2f} ms",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+            if arguments.json:
+                about = {
+                    "settings": {k: str(v) for k, v in vars(arguments).items()},
+                    "machine": platform.machine(),
+                    "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+                    "rows": rows,
+                }
+                arguments.json.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
