@@ -71,7 +71,11 @@ def test_make_targets_exist():
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "CONTRIBUTING.md", "docs/decisions.md", "docs/math.md", "docs/log.md", "docs/trust.md"]
+    "document",
+    [
+        *("README.md", "CONTRIBUTING.md", "docs/decisions.md", "docs/math.md", "docs/log.md", "docs/trust.md"),
+        "docs/ingest.md",
+    ],
 )
 def test_named_paths_exist(document):
     text = (ROOT / document).read_text(encoding="utf-8")
