@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from search import recall, timed
@@ -37,6 +37,7 @@ from sfumato.search.stores.base import Records, VectorStore
 from sfumato.search.stores.open import anchored, create_store
 
 TOP = 10
+STYLES: dict[str, Literal["-", "--"]] = {"lifted": "-", "means": "--"}
 CANDIDATES = (10, 20, 50, 100, 200, 500, 1000)
 LATENT = 32
 VARIANCES = {"small": (0.01, 0.5), "large": (4.0, 0.5), "heavy": (0.4, 2.0)}
@@ -180,6 +181,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
 
     galleries = list(dict.fromkeys(row["data"] for row in rows))
     columns = min(3, len(galleries))
@@ -189,7 +191,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     for axis, gallery in zip(axes.flat, galleries, strict=False):
         for i, store in enumerate(stores):
             own = [row for row in rows if (row["data"], row["store"]) == (gallery, store)]
-            for name, style in (("lifted", "-"), ("means", "--")):
+            for name, style in STYLES.items():
                 x, y = [r["candidates"] for r in own], [r[name]["recall"] for r in own]
                 axis.plot(x, y, style, color=f"C{i}", marker=".", label=store if name == "lifted" else None)
         axis.set_xscale("log")
@@ -199,10 +201,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     for axis in list(axes.flat)[len(galleries) :]:
         axis.remove()
     axes[0, 0].set_ylabel("recall of the true csd top 10")
-    handles = [plt.Line2D([], [], color=f"C{i}", label=store) for i, store in enumerate(stores)]
-    handles += [
-        plt.Line2D([], [], color="0.3", linestyle=s, label=n) for n, s in (("lifted", "-"), ("means, re-ranked", "--"))
-    ]
+    names = {"lifted": "lifted", "means": "means, re-ranked"}
+    handles = [Line2D([], [], color=f"C{i}", label=store) for i, store in enumerate(stores)]
+    handles += [Line2D([], [], color="0.3", linestyle=style, label=names[key]) for key, style in STYLES.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.03 + 0.14 / lines, 1, 1))
     figure.savefig(path, dpi=110)

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from toy import make_toy
 
@@ -392,6 +393,95 @@ def test_index_and_search(work, sfumato, engine):
         assert result["uncertainty"] > 0 and result["expected_matches"] > 0
     status, out, _ = sfumato("search", folder, "--image", work / "data" / "000.png", "-k", 3)
     assert status == 0 and "matches expected" in out and "000.png" in out
+
+
+def test_a_collection_in_a_store_is_filled_searched_added_to_and_copied(work, sfumato, tmp_path):
+    out, again = tmp_path / "collection", tmp_path / "again"
+    pictures, half = work / "data", tmp_path / "half"
+    half.mkdir()
+    for file in sorted(pictures.glob("*.png"))[:20]:
+        shutil.copy(file, half)
+    status, said, _ = sfumato("index", work / "run", "--images", half, "--store", "file:", "--out", out)
+    assert status == 0 and "20 pictures in " in said and "collection/store" in said
+    status, said, _ = sfumato("index", work / "run", "--images", pictures, "--add", "--out", out, "--json")
+    assert status == 0 and json.loads(said)["n"] == 48, "those that were there are replaced"
+    assert sfumato("index", work / "run", "--images", pictures, "--out", tmp_path / "plain")[0] == 0
+    assert sfumato("copy", out, again, "--store", f"file:{tmp_path}/elsewhere?engine=flat")[0] == 0
+    assert sfumato("copy", tmp_path / "plain", tmp_path / "from-index")[0] == 0
+    asked = ("a red circle", "some bar in blue", "-k", 5, "--json")
+    answers = [
+        json.loads(sfumato("search", f, *asked)[1]) for f in (tmp_path / "plain", out, again, tmp_path / "from-index")
+    ]
+    for other in answers[1:]:
+        for a, b in zip(answers[0], other, strict=True):
+            assert [h["id"] for h in a["hits"]] == [h["id"] for h in b["hits"]]
+            assert a["expected_matches"] == pytest.approx(b["expected_matches"], rel=1e-3)
+            for x, y in zip(a["hits"], b["hits"], strict=True):
+                assert x["match_probability"] == pytest.approx(y["match_probability"], rel=1e-3)
+    for arguments, message in (
+        (("--images", half, "--store", "file:", "--out", out), "exists already; give a new or empty folder"),
+        (
+            ("--images", half, "--add", "--out", tmp_path / "plain"),
+            "holds 'sfumato-index-1', expected 'sfumato-collection-1'",
+        ),
+        (("--images", half, "--add", "--store", "file:", "--out", out), "leave --store out with --add"),
+        (("--images", half, "--engine", "flat", "--store", "file:", "--out", tmp_path / "x"), "leave --engine out"),
+        (("--images", half, "--store", "mongodb://h/x", "--out", tmp_path / "x"), "unknown kind 'mongodb'"),
+        (("--images", half, "--split", "test", "--out", tmp_path / "x"), "give one of --images"),
+    ):
+        status, said, err = sfumato("index", work / "run", *arguments)
+        assert status == 2 and message in err and not said and not (tmp_path / "x").exists()
+    status, _, err = sfumato("search", tmp_path / "plain", "x", "--store", "file:elsewhere")
+    assert status == 2 and "without a store; leave --store out" in err
+
+
+def test_an_index_of_texts_is_searched_by_picture(work, sfumato, tmp_path):
+    lines = tmp_path / "lines.txt"
+    lines.write_text("a red circle\n\nsome bar in blue\na green square\n")
+    for out, store in ((tmp_path / "texts", ()), (tmp_path / "stored", ("--store", "file:"))):
+        status, said, _ = sfumato("index", work / "run", "--texts", lines, "--out", out, *store)
+        assert status == 0 and "3 texts in" in said and "lines.txt:2: empty line" in said
+        picture = work / "data" / "000.png"
+        status, said, _ = sfumato("search", out, "--image", picture, "-k", 2, "--min-probability", 0, "--json")
+        [result] = json.loads(said)
+        assert (
+            status == 0
+            and result["calibrated"]
+            and {h["text"] for h in result["hits"]} <= set(lines.read_text().split("\n"))
+        )
+        assert {h["id"] for h in result["hits"]} <= {"1", "3", "4"}
+        assert not json.loads(sfumato("search", out, "a text", "--json")[1])[0]["calibrated"]
+        status, _, err = sfumato("search", out, "a text", "--min-probability", 0.5)
+        assert status == 2 and "known of pictures as queries of this index" in err
+
+
+def test_what_embed_has_written_is_indexed_part_by_part(work, sfumato, tmp_path):
+    parts = tmp_path / "parts"
+    assert sfumato("embed", work / "run", "--images", work / "data", "--out", parts, "--part-size", 16)[0] == 0
+    assert sfumato("index", work / "run", "--embeddings", parts, "--out", tmp_path / "index")[0] == 0
+    assert (
+        sfumato("index", work / "run", "--embeddings", parts, "--out", tmp_path / "stored", "--store", "file:")[0] == 0
+    )
+    assert sfumato("index", work / "run", "--images", work / "data", "--out", tmp_path / "plain")[0] == 0
+    found = [
+        json.loads(sfumato("search", tmp_path / f, "a red circle", "--json")[1])[0]
+        for f in ("plain", "index", "stored")
+    ]
+    assert (
+        [h["id"] for h in found[0]["hits"]]
+        == [h["id"] for h in found[1]["hits"]]
+        == [h["id"] for h in found[2]["hits"]]
+    )
+    changed = tmp_path / "other"
+    shutil.copytree(work / "run", changed)
+    weights = changed / "model.safetensors"
+    tensors = safetensors.torch.load_file(weights)
+    with safetensors.safe_open(weights, framework="pt") as file:
+        about = file.metadata()
+    name = next(n for n, t in tensors.items() if t.is_floating_point() and t.numel() > 1)
+    safetensors.torch.save_file(tensors | {name: tensors[name] + 1}, weights, metadata=about)
+    status, _, err = sfumato("index", changed, "--embeddings", parts, "--out", tmp_path / "x")
+    assert status == 2 and "holds embeddings by another model" in err
 
 
 def test_calibrate_again_and_search_by_its_promises(work, sfumato, tmp_path):

@@ -455,7 +455,7 @@ def index(
     from sfumato.search.index import check_settings
     from sfumato.training.build import choose_device
     from sfumato.training.export import load_model
-    from sfumato.training.galleries import build_index, embed_source, fill_collection
+    from sfumato.training.galleries import build_index, embed_source, fill_collection, whole
     from sfumato.training.inference import Matcher
     from sfumato.training.run import load_run
 
@@ -471,18 +471,20 @@ def index(
     if store is None and not add:
         check_settings(matcher.distance, engine or "exact")
     out.parent.mkdir(parents=True, exist_ok=True)
-    source, problems = embed_source(matcher, images=images, split=split, texts=texts, parts=embeddings)
-    result: dict[str, Any] = {"out": str(out), "n": len(source.ids), "problems": len(problems)}
-    what = f"{len(source.ids)} {'pictures' if source.texts is None else 'texts'}"
+    sources, problems = embed_source(matcher, images=images, split=split, texts=texts, parts=embeddings)
     if store is None and not add:
-        build_index(matcher, source, home=model, engine=engine or "exact").save(out)
-        line = f"{what} indexed ({engine or 'exact'}): {out}"
-        result["engine"] = engine or "exact"
+        source, engine = whole(sources), engine or "exact"
+        build_index(matcher, source, home=model, engine=engine).save(out)
+        n, kept = len(source.ids), {"engine": engine}
+        line = f"indexed ({engine})"
+        direction = source.direction
     else:
-        url, n = fill_collection(matcher, source, out, store, home=model)
-        line = f"{what} stored in {url}, which now holds {n}: {out}"
-        result |= {"store": url, "items": n}
-    _print(result, as_json, line + _left_out(problems))
+        with fill_collection(matcher, sources, out, store, home=model) as collection:
+            n, kept = len(collection), {"store": collection.store.url}
+            line, direction = f"in {collection.store.url}", collection.answers.direction
+    what = "pictures" if direction == "t2i" else "texts"
+    result = {"out": str(out), "n": n, **kept, "problems": len(problems)}
+    _print(result, as_json, f"{n} {what} {line}: {out}" + _left_out(problems))
 
 
 @app.command()

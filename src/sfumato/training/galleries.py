@@ -1,7 +1,8 @@
 """Galleries made with a model: building and opening an index or a collection, searching it, and saying how sure the answer is."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,27 +18,31 @@ from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.gallery import Gallery, SearchHit
 from sfumato.search.index import GaussianIndex
 from sfumato.search.lifting import gallery_centre
+from sfumato.search.parts import read_manifest, read_parts
 from sfumato.search.stores.open import anchored
 from sfumato.search.verdict import verdict
 from sfumato.training.export import load_model
 from sfumato.training.inference import Matcher, embed_folder, embed_split_images, read_lines
+from sfumato.training.ingest import model_digest
 from sfumato.training.run import Run
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What shall be searched among, embedded.
+    """What shall be searched among, embedded, or a part of it.
 
     Attributes:
         embeddings: (n, d).
         ids: n distinct ids.
         texts: n texts, if it is texts; otherwise None, and it is pictures.
+        kept: by name, n texts to keep beside the pictures.
         pictures: where these are: {"folder": path that the ids start at}, {"split": of the run's data}, or {} if nobody knows.
     """
 
     embeddings: GaussianEmbedding
     ids: Sequence[str]
     texts: Sequence[str] | None = None
+    kept: Mapping[str, Sequence[str]] = field(default_factory=dict)
     pictures: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -47,12 +52,12 @@ class Source:
 
     @property
     def payload(self) -> dict[str, Sequence[str]]:
-        """What is stored beside the items: the texts, the names of embedded emoji, or nothing."""
+        """What is stored beside the items: the texts, or what is kept with the pictures and the names of embedded emoji."""
         if self.texts is not None:
             return {"text": self.texts}
         names = emoji_names() if all("/" in i for i in self.ids) else {}
         labels = [names.get(i.split("/")[0], "") for i in self.ids]
-        return {"label": labels} if all(labels) else {}
+        return {**self.kept, **({"label": labels} if all(labels) else {})}
 
 
 def build_index(matcher: Matcher, source: Source, *, home: str | Path, engine: str = "exact") -> GaussianIndex:
@@ -111,7 +116,7 @@ def embed_source(
     split: str | None = None,
     texts: Path | None = None,
     parts: Path | None = None,
-) -> tuple[Source, Problems]:
+) -> tuple[Iterator[Source], Problems]:
     """Embed what shall be searched among; exactly one of these.
 
     Args:
@@ -122,54 +127,103 @@ def embed_source(
         parts: folder that :func:`~sfumato.training.ingest.embed_collection` has written with the same model.
 
     Returns:
-        (what is to be indexed, what was left out).
+        (what is to be indexed, one after the other; what was left out).
 
     Raises:
         UserError: it is not there, not whole, or nothing in it can be used.
     """
+    if parts is not None:
+        return _embedded_parts(matcher, parts), Problems()
     if images is not None:
         embeddings, ids, problems = embed_folder(matcher, images)
-        return Source(embeddings, ids, pictures={"folder": str(images.resolve())}), problems
-    if texts is not None:
+        source = Source(embeddings, ids, pictures={"folder": str(images.resolve())})
+    elif texts is not None:
         lines, ids, problems = read_lines(texts)
-        return Source(matcher.model.embed_texts(lines), ids, lines), problems
-    if split is not None:
-        assert isinstance(matcher, Run), "a split is of a run's data"
+        source = Source(matcher.model.embed_texts(lines), ids, lines)
+    else:
+        assert isinstance(matcher, Run) and split is not None, "a split is of a run's data"
         embeddings, ids, problems = embed_split_images(matcher, matcher.recipe.data, split)
-        return Source(embeddings, ids, pictures={"split": split}), problems
-    raise NotImplementedError("parts")
+        source = Source(embeddings, ids, pictures={"split": split})
+    return iter([source]), problems
+
+
+def _embedded_parts(matcher: Matcher, folder: Path) -> Iterator[Source]:
+    """What jobs of `sfumato embed` have written, part by part; refused at once if another model did."""
+    about, parts = read_manifest(folder), read_parts(folder)
+    if about.model != model_digest(matcher.model):
+        raise UserError(f"{folder} holds embeddings by another model, {about.home}; give that one, or embed again")
+    pictures = {"folder": about.path} if about.kind == "folder" else {}
+
+    def sources() -> Iterator[Source]:
+        for ids, embeddings, payloads in parts:
+            kept = {name: [payload[name] for payload in payloads] for name in payloads[0]}
+            if about.modality == "texts":
+                yield Source(embeddings, ids, kept["text"])
+            else:
+                yield Source(embeddings, ids, kept=kept, pictures=pictures)
+
+    return sources()
+
+
+def whole(sources: Iterable[Source]) -> Source:
+    """All of it in memory.
+
+    Raises:
+        UserError: there is nothing.
+    """
+    parts = list(sources)
+    if not parts:
+        raise UserError("there is nothing to index: no item could be embedded")
+    first = parts[0]
+    return Source(
+        GaussianEmbedding.cat([part.embeddings for part in parts]),
+        [i for part in parts for i in part.ids],
+        None if first.texts is None else [text for part in parts for text in part.texts or ()],
+        {name: [value for part in parts for value in part.kept[name]] for name in first.kept},
+        first.pictures,
+    )
 
 
 def fill_collection(
-    matcher: Matcher, source: Source, folder: Path, store: str | None, *, home: str | Path
-) -> tuple[str, int]:
+    matcher: Matcher, sources: Iterator[Source], folder: Path, store: str | None, *, home: str | Path
+) -> GaussianCollection:
     """Store what was embedded: in a new collection, or without a store in the one that is there.
 
     Args:
         matcher: the model.
-        source: what to store.
+        sources: what to store, one after the other.
         folder: of the collection.
         store: URL; a relative path starts at the current folder, no path at all means in the collection's folder.
         home: folder or hub name of the model.
 
     Returns:
-        (URL of the store, number of items in it).
+        The collection, open.
 
     Raises:
-        UserError: there is no collection, or one already, or it is of another model or kind.
+        UserError: there is no collection, or one already, or it is of another model or kind, or there is nothing to store.
     """
+    first = next(sources, None)
+    if first is None:
+        raise UserError("there is nothing to index: no item could be embedded")
     if store is None:
         collection = GaussianCollection.open(folder)
         made_by = collection.about.get("run")
-        if made_by != _about(matcher, home, source)["run"] or collection.answers.direction != source.direction:
+        if made_by != _about(matcher, home, first)["run"] or collection.answers.direction != first.direction:
             collection.close()
             raise UserError(f"{folder} holds what {made_by} embedded; add only more of the same kind by the same model")
     else:
-        collection = create_collection(matcher, source, folder, own_or_anchored(store), home=home)
-    with collection, progress_bar("storing", len(source.ids)) as advance:
-        collection.upsert(source.embeddings, source.ids, source.payload, progress=advance)
+        collection = create_collection(matcher, first, folder, own_or_anchored(store), home=home)
+    stored = 0
+    try:
+        for source in itertools.chain([first], sources):
+            with progress_bar(f"storing, after {stored}", len(source.ids)) as advance:
+                collection.upsert(source.embeddings, source.ids, source.payload, progress=advance)
+            stored += len(source.ids)
         collection.optimise()
-        return collection.store.url, len(collection)
+    except BaseException:
+        collection.close()
+        raise
+    return collection
 
 
 def own_or_anchored(store: str) -> str:
