@@ -12,14 +12,23 @@ import time
 import numpy as np
 import pytest
 import torch
-from search.stores_contract import FINGERPRINT, StoreContract, assert_holds, assert_nearest, by_id, queries, records, squared_l2
+from search.stores_contract import (
+    FINGERPRINT,
+    StoreContract,
+    assert_holds,
+    assert_nearest,
+    by_id,
+    queries,
+    records,
+    squared_l2,
+)
 
 from sfumato.errors import UserError
 from sfumato.search.stores import local
 from sfumato.search.stores.base import Filter, Records
 from sfumato.search.stores.open import create_store, open_store
 
-ENGINES = ("flat", "hnsw", "ivf", "ivf-pq")
+APPROXIMATE = ("hnsw", "ivf", "ivf-pq")
 
 
 class TestFlat(StoreContract):
@@ -30,3 +39,392 @@ class TestFlat(StoreContract):
 class TestFlatInManyShards(StoreContract):
     def create(self, tmp_path, dim):
         return create_store(f"{tmp_path}/new/store?engine=flat&shard_size=7", dim, FINGERPRINT)
+
+
+class IndexedContract(StoreContract):
+    """Shards so small, and indexes from so few rows on, that the contract's galleries are searched by FAISS."""
+
+    options = ""
+
+    @pytest.fixture(autouse=True)
+    def small(self, monkeypatch):
+        pytest.importorskip("faiss", reason="needs the extra faiss")
+        monkeypatch.setattr(local, "_FEW", 16)
+
+    def create(self, tmp_path, dim):
+        return create_store(f"{tmp_path}/store?shard_size=20&{self.options}", dim, FINGERPRINT)
+
+
+class TestHnsw(IndexedContract):
+    options = "engine=hnsw"
+
+
+class TestIvf(IndexedContract):
+    options = "engine=ivf"
+
+
+class TestIvfPq(IndexedContract):
+    options = "engine=ivf-pq"
+
+
+@pytest.fixture
+def indexed_from(monkeypatch):
+    pytest.importorskip("faiss", reason="needs the extra faiss")
+    return lambda rows: monkeypatch.setattr(local, "_FEW", rows)
+
+
+def clustered(n, dim, seed, clusters=50):
+    """Records around centres that all seeds share."""
+    centres = torch.randn(clusters, dim, generator=torch.Generator().manual_seed(99)) * 2
+    generator = torch.Generator().manual_seed(seed)
+    vectors = centres[torch.randint(clusters, (n,), generator=generator)] + torch.randn(n, dim, generator=generator)
+    payloads = tuple({"tenth": str(i % 10)} for i in range(n))
+    return Records(tuple(f"{seed}-{i}" for i in range(n)), vectors, torch.rand(n, generator=generator), payloads)
+
+
+def recall(store, kept, wanted, k, filter=None):
+    ids = [key for key, (_, u, payload) in kept.items() if filter is None or filter.accepts(payload, u)]
+    distance = squared_l2(wanted, torch.stack([kept[key][0] for key in ids]))
+    truth = [{ids[j] for j in row[:k]} for row in np.argsort(distance, axis=1)]
+    found = [set(result.ids) for result in store.search(wanted, k, filter)]
+    assert all(len(some) == min(k, len(ids)) for some in found)
+    return sum(len(a & b) for a, b in zip(truth, found, strict=True)) / sum(map(len, truth))
+
+
+def uses_index(store):
+    return bool(store._indexes)
+
+
+@pytest.mark.parametrize("engine", APPROXIMATE)
+def test_recall_at_the_defaults(engine, tmp_path, indexed_from):
+    indexed_from(1000)
+    store = create_store(f"{tmp_path}/store?engine={engine}&shard_size=4000", 24, FINGERPRINT)
+    batch, late, wanted = clustered(9000, 24, 1), clustered(300, 24, 2), clustered(100, 24, 3).vectors
+    store.upsert(batch)
+    assert sorted(f.name for f in (tmp_path / "store").glob(f"*.{engine}")) == [
+        f"shard-{i}.4000.{engine}" for i in (1, 2)
+    ]
+    store.optimise()
+    assert (tmp_path / f"store/shard-3.1000.{engine}").exists()
+    store.upsert(late)
+    gone = batch.ids[::3]
+    assert store.delete(gone) == 3000
+    kept = {key: value for key, value in by_id(batch, late).items() if key not in set(gone)}
+    assert recall(store, kept, wanted, 10) >= 0.95
+    assert uses_index(store)
+    for filter in (Filter({"tenth": ("1", "2", "3")}), Filter({"tenth": ("4",)}), Filter(max_uncertainty=0.02)):
+        assert recall(store, kept, wanted, 10, filter) >= 0.95
+    store.optimise()
+    assert not set(gone) & set(store.search(batch.vectors[:1], 3000)[0].ids)
+    assert recall(store, kept, wanted, 10) >= 0.95
+    url = store.url
+    store.close()
+    with_faiss = open_store(url)
+    assert recall(with_faiss, kept, wanted, 10) >= 0.95 and uses_index(with_faiss)
+    with_faiss.close()
+
+
+@pytest.mark.parametrize("engine", ("ivf", "ivf-pq"))
+def test_equal_builds_give_equal_results(engine, tmp_path, indexed_from):
+    indexed_from(1000)
+    found = []
+    for name in "ab":
+        store = create_store(f"{tmp_path}/{name}?engine={engine}&shard_size=2000&n_probe=2&seed=5", 12, FINGERPRINT)
+        store.upsert(clustered(4000, 12, 1))
+        found.append([r.ids for r in store.search(clustered(20, 12, 2).vectors, 30)])
+        store.close()
+    assert found[0] == found[1]
+    files = [sorted((tmp_path / name).glob(f"*.{engine}")) for name in "ab"]
+    assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]] and files[0]
+
+
+def test_an_engine_that_finds_too_few_is_completed(tmp_path, indexed_from):
+    indexed_from(100)
+    store = create_store(f"{tmp_path}/store?engine=ivf&shard_size=1000&n_lists=25&n_probe=1", 6, FINGERPRINT)
+    batch = records(1000, 6, 1)
+    store.upsert(batch)
+    assert [len(found) for found in store.search(queries(4, 6, 2), 900)] == [900] * 4
+    assert uses_index(store)
+    store.close()
+
+
+def test_options_of_searches_come_from_the_url_that_opens(tmp_path, indexed_from):
+    indexed_from(100)
+    path = f"{tmp_path}/store"
+    store = create_store(f"{path}?engine=ivf&shard_size=2000&n_lists=40&n_probe=1", 12, FINGERPRINT)
+    batch, wanted = records(2000, 12, 1), queries(100, 12, 2)
+    store.upsert(batch)
+    store.close()
+    shares = []
+    for url in (path, f"file:{path}?n_probe=5", f"{path}?n_probe=40&engine=ivf"):
+        store = open_store(url)
+        shares.append(recall(store, by_id(batch), wanted, 10))
+        store.close()
+    assert shares[0] < shares[1] < shares[2] == 1
+
+
+@pytest.mark.parametrize(
+    "query, told",
+    [
+        ("engine=tree", "unknown engine 'tree'; known: flat, hnsw, ivf, ivf-pq"),
+        (
+            "engine=hnsw&n_probe=3",
+            "engine hnsw has no option 'n_probe'; it has shard_size, m, ef_construction, ef_search",
+        ),
+        ("engine=ivf&n_probe=0", "n_probe must be at least 1, got 0"),
+        ("engine=ivf&n_probe=many", "n_probe must be a whole number, got 'many'"),
+        ("engine=ivf-pq&overfetch=0", "overfetch at least 1"),
+        ("shard_size=-5", "shard_size must be a whole number, got '-5'"),
+        ("shard_size=0", "shard_size must be from 1"),
+        ("colour=red", "unknown option 'colour'; known: engine"),
+    ],
+)
+def test_wrong_options_are_told(query, told, tmp_path):
+    with pytest.raises(UserError, match=told):
+        create_store(f"{tmp_path}/store?{query}", 3, FINGERPRINT)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_create_and_open_look_first(tmp_path):
+    with pytest.raises(UserError, match="names no folder"):
+        create_store("file:?engine=flat", 3, FINGERPRINT)
+    with pytest.raises(UserError, match="there is no .*; create the store first"):
+        open_store(f"{tmp_path}/store")
+    create_store(f"{tmp_path}/store?shard_size=10", 3, FINGERPRINT).close()
+    with pytest.raises(UserError, match="is there already; open it, or give a new or empty folder"):
+        create_store(f"{tmp_path}/store", 3, FINGERPRINT)
+    with pytest.raises(UserError, match="was created with engine=flat, not hnsw; leave the option out"):
+        open_store(f"{tmp_path}/store?engine=hnsw")
+    with pytest.raises(UserError, match="was created with shard_size=10, not 11"):
+        open_store(f"{tmp_path}/store?shard_size=11")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="cannot be created"):
+        create_store(f"{tmp_path}/file", 3, FINGERPRINT)
+    store = open_store(f"{tmp_path}/store")
+    store.close()
+    with pytest.raises(UserError, match="is closed; open it again"):
+        store.count()
+    with pytest.raises(UserError, match="is closed; open it again"):
+        store.upsert(records(1, 3, 0))
+
+
+def test_flat_needs_no_faiss_and_the_others_name_the_extra(tmp_path):
+    code = """
+import sys
+sys.modules["faiss"] = None
+import torch
+from sfumato.errors import UserError
+from sfumato.search.stores.base import Records
+from sfumato.search.stores.open import create_store
+store = create_store(sys.argv[1] + "/flat", 2, "")
+store.upsert(Records(("a", "b"), torch.tensor([[0., 1.], [5., 5.]]), torch.zeros(2), ({}, {})))
+store.optimise()
+print(store.search(torch.tensor([[5., 4.]]), 1)[0].ids)
+try:
+    create_store(sys.argv[1] + "/hnsw?engine=hnsw", 2, "")
+except UserError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "('b',)" in done.stdout and "pip install 'sfumato[faiss]'" in done.stdout
+
+
+def test_near_ties_far_from_the_origin_keep_their_order(tmp_path):
+    store = create_store(f"{tmp_path}/store?shard_size=300", 8, FINGERPRINT)
+    batch = records(1000, 8, 1)
+    batch = Records(batch.ids, batch.vectors / 50 + 1000, batch.uncertainty, batch.payloads)
+    store.upsert(batch)
+    wanted = batch.vectors[:20] + 0.01
+    order = np.argsort(squared_l2(wanted, batch.vectors), axis=1, kind="stable")[:, :10]
+    assert [list(found.ids) for found in store.search(wanted, 10)] == [[batch.ids[j] for j in row] for row in order]
+    store.close()
+
+
+def test_optimise_drops_dead_rows_and_joins_small_shards(tmp_path):
+    store = create_store(f"{tmp_path}/store?shard_size=100", 5, FINGERPRINT)
+    batch = records(450, 5, 1)
+    store.upsert(batch)
+    store.delete([key for i, key in enumerate(batch.ids) if i < 300 and i % 3])
+    kept = {key: value for i, (key, value) in enumerate(by_id(batch).items()) if i >= 300 or i % 3 == 0}
+    scan = store.scan(batch=10)
+    begun = list(next(scan).ids)
+    store.optimise()
+    files = {f.name: f.stat().st_size // 20 for f in (tmp_path / "store").glob("*.vectors")}
+    assert files == {"shard-4.vectors": 100, "shard-5.vectors": 50, "shard-6.vectors": 100}
+    # A scan sees what it began with, though the files are gone.
+    assert sorted(begun + [key for part in scan for key in part.ids]) == sorted(kept)
+    assert_holds(store, kept)
+    assert_nearest(store, kept, queries(5, 5, 2), 9)
+    store.delete(list(kept))
+    store.optimise()
+    assert store.count() == 0 and not list((tmp_path / "store").glob("*.vectors"))
+    store.upsert(batch)
+    assert_holds(store, by_id(batch))
+    store.close()
+
+
+def test_one_writes_and_others_read(tmp_path):
+    writer = create_store(f"{tmp_path}/store?shard_size=8", 4, FINGERPRINT)
+    reader = open_store(f"{tmp_path}/store")
+    first, second = records(20, 4, 1), records(30, 4, 2)
+    writer.upsert(first)
+    assert_holds(reader, by_id(first))
+    with pytest.raises(UserError, match="another process, or another opening in this one, writes to it; wait until"):
+        reader.upsert(second)
+    with pytest.raises(UserError, match="wait until"):
+        reader.optimise()
+    writer.upsert(second)
+    writer.delete(["item-0"])
+    writer.optimise()
+    kept = {key: value for key, value in by_id(first, second).items() if key != "item-0"}
+    assert_holds(reader, kept)
+    assert_nearest(reader, kept, queries(3, 4, 3), 5)
+    writer.close()
+    reader.upsert(first)
+    assert_holds(reader, by_id(second, first))
+    reader.close()
+
+
+def test_damaged_files_are_named(tmp_path, indexed_from):
+    indexed_from(100)
+    url, folder, batch = f"{tmp_path}/store?engine=hnsw&shard_size=300", tmp_path / "store", records(500, 4, 1)
+    store = create_store(url, 4, FINGERPRINT)
+    store.upsert(batch)
+    store.close()
+
+    def damage(name, change, told):
+        file = folder / name
+        whole = file.read_bytes()
+        change(file)
+        with pytest.raises(UserError, match=told):
+            damaged = open_store(url)
+            try:
+                damaged.search(batch.vectors[:2], 3)
+            finally:
+                damaged.close()
+        file.write_bytes(whole)
+
+    copy = "put back a copy of the folder, or build the store again"
+    damage("shard-2.vectors", lambda f: os.truncate(f, 100), f"shard-2.vectors is damaged .100 bytes.*{copy}")
+    damage("shard-1.vectors", lambda f: f.unlink(), f"shard-1.vectors is damaged .is missing.; {copy}")
+    damage(
+        "shard-1.300.hnsw", lambda f: os.truncate(f, 100), "shard-1.300.hnsw is damaged .*remove this file and optimise"
+    )
+    damage("store.sqlite", lambda f: f.write_bytes(b"\1" * 8192), f"store.sqlite is damaged .*{copy}")
+    damage("store.sqlite", lambda f: os.truncate(f, 0), "has format 0, this version of sfumato reads 1; build it again")
+    damage("store.sqlite", lambda f: f.unlink(), "there is no .*store.sqlite")
+    (folder / "shard-1.300.hnsw").unlink()
+    store = open_store(url)
+    assert_nearest(store, by_id(batch), queries(3, 4, 3), 5)
+    store.optimise()
+    assert (folder / "shard-1.300.hnsw").exists()
+    assert_nearest(store, by_id(batch), queries(3, 4, 3), 5)
+    store.close()
+    with sqlite3.connect(folder / "store.sqlite") as connection:
+        connection.execute("PRAGMA user_version=7")
+    with pytest.raises(UserError, match="has format 7"):
+        open_store(url)
+
+
+def test_indexes_are_mapped_not_read(tmp_path):
+    pytest.importorskip("faiss", reason="needs the extra faiss")
+    if not os.path.exists("/proc/self/status"):
+        pytest.skip("memory is measured by /proc")
+    code = """
+import sys, torch
+from sfumato.search.stores.open import open_store
+def anonymous():
+    return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("RssAnon")) // 1024
+store = open_store(sys.argv[1])
+before = anonymous()
+store.search(torch.zeros(2, 200), 5)
+assert len(store._indexes) == 2
+print(anonymous() - before)
+"""
+    vectors = torch.randn(20_000, 200, generator=torch.Generator().manual_seed(0))
+    ids, payloads = tuple(map(str, range(20_000))), ({},) * 20_000
+    for engine in ("hnsw&m=4&ef_construction=8", "ivf&n_lists=20"):
+        url = f"{tmp_path}/{engine[:6]}?shard_size=10000&engine={engine}"
+        store = create_store(url, 200, FINGERPRINT)
+        store.upsert(Records(ids, vectors, torch.zeros(20_000), payloads))
+        store.close()
+        done = subprocess.run([sys.executable, "-c", code, url], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        # Read as a whole, the vectors in the indexes would be 16 MB.
+        assert int(done.stdout) < 6, engine
+
+
+WRITER = """
+import random, sys, torch
+from sfumato.search.stores import local
+from sfumato.search.stores.base import Records
+from sfumato.search.stores.open import open_store
+local._FEW = 100
+store, run = open_store(sys.argv[1]), int(sys.argv[2])
+chance = random.Random(run)
+print("open", flush=True)
+step = 0
+while True:
+    n = chance.randint(1, 60)
+    ids = chance.sample(range(500), n)
+    vectors = torch.tensor([[i, run, step] for i in ids], dtype=torch.float32)
+    store.upsert(Records(tuple(f"i{i}" for i in ids), vectors, torch.zeros(n), ({"run": str(run), "step": str(step)},) * n))
+    print("put", run, step, *ids, flush=True)
+    if step % 4 == 3:
+        gone = chance.sample(range(500), 20)
+        store.delete([f"i{i}" for i in gone])
+        print("gone", run, step, *gone, flush=True)
+    if step % 6 == 5:
+        store.optimise()
+    step += 1
+"""
+
+
+@pytest.mark.parametrize("engine", ["flat", "ivf"])
+def test_what_was_acknowledged_survives_kill_9(engine, tmp_path):
+    if engine != "flat":
+        pytest.importorskip("faiss", reason="needs the extra faiss")
+    url = f"{tmp_path}/store?engine={engine}&shard_size=150"
+    create_store(url, 3, FINGERPRINT).close()
+    chance, expected, steps = random.Random(4), {}, 0
+    for run in range(4):
+        child = subprocess.Popen(
+            [sys.executable, "-c", WRITER, url, str(run)], stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE
+        )
+        assert child.stdout.readline() == "open\n", child.stderr.read()
+        lines = []
+        reader = threading.Thread(target=lambda out=child.stdout, to=lines: to.extend(out))
+        reader.start()
+        time.sleep(chance.uniform(0.05, 0.9))
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        reader.join()
+        assert child.stderr.read() == ""
+        child.stdout.close(), child.stderr.close()
+        for line in lines:
+            kind, at, step, *ids = line.split()
+            steps += 1
+            expected |= {f"i{i}": (int(at), int(step)) if kind == "put" else None for i in ids}
+        store = open_store(url)
+        stored = {}
+        for part in store.scan(batch=37):
+            for key, vector, payload in zip(part.ids, part.vectors.tolist(), part.payloads, strict=True):
+                assert key not in stored
+                stored[key] = (int(payload["run"]), int(payload["step"]))
+                assert vector == [float(key[1:]), *map(float, stored[key])]
+        # The one write that was under way may be there as a whole, or not at all.
+        ahead = {key: stored.get(key) for key in stored.keys() | expected if stored.get(key) != expected.get(key)}
+        assert len(set(ahead.values())) <= 1, ahead
+        assert (
+            ahead == {}
+            or set(ahead.values()) == {None}
+            or max(ahead.values()) > max(filter(None, expected.values()), default=(-1, 0))
+        )
+        expected |= ahead
+        kept = by_id(*store.scan())
+        assert store.count() == len(kept) == len([v for v in expected.values() if v])
+        for at in range(0, 500, 50):
+            assert_nearest(store, kept, torch.tensor([[float(at), run, 3.0]]), 5)
+        store.close()
+    assert steps > 8

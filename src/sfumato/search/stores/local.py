@@ -271,11 +271,22 @@ class LocalStore:
             UserError: another process writes, or the disk is full.
         """
         with self._writer:
-            self._become_writer()
+            self.begin_writing()
             for group in self._sparse():
                 self._rewrite(group)
             self._build_indexes(least=_FEW)
             self._remove_strangers()
+
+    def begin_writing(self) -> None:
+        """Take the right to write, as every write does, and keep it until close; the system takes it from a process that dies.
+
+        Raises:
+            UserError: another process writes, or the folder cannot be written to.
+        """
+        with self._writer:
+            if not (self._lock or self._closed):
+                self._lock = self._locked()
+                self._remove_strangers()
 
     def close(self) -> None:
         """Let go of files and of the right to write."""
@@ -287,6 +298,22 @@ class LocalStore:
             if self._lock:
                 self._lock.close()
                 self._lock = None
+
+    def _locked(self) -> BinaryIO:
+        """The lock file, locked."""
+        try:
+            stream = (self.path / _LOCK).open("ab")
+        except OSError as error:
+            raise UserError(f"store {self.url}: cannot be written ({error}); see to permissions") from error
+        if sys.platform != "win32":
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                stream.close()
+                raise UserError(
+                    f"store {self.url}: another process, or another opening in this one, writes to it; wait until it closes the store"
+                ) from error
+        return stream
 
     @contextlib.contextmanager
     def _transaction(self, begin: str = "BEGIN") -> Iterator[sqlite3.Connection]:
@@ -321,7 +348,7 @@ class LocalStore:
     def _writing(self) -> Iterator[sqlite3.Connection]:
         """A transaction that writes."""
         with self._writer:
-            self._become_writer()
+            self.begin_writing()
             try:
                 with self._transaction("BEGIN IMMEDIATE") as connection:
                     yield connection
@@ -330,25 +357,6 @@ class LocalStore:
                 raise UserError(
                     f"store {self.url}: cannot be written ({error}); see to free space and permissions"
                 ) from error
-
-    def _become_writer(self) -> None:
-        """Take the lock if this process has not got it yet; the system drops that of a process that dies."""
-        if self._lock or self._closed:
-            return
-        try:
-            stream = (self.path / _LOCK).open("ab")
-        except OSError as error:
-            raise UserError(f"store {self.url}: cannot be written ({error}); see to permissions") from error
-        if sys.platform != "win32":
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                stream.close()
-                raise UserError(
-                    f"store {self.url}: another process, or another opening in this one, writes to it; wait until it closes the store"
-                ) from error
-        self._lock = stream
-        self._remove_strangers()
 
     @contextlib.contextmanager
     def _snapshot(self) -> Iterator[tuple[sqlite3.Connection, "_View"]]:
