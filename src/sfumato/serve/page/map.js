@@ -1,0 +1,290 @@
+// The map: a canvas with one dot and one ellipse (one standard deviation) for every item, the queries and their hits on top.
+// It knows points, marks and gestures; what they mean and what a pick does is the page's business.
+
+const THUMBNAIL = 30;
+const DOTS = 3;
+
+export class CollectionMap {
+  #canvas;
+  #tip;
+  #picture;
+  #describe;
+  #pick;
+  #points = [];
+  #marks = [];
+  #chosen = -1;
+  #scale = 1; // pixels per unit, the same on both axes: an ellipse stays what it is
+  #centre = [0, 0]; // what lies in the middle of the canvas
+  #images = new Map();
+  #pointers = new Map();
+  #moved = 0;
+  #frame = 0;
+
+  // picture(path) -> promise of a URL; describe(point) -> nodes for the tip; pick(point): it was chosen for good.
+  constructor(canvas, tip, { picture, describe, pick }) {
+    [this.#canvas, this.#tip, this.#picture, this.#describe, this.#pick] = [canvas, tip, picture, describe, pick];
+    canvas.addEventListener("pointerdown", (event) => this.#down(event));
+    canvas.addEventListener("pointermove", (event) => this.#move(event));
+    for (const end of ["pointerup", "pointercancel"]) canvas.addEventListener(end, (event) => this.#up(event));
+    canvas.addEventListener("pointerleave", () => this.#pointers.size || this.#choose(-1));
+    canvas.addEventListener("blur", () => this.#choose(-1));
+    canvas.addEventListener("keydown", (event) => this.#key(event));
+    canvas.addEventListener("wheel", (event) => {
+      event.preventDefault();
+      this.zoom(1.0015 ** -event.deltaY, this.#at(event));
+    }, { passive: false });
+    new ResizeObserver(() => this.draw()).observe(canvas);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
+  }
+
+  // points: of the collection. marks: [{label, tone, dashed, ellipse, ids}], one for each query.
+  show(points, marks) {
+    const other = points !== this.#points;
+    [this.#points, this.#marks] = [points, marks];
+    this.#choose(-1);
+    if (other || marks.some(({ ellipse }) => ellipse && !this.#inside(ellipse))) this.fit();
+    else this.draw();
+  }
+
+  fit() {
+    const all = [...this.#points, ...this.#marks.flatMap(({ ellipse }) => ellipse ?? [])];
+    const { clientWidth: width, clientHeight: height } = this.#canvas;
+    const range = (values) => values.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
+    const [left, right] = range(all.flatMap(({ x, a }) => [x - a, x + a]));
+    const [low, high] = range(all.flatMap(({ y, a }) => [y - a, y + a]));
+    this.#centre = all.length ? [(left + right) / 2, (low + high) / 2] : [0, 0];
+    this.#scale = 0.94 * Math.min(width / (right - left || 1), height / (high - low || 1)) || 1;
+    this.draw();
+  }
+
+  // Keeps the place under the pointer where it is; a factor of 0 shows all.
+  zoom(factor, [px, py] = [this.#canvas.clientWidth / 2, this.#canvas.clientHeight / 2]) {
+    if (!factor) return this.fit();
+    const before = this.#world(px, py);
+    this.#scale *= factor;
+    const after = this.#world(px, py);
+    this.#centre = [this.#centre[0] + before[0] - after[0], this.#centre[1] + before[1] - after[1]];
+    this.draw();
+  }
+
+  draw() {
+    cancelAnimationFrame(this.#frame);
+    this.#frame = requestAnimationFrame(() => this.#paint());
+  }
+
+  #screen({ x, y }) {
+    return [
+      (x - this.#centre[0]) * this.#scale + this.#canvas.clientWidth / 2,
+      (this.#centre[1] - y) * this.#scale + this.#canvas.clientHeight / 2,
+    ];
+  }
+
+  #world(px, py) {
+    return [
+      (px - this.#canvas.clientWidth / 2) / this.#scale + this.#centre[0],
+      this.#centre[1] - (py - this.#canvas.clientHeight / 2) / this.#scale,
+    ];
+  }
+
+  #inside(point, margin = 0) {
+    const [x, y] = this.#screen(point);
+    const { clientWidth: width, clientHeight: height } = this.#canvas;
+    return x > -margin && y > -margin && x < width + margin && y < height + margin;
+  }
+
+  #paint() {
+    const { clientWidth: width, clientHeight: height } = this.#canvas;
+    if (!width) return;
+    const ratio = devicePixelRatio || 1;
+    [this.#canvas.width, this.#canvas.height] = [width * ratio, height * ratio];
+    const ctx = this.#canvas.getContext("2d");
+    ctx.scale(ratio, ratio);
+    const style = getComputedStyle(this.#canvas);
+    const colour = (name) => style.getPropertyValue(`--${name}`);
+    const shape = (point, least = 0) => {
+      const [x, y] = this.#screen(point);
+      ctx.beginPath();
+      // y points up on the map and down on the screen, so angles change their sign
+      ctx.ellipse(x, y, Math.max(least, point.a * this.#scale), Math.max(least, point.b * this.#scale), -point.angle, 0, 7);
+    };
+    const dot = (point, radius) => {
+      ctx.beginPath();
+      ctx.arc(...this.#screen(point), radius, 0, 7);
+    };
+    const seen = this.#points.filter((point) => this.#inside(point, point.a * this.#scale + THUMBNAIL));
+    ctx.fillStyle = colour("sure");
+    ctx.globalAlpha = Math.min(0.07, 12 / (seen.length + 1) + 0.02);
+    for (const point of seen) shape(point), ctx.fill();
+    const near = seen.length < (width * height) / 4000; // room for pictures
+    ctx.globalAlpha = 0.55;
+    ctx.fillStyle = colour("soft");
+    for (const point of seen) if (!near || !this.#thumbnail(ctx, point, 1)) dot(point, DOTS), ctx.fill();
+    ctx.globalAlpha = 1;
+
+    for (const { tone, dashed, ellipse, ids } of this.#marks) {
+      const hits = seen.filter(({ id }) => ids.has(id));
+      ctx.strokeStyle = ctx.fillStyle = colour(tone);
+      ctx.lineWidth = 2;
+      ctx.setLineDash(dashed ? [4, 3] : []);
+      for (const point of hits.reverse()) {
+        const drawn = this.#thumbnail(ctx, point, 1);
+        dot(point, drawn ? THUMBNAIL / 2 + 3 : DOTS + 2);
+        if (drawn) ctx.stroke();
+        else ctx.fill();
+      }
+      if (!ellipse) continue;
+      shape(ellipse, 5);
+      ctx.globalAlpha = 0.2;
+      ctx.fill();
+      ctx.globalAlpha = 1;
+      ctx.stroke();
+      dot(ellipse, 4);
+      ctx.fill();
+    }
+    ctx.setLineDash([]);
+    ctx.font = `600 14px ${style.fontFamily}`;
+    ctx.textBaseline = "middle";
+    const taken = [];
+    for (const { label, tone, ellipse } of this.#marks) {
+      if (!ellipse) continue;
+      const [x, y] = this.#screen(ellipse);
+      const long = ctx.measureText(label).width;
+      const left = Math.max(4, Math.min(x + 12, width - long - 8));
+      let top = y;
+      while (taken.some((other) => Math.abs(other - top) < 22)) top += 22; // labels below each other rather than on top
+      taken.push(top);
+      ctx.lineWidth = 5;
+      ctx.strokeStyle = colour("card");
+      ctx.strokeText(label, left, top);
+      ctx.fillStyle = colour(tone);
+      ctx.fillText(label, left, top);
+    }
+    const chosen = this.#points[this.#chosen];
+    if (!chosen) return;
+    ctx.strokeStyle = colour("ink");
+    ctx.lineWidth = 2;
+    shape(chosen, 7);
+    ctx.stroke();
+  }
+
+  // Draws the picture of a point if it has come, and sends for it otherwise.
+  #thumbnail(ctx, point, alpha) {
+    if (!point.picture) return false;
+    const image = this.#images.get(point.picture);
+    if (image?.complete && image.naturalWidth) {
+      const [x, y] = this.#screen(point);
+      ctx.globalAlpha = alpha;
+      const size = THUMBNAIL / Math.max(image.naturalWidth, image.naturalHeight);
+      const [w, h] = [image.naturalWidth * size, image.naturalHeight * size];
+      ctx.drawImage(image, x - w / 2, y - h / 2, w, h);
+      return true;
+    }
+    if (!image) {
+      const fresh = new Image();
+      this.#images.set(point.picture, fresh);
+      fresh.onload = () => this.draw();
+      this.#picture(point.picture).then((url) => (fresh.src = url), () => {}); // without its picture an item stays a dot
+    }
+    return false;
+  }
+
+  #choose(index) {
+    if (index === this.#chosen) return;
+    this.#chosen = index;
+    const point = this.#points[index];
+    this.#tip.hidden = !point;
+    this.#canvas.classList.toggle("over", Boolean(point));
+    if (point) {
+      this.#tip.replaceChildren(...this.#describe(point));
+      const [x, y] = this.#screen(point);
+      const { clientWidth: width, clientHeight: height } = this.#canvas;
+      const left = Math.max(6, Math.min(x + 16, width - this.#tip.offsetWidth - 6));
+      const top = y + 16 + this.#tip.offsetHeight < height ? y + 16 : Math.max(6, y - 16 - this.#tip.offsetHeight);
+      this.#tip.style.transform = `translate(${left}px, ${top}px)`;
+    }
+    this.draw();
+  }
+
+  #at(event) {
+    const box = this.#canvas.getBoundingClientRect();
+    return [event.clientX - box.left, event.clientY - box.top];
+  }
+
+  #nearest([px, py], reach) {
+    let [best, least] = [-1, reach];
+    this.#points.forEach((point, index) => {
+      const [x, y] = this.#screen(point);
+      const distance = Math.hypot(x - px, y - py);
+      if (distance < least) [best, least] = [index, distance];
+    });
+    return best;
+  }
+
+  #down(event) {
+    this.#canvas.setPointerCapture(event.pointerId);
+    this.#pointers.set(event.pointerId, this.#at(event));
+    if (this.#pointers.size === 1) this.#moved = 0;
+  }
+
+  #move(event) {
+    const now = this.#at(event);
+    const before = this.#pointers.get(event.pointerId);
+    if (!before) return this.#choose(this.#nearest(now, 16));
+    const other = [...this.#pointers].find(([id]) => id !== event.pointerId)?.[1];
+    this.#moved += Math.hypot(now[0] - before[0], now[1] - before[1]);
+    this.#pointers.set(event.pointerId, now);
+    if (this.#moved < 5) return;
+    this.#choose(-1);
+    if (other) {
+      const far = (from) => Math.hypot(from[0] - other[0], from[1] - other[1]) || 1;
+      this.zoom(far(now) / far(before), [(now[0] + other[0]) / 2, (now[1] + other[1]) / 2]);
+    } else this.#pan(now[0] - before[0], now[1] - before[1]);
+  }
+
+  #up(event) {
+    const down = this.#pointers.delete(event.pointerId);
+    if (!down || event.type === "pointercancel" || this.#moved >= 5) return;
+    const index = this.#nearest(this.#at(event), event.pointerType === "touch" ? 24 : 16);
+    // a finger cannot hover: its first tap shows what is there, the second one picks it
+    if (event.pointerType === "touch" && index !== this.#chosen) this.#choose(index);
+    else if (index >= 0) this.#pick(this.#points[index]);
+  }
+
+  #pan(dx, dy) {
+    this.#centre = [this.#centre[0] - dx / this.#scale, this.#centre[1] + dy / this.#scale];
+    this.draw();
+  }
+
+  #key(event) {
+    const step = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
+    if (step && event.shiftKey) this.#pan(-60 * step[0], -60 * step[1]);
+    else if (step) this.#step(step);
+    else if (event.key === "+" || event.key === "=") this.zoom(1.5);
+    else if (event.key === "-") this.zoom(1 / 1.5);
+    else if (event.key === "0") this.fit();
+    else if (event.key === "Escape") this.#choose(-1);
+    else if (event.key === "Enter" && this.#chosen >= 0) this.#pick(this.#points[this.#chosen]);
+    else return;
+    event.preventDefault();
+  }
+
+  // To the nearest item in this direction, or to the one in the middle if none is chosen.
+  #step([dx, dy]) {
+    const { clientWidth: width, clientHeight: height } = this.#canvas;
+    const from = this.#points[this.#chosen];
+    let next = this.#nearest([width / 2, height / 2], Infinity);
+    if (from) {
+      const [x, y] = this.#screen(from);
+      let least = Infinity;
+      this.#points.forEach((point, index) => {
+        const [px, py] = this.#screen(point);
+        const [along, across] = [(px - x) * dx + (py - y) * dy, Math.abs((px - x) * dy + (py - y) * dx)];
+        if (along > 0 && across <= along && along + across < least) [next, least] = [index, along + across];
+      });
+      if (least === Infinity) return;
+    }
+    const point = this.#points[next];
+    if (!this.#inside(point)) this.#centre = [point.x, point.y];
+    this.#choose(next);
+  }
+}

@@ -1,0 +1,585 @@
+// The page of `sfumato serve`: it asks the API at its own origin and shows the answers. What is asked stands in the URL, so that a
+// search can be shared and Back works; a picture cannot stand there, it lives as long as the page.
+import { CollectionMap } from "./map.js";
+
+const $ = (selector, root = document) => root.querySelector(selector);
+
+const h = (tag, attributes = {}, ...children) => {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value === true) node.setAttribute(name, "");
+    else if (value !== false && value != null) node.setAttribute(name, value);
+  }
+  node.append(...children.flat().filter((child) => child != null && child !== false));
+  return node;
+};
+
+const SLOTS = [0, 1];
+const TONES = { clear: "sure", few: "sure", many: "vague", unsure: "none", abstained: "none" };
+const HITS = 24;
+const files = new Map(); // key -> picture that was asked with
+const blobs = new Map(); // path -> promise of a URL of a picture of the collection
+const known = new Map(); // id -> item: name and picture of what was seen
+const answers = new Map(); // request -> answer
+const maps = new Map(); // gallery -> promise of its map
+const shown = [null, null]; // slot -> {query, answer}
+const running = [null, null]; // slot -> AbortController
+let wanted = HITS;
+let info;
+let state;
+let map;
+
+// ---- the service
+
+const TITLES = { 401: "This service asks for a key", 404: "It is not there", 413: "This is too large", 422: "The service cannot use this", 503: "The service is busy" };
+
+class Refused extends Error {
+  // From a problem document; where it points into a request that the reader never saw, only what is said stays.
+  constructor(status, { title, detail = "It gave no reason" } = {}) {
+    super(detail.replaceAll(/body\.(queries|items)\.0\.(\w+): /g, "").replace(/[.?]?$/, (end) => end || "."));
+    Object.assign(this, { status, title: TITLES[status] ?? title ?? `The service answered ${status}` });
+  }
+}
+
+const headers = () => {
+  const key = sessionStorage.getItem("sfumato-key");
+  return key ? { Authorization: `Bearer ${key}` } : {};
+};
+
+async function call(path, { method = "GET", body, signal } = {}) {
+  const extra = body ? { "Content-Type": "application/json" } : {};
+  let response;
+  try {
+    response = await fetch(path, { method, signal, headers: { ...headers(), ...extra }, body: body && JSON.stringify(body) });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refused(0, { title: "The service does not answer", detail: "Is it still running, and are you connected to it?" });
+  }
+  if (response.ok) return response;
+  const problem = await response.json().catch(() => ({}));
+  if (response.status === 401) askKey();
+  throw new Refused(response.status, problem);
+}
+
+const json = async (path, options) => (await call(path, options)).json();
+
+// The URL of a picture; with a key it has to be fetched, since an <img> sends none.
+async function pictureURL(path) {
+  if (!sessionStorage.getItem("sfumato-key")) return path;
+  if (!blobs.has(path)) blobs.set(path, call(path).then((response) => response.blob()).then((blob) => URL.createObjectURL(blob)));
+  return blobs.get(path);
+}
+
+const image = (path, alt) => {
+  const node = h("img", { alt, decoding: "async" });
+  pictureURL(path).then((url) => (node.src = url), () => {});
+  return node;
+};
+
+const base64 = (file) => new Promise((resolve, reject) => {
+  const reader = new FileReader();
+  reader.onload = () => resolve(reader.result.split(",")[1] ?? "");
+  reader.onerror = () => reject(new Refused(0, { title: "This picture cannot be read", detail: file.name }));
+  reader.readAsDataURL(file);
+});
+
+function checkPicture(file) {
+  const { max_upload_bytes: most } = info.limits;
+  if (file.type && !file.type.startsWith("image/")) throw new Refused(0, { title: "This is not a picture", detail: `${file.name} is a ${file.type}.` });
+  if (file.size > most) throw new Refused(413, { title: "This picture is too large", detail: `It has ${megabytes(file.size)}, the service takes ${megabytes(most)} at most.` });
+}
+
+// ---- figures in words
+
+const megabytes = (bytes) => `${(bytes / 2 ** 20).toFixed(1)} MB`;
+const percent = (p) => (p > 0 && p < 0.005 ? "<1%" : p < 1 && p >= 0.995 ? ">99%" : `${Math.round(100 * p)}%`);
+const figure = (v, digits = 3) => (v >= 1000 ? count(v) : String(Number(v.toPrecision(digits))));
+const count = (n) => Math.round(n).toLocaleString("en");
+const about = (n) => (n < 10 ? String(Number(n.toFixed(1))) : count(n));
+const nameOf = ({ id, payload }) => payload.label || payload.text || payload.name || id;
+const things = (gallery, n) => `${count(n)} ${gallery === "texts" ? (n === 1 ? "text" : "texts") : n === 1 ? "picture" : "pictures"}`;
+
+// ---- what is asked: the URL, and the pictures of this page
+
+function read() {
+  const get = new URLSearchParams(location.search);
+  const gallery = info.galleries[get.get("in")] ? get.get("in") : Object.keys(info.galleries)[0];
+  const queries = SLOTS.map((slot) => {
+    const suffix = slot ? "2" : "";
+    const key = history.state?.pictures?.[slot];
+    if (files.has(key)) return { kind: "image", value: key };
+    for (const [kind, name] of [["text", "q"], ["id", "id"]])
+      if (get.get(name + suffix)?.trim()) return { kind, value: get.get(name + suffix).trim() };
+    return null;
+  });
+  return {
+    gallery,
+    queries,
+    compare: get.has("compare") || Boolean(queries[1]),
+    view: get.get("view") === "map" ? "map" : "hits",
+    least: Math.min(0.99, Math.max(0, Number(get.get("least")) || 0)),
+    ...Object.fromEntries(["abstain", "coverage"].map((name) => [name, offers(name, gallery).find((v) => v === Number(get.get(name))) ?? null])),
+  };
+}
+
+const offers = (name, gallery) => info.galleries[gallery][name === "abstain" ? "risks" : "coverages"];
+
+function go(change, { replace = false } = {}) {
+  state = { ...state, ...change };
+  const url = new URLSearchParams();
+  const set = (name, value) => value && url.set(name, value);
+  if (state.gallery !== Object.keys(info.galleries)[0]) set("in", state.gallery);
+  state.queries.forEach((query, slot) => query && query.kind !== "image" && set((query.kind === "id" ? "id" : "q") + (slot ? "2" : ""), query.value));
+  if (state.compare && !state.queries[1]) set("compare", "1");
+  if (state.view === "map") set("view", "map");
+  for (const name of ["least", "abstain", "coverage"]) set(name, state[name]);
+  const pictures = state.queries.map((query) => (query?.kind === "image" ? query.value : null));
+  history[replace ? "replaceState" : "pushState"]({ pictures }, "", `?${url}`.replace(/^\?$/, location.pathname));
+  render();
+}
+
+function ask(slot, query) {
+  wanted = HITS;
+  const queries = [...state.queries];
+  queries[slot] = query;
+  go({ queries });
+}
+
+function askPicture(slot, file) {
+  try {
+    checkPicture(file);
+  } catch (error) {
+    return fail(slot, error);
+  }
+  const key = `${Date.now()} ${file.name}`;
+  files.set(key, { file, url: URL.createObjectURL(file) });
+  ask(slot, { kind: "image", value: key });
+}
+
+// ---- searching
+
+async function answerOf(query, signal) {
+  const { gallery, abstain, coverage } = state;
+  const crossed = (gallery === "images") === (query.kind === "text") && query.kind !== "id"; // what promises are made for
+  const options = { gallery, max_results: Math.min(wanted, info.limits.max_results), position: true, ...(crossed && { abstain, coverage }) };
+  const key = JSON.stringify([options, query]);
+  if (!answers.has(key)) {
+    const value = query.kind === "image" ? await base64(files.get(query.value).file) : query.value;
+    const body = { ...options, queries: [{ [query.kind]: value }] };
+    const found = (await json("v1/search", { method: "POST", body, signal })).answers[0];
+    if (answers.size > 30) answers.delete(answers.keys().next().value);
+    answers.set(key, found);
+  }
+  return answers.get(key);
+}
+
+async function search(slot) {
+  const query = state.queries[slot];
+  running[slot]?.abort();
+  shown[slot] = null;
+  if (!query) return;
+  const controller = (running[slot] = new AbortController());
+  const waiting = setTimeout(() => panel(slot, skeleton(query)), 80); // an answer at once needs no skeleton
+  try {
+    const answer = await answerOf(query, controller.signal);
+    if (controller.signal.aborted) return;
+    shown[slot] = { query, answer };
+    for (const hit of answer.hits) known.set(hit.id, hit);
+    panel(slot, result(slot, query, answer));
+    filter();
+    $("#status").textContent = `${titleOf(query)}: ${answer.verdict.text}. ${answer.hits.length} hits.`;
+  } catch (error) {
+    if (!controller.signal.aborted) fail(slot, error);
+  } finally {
+    clearTimeout(waiting);
+  }
+}
+
+// ---- the answers
+
+const titleOf = ({ kind, value }) =>
+  kind === "text" ? `“${value}”` : kind === "image" ? files.get(value).file.name || "a picture" : `More like ${known.has(value) ? nameOf(known.get(value)) : value}`;
+
+const thumbnailOf = ({ kind, value }) =>
+  kind === "image" ? h("img", { src: files.get(value).url, alt: "" }) : kind === "id" && known.get(value)?.picture ? image(known.get(value).picture, "") : null;
+
+function panel(slot, node) {
+  node.dataset.slot = slot;
+  const old = $(`#answers [data-slot="${slot}"]`);
+  if (old) old.replaceWith(node);
+  else $("#answers").append(node);
+}
+
+const skeleton = (query) =>
+  h("section", { class: "card waiting", "aria-busy": "true", "aria-label": "Waiting for the answer" },
+    h("header", {}, h("h2", {}, titleOf(query))),
+    h("div", { class: `grid ${state.gallery}` }, Array.from({ length: 12 }, () => h("div", { class: "pick" }, h("i", { class: "blank" }), h("i", { class: "line" })))));
+
+function fail(slot, { title, message, status }) {
+  panel(slot, h("section", { class: "card wrong", role: "alert" },
+    h("h2", { class: "problem" }, title ?? "The page has made a mistake"), h("p", {}, message),
+    (status === 0 || status >= 429) && h("p", { class: "after" }, h("button", { type: "button", onclick: () => search(slot) }, "Try again"))));
+}
+
+function result(slot, query, answer) {
+  const { galleries, dimensions } = info;
+  const { gallery } = state;
+  const { n, calibrated } = galleries[gallery];
+  const best = answer.hits[0]?.match_probability ?? 0;
+  const fact = (value, label) => h("div", {}, h("b", {}, value), h("span", {}, label));
+  const set = answer.conformal_set;
+  const inSet = new Set(set?.hits.map(({ id }) => id));
+  return h("section", { class: `card ${TONES[answer.verdict.kind]}`, "aria-label": `Answer to ${titleOf(query)}` },
+    h("header", {}, thumbnailOf(query), h("div", {}, h("h2", {}, titleOf(query)), h("p", { class: "verdict" }, answer.verdict.text))),
+    h("div", { class: "facts" }, fact(about(answer.expected_matches), "matches expected"), fact(percent(best), "best hit"), fact(figure(answer.uncertainty), "total variance")),
+    !answer.calibrated && h("p", { class: "guess" }, calibrated
+      ? `These probabilities are a guess: they were fitted on ${gallery === "images" ? "texts against pictures" : "pictures against texts"}, and this compares two ${gallery === "images" ? "pictures" : "texts"}.`
+      : "These probabilities are a guess: the model was not calibrated on held-out pairs."),
+    h("details", {}, h("summary", {}, "What is this?"),
+      h("p", {}, h("b", {}, "Matches expected. "), `Each of the ${things(gallery, n)} has a probability of matching, computed from its distance (${answer.distance}) to what you asked. They add up to ${about(answer.expected_matches)}: so many true matches are to be expected. A vague question expects many, a precise one few.`),
+      h("p", {}, h("b", {}, "Total variance. "), `To the model, what you asked is not a point but a cloud in ${count(dimensions)} dimensions; this is how wide the cloud is. It can be compared with other questions to the same model, and is no measure of error by itself.`)),
+    set && h("p", { class: "count" }, `The framed set of ${things(gallery, set.hits.length)} holds a match with a probability of ${percent(set.coverage)}${set.complete ? "." : ", had it not been cut here: do not rely on it."}`),
+    h("p", { class: "count", "data-count": "" }),
+    h("ul", { class: `grid ${gallery}` }, answer.hits.map((hit) => card(slot, hit, inSet.has(hit.id)))),
+    wanted < Math.min(n, info.limits.max_results) && answer.hits.length >= wanted && h("p", { class: "after" }, h("button", { type: "button", onclick: () => { wanted *= 2; search(slot); } }, "More hits")));
+}
+
+function card(slot, hit, inSet) {
+  const name = nameOf(hit);
+  const bar = h("i");
+  bar.style.width = `${100 * hit.match_probability}%`;
+  return h("li", { class: inSet ? "hit in-set" : "hit", "data-probability": hit.match_probability },
+    h("button", { type: "button", class: "pick", "aria-label": `${name}: match probability ${percent(hit.match_probability)}, uncertainty ${figure(hit.uncertainty)}. More like this`, title: "More like this", onclick: () => ask(slot, { kind: "id", value: hit.id }) },
+      hit.picture ? image(hit.picture, "") : state.gallery === "images" && h("i", { class: "blank" }),
+      h("span", { class: "name" }, name),
+      h("span", { class: "bar" }, bar),
+      h("span", { class: "figures" }, h("b", {}, percent(hit.match_probability)), h("span", { class: "soft", title: "uncertainty: total variance of this item" }, `σ² ${figure(hit.uncertainty, 2).replace(/^0\./, ".")}`))),
+    h("button", { type: "button", class: "more", "aria-label": `Details of ${name}`, onclick: () => details(slot, hit) }, "⋯"));
+}
+
+// Hides hits that are less likely than the slider says; nothing is asked anew.
+function filter() {
+  for (const slot of SLOTS) {
+    if (!shown[slot]) continue;
+    const { hits, calibrated } = shown[slot].answer;
+    const left = hits.filter((hit) => hit.match_probability >= state.least);
+    const sum = left.reduce((total, hit) => total + hit.match_probability, 0);
+    const section = $(`#answers [data-slot="${slot}"]`);
+    for (const item of section.querySelectorAll(".hit")) item.hidden = Number(item.dataset.probability) < state.least;
+    const which = state.least ? `${left.length} of the ${hits.length} closest are at least ${percent(state.least)} likely` : `The ${hits.length} closest`;
+    $("[data-count]", section).textContent = !hits.length ? "There is nothing in this collection." : !left.length ? `None of the ${hits.length} closest is ${percent(state.least)} likely.`
+      : `${which}: about ${about(sum)} of these should match${calibrated ? "" : ", at a guess"}.`;
+  }
+  if (state.view === "map") mark();
+}
+
+const welcome = () => {
+  const { n } = info.galleries[state.gallery];
+  const grid = h("ul", { class: `grid ${state.gallery}` });
+  if (n) mapOf(state.gallery).then(({ points }) => {
+    const step = Math.max(1, Math.floor(points.length / 12));
+    grid.append(...points.filter((_, i) => i % step === 0).slice(0, 12).map((point) => h("li", { class: "hit" },
+      h("button", { type: "button", class: "pick", "aria-label": `More like ${nameOf(point)}`, onclick: () => ask(0, { kind: "id", value: point.id }) },
+        point.picture && image(point.picture, ""), h("span", { class: "name" }, nameOf(point))))));
+  }, () => {});
+  return h("section", { class: "card empty" }, h("h2", {}, "Ask for anything"),
+    h("p", {}, "Every hit comes with the probability that it really matches, and every answer says how many matches to expect: many for a vague question, one for a precise one. Write a text, drop or paste a picture",
+      n ? ", or start from one of these." : ". This collection is still empty."), grid);
+};
+
+// ---- details of a hit, deleting, adding
+
+function details(slot, hit) {
+  const dialog = $("#item");
+  const row = (label, value) => [h("dt", {}, label), h("dd", {}, value)];
+  $("h2", dialog).textContent = nameOf(hit);
+  $(".problem", dialog).hidden = true;
+  $(".about", dialog).replaceChildren(...(hit.picture ? [image(hit.picture, nameOf(hit))] : []),
+    h("dl", {}, row("Match probability", percent(hit.match_probability)), row("Rank", hit.rank), row("Distance", figure(hit.distance)), row("Uncertainty", figure(hit.uncertainty)), row("Id", hit.id),
+      Object.entries(hit.payload).map(([name, value]) => row(name, value))));
+  $(".main", dialog).onclick = () => (dialog.close(), ask(slot, { kind: "id", value: hit.id }));
+  const remove = $(".delete", dialog);
+  remove.hidden = !info.galleries[state.gallery].writable;
+  remove.textContent = "Delete…";
+  remove.onclick = async () => {
+    if (remove.textContent === "Delete…") return void (remove.textContent = "Delete it for good");
+    try {
+      const { n } = await json("v1/items/delete", { method: "POST", body: { gallery: state.gallery, ids: [hit.id] } });
+      dialog.close();
+      changed(n, `${nameOf(hit)} is deleted.`);
+    } catch (error) {
+      complain(dialog, error);
+    }
+  };
+  dialog.showModal();
+}
+
+function complain(dialog, { title, message }) {
+  const line = $(".problem", dialog);
+  line.textContent = `${title}. ${message}`;
+  line.hidden = false;
+}
+
+async function add(event) {
+  event.preventDefault();
+  const dialog = $("#add");
+  const { id, file, text } = event.target.elements;
+  const { gallery } = state;
+  try {
+    if (gallery === "images") checkPicture(file.files[0]);
+    const content = gallery === "images" ? { image: await base64(file.files[0]) } : { text: text.value };
+    const { n } = await json("v1/items", { method: "POST", body: { gallery, items: [{ id: id.value, ...content }] } });
+    dialog.close();
+    event.target.reset();
+    changed(n, `${id.value} is added.`);
+  } catch (error) {
+    complain(dialog, error);
+  }
+}
+
+function changed(n, said) {
+  info.galleries[state.gallery].n = n;
+  answers.clear();
+  maps.delete(state.gallery);
+  render();
+  $("#status").textContent = said;
+}
+
+// ---- the map
+
+function mapOf(gallery) {
+  if (!maps.has(gallery)) {
+    const promise = json(`v1/map?gallery=${gallery}`);
+    promise.then(({ points }) => points.forEach((point) => known.has(point.id) || known.set(point.id, point)), () => maps.delete(gallery));
+    maps.set(gallery, promise);
+  }
+  return maps.get(gallery);
+}
+
+async function mark() {
+  const { gallery, least } = state;
+  let found;
+  try {
+    found = await mapOf(gallery);
+  } catch (error) {
+    $("#legend").textContent = `There is no map: ${error.message}`;
+    return;
+  }
+  if (gallery !== state.gallery || state.view !== "map") return;
+  const marks = SLOTS.filter((slot) => shown[slot]).map((slot) => {
+    const { query, answer } = shown[slot];
+    const hits = answer.hits.filter((hit) => hit.match_probability >= least);
+    return { label: titleOf(query), tone: TONES[answer.verdict.kind], dashed: slot === 1, ellipse: answer.position, ids: new Set(hits.map(({ id }) => id)) };
+  });
+  map.show(found.points, marks);
+  const ids = new Set(found.points.map(({ id }) => id));
+  const outside = new Set(marks.flatMap((one) => [...one.ids]).filter((id) => !ids.has(id))).size;
+  $("#legend").textContent = [
+    `${found.points.length < found.n ? `A sample of ${count(found.points.length)} of ` : ""}${things(gallery, found.n)}, each with one standard deviation of its cloud. The two axes show ${percent(found.explained[0])} and ${percent(found.explained[1])} of how they differ: far on the map is far, near may not be near.`,
+    marks.length && `Coloured: what you asked, and its hits${outside ? ` (${outside} of them are not in the sample)` : ""}.`,
+    "Drag to move, scroll or pinch to zoom; choosing an item finds more like it.",
+  ].filter(Boolean).join(" ");
+  list(found.points, marks);
+}
+
+// What the canvas shows, in words: the queries, and all items, hits first.
+function list(points, marks) {
+  const details = $("#list");
+  const fill = () => {
+    if (!details.open) return;
+    const hit = (point) => marks.some(({ ids }) => ids.has(point.id));
+    const at = ({ x, y }) => `at ${x.toFixed(2)}, ${y.toFixed(2)}`;
+    $("ul", details).replaceChildren(
+      ...marks.filter(({ ellipse }) => ellipse).map(({ label, ellipse }) => h("li", {}, h("b", {}, label), ` ${at(ellipse)}, ± ${figure(ellipse.a)} by ${figure(ellipse.b)}`)),
+      ...[...points].sort((one, other) => hit(other) - hit(one)).map((point) => h("li", {},
+        h("button", { type: "button", onclick: () => ask(0, { kind: "id", value: point.id }) }, nameOf(point)), ` ${hit(point) ? "(hit) " : ""}${at(point)}, uncertainty ${figure(point.uncertainty)}`)));
+  };
+  details.ontoggle = fill;
+  fill();
+}
+
+const tip = (point) => {
+  const probability = SLOTS.map((slot) => shown[slot]?.answer.hits.find(({ id }) => id === point.id)).filter(Boolean);
+  return [point.picture && image(point.picture, ""), h("div", {}, h("b", {}, nameOf(point)), ...probability.map((hit) => h("div", {}, `match probability ${percent(hit.match_probability)}`)), h("div", { class: "soft" }, `uncertainty ${figure(point.uncertainty)}`))].filter(Boolean);
+};
+
+// ---- the page around them
+
+function box(slot) {
+  const take = ({ target }) => target.files[0] && (askPicture(slot, target.files[0]), (target.value = ""));
+  const picture = h("label", { class: "file", title: "Search by picture" }, h("span", { class: "quiet" }, slot ? "Second picture to search by" : "Picture to search by"), h("input", { type: "file", accept: "image/*", onchange: take }));
+  picture.append(icon());
+  return h("div", { class: "ask", "data-ask": slot }, h("span", { class: "chip", hidden: true }),
+    h("label", { class: "quiet", for: `q${slot}` }, slot ? "Second search" : "Search"),
+    h("input", { type: "search", id: `q${slot}`, maxlength: 2000, autocomplete: "off", enterkeyhint: "search" }),
+    picture, h("button", { class: "main" }, "Search"));
+}
+
+function icon() {
+  const path = (name, attributes) => {
+    const node = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+    return node;
+  };
+  const svg = path("svg", { width: 22, height: 22, viewBox: "0 0 24 24", fill: "none", stroke: "currentColor", "stroke-width": 1.7, "stroke-linejoin": "round", "aria-hidden": "true" });
+  svg.append(path("rect", { x: 3, y: 4, width: 18, height: 16, rx: 3 }), path("circle", { cx: 9, cy: 10, r: 1.8 }), path("path", { d: "M4 18l5.5-4.5 3 2.5 3.5-4 5 5" }));
+  return svg;
+}
+
+function syncAsk(slot) {
+  const query = state.queries[slot];
+  const node = $(`[data-ask="${slot}"]`);
+  node.hidden = slot === 1 && !state.compare;
+  const input = $("input[type=search]", node);
+  if (query || document.activeElement !== input) input.value = query?.kind === "text" ? query.value : "";
+  const chip = $(".chip", node);
+  chip.hidden = !query || query.kind === "text";
+  input.placeholder = chip.hidden ? (slot ? "and something else to compare with" : "Describe it, or drop a picture here") : "or describe it";
+  if (!chip.hidden)
+    chip.replaceChildren(...[thumbnailOf(query), h("span", {}, titleOf(query)), h("button", { type: "button", "aria-label": "Remove it", onclick: () => (ask(slot, null), input.focus()) }, "×")].filter(Boolean));
+}
+
+function choices(name, none) {
+  const select = $(`#${name}`);
+  const values = offers(name, state.gallery);
+  select.disabled = !values.length;
+  select.replaceChildren(h("option", { value: "" }, values.length ? none : "not available"), ...values.map((value) => h("option", { value }, name === "abstain" ? `at most ${percent(value)}` : `with ${percent(value)}`)));
+  select.value = state[name] ?? "";
+}
+
+function render() {
+  const gallery = info.galleries[state.gallery];
+  $("#about").textContent = `${things(state.gallery, gallery.n)} · model ${info.model} · ${info.distance}`;
+  $(`[name=gallery][value=${state.gallery}]`).checked = true;
+  $(`[name=view][value=${state.view}]`).checked = true;
+  $("#compare").checked = state.compare;
+  $("#asks").classList.toggle("two", state.compare);
+  $("#answers").classList.toggle("two", state.compare);
+  $("#least").value = Math.round(100 * state.least);
+  $("#least-value").textContent = percent(state.least);
+  $("#add-open").hidden = !gallery.writable;
+  choices("abstain", "any number");
+  choices("coverage", "do not show");
+  const missing = [!gallery.risks.length && "limit wrong answers", !gallery.coverages.length && "promise a match"].filter(Boolean);
+  $("#promises").hidden = !missing.length;
+  $("#promises").textContent = gallery.calibrated ? `The calibration of this model cannot vouch for any usual value here: ${missing.join(", ")}.` : "Limits and sets need a model that was calibrated on held-out pairs (sfumato calibrate).";
+  document.title = [...state.queries.filter(Boolean).map(titleOf), "sfumato"].join(" · ");
+  SLOTS.forEach(syncAsk);
+  $("#notice").replaceChildren();
+  $("#answers").replaceChildren(...(state.queries.some(Boolean) ? [] : [welcome()]));
+  $("#answers").classList.toggle("brief", state.view === "map");
+  $("#map").hidden = state.view !== "map";
+  SLOTS.forEach(search);
+  if (state.view === "map") mark();
+}
+
+function askKey() {
+  const dialog = $("#key");
+  const line = $(".problem", dialog);
+  line.hidden = !sessionStorage.getItem("sfumato-key");
+  line.textContent = "The service does not accept this key.";
+  if (!dialog.open) dialog.showModal();
+}
+
+// A picture that was dropped or pasted goes where it was aimed at, else into the first search.
+function receive(event, data) {
+  const file = [...(data?.files ?? [])][0];
+  if (!file || !info) return;
+  event.preventDefault();
+  if ($("#add").open) {
+    const input = $("#add [name=file]");
+    input.files = data.files;
+    name(input);
+  } else if (!$("dialog[open]")) {
+    const aim = event.target.closest?.("[data-ask], [data-slot]")?.dataset ?? document.activeElement.closest("[data-ask]")?.dataset ?? {};
+    askPicture(Number(aim.ask ?? aim.slot ?? 0), file);
+  }
+}
+
+const name = ({ form, files: [file] }) => (form.elements.id.value ||= file?.name ?? "");
+
+function listen() {
+  $("#search").addEventListener("submit", (event) => {
+    event.preventDefault();
+    const queries = state.queries.map((query, slot) => {
+      const value = $(`#q${slot}`).value.trim();
+      if (slot === 1 && !state.compare) return null;
+      return value ? { kind: "text", value } : query?.kind === "text" ? null : query;
+    });
+    wanted = HITS;
+    go({ queries });
+  });
+  for (const input of document.querySelectorAll("[name=gallery]"))
+    input.addEventListener("change", () => go({ gallery: input.value, abstain: null, coverage: null, queries: state.queries.map((query) => (query?.kind === "id" ? null : query)) }));
+  for (const input of document.querySelectorAll("[name=view]")) input.addEventListener("change", () => go({ view: input.value }));
+  for (const id of ["abstain", "coverage"]) $(`#${id}`).addEventListener("change", ({ target }) => go({ [id]: Number(target.value) || null }));
+  $("#compare").addEventListener("change", ({ target }) => {
+    go({ compare: target.checked, queries: target.checked ? state.queries : [state.queries[0], null] });
+    if (target.checked) $("#q1").focus();
+  });
+  $("#least").addEventListener("input", ({ target }) => {
+    state.least = target.value / 100;
+    $("#least-value").textContent = percent(state.least);
+    filter();
+  });
+  $("#least").addEventListener("change", () => {
+    const url = new URL(location.href);
+    if (state.least) url.searchParams.set("least", state.least);
+    else url.searchParams.delete("least");
+    history.replaceState(history.state, "", url);
+  });
+  $("#add-open").addEventListener("click", () => {
+    const dialog = $("#add");
+    $(".problem", dialog).hidden = true;
+    for (const kind of ["images", "texts"]) {
+      const label = $(`.of-${kind}`, dialog);
+      label.hidden = kind !== state.gallery;
+      $("input, textarea", label).required = kind === state.gallery;
+    }
+    dialog.showModal();
+  });
+  $("#add [name=file]").addEventListener("change", ({ target }) => name(target));
+  $("#add form").addEventListener("submit", add);
+  for (const button of document.querySelectorAll("dialog .close")) button.addEventListener("click", () => button.closest("dialog").close());
+  for (const button of document.querySelectorAll(".zoom button")) button.addEventListener("click", () => map.zoom(Number(button.dataset.zoom)));
+  addEventListener("dragover", (event) => {
+    event.preventDefault();
+    document.body.classList.add("dragging");
+  });
+  addEventListener("dragleave", ({ relatedTarget }) => relatedTarget ?? document.body.classList.remove("dragging"));
+  addEventListener("drop", (event) => {
+    document.body.classList.remove("dragging");
+    receive(event, event.dataTransfer);
+  });
+  addEventListener("paste", (event) => receive(event, event.clipboardData));
+  addEventListener("popstate", () => {
+    state = read();
+    render();
+  });
+}
+
+async function start() {
+  try {
+    info = await json("v1/info");
+  } catch ({ status, title, message }) {
+    if (status !== 401) $("#notice").replaceChildren(h("section", { class: "card wrong" }, h("h2", { class: "problem" }, title ?? "The page has made a mistake"), h("p", {}, message)));
+    return;
+  }
+  $("#galleries").hidden = Object.keys(info.galleries).length < 2;
+  state = read();
+  map ??= new CollectionMap($("canvas"), $("#tip"), { picture: pictureURL, describe: tip, pick: ({ id }) => ask(0, { kind: "id", value: id }) });
+  render();
+  if (!state.queries[0]) $("#q0").focus({ preventScroll: true });
+}
+
+$("#asks").append(...SLOTS.map(box));
+$("[data-ask='1']").hidden = true;
+$("#key form").addEventListener("submit", ({ target }) => {
+  sessionStorage.setItem("sfumato-key", target.elements.key.value);
+  target.reset();
+  if (!info) start();
+  else render();
+});
+listen();
+start();
