@@ -78,11 +78,17 @@ _HOMES = {
     "sfumato.encoders.checkpoints": ("read_checkpoint",),
     "sfumato.metrics.relevance": ("Relevance",),
     "sfumato.evaluation.protocols": ("evaluate_retrieval",),
+    "sfumato.search.collection": (
+        "GaussianCollection",
+        "copy_gallery",
+    ),
     "sfumato.search.index": ("GaussianIndex",),
+    "sfumato.search.parts": ("read_parts",),
     "sfumato.search.ranking": (
         "rank_relevant",
         "top_k",
     ),
+    "sfumato.search.stores.base": ("Filter",),
     "sfumato.data.emoji": ("load_emoji",),
     "sfumato.data.pairs": ("PairData",),
     "sfumato.data.manifest": (
@@ -149,6 +155,8 @@ __all__ = [
     "ClipTextEncoder",
     "DualEncoder",
     "Estimator",
+    "Filter",
+    "GaussianCollection",
     "GaussianEmbedding",
     "GaussianHead",
     "GaussianIndex",
@@ -172,6 +180,7 @@ __all__ = [
     "bhattacharyya",
     "bhattacharyya_matrix",
     "compare_per_query",
+    "copy_gallery",
     "csd",
     "csd_matrix",
     "elk",
@@ -216,6 +225,7 @@ __all__ = [
     "read_image_folder",
     "read_karpathy",
     "read_manifest",
+    "read_parts",
     "read_shards",
     "read_truth",
     "sampled_match_log_probability",
@@ -300,8 +310,14 @@ if TYPE_CHECKING:
     )
     from sfumato.matching import MatchingLogits, fit_logits, match_probability, sampled_match_log_probability
     from sfumato.metrics.relevance import Relevance
+    from sfumato.search.collection import (
+        GaussianCollection,
+        copy_gallery,
+    )
     from sfumato.search.index import GaussianIndex
+    from sfumato.search.parts import read_parts
     from sfumato.search.ranking import rank_relevant, top_k
+    from sfumato.search.stores.base import Filter
     from sfumato.training.config import Recipe, load_recipe
     from sfumato.training.export import export_run, load_exported, load_model
     from sfumato.training.loop import fit
