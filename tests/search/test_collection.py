@@ -15,7 +15,7 @@ from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.lifting import LIFTED_DISTANCES, gallery_centre, lift_gallery, lowered
 from sfumato.search.stores.base import Filter, Records
-from sfumato.search.stores.open import anchored, create_store
+from sfumato.search.stores.open import anchored, create_store, redacted, without_password
 
 D = 11
 
@@ -317,3 +317,14 @@ def test_records_name_what_is_wrong():
         Records(("a", "b"), torch.tensor([[0.0], [torch.inf]]), torch.zeros(2), ({}, {}))
     with pytest.raises(ValueError, match=r"\(n, e\) float32"):
         Records(("a",), torch.zeros(1, 3, dtype=torch.float64), torch.zeros(1), ({},))
+
+
+def test_passwords_are_neither_kept_nor_told():
+    url = "postgresql://me:s3cr3t@h:1/d?table=t"
+    assert (
+        without_password(url) == "postgresql://me@h:1/d?table=t"
+        and redacted(url) == "postgresql://me:***@h:1/d?table=t"
+    )
+    assert without_password("redis://:s3cr3t@h/0") == "redis://@h/0"
+    for plain in ("postgresql://me@h/d?table=t", "file:a@b", "store?engine=flat"):
+        assert without_password(plain) == redacted(plain) == plain

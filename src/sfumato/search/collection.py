@@ -26,7 +26,7 @@ from sfumato.search.folders import load_folder, save_folder
 from sfumato.search.gallery import Answers, Found, Gallery, Items
 from sfumato.search.lifting import lift_gallery, lift_queries, lifted_dim, lowered, query_constant
 from sfumato.search.stores.base import Filter, Records, VectorStore
-from sfumato.search.stores.open import anchored, create_store, open_store
+from sfumato.search.stores.open import anchored, create_store, open_store, without_password
 
 _KIND = "sfumato-collection-1"
 _CENTRE, _CALIBRATION = "centre.safetensors", "calibration.json"
@@ -76,7 +76,8 @@ class GaussianCollection(Gallery):
 
         Args:
             folder: for the settings; new or empty.
-            store: URL of a new store, see sfumato.search.stores.open; a relative path starts at the folder.
+            store: URL of a new store, see sfumato.search.stores.open; a relative path starts at the folder. A password in it is used,
+                but not kept: to open the collection again it comes from the environment.
             d: dimensions of the embeddings.
             distance: one of LIFTED_DISTANCES.
             centre: (d,) that vectors are relative to, about the mean of the means to come; the origin if None.
@@ -102,7 +103,7 @@ class GaussianCollection(Gallery):
         fingerprint = f"sfumato {distance} {d} {secrets.token_hex(8)}"
         made = create_store(anchored(store, folder), lifted_dim(d, distance), fingerprint)
         settings = {
-            "store": store,
+            "store": without_password(store),
             "fingerprint": fingerprint,
             "d": d,
             "distance": distance,

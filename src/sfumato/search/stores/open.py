@@ -107,6 +107,14 @@ def anchored(url: str, folder: Path) -> str:
     return f"{head}{folder / path}{mark}{query}"
 
 
+def without_password(url: str) -> str:
+    """The URL as it may be kept in a file; the password comes from the environment then."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}@{parts.netloc.rpartition('@')[2]}"))
+
+
 def redacted(url: str) -> str:
     """The URL with its password replaced by ***; with all that follows, where a password splits the URL in a wrong place."""
     if _torn(url):
