@@ -21,7 +21,7 @@ T = TypeVar("T")
 Modality = Literal["images", "texts"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """An item to embed.
 

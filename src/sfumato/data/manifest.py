@@ -120,7 +120,7 @@ def read_image_folder(
     return _splits(rows, path, problems, val_share, test_share)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ListedImage:
     """A row of a manifest that is read for its pictures alone.
 

@@ -304,7 +304,7 @@ def read_shards(shards: Sequence[str | Path], problems: Problems) -> PairData:
     return make_pair_data([image.place for image in images], images, [captions[digest] for digest in pictures])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ShardPicture:
     """Where the picture of a sample lies in its shard, captions or not.
 

@@ -11,8 +11,9 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -163,8 +164,9 @@ def embed_collection(
     in_shards = listing.kind == "shards"
     start, there = time.perf_counter(), share.usable
     try:
-        with progress_bar(f"embedding {'shards' if in_shards else listing.modality}", share.left) as advance:
-            ready = _in_threads(share.tasks(), prepare, workers, ahead=2 * max(batch_size, workers))
+        title = f"embedding {'shards' if in_shards else listing.modality}"
+        prepared = _in_threads(share.tasks(), prepare, workers, ahead=2 * max(batch_size, workers))
+        with progress_bar(title, share.left) as advance, closing(prepared) as ready:
             for (name, parts), group in itertools.groupby(ready, key=lambda item: (item[0].name, item[0].parts)):
                 share.write()  # Only now: the last part waits for the last judgement.
                 for batch in _batches(group, batch_size, share):
@@ -220,7 +222,7 @@ def which_job(shard: str | None) -> tuple[int, int]:
         UserError: it is not of this form, or I is not in [0, N).
     """
     if shard is None:
-        shard = f"{os.environ.get('RANK', '0')}/{os.environ.get('WORLD_SIZE', '1')}"
+        shard = f"{os.environ.get('RANK', '0')}/{os.environ['WORLD_SIZE']}" if "WORLD_SIZE" in os.environ else "0/1"
     found = re.fullmatch(r"(\d+)/(\d+)", shard, re.ASCII)
     if not found or not int(found[1]) < int(found[2]):
         raise UserError(f"--shard {shard}: expected I/N with I from 0 to N - 1, as in 0/8, ..., 7/8")
@@ -363,7 +365,7 @@ class _Share:
 
 def _in_threads(
     tasks: Iterable[_Task], prepare: Callable[[bytes | str], Any], workers: int, *, ahead: int
-) -> Iterator[tuple[_Task, Any]]:
+) -> Generator[tuple[_Task, Any], None, None]:
     """(task, what was prepared or the exception) in order; at most ``ahead`` are begun before one is asked for."""
 
     def work(task: _Task) -> Any:
