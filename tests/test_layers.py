@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
         "search",
         "training",
     },
-    "serve": set(),
+    "serve": {"data", "encoders", "errors", "files", "gaussian", "search", "training"},
     "toy": {"files", "gaussian", "losses", "progress"},
     "cli": {"console", "demo", "errors", "evaluation", "gaussian", "progress", "recipes", "search", "toy", "training"},
     "__main__": {"cli"},

@@ -6,7 +6,17 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 GalleryName = Literal["images", "texts"]
 ItemId = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00]*$", description="of an item")]
-Text = Annotated[str, Field(min_length=1, max_length=2000, pattern=r"\S", description="in any words")]
+Text = Annotated[
+    str, Field(min_length=1, max_length=2000, pattern=r"^[^\x00]*[^\s\x00][^\x00]*$", description="in any words")
+]
+Short = Annotated[str, Field(max_length=2000, pattern=r"^[^\x00]*$")]
+Payload = Annotated[
+    dict[
+        Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\x00]*$")],
+        Annotated[str, Field(max_length=2000, pattern=r"^[^\x00]*$")],
+    ],
+    Field(max_length=32, description="texts to hand out with the item"),
+]
 
 
 class _Model(BaseModel):
@@ -30,7 +40,9 @@ class Query(_Model):
 class ItemFilter(_Model):
     """Which items may be found."""
 
-    where: dict[str, list[str]] = Field({}, description="by payload field, the values it may have")
+    where: Annotated[dict[Short, Annotated[list[Short], Field(max_length=100)]], Field(max_length=16)] = Field(
+        {}, description="by payload field, the values it may have"
+    )
     max_uncertainty: float | None = Field(None, ge=0, description="total variance that an item may have at most")
 
 
@@ -130,13 +142,22 @@ class NewItem(_Model):
     id: ItemId
     text: Text | None = None
     image: str | None = Field(None, description="a picture file in base64; bare files go to /v1/items/image")
-    payload: dict[str, str] = {}
+    payload: Payload = {}
 
     @model_validator(mode="after")
     def _one(self) -> Self:
         if (self.text is None) == (self.image is None):
             raise ValueError("give either text or image")
         return self
+
+
+class Item(_Model):
+    """An item of a gallery."""
+
+    id: str
+    uncertainty: float = Field(description="total variance")
+    payload: dict[str, str]
+    picture: str | None = Field(description="path of its picture at this service; null if there is none")
 
 
 class AddRequest(_Model):
@@ -228,6 +249,45 @@ class Invalid(_Model):
 
     where: str = Field(description='e.g. "body.queries.0.text"')
     message: str
+
+
+class State(_Model):
+    """Whether the service is alive, or ready."""
+
+    status: Literal["alive", "ready"]
+
+
+class SearchParameters(_Model):
+    """The options of a search as query parameters or form fields, where nothing can be nested."""
+
+    gallery: GalleryName = Field("images", description="what to search among")
+    max_results: int = Field(10, ge=1, description="number of hits, up to the limit of the service")
+    min_probability: float | None = Field(None, ge=0, le=1, description="leave out hits that are less likely matches")
+    abstain: float | None = Field(None, gt=0, lt=1, description="at most this share of answers may be wrong")
+    coverage: float | None = Field(None, gt=0, lt=1, description="of the set that holds a match as often as this")
+    where: list[Annotated[str, Field(max_length=2101, pattern=r"^[^\x00:]+:[^\x00]*$")]] = Field(
+        [], max_length=100, description="FIELD:VALUE of the payload; may be repeated"
+    )
+    max_uncertainty: float | None = Field(None, ge=0, description="total variance that an item may have at most")
+    position: bool = Field(False, description="say where the query lies on the map of the gallery")
+
+    def options(self) -> SearchOptions:
+        """The same, nested."""
+        where: dict[str, list[str]] = {}
+        for told in self.where:
+            name, _, value = told.partition(":")
+            where.setdefault(name, []).append(value)
+        wanted = None
+        if where or self.max_uncertainty is not None:
+            wanted = ItemFilter(where=where, max_uncertainty=self.max_uncertainty)
+        flat = self.model_dump(exclude={"where", "max_uncertainty", "q"})
+        return SearchOptions(**flat, filter=wanted)
+
+
+class TextSearch(SearchParameters):
+    """One text and the options of a search."""
+
+    q: Text
 
 
 class Problem(_Model):

@@ -1,0 +1,139 @@
+"""From queries, embedded, to answers on the wire: what may be asked of whom, and how sure the answer is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import quote
+
+import torch
+
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.gallery import Gallery, SearchHit
+from sfumato.search.stores.base import Filter
+from sfumato.search.verdict import verdict
+from sfumato.serve.problems import Refusal
+from sfumato.serve.projection import Projection
+from sfumato.serve.schemas import Answer, ConformalSet, Ellipse, Hit, Said, SearchOptions, SearchResponse
+from sfumato.serve.sources import Shelf, kind
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A query: a text, the bytes of a picture, or an id; with the name that the answer gives it."""
+
+    kind: Literal["text", "image", "id"]
+    name: str
+    text: str = ""
+    picture: bytes = b""
+
+
+def native(gallery: Gallery) -> str:
+    """The kind of queries that a gallery is calibrated for."""
+    return "text" if kind(gallery) == "images" else "image"
+
+
+def is_calibrated(gallery: Gallery) -> bool:
+    """Whether the probabilities of native queries were fitted on held-out pairs."""
+    return bool(gallery.about.get("calibrated", gallery.answers.calibration is not None))
+
+
+def check_promises(gallery: Gallery, asked: Sequence[Asked], options: SearchOptions) -> None:
+    """Refuse what nothing can vouch for, so that whatever the search itself raises is a mistake of ours.
+
+    Raises:
+        Refusal: 422, a promise about queries that are not native, or one that the calibration cannot keep.
+    """
+    wanted = native(gallery)
+    for name in ("abstain", "coverage", "min_probability"):
+        if getattr(options, name) is not None and any(one.kind != wanted for one in asked):
+            raise Refusal(
+                422,
+                f"{name} is known of {wanted}s as queries of the {kind(gallery)}, not of other queries: nothing was calibrated on those."
+                f" Search by {wanted} alone, or leave it out",
+                errors=[(name, f"goes with queries by {wanted}")],
+            )
+    try:
+        if options.coverage is not None:
+            gallery.answers.radius(options.coverage)
+        if options.abstain is not None:
+            gallery.answers.abstains(torch.zeros(1), options.abstain, len(gallery))
+    except ValueError as error:
+        raise Refusal(422, str(error)) from error
+
+
+def answered(
+    shelf: Shelf,
+    asked: Sequence[Asked],
+    queries: GaussianEmbedding,
+    options: SearchOptions,
+    *,
+    max_set: int,
+    plane: Projection | None = None,
+) -> SearchResponse:
+    """Search.
+
+    Args:
+        shelf: where.
+        asked: n queries.
+        queries: (n, d) their embeddings.
+        options: checked by :func:`check_promises`.
+        max_set: items of a conformal set at most.
+        plane: of the map, if the places of the queries are wanted.
+    """
+    gallery, told, wanted = shelf.gallery, options.filter, None
+    if told is not None:
+        wanted = Filter({name: tuple(values) for name, values in told.where.items()}, told.max_uncertainty)
+    results = gallery.search(
+        queries,
+        options.max_results,
+        min_probability=options.min_probability,
+        coverage=options.coverage,
+        max_risk=options.abstain,
+        max_set=max_set,
+        filter=wanted,
+    )
+    expected_matches = gallery.expected_matches(queries)
+    places = [None] * len(asked) if plane is None else [ellipse_of(one) for one in plane.ellipses(queries)]
+    answers = []
+    for one, result, expected, place in zip(asked, results, expected_matches, places, strict=True):
+        said, whole = verdict(expected, result.best_probability, result.abstained), None
+        if result.conformal_set is not None and options.coverage is not None:
+            whole = ConformalSet(
+                coverage=options.coverage,
+                complete=not result.conformal_set_cut,
+                hits=[_hit(shelf, hit) for hit in result.conformal_set],
+            )
+        answers.append(
+            Answer(
+                query=one.name,
+                kind=one.kind,
+                distance=gallery.distance,
+                calibrated=is_calibrated(gallery) and one.kind == native(gallery),
+                uncertainty=result.uncertainty,
+                expected_matches=expected,
+                verdict=Said(kind=said.kind, text=said.text),
+                abstained=result.abstained,
+                hits=[_hit(shelf, hit) for hit in result],
+                conformal_set=whole,
+                position=place,
+            )
+        )
+    return SearchResponse(gallery=kind(gallery), answers=answers)
+
+
+def picture_path(shelf: Shelf, id: str) -> str | None:
+    """Where this service shows the picture of an item."""
+    return None if shelf.pictures is None else f"/v1/pictures/{quote(id)}"
+
+
+def ellipse_of(values: tuple[float, float, float, float, float]) -> Ellipse:
+    """(x, y, a, b, angle) by their names."""
+    x, y, a, b, angle = values
+    return Ellipse(x=x, y=y, a=a, b=b, angle=angle)
+
+
+def _hit(shelf: Shelf, hit: SearchHit) -> Hit:
+    return Hit(
+        id=hit.id, rank=hit.rank, distance=hit.distance, match_probability=hit.match_probability,
+        uncertainty=hit.uncertainty, payload=hit.payload, picture=picture_path(shelf, hit.id),
+    )  # fmt: skip

@@ -1,0 +1,297 @@
+"""The routes: from HTTP to the service and back. Nothing is decided here but what a request means."""
+
+import base64
+import binascii
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, HTMLResponse, Response
+from fastapi.staticfiles import StaticFiles
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from sfumato import __version__
+from sfumato.errors import UserError
+from sfumato.serve.answering import Asked
+from sfumato.serve.documentation import INTRODUCTION, documented, page_of, route_extras
+from sfumato.serve.forms import read_form, read_json
+from sfumato.serve.guard import Guard
+from sfumato.serve.metrics import TEXT
+from sfumato.serve.problems import Refusal, busy, invalid
+from sfumato.serve.schemas import (
+    AddRequest,
+    AddResponse,
+    DeleteRequest,
+    DeleteResponse,
+    GalleryName,
+    Info,
+    Item,
+    Map,
+    NewItem,
+    SearchParameters,
+    SearchRequest,
+    SearchResponse,
+    State,
+    TextSearch,
+)
+from sfumato.serve.service import Service
+from sfumato.serve.settings import Settings
+from sfumato.serve.sources import Sources
+from sfumato.serve.writing import New, Writer
+
+HERE = Path(__file__).parent
+PAGE = HERE / "page"
+_ItemGallery = Annotated[GalleryName, Query(description="where the item is")]
+
+
+def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
+    """The service as an ASGI application.
+
+    Args:
+        sources: what to answer from; closed when the application shuts down.
+        settings: limits, sizes and keys.
+
+    Returns:
+        An application whose `state.service` is the :class:`Service`; it becomes ready some time after its start.
+    """
+    settings = settings or Settings()
+    service = Service(sources, settings)
+    writer = Writer(service)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await service.start()
+        yield
+        service.ready.clear()
+        await writer.close()
+        await service.stop()
+
+    app = FastAPI(
+        title="sfumato",
+        version=__version__,
+        description=INTRODUCTION,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    app.state.service = service
+    _handle_errors(app)
+    _add_pages(app, service)
+    _add_searches(app, service)
+    _add_items(app, service, writer)
+
+    def template(path: str) -> str:
+        for route in app.routes:
+            pattern = getattr(route, "path_regex", None)
+            if pattern is not None and pattern.match(path):
+                return str(getattr(route, "path", ""))
+        return "none"
+
+    app.add_middleware(Guard, settings=settings, metrics=service.metrics, route=template)
+    app.openapi = lambda: documented(app)  # type: ignore[method-assign]
+    return app
+
+
+def _handle_errors(app: FastAPI) -> None:
+    @app.exception_handler(Refusal)
+    async def refused(request: Request, error: Refusal) -> Response:
+        return error.response()
+
+    @app.exception_handler(UserError)
+    async def unreachable(request: Request, error: UserError) -> Response:
+        return busy(f"The store cannot be searched now: {error}", 5).response()
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong(request: Request, error: RequestValidationError) -> Response:
+        return invalid(error.errors()).response()
+
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, error: HTTPException) -> Response:
+        told = {
+            404: "There is nothing under this path; GET /docs says what there is",
+            405: f"{request.method} is not for this path; GET /docs says what is",
+        }
+        return Refusal(
+            error.status_code, told.get(error.status_code, str(error.detail)), headers=error.headers
+        ).response()
+
+
+def _add_pages(app: FastAPI, service: Service) -> None:
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        if not (PAGE / "index.html").is_file():
+            raise HTTPException(404)
+        return FileResponse(PAGE / "index.html", headers={"Cache-Control": "no-cache"})
+
+    PAGE.mkdir(exist_ok=True)
+    app.mount("/page", StaticFiles(directory=PAGE), name="page")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return HTMLResponse(page_of(app.openapi()))
+
+    @app.get("/docs/style.css", include_in_schema=False)
+    async def style() -> Response:
+        return FileResponse(HERE / "docs.css")
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> dict[str, Any]:
+        return app.openapi()
+
+    @app.get("/healthz", response_model=State, tags=["state"], **route_extras())
+    async def healthz() -> Response:
+        """Whether the process is alive. Open to all."""
+        return _json(State(status="alive"))
+
+    @app.get("/readyz", response_model=State, tags=["state"], **route_extras(503))
+    async def readyz() -> Response:
+        """Whether searches are answered: 503 before the model has warmed up, and while the service goes down. Open to all."""
+        if not service.ready.is_set():
+            why = f"warming up failed: {service.failed}" if service.failed else "not warmed up, or going down"
+            raise busy(f"Not ready: {why}")
+        return _json(State(status="ready"))
+
+    @app.get("/metrics", tags=["state"], response_class=Response, **route_extras())
+    async def metrics() -> Response:
+        """Counters for Prometheus."""
+        return Response(await service.measured(), media_type=TEXT)
+
+    @app.get("/v1/info", response_model=Info, tags=["state"], **route_extras())
+    async def info() -> Response:
+        """What is served, what the calibration can vouch for, and what is refused."""
+        return _json(await service.info())
+
+
+def _add_searches(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/search", response_model=SearchResponse, tags=["search"], **route_extras(404, 422, 503, 504))
+    async def search_text(parameters: Annotated[TextSearch, Query()]) -> Response:
+        """Search by one text."""
+        asked = Asked("text", parameters.q, text=parameters.q)
+        return _json(await service.search([asked], parameters.options()))
+
+    @app.post(
+        "/v1/search", response_model=SearchResponse, tags=["search"],
+        **route_extras(404, 413, 415, 422, 503, 504, body=SearchRequest),
+    )  # fmt: skip
+    async def search(request: Request) -> Response:
+        """Search by texts, pictures in base64 and ids of stored items, mixed as you like; the item of an id is among its hits."""
+        wanted = await read_json(request, SearchRequest, service)
+        asked = []
+        for i, query in enumerate(wanted.queries):
+            if query.text is not None:
+                asked.append(Asked("text", query.text, text=query.text))
+            elif query.id is not None:
+                asked.append(Asked("id", query.id))
+            else:
+                data = _decoded(query.image or "", f"body.queries.{i}.image")
+                asked.append(Asked("image", f"picture {i + 1}", picture=data))
+        return _json(await service.search(asked, wanted))
+
+    @app.post(
+        "/v1/search/image", response_model=SearchResponse, tags=["search"],
+        **route_extras(404, 413, 415, 422, 503, 504, form=SearchParameters),
+    )  # fmt: skip
+    async def search_picture(request: Request) -> Response:
+        """Search by a picture file; the options are further fields of the form."""
+        form, name, data = await read_form(request, SearchParameters)
+        return _json(await service.search([Asked("image", name, picture=data)], form.options()))
+
+    @app.get("/v1/map", response_model=Map, tags=["look"], **route_extras(404, 422, 503, 504))
+    async def draw(
+        gallery: _ItemGallery = "images",
+        n: Annotated[int, Query(ge=1, le=5000, description="items at most")] = 500,
+    ) -> Response:
+        """Items on the plane of the first two principal components, as ellipses of one standard deviation."""
+        return _json(await service.map(gallery, n))
+
+
+def _add_items(app: FastAPI, service: Service, writer: Writer) -> None:
+    @app.post(
+        "/v1/items", response_model=AddResponse, tags=["items"],
+        **route_extras(404, 409, 413, 415, 422, 503, 504, body=AddRequest),
+    )  # fmt: skip
+    async def add(request: Request) -> Response:
+        """Add items, or replace those with the same ids: all of them or none, for good."""
+        wanted = await read_json(request, AddRequest, service)
+        items = [
+            New(
+                one.id,
+                None if one.image is None else _decoded(one.image, f"body.items.{i}.image"),
+                one.text,
+                one.payload,
+            )
+            for i, one in enumerate(wanted.items)
+        ]
+        return _json(await writer.add(wanted.gallery, items))
+
+    @app.post(
+        "/v1/items/image", response_model=AddResponse, tags=["items"],
+        **route_extras(404, 409, 413, 415, 422, 503, 504, form=NewItem),
+    )  # fmt: skip
+    async def add_picture(request: Request) -> Response:
+        """Add a picture file to the gallery of images; the payload is a JSON object in a field of the form."""
+        form, _, data = await read_form(request, NewItem, nested=("payload",))
+        return _json(await writer.add("images", [New(form.id, data, None, form.payload)]))
+
+    @app.post(
+        "/v1/items/delete", response_model=DeleteResponse, tags=["items"],
+        **route_extras(404, 409, 413, 415, 422, 503, 504, body=DeleteRequest),
+    )  # fmt: skip
+    async def delete_several(request: Request) -> Response:
+        """Remove items, for good; ids that are not there are passed over."""
+        wanted = await read_json(request, DeleteRequest, service)
+        return _json(await writer.delete(wanted.gallery, wanted.ids))
+
+    @app.delete(
+        "/v1/items/{id:path}", response_model=DeleteResponse, tags=["items"], **route_extras(404, 409, 422, 503, 504)
+    )
+    async def delete(id: str, gallery: _ItemGallery = "images") -> Response:
+        """Remove one item, for good."""
+        if not id or "\0" in id or len(id) > 512:
+            raise Refusal(404, "There is no such item")
+        done = await writer.delete(gallery, [id])
+        if not done.deleted:
+            raise Refusal(404, f"There is no item {id!r} among the {gallery}")
+        return _json(done)
+
+    @app.get("/v1/items/{id:path}", response_model=Item, tags=["items"], **route_extras(404, 422, 503, 504))
+    async def item(id: str, gallery: _ItemGallery = "images") -> Response:
+        """One item."""
+        return _json(await service.item(id, gallery))
+
+    @app.get(
+        "/v1/pictures/{id:path}", response_class=Response, tags=["look"],
+        **route_extras(404, 422, 503, 504, content={"image/*": {"schema": {"type": "string", "format": "binary"}}}),
+    )  # fmt: skip
+    async def picture(
+        request: Request,
+        id: str,
+        size: Annotated[int | None, Query(ge=16, le=2048, description="longest side of a smaller copy")] = None,
+    ) -> Response:
+        """The picture of an item, as it was stored or smaller."""
+        data, kind = await service.picture(id, size)
+        tag = f'"{hashlib.blake2b(data, digest_size=16).hexdigest()}"'
+        # In a collection a picture can be replaced: ask again, which is cheap.
+        lasting = "no-cache" if service.shelf("images").writable else "max-age=604800"
+        headers = {"ETag": tag, "Cache-Control": f"private, {lasting}"}
+        if tag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(data, headers=headers, media_type=kind)
+
+
+def _json(model: BaseModel) -> Response:
+    return Response(model.model_dump_json(), media_type="application/json")
+
+
+def _decoded(text: str, where: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise Refusal(422, f"{where}: not base64", errors=[(where, f"not base64: {error}")]) from error

@@ -1,0 +1,198 @@
+"""The gate before every route: whom it lets in, how much it reads, how long it waits, and what it tells browsers and Prometheus."""
+
+import asyncio
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sfumato.serve.metrics import Metrics
+from sfumato.serve.problems import Refusal, busy
+from sfumato.serve.settings import Settings
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; object-src 'none'; base-uri 'none'; form-action 'self';"
+    " frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""Of every response that does not say otherwise."""
+
+_OPEN = ("/", "/healthz", "/readyz")
+_LOG = logging.getLogger("sfumato.serve")
+
+
+class Guard:
+    """Pure ASGI middleware, so that it sees every byte.
+
+    Args:
+        app: what is behind it.
+        settings: limits and keys.
+        metrics: told of every request.
+        route: path -> its template, for the metrics.
+    """
+
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics, route: Callable[[str], str]) -> None:
+        self.app, self.settings, self.metrics, self.route = app, settings, metrics, route
+        self._running = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        reply, started = _Reply(send), time.perf_counter()
+        self._running += 1
+        try:
+            await self._answer(scope, receive, reply)
+        except Refusal as refusal:
+            await reply.refuse(refusal, scope, receive)
+        except Exception:
+            number = secrets.token_hex(6)
+            _LOG.exception("error %s: %s %s", number, scope["method"], self.route(scope["path"]))
+            detail = f"A mistake of the service; its log knows more under {number}"
+            await reply.refuse(Refusal(500, detail), scope, receive)
+        finally:
+            self._running -= 1
+            seconds, route = time.perf_counter() - started, self.route(scope["path"])
+            self.metrics.request(scope["method"], route, reply.status, seconds)
+            _LOG.debug("%s %s %d %.1f ms", scope["method"], route, reply.status, 1000 * seconds)
+
+    async def _answer(self, scope: Scope, receive: Receive, reply: "_Reply") -> None:
+        headers = Headers(scope=scope)
+        self._check_names(scope["method"], headers)
+        if not (scope["path"] in _OPEN or scope["path"].startswith("/page/")):
+            self._check_key(headers)
+        if scope["path"].startswith("/v1/") and self._running > self.settings.max_requests:
+            raise busy("Too many requests at work; ask again in a moment")
+        try:
+            async with asyncio.timeout(self.settings.timeout):
+                body = await self._read(headers, receive)
+        except TimeoutError:
+            slow = f"The request did not arrive within {self.settings.timeout:g} seconds"
+            raise Refusal(408, slow, headers={"Connection": "close"}) from None
+        if body is not None:
+            await self._within_time(scope, body, receive, reply)
+
+    async def _within_time(self, scope: Scope, body: bytes, receive: Receive, reply: "_Reply") -> None:
+        """Let the application answer, unless it takes too long or nobody is there any more."""
+        gone = asyncio.ensure_future(receive())
+        told = False
+
+        async def replay() -> Message:
+            nonlocal told
+            if told:
+                return await asyncio.shield(gone)
+            told = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        answering = asyncio.ensure_future(self._application(scope, replay, reply))
+        try:
+            await asyncio.wait({answering, gone}, timeout=self.settings.timeout, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done() and gone.done() and reply.started:
+                await asyncio.wait({answering}, timeout=self.settings.timeout)
+            if answering.done():
+                answering.result()
+            elif not gone.done():
+                raise Refusal(
+                    504, f"No answer within {self.settings.timeout:g} seconds; what was to be stored may or may not be"
+                )
+        finally:
+            for task in (answering, gone):
+                task.cancel()
+            await asyncio.gather(answering, gone, return_exceptions=True)
+
+    async def _application(self, scope: Scope, receive: Receive, reply: "_Reply") -> None:
+        await self.app(scope, receive, reply)
+
+    def _check_names(self, method: str, headers: Headers) -> None:
+        """Against other web sites that send a browser here: by a name of theirs for this address, or by a form."""
+        host = headers.get("host", "")
+        if self.settings.hosts and _name(host) not in self.settings.hosts:
+            raise Refusal(
+                400, f"This service does not go by the name {host!r}; if it should, start it with --allowed-host"
+            )
+        origin = headers.get("origin")
+        if origin is not None and method not in ("GET", "HEAD", "OPTIONS") and _netloc(origin) != host.lower():
+            raise Refusal(403, f"A page of {origin!r} may not change or ask anything here")
+
+    def _check_key(self, headers: Headers) -> None:
+        if not self.settings.keys:
+            return
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = (headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")).encode()
+        # All are compared, so that the time does not tell which.
+        if sum(hmac.compare_digest(given, key.encode()) for key in self.settings.keys) == 0:
+            raise Refusal(
+                401,
+                "This service needs a key: send the header Authorization: Bearer KEY, or X-API-Key: KEY",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
+        """The body; None if the client has gone.
+
+        Raises:
+            Refusal: 413; as much again is thrown away before, so that the client comes to read the answer.
+        """
+        limit, told = self.settings.max_body_bytes, headers.get("content-length", "0")
+        if not (told.isascii() and told.isdecimal() and len(told) < 20):
+            raise Refusal(400, "Content-Length is not a number", headers={"Connection": "close"})
+        body, size, more = bytearray(), 0, True
+        large = Refusal(413, f"The request has more than {limit} bytes", headers={"Connection": "close"})
+        if int(told) > 2 * limit:
+            raise large
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            part, more = message.get("body", b""), message.get("more_body", False)
+            size += len(part)
+            if size > 2 * limit:
+                raise large
+            if size <= limit:
+                body += part
+        if size > limit:
+            raise large
+        return bytes(body)
+
+
+class _Reply:
+    """Passes a response on, with our headers, and remembers its status."""
+
+    def __init__(self, send: Send) -> None:
+        self._send, self.status, self.started = send, 499, False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.started, self.status = True, message["status"]
+            headers = MutableHeaders(scope=message)
+            for name, value in HEADERS.items():
+                headers.setdefault(name, value)
+        await self._send(message)
+
+    async def refuse(self, refusal: Refusal, scope: Scope, receive: Receive) -> None:
+        if not self.started:
+            await refusal.response()(scope, receive, self)
+
+
+def _name(host: str) -> str:
+    """Of a Host header, without the port."""
+    host = host.lower()
+    return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
+
+
+def _netloc(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""

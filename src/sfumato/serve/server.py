@@ -1,0 +1,104 @@
+"""Running the service: one uvicorn process that says where it is once it is ready, and ends in good order."""
+
+import asyncio
+import ipaddress
+import logging
+import signal
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from sfumato.errors import UserError
+from sfumato.serve.service import Service
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+"""Names of this machine for itself."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_host(host: str, keys: tuple[str, ...], no_key: bool) -> None:
+    """Refuse to be open to a network without a key, unless that is what is wanted.
+
+    Raises:
+        UserError: there is no key.
+    """
+    if not is_loopback(host) and not keys and not no_key:
+        raise UserError(
+            f"--host {host}: others would reach the service without a key; give --api-key-file FILE (or SFUMATO_API_KEY), or --no-key if"
+            " something in front of it decides who may"
+        )
+
+
+class Server(uvicorn.Server):
+    """Says when it is ready, and that it no longer is as soon as it is asked to stop."""
+
+    async def startup(self, sockets: list | None = None) -> None:  # type: ignore[type-arg]
+        """See uvicorn."""
+        await super().startup(sockets)
+        if self.started:
+            self._telling = asyncio.get_running_loop().create_task(self._tell())
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """See uvicorn."""
+        self._service.ready.clear()
+        super().handle_exit(sig, frame)
+
+    @property
+    def _service(self) -> Service:
+        app = self.config.app
+        assert isinstance(app, FastAPI)
+        service = app.state.service
+        assert isinstance(service, Service)
+        return service
+
+    async def _tell(self) -> None:
+        await self._service.ready.wait()
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        held = ", ".join(f"{len(shelf.gallery)} {name}" for name, shelf in self._service.sources.shelves.items())
+        print(f"serving {held}: http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+
+
+def run_app(app: FastAPI, *, host: str, port: int, grace: int = 30, access_log: bool = False) -> None:
+    """Serve until SIGTERM or SIGINT; requests at work are then finished, for at most `grace` seconds. A second signal ends it at once.
+
+    Args:
+        app: of :func:`~sfumato.serve.app.create_app`.
+        host, port: where; port 0 takes a free one.
+        grace: seconds.
+        access_log: a line for every request, with its route and status, without what was asked.
+
+    Raises:
+        UserError: the address cannot be had.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("sfumato.serve").setLevel(logging.DEBUG if access_log else logging.INFO)
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        lifespan="on",
+        ws="none",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=grace,
+    )
+    # uvicorn raises the signal again when it is done, which would end a good end with the status of a killed process.
+    before = {sig: signal.signal(sig, lambda *_: None) for sig in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        Server(config).run()
+    except SystemExit as error:
+        raise UserError(f"cannot serve at {host}:{port}; is something else there? Choose another --port") from error
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)

@@ -1,0 +1,313 @@
+"""The service without HTTP: searches, writes and looks up, in threads, and refuses what cannot be done.
+
+Reads go on while something is written; one thing is written at a time.
+"""
+
+import asyncio
+import io
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+import torch
+from PIL import Image
+
+from sfumato import __version__
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.gallery import Gallery, Items
+from sfumato.serve.answering import Asked, answered, check_promises, ellipse_of, is_calibrated, picture_path
+from sfumato.serve.batching import Closed
+from sfumato.serve.embedding import Embedder
+from sfumato.serve.metrics import Metrics
+from sfumato.serve.pictures import check_picture, to_show
+from sfumato.serve.problems import Refusal, busy
+from sfumato.serve.projection import Projection, fit_map
+from sfumato.serve.schemas import (
+    GalleryInfo,
+    GalleryName,
+    Info,
+    Item,
+    Limits,
+    Map,
+    MapPoint,
+    SearchOptions,
+    SearchResponse,
+)
+from sfumato.serve.settings import Settings
+from sfumato.serve.sources import Shelf, Sources
+
+Done = TypeVar("Done")
+
+RISKS, COVERAGES = (0.5, 0.3, 0.2, 0.1, 0.05), (0.5, 0.8, 0.9, 0.95)
+"""The usual ones, of which the service says whether the calibration can vouch for them."""
+
+_ON_THE_MAP, _LOOKED_AT = 2000, 200
+_LOG = logging.getLogger("sfumato.serve")
+
+
+class Service:
+    """What `create_app` puts behind its routes.
+
+    Args:
+        sources: what to answer from.
+        settings: limits and sizes.
+
+    Attributes:
+        ready: whether a text and a picture have been embedded and a search has been made.
+    """
+
+    def __init__(self, sources: Sources, settings: Settings) -> None:
+        self.sources, self.settings, self.metrics = sources, settings, Metrics()
+        self.embedder = Embedder(sources.model, settings, self.metrics)
+        self.ready = asyncio.Event()
+        self.failed: str | None = None
+        self._pool = ThreadPoolExecutor(settings.workers, "search", torch.set_num_threads, (settings.threads,))
+        self._maps: dict[GalleryName, tuple[int, int, Projection]] = {}
+        self._told: dict[GalleryName, tuple[int, GalleryInfo]] = {}
+        self._warming: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin; warming up goes on in the background."""
+        self.embedder.start()
+        self._warming = asyncio.get_running_loop().create_task(self._warm_up())
+
+    async def stop(self) -> None:
+        """Answer nothing more, and close the stores."""
+        self.ready.clear()
+        if self._warming is not None:
+            self._warming.cancel()
+        await self.embedder.close()
+        await asyncio.get_running_loop().run_in_executor(None, self._pool.shutdown)
+        self.sources.close()
+
+    async def in_thread(self, work: Callable[..., Done], *arguments: object) -> Done:
+        """Done beside the event loop; whoever stops waiting does not stop the work."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+        except RuntimeError as error:
+            if "shutdown" in str(error):
+                raise busy("The service is going down", 5) from None
+            raise
+
+    def shelf(self, name: GalleryName) -> Shelf:
+        """A gallery.
+
+        Raises:
+            Refusal: 404, there is none.
+        """
+        if name not in self.sources.shelves:
+            raise Refusal(404, f"There is no gallery of {name} here; there is one of {', '.join(self.sources.shelves)}")
+        return self.sources.shelves[name]
+
+    async def search(self, asked: Sequence[Asked], options: SearchOptions) -> SearchResponse:
+        """Answers in the order of the queries.
+
+        Raises:
+            Refusal: a limit, an unknown id, a picture that is none, or a promise that cannot be kept.
+        """
+        shelf, limits = self.shelf(options.gallery), self.settings
+        if len(asked) > limits.max_batch:
+            raise Refusal(422, f"{len(asked)} queries are more than the limit of {limits.max_batch}")
+        if options.max_results > limits.max_results:
+            raise Refusal(422, f"max_results {options.max_results} is more than the limit of {limits.max_results}")
+        await self.in_thread(check_promises, shelf.gallery, asked, options)
+        queries = await self._embedded(asked, shelf.gallery)
+
+        def answer() -> SearchResponse:
+            plane = self._projection(options.gallery) if options.position else None
+            return answered(shelf, asked, queries, options, max_set=limits.max_results, plane=plane)
+
+        return await self.in_thread(answer)
+
+    async def check_pictures(self, pictures: Sequence[tuple[str, bytes]]) -> list[str]:
+        """(where, bytes) -> formats; see :func:`~sfumato.serve.pictures.check_picture`."""
+        most, pixels = self.settings.max_upload_bytes, self.settings.max_pixels
+
+        def check() -> list[str]:
+            return [check_picture(data, max_bytes=most, max_pixels=pixels, where=where) for where, data in pictures]
+
+        return await self.in_thread(check)
+
+    async def picture(self, id: str, size: int | None) -> tuple[bytes, str]:
+        """(bytes, media type) of the picture of an item."""
+
+        def read() -> tuple[bytes, str]:
+            shelf = self.shelf("images")
+            data = shelf.pictures.read(id) if shelf.pictures and self._items(shelf, [id]).ids else None
+            if data is None:
+                raise Refusal(404, "There is no picture of such an item")
+            try:
+                return to_show(data, size)
+            except ValueError as error:
+                raise Refusal(404, f"The picture of this item can no longer be shown: it {error}") from error
+
+        return await self.in_thread(read)
+
+    async def item(self, id: str, gallery: GalleryName) -> Item:
+        """One item."""
+        shelf = self.shelf(gallery)
+        items = await self.in_thread(self._items, shelf, [id])
+        if not items.ids:
+            raise Refusal(404, f"There is no item {id!r} among the {gallery}")
+        u = float(items.embeddings.total_variance[0])
+        return Item(id=id, uncertainty=u, payload=dict(items.payloads[0]), picture=picture_path(shelf, id))
+
+    async def map(self, gallery: GalleryName, n: int) -> Map:
+        """The map of a gallery with at most n of its items."""
+        shelf = self.shelf(gallery)
+
+        def draw() -> Map:
+            total = len(shelf.gallery)
+            projection, items = self._projection(gallery), shelf.gallery.sample(n)
+            if projection is None:
+                return Map(gallery=gallery, n=0, explained=(0.0, 0.0), points=[])
+            points = [
+                MapPoint(
+                    **ellipse_of(ellipse).model_dump(),
+                    id=i,
+                    uncertainty=u,
+                    payload=dict(payload),
+                    picture=picture_path(shelf, i),
+                )
+                for i, ellipse, u, payload in zip(
+                    items.ids,
+                    projection.ellipses(items.embeddings),
+                    items.embeddings.total_variance.tolist(),
+                    items.payloads,
+                    strict=True,
+                )
+            ]
+            return Map(gallery=gallery, n=total, explained=projection.explained, points=points)
+
+        return await self.in_thread(draw)
+
+    async def info(self) -> Info:
+        """What is served, and its limits."""
+        return Info(
+            version=__version__,
+            model=self.sources.name,
+            distance=self.sources.distance,
+            dimensions=self.sources.d,
+            galleries={name: await self.in_thread(self._told_of, name) for name in self.sources.shelves},
+            limits=Limits(
+                max_batch=self.settings.max_batch,
+                max_results=self.settings.max_results,
+                max_upload_bytes=self.settings.max_upload_bytes,
+                max_pixels=self.settings.max_pixels,
+            ),
+        )
+
+    async def measured(self) -> bytes:
+        """The text of GET /metrics."""
+        items: dict[str, int] = {
+            name: await self.in_thread(len, shelf.gallery) for name, shelf in self.sources.shelves.items()
+        }
+        waiting = {"text": len(self.embedder.texts), "image": len(self.embedder.pictures)}
+        return self.metrics.text(waiting, items, self.ready.is_set())
+
+    def changed(self, shelf: Shelf) -> None:
+        """Something was written."""
+        shelf.version += 1
+
+    def _told_of(self, name: GalleryName) -> GalleryInfo:
+        shelf = self.shelf(name)
+        kept = self._told.get(name)
+        if kept is None or kept[0] != shelf.version:
+            some, answers = shelf.gallery.sample(_LOOKED_AT), shelf.gallery.answers
+            told = GalleryInfo(
+                n=0,
+                writable=shelf.writable is not None,
+                pictures=shelf.pictures is not None,
+                calibrated=is_calibrated(shelf.gallery),
+                risks=[r for r in RISKS if _vouches(partial(answers.abstains, torch.zeros(1), r, 1))],
+                coverages=[c for c in COVERAGES if _vouches(partial(answers.radius, c))],
+                fields=sorted({name for payload in some.payloads for name in payload}),
+            )
+            self._told[name] = kept = shelf.version, told
+        return kept[1].model_copy(update={"n": len(shelf.gallery)})
+
+    @staticmethod
+    def _items(shelf: Shelf, ids: list[str]) -> Items:
+        return shelf.gallery.items([i for i in ids if 0 < len(i) <= 512 and "\0" not in i])
+
+    async def _embedded(self, asked: Sequence[Asked], gallery: Gallery) -> GaussianEmbedding:
+        """(n, d) of all queries."""
+        rows: dict[int, GaussianEmbedding] = {}
+        by_kind = {k: [i for i, q in enumerate(asked) if q.kind == k] for k in ("text", "image", "id")}
+        if ids := by_kind["id"]:
+            wanted = list(dict.fromkeys(asked[i].name for i in ids))
+            items = await self.in_thread(gallery.items, wanted)
+            place = {one: j for j, one in enumerate(items.ids)}
+            if missing := [i for i in ids if asked[i].name not in place]:
+                raise Refusal(
+                    404,
+                    f"There is no item {asked[missing[0]].name!r} to search by",
+                    errors=[(f"body.queries.{i}.id", "no such item") for i in missing],
+                )
+            rows |= {i: items.embeddings[place[asked[i].name] : place[asked[i].name] + 1] for i in ids}
+        if pictures := by_kind["image"]:
+            await self.check_pictures([(f"body.queries.{i}.image", asked[i].picture) for i in pictures])
+            found = await self.embedder.embed_pictures([asked[i].picture for i in pictures])
+            rows |= dict(zip(pictures, good(found, [f"body.queries.{i}.image" for i in pictures]), strict=True))
+        if texts := by_kind["text"]:
+            found = await self.embedder.embed_texts([asked[i].text for i in texts])
+            rows |= dict(zip(texts, good(found, [f"body.queries.{i}.text" for i in texts]), strict=True))
+        return GaussianEmbedding.cat([rows[i].to(torch.float32) for i in range(len(asked))])
+
+    def _projection(self, name: GalleryName) -> Projection | None:
+        """Of the gallery as it is now; None if it is empty."""
+        shelf = self.shelf(name)
+        version, n, kept = shelf.version, len(shelf.gallery), self._maps.get(name)
+        if n == 0:
+            return None
+        if kept is None or kept[:2] != (version, n):
+            self._maps[name] = kept = version, n, fit_map(shelf.gallery.sample(_ON_THE_MAP))
+        return kept[2]
+
+    async def _warm_up(self) -> None:
+        """One text, one picture, one search; then ready."""
+        file = io.BytesIO()
+        Image.new("RGB", (64, 64), "white").save(file, "PNG")
+        try:
+            queries = [
+                *await self.embedder.embed_texts(["ready"]),
+                *await self.embedder.embed_pictures([file.getvalue()]),
+            ]
+            rows = GaussianEmbedding.cat(good(queries, ["text", "picture"]))
+            if rows.d != self.sources.d:
+                raise ValueError(
+                    f"the model has {rows.d} dimensions, the galleries have {self.sources.d}; not the model they were built with"
+                )
+            for shelf in self.sources.shelves.values():
+                await self.in_thread(shelf.gallery.search, rows, 1)
+                await self.in_thread(shelf.gallery.expected_matches, rows)
+            self.ready.set()
+        except Exception as error:
+            self.failed = str(error)
+            _LOG.exception("warming up failed: the service will not become ready")
+
+
+def good(found: Sequence[GaussianEmbedding | BaseException], where: Sequence[str]) -> list[GaussianEmbedding]:
+    """The embeddings, all of them.
+
+    Raises:
+        Refusal: 422, that says which could not be computed and why; 503 while going down.
+    """
+    if wrong := [(place, error) for place, error in zip(where, found, strict=True) if isinstance(error, BaseException)]:
+        for _, error in wrong:
+            if isinstance(error, Closed):
+                raise busy("The service is going down", 5)
+            if not isinstance(error, ValueError | OSError):
+                raise error
+        first, error = wrong[0]
+        raise Refusal(422, f"{first}: {error}", errors=[(place, str(error)) for place, error in wrong])
+    return [one for one in found if isinstance(one, GaussianEmbedding)]
+
+
+def _vouches(promise: Callable[[], object]) -> bool:
+    try:
+        return promise() != float("inf")
+    except ValueError:
+        return False

@@ -1,0 +1,93 @@
+"""What a service is told when it is started: limits, sizes and keys."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sfumato.data.transforms import MAX_PIXELS
+from sfumato.errors import UserError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Limits and sizes of a service.
+
+    Attributes:
+        batch_size: most texts, or pictures, that are embedded together.
+        batch_window: seconds that the first of them waits for others.
+        max_waiting: texts, or pictures, that may wait for the model; more are refused with 503.
+        max_batch: queries, or new items, of one request.
+        max_results: hits of one query, and items of a conformal set.
+        max_upload_bytes: of a picture file.
+        max_pixels: of a picture, at most MAX_PIXELS.
+        max_requests: requests at work at the same time; more are refused with 503.
+        timeout: seconds for reading a request, and again for answering it.
+        threads: of one computation in torch.
+        workers: searches at the same time.
+        keys: any of them opens the service; without any it is open to all.
+        hosts: names it may be called by (the Host header); any if there are none.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+
+    batch_size: int = 32
+    batch_window: float = 0.002
+    max_waiting: int = 256
+    max_batch: int = 64
+    max_results: int = 1000
+    max_upload_bytes: int = 10_000_000
+    max_pixels: int = 40_000_000
+    max_requests: int = 128
+    timeout: float = 30.0
+    threads: int = 1
+    workers: int = 2
+    keys: tuple[str, ...] = field(default=(), repr=False)
+    hosts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in (
+            *(
+                "batch_size",
+                "max_waiting",
+                "max_batch",
+                "max_results",
+                "max_upload_bytes",
+                "max_pixels",
+                "max_requests",
+            ),
+            *("threads", "workers"),
+        ):
+            if getattr(self, name) < 1:
+                raise UserError(f"serve: {name} must be at least 1, got {getattr(self, name)}")
+        if not (self.batch_window >= 0 and self.timeout > 0):
+            raise UserError(
+                f"serve: the window must not be negative and the timeout positive, got {self.batch_window} and {self.timeout}"
+            )
+        if self.max_pixels > MAX_PIXELS:
+            raise UserError(f"serve: max_pixels must be at most {MAX_PIXELS}, got {self.max_pixels}")
+        if any(len(key) < 8 or not key.isascii() for key in self.keys):
+            raise UserError(
+                "serve: an API key must be at least 8 ASCII characters; make one with `openssl rand -hex 32`"
+            )
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Of a whole request: a picture of the largest size in base64, and a little beside it."""
+        return self.max_upload_bytes * 4 // 3 + 65_536
+
+
+def read_keys(file: Path | None, environment: str | None) -> tuple[str, ...]:
+    """The API keys of a file, one a line, or the one in the environment.
+
+    Raises:
+        UserError: the file cannot be read, or holds no key.
+    """
+    if file is None:
+        return (environment.strip(),) if environment and environment.strip() else ()
+    try:
+        keys = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--api-key-file {file}: cannot be read: {error}") from error
+    if not keys:
+        raise UserError(f"--api-key-file {file}: holds no key; write one with `openssl rand -hex 32 > {file}`")
+    return keys
