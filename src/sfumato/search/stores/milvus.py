@@ -1,0 +1,431 @@
+"""Records in a collection of Milvus: embedded (Milvus Lite), a server, or a cluster. Needs the extra `milvus`; knows no Gaussians.
+
+    milvus:runs/store.db?name=sfumato            Milvus Lite in this process, one process at a time
+    milvus+http://host:19530/name                a server; milvus+https://user:password@host:19530/name one that asks who it is
+
+Instead of user and password a token may stand in MILVUS_TOKEN. Options:
+
+    index                 FLAT (exact; the default), HNSW, IVF_FLAT, or AUTOINDEX (what the server thinks best; HNSW in Lite)
+    m, ef_construction    HNSW, while it is built: 16, 200
+    ef                    HNSW, candidates of a search: 64; never fewer than the results asked for
+    nlist, nprobe         IVF_FLAT, number of lists and how many a search looks into: 128, 16
+    name                  of the collection in an embedded file: "sfumato"
+    database              of a server: its own default
+
+Other kinds of index are refused, because Lite takes any name and searches without saying that it built none. Options given to
+`create_store` are kept with the collection; those given to `open_store` come before them, as far as they concern searching. A search
+that brings fewer than k results, as under a narrow filter, is done again at its most thorough.
+
+What upsert has stored is in Milvus's log, which outlives the death of any process; Lite does not force it to disk, so a power cut may
+cost what was stored after the last `optimise`. Lite listens on a free loopback port while it is open, without asking for passwords.
+"""
+
+import json
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sfumato.errors import UserError, first_line
+from sfumato.search.stores.base import Filter, Records
+from sfumato.search.stores.open import options, redacted
+
+_OPTIONS = {
+    "index": "FLAT, HNSW, IVF_FLAT or AUTOINDEX",
+    "m": "HNSW: links",
+    "ef_construction": "HNSW: candidates while building",
+    "ef": "HNSW: candidates while searching",
+    "nlist": "IVF_FLAT: number of lists",
+    "nprobe": "IVF_FLAT: lists a search looks into",
+    "name": "of the collection in an embedded file",
+    "database": "of a server",
+}
+_KEPT = {"index": "FLAT", "m": "16", "ef_construction": "200", "ef": "64", "nlist": "128", "nprobe": "16"}
+_COLUMNS = ["id", "vector", "uncertainty", "payload"]
+_MOST_ROWS = 16384
+"""That Milvus returns at once."""
+_MOST_BYTES = 16_000_000
+"""Of vectors in a message; Milvus refuses 64 MiB."""
+_LONGEST_ID = 65_535
+_CONNECT_SECONDS = 5
+_RETRIES = 5
+"""Within about four seconds; pymilvus would go on for minutes."""
+
+_embedded: dict[str, int] = {}
+_embedded_lock = threading.Lock()
+
+
+def create(url: str, dim: int, fingerprint: str) -> "MilvusStore":
+    """Make an empty collection; see :func:`~sfumato.search.stores.open.create_store`."""
+    place = _Place(url)
+    if place.file is not None:
+        place.file.parent.mkdir(parents=True, exist_ok=True)
+    store = MilvusStore(place, _connect(place), {**_KEPT, **place.options}, dim, fingerprint)
+    try:
+        store.make()
+    except UserError:
+        store.close()
+        raise
+    return store
+
+
+def open(url: str) -> "MilvusStore":
+    """Open a collection made before; see :func:`~sfumato.search.stores.open.open_store`."""
+    place = _Place(url)
+    if place.file is not None and not place.file.exists():
+        raise UserError(f"store {place.url}: there is no file {place.file}")
+    store = MilvusStore(place, _connect(place), {}, 0, "")
+    try:
+        store.load()
+    except UserError:
+        store.close()
+        raise
+    return store
+
+
+class MilvusStore:
+    """A collection (id, vector, uncertainty, payload); what it is for stands in its properties."""
+
+    def __init__(self, place: "_Place", client: Any, chosen: Mapping[str, str], dim: int, fingerprint: str) -> None:
+        self._place, self._client = place, client
+        self._options, self._dim, self._fingerprint = dict(chosen), dim, fingerprint
+        self._closed = False
+
+    @property
+    def url(self) -> str:
+        """Where it is, without a password."""
+        return self._place.url
+
+    @property
+    def dim(self) -> int:
+        """Of the vectors."""
+        return self._dim
+
+    @property
+    def fingerprint(self) -> str:
+        """What the vectors mean."""
+        return self._fingerprint
+
+    def make(self) -> None:
+        """Create the collection.
+
+        Raises:
+            UserError: it exists.
+        """
+        types = _driver().DataType
+        if self._call("has_collection"):
+            raise UserError(f"store {self.url}: collection {self._place.name} exists already; open it, or name another")
+        note = {"sfumato": 1, "dim": self._dim, "fingerprint": self._fingerprint}
+        text = json.dumps({**note, "options": {name: self._options[name] for name in _KEPT}})
+        # Lite keeps properties and no description; a server keeps both, unless it takes no properties that it does not know.
+        schema = self._client.create_schema(auto_id=False, enable_dynamic_field=False, description=text)
+        schema.add_field("id", types.VARCHAR, is_primary=True, max_length=_LONGEST_ID)
+        schema.add_field("vector", types.FLOAT_VECTOR, dim=self._dim)
+        schema.add_field("uncertainty", types.FLOAT)
+        schema.add_field("payload", types.JSON)
+        index = self._client.prepare_index_params()
+        numbers = {name: int(value) for name, value in self._options.items() if value.isdigit()}
+        built = {
+            "HNSW": {"M": numbers["m"], "efConstruction": numbers["ef_construction"]},
+            "IVF_FLAT": {"nlist": numbers["nlist"]},
+        }
+        kind = self._options["index"]
+        index.add_index("vector", index_type=kind, metric_type="L2", params=built.get(kind, {}))
+        self._call(
+            "create_collection",
+            schema=schema,
+            index_params=index,
+            properties={"sfumato": text},
+            consistency_level="Strong",
+        )
+
+    def load(self) -> None:
+        """Read what the collection is for, and have it ready to be searched.
+
+        Raises:
+            UserError: no such collection, or it is not one of ours.
+        """
+        if not self._call("has_collection"):
+            raise UserError(f"store {self.url}: there is no collection {self._place.name}")
+        told = self._call("describe_collection")
+        try:
+            note = json.loads(told.get("properties", {}).get("sfumato") or told.get("description") or "")
+            self._dim, self._fingerprint = int(note["dim"]), str(note["fingerprint"])
+            kept = dict(note["options"])
+        except (ValueError, KeyError, TypeError):
+            raise UserError(
+                f"store {self.url}: collection {self._place.name} was not made by sfumato; name another"
+            ) from None
+        # An index is as it was built; how thoroughly to search it may be said anew.
+        anew = {name: value for name, value in self._place.options.items() if name in ("ef", "nprobe")}
+        self._options = {**_KEPT, **kept, **anew}
+        self._call("load_collection")
+
+    def upsert(self, records: Records) -> None:
+        """Store records; a batch of more than about 16 MB in several steps, each as a whole."""
+        if records.vectors.shape[1] != self._dim:
+            raise ValueError(
+                f"store {self.url}: vectors must have {self._dim} dimensions, got {records.vectors.shape[1]}"
+            )
+        for key in records.ids:
+            if len(_encoded(self.url, key)) > _LONGEST_ID:
+                raise UserError(
+                    f"store {self.url}: an id may have {_LONGEST_ID:,} bytes, got {len(key.encode()):,}: {key[:40]!r}..."
+                )
+        vectors = records.vectors.numpy()
+        columns = zip(records.ids, vectors, records.uncertainty.tolist(), records.payloads, strict=True)
+        rows = [
+            {"id": key, "vector": vector, "uncertainty": uncertainty, "payload": dict(payload)}
+            for key, vector, uncertainty, payload in columns
+        ]
+        for row in rows:
+            _encoded(self.url, json.dumps(row["payload"], ensure_ascii=False))
+        for part in _parts(rows, self._rows_a_message()):
+            self._call("upsert", data=part)
+
+    def delete(self, ids: Sequence[str]) -> int:
+        """Remove items; how many were there."""
+        there = []
+        for part in _parts(list(dict.fromkeys(ids)), 1000):
+            found = [row["id"] for row in self._call("query", filter=_among(part), output_fields=["id"])]
+            if found:
+                self._call("delete", filter=_among(found))
+            there += found
+        return len(there)
+
+    def get(self, ids: Sequence[str]) -> Records:
+        """Records by id, in the order asked for."""
+        rows: dict[str, dict[str, Any]] = {}
+        wanted = list(dict.fromkeys(ids))
+        for part in _parts(wanted, min(1000, self._rows_a_message())):
+            rows |= {row["id"]: row for row in self._call("query", filter=_among(part), output_fields=_COLUMNS)}
+        return self._records([rows[id] for id in wanted if id in rows])
+
+    def search(self, queries: Tensor, k: int, filter: Filter | None = None) -> list[Records]:
+        """The nearest items of each query."""
+        if queries.ndim != 2 or queries.shape[1] != self._dim:
+            raise ValueError(f"store {self.url}: queries must be (n, {self._dim}), got {tuple(queries.shape)}")
+        if k < 1:
+            raise ValueError(f"store {self.url}: k must be at least 1, got {k}")
+        if k > _MOST_ROWS:
+            raise UserError(f"store {self.url}: Milvus brings at most {_MOST_ROWS:,} results, {k:,} were asked for")
+        kind = self._options["index"]
+        usual = {"HNSW": {"ef": max(k, int(self._options["ef"]))}, "IVF_FLAT": {"nprobe": int(self._options["nprobe"])}}
+        utmost = {"HNSW": {"ef": 2 * _MOST_ROWS}, "IVF_FLAT": {"nprobe": int(self._options["nlist"])}}
+        vectors = queries.detach().cpu().float().numpy()
+        results = []
+        for part in _parts(vectors, max(1, self._rows_a_message() // k)):
+            found = self._nearest(part, k, filter, usual.get(kind, {}))
+            short = [i for i, rows in enumerate(found) if len(rows) < k]
+            if short and kind in utmost:
+                for i, rows in zip(short, self._nearest(part[short], k, filter, utmost[kind]), strict=True):
+                    found[i] = rows
+            results += found
+        return [self._records(rows) for rows in results]
+
+    def count(self, filter: Filter | None = None) -> int:
+        """Number of items that fit."""
+        return int(self._call("query", filter=_fitting(filter), output_fields=["count(*)"])[0]["count(*)"])
+
+    def scan(self, batch: int = 4096, filter: Filter | None = None) -> Iterator[Records]:
+        """All items that fit, by id; what is stored or deleted meanwhile is seen if its turn has not come."""
+        condition, last = _fitting(filter), ""
+        limit = min(batch, _MOST_ROWS, self._rows_a_message())
+        while True:
+            after = f"id > {_quoted(last)}" + (condition and f" and ({condition})")
+            # As pymilvus's query_iterator does, which does not quote ids: "iterator" asks for the smallest ids in order.
+            rows = self._call(
+                "query", filter=after, limit=limit, output_fields=_COLUMNS, iterator="True", reduce_stop_for_best="True"
+            )
+            if not rows:
+                return
+            yield self._records(rows)
+            last = rows[-1]["id"]
+
+    def optimise(self) -> None:
+        """Write the log into segments, which Milvus then indexes by itself; Lite goes on in the background."""
+        self._call("flush")
+
+    def close(self) -> None:
+        """Close the connection; the last store of an embedded file closes the file."""
+        if not self._closed:
+            self._closed = True
+            self._client.close()
+            self._place.release()
+
+    def _nearest(
+        self, vectors: np.ndarray, k: int, filter: Filter | None, thorough: dict[str, int]
+    ) -> list[list[dict[str, Any]]]:
+        found = self._call(
+            "search",
+            data=list(vectors),
+            anns_field="vector",
+            limit=k,
+            filter=_fitting(filter),
+            output_fields=_COLUMNS,
+            search_params={"metric_type": "L2", "params": thorough},
+        )
+        return [[hit["entity"] for hit in hits] for hits in found]
+
+    def _records(self, rows: Sequence[Mapping[str, Any]]) -> Records:
+        if not rows:
+            return Records.none(self._dim)
+        return Records(
+            tuple(row["id"] for row in rows),
+            torch.from_numpy(np.array([row["vector"] for row in rows], dtype=np.float32)),
+            torch.tensor([row["uncertainty"] for row in rows], dtype=torch.float32),
+            tuple(row["payload"] for row in rows),
+        )
+
+    def _rows_a_message(self) -> int:
+        return max(1, min(_MOST_ROWS, _MOST_BYTES // (4 * self._dim + 1000)))
+
+    def _call(self, method: str, **arguments: Any) -> Any:
+        """A method of the client on our collection; loaded again first if the server was restarted."""
+        call: Callable[..., Any] = getattr(self._client, method)
+        error_type = _driver().MilvusException
+        try:
+            try:
+                return call(self._place.name, **arguments, retry_times=_RETRIES)
+            except error_type as error:
+                if error.code != 101:  # collection not loaded
+                    raise
+                self._client.load_collection(self._place.name, retry_times=_RETRIES)
+                return call(self._place.name, **arguments, retry_times=_RETRIES)
+        except Exception as error:
+            if not isinstance(error, error_type) and not self._closed:
+                raise
+            raise UserError(f"store {self.url}: {_said(error)}") from None
+
+
+class _Place:
+    """Where a URL leads: a file, or a server with what opens it."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.options = redacted(url), options(url, _OPTIONS)
+        head, _, rest = url.partition(":")
+        self.file: Path | None = None
+        self.token = ""
+        if head == "milvus":
+            path = rest.partition("?")[0]
+            if not path.endswith(".db") or path.startswith("//"):
+                raise UserError(
+                    f"store {self.url}: an embedded Milvus is milvus:PATH.db, a server milvus+http://host:19530/name"
+                )
+            self.file, self.uri = Path(path).absolute(), str(Path(path).absolute())
+            self.name = self.options.get("name", "sfumato")
+        else:
+            parts = urlsplit(url)
+            self.uri = f"{head.removeprefix('milvus+')}://{parts.netloc.rpartition('@')[2]}"
+            self.name = parts.path.removeprefix("/")
+            if not parts.hostname:
+                raise UserError(f"store {self.url}: expected milvus+http://host:19530/name")
+            self.token = os.environ.get("MILVUS_TOKEN", "")
+            if parts.username is not None:
+                self.token = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,254}", self.name):
+            raise UserError(f"store {self.url}: a collection has letters, digits and _ in its name, got {self.name!r}")
+        if self.options.get("index", "FLAT") not in ("FLAT", "HNSW", "IVF_FLAT", "AUTOINDEX"):
+            raise UserError(
+                f"store {self.url}: index must be FLAT, HNSW, IVF_FLAT or AUTOINDEX, got {self.options['index']!r}"
+            )
+        for name in set(_KEPT) - {"index"}:
+            if name in self.options and not re.fullmatch(r"[1-9][0-9]{0,5}", self.options[name]):
+                raise UserError(f"store {self.url}: {name} must be a number from 1, got {self.options[name]!r}")
+
+    def release(self) -> None:
+        """Stop the embedded server if nobody else of this process uses it."""
+        if self.file is None:
+            return
+        from milvus_lite.server_manager import server_manager_instance
+
+        with _embedded_lock:
+            _embedded[self.uri] -= 1
+            if not _embedded[self.uri]:
+                server_manager_instance.release_server(self.uri)
+
+
+def _connect(place: _Place) -> Any:
+    driver = _driver()
+    try:
+        with _embedded_lock:
+            client = driver.MilvusClient(
+                place.uri,
+                token=place.token,
+                db_name=place.options.get("database", ""),
+                timeout=_CONNECT_SECONDS,
+                dedicated=True,
+            )
+            _embedded[place.uri] = _embedded.get(place.uri, 0) + 1
+            return client
+    except driver.MilvusException as error:
+        way_out = "; another process may have it open, or it is of Milvus Lite before 3" if place.file else ""
+        said = _said(error)
+        if place.token:
+            said = said.replace(place.token, "***").replace(place.token.partition(":")[2] or place.token, "***")
+        raise UserError(f"store {place.url}: {said}{way_out}") from None
+
+
+def _said(error: BaseException) -> str:
+    return first_line(ValueError(getattr(error, "message", "") or error))
+
+
+def _parts(rows: Any, size: int) -> Iterator[Any]:
+    return (rows[i : i + size] for i in range(0, len(rows), size))
+
+
+def _encoded(url: str, text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"store {url}: text that is not Unicode (a lone surrogate): {text[:40]!r}") from None
+
+
+_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"})
+
+
+def _quoted(text: str) -> str:
+    """A text in a filter expression. Milvus has templates for this, which Lite does not read."""
+    return f'"{text.translate(_ESCAPES)}"'
+
+
+def _among(ids: Sequence[str]) -> str:
+    return f"id in [{', '.join(map(_quoted, ids))}]"
+
+
+def _fitting(filter: Filter | None) -> str:
+    """A filter as an expression; "" for all items."""
+    if filter is None:
+        return ""
+    conditions = []
+    if filter.max_uncertainty is not None:
+        # The largest float32 that is no larger, so that it is all one in which precision the engine compares.
+        bound = np.clip(filter.max_uncertainty, np.finfo(np.float32).min, np.finfo(np.float32).max)
+        single = np.float32(bound)
+        if float(single) > bound:
+            single = np.nextafter(single, np.float32(-np.inf))
+        conditions.append(f"uncertainty <= {float(single)!r}")
+    for name, values in filter.where.items():
+        # Lite has "in" for fields, not for what is in JSON; no id is empty.
+        equal = (f"payload[{_quoted(name)}] == {_quoted(value)}" for value in values)
+        conditions.append(f"({' or '.join(equal) or 'id == ' + _quoted('')})")
+    return " and ".join(conditions)
+
+
+def _driver() -> Any:
+    try:
+        import pymilvus
+    except ImportError as error:
+        raise UserError("stores in Milvus need pymilvus and milvus-lite: pip install 'sfumato[milvus]'") from error
+    # They print a traceback for each error that they also raise.
+    for name in ("pymilvus.decorators", "milvus_lite.server_manager"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    return pymilvus
