@@ -3,6 +3,7 @@
 
 const THUMBNAIL = 30;
 const DOTS = 3;
+const LIKELY = 0.1; // hits from here on show their pictures
 
 export class CollectionMap {
   #canvas;
@@ -20,7 +21,7 @@ export class CollectionMap {
   #moved = 0;
   #frame = 0;
 
-  // picture(path) -> promise of a URL; describe(point) -> nodes for the tip; pick(point): it was chosen for good.
+  // picture(path, size) -> promise of a URL; describe(point) -> nodes for the tip; pick(point): it was chosen for good.
   constructor(canvas, tip, { picture, describe, pick }) {
     [this.#canvas, this.#tip, this.#picture, this.#describe, this.#pick] = [canvas, tip, picture, describe, pick];
     canvas.addEventListener("pointerdown", (event) => this.#down(event));
@@ -37,7 +38,7 @@ export class CollectionMap {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
   }
 
-  // points: of the collection. marks: [{label, tone, dashed, ellipse, ids}], one for each query.
+  // points: of the collection. marks: [{label, tone, dashed, ellipse, hits}], one for each query; hits: id -> probability.
   show(points, marks) {
     const other = points !== this.#points;
     [this.#points, this.#marks] = [points, marks];
@@ -118,19 +119,17 @@ export class CollectionMap {
     const near = seen.length < (width * height) / 4000; // room for pictures
     ctx.globalAlpha = 0.55;
     ctx.fillStyle = colour("soft");
-    for (const point of seen) if (!near || !this.#thumbnail(ctx, point, 1)) dot(point, DOTS), ctx.fill();
+    for (const point of seen) if (!near || !this.#thumbnail(ctx, point)) dot(point, DOTS), ctx.fill();
     ctx.globalAlpha = 1;
 
-    for (const { tone, dashed, ellipse, ids } of this.#marks) {
-      const hits = seen.filter(({ id }) => ids.has(id));
+    for (const { tone, dashed, ellipse, hits } of this.#marks) {
       ctx.strokeStyle = ctx.fillStyle = colour(tone);
       ctx.lineWidth = 2;
       ctx.setLineDash(dashed ? [4, 3] : []);
-      for (const point of hits.reverse()) {
-        const drawn = this.#thumbnail(ctx, point, 1);
-        dot(point, drawn ? THUMBNAIL / 2 + 3 : DOTS + 2);
-        if (drawn) ctx.stroke();
-        else ctx.fill();
+      const found = seen.filter(({ id }) => hits.has(id)).sort((one, other) => hits.get(one.id) - hits.get(other.id));
+      for (const point of found) {
+        if (hits.get(point.id) >= LIKELY && this.#thumbnail(ctx, point)) ctx.stroke();
+        else dot(point, DOTS + 1), ctx.fill();
       }
       if (!ellipse) continue;
       shape(ellipse, 5);
@@ -167,23 +166,27 @@ export class CollectionMap {
     ctx.stroke();
   }
 
-  // Draws the picture of a point if it has come, and sends for it otherwise.
-  #thumbnail(ctx, point, alpha) {
+  // Draws the picture of a point in a frame, which is the path afterwards; if it has not come yet, sends for it.
+  #thumbnail(ctx, point) {
     if (!point.picture) return false;
     const image = this.#images.get(point.picture);
     if (image?.complete && image.naturalWidth) {
       const [x, y] = this.#screen(point);
-      ctx.globalAlpha = alpha;
       const size = THUMBNAIL / Math.max(image.naturalWidth, image.naturalHeight);
       const [w, h] = [image.naturalWidth * size, image.naturalHeight * size];
+      ctx.beginPath();
+      ctx.roundRect(x - w / 2, y - h / 2, w, h, 6);
+      ctx.save();
+      ctx.clip();
       ctx.drawImage(image, x - w / 2, y - h / 2, w, h);
+      ctx.restore();
       return true;
     }
     if (!image) {
       const fresh = new Image();
       this.#images.set(point.picture, fresh);
       fresh.onload = () => this.draw();
-      this.#picture(point.picture).then((url) => (fresh.src = url), () => {}); // without its picture an item stays a dot
+      this.#picture(point.picture, 64).then((url) => (fresh.src = url), () => {}); // without its picture an item stays a dot
     }
     return false;
   }

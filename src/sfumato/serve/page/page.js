@@ -65,15 +65,16 @@ async function call(path, { method = "GET", body, signal } = {}) {
 const json = async (path, options) => (await call(path, options)).json();
 
 // The URL of a picture; with a key it has to be fetched, since an <img> sends none.
-async function pictureURL(path) {
+async function pictureURL(picture, size) {
+  const path = `${picture}?size=${size}`;
   if (!sessionStorage.getItem("sfumato-key")) return path;
   if (!blobs.has(path)) blobs.set(path, call(path).then((response) => response.blob()).then((blob) => URL.createObjectURL(blob)));
   return blobs.get(path);
 }
 
-const image = (path, alt) => {
+const image = (path, alt = "", size = 224) => {
   const node = h("img", { alt, decoding: "async" });
-  pictureURL(path).then((url) => (node.src = url), () => {});
+  pictureURL(path, size).then((url) => (node.src = url), () => {});
   return node;
 };
 
@@ -144,6 +145,7 @@ function ask(slot, query) {
   const queries = [...state.queries];
   queries[slot] = query;
   go({ queries });
+  scrollTo(0, 0);
 }
 
 function askPicture(slot, file) {
@@ -188,6 +190,8 @@ async function search(slot) {
     for (const hit of answer.hits) known.set(hit.id, hit);
     panel(slot, result(slot, query, answer));
     filter();
+    if (query.kind === "id") syncAsk(slot); // its name may have become known
+    if (document.activeElement === document.body) $("#answers").focus({ preventScroll: true }); // what was clicked has gone
     $("#status").textContent = `${titleOf(query)}: ${answer.verdict.text}. ${answer.hits.length} hits.`;
   } catch (error) {
     if (!controller.signal.aborted) fail(slot, error);
@@ -202,13 +206,13 @@ const titleOf = ({ kind, value }) =>
   kind === "text" ? `“${value}”` : kind === "image" ? files.get(value).file.name || "a picture" : `More like ${known.has(value) ? nameOf(known.get(value)) : value}`;
 
 const thumbnailOf = ({ kind, value }) =>
-  kind === "image" ? h("img", { src: files.get(value).url, alt: "" }) : kind === "id" && known.get(value)?.picture ? image(known.get(value).picture, "") : null;
+  kind === "image" ? h("img", { src: files.get(value).url, alt: "" }) : kind === "id" && known.get(value)?.picture ? image(known.get(value).picture) : null;
 
 function panel(slot, node) {
   node.dataset.slot = slot;
   const old = $(`#answers [data-slot="${slot}"]`);
   if (old) old.replaceWith(node);
-  else $("#answers").append(node);
+  else $("#answers")[slot ? "append" : "prepend"](node);
 }
 
 const skeleton = (query) =>
@@ -216,11 +220,12 @@ const skeleton = (query) =>
     h("header", {}, h("h2", {}, titleOf(query))),
     h("div", { class: `grid ${state.gallery}` }, Array.from({ length: 12 }, () => h("div", { class: "pick" }, h("i", { class: "blank" }), h("i", { class: "line" })))));
 
-function fail(slot, { title, message, status }) {
-  panel(slot, h("section", { class: "card wrong", role: "alert" },
+const refusal = ({ title, message }, again) =>
+  h("section", { class: "card wrong", role: "alert" },
     h("h2", { class: "problem" }, title ?? "The page has made a mistake"), h("p", {}, message),
-    (status === 0 || status >= 429) && h("p", { class: "after" }, h("button", { type: "button", onclick: () => search(slot) }, "Try again"))));
-}
+    h("p", { class: "after" }, h("button", { type: "button", onclick: again }, "Try again")));
+
+const fail = (slot, error) => panel(slot, refusal(error, () => search(slot)));
 
 function result(slot, query, answer) {
   const { galleries, dimensions } = info;
@@ -251,7 +256,7 @@ function card(slot, hit, inSet) {
   bar.style.width = `${100 * hit.match_probability}%`;
   return h("li", { class: inSet ? "hit in-set" : "hit", "data-probability": hit.match_probability },
     h("button", { type: "button", class: "pick", "aria-label": `${name}: match probability ${percent(hit.match_probability)}, uncertainty ${figure(hit.uncertainty)}. More like this`, title: "More like this", onclick: () => ask(slot, { kind: "id", value: hit.id }) },
-      hit.picture ? image(hit.picture, "") : state.gallery === "images" && h("i", { class: "blank" }),
+      hit.picture ? image(hit.picture) : state.gallery === "images" && h("i", { class: "blank" }),
       h("span", { class: "name" }, name),
       h("span", { class: "bar" }, bar),
       h("span", { class: "figures" }, h("b", {}, percent(hit.match_probability)), h("span", { class: "soft", title: "uncertainty: total variance of this item" }, `σ² ${figure(hit.uncertainty, 2).replace(/^0\./, ".")}`))),
@@ -281,7 +286,7 @@ const welcome = () => {
     const step = Math.max(1, Math.floor(points.length / 12));
     grid.append(...points.filter((_, i) => i % step === 0).slice(0, 12).map((point) => h("li", { class: "hit" },
       h("button", { type: "button", class: "pick", "aria-label": `More like ${nameOf(point)}`, onclick: () => ask(0, { kind: "id", value: point.id }) },
-        point.picture && image(point.picture, ""), h("span", { class: "name" }, nameOf(point))))));
+        point.picture && image(point.picture), h("span", { class: "name" }, nameOf(point))))));
   }, () => {});
   return h("section", { class: "card empty" }, h("h2", {}, "Ask for anything"),
     h("p", {}, "Every hit comes with the probability that it really matches, and every answer says how many matches to expect: many for a vague question, one for a precise one. Write a text, drop or paste a picture",
@@ -295,7 +300,7 @@ function details(slot, hit) {
   const row = (label, value) => [h("dt", {}, label), h("dd", {}, value)];
   $("h2", dialog).textContent = nameOf(hit);
   $(".problem", dialog).hidden = true;
-  $(".about", dialog).replaceChildren(...(hit.picture ? [image(hit.picture, nameOf(hit))] : []),
+  $(".about", dialog).replaceChildren(...(hit.picture ? [image(hit.picture, nameOf(hit), 1024)] : []),
     h("dl", {}, row("Match probability", percent(hit.match_probability)), row("Rank", hit.rank), row("Distance", figure(hit.distance)), row("Uncertainty", figure(hit.uncertainty)), row("Id", hit.id),
       Object.entries(hit.payload).map(([name, value]) => row(name, value))));
   $(".main", dialog).onclick = () => (dialog.close(), ask(slot, { kind: "id", value: hit.id }));
@@ -350,7 +355,7 @@ function changed(n, said) {
 
 function mapOf(gallery) {
   if (!maps.has(gallery)) {
-    const promise = json(`v1/map?gallery=${gallery}`);
+    const promise = json(`v1/map?n=2000&gallery=${gallery}`);
     promise.then(({ points }) => points.forEach((point) => known.has(point.id) || known.set(point.id, point)), () => maps.delete(gallery));
     maps.set(gallery, promise);
   }
@@ -370,11 +375,11 @@ async function mark() {
   const marks = SLOTS.filter((slot) => shown[slot]).map((slot) => {
     const { query, answer } = shown[slot];
     const hits = answer.hits.filter((hit) => hit.match_probability >= least);
-    return { label: titleOf(query), tone: TONES[answer.verdict.kind], dashed: slot === 1, ellipse: answer.position, ids: new Set(hits.map(({ id }) => id)) };
+    return { label: titleOf(query), tone: TONES[answer.verdict.kind], dashed: slot === 1, ellipse: answer.position, hits: new Map(hits.map((hit) => [hit.id, hit.match_probability])) };
   });
   map.show(found.points, marks);
   const ids = new Set(found.points.map(({ id }) => id));
-  const outside = new Set(marks.flatMap((one) => [...one.ids]).filter((id) => !ids.has(id))).size;
+  const outside = new Set(marks.flatMap(({ hits }) => [...hits.keys()]).filter((id) => !ids.has(id))).size;
   $("#legend").textContent = [
     `${found.points.length < found.n ? `A sample of ${count(found.points.length)} of ` : ""}${things(gallery, found.n)}, each with one standard deviation of its cloud. The two axes show ${percent(found.explained[0])} and ${percent(found.explained[1])} of how they differ: far on the map is far, near may not be near.`,
     marks.length && `Coloured: what you asked, and its hits${outside ? ` (${outside} of them are not in the sample)` : ""}.`,
@@ -388,7 +393,7 @@ function list(points, marks) {
   const details = $("#list");
   const fill = () => {
     if (!details.open) return;
-    const hit = (point) => marks.some(({ ids }) => ids.has(point.id));
+    const hit = (point) => marks.some(({ hits }) => hits.has(point.id));
     const at = ({ x, y }) => `at ${x.toFixed(2)}, ${y.toFixed(2)}`;
     $("ul", details).replaceChildren(
       ...marks.filter(({ ellipse }) => ellipse).map(({ label, ellipse }) => h("li", {}, h("b", {}, label), ` ${at(ellipse)}, ± ${figure(ellipse.a)} by ${figure(ellipse.b)}`)),
@@ -401,7 +406,7 @@ function list(points, marks) {
 
 const tip = (point) => {
   const probability = SLOTS.map((slot) => shown[slot]?.answer.hits.find(({ id }) => id === point.id)).filter(Boolean);
-  return [point.picture && image(point.picture, ""), h("div", {}, h("b", {}, nameOf(point)), ...probability.map((hit) => h("div", {}, `match probability ${percent(hit.match_probability)}`)), h("div", { class: "soft" }, `uncertainty ${figure(point.uncertainty)}`))].filter(Boolean);
+  return [point.picture && image(point.picture), h("div", {}, h("b", {}, nameOf(point)), ...probability.map((hit) => h("div", {}, `match probability ${percent(hit.match_probability)}`)), h("div", { class: "soft" }, `uncertainty ${figure(point.uncertainty)}`))].filter(Boolean);
 };
 
 // ---- the page around them
@@ -562,9 +567,8 @@ function listen() {
 async function start() {
   try {
     info = await json("v1/info");
-  } catch ({ status, title, message }) {
-    if (status !== 401) $("#notice").replaceChildren(h("section", { class: "card wrong" }, h("h2", { class: "problem" }, title ?? "The page has made a mistake"), h("p", {}, message)));
-    return;
+  } catch (error) {
+    return void $("#notice").replaceChildren(refusal(error, start));
   }
   $("#galleries").hidden = Object.keys(info.galleries).length < 2;
   state = read();
