@@ -550,6 +550,72 @@ def search(
 
 
 @app.command()
+def serve(
+    source: Annotated[Path, typer.Argument(metavar="RUN_OR_INDEX", help="folder of an index, a collection or a run")],
+    texts: Annotated[
+        Path | None,
+        typer.Option(metavar="INDEX", help="a gallery of texts beside that of pictures, to be searched by picture"),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="folder or name of the model, if it has moved")
+    ] = None,
+    store: Annotated[str | None, typer.Option(help="URL of the collection's store, if it has moved")] = None,
+    split: Annotated[str | None, typer.Option(help="of a run: embed this split of its data; test if left out")] = None,
+    host: Annotated[
+        str, typer.Option(help="address to listen at; others than this machine's own need a key")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any free one")] = 8000,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="file of keys that open the service, one a line; or SFUMATO_API_KEY")
+    ] = None,
+    no_key: Annotated[bool, typer.Option("--no-key", help="listen to a network without a key all the same")] = False,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="name that it may be called by, beside this machine's own; several times")
+    ] = None,
+    max_upload_mb: Annotated[float, typer.Option(help="size of a picture file at most")] = 10.0,
+    max_pixels: Annotated[int, typer.Option(help="of a picture at most")] = 40_000_000,
+    max_batch: Annotated[int, typer.Option(help="queries or new items of a request at most")] = 64,
+    max_results: Annotated[int, typer.Option(help="hits of a query, and items of a conformal set, at most")] = 1000,
+    batch_size: Annotated[int, typer.Option(help="texts or pictures embedded together at most")] = 32,
+    batch_window_ms: Annotated[float, typer.Option(help="how long the first of them waits for others")] = 2.0,
+    queue: Annotated[int, typer.Option(help="texts or pictures that wait at most; more are refused for now")] = 256,
+    timeout: Annotated[float, typer.Option(help="seconds for a request to arrive, and again to be answered")] = 30.0,
+    threads: Annotated[int, typer.Option(help="of one computation")] = 1,
+    workers: Annotated[int, typer.Option(help="searches at the same time")] = 2,
+    grace: Annotated[int, typer.Option(min=0, help="seconds to finish requests after SIGTERM")] = 30,
+    access_log: Annotated[bool, typer.Option("--access-log", help="a line for every request")] = False,
+    device: Device = "auto",
+) -> None:
+    """Serve a web page and an HTTP interface for searching, and of a collection for adding and removing."""
+    from sfumato.serve.settings import Settings, read_keys, require_extra
+
+    require_extra()
+    from sfumato.serve.app import create_app
+    from sfumato.serve.server import check_host, hosts_of, run_app
+    from sfumato.serve.sources import open_sources
+    from sfumato.training.build import choose_device
+
+    keys = read_keys(api_key_file, os.environ.get("SFUMATO_API_KEY"))
+    check_host(host, keys, no_key)
+    settings = Settings(
+        batch_size=batch_size,
+        batch_window=batch_window_ms / 1000,
+        max_waiting=queue,
+        max_batch=max_batch,
+        max_results=max_results,
+        max_upload_bytes=int(max_upload_mb * 1_000_000),
+        max_pixels=max_pixels,
+        timeout=timeout,
+        threads=threads,
+        workers=workers,
+        keys=keys,
+        hosts=hosts_of(host, allowed_host or []),
+    )
+    sources = open_sources(source, texts=texts, run=run, store=store, split=split, device=choose_device(device))
+    run_app(create_app(sources, settings), host=host, port=port, grace=grace, access_log=access_log)
+
+
+@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="folder for the run, the index and the page")] = Path("runs/demo"),
     overrides: Annotated[

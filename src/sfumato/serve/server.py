@@ -4,6 +4,7 @@ import asyncio
 import ipaddress
 import logging
 import signal
+from collections.abc import Sequence
 from types import FrameType
 
 import uvicorn
@@ -22,6 +23,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def hosts_of(host: str, more: Sequence[str]) -> tuple[str, ...]:
+    """Names that the service may be called by; any if it listens to a network and is not told."""
+    told = tuple(name.lower() for name in more)
+    return (*LOOPBACK, *told) if is_loopback(host) or told else ()
 
 
 def check_host(host: str, keys: tuple[str, ...], no_key: bool) -> None:

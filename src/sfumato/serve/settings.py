@@ -1,6 +1,7 @@
 """What a service is told when it is started: limits, sizes and keys."""
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from sfumato.data.transforms import MAX_PIXELS
@@ -91,3 +92,13 @@ def read_keys(file: Path | None, environment: str | None) -> tuple[str, ...]:
     if not keys:
         raise UserError(f"--api-key-file {file}: holds no key; write one with `openssl rand -hex 32 > {file}`")
     return keys
+
+
+def require_extra() -> None:
+    """Say what to install if something is missing, before anything is loaded.
+
+    Raises:
+        UserError: the extra `serve` is not installed.
+    """
+    if any(find_spec(name) is None for name in ("fastapi", "uvicorn", "prometheus_client", "python_multipart")):
+        raise UserError("the service needs FastAPI, uvicorn and what goes with them: pip install 'sfumato[serve]'")
