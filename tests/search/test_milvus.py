@@ -90,3 +90,222 @@ class TestServer(StoreContract):
 
     def create(self, tmp_path, dim):
         return create_store(self.server.url(index="HNSW", ef=300), dim, FINGERPRINT)
+
+
+def test_the_index_that_was_asked_for_is_the_one_that_is_searched(server):
+    for index, numbers in {
+        "FLAT": {},
+        "HNSW": {"M": 9, "efConstruction": 77},
+        "IVF_FLAT": {"nlist": 33},
+        "AUTOINDEX": {},
+    }.items():
+        store = create_store(server.url(index=index, m=9, ef_construction=77, nlist=33), 4, FINGERPRINT)
+        told = store._client.describe_index(store._place.name, "vector")
+        assert told["index_type"] == index and told["metric_type"] == "L2"
+        assert told.get("params", {}) == numbers
+        store.close()
+    with pytest.raises(UserError, match="index must be FLAT, HNSW, IVF_FLAT or AUTOINDEX, got 'SCANN'"):
+        create_store(server.url(index="SCANN"), 4, FINGERPRINT)
+
+
+@pytest.mark.parametrize("options", [{"index": "HNSW", "ef": 1}, {"index": "IVF_FLAT", "nlist": 60, "nprobe": 1}])
+def test_a_narrow_filter_brings_all_that_fit(server, options):
+    store, batch = create_store(server.url(**options), 9, FINGERPRINT), records(600, 9, 2)
+    batch = Records(batch.ids, batch.vectors, batch.uncertainty, tuple({"rare": str(i % 60)} for i in range(600)))
+    store.upsert(batch)
+    store.optimise()
+    reopened = open_store(store.url)
+    for _ in range(2):
+        assert_nearest(reopened, by_id(batch), queries(5, 9, 3), 10, Filter({"rare": ("7",)}))
+        time.sleep(0.5)  # Lite builds the index in the background
+    reopened.close()
+    store.close()
+
+
+def test_batches_larger_than_a_message(server, monkeypatch):
+    store, batch = create_store(server.url(), 7, FINGERPRINT), records(90, 7, 4)
+    monkeypatch.setattr(milvus, "_MOST_BYTES", 12 * (4 * 7 + 1000))
+    store.upsert(batch)
+    assert_holds(store, by_id(batch))
+    assert_nearest(store, by_id(batch), queries(5, 7, 5), 40)
+    with pytest.raises(UserError, match="at most 16,384 results, 16,385 were asked for"):
+        store.search(queries(1, 7, 0), 16385)
+    store.close()
+
+
+def test_texts_that_milvus_would_take_for_an_expression(server):
+    texts = (
+        '"] or id != "',
+        "tab\tr\rn\n",
+        '\\"',
+        "\\",
+        "'",
+        "\x01\x85\u2028",
+        "{id}",
+        "$meta",
+        "nine".rjust(60_000, "9"),
+    )
+    store, batch = create_store(server.url(), 3, FINGERPRINT), records(len(texts), 3, 6)
+    payloads = tuple({text[:90]: text[:90]} for text in texts)
+    store.upsert(Records(texts, batch.vectors, batch.uncertainty, payloads))
+    assert sorted(key for part in store.scan(batch=1) for key in part.ids) == sorted(texts)
+    for text in texts:
+        assert store.get([text, text + "?"]).ids == (text,)
+        assert store.count(Filter({text[:90]: (text[:90],)})) == 1
+    assert store.delete(texts[:2]) == 2 and store.count() == len(texts) - 2
+    one = records(1, 3, 7)
+    for wrong, said in (("é" * 32768, "an id may have 65,535 bytes, got 65,536: 'éé"), ("\ud800", "not Unicode")):
+        with pytest.raises(UserError, match=said):
+            store.upsert(Records((wrong,), one.vectors, one.uncertainty, one.payloads))
+    store.close()
+
+
+def test_bounds_between_two_numbers_of_single_precision(server):
+    store, bound = create_store(server.url(), 2, FINGERPRINT), torch.tensor(0.1)
+    batch = Records(
+        ("below", "at"), torch.zeros(2, 2), torch.stack([torch.nextafter(bound, bound - 1), bound]), ({}, {})
+    )
+    store.upsert(batch)
+    for limit in (float(bound), 0.1, float("inf"), float("-inf"), 1e-45, 1e300):
+        assert store.count(Filter(max_uncertainty=limit)) == int((batch.uncertainty.double() <= limit).sum()), limit
+    store.close()
+
+
+def test_collections_that_are_not_there_or_not_ours(server, file, tmp_path):
+    with pytest.raises(UserError, match="there is no collection c"):
+        open_store(server.url())
+    url = server.url()
+    create_store(url, 3, FINGERPRINT).close()
+    with pytest.raises(UserError, match="exists already"):
+        create_store(url, 3, FINGERPRINT)
+    store = create_store(server.url(), 3, FINGERPRINT)
+    store._client.create_collection("stranger", dimension=4)
+    store.close()
+    with pytest.raises(UserError, match="stranger was not made by sfumato"):
+        open_store(f"milvus+http://127.0.0.1:{server.port}/stranger")
+    with pytest.raises(UserError, match="there is no file"):
+        open_store(f"milvus:{tmp_path}/none.db")
+    (tmp_path / "text.db").write_text("not a store")
+    with pytest.raises(UserError, match=r"text.db: .*Milvus Lite before 3"):
+        open_store(f"milvus:{tmp_path}/text.db")
+
+
+@pytest.mark.parametrize(
+    "url, said",
+    [
+        ("milvus:runs/store", r"an embedded Milvus is milvus:PATH.db"),
+        ("milvus+http://h:19530", "a collection has letters, digits and _ in its name, got ''"),
+        ("milvus+http:///name", r"expected milvus\+http://host:19530/name"),
+        ("milvus:a.db?ef=0", "ef must be a number from 1, got '0'"),
+        ("milvus:a.db?indx=FLAT", "unknown option 'indx'; known: index"),
+    ],
+)
+def test_urls_are_checked_before_anything_is_connected(url, said):
+    with pytest.raises(UserError, match=said):
+        create_store(url, 3, FINGERPRINT)
+
+
+def test_two_stores_of_one_file_and_another_process(tmp_path):
+    url = f"milvus:{tmp_path}/new folder/one.db"
+    first, batch = create_store(url, 3, FINGERPRINT), records(9, 3, 8)
+    second = open_store(url)
+    first.upsert(batch)
+    first.close()
+    assert_holds(second, by_id(batch))
+    program = "import sys; from sfumato.search.stores.open import open_store; print(open_store(sys.argv[1]).count())"
+    done = subprocess.run([sys.executable, "-c", program, url], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "UserError: " in done.stderr and "another process may have it open" in done.stderr
+    second.close()
+    with pytest.raises(UserError):
+        second.count()
+    done = subprocess.run([sys.executable, "-c", program, url], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "9\n", done.stderr
+
+
+def test_servers_that_are_not_there_and_passwords(monkeypatch):
+    monkeypatch.setattr(milvus, "_CONNECT_SECONDS", 2)
+    began = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for port in (free_port(), silent.getsockname()[1]):
+            with pytest.raises(UserError, match="server unavailable") as caught:
+                open_store(f"milvus+http://someone:s3cr%2Ft@127.0.0.1:{port}/name")
+            assert "s3cr" not in str(caught.value) and "someone:***@127.0.0.1" in str(caught.value)
+    assert time.monotonic() - began < 15
+    monkeypatch.setenv("MILVUS_TOKEN", "from the environment")
+    assert milvus._Place("milvus+https://h:1/n").token == "from the environment"
+    assert milvus._Place("milvus+https://me:a%40b@h:1/n").token == "me:a@b"
+    assert milvus._Place("milvus+https://me:a%40b@h:1/n").uri == "https://h:1"
+
+
+WRITER = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from search.stores_contract import records
+from sfumato.search.stores.open import open_store
+store = open_store(sys.argv[1])
+for i in range(100_000):
+    store.upsert(records(25, 6, i, prefix=f"batch{i}"))
+    print(i, flush=True)
+    if i % 6 == 5:
+        store.optimise()
+    if i % 5 == 4:
+        assert store.delete([f"batch{i}-0", "absent"]) == 1
+        print(f"-{i}", flush=True)
+"""
+
+
+def writer(url):
+    """A process that writes batches of 25, and deletes of every fifth its first item, and says what it has done."""
+    command = [sys.executable, "-c", WRITER, url, str(Path(__file__).parents[1])]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def assert_nothing_lost(store, said):
+    stored = {int(key.partition("-")[0].removeprefix("batch")) for part in store.scan() for key in part.ids}
+    batches = [int(line) for line in said if not line.startswith("-")]
+    gone = [f"batch{line[1:]}-0" for line in said if line.startswith("-")]
+    assert set(batches) <= stored and len(stored) <= len(batches) + 1
+    assert len(store.get(gone)) == 0
+    assert 25 * len(stored) - len(gone) - 1 <= store.count() <= 25 * len(stored) - len(gone)
+    for i in batches[:: max(1, len(batches) // 5)] + batches[-1:]:
+        wanted = records(25, 6, i, prefix=f"batch{i}")
+        found = store.get(wanted.ids[1:])
+        assert found.ids == wanted.ids[1:] and torch.equal(found.vectors, wanted.vectors[1:])
+
+
+def test_a_killed_server_loses_nothing(tmp_path):
+    server = Server(tmp_path)
+    try:
+        store = create_store(server.url(index="HNSW"), 6, FINGERPRINT)
+        process = writer(store.url)
+        said = [process.stdout.readline() for _ in range(25)]
+        server.kill()
+        began = time.monotonic()
+        out, errors = process.communicate(timeout=60)
+        said += out.splitlines()
+        assert process.returncode == 1 and "UserError: store milvus+http://" in errors, errors
+        with pytest.raises(UserError):
+            store.search(queries(1, 6, 0), 3)
+        assert time.monotonic() - began < 30
+        server.start()
+        said = [line.strip() for line in said]
+        assert_nothing_lost(store, said)
+        assert len(store.search(queries(1, 6, 0), 7)[0]) == 7
+        store.close()
+        reopened = open_store(store.url)
+        assert_nothing_lost(reopened, said)
+        reopened.close()
+    finally:
+        server.kill()
+
+
+def test_a_killed_process_loses_nothing_of_its_embedded_file(tmp_path):
+    url = f"milvus:{tmp_path}/one.db"
+    create_store(url, 6, FINGERPRINT).close()
+    process = writer(url)
+    said = [process.stdout.readline() for _ in range(25)]
+    process.kill()
+    said += process.communicate()[0].splitlines()
+    store = open_store(url)
+    assert_nothing_lost(store, [line.strip() for line in said])
+    store.close()

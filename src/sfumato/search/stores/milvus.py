@@ -14,7 +14,8 @@ Instead of user and password a token may stand in MILVUS_TOKEN. Options:
 
 Other kinds of index are refused, because Lite takes any name and searches without saying that it built none. Options given to
 `create_store` are kept with the collection; those given to `open_store` come before them, as far as they concern searching. A search
-that brings fewer than k results, as under a narrow filter, is done again at its most thorough.
+of HNSW or IVF_FLAT that brings fewer than k results, as under a narrow filter, is done again at its most thorough. Lite looks at the
+payload of every item for a filter, and at every vector that no segment holds yet: about a second for 20,000; call `optimise`.
 
 What upsert has stored is in Milvus's log, which outlives the death of any process; Lite does not force it to disk, so a power cut may
 cost what was stored after the last `optimise`. Lite listens on a free loopback port while it is open, without asking for passwords.
@@ -58,6 +59,13 @@ _LONGEST_ID = 65_535
 _CONNECT_SECONDS = 5
 _RETRIES = 5
 """Within about four seconds; pymilvus would go on for minutes."""
+
+_RECONNECT = {
+    "grpc.use_local_subchannel_pool": 1,
+    "grpc.initial_reconnect_backoff_ms": 100,
+    "grpc.max_reconnect_backoff_ms": 1000,
+}
+"""A server that was restarted is found within a second or so; by default it may take two minutes."""
 
 _embedded: dict[str, int] = {}
 _embedded_lock = threading.Lock()
@@ -138,7 +146,8 @@ class MilvusStore:
             "IVF_FLAT": {"nlist": numbers["nlist"]},
         }
         kind = self._options["index"]
-        index.add_index("vector", index_type=kind, metric_type="L2", params=built.get(kind, {}))
+        # Nested: a server reads these numbers so or flat, as pymilvus would send them; Lite only so, and passes over flat ones.
+        index.add_index("vector", index_type=kind, metric_type="L2", params={"params": built.get(kind, {})})
         self._call(
             "create_collection",
             schema=schema,
@@ -363,6 +372,7 @@ def _connect(place: _Place) -> Any:
                 db_name=place.options.get("database", ""),
                 timeout=_CONNECT_SECONDS,
                 dedicated=True,
+                grpc_options=_RECONNECT,
             )
             _embedded[place.uri] = _embedded.get(place.uri, 0) + 1
             return client
@@ -426,6 +436,6 @@ def _driver() -> Any:
     except ImportError as error:
         raise UserError("stores in Milvus need pymilvus and milvus-lite: pip install 'sfumato[milvus]'") from error
     # They print a traceback for each error that they also raise.
-    for name in ("pymilvus.decorators", "milvus_lite.server_manager"):
+    for name in ("pymilvus.decorators", "pymilvus.client.connection_manager", "milvus_lite.server_manager"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     return pymilvus
