@@ -1,0 +1,492 @@
+"""What the service promises: the answers of the library, over HTTP; writes that last; and good order at the end."""
+
+import concurrent.futures
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+import torch
+from serve.world import KEY, SlowModel, in_base64, picture, served, wait_until_ready
+
+from sfumato.data.transforms import decode_image
+from sfumato.errors import UserError
+from sfumato.search.stores.base import Filter
+from sfumato.serve.server import check_host, hosts_of, is_loopback
+from sfumato.serve.settings import Settings, read_keys
+from sfumato.serve.sources import Sources, open_sources
+from sfumato.training.galleries import Source, build_index, create_collection
+from sfumato.training.run import load_run
+
+
+def search(client, *queries, status=200, **options):
+    answer = client.post("/v1/search", json={"queries": list(queries), **options})
+    assert answer.status_code == status, answer.text
+    return answer.json()["answers"] if status == 200 else answer.json()
+
+
+def same(answer, result, gallery, queries, i=0):
+    """Whether an answer says what the library says."""
+    hits = [(h["id"], h["rank"], h["payload"]) for h in answer["hits"]]
+    assert hits == [(h.id, h.rank, h.payload) for h in result]
+    for ours, theirs in zip(answer["hits"], result, strict=True):
+        for name in ("distance", "match_probability", "uncertainty"):
+            assert ours[name] == pytest.approx(getattr(theirs, name), abs=1e-6)
+    assert answer["uncertainty"] == pytest.approx(result.uncertainty, abs=1e-6)
+    assert answer["expected_matches"] == pytest.approx(gallery.expected_matches(queries)[i], abs=1e-4)
+    assert answer["abstained"] == result.abstained and answer["distance"] == gallery.distance
+
+
+# ---------------------------------------------------------------- reading
+
+
+def test_a_text_finds_what_the_library_finds(client, sources):
+    index = sources.shelves["images"].gallery
+    queries = sources.model.embed_texts(["some circle in red"])
+    (expected,) = index.search(queries, 5)
+    (answer,) = search(client, {"text": "some circle in red"}, max_results=5)
+    same(answer, expected, index, queries)
+    assert answer["calibrated"] and answer["kind"] == "text" and answer["query"] == "some circle in red"
+    got = client.get("/v1/search", params={"q": "some circle in red", "max_results": 5}).json()
+    assert got == {"gallery": "images", "answers": [answer]}
+
+
+def test_kinds_may_be_mixed_and_keep_their_order(client, sources, data):
+    index, file = sources.shelves["images"].gallery, (data / "051.png").read_bytes()
+    answers = search(
+        client,
+        {"image": in_base64(file)},
+        {"text": "a bar"},
+        {"id": "110.png"},
+        {"image": in_base64(file)},
+        max_results=3,
+    )
+    assert [a["kind"] for a in answers] == ["image", "text", "id", "image"]
+    assert [a["calibrated"] for a in answers] == [False, True, False, False]
+    embedded = [
+        sources.model.embed_images([file]),
+        sources.model.embed_texts(["a bar"]),
+        index.items(["110.png"]).embeddings,
+        sources.model.embed_images([file]),
+    ]
+    for answer, queries in zip(answers, embedded, strict=True):
+        same(answer, index.search(queries, 3)[0], index, queries)
+
+
+def test_pictures_search_among_texts_and_texts_too(client, sources, data):
+    index, file = sources.shelves["texts"].gallery, (data / "051.png").read_bytes()
+    form = client.post(
+        "/v1/search/image",
+        files={"image": ("x.png", file)},
+        data={"gallery": "texts", "max_results": 4, "coverage": 0.8},
+    ).json()
+    queries = sources.model.embed_images([file])
+    same(form["answers"][0], index.search(queries, 4)[0], index, queries)
+    assert form["answers"][0]["calibrated"] and form["answers"][0]["query"] == "x.png"
+    (answer,) = search(client, {"text": "a red circle"}, gallery="texts")
+    assert not answer["calibrated"] and answer["hits"][0]["payload"]["text"] and answer["hits"][0]["picture"] is None
+
+
+def test_promises_are_those_of_the_calibration(client, sources):
+    index, text = sources.shelves["images"].gallery, {"text": "a red circle"}
+    queries = sources.model.embed_texts(["a red circle"])
+    least = index.search(queries, 3)[0][1].match_probability
+    (expected,) = index.search(queries, 40, coverage=0.9, max_risk=0.3, min_probability=least, max_set=40)
+    (answer,) = search(client, text, max_results=40, coverage=0.9, abstain=0.3, min_probability=least)
+    same(answer, expected, index, queries)
+    assert len(answer["hits"]) == 2
+    assert [h["id"] for h in answer["conformal_set"]["hits"]] == [h.id for h in expected.conformal_set]
+    assert answer["conformal_set"]["complete"] is not expected.conformal_set_cut
+    told = client.get("/v1/info").json()["galleries"]["images"]
+    assert 0.5 in told["risks"] and told["coverages"] == [0.5, 0.8, 0.9, 0.95]
+    for risk in told["risks"]:
+        search(client, text, abstain=risk)
+    refused = search(client, text, abstain=0.0001, status=422)
+    assert "no limit has a risk" in refused["detail"]
+
+
+def test_a_set_that_was_cut_says_so(client, sources):
+    shelf = sources.shelves["images"]
+    radius = shelf.gallery.answers.radius(0.999)  # Infinite: all 48, and the service gives 40.
+    assert radius == float("inf")
+    (answer,) = search(client, {"text": "a red circle"}, coverage=0.999)
+    assert len(answer["conformal_set"]["hits"]) == 40 and not answer["conformal_set"]["complete"]
+
+
+@pytest.mark.parametrize("promise", ["abstain", "coverage", "min_probability"])
+def test_promises_are_for_native_queries_only(client, promise):
+    for query in ({"image": in_base64(picture())}, {"id": "000.png"}):
+        refused = search(client, {"text": "fine"}, query, **{promise: 0.5}, status=422)
+        assert f"{promise} is known of texts" in refused["detail"] and refused["errors"][0]["where"] == promise
+    refused = search(client, {"text": "a"}, gallery="texts", **{promise: 0.5}, status=422)
+    assert "known of images" in refused["detail"]
+
+
+def test_filters(client, sources):
+    index = sources.shelves["texts"].gallery
+    queries = sources.model.embed_texts(["red"])
+    wanted = {"where": {"text": ["a red circle", "a blue cross", "nothing"]}}
+    (answer,) = search(client, {"text": "red"}, gallery="texts", filter=wanted)
+    (expected,) = index.search(queries, 10, filter=Filter({"text": ("a red circle", "a blue cross")}))
+    same(answer, expected, index, queries)
+    assert len(answer["hits"]) == 2
+    asked = {"q": "red", "gallery": "texts", "where": ["text:a red circle", "text:a blue cross"]}
+    assert client.get("/v1/search", params=asked).json()["answers"] == [answer]
+    limit = sorted(h.uncertainty for h in index.search(queries, 9)[0])[3]
+    (answer,) = search(client, {"text": "red"}, gallery="texts", filter={"max_uncertainty": limit})
+    assert len(answer["hits"]) == 4
+
+
+def test_the_map_and_positions_on_it(client, sources):
+    drawn = client.get("/v1/map", params={"n": 7}).json()
+    assert drawn["n"] == 48 and len(drawn["points"]) == 7 and sum(drawn["explained"]) <= 1
+    assert client.get("/v1/map", params={"n": 7}).json() == drawn
+    (answer,) = search(client, {"id": drawn["points"][2]["id"]}, position=True)
+    for name in ("x", "y", "a", "b"):
+        assert answer["position"][name] == pytest.approx(drawn["points"][2][name], abs=1e-6)
+    assert search(client, {"text": "a"})[0]["position"] is None
+
+
+def test_pictures_are_the_files(client, data):
+    answer = client.get("/v1/pictures/051.png")
+    assert answer.content == (data / "051.png").read_bytes()
+    assert answer.headers["content-type"] == "image/png" and answer.headers["x-content-type-options"] == "nosniff"
+    assert "max-age=604800" in answer.headers["cache-control"]
+    again = client.get("/v1/pictures/051.png", headers={"If-None-Match": answer.headers["etag"]})
+    assert again.status_code == 304 and not again.content
+    small = client.get("/v1/pictures/051.png?size=16")
+    assert decode_image(small.content, None).shape == (3, 16, 16) and small.headers["etag"] != answer.headers["etag"]
+    (hit, *_) = search(client, {"id": "051.png"})[0]["hits"]
+    assert client.get(hit["picture"]).status_code == 200
+
+
+def test_info_and_metrics(client):
+    info = client.get("/v1/info").json()
+    assert info["dimensions"] == 16 and info["distance"] == "csd" and info["limits"]["max_results"] == 40
+    assert {n: g["n"] for n, g in info["galleries"].items()} == {"images": 48, "texts": 9}
+    assert info["galleries"]["texts"]["fields"] == ["text"] and not info["galleries"]["texts"]["pictures"]
+    client.get("/v1/items/000.png")
+    client.request("BREW", "/v1/items/000.png")
+    text = client.get("/metrics").text
+    assert 'sfumato_requests_total{method="GET",route="/v1/items/{id:path}",status="200"}' in text
+    assert 'sfumato_requests_total{method="other",route="/v1/items/{id:path}",status="405"}' in text
+    assert 'sfumato_items{gallery="images"} 48.0' in text and 'sfumato_waiting{kind="text"} 0.0' in text
+    assert "sfumato_batch_size_bucket" in text and "sfumato_request_seconds_bucket" in text
+
+
+def test_pages_and_documentation_need_nothing_from_elsewhere(client):
+    for path in ("/docs", "/docs/style.css", "/"):
+        answer = client.get(path)
+        assert answer.status_code == 200
+        assert "default-src 'self'" in answer.headers["content-security-policy"]
+        resources = re.sub(r"http://www\.w3\.org/[\w/]+|http://127\.0\.0\.1:8000", "", answer.text)
+        assert not re.search(r"https?://|//cdn", resources), path
+    assert "<script" not in client.get("/docs").text
+    document = client.get("/openapi.json").json()
+    assert "HTTPValidationError" not in json.dumps(document)
+    for path, operations in document["paths"].items():
+        assert path in client.get("/docs").text
+        for operation in operations.values():
+            assert operation["description"]
+            assert all("application/problem+json" in operation["responses"][s]["content"] for s in ("401", "500"))
+            for body in operation.get("requestBody", {}).get("content", {}).values():
+                assert body["schema"]
+    references = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(document)))
+    assert references <= set(document["components"]["schemas"])
+
+
+def test_a_collection_of_texts_beside_pictures(run, data, collection, tmp_path):
+    loaded = load_run(run)
+    lines = Source(loaded.model.embed_texts(["a red bar"]), ["one"], ["a red bar"])
+    with create_collection(loaded, lines, tmp_path / "texts", home=run) as made:
+        made.upsert(lines.embeddings, lines.ids, lines.payload)
+    with served(open_sources(collection, texts=tmp_path / "texts")) as client:
+        added = client.post("/v1/items", json={"gallery": "texts", "items": [{"id": "two", "text": "a blue bar"}]})
+        assert added.json() == {"gallery": "texts", "stored": 1, "n": 2}
+        assert client.get("/v1/items/two?gallery=texts").json()["payload"] == {"text": "a blue bar"}
+        wrong = client.post(
+            "/v1/items", json={"gallery": "texts", "items": [{"id": "3", "image": in_base64(picture())}]}
+        )
+        assert wrong.status_code == 422 and "takes items with text" in wrong.json()["detail"]
+    with pytest.raises(UserError, match="give an index of texts there"):
+        open_sources(collection, texts=collection)
+
+
+def test_a_run_is_served_with_a_split_of_its_data(run):
+    sources = open_sources(run, split="val")
+    assert {name: len(shelf.gallery) for name, shelf in sources.shelves.items()} == {"images": 12, "texts": 24}
+    id = sources.shelves["images"].gallery.ids[0]
+    assert sources.shelves["images"].pictures.read(id).startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="no split 'nope'"):
+        open_sources(run, split="nope")
+
+
+def test_galleries_must_fit_together(sources, run):
+    loaded = load_run(run)
+    images, texts = sources.shelves["images"], sources.shelves["texts"]
+    queries = loaded.model.embed_texts(["a"])
+    other = build_index(
+        loaded, Source(type(queries)(queries.mean[:, :5], queries.log_var[:, :5]), ["a"], ["a"]), home=run
+    )
+    with pytest.raises(UserError, match="differ in d"):
+        Sources(loaded.model, "run", {"images": images, "texts": type(texts)(other)})
+
+
+# ---------------------------------------------------------------- together
+
+
+def test_concurrent_texts_are_embedded_together_and_answered_alike(sources):
+    model = SlowModel(sources.model)
+    texts = [f"a {c} {s}" for c in ("red", "green", "blue", "black") for s in ("circle", "bar", "cross")]
+    with served(Sources(model, "slow", sources.shelves), batch_size=8, batch_window=0.05) as client:
+        alone = [search(client, {"text": text})[0] for text in texts]
+        model.go.clear()
+        with concurrent.futures.ThreadPoolExecutor(len(texts)) as pool:
+            asked = [pool.submit(search, client, {"text": text}) for text in texts]
+            time.sleep(0.5)
+            model.sizes.clear()
+            model.go.set()
+            together = [one.result()[0] for one in asked]
+    assert max(model.sizes) == 8 and sum(model.sizes) == len(texts)
+    for a, b in zip(alone, together, strict=True):
+        assert a["query"] == b["query"] and [h["id"] for h in a["hits"]] == [h["id"] for h in b["hits"]]
+        for ours, theirs in zip(a["hits"], b["hits"], strict=True):
+            assert ours["distance"] == pytest.approx(theirs["distance"], abs=1e-5)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def test_what_was_added_is_found_shown_replaced_and_removed(writable, sources):
+    red, blue = picture("red"), picture("blue", format="JPEG")
+    new = {
+        "items": [
+            {"id": "new/1", "image": in_base64(red), "payload": {"by": "me"}},
+            {"id": "new 2", "image": in_base64(blue)},
+        ]
+    }
+    answer = writable.post("/v1/items", json=new)
+    assert answer.status_code == 200 and answer.json() == {"gallery": "images", "stored": 2, "n": 50}, answer.text
+    assert writable.get("/v1/items/new%2F1").json()["payload"] == {"by": "me"}
+    found = search(writable, {"image": in_base64(red)}, max_results=3)[0]["hits"]
+    assert "new/1" in [h["id"] for h in found]
+    shown = writable.get("/v1/pictures/new/1")
+    assert (decode_image(shown.content, None) == decode_image(red, None)).all()
+    assert shown.headers["cache-control"] == "private, no-cache"
+    assert writable.get("/v1/pictures/new%202").headers["content-type"] == "image/jpeg"
+    assert writable.get("/v1/pictures/000.png").status_code == 200  # Of before, from the folder.
+    before = writable.get("/v1/map").json()
+    form = writable.post(
+        "/v1/items/image",
+        files={"image": ("y.png", picture("green"))},
+        data={"id": "new/1", "payload": '{"by": "you"}'},
+    )
+    assert form.json()["n"] == 50
+    assert writable.get("/v1/items/new/1").json()["payload"] == {"by": "you"}
+    assert writable.get("/v1/pictures/new/1").headers["etag"] != shown.headers["etag"]
+    assert writable.get("/v1/map").json() != before
+    assert writable.delete("/v1/items/new/1").json() == {"gallery": "images", "deleted": 1, "n": 49}
+    assert writable.delete("/v1/items/new/1").status_code == 404
+    assert writable.get("/v1/pictures/new/1").status_code == 404
+    gone = writable.post("/v1/items/delete", json={"ids": ["new 2", "new 2", "nobody"]})
+    assert gone.json() == {"gallery": "images", "deleted": 1, "n": 48}
+    assert not [f for f in (writable.folder / "pictures").rglob("*") if f.is_file()]
+
+
+def test_a_batch_is_stored_whole_or_not_at_all(writable):
+    good = {"id": "good", "image": in_base64(picture())}
+    torn = in_base64(picture(size=(200, 200), format="JPEG")[:600])
+    for bad, where in (
+        ({"id": "bad", "image": torn}, "body.items.1.image"),
+        ({"id": "bad", "image": "****"}, "body.items.1.image"),
+        ({"id": "good", "image": in_base64(picture())}, "body.items.1.id"),
+        ({"id": "bad", "text": "a"}, "body.items.1"),
+        ({"id": "bad"}, "body.items.1"),
+        ({"id": "bad\0", "image": in_base64(picture())}, "body.items.1.id"),
+        ({"id": "bad", "image": in_base64(picture()), "payload": {"a": 1}}, "body.items.1.payload.a"),
+    ):
+        answer = writable.post("/v1/items", json={"items": [good, bad]})
+        assert answer.status_code == 422 and answer.json()["errors"][0]["where"] == where, answer.text
+    assert writable.get("/v1/info").json()["galleries"]["images"]["n"] == 48
+    assert not (writable.folder / "pictures").exists()
+
+
+def test_an_index_is_read_only_and_says_what_to_do(client):
+    for answer in (
+        client.post("/v1/items", json={"items": [{"id": "a", "image": in_base64(picture())}]}),
+        client.delete("/v1/items/000.png"),
+        client.post("/v1/items/delete", json={"ids": ["000.png"]}),
+    ):
+        assert answer.status_code == 409 and "--store" in answer.json()["detail"]
+
+
+def test_reading_goes_on_while_many_write(writable):
+    stop, statuses = threading.Event(), []
+
+    def read():
+        while not stop.is_set():
+            statuses.append(
+                writable.post("/v1/search", json={"queries": [{"text": "red"}], "position": True}).status_code
+            )
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        new = [{"items": [{"id": f"w{i}-{j}", "image": in_base64(picture())} for j in range(3)]} for i in range(12)]
+        written = list(pool.map(lambda body: writable.post("/v1/items", json=body).status_code, new))
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert written == [200] * 12 and set(statuses) == {200}
+    assert writable.get("/v1/info").json()["galleries"]["images"]["n"] == 48 + 36
+
+
+# ---------------------------------------------------------------- who may
+
+
+def test_a_key_opens_all_but_what_is_open(sources):
+    with served(sources, keys=(KEY, "another-key-as-good")) as client:
+        for headers in ({}, {"X-API-Key": "wrong"}, {"Authorization": f"Basic {KEY}"}, {"Authorization": "Bearer"}):
+            with httpx.Client(base_url=client.base_url, headers=headers, trust_env=False) as stranger:
+                for path in ("/v1/info", "/metrics", "/docs", "/openapi.json", "/v1/pictures/000.png", "/nothing"):
+                    answer = stranger.get(path)
+                    assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer", path
+                for path in ("/", "/healthz", "/readyz", "/page/page.css"):
+                    assert stranger.get(path).status_code == 200, path
+                assert stranger.get("/page/../v1/info").status_code == 401
+        for headers in ({"X-API-Key": KEY}, {"Authorization": "bearer another-key-as-good"}):
+            with httpx.Client(base_url=client.base_url, headers=headers, trust_env=False) as friend:
+                assert friend.get("/v1/info").status_code == 200
+
+
+def test_other_web_sites_are_kept_out(sources):
+    with served(sources, hosts=hosts_of("127.0.0.1", [])) as client:
+        assert client.get("/v1/info", headers={"Host": "evil.example"}).status_code == 400
+        assert client.get("/v1/info", headers={"Host": "localhost:1234"}).status_code == 200
+        for origin in ("http://evil.example", "null", "http://["):
+            answer = client.post("/v1/search", json={"queries": [{"text": "a"}]}, headers={"Origin": origin})
+            assert answer.status_code == 403
+        own = str(client.base_url)
+        assert client.post("/v1/search", json={"queries": [{"text": "a"}]}, headers={"Origin": own}).status_code == 200
+        answer = client.get("/v1/info")
+        assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff" and answer.headers["cache-control"] == "no-store"
+
+
+def test_a_network_needs_a_key(tmp_path):
+    assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost")
+    assert not is_loopback("0.0.0.0") and not is_loopback("example.org")
+    with pytest.raises(UserError, match="--api-key-file.*--no-key"):
+        check_host("0.0.0.0", (), False)
+    check_host("0.0.0.0", (KEY,), False)
+    check_host("0.0.0.0", (), True)
+    assert hosts_of("0.0.0.0", []) == () and hosts_of("0.0.0.0", ["a.example"])[-1] == "a.example"
+    (tmp_path / "keys").write_text(f"{KEY}\n\n another-one \n")
+    assert read_keys(tmp_path / "keys", "ignored") == (KEY, "another-one") and read_keys(None, f" {KEY} ") == (KEY,)
+    (tmp_path / "keys").write_text("\n")
+    with pytest.raises(UserError, match="holds no key"):
+        read_keys(tmp_path / "keys", None)
+    with pytest.raises(UserError, match="at least 8"):
+        Settings(keys=("short",))
+    assert KEY not in repr(Settings(keys=(KEY,)))
+
+
+# ---------------------------------------------------------------- a process of its own
+
+
+class Process:
+    """`sfumato serve` as users start it."""
+
+    def __init__(self, *arguments, **environment):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "sfumato.cli", "serve", *map(str, arguments), "--port", "0"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        )
+        line = self.process.stdout.readline()
+        assert "http://" in line, self.process.stderr.read()
+        self.client = httpx.Client(base_url=line.split()[-1], timeout=20, trust_env=False)
+
+    def end(self, signal_number):
+        self.process.send_signal(signal_number)
+        self.client.close()
+        out = self.process.communicate(timeout=30)
+        return self.process.returncode, out
+
+
+def test_sigterm_lets_requests_finish(collection):
+    process = Process(collection, "--batch-window-ms", "1500")
+    wait_until_ready(process.client)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(process.client.post, "/v1/search", json={"queries": [{"text": "a red bar"}]})
+        time.sleep(0.5)
+        process.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{process.client.base_url}/healthz", trust_env=False)
+        answer = asked.result()
+    assert answer.status_code == 200 and answer.json()["answers"][0]["hits"]
+    _, err = process.process.communicate(timeout=30)
+    assert process.process.returncode == 0 and "Traceback" not in err
+
+
+def test_what_was_acknowledged_survives_kill_9(collection):
+    process, acknowledged, sent = Process(collection), [], threading.Event()
+    wait_until_ready(process.client)
+
+    def ingest():
+        for i in range(10_000):
+            ids = [f"k{i}-{j}" for j in range(3)]
+            try:
+                answer = process.client.post(
+                    "/v1/items", json={"items": [{"id": id, "image": in_base64(picture())} for id in ids]}
+                )
+            except httpx.HTTPError:
+                return
+            assert answer.status_code == 200
+            acknowledged.extend(ids)
+            if len(acknowledged) > 30:
+                sent.set()
+
+    thread = threading.Thread(target=ingest)
+    thread.start()
+    assert sent.wait(30)
+    process.process.kill()
+    thread.join()
+    process.process.communicate()
+    with served(open_sources(collection)) as client:
+        for id in acknowledged:
+            assert client.get(f"/v1/items/{id}").status_code == 200
+            assert client.get(f"/v1/pictures/{id}").status_code == 200
+        n = client.get("/v1/info").json()["galleries"]["images"]["n"]
+        assert 48 + len(acknowledged) <= n <= 48 + len(acknowledged) + 3
+
+
+def test_the_command_says_what_is_wrong(run, tmp_path):
+    for arguments, message in (
+        ((tmp_path / "nothing",), "there is no folder"),
+        ((run, "--host", "0.0.0.0"), "--api-key-file"),
+        ((run, "--store", "x"), "go with an index"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "sfumato.cli", "serve", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_threads_do_not_change_the_answer(sources):
+    torch.manual_seed(0)
+    with served(sources, threads=2, workers=4) as two, served(sources) as one:
+        assert search(one, {"text": "a"})[0]["hits"] == search(two, {"text": "a"})[0]["hits"]
