@@ -148,13 +148,9 @@ class MilvusStore:
         kind = self._options["index"]
         # Nested: a server reads these numbers so or flat, as pymilvus would send them; Lite only so, and passes over flat ones.
         index.add_index("vector", index_type=kind, metric_type="L2", params={"params": built.get(kind, {})})
-        self._call(
-            "create_collection",
-            schema=schema,
-            index_params=index,
-            properties={"sfumato": text},
-            consistency_level="Strong",
-        )
+        self._call("create_collection", schema=schema, properties={"sfumato": text}, consistency_level="Strong")
+        self._call("create_index", index_params=index, sync=False)  # there is nothing yet to wait for
+        self._call("load_collection")
 
     def load(self) -> None:
         """Read what the collection is for, and have it ready to be searched.
