@@ -264,6 +264,26 @@ def test_optimise_drops_dead_rows_and_joins_small_shards(tmp_path):
     store.close()
 
 
+def test_what_filters_let_through_is_kept_up_to_date(tmp_path):
+    store, kept = create_store(f"{tmp_path}/store?shard_size=40", 5, FINGERPRINT), {}
+    reader = open_store(f"{tmp_path}/store")
+    filters = [Filter({"colour": (c,)}, u) for c in "rgb" for u in (0.3, 0.6, None)]
+    for step in range(12):
+        batch = records(30, 5, step, prefix=f"{step % 5}")
+        store.upsert(batch)
+        kept |= by_id(batch)
+        gone = list(kept)[step::9]
+        assert store.delete(gone) == len(gone)
+        kept = {key: value for key, value in kept.items() if key not in gone}
+        if step % 4 == 3:
+            store.optimise()
+        for filter in filters[step % 2 :: 1 + step % 3]:
+            for each in (store, reader):
+                assert_nearest(each, kept, queries(2, 5, step), 7, filter)
+    store.close()
+    reader.close()
+
+
 def test_one_writes_and_others_read(tmp_path):
     writer = create_store(f"{tmp_path}/store?shard_size=8", 4, FINGERPRINT)
     reader = open_store(f"{tmp_path}/store")
@@ -305,7 +325,7 @@ def test_damaged_files_are_named(tmp_path, indexed_from):
                 damaged.close()
         file.write_bytes(whole)
 
-    copy = "put back a copy of the folder, or build the store again"
+    copy = "put back a copy of the folder, or build it again"
     damage("shard-2.vectors", lambda f: os.truncate(f, 100), f"shard-2.vectors is damaged .100 bytes.*{copy}")
     damage("shard-1.vectors", lambda f: f.unlink(), f"shard-1.vectors is damaged .is missing.; {copy}")
     damage(
@@ -353,6 +373,35 @@ print(anonymous() - before)
         assert done.returncode == 0, done.stderr
         # Read as a whole, the vectors in the indexes would be 16 MB.
         assert int(done.stdout) < 6, engine
+
+
+def test_a_full_disk_takes_nothing_away(tmp_path):
+    resource = pytest.importorskip("resource", reason="needs limits of Unix")
+    first, second = records(100, 50, 1), records(400, 50, 2)
+    store = create_store(f"{tmp_path}/store?shard_size=150", 50, FINGERPRINT)
+    store.upsert(first)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Of the vectors' file, and of SQLite's.
+    for most in (24_000, 45_000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+        try:
+            with pytest.raises(UserError, match="see to free space"):
+                store.upsert(second)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert_holds(store, by_id(first))
+    store.upsert(second)
+    assert_holds(store, by_id(first, second))
+    store.close()
+
+
+def test_a_folder_may_have_a_hash_mark_and_brackets(tmp_path):
+    url = f"file:{tmp_path}/a#b [c]%20?shard_size=4"
+    store = create_store(url, 3, FINGERPRINT)
+    store.upsert(records(9, 3, 1))
+    store.close()
+    assert len(list((tmp_path / "a#b [c]%20").glob("*.vectors"))) == 3
+    assert open_store(url).count() == 9
 
 
 WRITER = """

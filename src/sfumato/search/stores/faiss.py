@@ -154,8 +154,15 @@ class FaissStore:
         return torch.from_numpy(squared_l2), torch.from_numpy(positions)
 
     def write(self, path: Path) -> None:
-        """Write FAISS's own file; not forced to disk."""
-        require_faiss().write_index(self._index, str(path))
+        """Write FAISS's own file; not forced to disk.
+
+        Raises:
+            OSError: the disk is full, say.
+        """
+        try:
+            require_faiss().write_index(self._index, str(path))
+        except RuntimeError as error:
+            raise OSError(f"FAISS cannot write {path}: {str(error).strip()}") from error
 
     @classmethod
     def read(cls, path: Path, engine: str, options: FaissOptions, *, mapped: bool = False) -> "FaissStore":

@@ -70,6 +70,9 @@ _FEW, _FEW_SHARE = 8192, 0.05
 _SPARSE = 0.2
 """Share of dead rows from which on a shard is rewritten."""
 
+_FILTERS = 8
+"""Filters of which is remembered what they let through."""
+
 _BLOCK = 2**20
 """Numbers that a scan reads at a time: small enough for the processor's cache."""
 
@@ -82,6 +85,7 @@ CREATE TABLE shards (number INTEGER PRIMARY KEY AUTOINCREMENT, rows INTEGER NOT 
 """
 Rows = npt.NDArray[np.int64]
 Vectors = npt.NDArray[np.float32]
+_NONE: Rows = np.empty(0, dtype=np.int64)
 
 
 def create(url: str, dim: int, fingerprint: str) -> "LocalStore":
@@ -179,9 +183,7 @@ class LocalStore:
             UserError: another process writes, or the disk is full.
         """
         if records.vectors.shape[1] != self.dim:
-            raise ValueError(
-                f"store {self.url}: vectors have {records.vectors.shape[1]} dimensions, the store {self.dim}"
-            )
+            raise ValueError(f"store {self.url}: vectors have {records.vectors.shape[1]} dimensions, not {self.dim}")
         if not len(records):
             return
         with self._writing() as connection:
@@ -216,8 +218,8 @@ class LocalStore:
         Args:
             queries: (n, e) float32.
             k: at least 1.
-            filter: which items may be found; all if None. What the last few filters let through is remembered until the next
-                write.
+            filter: which items may be found; all if None. What the last few filters let through is remembered, and only
+                what was written since is looked at.
 
         Returns:
             For each query k records, nearest first; fewer only if fewer fit the filter. With engine flat exactly the nearest.
@@ -243,10 +245,9 @@ class LocalStore:
                     best = np.lexsort((position, distance))[:k]
                     distances[i], positions[i] = distance[best], position[best]
             everything = sorted({int(p) for part in positions for p in part})
-            rows_of = {
-                r[0]: r for r in connection.execute(f"{_SELECT} WHERE position IN {_LIST}", (_list(everything),))
-            }
-            return [view.records([rows_of[int(p)] for p in part], self.dim) for part in positions]
+            found_rows = connection.execute(f"{_SELECT} WHERE position IN {_LIST}", (_list(everything),))
+            by_position = {row[0]: row for row in found_rows}
+            return [view.records([by_position[int(p)] for p in part], self.dim) for part in positions]
 
     def count(self, filter: Filter | None = None) -> int:
         """Number of items that fit."""
@@ -355,7 +356,7 @@ class LocalStore:
                     connection.execute("UPDATE meta SET value = value + 1 WHERE name = 'version'")
             except OSError as error:
                 raise UserError(
-                    f"store {self.url}: cannot be written ({error}); see to free space and permissions"
+                    f"store {self.url}: cannot be written ({error}); see to free space, permissions"
                 ) from error
 
     @contextlib.contextmanager
@@ -381,17 +382,18 @@ class LocalStore:
             if last.version == version:
                 return last
             dead: dict[int, list[int]] = {}
-            died = connection.execute(
-                "SELECT seq, position FROM dead WHERE seq > ? ORDER BY seq", (last.seen,)
-            ).fetchall()
+            died = list(connection.execute("SELECT seq, position FROM dead WHERE seq > ? ORDER BY seq", (last.seen,)))
             for _, position in died:
                 dead.setdefault(position >> _ROWS, []).append(position & (1 << _ROWS) - 1)
             shards = {}
-            for number, *facts in connection.execute(
-                "SELECT number, rows, indexed, index_bytes FROM shards ORDER BY number"
-            ):
-                shards[number] = self._shard(last.shards.get(number), dead.get(number, []), number, *facts)
-            view = _View(version, died[-1][0] if died else last.seen, shards)
+            facts = connection.execute("SELECT number, rows, indexed, index_bytes FROM shards ORDER BY number")
+            for number, rows, indexed, index_bytes in facts:
+                shards[number] = self._shard(
+                    last.shards.get(number), dead.get(number, []), number, rows, indexed, index_bytes
+                )
+            with last.memory:
+                remembered = dict(last.remembered)
+            view = _View(version, died[-1][0] if died else last.seen, shards, remembered)
             if version > self._latest.version:
                 self._latest = view
                 files = {self._index_file(shard) for shard in shards.values()}
@@ -403,7 +405,7 @@ class LocalStore:
     ) -> "_Shard":
         if last and not died and (len(last.vectors), last.indexed, last.index_bytes) == (rows, indexed, index_bytes):
             return last
-        vectors, dead = (last.vectors, last.dead) if last else (None, np.empty(0, dtype=np.int64))
+        vectors, dead = (last.vectors, last.dead) if last else (None, _NONE)
         if vectors is None or len(vectors) < rows:
             file = self._vector_file(number)
             self._check_length(file, rows)
@@ -489,9 +491,8 @@ class LocalStore:
             shards, size = list(view.shards.values()), self._settings.shard_size
         groups: list[list[_Shard]] = []
         for shard in shards:
-            if len(shard.dead) <= _SPARSE * len(shard.vectors) and (
-                shard is shards[-1] or len(shard.vectors) * 2 >= size
-            ):
+            small = shard is not shards[-1] and len(shard.vectors) * 2 < size
+            if len(shard.dead) <= _SPARSE * len(shard.vectors) and not small:
                 continue
             if groups and sum(len(other.live) for other in groups[-1]) + len(shard.live) <= size:
                 groups[-1].append(shard)
@@ -511,7 +512,8 @@ class LocalStore:
             connection.executemany("UPDATE items SET position = ? WHERE position = ?", moves)
             connection.execute("UPDATE shards SET rows = ? WHERE number = ?", (len(old), number))
             for shard in group:
-                connection.execute("DELETE FROM dead WHERE position >> ? = ?", (_ROWS, shard.number))
+                ends = (shard.first, shard.first + len(shard.vectors) - 1)
+                connection.execute("DELETE FROM dead WHERE position BETWEEN ? AND ?", ends)
                 connection.execute("DELETE FROM shards WHERE number = ?", (shard.number,))
             connection.execute("DELETE FROM shards WHERE rows = 0")
 
@@ -530,7 +532,7 @@ class LocalStore:
                 numbers = self._settings.faiss
                 if numbers.n_lists:
                     # A shard that is not full may be too small for so many.
-                    numbers = replace(numbers, n_lists=min(numbers.n_lists, rows // 39))
+                    numbers = replace(numbers, n_lists=min(numbers.n_lists, max(1, rows // 39)))
                 index = FaissStore.build(torch.from_numpy(shard.vectors), engine, numbers)
                 file = self._index_file(replace(shard, indexed=rows))
                 temporary = file.with_name(f".{file.name}.tmp")
@@ -613,11 +615,25 @@ class _Shard:
         return self.number << _ROWS
 
     @functools.cached_property
-    def live(self) -> Rows:
-        """Rows that are not dead, ascending."""
+    def alive(self) -> npt.NDArray[np.bool_]:
+        """Of each row, whether it is not dead."""
         alive = np.ones(len(self.vectors), dtype=bool)
         alive[self.dead] = False
-        return alive.nonzero()[0]
+        return alive
+
+    @functools.cached_property
+    def live(self) -> Rows:
+        """Rows that are not dead, ascending."""
+        return self.alive.nonzero()[0]
+
+
+@dataclass(frozen=True)
+class _Fitting:
+    """Which rows of each shard a filter lets through, of the first so many that were looked at."""
+
+    version: int
+    looked_at: dict[int, int]
+    rows: dict[int, Rows]
 
 
 @dataclass(frozen=True)
@@ -627,23 +643,34 @@ class _View:
     version: int
     seen: int
     shards: dict[int, _Shard]
-    remembered: dict[str, dict[int, Rows]] = field(default_factory=dict)
+    remembered: dict[str, "_Fitting"] = field(default_factory=dict)
+    memory: threading.Lock = field(default_factory=threading.Lock)
 
     def allowed(self, connection: sqlite3.Connection, filter: Filter) -> dict[int, Rows]:
-        """By shard, the rows that fit a filter, ascending."""
+        """By shard, the rows that fit a filter, ascending.
+
+        What an earlier view knew of it stays true, rows never change but die; so only later rows are looked at.
+        """
         where, values = _where(filter)
         key = json.dumps([where, values])
-        if key not in self.remembered:
-            found = connection.execute(f"SELECT position FROM items WHERE {where} ORDER BY position", values)
-            positions = np.fromiter((row[0] for row in found), dtype=np.int64)
-            numbers, starts = np.unique(positions >> _ROWS, return_index=True)
-            parts = np.split(positions & (1 << _ROWS) - 1, starts[1:])
-            if len(self.remembered) > 3:
-                self.remembered.clear()
-            # Threads may do the same work twice; what they store is equal.
-            self.remembered[key] = found_rows = dict(zip(numbers.tolist(), parts, strict=False))
-            return found_rows
-        return self.remembered[key]
+        with self.memory:
+            known = self.remembered.get(key, _Fitting(-1, {}, {}))
+        if known.version == self.version:
+            return known.rows
+        fitting = _Fitting(self.version, {}, {})
+        for shard in self.shards.values():
+            looked_at, rows = known.looked_at.get(shard.number, 0), known.rows.get(shard.number, _NONE)
+            condition = f"position >= ? AND position < ? AND {where} ORDER BY position"
+            ends = (shard.first + looked_at, shard.first + len(shard.vectors))
+            found = connection.execute(f"SELECT position FROM items WHERE {condition}", (*ends, *values))
+            later = np.fromiter((row[0] - shard.first for row in found), dtype=np.int64)
+            fitting.looked_at[shard.number] = len(shard.vectors)
+            fitting.rows[shard.number] = np.concatenate([rows[shard.alive[rows]], later])
+        with self.memory:
+            while len(self.remembered) >= _FILTERS:
+                self.remembered.pop(next(iter(self.remembered)))
+            self.remembered[key] = fitting
+        return fitting.rows
 
     def records(self, rows: Sequence[tuple[int, str, float, str]], dim: int) -> Records:
         """The records of rows of _SELECT."""
@@ -717,7 +744,9 @@ def _scan(vectors: Vectors, rows: Rows, queries: Tensor, c: int) -> Tensor:
 
 def _parse(url: str) -> tuple[Path, dict[str, Any]]:
     """Folder and options of a URL, numbers as numbers."""
-    path, given = url.removeprefix("file:").partition("?")[0], dict[str, Any](options(url, LOCAL_OPTIONS))
+    path = url.removeprefix("file:").partition("?")[0]
+    # A path may have a #, which would end the URL for `options`.
+    given: dict[str, Any] = dict(options(url.replace("#", "%23"), LOCAL_OPTIONS))
     if not path:
         raise UserError(f"store {url}: names no folder; write PATH?engine=hnsw")
     for name in set(given) - {"engine"}:
@@ -728,6 +757,4 @@ def _parse(url: str) -> tuple[Path, dict[str, Any]]:
 
 
 def _damaged(url: str, file: Path, what: str) -> UserError:
-    return UserError(
-        f"store {url}: {file} is damaged ({what}); put back a copy of the folder, or build the store again"
-    )
+    return UserError(f"store {url}: {file} is damaged ({what}); put back a copy of the folder, or build it again")

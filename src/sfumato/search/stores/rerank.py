@@ -331,10 +331,10 @@ class _RedisSpreads:
                 f"store {redacted(url)}: spreads in Redis need its client: pip install 'sfumato[redis]'"
             ) from error
         self._errors, self._prefix = redis.RedisError, prefix
-        self.where = redacted(urlunsplit(urlsplit(url)._replace(query="")))
+        self.where = redacted(urlunsplit(urlsplit(url)._replace(query="", fragment="")))
         password = {} if urlsplit(url).password else {"password": os.environ.get("REDIS_PASSWORD")}
         try:
-            address = urlunsplit(urlsplit(url)._replace(query=""))
+            address = urlunsplit(urlsplit(url)._replace(query="", fragment=""))
             self._redis = redis.Redis.from_url(address, socket_timeout=60, socket_connect_timeout=10, **password)
         except ValueError as error:
             raise UserError(
@@ -426,7 +426,10 @@ def _keys(records: Records) -> list[str]:
 def _parse(url: str) -> tuple[dict[str, Any], str]:
     """This module's options, numbers as numbers, and the URL of the means."""
     apart = scheme(url) != "rerank"
-    rest = dict[str, Any](options(url, _OWN | (_OF_REDIS if apart else {}) | local.LOCAL_OPTIONS))
+    # A path may have a #, which would end the URL for `options`.
+    rest: dict[str, Any] = dict(
+        options(url.replace("#", "%23"), _OWN | (_OF_REDIS if apart else {}) | local.LOCAL_OPTIONS)
+    )
     given = {name: rest.pop(name) for name in (*_OWN, *_OF_REDIS) if name in rest}
     for name in set(given) & set(_OWN):
         if not given[name].isascii() or not given[name].isdigit() or int(given[name]) < 1:
