@@ -1,6 +1,7 @@
 """The gate before every route: whom it lets in, how much it reads, how long it waits, and what it tells browsers and Prometheus."""
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import secrets
@@ -56,6 +57,8 @@ class Guard:
             await self._answer(scope, receive, reply)
         except Refusal as refusal:
             await reply.refuse(refusal, scope, receive)
+        except _Gone:
+            pass
         except Exception:
             number = secrets.token_hex(6)
             _LOG.exception("error %s: %s %s", number, scope["method"], self.route(scope["path"]))
@@ -166,6 +169,10 @@ class Guard:
         return bytes(body)
 
 
+class _Gone(Exception):
+    """Nobody is there to be answered."""
+
+
 class _Reply:
     """Passes a response on, with our headers, and remembers its status."""
 
@@ -178,11 +185,16 @@ class _Reply:
             headers = MutableHeaders(scope=message)
             for name, value in HEADERS.items():
                 headers.setdefault(name, value)
-        await self._send(message)
+        try:
+            await self._send(message)
+        except Exception as error:  # The connection is closed, or what it brought was no HTTP in the end.
+            self.status = 499
+            raise _Gone from error
 
     async def refuse(self, refusal: Refusal, scope: Scope, receive: Receive) -> None:
         if not self.started:
-            await refusal.response()(scope, receive, self)
+            with contextlib.suppress(_Gone):
+                await refusal.response()(scope, receive, self)
 
 
 def _name(host: str) -> str:

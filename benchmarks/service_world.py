@@ -1,0 +1,95 @@
+"""What the benchmarks of the service serve: models that were never trained, and galleries of noise."""
+
+import base64
+import io
+import zlib
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.small import train_tokenizer
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.collection import GaussianCollection
+from sfumato.search.index import GaussianIndex
+from sfumato.serve.pictures import UploadedPictures
+from sfumato.serve.sources import Shelf, Sources
+from sfumato.training.build import Assets, build_model
+from sfumato.training.config import ModelConfig
+
+WORDS = (
+    "red",
+    "green",
+    "blue",
+    "bird",
+    "fish",
+    "tree",
+    "old",
+    "small",
+    "quick",
+    "house",
+    "on",
+    "a",
+    "the",
+    "in",
+    "water",
+)
+
+
+def random_model(d: int, width: int, seed: int = 0) -> DualEncoder:
+    """Small encoders with fresh weights."""
+    config = ModelConfig.model_validate(
+        {
+            "dim": d,
+            "image": {"kind": "small", "size": 16, "width": 4},
+            "text": {"kind": "small", "vocabulary": 200, "width": width},
+        }
+    )
+    torch.manual_seed(seed)
+    return build_model(config, Assets(train_tokenizer(WORDS, 200), {})).eval()
+
+
+def noise(n: int, d: int, seed: int = 1) -> GaussianEmbedding:
+    """Unit means and small variances."""
+    generator = torch.Generator().manual_seed(seed)
+    mean = torch.nn.functional.normalize(torch.randn(n, d, generator=generator), dim=1)
+    return GaussianEmbedding(mean, torch.rand(n, d, generator=generator).mul(0.4 / d).log())
+
+
+def small_sources(folder: Path, n: int = 30, d: int = 16) -> Sources:
+    """A collection in a new folder."""
+    collection = GaussianCollection.create(folder / "collection", d=d)
+    collection.upsert(
+        noise(n, d), [str(i) for i in range(n)], {"first": ["yes" if i < n // 2 else "no" for i in range(n)]}
+    )
+    pictures = UploadedPictures(folder / "collection" / "pictures")
+    for i in range(5):
+        pictures.write(str(i), picture())
+    return Sources(random_model(d, 16), "random", {"images": Shelf(collection, pictures)})
+
+
+def large_sources(n: int, d: int, width: int) -> Sources:
+    """An exact index in memory."""
+    index = GaussianIndex.build(noise(n, d), [str(i) for i in range(n)])
+    return Sources(random_model(d, width), "random", {"images": Shelf(index)})
+
+
+def picture(colour: str = "red", size: tuple[int, int] = (20, 14), format: str = "PNG") -> bytes:
+    """The bytes of a picture."""
+    file = io.BytesIO()
+    Image.new("RGB", size, colour).save(file, format)
+    return file.getvalue()
+
+
+def bomb(width: int = 50_000, height: int = 50_000) -> bytes:
+    """A PNG of a few bytes whose header promises billions of pixels."""
+    data = bytearray(picture())
+    data[16:24] = width.to_bytes(4, "big") + height.to_bytes(4, "big")
+    data[29:33] = zlib.crc32(bytes(data[12:29])).to_bytes(4, "big")
+    return bytes(data)
+
+
+def in_base64(data: bytes) -> str:
+    """As text."""
+    return base64.b64encode(data).decode()
