@@ -305,6 +305,8 @@ while True:
     store.upsert(Records(ids, torch.full((30, 4), float(step)), torch.zeros(30), ({},) * 30))
     print(step, *ids, flush=True)
     step += 1
+    if step % 9 == 0:
+        store.optimise()
 """
 
 
@@ -332,4 +334,29 @@ def test_a_killed_writer_leaves_whole_items(tmp_path):
             assert vector[0] >= expected.get(key, 0)
         store.optimise()
         assert_holds(store, stored)
+        store.close()
+
+
+def test_others_read_while_a_process_writes(tmp_path, redis_server):
+    for url in (
+        f"rerank:{tmp_path}/s?shard_size=50",
+        f"{redis_server(*DURABLE).address}?means={tmp_path}/m&shard_size=50",
+    ):
+        create_store(url, 4, FINGERPRINT).close()
+        child = subprocess.Popen([sys.executable, "-c", KILLED, url, "1"], stdout=subprocess.PIPE, text=True)
+        assert child.stdout.readline() == "open\n"
+        for _ in range(5):
+            child.stdout.readline()
+        store, end = open_store(url), time.monotonic() + 1.5
+        while time.monotonic() < end:
+            for found in (
+                *store.search(torch.zeros(2, 4), 20),
+                store.get([f"i{i}" for i in range(20)]),
+                *store.scan(9),
+            ):
+                # Mean and spread are of one write.
+                assert (found.vectors == found.vectors[:, :1]).all() and len(found) > 1
+        child.kill()
+        child.wait()
+        child.stdout.close()
         store.close()

@@ -477,3 +477,32 @@ def test_what_was_acknowledged_survives_kill_9(engine, tmp_path):
             assert_nearest(store, kept, torch.tensor([[float(at), run, 3.0]]), 5)
         store.close()
     assert steps > 8
+
+
+@pytest.mark.parametrize("engine", ["flat", "ivf"])
+def test_others_read_while_a_process_writes(engine, tmp_path):
+    if engine != "flat":
+        pytest.importorskip("faiss", reason="needs the extra faiss")
+    url = f"{tmp_path}/store?engine={engine}&shard_size=150"
+    create_store(url, 3, FINGERPRINT).close()
+    child = subprocess.Popen([sys.executable, "-c", WRITER, url, "1"], stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "open\n"
+    store, acknowledged, searches = open_store(url), {}, 0
+    end = time.monotonic() + 2
+    while time.monotonic() < end:
+        kind, _, step, *ids = child.stdout.readline().split()
+        acknowledged |= {f"i{i}": int(step) if kind == "put" else None for i in ids}
+        there = [key for key, at in acknowledged.items() if at is not None]
+        found = store.get(there)
+        for key, payload, vector in zip(found.ids, found.payloads, found.vectors.tolist(), strict=True):
+            assert int(payload["step"]) >= acknowledged[key] and vector == [float(key[1:]), 1.0, float(payload["step"])]
+        for some in store.search(torch.tensor([[250.0, 1.0, int(step)], [7.0, 1.0, 0.0]]), 9, Filter({"run": ("1",)})):
+            assert len(set(some.ids)) == len(some) == min(9, len(there)) or len(there) < 60
+        scanned = [key for part in store.scan(batch=50) for key in part.ids]
+        assert len(scanned) == len(set(scanned))
+        searches += 1
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    assert searches > 3
+    store.close()
