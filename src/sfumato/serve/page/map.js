@@ -27,7 +27,7 @@ export class CollectionMap {
     canvas.addEventListener("pointerdown", (event) => this.#down(event));
     canvas.addEventListener("pointermove", (event) => this.#move(event));
     for (const end of ["pointerup", "pointercancel"]) canvas.addEventListener(end, (event) => this.#up(event));
-    canvas.addEventListener("pointerleave", () => this.#pointers.size || this.#choose(-1));
+    canvas.addEventListener("pointerleave", ({ pointerType }) => pointerType === "mouse" && !this.#pointers.size && this.#choose(-1));
     canvas.addEventListener("blur", () => this.#choose(-1));
     canvas.addEventListener("keydown", (event) => this.#key(event));
     canvas.addEventListener("wheel", (event) => {
@@ -117,7 +117,7 @@ export class CollectionMap {
     ctx.globalAlpha = Math.min(0.07, 12 / (seen.length + 1) + 0.02);
     for (const point of seen) shape(point), ctx.fill();
     const near = seen.length < (width * height) / 4000; // room for pictures
-    ctx.globalAlpha = 0.55;
+    ctx.globalAlpha = near ? 0.8 : 0.55;
     ctx.fillStyle = colour("soft");
     for (const point of seen) if (!near || !this.#thumbnail(ctx, point)) dot(point, DOTS), ctx.fill();
     ctx.globalAlpha = 1;
@@ -282,7 +282,7 @@ export class CollectionMap {
       this.#points.forEach((point, index) => {
         const [px, py] = this.#screen(point);
         const [along, across] = [(px - x) * dx + (py - y) * dy, Math.abs((px - x) * dy + (py - y) * dx)];
-        if (along > 0 && across <= along && along + across < least) [next, least] = [index, along + across];
+        if (along > 0 && along + 2 * across < least) [next, least] = [index, along + 2 * across];
       });
       if (least === Infinity) return;
     }

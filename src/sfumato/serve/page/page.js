@@ -11,7 +11,7 @@ const h = (tag, attributes = {}, ...children) => {
     else if (value === true) node.setAttribute(name, "");
     else if (value !== false && value != null) node.setAttribute(name, value);
   }
-  node.append(...children.flat().filter((child) => child != null && child !== false));
+  node.append(...children.flat(2).filter((child) => child != null && child !== false));
   return node;
 };
 
@@ -38,7 +38,7 @@ class Refused extends Error {
   // From a problem document; where it points into a request that the reader never saw, only what is said stays.
   constructor(status, { title, detail = "It gave no reason" } = {}) {
     super(detail.replaceAll(/body\.(queries|items)\.0\.(\w+): /g, "").replace(/[.?]?$/, (end) => end || "."));
-    Object.assign(this, { status, title: TITLES[status] ?? title ?? `The service answered ${status}` });
+    Object.assign(this, { status, title: title ?? `The service answered ${status}` });
   }
 }
 
@@ -59,7 +59,7 @@ async function call(path, { method = "GET", body, signal } = {}) {
   if (response.ok) return response;
   const problem = await response.json().catch(() => ({}));
   if (response.status === 401) askKey();
-  throw new Refused(response.status, problem);
+  throw new Refused(response.status, { ...problem, title: TITLES[response.status] ?? problem.title });
 }
 
 const json = async (path, options) => (await call(path, options)).json();
@@ -81,19 +81,19 @@ const image = (path, alt = "", size = 224) => {
 const base64 = (file) => new Promise((resolve, reject) => {
   const reader = new FileReader();
   reader.onload = () => resolve(reader.result.split(",")[1] ?? "");
-  reader.onerror = () => reject(new Refused(0, { title: "This picture cannot be read", detail: file.name }));
+  reader.onerror = () => reject(new Refused(422, { title: "This picture cannot be read", detail: file.name }));
   reader.readAsDataURL(file);
 });
 
 function checkPicture(file) {
   const { max_upload_bytes: most } = info.limits;
-  if (file.type && !file.type.startsWith("image/")) throw new Refused(0, { title: "This is not a picture", detail: `${file.name} is a ${file.type}.` });
-  if (file.size > most) throw new Refused(413, { title: "This picture is too large", detail: `It has ${megabytes(file.size)}, the service takes ${megabytes(most)} at most.` });
+  if (file.type && !file.type.startsWith("image/")) throw new Refused(422, { title: "This is not a picture", detail: `${file.name} is a ${file.type}.` });
+  if (file.size > most) throw new Refused(413, { title: TITLES[413], detail: `It has ${megabytes(file.size)}, the service takes ${megabytes(most)} at most.` });
 }
 
 // ---- figures in words
 
-const megabytes = (bytes) => `${(bytes / 2 ** 20).toFixed(1)} MB`;
+const megabytes = (bytes) => `${figure(bytes / 1e6)} MB`;
 const percent = (p) => (p > 0 && p < 0.005 ? "<1%" : p < 1 && p >= 0.995 ? ">99%" : `${Math.round(100 * p)}%`);
 const figure = (v, digits = 3) => (v >= 1000 ? count(v) : String(Number(v.toPrecision(digits))));
 const count = (n) => Math.round(n).toLocaleString("en");
@@ -220,10 +220,10 @@ const skeleton = (query) =>
     h("header", {}, h("h2", {}, titleOf(query))),
     h("div", { class: `grid ${state.gallery}` }, Array.from({ length: 12 }, () => h("div", { class: "pick" }, h("i", { class: "blank" }), h("i", { class: "line" })))));
 
-const refusal = ({ title, message }, again) =>
+const refusal = ({ title, message, status }, again) =>
   h("section", { class: "card wrong", role: "alert" },
     h("h2", { class: "problem" }, title ?? "The page has made a mistake"), h("p", {}, message),
-    h("p", { class: "after" }, h("button", { type: "button", onclick: again }, "Try again")));
+    ![404, 413, 422].includes(status) && h("p", { class: "after" }, h("button", { type: "button", onclick: again }, "Try again")));
 
 const fail = (slot, error) => panel(slot, refusal(error, () => search(slot)));
 
@@ -312,7 +312,7 @@ function details(slot, hit) {
     try {
       const { n } = await json("v1/items/delete", { method: "POST", body: { gallery: state.gallery, ids: [hit.id] } });
       dialog.close();
-      changed(n, `${nameOf(hit)} is deleted.`);
+      changed(n, `${nameOf(hit)} is deleted.`, hit.id);
     } catch (error) {
       complain(dialog, error);
     }
@@ -343,11 +343,11 @@ async function add(event) {
   }
 }
 
-function changed(n, said) {
+function changed(n, said, gone) {
   info.galleries[state.gallery].n = n;
   answers.clear();
   maps.delete(state.gallery);
-  render();
+  go({ queries: state.queries.map((query) => (query?.kind === "id" && query.value === gone ? null : query)) }, { replace: true });
   $("#status").textContent = said;
 }
 

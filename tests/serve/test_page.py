@@ -1,0 +1,476 @@
+"""The page in a real browser against a real service: what a person does with mouse, finger and keyboard, and what must never happen."""
+
+import re
+import shutil
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from serve.world import KEY, embedded, make_collection, make_run, picture, read_only, served
+
+from sfumato.serve.app import PAGE
+from sfumato.serve.pictures import FolderPictures
+from sfumato.serve.sources import Shelf, Sources, open_sources
+from sfumato.training.galleries import build_index
+from sfumato.training.run import load_run
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the path")
+expect = playwright.expect
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("page"))
+
+
+@pytest.fixture(scope="module")
+def service(run):
+    """A read-only service of pictures and texts."""
+    with served(read_only(run, run.parent / "data")) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(chromium):
+    """Opens pages; in the end none has asked another origin, broken the content security policy or written an error."""
+    seen, contexts = [], []
+
+    def open_page(client, path="/", *, width=1280, height=800, allowed=(), **options):
+        base = str(client.base_url).rstrip("/")
+        context = chromium.new_context(
+            base_url=base, viewport={"width": width, "height": height}, reduced_motion="reduce", **options
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(8000)
+        page.add_init_script(
+            "addEventListener('securitypolicyviolation', (e) => console.error('policy', e.violatedDirective, e.blockedURI))"
+        )
+
+        def request(asked):
+            if not asked.url.startswith((base + "/", "data:", f"blob:{base}/")):
+                seen.append(f"asked {asked.url}")
+
+        def console(message):
+            # The browser itself notes every refused request; those that a test brings about are allowed.
+            if message.type in ("error", "warning") and not any(text in message.text for text in allowed):
+                seen.append(f"{message.type}: {message.text}")
+
+        page.on("request", request)
+        page.on("console", console)
+        page.on("pageerror", lambda error: seen.append(f"thrown: {error}"))
+        page.goto(path)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert not seen
+
+
+def ask(client, query, **options):
+    """What the API answers."""
+    answer = client.post("/v1/search", json={"queries": [query], "max_results": 24, **options})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["answers"][0]
+
+
+def panel(page, slot=0):
+    return page.locator(f"#answers > [data-slot='{slot}']")
+
+
+def searched(page):
+    return {name: values[0] for name, values in parse_qs(urlsplit(page.url).query).items()}
+
+
+def test_search_by_text(visit, service):
+    page = visit(service)
+    expect(page.locator(".empty .pick")).to_have_count(12)  # a start for who does not know what is here
+    page.get_by_role("searchbox", name="Search").fill("a red circle")
+    page.keyboard.press("Enter")
+    answer = ask(service, {"text": "a red circle"})
+    expect(panel(page)).to_contain_text(answer["verdict"]["text"])
+    expect(panel(page).locator(".hit")).to_have_count(24)
+    first = answer["hits"][0]
+    card = panel(page).locator(".pick").first
+    expect(card).to_contain_text(first["id"])
+    expect(card).to_have_attribute("aria-label", f"{first['id']}: match probability {round(100 * first['match_probability'])}%, uncertainty {first['uncertainty']:.3g}. More like this")  # fmt: skip
+    assert card.locator("img").evaluate("async (image) => (await image.decode(), image.naturalWidth)") > 0
+    expect(page.locator("#status")).to_contain_text(answer["verdict"]["text"])
+    assert searched(page) == {"q": "a red circle"} and "a red circle" in page.title()
+    panel(page).get_by_text("What is this?").click()
+    expect(panel(page)).to_contain_text("Each of the 48 pictures has a probability of matching")
+
+
+def test_more_like_this_and_back(visit, service):
+    page = visit(service, "/?q=a+red+circle")
+    first = ask(service, {"text": "a red circle"})["hits"][0]["id"]
+    panel(page).locator(".pick").first.click()
+    expect(panel(page).locator("h2")).to_have_text(f"More like {first}")
+    assert searched(page) == {"id": first}
+    expect(panel(page).locator(".guess")).to_contain_text("a guess")  # two pictures: nothing was calibrated on those
+    page.go_back()
+    expect(panel(page).locator("h2")).to_have_text("“a red circle”")
+    expect(page.locator("#q0")).to_have_value("a red circle")
+    page.get_by_role("link", name="sfumato").click()
+    expect(page.locator(".empty")).to_be_visible()
+
+
+def test_search_by_file_drop_and_paste(visit, service):
+    page = visit(service)
+    page.get_by_label("Picture to search by", exact=True).set_input_files(
+        {"name": "mine.png", "mimeType": "image/png", "buffer": picture("blue")}
+    )
+    expect(panel(page).locator("h2")).to_have_text("mine.png")
+    expect(panel(page).locator(".hit")).to_have_count(24)
+    assert searched(page) == {}
+    give = """([kind, target, file]) => {
+        const data = new DataTransfer();
+        data.items.add(new File([Uint8Array.from(file)], `${kind}.png`, {type: "image/png"}));
+        const init = {bubbles: true, cancelable: true, dataTransfer: data, clipboardData: data};
+        document.querySelector(target).dispatchEvent(kind === "drop" ? new DragEvent("drop", init) : new ClipboardEvent("paste", init));
+    }"""
+    page.evaluate(give, ["drop", "#answers", list(picture("red"))])
+    expect(panel(page).locator("h2")).to_have_text("drop.png")
+    page.get_by_label("Compare two").check()
+    page.evaluate(give, ["paste", "#q1", list(picture("green"))])
+    expect(panel(page, 1).locator("h2")).to_have_text("paste.png")
+    page.go_back()
+    expect(panel(page, 1)).to_have_count(0)
+    expect(panel(page).locator("h2")).to_have_text("drop.png")  # pictures live as long as the page
+    page.locator("[data-ask='0']").get_by_role("button", name="Remove it").click()
+    expect(page.locator(".empty")).to_be_visible()
+
+
+def test_what_is_no_picture_or_too_large(visit, run):
+    with served(read_only(run, run.parent / "data"), max_upload_bytes=20_000) as client:
+        page = visit(client, allowed=["status of 422"])
+        chooser = page.get_by_label("Picture to search by", exact=True)
+        chooser.set_input_files({"name": "a.txt", "mimeType": "text/plain", "buffer": b"no"})
+        expect(page.get_by_role("alert").last).to_contain_text("This is not a picture")
+        chooser.set_input_files({"name": "a.png", "mimeType": "image/png", "buffer": bytes(30_000)})
+        expect(page.get_by_role("alert").last).to_contain_text("This is too large")
+        chooser.set_input_files({"name": "a.png", "mimeType": "image/png", "buffer": b"junk"})
+        expect(page.get_by_role("alert").last).to_contain_text("not a picture in one of the formats")
+
+
+def test_threshold_filters_at_once(visit, service):
+    page = visit(service, "/?q=a+red+circle")
+    hits = ask(service, {"text": "a red circle"})["hits"]
+    expect(panel(page).locator(".hit")).to_have_count(24)
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    threshold = round(100 * hits[11]["match_probability"])
+    page.get_by_role("slider").fill(str(threshold))
+    left = [hit["match_probability"] for hit in hits if hit["match_probability"] >= threshold / 100]
+    assert 0 < len(left) < 24
+    expect(panel(page).locator(".hit:visible")).to_have_count(len(left))
+    expect(panel(page).locator("[data-count]")).to_contain_text(f"{len(left)} of the 24 closest")
+    expect(panel(page).locator("[data-count]")).to_contain_text(
+        f"about {float(f'{sum(left):.1f}'):g} of these should match"
+    )
+    page.get_by_role("slider").fill("99")
+    expect(panel(page).locator("[data-count]")).to_contain_text("None of the 24 closest")
+    assert not asked
+    assert searched(page) == {"q": "a red circle", "least": "0.99"}
+
+
+def test_promises_are_offered_as_the_service_vouches_for_them(visit, service):
+    told = service.get("/v1/info").json()["galleries"]["images"]
+    page = visit(service, "/?q=a+red+circle")
+    for name, offered in (("Wrong answers allowed", told["risks"]), ("Set that holds a match", told["coverages"])):
+        select = page.get_by_label(name)
+        assert select.locator("option").count() == len(offered) + 1
+        assert select.is_disabled() == (not offered)
+    page.get_by_label("Set that holds a match").select_option(str(told["coverages"][0]))
+    inside = ask(service, {"text": "a red circle"}, coverage=told["coverages"][0])["conformal_set"]["hits"]
+    expect(panel(page)).to_contain_text(f"The framed set of {len(inside)} picture")
+    expect(panel(page).locator(".in-set")).to_have_count(min(24, len(inside)))
+
+
+def test_without_calibration_it_says_so(visit, run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "calibration.json").unlink()
+    bare, data = load_run(tmp_path / "run"), run.parent / "data"
+    shelf = Shelf(build_index(bare, embedded(bare, data), home=tmp_path / "run"), FolderPictures(data))
+    with served(Sources(bare.model, "run", {"images": shelf})) as client:
+        page = visit(client, "/?q=a+red+circle")
+        expect(panel(page).locator(".guess")).to_contain_text("not calibrated")
+        expect(page.get_by_label("Wrong answers allowed")).to_be_disabled()
+        expect(page.get_by_label("Set that holds a match")).to_be_disabled()
+        expect(page.locator("#promises")).to_contain_text("need a model that was calibrated")
+
+
+def test_compare(visit, service):
+    page = visit(service, "/?q=a+red+circle")
+    page.get_by_label("Compare two").check()
+    expect(page.locator("#q1")).to_be_focused()
+    page.keyboard.type("some bar")
+    page.keyboard.press("Enter")
+    for slot, text in enumerate(("a red circle", "some bar")):
+        expect(panel(page, slot)).to_contain_text(ask(service, {"text": text})["verdict"]["text"])
+    one, other = (panel(page, slot).bounding_box() for slot in (0, 1))
+    assert one["y"] == other["y"] and one["x"] + one["width"] < other["x"]
+    assert searched(page) == {"q": "a red circle", "q2": "some bar"}
+    page.set_viewport_size({"width": 390, "height": 800})
+    one, other = (panel(page, slot).bounding_box() for slot in (0, 1))
+    assert one["x"] == other["x"] and one["y"] + one["height"] < other["y"]
+    page.get_by_label("Compare two").uncheck()
+    expect(panel(page, 1)).to_have_count(0)
+    assert searched(page) == {"q": "a red circle"}
+
+
+def test_answers_keep_their_places_whoever_comes_first(visit, service):
+    page = visit(service)
+    slow = []
+    page.route(
+        "**/v1/search", lambda route: slow.append(route) if "circle" in route.request.post_data else route.continue_()
+    )
+    page.goto("/?q=a+red+circle&q2=some+bar")
+    expect(panel(page, 1).locator(".hit")).to_have_count(24)
+    expect(panel(page, 0)).to_have_attribute("aria-busy", "true")  # a skeleton meanwhile
+    slow[0].continue_()
+    expect(page.locator("#answers h2")).to_have_text(["“a red circle”", "“some bar”"])
+
+
+def test_texts_are_searched_too(visit, service):
+    page = visit(service, "/?q=a+red+circle&id2=000.png")
+    page.get_by_text("Texts", exact=True).click()
+    expect(page.locator("#about")).to_contain_text("9 texts")
+    answer = ask(service, {"text": "a red circle"}, gallery="texts")
+    expect(panel(page).locator(".pick .name").first).to_have_text(answer["hits"][0]["payload"]["text"])
+    expect(panel(page).locator(".guess")).to_contain_text("compares two texts")
+    assert searched(page) == {
+        "in": "texts",
+        "q": "a red circle",
+        "compare": "1",
+    }  # the picture's id means nothing there
+
+
+def test_keyboard_alone(visit, service):
+    page = visit(service)
+    expect(page.locator("#q0")).to_be_focused()
+    page.keyboard.type("a red circle")
+    page.keyboard.press("Enter")
+    expect(panel(page).locator(".hit")).to_have_count(24)
+    passed = []
+    while "pick" not in (page.evaluate("document.activeElement.className") or ""):
+        page.keyboard.press("Tab")
+        passed.append(page.evaluate("document.activeElement.id || document.activeElement.textContent.trim()"))
+        ring = page.evaluate("getComputedStyle(document.activeElement.closest('.file, .segments label') ? document.activeElement.parentElement.matches('.file') ? document.activeElement.parentElement : document.activeElement.nextElementSibling : document.activeElement).outlineStyle")  # fmt: skip
+        assert ring != "none", passed
+        assert len(passed) < 20, passed
+    assert {"compare", "least", "abstain"} <= set(passed)
+    page.keyboard.press("Enter")
+    expect(panel(page).locator("h2")).to_contain_text("More like")
+    expect(page.locator("#answers")).to_be_focused()  # what had the focus has gone
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog")).to_contain_text("Match probability")
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_be_hidden()
+
+
+def test_map(visit, service):
+    page = visit(service, "/?q=a+red+circle")
+    page.get_by_text("Map", exact=True).click()
+    told = service.get("/v1/map?n=2000").json()
+    canvas, tip = page.locator("canvas"), page.locator("#tip")
+    expect(page.locator("#legend")).to_contain_text(f"{round(100 * told['explained'][0])}%")
+    page.get_by_text("The map as a list").click()
+    expect(page.locator("#list li")).to_have_count(len(told["points"]) + 1)  # and the query
+    expect(page.locator("#list li").nth(1)).to_contain_text("(hit)")
+    page.get_by_text("The map as a list").click()
+    # with the keyboard
+    whole = canvas.screenshot()
+    canvas.focus()
+    page.keyboard.press("ArrowRight")
+    expect(tip).to_contain_text("uncertainty")
+    name = tip.locator("b").inner_text()
+    page.keyboard.press("ArrowRight")
+    assert tip.locator("b").inner_text() != name
+    page.keyboard.press("Escape")
+    expect(tip).to_be_hidden()
+    page.keyboard.press("+")
+    page.wait_for_timeout(100)
+    assert canvas.screenshot() != whole
+    page.keyboard.press("0")
+    # with the mouse: over the very place of an item, by its own coordinates
+    box = canvas.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.mouse.wheel(0, -400)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2 + 60, box["y"] + box["height"] / 2 + 10, steps=4)
+    page.mouse.up()
+    assert searched(page)["q"] == "a red circle"  # dragging picks nothing
+    page.get_by_role("button", name="Show all").click()
+    found = None
+    for k in range(12, 28):
+        for row in range(4, 16):
+            page.mouse.move(box["x"] + box["width"] * k / 40, box["y"] + box["height"] * row / 20)
+            if tip.is_visible():
+                found = tip.locator("b").inner_text()
+                break
+        if found:
+            break
+    assert found
+    page.mouse.down()
+    page.mouse.up()
+    expect(panel(page).locator("h2")).to_have_text(f"More like {found}")
+    assert searched(page) == {"id": found, "view": "map"}
+
+
+def test_map_by_touch(visit, service):
+    page = visit(service, "/?view=map", width=390, has_touch=True, is_mobile=True)
+    canvas, tip = page.locator("canvas"), page.locator("#tip")
+    expect(page.locator("#legend")).to_contain_text("48 pictures")
+    canvas.scroll_into_view_if_needed()
+    page.wait_for_timeout(100)
+    box = canvas.bounding_box()
+    for k in range(1, 60):
+        x, y = box["x"] + box["width"] * (k % 8 + 1) / 9, box["y"] + box["height"] * (k // 8 + 1) / 9
+        page.touchscreen.tap(x, y)
+        page.wait_for_timeout(30)
+        if tip.is_visible():
+            break
+    assert "id" not in searched(page)  # the first tap shows, the second picks
+    name = tip.locator("b").inner_text()
+    page.touchscreen.tap(x, y)
+    expect(panel(page).locator("h2")).to_have_text(f"More like {name}")
+
+
+def test_key(visit, run):
+    with served(read_only(run, run.parent / "data"), keys=(KEY,)) as client:
+        page = visit(client, "/?q=a+red+circle", allowed=["status of 401"])
+        dialog = page.get_by_role("dialog", name="This service asks for a key")
+        dialog.get_by_label("API key").fill("not-the-right-one")
+        page.keyboard.press("Enter")
+        expect(dialog).to_contain_text("does not accept this key")
+        dialog.get_by_label("API key").fill(KEY)
+        page.keyboard.press("Enter")
+        expect(dialog).to_be_hidden()
+        shown = panel(page).locator("img").first
+        expect(shown).to_have_attribute("src", re.compile("^blob:"))
+        assert shown.evaluate("async (image) => (await image.decode(), image.naturalWidth)") > 0
+        assert KEY not in page.url and page.evaluate("localStorage.length") == 0
+        page.reload()
+        expect(panel(page).locator(".hit")).to_have_count(24)  # not asked again in this tab
+
+
+def test_problems_in_plain_words(visit, service):
+    page = visit(service, "/?id=nobody", allowed=["status of 404", "status of 503"])
+    expect(page.get_by_role("alert").last).to_contain_text("There is no item 'nobody' to search by")
+    page.route("**/v1/search", lambda route: route.fulfill(status=503, content_type="application/problem+json", body='{"title": "Service Unavailable", "status": 503, "detail": "The queue is full"}'))  # fmt: skip
+    page.locator("#q0").fill("anything")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert").last).to_contain_text("The service is busy")
+    expect(page.get_by_role("alert").last).to_contain_text("The queue is full.")
+    page.unroute("**/v1/search")
+    page.get_by_role("button", name="Try again").click()
+    expect(panel(page).locator(".hit")).to_have_count(24)
+
+
+def test_the_service_has_gone(visit, service):
+    page = visit(service, allowed=["status of 502", "ERR_FAILED"])
+    page.route("**/v1/search", lambda route: route.fulfill(status=502, body="<h1>no JSON</h1>"))
+    page.locator("#q0").fill("anything")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert").last).to_contain_text("The service answered 502")
+    page.route("**/v1/search", lambda route: route.abort())
+    page.get_by_role("button", name="Try again").click()
+    expect(page.get_by_role("alert").last).to_contain_text("The service does not answer")
+
+
+def test_markup_in_texts_and_ids_stays_text(visit, service):
+    page = visit(service)
+    page.locator("#q0").fill("<img src=x onerror=alert(1)>")
+    page.keyboard.press("Enter")
+    expect(panel(page).locator("h2")).to_have_text("“<img src=x onerror=alert(1)>”")
+    assert page.locator("h2 img").count() == 0
+
+
+def test_add_and_delete(visit, run, tmp_path):
+    folder = make_collection(run, run.parent / "data", tmp_path / "collection")
+    with served(open_sources(folder)) as client:
+        page = visit(client)
+        page.get_by_role("button", name="Add…").click()
+        dialog = page.get_by_role("dialog", name="Add to the collection")
+        dialog.get_by_label("Picture").set_input_files(
+            {"name": "violet.png", "mimeType": "image/png", "buffer": picture("violet")}
+        )
+        expect(dialog.get_by_label("Id:")).to_have_value("violet.png")
+        dialog.get_by_role("button", name="Add").click()
+        expect(dialog).to_be_hidden()
+        expect(page.locator("#about")).to_contain_text("49 pictures")
+        page.goto("/?id=violet.png")
+        page.get_by_role("button", name="Details of violet.png").click()
+        page.get_by_role("button", name="Delete…").click()
+        assert client.get("/v1/info").json()["galleries"]["images"]["n"] == 49  # not without being asked again
+        page.get_by_role("button", name="Delete it for good").click()
+        expect(page.locator("#about")).to_contain_text("48 pictures")
+        expect(page.locator(".empty")).to_be_visible()
+
+
+def test_nothing_sticks_out(visit, service):
+    page = visit(service)
+    long = "incomprehensibilities" * 4
+    for path in ("/", f"/?q={long}", "/?q=a&q2=some+bar", "/?q=a&id2=000.png&view=map", "/?in=texts&q=red"):
+        page.goto(path)
+        expect(page.locator("#answers .empty .pick, #answers .hit").first).to_be_attached()
+        for width in (360, 768, 1440):
+            page.set_viewport_size({"width": width, "height": 800})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, (path, width)
+
+
+def test_every_control_has_a_name(visit, service):
+    page = visit(service)
+    session = page.context.new_cdp_session(page)
+    named = {"button", "link", "searchbox", "textbox", "slider", "combobox", "checkbox", "radio", "image", "dialog", "application", "region"}  # fmt: skip
+    for path, count, least in (("/?q=a+red+circle&id2=000.png", 48, 60), ("/?q=a&view=map", 24, 10)):
+        page.goto(path)
+        expect(page.locator("#answers > [data-slot] .hit")).to_have_count(count)
+        nodes = [node for node in session.send("Accessibility.getFullAXTree")["nodes"] if not node["ignored"]]
+        controls = [node for node in nodes if node["role"]["value"] in named]
+        assert len(controls) > least
+        assert [node for node in controls if not node.get("name", {}).get("value")] == []
+    assert page.locator("html").get_attribute("lang") == "en" and page.locator("h1").count() == 1
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrast(visit, service, scheme):
+    page = visit(service, color_scheme=scheme)
+    names = "ink", "soft", "sure", "vague", "none", "wrong", "page", "card", "on", "edge"
+    colours = page.evaluate("(names) => { const probe = document.body.appendChild(document.createElement('i')); return names.map((name) => { probe.style.color = `var(--${name})`; return getComputedStyle(probe).color.match(/\\d+/g).map(Number); }); }", list(names))  # fmt: skip
+    light = {}
+    for name, rgb in zip(names, colours, strict=True):
+        linear = [c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
+        light[name] = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    def ratio(one, other):
+        low, high = sorted((light[one], light[other]))
+        return (high + 0.05) / (low + 0.05)
+
+    for ground in ("page", "card"):
+        for ink in ("ink", "soft", "sure", "vague", "none", "wrong"):
+            assert ratio(ink, ground) >= 4.5, (ink, ground)
+        assert ratio("edge", ground) >= 3, ground
+    assert ratio("on", "sure") >= 4.5
+
+
+def test_it_is_small_and_asks_nobody_else():
+    files = {path.name: path.read_text() for path in PAGE.iterdir()}
+    assert set(files) == {"index.html", "page.css", "page.js", "map.js"}
+    assert sum(map(len, files.values())) < 58_000
+    for name, text in files.items():
+        assert "https://" not in text and "innerHTML" not in text and "eval(" not in text, name
