@@ -515,8 +515,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, served(Path(folder)) as (url, port):
         before = httpx.post(f"{url}/v1/search", json=question, trust_env=False).json()["answers"][0]["hits"]
         started = time.perf_counter()
-        hand, wrong = by_hand(port, arguments.requests - of_schema, arguments.seed)
         schema, more = from_schema(url, of_schema, arguments.seed) if of_schema else (Counter[str](), [])
+        sent = sum(n for status, n in schema.items() if status.isdigit())
+        hand, wrong = by_hand(port, arguments.requests - sent, arguments.seed)
         seconds = time.perf_counter() - started
         answer = httpx.post(f"{url}/v1/search", json=question, trust_env=False)
         after = answer.json()["answers"][0]["hits"]

@@ -19,10 +19,11 @@ from sfumato.serve.sources import Shelf, kind
 
 @dataclass(frozen=True)
 class Asked:
-    """A query: a text, the bytes of a picture, or an id; with the name that the answer gives it."""
+    """A query: a text, the bytes of a picture, or an id; with the name that the answer gives it, and its place in the request."""
 
     kind: Literal["text", "image", "id"]
     name: str
+    where: str
     text: str = ""
     picture: bytes = b""
 

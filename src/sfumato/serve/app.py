@@ -173,7 +173,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
     @app.get("/v1/search", response_model=SearchResponse, tags=["search"], **route_extras(404, 422, 503, 504))
     async def search_text(parameters: Annotated[TextSearch, Query()]) -> Response:
         """Search by one text."""
-        asked = Asked("text", parameters.q, text=parameters.q)
+        asked = Asked("text", parameters.q, "query.q", text=parameters.q)
         return _json(await service.search([asked], parameters.options()))
 
     @app.post(
@@ -186,12 +186,12 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         asked = []
         for i, query in enumerate(wanted.queries):
             if query.text is not None:
-                asked.append(Asked("text", query.text, text=query.text))
+                asked.append(Asked("text", query.text, f"body.queries.{i}.text", text=query.text))
             elif query.id is not None:
-                asked.append(Asked("id", query.id))
+                asked.append(Asked("id", query.id, f"body.queries.{i}.id"))
             else:
-                data = _decoded(query.image or "", f"body.queries.{i}.image")
-                asked.append(Asked("image", f"picture {i + 1}", picture=data))
+                where = f"body.queries.{i}.image"
+                asked.append(Asked("image", f"picture {i + 1}", where, picture=_decoded(query.image or "", where)))
         return _json(await service.search(asked, wanted))
 
     @app.post(
@@ -201,7 +201,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
     async def search_picture(request: Request) -> Response:
         """Search by a picture file; the options are further fields of the form."""
         form, name, data = await read_form(request, SearchParameters)
-        return _json(await service.search([Asked("image", name, picture=data)], form.options()))
+        return _json(await service.search([Asked("image", name, "form.image", picture=data)], form.options()))
 
     @app.get("/v1/map", response_model=Map, tags=["look"], **route_extras(404, 422, 503, 504))
     async def draw(
@@ -220,15 +220,11 @@ def _add_items(app: FastAPI, service: Service, writer: Writer) -> None:
     async def add(request: Request) -> Response:
         """Add items, or replace those with the same ids: all of them or none, for good."""
         wanted = await read_json(request, AddRequest, service)
-        items = [
-            New(
-                one.id,
-                None if one.image is None else _decoded(one.image, f"body.items.{i}.image"),
-                one.text,
-                one.payload,
-            )
-            for i, one in enumerate(wanted.items)
-        ]
+        items = []
+        for i, one in enumerate(wanted.items):
+            where = f"body.items.{i}"
+            data = None if one.image is None else _decoded(one.image, f"{where}.image")
+            items.append(New(one.id, where, data, one.text, one.payload))
         return _json(await writer.add(wanted.gallery, items))
 
     @app.post(
@@ -238,7 +234,7 @@ def _add_items(app: FastAPI, service: Service, writer: Writer) -> None:
     async def add_picture(request: Request) -> Response:
         """Add a picture file to the gallery of images; the payload is a JSON object in a field of the form."""
         form, _, data = await read_form(request, NewItem, nested=("payload",))
-        return _json(await writer.add("images", [New(form.id, data, None, form.payload)]))
+        return _json(await writer.add("images", [New(form.id, "form", data, None, form.payload)]))
 
     @app.post(
         "/v1/items/delete", response_model=DeleteResponse, tags=["items"],

@@ -120,7 +120,9 @@ def check_picture(data: bytes, *, max_bytes: int, max_pixels: int, where: str) -
     except Exception as error:  # Pillow's parsers raise all sorts of things on files that are made to harm.
         raise _no_picture(where, f"cannot be decoded: {error}") from error
     if width * height > max_pixels:
-        raise Refusal(413, f"{large}: {width} x {height}")
+        raise Refusal(
+            413, f"{where}: {width} x {height} are more pixels than the limit of {max_pixels}; send a smaller copy"
+        )
     return kind
 
 

@@ -280,7 +280,7 @@ class SearchParameters(_Model):
         wanted = None
         if where or self.max_uncertainty is not None:
             wanted = ItemFilter(where=where, max_uncertainty=self.max_uncertainty)
-        flat = self.model_dump(exclude={"where", "max_uncertainty", "q"})
+        flat = self.model_dump(exclude={"where", "max_uncertainty", "q"}, exclude_unset=True)
         return SearchOptions(**flat, filter=wanted)
 
 

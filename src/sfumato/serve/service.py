@@ -110,8 +110,11 @@ class Service:
         shelf, limits = self.shelf(options.gallery), self.settings
         if len(asked) > limits.max_batch:
             raise Refusal(422, f"{len(asked)} queries are more than the limit of {limits.max_batch}")
+        if "max_results" not in options.model_fields_set:
+            options = options.model_copy(update={"max_results": min(options.max_results, limits.max_results)})
         if options.max_results > limits.max_results:
-            raise Refusal(422, f"max_results {options.max_results} is more than the limit of {limits.max_results}")
+            told = f"{options.max_results} is more than the limit of {limits.max_results}"
+            raise Refusal(422, f"max_results {told}", errors=[("max_results", told)])
         await self.in_thread(check_promises, shelf.gallery, asked, options)
         queries = await self._embedded(asked, shelf.gallery)
 
@@ -244,16 +247,16 @@ class Service:
                 raise Refusal(
                     404,
                     f"There is no item {asked[missing[0]].name!r} to search by",
-                    errors=[(f"body.queries.{i}.id", "no such item") for i in missing],
+                    errors=[(asked[i].where, "no such item") for i in missing],
                 )
             rows |= {i: items.embeddings[place[asked[i].name] : place[asked[i].name] + 1] for i in ids}
         if pictures := by_kind["image"]:
-            await self.check_pictures([(f"body.queries.{i}.image", asked[i].picture) for i in pictures])
+            await self.check_pictures([(asked[i].where, asked[i].picture) for i in pictures])
             found = await self.embedder.embed_pictures([asked[i].picture for i in pictures])
-            rows |= dict(zip(pictures, good(found, [f"body.queries.{i}.image" for i in pictures]), strict=True))
+            rows |= dict(zip(pictures, good(found, [asked[i].where for i in pictures]), strict=True))
         if texts := by_kind["text"]:
             found = await self.embedder.embed_texts([asked[i].text for i in texts])
-            rows |= dict(zip(texts, good(found, [f"body.queries.{i}.text" for i in texts]), strict=True))
+            rows |= dict(zip(texts, good(found, [asked[i].where for i in texts]), strict=True))
         return GaussianEmbedding.cat([rows[i].to(torch.float32) for i in range(len(asked))])
 
     def _projection(self, name: GalleryName) -> Projection | None:

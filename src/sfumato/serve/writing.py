@@ -20,9 +20,10 @@ Done = TypeVar("Done")
 
 @dataclass(frozen=True)
 class New:
-    """An item to store: the bytes of a picture file, or a text."""
+    """An item to store: the bytes of a picture file, or a text; with its place in the request."""
 
     id: str
+    where: str
     picture: bytes | None = None
     text: str | None = None
     payload: Mapping[str, str] = field(default_factory=dict)
@@ -49,14 +50,14 @@ class Writer:
         """
         shelf, collection = self._writable(gallery)
         self._check(gallery, shelf, items)
-        pictures = [(f"body.items.{i}.image", one.picture) for i, one in enumerate(items) if one.picture is not None]
+        pictures = [(f"{one.where}.image", one.picture) for one in items if one.picture is not None]
         formats = await self.service.check_pictures(pictures)
         if gallery == "images":
             found = await self.service.embedder.embed_pictures([data for _, data in pictures])
             rows = good(found, [where for where, _ in pictures])
         else:
             found = await self.service.embedder.embed_texts([one.text or "" for one in items])
-            rows = good(found, [f"body.items.{i}.text" for i in range(len(items))])
+            rows = good(found, [f"{one.where}.text" for one in items])
 
         def store() -> int:
             for one, kind in zip(items, formats, strict=False):  # A gallery of texts has no formats.
@@ -117,13 +118,13 @@ class Writer:
         if len(items) > most:
             raise Refusal(422, f"{len(items)} items are more than the limit of {most}")
         wanted = "image" if gallery == "images" else "text"
-        for i, one in enumerate(items):
+        for one in items:
             if (one.picture is None) == (wanted == "image"):
-                errors.append((f"body.items.{i}", f"a gallery of {gallery} takes items with {wanted}"))
+                errors.append((one.where, f"a gallery of {gallery} takes items with {wanted}"))
             if one.id in seen:
-                errors.append((f"body.items.{i}.id", "occurs twice in this request"))
+                errors.append((f"{one.where}.id", "occurs twice in this request"))
             if one.text is not None and "text" in one.payload:
-                errors.append((f"body.items.{i}.payload.text", "is the text of the item; leave it out"))
+                errors.append((f"{one.where}.payload.text", "is the text of the item; leave it out"))
             seen.add(one.id)
         if errors:
             raise Refusal(422, f"Nothing was stored: {errors[0][0]}: {errors[0][1]}", errors=errors)

@@ -1,0 +1,463 @@
+"""What users and strangers do wrong, and what the service makes of it: refusals, and life goes on."""
+
+import asyncio
+import concurrent.futures
+import importlib.util
+import io
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from PIL import Image
+from serve.world import SlowModel, bomb, in_base64, picture, read_only, served
+
+from sfumato.errors import UserError
+from sfumato.serve.batching import Batcher, Closed, Full
+from sfumato.serve.pictures import FolderPictures, UploadedPictures, to_show, to_store
+from sfumato.serve.problems import Refusal
+from sfumato.serve.sources import Sources
+
+
+def problem(answer, status):
+    """The document, checked."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    told = answer.json()
+    assert told["status"] == status and told["title"] and told["detail"] and told["type"] == "about:blank"
+    return told
+
+
+# ---------------------------------------------------------------- pictures that harm
+
+
+@pytest.mark.parametrize(
+    ("file", "status", "message"),
+    [
+        (bomb(), 413, "more pixels than the limit"),
+        (bomb(10_000, 5_000), 413, "10000 x 5000 are more pixels than the limit of 40000000"),
+        (picture()[:40], 422, "not a picture"),
+        (picture(size=(200, 200), format="JPEG")[:500], 422, "cannot be decoded"),
+        (b"", 422, "not a picture"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", 422, "not a picture"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", 422, "not a picture"),
+    ],
+)
+def test_pictures_that_are_none(client, file, status, message):
+    told = problem(client.post("/v1/search/image", files={"image": ("a.png", file)}), status)
+    assert message in told["detail"]
+    told = problem(client.post("/v1/search", json={"queries": [{"text": "fine"}, {"image": in_base64(file)}]}), status)
+    assert "body.queries.1.image" in told["detail"]
+
+
+def test_a_bad_picture_in_a_batch_fails_alone(sources):
+    torn = picture(size=(200, 200), format="JPEG")[:500]
+    with served(sources, batch_window=0.3, max_requests=20) as client, concurrent.futures.ThreadPoolExecutor(6) as pool:
+        asked = [
+            pool.submit(client.post, "/v1/search/image", files={"image": ("a", torn if i == 3 else picture())})
+            for i in range(6)
+        ]
+        assert [one.result().status_code for one in asked] == [200, 200, 200, 422, 200, 200]
+        assert 'sfumato_batch_size_bucket{kind="image",le="4.0"}' in client.get("/metrics").text
+
+
+def test_stored_pictures_hold_pixels_alone():
+    file, place = io.BytesIO(), Image.Exif()
+    place[0x010E] = "where I live"
+    place[0x0112] = 6
+    Image.new("RGB", (30, 20), "red").save(file, "JPEG", exif=place)
+    assert b"where I live" in file.getvalue()
+    stored = to_store(file.getvalue(), "JPEG")
+    assert b"where I live" not in stored and Image.open(io.BytesIO(stored)).size == (20, 30)
+    assert to_store(picture(format="WEBP"), "WEBP").startswith(b"\x89PNG")
+    shown, kind = to_show(picture(format="BMP"), None)
+    assert kind == "image/png" and shown.startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="cannot be decoded"):
+        to_show(picture(size=(200, 200), format="JPEG")[:500], 16)
+
+
+# ---------------------------------------------------------------- paths that climb
+
+
+CLIMBS = (
+    *(
+        "..%2fsecret.png",
+        "%2e%2e/secret.png",
+        "..%5csecret.png",
+        "..\\secret.png",
+        "%00",
+        "000.png%00",
+        "link.png",
+        "inside/../000.png",
+    ),
+    *(
+        "%2e%2e%2f%2e%2e%2fetc%2fpasswd",
+        "/etc/passwd",
+        "%2fetc%2fpasswd",
+        "linked/secret.png",
+        "%ff",
+        "a" * 600,
+        "inside",
+        ".",
+    ),
+)
+
+
+def climbing(tmp_path):
+    """A folder with a picture in it, one beside it, and links out of it."""
+    folder = tmp_path / "pictures"
+    (folder / "inside").mkdir(parents=True)
+    (folder / "000.png").write_bytes(picture())
+    (tmp_path / "secret.png").write_bytes(picture("black"))
+    (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    (folder / "linked").symlink_to(tmp_path)
+    (folder / "ring").symlink_to(folder / "ring")
+    return folder
+
+
+def test_no_id_leads_out_of_the_folder(tmp_path):
+    pictures = FolderPictures(climbing(tmp_path))
+    assert pictures.read("000.png") == picture()
+    for id in (
+        *(
+            "../secret.png",
+            "link.png",
+            "linked/secret.png",
+            str(tmp_path / "secret.png"),
+            "inside/../../secret.png",
+            "inside/../000.png",
+        ),
+        *("ring", "", ".", "inside", "000.png\0", "..\\secret.png", "a" * 5000, "/000.png", "nothing.png"),
+    ):
+        assert pictures.read(id) is None, id
+    assert FolderPictures(tmp_path / "nowhere").read("000.png") is None
+    (tmp_path / "link").symlink_to(tmp_path / "pictures")
+    assert FolderPictures(tmp_path / "link").read("000.png") == picture()
+    uploaded = UploadedPictures(tmp_path / "uploads")
+    uploaded.write("../../x", picture())
+    assert uploaded.read("../../x") == picture() and uploaded.read("x") is None
+    assert {p.parent.parent for p in tmp_path.rglob("*") if p.is_file() and len(p.name) == 32} == {tmp_path / "uploads"}
+
+
+@pytest.mark.parametrize("path", CLIMBS)
+@pytest.mark.parametrize("route", ["/v1/pictures/", "/v1/items/", "/page/"])
+def test_no_path_leads_out_of_the_service(client, route, path):
+    with socket.create_connection(("127.0.0.1", client.base_url.port), timeout=10) as connection:
+        connection.sendall(f"GET {route}{path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: connection.recv(65_536), b""))
+    assert answer.split()[1] in (b"404", b"405", b"400") and b"root:" not in answer, answer[:200]
+
+
+def test_only_pictures_of_items_are_shown(run, data, tmp_path):
+    sources = read_only(run, data)
+    folder = climbing(tmp_path)
+    sources.shelves["images"].pictures = FolderPictures(folder)
+    (folder / "not-an-item.png").write_bytes(picture())
+    with served(sources) as client:
+        assert client.get("/v1/pictures/000.png").status_code == 200
+        problem(client.get("/v1/pictures/not-an-item.png"), 404)
+        problem(client.get("/v1/pictures/001.png"), 404)  # An item whose file has gone.
+
+
+# ---------------------------------------------------------------- requests that are none
+
+
+def test_every_error_is_a_problem(client):
+    ask = {"queries": [{"text": "a"}]}
+    problem(client.get("/nothing"), 404)
+    problem(client.get("/v1/search/"), 404)
+    problem(client.put("/v1/search", json=ask), 405)
+    assert client.put("/v1/search").headers["allow"]
+    problem(client.post("/v1/search", content=b"{}", headers={"Content-Type": "text/plain"}), 415)
+    problem(client.post("/v1/search/image", json=ask), 415)
+    problem(client.post("/v1/items/image", data={"id": "a"}), 415)
+    for body, where in (
+        (b"", "body"),
+        (b"{", "body"),
+        (b"[" * 100_000, "body"),
+        (b'{"queries":[{"text":"\xff"}]}', "body"),
+        (b'{"queries":[{"text":"\\ud800"}]}', "body"),
+        (b'{"queries":[{"text":"a"}],"max_results":' + b"9" * 50 + b"}", "max_results"),
+        (b'{"queries":[{"text":"a"}],"max_results":' + b"9" * 5000 + b"}", "body"),
+        (b'{"queries":[{"text":"a"}],"min_probability":NaN}', "body.min_probability"),
+        (b'{"queries":[{"text":"a"}],"coverage":1e999}', "body.coverage"),
+        (b'{"queries":[{"text":"a"}],"colour":1}', "body.colour"),
+        (b'{"queries":[{"text":"  "}]}', "body.queries.0.text"),
+        (b'{"queries":[{"text":"a","id":"b"}]}', "body.queries.0"),
+        (b'{"queries":[]}', "body.queries"),
+        (b'{"queries":[{"image":"\xc3\xa9"}]}', "body.queries.0.image"),
+        (b"null", "body"),
+    ):
+        told = problem(client.post("/v1/search", content=body, headers={"Content-Type": "application/json"}), 422)
+        assert told["errors"][0]["where"] == where, told
+        assert told["errors"][0]["message"]
+    for path in (
+        "/v1/search",
+        "/v1/search?q=",
+        "/v1/search?q=a&where=nothing",
+        "/v1/search?q=a&x=1",
+        "/v1/map?n=0",
+        "/v1/map?gallery=x",
+    ):
+        assert problem(client.get(path), 422)["errors"][0]["where"].startswith("query"), path
+    problem(client.get("/v1/items/nobody"), 404)
+    problem(client.post("/v1/search", json={"queries": [{"id": "nobody"}]}), 404)
+
+
+def test_forms_that_are_none(client):
+    def send(body, kind="multipart/form-data; boundary=x"):
+        return client.post("/v1/search/image", content=body, headers={"Content-Type": kind})
+
+    for body in (
+        b"",
+        b"--x",
+        b"--x--\r\n",
+        b"--x\r\n\r\n",
+        b"\0" * 100,
+        b"--x\r\nContent-Disposition: form-data\r\n\r\n1\r\n--x--\r\n",
+    ):
+        problem(send(body), 422)
+    problem(send(b"--x--\r\n", "multipart/form-data"), 422)
+    problem(send(b"--x--\r\n", "multipart/form-data; boundary=x; charset=nope"), 422)
+    file = {"image": ("a.png", picture())}
+    for data, where in (
+        ({"max_results": "many"}, "form.max_results"),
+        ({"colour": "1"}, "form.colour"),
+        ({"where": "a"}, "form.where.0"),
+    ):
+        told = problem(client.post("/v1/search/image", files=file, data=data), 422)
+        assert told["errors"][0]["where"] == where
+    problem(client.post("/v1/search/image", files={"picture": ("a.png", picture())}), 422)
+    problem(client.post("/v1/search/image", files=[("image", ("a", picture())), ("image", ("b", picture()))]), 422)
+    told = problem(client.post("/v1/items/image", files=file, data={"id": "a", "payload": "{"}), 422)
+    assert "not JSON" in told["detail"]
+    told = problem(client.post("/v1/items/image", files=file, data={"id": "a", "payload": "[" * 50_000}), 422)
+
+
+def test_limits(sources):
+    with served(sources, max_upload_bytes=20_000, max_pixels=1000, max_results=5, max_batch=2) as client:
+        told = problem(client.post("/v1/search/image", files={"image": ("a", b"x" * 25_000)}), 413)
+        assert "25000 bytes are more than the limit of 20000" in told["detail"]
+        problem(client.post("/v1/search/image", files={"image": ("a", b"x" * 100_000)}), 413)
+        problem(client.post("/v1/search/image", files={"image": ("a", b"x" * 5_000_000)}), 413)
+        problem(
+            client.post(
+                "/v1/search", content=(b" " * 1000 for _ in range(110)), headers={"Content-Type": "application/json"}
+            ),
+            413,
+        )
+        problem(client.post("/v1/search/image", files={"image": ("a", picture(size=(40, 40)))}), 413)
+        problem(client.post("/v1/search", json={"queries": [{"text": "a"}] * 3}), 422)
+        told = problem(client.post("/v1/search", json={"queries": [{"text": "a"}], "max_results": 6}), 422)
+        assert "more than the limit of 5" in told["detail"]
+        assert len(client.get("/v1/search?q=a").json()["answers"][0]["hits"]) == 5  # The usual 10 are not asked for.
+
+
+def test_malformed_requests_never_make_it_stumble(client, monkeypatch):
+    pytest.importorskip("schemathesis")
+    folder = Path(__file__).parents[2] / "benchmarks"
+    monkeypatch.syspath_prepend(str(folder))
+    told = importlib.util.spec_from_file_location("faults", folder / "faults.py")
+    faults = importlib.util.module_from_spec(told)
+    told.loader.exec_module(faults)
+    counts, wrong = faults.by_hand(client.base_url.port, 300, seed=7)
+    assert not wrong and sum(counts.values()) == 300 and len(counts) > 5
+    counts, wrong = faults.from_schema(str(client.base_url).rstrip("/"), 100, seed=7)
+    assert not wrong and sum(counts.values()) > 50
+    assert client.get("/v1/search?q=a+red+bar").status_code == 200
+    sys.modules.pop("service_world", None)
+
+
+# ---------------------------------------------------------------- too much, too slow, gone
+
+
+def slow(sources, seconds=0.0):
+    return Sources(SlowModel(sources.model, seconds), "slow", sources.shelves)
+
+
+def test_a_full_queue_sends_clients_away_and_recovers(sources):
+    world = slow(sources)
+    with (
+        served(world, batch_size=1, max_waiting=3, batch_window=0) as client,
+        concurrent.futures.ThreadPoolExecutor(10) as pool,
+    ):
+        world.model.go.clear()
+        asked = [pool.submit(client.get, "/v1/search?q=a") for _ in range(10)]
+        for _ in range(100):
+            if (
+                'sfumato_waiting{kind="text"} 3.0' in client.get("/metrics").text
+                and sum(one.done() for one in asked) == 6
+            ):
+                break
+            time.sleep(0.1)
+        assert client.get("/healthz").status_code == 200
+        world.model.go.set()
+        answers = [one.result() for one in asked]
+        for answer in (a for a in answers if a.status_code != 200):
+            assert problem(answer, 503) and answer.headers["retry-after"] == "1"
+        assert [a.status_code for a in answers].count(200) == 4  # One at work and three that waited.
+        assert client.get("/v1/search?q=a").status_code == 200
+
+
+def test_too_many_requests_at_work(sources):
+    world = slow(sources)
+    with served(world, max_requests=2) as client, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        world.model.go.clear()
+        asked = [pool.submit(client.get, "/v1/search?q=a") for _ in range(2)]
+        time.sleep(0.5)
+        assert problem(client.get("/v1/info"), 503)
+        assert client.get("/readyz").status_code == 200
+        world.model.go.set()
+        assert [one.result().status_code for one in asked] == [200, 200]
+
+
+def test_what_takes_too_long_is_504_and_the_next_is_answered(sources):
+    world = slow(sources)
+    with served(world, timeout=0.5) as client:
+        world.model.go.clear()
+        told = problem(client.get("/v1/search?q=a"), 504)
+        assert "No answer within 0.5 seconds" in told["detail"]
+        world.model.go.set()
+        assert client.get("/v1/search?q=a").status_code == 200
+
+
+def test_a_body_that_does_not_come_is_408(sources):
+    with (
+        served(sources, timeout=0.5) as client,
+        socket.create_connection(("127.0.0.1", client.base_url.port)) as connection,
+    ):
+        connection.sendall(
+            b"POST /v1/search HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
+        )
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+
+
+def test_clients_that_leave_take_their_queries_along(sources):
+    world = slow(sources)
+    with served(world, batch_size=4) as client:
+        world.model.go.clear()
+        for _ in range(6):
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.get(f"{client.base_url}/v1/search?q=gone", timeout=0.2, trust_env=False)
+        time.sleep(0.3)
+        world.model.sizes.clear()
+        world.model.go.set()
+        assert client.get("/v1/search?q=here").status_code == 200
+        assert sum(world.model.sizes) <= 2 + 4  # What was at work went on; of the rest nothing was computed.
+        text = client.get("/metrics").text
+        assert 'route="/v1/search",status="499"} 6.0' in text
+
+
+def test_a_model_that_fails_is_a_500_without_particulars(sources, caplog):
+    world = slow(sources)
+    with served(world) as client:
+        world.model.embed_texts = lambda texts: 1 / 0
+        client.app.state.service.embedder.model = world.model
+        told = problem(client.get("/v1/search?q=a"), 500)
+        assert "division" not in told["detail"]
+        assert told["detail"].split()[-1] in caplog.text and "ZeroDivisionError" in caplog.text
+
+
+def test_not_ready_before_and_after(sources):
+    world = slow(sources)
+    world.model.go.clear()
+    ready = threading.Timer(1.0, world.model.go.set)
+    ready.start()
+    seen = []
+    original = httpx.Client.get
+
+    def watch(self, path, **options):
+        answer = original(self, path, **options)
+        if path == "/readyz":
+            seen.append(answer.status_code)
+        return answer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(httpx.Client, "get", watch)
+        with served(world) as client:
+            client.app.state.service.ready.clear()
+            problem(client.get("/readyz"), 503)
+    assert seen[0] == 503 and 200 in seen
+
+
+def test_a_store_that_fails_is_503(writable, monkeypatch):
+    collection = writable.app.state.service.sources.shelves["images"].gallery
+
+    def fail(*arguments, **options):
+        raise UserError("the disk is full")
+
+    monkeypatch.setattr(collection.store, "upsert", fail)
+    answer = writable.post("/v1/items", json={"items": [{"id": "a", "image": in_base64(picture())}]})
+    assert "the disk is full" in problem(answer, 503)["detail"] and answer.headers["retry-after"]
+    monkeypatch.setattr(collection.store, "search", fail)
+    problem(writable.get("/v1/search?q=a"), 503)
+    monkeypatch.undo()
+    assert writable.get("/v1/search?q=a").status_code == 200
+    problem(writable.get("/v1/items/a"), 404)
+
+
+def test_a_writer_that_leaves_does_not_leave_half(writable, monkeypatch):
+    collection = writable.app.state.service.sources.shelves["images"].gallery
+    upsert = collection.store.upsert
+    monkeypatch.setattr(collection.store, "upsert", lambda records: (time.sleep(1), upsert(records)))
+    new = {"items": [{"id": "left", "image": in_base64(picture())}]}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{writable.base_url}/v1/items", json=new, timeout=0.4, trust_env=False)
+    answer = writable.delete("/v1/items/000.png")  # Waits for its turn.
+    assert answer.status_code == 200 and writable.get("/v1/items/left").status_code == 200
+    assert writable.get("/v1/pictures/left").status_code == 200
+
+
+# ---------------------------------------------------------------- the batcher alone
+
+
+def test_batcher():
+    sizes = []
+
+    def double(items):
+        sizes.append(len(items))
+        if "bad" in items:
+            raise RuntimeError("bad")
+        return [ValueError("odd") if item == "odd" else 2 * item for item in items]
+
+    async def go():
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            batcher = Batcher(double, pool, size=4, window=0.05, waiting=6)
+            with pytest.raises(Closed):
+                await batcher.submit(["a"])
+            batcher.start()
+            found = await batcher.submit(["a", "odd", "b"])
+            assert found[0] == "aa" and isinstance(found[1], ValueError) and found[2] == "bb" and sizes == [3]
+            found = await batcher.submit(["a", "bad", "b"])
+            assert found[0] == "aa" and isinstance(found[1], RuntimeError) and found[2] == "bb"
+            with pytest.raises(Full):
+                await batcher.submit(["x"] * 7)
+            left = asyncio.ensure_future(batcher.submit(["left"]))
+            await asyncio.sleep(0)
+            left.cancel()
+            sizes.clear()
+            assert await batcher.submit(["c"]) == ["cc"] and sizes == [1]
+            waiting = asyncio.ensure_future(batcher.submit(["d"]))
+            await asyncio.sleep(0)
+            await batcher.close()
+            assert isinstance((await waiting)[0], Closed) and len(batcher) == 0
+
+    asyncio.run(go())
+
+
+def test_refusals_can_always_be_said():
+    response = Refusal(422, "\ud800" * 2000, errors=[("body.\ud800", "x" * 5000)] * 100).response()
+    assert len(response.body) < 20_000 and b"?" in response.body
+
+
+def test_it_says_what_to_install(monkeypatch):
+    from sfumato.serve import settings
+
+    monkeypatch.setattr(settings, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'sfumato\[serve\]'"):
+        settings.require_extra()
+    assert os.environ.get("SFUMATO_API_KEY") is None
