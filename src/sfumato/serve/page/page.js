@@ -247,7 +247,7 @@ function result(slot, query, answer) {
     set && h("p", { class: "count" }, `The framed set of ${things(gallery, set.hits.length)} holds a match with a probability of ${percent(set.coverage)}${set.complete ? "." : ", had it not been cut here: do not rely on it."}`),
     h("p", { class: "count", "data-count": "" }),
     h("ul", { class: `grid ${gallery}` }, answer.hits.map((hit) => card(slot, hit, inSet.has(hit.id)))),
-    wanted < Math.min(n, info.limits.max_results) && answer.hits.length >= wanted && h("p", { class: "after" }, h("button", { type: "button", onclick: () => { wanted *= 2; search(slot); } }, "More hits")));
+    wanted < Math.min(n, info.limits.max_results) && answer.hits.length >= wanted && h("p", { class: "after", "data-probability": answer.hits.at(-1).match_probability }, h("button", { type: "button", onclick: () => { wanted *= 2; search(slot); } }, "More hits")));
 }
 
 function card(slot, hit, inSet) {
@@ -271,8 +271,8 @@ function filter() {
     const left = hits.filter((hit) => hit.match_probability >= state.least);
     const sum = left.reduce((total, hit) => total + hit.match_probability, 0);
     const section = $(`#answers [data-slot="${slot}"]`);
-    for (const item of section.querySelectorAll(".hit")) item.hidden = Number(item.dataset.probability) < state.least;
-    const which = state.least ? `${left.length} of the ${hits.length} closest are at least ${percent(state.least)} likely` : `The ${hits.length} closest`;
+    for (const item of section.querySelectorAll("[data-probability]")) item.hidden = Number(item.dataset.probability) < state.least;
+    const which = state.least ? `${left.length} of the ${hits.length} closest ${left.length === 1 ? "is" : "are"} at least ${percent(state.least)} likely` : `The ${hits.length} closest`;
     $("[data-count]", section).textContent = !hits.length ? "There is nothing in this collection." : !left.length ? `None of the ${hits.length} closest is ${percent(state.least)} likely.`
       : `${which}: about ${about(sum)} of these should match${calibrated ? "" : ", at a guess"}.`;
   }
@@ -346,6 +346,7 @@ async function add(event) {
 function changed(n, said, gone) {
   info.galleries[state.gallery].n = n;
   answers.clear();
+  blobs.clear();
   maps.delete(state.gallery);
   go({ queries: state.queries.map((query) => (query?.kind === "id" && query.value === gone ? null : query)) }, { replace: true });
   $("#status").textContent = said;
@@ -412,24 +413,14 @@ const tip = (point) => {
 // ---- the page around them
 
 function box(slot) {
-  const take = ({ target }) => target.files[0] && (askPicture(slot, target.files[0]), (target.value = ""));
-  const picture = h("label", { class: "file", title: "Search by picture" }, h("span", { class: "quiet" }, slot ? "Second picture to search by" : "Picture to search by"), h("input", { type: "file", accept: "image/*", onchange: take }));
-  picture.append(icon());
-  return h("div", { class: "ask", "data-ask": slot }, h("span", { class: "chip", hidden: true }),
-    h("label", { class: "quiet", for: `q${slot}` }, slot ? "Second search" : "Search"),
-    h("input", { type: "search", id: `q${slot}`, maxlength: 2000, autocomplete: "off", enterkeyhint: "search" }),
-    picture, h("button", { class: "main" }, "Search"));
-}
-
-function icon() {
-  const path = (name, attributes) => {
-    const node = document.createElementNS("http://www.w3.org/2000/svg", name);
-    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-    return node;
-  };
-  const svg = path("svg", { width: 22, height: 22, viewBox: "0 0 24 24", fill: "none", stroke: "currentColor", "stroke-width": 1.7, "stroke-linejoin": "round", "aria-hidden": "true" });
-  svg.append(path("rect", { x: 3, y: 4, width: 18, height: 16, rx: 3 }), path("circle", { cx: 9, cy: 10, r: 1.8 }), path("path", { d: "M4 18l5.5-4.5 3 2.5 3.5-4 5 5" }));
-  return svg;
+  const node = $("#ask").content.cloneNode(true).firstElementChild;
+  const [text, file] = node.querySelectorAll("input");
+  node.dataset.ask = slot;
+  text.id = `q${slot}`;
+  text.ariaLabel = slot ? "Second search" : "Search";
+  file.ariaLabel = slot ? "Second picture to search by" : "Picture to search by";
+  file.addEventListener("change", () => file.files[0] && (askPicture(slot, file.files[0]), (file.value = "")));
+  return node;
 }
 
 function syncAsk(slot) {
@@ -462,7 +453,7 @@ function render() {
   $("#asks").classList.toggle("two", state.compare);
   $("#answers").classList.toggle("two", state.compare);
   $("#least").value = Math.round(100 * state.least);
-  $("#least-value").textContent = percent(state.least);
+  sayLeast();
   $("#add-open").hidden = !gallery.writable;
   choices("abstain", "any number");
   choices("coverage", "do not show");
@@ -479,6 +470,8 @@ function render() {
   if (state.view === "map") mark();
 }
 
+const sayLeast = () => ($("#least").ariaValueText = $("#least-value").textContent = percent(state.least));
+
 function askKey() {
   const dialog = $("#key");
   const line = $(".problem", dialog);
@@ -490,7 +483,7 @@ function askKey() {
 // A picture that was dropped or pasted goes where it was aimed at, else into the first search.
 function receive(event, data) {
   const file = [...(data?.files ?? [])][0];
-  if (!file || !info) return;
+  if (!file) return;
   event.preventDefault();
   if ($("#add").open) {
     const input = $("#add [name=file]");
@@ -525,7 +518,7 @@ function listen() {
   });
   $("#least").addEventListener("input", ({ target }) => {
     state.least = target.value / 100;
-    $("#least-value").textContent = percent(state.least);
+    sayLeast();
     filter();
   });
   $("#least").addEventListener("change", () => {
@@ -572,7 +565,8 @@ async function start() {
   }
   $("#galleries").hidden = Object.keys(info.galleries).length < 2;
   state = read();
-  map ??= new CollectionMap($("canvas"), $("#tip"), { picture: pictureURL, describe: tip, pick: ({ id }) => ask(0, { kind: "id", value: id }) });
+  map = new CollectionMap($("canvas"), $("#tip"), { picture: pictureURL, describe: tip, pick: ({ id }) => ask(0, { kind: "id", value: id }) });
+  listen();
   render();
   if (!state.queries[0]) $("#q0").focus({ preventScroll: true });
 }
@@ -585,5 +579,4 @@ $("#key form").addEventListener("submit", ({ target }) => {
   if (!info) start();
   else render();
 });
-listen();
 start();
