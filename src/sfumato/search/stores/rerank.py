@@ -21,7 +21,9 @@ import os
 import re
 import secrets
 import threading
+import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -46,6 +48,9 @@ _OF_REDIS = {
 }
 _KEY = "\x01spread"
 """Payload field of the means' records that names the spread."""
+
+_GRACE = 30.0
+"""Seconds that a replaced spread is kept for searches that have read its record and not yet the spread."""
 
 _OURS = re.compile(rb"[0-9a-f]{16}:\d+")
 _BATCH = 1000
@@ -112,6 +117,7 @@ class RerankStore:
         self.url = redacted(url)
         self._means = local.open(means)
         self._writer = threading.RLock()
+        self._late: deque[tuple[float, Sequence[str]]] = deque()
         try:
             try:
                 about = json.loads(self._means.fingerprint)
@@ -220,12 +226,17 @@ class RerankStore:
         """Optimise the means, and remove the spreads that killed writers have left."""
         with self._writing():
             self._means.optimise()
-            self._spreads.keep({key for part in self._means.scan() for key in _keys(part)})
+            known = {key for part in self._means.scan() for key in _keys(part)}
+            self._spreads.keep(known.union(*(keys for _, keys in self._late)))
 
     def close(self) -> None:
         """Let go of files, connections and the right to write."""
-        self._means.close()
-        self._spreads.close()
+        with self._writer:
+            if self._late:
+                self._drop([], grace=0)
+                self._late.clear()
+            self._means.close()
+            self._spreads.close()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -234,10 +245,16 @@ class RerankStore:
             self._means.begin_writing()
             yield
 
-    def _drop(self, keys: Sequence[str]) -> None:
-        """Remove spreads that no record names any more. If that fails, the write is done all the same: optimise removes them."""
+    def _drop(self, keys: Sequence[str], grace: float = _GRACE) -> None:
+        """Remove spreads that no record has named for a while, and these when their time has come.
+
+        If that fails, the write is done all the same: optimise removes what is left.
+        """
+        now = time.monotonic()
+        self._late.append((now, keys))
         with contextlib.suppress(UserError):
-            self._spreads.drop(keys)
+            while self._late and self._late[0][0] + grace <= now:
+                self._spreads.drop(self._late.popleft()[1])
 
     def _joined(self, parts: Sequence[Records]) -> list[Records]:
         """Whole records from those of the means; each spread is fetched once."""
