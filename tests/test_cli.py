@@ -66,14 +66,14 @@ def test_help_is_quick_and_names_the_commands():
 
 
 def test_toy_prints_a_table_or_json(sfumato, tmp_path):
-    arguments = "toy", "--seed", "2", "--epochs", "2", "--out", tmp_path / "toy"
+    arguments = "toy", "--seed", "2", "--updates", "2", "--out", tmp_path / "toy"
     status, out, _ = sfumato(*arguments)
     assert status == 0 and "published" in out and "1.82" in out and "1.04" in out
     result = json.loads(sfumato(*arguments, "--json")[1])
     assert result["seed"] == 2 and result["ratio"]["csd"] > 0 and result["ratio"]["triplet_sum"] is None
     assert (tmp_path / "toy" / "toy.png").exists() and (tmp_path / "toy" / "toy.gif").exists()
-    status, out, err = sfumato("toy", "--epochs", "0")
-    assert status == 2 and not out and "epochs" in err
+    status, out, err = sfumato("toy", "--updates", "0")
+    assert status == 2 and not out and "updates" in err
 
 
 def test_evaluate_prints_a_table_and_writes_json(work, sfumato):

@@ -635,17 +635,17 @@ def demo(
 def toy(
     seed: Annotated[int, typer.Option(help="of the samples and the batches")] = 0,
     out: Annotated[Path, typer.Option(help="folder for the picture and the animation")] = Path("runs/toy"),
-    epochs: Annotated[int, typer.Option(min=1, help="passes over the samples; 500 in the paper")] = 500,
+    updates: Annotated[int, typer.Option(min=1, help="mini-batches that each method learns from")] = 500,
     as_json: AsJson = False,
 ) -> None:
     """The 2-D study of the PCME++ paper: variances of uncertain over certain samples, a picture and an animation."""
     from sfumato.toy import run_toy
 
-    result = run_toy(out, seed=seed, epochs=epochs)
+    result = run_toy(out, seed=seed, updates=updates)
     if as_json:
         print(json.dumps(result))
         return
-    print(f"mean variance of uncertain over certain samples, seed {seed}, {epochs} epochs")
+    print(f"mean variance of uncertain over certain samples, seed {seed}, {updates} updates")
     print(f"{'method':<18}{'certain':>9}{'uncertain':>11}{'ratio':>8}{'published':>11}")
     for method in result["ratio"]:
         values = (result[key][method] for key in ("certain", "uncertain", "ratio", "published_ratio"))

@@ -5,7 +5,7 @@ are the package's own.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.base import MatchLoss
-from sfumato.losses.pcmepp import PCMEPPLoss
-from sfumato.losses.triplet import TripletLoss
+from sfumato.losses.base import LossOutput
+from sfumato.losses.pcmepp import pcmepp_loss
+from sfumato.losses.triplet import Mining, triplet_loss
 from sfumato.progress import progress_bar
 
 METHODS = ("csd", "wasserstein2", "triplet_sum", "triplet_hardest")
@@ -56,13 +56,13 @@ class ToyRun:
     Attributes:
         certain: mean variance of the certain samples, over samples and both dimensions; None of points.
         uncertain: the same of the uncertain ones.
-        epochs: number of epochs after which each of the frames was taken.
+        updates: number of updates after which each of the frames was taken.
         frames: the embeddings then; the first is the start, the last the result.
     """
 
     certain: float | None
     uncertain: float | None
-    epochs: list[int]
+    updates: list[int]
     frames: list[GaussianEmbedding]
 
     @property
@@ -93,81 +93,88 @@ def train_toy(
     method: str,
     *,
     generator: torch.Generator,
-    epochs: int = 500,
+    updates: int = 500,
     batch_size: int = 128,
     lr: float = 0.02,
 ) -> ToyRun:
     """Optimise means and log variances with Adam under one method; a pair matches when both drew the same class.
 
+    Every update compares two mini-batches without a common sample, as a batch of images with one of captions.
+
     Args:
         data: of :func:`toy_data`; left as it is.
         method: one of METHODS.
         generator: of the order of the samples and the classes of uncertain ones.
-        epochs: passes over all samples.
-        batch_size: samples a step; each is compared with all of them, itself included.
+        updates: steps of the optimiser. The paper's "500 epochs" are taken for 500 mini-batches: docs/decisions.md.
+        batch_size: samples of each of the two mini-batches.
         lr: of the samples and of the loss's logits.
 
     Raises:
-        ValueError: the method is unknown, or epochs is below 1.
+        ValueError: the method is unknown, updates is below 1, or a mini-batch is larger than half of the samples.
     """
-    if epochs < 1:
-        raise ValueError(f"train_toy: epochs must be at least 1, got {epochs}")
+    if updates < 1:
+        raise ValueError(f"train_toy: updates must be at least 1, got {updates}")
+    if not 0 < batch_size <= len(data.label) // 2:
+        raise ValueError(f"train_toy: batch_size must be between 1 and {len(data.label) // 2}, got {batch_size}")
     loss = _loss(method)
     mean = data.embedding.mean.clone().requires_grad_()
-    log_var = data.embedding.log_var.clone().requires_grad_()
-    optimiser = torch.optim.Adam([mean, log_var, *loss.parameters()], lr=lr)
-    kept = {round(epochs * (k / _FRAMES) ** 2) for k in range(_FRAMES + 1)}  # Most of the movement comes early.
+    log_sigma = (data.embedding.log_var / 2).requires_grad_()
+    scale, bias = (torch.tensor(5.0, requires_grad=True) for _ in range(2))
+    optimiser = torch.optim.Adam([mean, log_sigma, scale, bias], lr=lr)
+    kept = {round(updates * (k / _FRAMES) ** 2) for k in range(_FRAMES + 1)}  # Most of the movement comes early.
     frames = [data.embedding]
-    with progress_bar(method, epochs) as advance:
-        for epoch in range(1, epochs + 1):
-            for batch in torch.randperm(len(mean), generator=generator).split(batch_size):
-                other = (torch.rand(len(batch), generator=generator) < 0.5) & data.uncertain[batch]
-                drawn = (data.label[batch] + other.long()) % CLASSES
-                match = (drawn.unsqueeze(1) == drawn).to(mean.dtype)  # (b, b)
-                samples = GaussianEmbedding(mean[batch], log_var[batch])
-                optimiser.zero_grad(set_to_none=True)
-                loss(samples, samples, match).total.backward()
-                optimiser.step()
-            if epoch in kept:
-                frames.append(GaussianEmbedding(mean.detach().clone(), log_var.detach().clone()))
+    with progress_bar(method, updates) as advance:
+        for update in range(1, updates + 1):
+            both = torch.randperm(len(mean), generator=generator)[: 2 * batch_size].view(2, -1)  # (2, b)
+            other = (torch.rand(both.shape, generator=generator) < 0.5) & data.uncertain[both]
+            drawn = (data.label[both] + other.long()) % CLASSES
+            match = (drawn[0].unsqueeze(1) == drawn[1]).to(mean.dtype)  # (b, b)
+            left, right = (GaussianEmbedding(mean[batch], 2 * log_sigma[batch]) for batch in both)
+            optimiser.zero_grad(set_to_none=True)
+            loss(left, right, match, scale, bias).total.backward()
+            optimiser.step()
+            if update in kept:
+                frames.append(GaussianEmbedding(mean.detach().clone(), 2 * log_sigma.detach()))
             advance(1)
     var = frames[-1].var
     has_variance = method in PUBLISHED_RATIO
     return ToyRun(
         certain=float(var[~data.uncertain].mean()) if has_variance else None,
         uncertain=float(var[data.uncertain].mean()) if has_variance else None,
-        epochs=sorted(kept | {0}),
+        updates=sorted(kept | {0}),
         frames=frames,
     )
 
 
-def _loss(method: str) -> MatchLoss:
+def _loss(method: str) -> Callable[[GaussianEmbedding, GaussianEmbedding, Tensor, Tensor, Tensor], LossOutput]:
+    """(left, right, match, scale, bias of the logits) -> loss; triplets have no logits."""
     if method in PUBLISHED_RATIO:
-        return PCMEPPLoss(distance=method, alpha=0.0, beta=0.0)
-    if method == "triplet_sum":
-        return TripletLoss(mining="sum")
-    if method == "triplet_hardest":
-        return TripletLoss(mining="hardest")
+        return lambda left, right, match, scale, bias: pcmepp_loss(
+            left, right, match, logit_scale=scale, logit_bias=bias, distance=method, alpha=0.0, beta=0.0
+        )
+    if method in METHODS:
+        mining: Mining = "sum" if method == "triplet_sum" else "hardest"
+        return lambda left, right, match, scale, bias: triplet_loss(left, right, match, mining=mining)
     raise ValueError(f"train_toy: unknown method {method!r}; known: {', '.join(METHODS)}")
 
 
-def run_toy(out: Path, *, seed: int = 0, epochs: int = 500, methods: Sequence[str] = METHODS) -> dict[str, Any]:
+def run_toy(out: Path, *, seed: int = 0, updates: int = 500, methods: Sequence[str] = METHODS) -> dict[str, Any]:
     """Train with each method from the same start, and write a picture of the results and an animation of the learning.
 
     Args:
         out: folder for "toy.png" and "toy.gif"; made if it is not there.
         seed: of the samples and of each method's batches.
-        epochs: passes over the samples; 500 in the paper.
+        updates: of each method; 500.
         methods: some of METHODS.
 
     Returns:
-        {"seed", "epochs", "ratio": {method: uncertain / certain}, "published_ratio", "certain", "uncertain": mean variances,
+        {"seed", "updates", "ratio": {method: uncertain / certain}, "published_ratio", "certain", "uncertain": mean variances,
         "picture", "animation"}; null where a method has no variance.
     """
     out.mkdir(parents=True, exist_ok=True)
     data = toy_data(torch.Generator().manual_seed(seed))
     runs = {
-        method: train_toy(data, method, generator=torch.Generator().manual_seed(seed), epochs=epochs)
+        method: train_toy(data, method, generator=torch.Generator().manual_seed(seed), updates=updates)
         for method in methods
     }
     pictures = _pictures(data, runs)
@@ -175,7 +182,7 @@ def run_toy(out: Path, *, seed: int = 0, epochs: int = 500, methods: Sequence[st
     write_atomically(out / "toy.gif", _encoded(pictures, "GIF"))
     return {
         "seed": seed,
-        "epochs": epochs,
+        "updates": updates,
         "ratio": {method: run.ratio for method, run in runs.items()},
         "published_ratio": {method: PUBLISHED_RATIO.get(method) for method in runs},
         "certain": {method: run.certain for method, run in runs.items()},
@@ -189,9 +196,9 @@ def _pictures(data: ToyData, runs: dict[str, ToyRun]) -> list[Image.Image]:
     """One picture a frame, a panel a method; a dot's radius grows with its standard deviation."""
     colour = torch.where(data.uncertain, data.label + CLASSES, data.label).tolist()
     order = data.uncertain.logical_not().sort(stable=True).indices.tolist()  # Uncertain samples lie below.
-    epochs = next(iter(runs.values())).epochs
+    steps = next(iter(runs.values())).updates
     pictures = []
-    for k, epoch in enumerate(epochs):
+    for k, update in enumerate(steps):
         picture = Image.new("RGB", (_PANEL * len(runs), _PANEL + _TITLE), "white")
         draw = ImageDraw.Draw(picture, "RGBA")
         for column, (method, run) in enumerate(runs.items()):
@@ -210,7 +217,7 @@ def _pictures(data: ToyData, runs: dict[str, ToyRun]) -> list[Image.Image]:
             now = run.frames[k].var
             ratio = float(now[data.uncertain].mean() / now[~data.uncertain].mean())
             told = f"variance ratio {ratio:.2f}" if run.certain is not None else "points, no variance"
-            draw.text((left + 10, 26), f"epoch {epoch}, {told}", fill=(93, 104, 120, 255), font_size=12)
+            draw.text((left + 10, 26), f"update {update}, {told}", fill=(93, 104, 120, 255), font_size=12)
         pictures.append(picture)
     return pictures
 

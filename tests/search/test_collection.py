@@ -297,13 +297,13 @@ def test_folders_and_stores_that_do_not_belong_together(tmp_path):
 
 
 def test_relative_paths_of_urls_start_at_the_folder():
-    home = Path("/home/of")
-    assert anchored("store?engine=hnsw", home) == "/home/of/store?engine=hnsw"
-    assert anchored("file:store", home) == "file:/home/of/store"
+    home = Path("/of/shop")
+    assert anchored("store?engine=hnsw", home) == "/of/shop/store?engine=hnsw"
+    assert anchored("file:store", home) == "file:/of/shop/store"
     assert anchored("file:/abs/store?x=1", home) == "file:/abs/store?x=1"
-    assert anchored("milvus:m.db", home) == "milvus:/home/of/m.db"
-    assert anchored("rerank:r?candidates=9", home) == "rerank:/home/of/r?candidates=9"
-    assert anchored("redis://h:1/0?means=m&prefix=p", home) == "redis://h:1/0?means=/home/of/m&prefix=p"
+    assert anchored("milvus:m.db", home) == "milvus:/of/shop/m.db"
+    assert anchored("rerank:r?candidates=9", home) == "rerank:/of/shop/r?candidates=9"
+    assert anchored("redis://h:1/0?means=m&prefix=p", home) == "redis://h:1/0?means=/of/shop/m&prefix=p"
     for remote in ("milvus+http://h:1/n", "postgresql://u@h/d?table=t"):
         assert anchored(remote, home) == remote
     with pytest.raises(UserError, match="unknown kind 'mongodb'; known: file, milvus"):
