@@ -1,6 +1,7 @@
 """What all tests share: no network, few threads, and the folder of reference data where it exists."""
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,6 +12,19 @@ import torch
 torch.set_num_threads(min(2, torch.get_num_threads()))
 
 SHARED = Path(os.environ.get("SFUMATO_SHARED", Path(__file__).resolve().parents[2] / "shared"))
+
+
+ENGINES_REQUIRED = bool(os.environ.get("SFUMATO_REQUIRE_ENGINES"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """With SFUMATO_REQUIRE_ENGINES=1, a store or page test that is skipped for want of a server or browser fails."""
+    report = yield
+    if ENGINES_REQUIRED and report.skipped and item.path.parent.name in ("search", "serve"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, though SFUMATO_REQUIRE_ENGINES is set: {report.longrepr}"
+    return report
 
 
 @pytest.fixture(scope="session")
