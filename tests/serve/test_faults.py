@@ -46,6 +46,7 @@ def problem(answer, status):
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", 422, "not a picture"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", 422, "not a picture"),
     ],
+    ids=("bomb", "large", "no header", "torn", "empty", "svg", "eps"),
 )
 def test_pictures_that_are_none(client, file, status, message):
     told = problem(client.post("/v1/search/image", files={"image": ("a.png", file)}), status)

@@ -260,6 +260,18 @@ def test_concurrent_texts_are_embedded_together_and_answered_alike(sources):
             assert ours["distance"] == pytest.approx(theirs["distance"], abs=1e-5)
 
 
+def test_searches_with_different_options_do_not_mix(client):
+    def ask(i):
+        options = {"max_results": 1 + i % 3, "gallery": ("images", "texts")[i % 2]}
+        return options, search(client, {"text": f"a {('red', 'blue')[i % 2]} bar"}, **options)
+
+    alone = [ask(i)[1] for i in range(6)]
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        for i, (options, answer) in enumerate(pool.map(ask, range(60))):
+            assert len(answer[0]["hits"]) == options["max_results"]
+            assert [h["id"] for h in answer[0]["hits"]] == [h["id"] for h in alone[i % 6][0]["hits"]]
+
+
 # ---------------------------------------------------------------- writing
 
 

@@ -1,7 +1,8 @@
 """From queries, embedded, to answers on the wire: what may be asked of whom, and how sure the answer is."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 from urllib.parse import quote
 
@@ -13,8 +14,13 @@ from sfumato.search.stores.base import Filter
 from sfumato.search.verdict import verdict
 from sfumato.serve.problems import Refusal
 from sfumato.serve.projection import Projection
-from sfumato.serve.schemas import Answer, ConformalSet, Ellipse, Hit, Said, SearchOptions, SearchResponse
+from sfumato.serve.schemas import Answer, ConformalSet, Ellipse, GalleryInfo, GalleryName, Hit, Said, SearchOptions
 from sfumato.serve.sources import Shelf, kind
+
+RISKS, COVERAGES = (0.5, 0.3, 0.2, 0.1, 0.05), (0.5, 0.8, 0.9, 0.95)
+"""The usual ones, of which the service says whether the calibration can vouch for them."""
+
+_LOOKED_AT = 200
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,15 @@ class Asked:
     where: str
     text: str = ""
     picture: bytes = b""
+
+
+@dataclass(frozen=True)
+class Search:
+    """An embedded query, (1, d), and how to search by it."""
+
+    asked: Asked
+    query: GaussianEmbedding
+    options: SearchOptions
 
 
 def native(gallery: Gallery) -> str:
@@ -70,8 +85,8 @@ def answered(
     *,
     max_set: int,
     plane: Projection | None = None,
-) -> SearchResponse:
-    """Search.
+) -> list[Answer]:
+    """Search, all at once.
 
     Args:
         shelf: where.
@@ -119,7 +134,46 @@ def answered(
                 position=place,
             )
         )
-    return SearchResponse(gallery=kind(gallery), answers=answers)
+    return answers
+
+
+def search_together(
+    searches: Sequence[Search],
+    shelf_of: Callable[[GalleryName], Shelf],
+    plane_of: Callable[[GalleryName], Projection | None],
+    *,
+    max_set: int,
+) -> list[Answer | Exception]:
+    """What several requests ask, those with the same options at once; what goes wrong with some is in the place of their answers."""
+    alike: dict[str, list[int]] = {}
+    for i, one in enumerate(searches):
+        alike.setdefault(one.options.model_dump_json(exclude={"queries"}), []).append(i)
+    results: dict[int, Answer | Exception] = {}
+    for places in alike.values():
+        options, some = searches[places[0]].options, [searches[i] for i in places]
+        queries = GaussianEmbedding.cat([one.query for one in some])
+        try:
+            plane = plane_of(options.gallery) if options.position else None
+            shelf, asked = shelf_of(options.gallery), [one.asked for one in some]
+            answers = answered(shelf, asked, queries, options, max_set=max_set, plane=plane)
+            results |= dict(zip(places, answers, strict=True))
+        except Exception as error:
+            results |= dict.fromkeys(places, error)
+    return [results[i] for i in range(len(searches))]
+
+
+def told_of(shelf: Shelf) -> GalleryInfo:
+    """What a gallery can do; its size is for the caller to fill in."""
+    some, answers = shelf.gallery.sample(_LOOKED_AT), shelf.gallery.answers
+    return GalleryInfo(
+        n=0,
+        writable=shelf.writable is not None,
+        pictures=shelf.pictures is not None,
+        calibrated=is_calibrated(shelf.gallery),
+        risks=[r for r in RISKS if _vouches(partial(answers.abstains, torch.zeros(1), r, 1))],
+        coverages=[c for c in COVERAGES if _vouches(partial(answers.radius, c))],
+        fields=sorted({name for payload in some.payloads for name in payload}),
+    )
 
 
 def picture_path(shelf: Shelf, id: str) -> str | None:
@@ -138,3 +192,10 @@ def _hit(shelf: Shelf, hit: SearchHit) -> Hit:
         id=hit.id, rank=hit.rank, distance=hit.distance, match_probability=hit.match_probability,
         uncertainty=hit.uncertainty, payload=hit.payload, picture=picture_path(shelf, hit.id),
     )  # fmt: skip
+
+
+def _vouches(promise: Callable[[], object]) -> bool:
+    try:
+        return promise() != float("inf")
+    except ValueError:
+        return False

@@ -1,6 +1,6 @@
 """Micro-batches: what several requests ask of the model at about the same time is computed together.
 
-Knows nothing of models: it collects items, calls one function with a list of them in one thread, and hands each its result.
+Knows nothing of models: it collects items, calls one function with a list of them in a thread, and hands each its result.
 """
 
 import asyncio
@@ -28,11 +28,12 @@ class Batcher(Generic[Item, Result]):
     Args:
         compute: items -> as many results; an exception in the place of a result fails that item alone. If it raises for several,
             it is called again for each alone.
-        executor: of one thread, where it is called.
+        executor: where it is called.
         size: most items of a call.
         window: seconds that the first item waits for others, if it does not have to wait for the thread anyway.
         waiting: most items that wait.
         observe: called with the size of each batch.
+        workers: calls at the same time.
     """
 
     def __init__(
@@ -44,12 +45,13 @@ class Batcher(Generic[Item, Result]):
         window: float,
         waiting: int,
         observe: Callable[[int], None] = lambda size: None,
+        workers: int = 1,
     ) -> None:
         self.compute, self.executor, self.size, self.window, self.waiting = compute, executor, size, window, waiting
-        self._observe = observe
+        self._observe, self._workers = observe, workers
         self._queue: deque[tuple[Item, asyncio.Future[Result]]] = deque()
         self._some, self._enough = asyncio.Event(), asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def __len__(self) -> int:
         """Items that wait."""
@@ -57,7 +59,8 @@ class Batcher(Generic[Item, Result]):
 
     def start(self) -> None:
         """Begin to work."""
-        self._task = asyncio.get_running_loop().create_task(self._work())
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._work()) for _ in range(self._workers)]
 
     async def submit(self, items: Sequence[Item]) -> list[Result | BaseException]:
         """Results in the order of the items, or what went wrong with each; cancelled, it takes its items along.
@@ -66,7 +69,7 @@ class Batcher(Generic[Item, Result]):
             Full: there is no room for all of them.
             Closed: the batcher is.
         """
-        if self._task is None or self._task.done():
+        if not self._tasks or all(task.done() for task in self._tasks):
             raise Closed
         if len(self._queue) + len(items) > self.waiting:
             raise Full
@@ -80,10 +83,9 @@ class Batcher(Generic[Item, Result]):
 
     async def close(self) -> None:
         """Stop; what waits fails with Closed."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for _, future in self._queue:
             if not future.done():
                 future.set_exception(Closed())

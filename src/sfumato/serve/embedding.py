@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 
@@ -12,6 +13,9 @@ from sfumato.serve.batching import Batcher, Closed, Full
 from sfumato.serve.metrics import Metrics
 from sfumato.serve.problems import busy
 from sfumato.serve.settings import Settings
+
+Asked = TypeVar("Asked")
+Found = TypeVar("Found")
 
 Embedded = list[GaussianEmbedding | BaseException]
 """One embedding, or what is wrong, for each item."""
@@ -55,7 +59,7 @@ class Embedder:
         Raises:
             Refusal: 503, the queue is full.
         """
-        return await _submitted(self.texts, texts)
+        return await submitted(self.texts, texts)
 
     async def embed_pictures(self, pictures: Sequence[bytes]) -> Embedded:
         """(1, d) of each file, or a ValueError in its place if it cannot be decoded.
@@ -63,7 +67,7 @@ class Embedder:
         Raises:
             Refusal: 503, the queue is full.
         """
-        return await _submitted(self.pictures, pictures)
+        return await submitted(self.pictures, pictures)
 
     def _embed_texts(self, texts: list[str]) -> list[GaussianEmbedding | Exception]:
         return _rows(self.model.embed_texts(texts))
@@ -90,10 +94,15 @@ def _rows(embeddings: GaussianEmbedding) -> list[GaussianEmbedding | Exception]:
     return [embeddings[i : i + 1] for i in range(embeddings.n)]
 
 
-async def _submitted(batcher: Batcher, items: Sequence) -> Embedded:  # type: ignore[type-arg]
+async def submitted(batcher: Batcher[Asked, Found], items: Sequence[Asked]) -> list[Found | BaseException]:
+    """What a batcher says to all of these.
+
+    Raises:
+        Refusal: 503, it has too much to do or is closed.
+    """
     try:
         return await batcher.submit(items)
     except Full:
-        raise busy("The model has too much to do; ask again in a moment") from None
+        raise busy("The service has too much to do; ask again in a moment") from None
     except Closed:
         raise busy("The service is going down", 5) from None

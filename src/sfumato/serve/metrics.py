@@ -24,13 +24,16 @@ class Metrics:
         )  # fmt: skip
         self._batch = Histogram(
             "sfumato_batch_size",
-            "Texts or pictures embedded together.",
+            "Texts or pictures embedded, or queries searched, together.",
             ("kind",),
             buckets=_SIZES,
             registry=self.registry,
         )
         self._waiting = Gauge(
-            "sfumato_waiting", "Texts or pictures that wait for the model.", ("kind",), registry=self.registry
+            "sfumato_waiting",
+            "Texts or pictures that wait for the model, and searches.",
+            ("kind",),
+            registry=self.registry,
         )
         self._items = Gauge("sfumato_items", "Items of a gallery.", ("gallery",), registry=self.registry)
         self._ready = Gauge("sfumato_ready", "1 if searches are answered.", registry=self.registry)

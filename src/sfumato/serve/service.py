@@ -8,7 +8,6 @@ import io
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -17,14 +16,15 @@ from PIL import Image
 from sfumato import __version__
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.gallery import Gallery, Items
-from sfumato.serve.answering import Asked, answered, check_promises, ellipse_of, is_calibrated, picture_path
-from sfumato.serve.batching import Closed
-from sfumato.serve.embedding import Embedder
+from sfumato.serve.answering import Asked, Search, check_promises, ellipse_of, picture_path, search_together, told_of
+from sfumato.serve.batching import Batcher, Closed
+from sfumato.serve.embedding import Embedder, submitted
 from sfumato.serve.metrics import Metrics
 from sfumato.serve.pictures import check_picture, to_show
 from sfumato.serve.problems import Refusal, busy
 from sfumato.serve.projection import Projection, fit_map
 from sfumato.serve.schemas import (
+    Answer,
     GalleryInfo,
     GalleryName,
     Info,
@@ -40,10 +40,7 @@ from sfumato.serve.sources import Shelf, Sources
 
 Done = TypeVar("Done")
 
-RISKS, COVERAGES = (0.5, 0.3, 0.2, 0.1, 0.05), (0.5, 0.8, 0.9, 0.95)
-"""The usual ones, of which the service says whether the calibration can vouch for them."""
-
-_ON_THE_MAP, _LOOKED_AT = 2000, 200
+_ON_THE_MAP = 2000
 _LOG = logging.getLogger("sfumato.serve")
 
 
@@ -64,6 +61,10 @@ class Service:
         self.ready = asyncio.Event()
         self.failed: str | None = None
         self._pool = ThreadPoolExecutor(settings.workers, "search", torch.set_num_threads, (settings.threads,))
+        self.searches: Batcher[Search, Answer] = Batcher(
+            self._search, self._pool, size=settings.batch_size, window=0.0, workers=settings.workers,
+            waiting=settings.max_requests * settings.max_batch, observe=self.metrics.batch("search"),
+        )  # fmt: skip
         self._maps: dict[GalleryName, tuple[int, int, Projection]] = {}
         self._told: dict[GalleryName, tuple[int, GalleryInfo]] = {}
         self._warming: asyncio.Task[None] | None = None
@@ -71,6 +72,7 @@ class Service:
     async def start(self) -> None:
         """Begin; warming up goes on in the background."""
         self.embedder.start()
+        self.searches.start()
         self._warming = asyncio.get_running_loop().create_task(self._warm_up())
 
     async def stop(self) -> None:
@@ -79,6 +81,7 @@ class Service:
         if self._warming is not None:
             self._warming.cancel()
         await self.embedder.close()
+        await self.searches.close()
         await asyncio.get_running_loop().run_in_executor(None, self._pool.shutdown)
         self.sources.close()
 
@@ -115,14 +118,16 @@ class Service:
         if options.max_results > limits.max_results:
             told = f"{options.max_results} is more than the limit of {limits.max_results}"
             raise Refusal(422, f"max_results {told}", errors=[("max_results", told)])
-        await self.in_thread(check_promises, shelf.gallery, asked, options)
-        queries = await self._embedded(asked, shelf.gallery)
-
-        def answer() -> SearchResponse:
-            plane = self._projection(options.gallery) if options.position else None
-            return answered(shelf, asked, queries, options, max_set=limits.max_results, plane=plane)
-
-        return await self.in_thread(answer)
+        if not options.abstain is options.coverage is options.min_probability is None:
+            await self.in_thread(check_promises, shelf.gallery, asked, options)
+        rows = await self._embedded(asked, shelf.gallery)
+        found = await submitted(
+            self.searches, [Search(one, row, options) for one, row in zip(asked, rows, strict=True)]
+        )
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return SearchResponse(gallery=options.gallery, answers=[one for one in found if isinstance(one, Answer)])
 
     async def check_pictures(self, pictures: Sequence[tuple[str, bytes]]) -> list[str]:
         """(where, bytes) -> formats; see :func:`~sfumato.serve.pictures.check_picture`."""
@@ -207,7 +212,7 @@ class Service:
         items: dict[str, int] = {
             name: await self.in_thread(len, shelf.gallery) for name, shelf in self.sources.shelves.items()
         }
-        waiting = {"text": len(self.embedder.texts), "image": len(self.embedder.pictures)}
+        waiting = {"text": len(self.embedder.texts), "image": len(self.embedder.pictures), "search": len(self.searches)}
         return self.metrics.text(waiting, items, self.ready.is_set())
 
     def changed(self, shelf: Shelf) -> None:
@@ -218,16 +223,7 @@ class Service:
         shelf = self.shelf(name)
         kept = self._told.get(name)
         if kept is None or kept[0] != shelf.version:
-            some, answers = shelf.gallery.sample(_LOOKED_AT), shelf.gallery.answers
-            told = GalleryInfo(
-                n=0,
-                writable=shelf.writable is not None,
-                pictures=shelf.pictures is not None,
-                calibrated=is_calibrated(shelf.gallery),
-                risks=[r for r in RISKS if _vouches(partial(answers.abstains, torch.zeros(1), r, 1))],
-                coverages=[c for c in COVERAGES if _vouches(partial(answers.radius, c))],
-                fields=sorted({name for payload in some.payloads for name in payload}),
-            )
+            told = told_of(shelf)
             self._told[name] = kept = shelf.version, told
         return kept[1].model_copy(update={"n": len(shelf.gallery)})
 
@@ -235,8 +231,8 @@ class Service:
     def _items(shelf: Shelf, ids: list[str]) -> Items:
         return shelf.gallery.items([i for i in ids if 0 < len(i) <= 512 and "\0" not in i])
 
-    async def _embedded(self, asked: Sequence[Asked], gallery: Gallery) -> GaussianEmbedding:
-        """(n, d) of all queries."""
+    async def _embedded(self, asked: Sequence[Asked], gallery: Gallery) -> list[GaussianEmbedding]:
+        """(1, d) of every query."""
         rows: dict[int, GaussianEmbedding] = {}
         by_kind = {k: [i for i, q in enumerate(asked) if q.kind == k] for k in ("text", "image", "id")}
         if ids := by_kind["id"]:
@@ -257,7 +253,10 @@ class Service:
         if texts := by_kind["text"]:
             found = await self.embedder.embed_texts([asked[i].text for i in texts])
             rows |= dict(zip(texts, good(found, [asked[i].where for i in texts]), strict=True))
-        return GaussianEmbedding.cat([rows[i].to(torch.float32) for i in range(len(asked))])
+        return [rows[i].to(torch.float32) for i in range(len(asked))]
+
+    def _search(self, searches: list[Search]) -> list[Answer | Exception]:
+        return search_together(searches, self.shelf, self._projection, max_set=self.settings.max_results)
 
     def _projection(self, name: GalleryName) -> Projection | None:
         """Of the gallery as it is now; None if it is empty."""
@@ -307,10 +306,3 @@ def good(found: Sequence[GaussianEmbedding | BaseException], where: Sequence[str
         first, error = wrong[0]
         raise Refusal(422, f"{first}: {error}", errors=[(place, str(error)) for place, error in wrong])
     return [one for one in found if isinstance(one, GaussianEmbedding)]
-
-
-def _vouches(promise: Callable[[], object]) -> bool:
-    try:
-        return promise() != float("inf")
-    except ValueError:
-        return False
