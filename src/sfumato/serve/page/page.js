@@ -255,11 +255,11 @@ function card(slot, hit, inSet) {
   const bar = h("i");
   bar.style.width = `${100 * hit.match_probability}%`;
   return h("li", { class: inSet ? "hit in-set" : "hit", "data-probability": hit.match_probability },
-    h("button", { type: "button", class: "pick", "aria-label": `${name}: match probability ${percent(hit.match_probability)}, uncertainty ${figure(hit.uncertainty)}. More like this`, title: "More like this", onclick: () => ask(slot, { kind: "id", value: hit.id }) },
+    h("button", { type: "button", class: "pick", title: "More like this", onclick: () => ask(slot, { kind: "id", value: hit.id }) },
       hit.picture ? image(hit.picture) : state.gallery === "images" && h("i", { class: "blank" }),
       h("span", { class: "name" }, name),
       h("span", { class: "bar" }, bar),
-      h("span", { class: "figures" }, h("b", {}, percent(hit.match_probability)), h("span", { class: "soft", title: "uncertainty: total variance of this item" }, `σ² ${figure(hit.uncertainty, 2).replace(/^0\./, ".")}`))),
+      h("span", { class: "figures" }, h("span", { class: "quiet" }, "match probability "), h("b", {}, percent(hit.match_probability)), h("span", { class: "soft", title: "uncertainty: total variance of this item" }, `σ² ${figure(hit.uncertainty, 2).replace(/^0\./, ".")}`))),
     h("button", { type: "button", class: "more", "aria-label": `Details of ${name}`, onclick: () => details(slot, hit) }, "⋯"));
 }
 
@@ -285,7 +285,7 @@ const welcome = () => {
   if (n) mapOf(state.gallery).then(({ points }) => {
     const step = Math.max(1, Math.floor(points.length / 12));
     grid.append(...points.filter((_, i) => i % step === 0).slice(0, 12).map((point) => h("li", { class: "hit" },
-      h("button", { type: "button", class: "pick", "aria-label": `More like ${nameOf(point)}`, onclick: () => ask(0, { kind: "id", value: point.id }) },
+      h("button", { type: "button", class: "pick", title: "More like this", onclick: () => ask(0, { kind: "id", value: point.id }) },
         point.picture && image(point.picture), h("span", { class: "name" }, nameOf(point))))));
   }, () => {});
   return h("section", { class: "card empty" }, h("h2", {}, "Ask for anything"),
