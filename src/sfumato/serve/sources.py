@@ -105,7 +105,7 @@ def open_sources(
         UserError: what is there does not fit together, or is not there.
     """
     if (path / RECIPE).is_file():
-        if run is not None or store is not None:
+        if store is not None or (run is not None and texts is None):
             raise UserError(f"{path} is a run; --run and --store go with an index")
         served = _from_run(load_run(path, device=device), path, split or "test", images_alone=texts is not None)
     else:
