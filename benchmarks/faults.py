@@ -397,6 +397,8 @@ def exchange(port: int, request: bytes, seconds: float = 10.0) -> tuple[int | No
                 connection.settimeout(seconds)
                 connection.shutdown(socket.SHUT_WR)
     head, _, body = answer.partition(b"\r\n\r\n")
+    if head.startswith(b"HTTP/1.1 100"):  # Go on; the answer proper comes after it.
+        head, _, body = body.partition(b"\r\n\r\n")
     status = head[9:12]
     return (int(status) if status.isdigit() else None), head, body
 

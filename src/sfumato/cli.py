@@ -283,6 +283,78 @@ def trust(
 
 
 @app.command()
+def zeroshot(
+    model: ModelName,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="with --data: section.key=value ..., e.g. data.path=my.csv")
+    ] = None,
+    images: Annotated[Path | None, typer.Option(help="folder of pictures, as ROOT/CLASS/picture.jpg")] = None,
+    emoji: Annotated[str | None, typer.Option(help="or the emoji set, by group or subgroup")] = None,
+    style: Annotated[str, typer.Option(help="of the emoji: noto, twemoji, fluent3d")] = "fluent3d",
+    data: Annotated[
+        str | None, typer.Option(help="or a recipe (path or name) with data whose only text of a picture is its class")
+    ] = None,
+    split: Annotated[str, typer.Option(help="split of that data")] = "test",
+    templates: Annotated[
+        Path | None, typer.Option(help="file of templates, one a line with {} for the class; default the 80 of CLIP")
+    ] = None,
+    classes: Annotated[
+        Path | None, typer.Option(help="file of all classes, a line each: folder (group, text), a tab, its name")
+    ] = None,
+    filters: Annotated[
+        list[str] | None,
+        typer.Option("--filter", help="none, global, per-class, oracle, several times; default global and per-class"),
+    ] = None,
+    choose_on: Annotated[
+        Path | None,
+        typer.Option(help="folder like --images to choose on how many prompts to keep; default half of each class"),
+    ] = None,
+    pooling: Annotated[str, typer.Option(help="of a class's prompts: mixture, or unit as CLIP does")] = "mixture",
+    bootstrap: Annotated[int, typer.Option(min=0, help="resamples of the confidence intervals")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="of everything random")] = 0,
+    out: Annotated[Path | None, typer.Option(help="folder for zeroshot.json and prompts.csv")] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Classify pictures by class names in templates, and measure what keeping only the most certain prompts is worth."""
+    from sfumato.data.labelled import data_labelled, emoji_labelled, read_class_folder, read_class_names
+    from sfumato.recipes import find_recipe
+    from sfumato.training.build import choose_device
+    from sfumato.training.config import load_recipe
+    from sfumato.training.export import load_model
+    from sfumato.training.inference import read_split
+    from sfumato.zeroshot import evaluate_zeroshot, read_templates
+
+    if sum(source is not None for source in (images, emoji, data)) != 1:
+        raise UserError("give one of --images FOLDER, --emoji group or subgroup, and --data RECIPE")
+    if overrides and data is None:
+        raise UserError(f"{overrides[0]!r} changes a recipe; name it with --data RECIPE")
+    worded = read_templates(templates)
+    names = read_class_names(classes) if classes is not None else None
+    if images is not None:
+        pictures = read_class_folder(images, names)
+    elif emoji is not None:
+        pictures = emoji_labelled(emoji, style=style, names=names)
+    else:
+        pictures = data_labelled(read_split(load_recipe(find_recipe(data or ""), overrides or []).data, split), names)
+    others = None
+    if choose_on is not None:
+        others = read_class_folder(choose_on, dict(zip(pictures.keys, pictures.classes, strict=True)))
+    report = evaluate_zeroshot(
+        load_model(model, device=choose_device(device)), pictures, worded, filters=filters or ("global", "per-class"),
+        choose_on=others, pooling=pooling, n_resamples=bootstrap, seed=seed,
+    )  # fmt: skip
+    if out is not None:
+        report.write(out)
+    if as_json:
+        print(json.dumps(report.to_json(), ensure_ascii=False))
+        return
+    print(report.table())
+    if out is not None:
+        print(f"written to {out}")
+
+
+@app.command()
 def report(
     model: ModelName,
     overrides: Annotated[

@@ -186,7 +186,7 @@ class StoreContract:
             Filter({"absent": ("r",)}),
             Filter(max_uncertainty=0.4),
             Filter({"colour": ("g",)}, max_uncertainty=0.7),
-            Filter(max_uncertainty=-1.0),
+            Filter(max_uncertainty=0.0),
         ],
         ids=repr,
     )

@@ -256,8 +256,8 @@ def test_what_cannot_be_stored_is_refused_and_leaves_nothing(tmp_path):
         for arguments, message in (
             ((gaussians(2, 1), ["a"]), "2 embeddings, 1 ids"),
             ((gaussians(2, 1), ["a", "b"], {"x": ["1"]}), r"payloads of \[1\]"),
-            ((gaussians(2, 1), ["a", "a"]), "distinct, non-empty.*'a'"),
-            ((gaussians(2, 1), ["a", ""]), "distinct, non-empty"),
+            ((gaussians(2, 1), ["a", "a"]), "(?s)distinct, non-empty.*'a'"),
+            ((gaussians(2, 1), ["a", ""]), "(?s)distinct, non-empty"),
             ((GaussianEmbedding.point(torch.full((1, D), torch.nan)), ["a"]), "(?i)nan|finite"),
             ((GaussianEmbedding.point(torch.zeros(1, D + 1)), ["a"]), f"{D + 1} dimensions, the index has {D}"),
         ):
@@ -315,6 +315,12 @@ def test_records_name_what_is_wrong():
         Records(("a",), torch.zeros(2, 3), torch.zeros(2), ({}, {}))
     with pytest.raises(ValueError, match="'b' is not finite"):
         Records(("a", "b"), torch.tensor([[0.0], [torch.inf]]), torch.zeros(2), ({}, {}))
+    for payload in ({"x": "a\0b"}, {"x": 3}, {"x": "\ud800"}, {"\0": "x"}):
+        with pytest.raises(ValueError, match="payload of 'a' must be Unicode texts"):
+            Records(("a",), torch.zeros(1, 3), torch.zeros(1), (payload,))
+    for most in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="max_uncertainty must be at least 0"):
+            Filter(max_uncertainty=most)
     with pytest.raises(ValueError, match=r"\(n, e\) float32"):
         Records(("a",), torch.zeros(1, 3, dtype=torch.float64), torch.zeros(1), ({},))
 

@@ -155,9 +155,8 @@ def test_texts_that_milvus_would_take_for_an_expression(server):
         assert store.count(Filter({text[:90]: (text[:90],)})) == 1
     assert store.delete(texts[:2]) == 2 and store.count() == len(texts) - 2
     one = records(1, 3, 7)
-    for wrong, said in (("é" * 32768, "an id may have 65,535 bytes, got 65,536: 'éé"), ("\ud800", "not Unicode")):
-        with pytest.raises(UserError, match=said):
-            store.upsert(Records((wrong,), one.vectors, one.uncertainty, one.payloads))
+    with pytest.raises(UserError, match="an id may have 65,535 bytes, got 65,536: 'éé"):
+        store.upsert(Records(("é" * 32768,), one.vectors, one.uncertainty, one.payloads))
     store.close()
 
 

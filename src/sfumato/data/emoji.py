@@ -17,6 +17,7 @@ import numpy as np
 from sfumato.data.pairs import PairData, ZipImage
 
 Style = Literal["noto", "twemoji", "fluent3d"]
+EmojiClasses = Literal["group", "subgroup"]
 
 KINDS = ("name", "tag", "subgroup", "group")
 """Kinds of texts, from the narrowest to the widest."""
@@ -94,6 +95,12 @@ def load_emoji(*, held_out_style: Style = "fluent3d", val_share: float = 0.2) ->
 def emoji_names() -> dict[str, str]:
     """hexcode -> name of every concept; image ids of the emoji set are "hexcode/style"."""
     return {c["hexcode"]: c["label"] for c in _concepts()}
+
+
+def emoji_classes(kind: EmojiClasses) -> dict[str, str]:
+    """hexcode -> the wording of every concept's one group, or one subgroup."""
+    worded = {"group": _group_text, "subgroup": _subgroup_text}[kind]
+    return {c["hexcode"]: worded(c[kind]) for c in _concepts()}
 
 
 def _texts(concepts: list[dict[str, Any]]) -> tuple[list[str], list[str], np.ndarray]:

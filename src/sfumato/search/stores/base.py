@@ -24,7 +24,8 @@ class Records:
         payloads: n dictionaries of texts to hand out with the items.
 
     Raises:
-        ValueError: sizes differ, an id occurs twice or is empty, or a number is not finite; the message names the first such item.
+        ValueError: sizes differ, an id occurs twice or is empty, a payload is not of
+            texts, or a number is not finite; the message names the first such item.
     """
 
     ids: tuple[str, ...]
@@ -45,9 +46,14 @@ class Records:
             )
         seen: set[str] = set()
         for i in self.ids:
-            if not isinstance(i, str) or not i or "\0" in i or i in seen:
-                raise ValueError(f"Records: ids must be distinct, non-empty strings without NUL, got {i!r}")
+            if not i or not _is_text(i) or i in seen:
+                raise ValueError(f"Records: ids must be distinct, non-empty Unicode texts without NUL, got {i!r}")
             seen.add(i)
+        for i, payload in zip(self.ids, self.payloads, strict=True):
+            if not all(_is_text(text) for pair in payload.items() for text in pair):
+                raise ValueError(
+                    f"Records: the payload of {i!r} must be Unicode texts without NUL by name, got {dict(payload)!r}"
+                )
         wrong = ~(torch.isfinite(self.vectors).all(dim=1) & torch.isfinite(self.uncertainty))
         if wrong.any():
             raise ValueError(
@@ -73,6 +79,14 @@ class Records:
         return Records((), torch.empty(0, e), torch.empty(0), ())
 
 
+def _is_text(value: object) -> bool:
+    """Whether every store can keep it: a string that UTF-8 can write, so without lone surrogates, and without NUL."""
+    try:
+        return isinstance(value, str) and b"\0" not in value.encode()
+    except UnicodeEncodeError:
+        return False
+
+
 @dataclass(frozen=True)
 class Filter:
     """Which items a search may find.
@@ -80,10 +94,17 @@ class Filter:
     Attributes:
         where: by payload field, the values it may have; an item without the field is left out. All fields must fit.
         max_uncertainty: total variance that an item may have at most; any if None.
+
+    Raises:
+        ValueError: max_uncertainty is negative or not a number.
     """
 
     where: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     max_uncertainty: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_uncertainty is not None and not self.max_uncertainty >= 0:
+            raise ValueError(f"Filter: max_uncertainty must be at least 0, got {self.max_uncertainty}")
 
     def accepts(self, payload: Mapping[str, str], uncertainty: float) -> bool:
         """Whether an item fits; stores that filter by a language of their own must agree with this."""

@@ -402,14 +402,9 @@ def _binary_rows(url: str, records: Records) -> Iterator[bytes]:
     for id, vector, uncertainty, payload in zip(
         records.ids, vectors, records.uncertainty.tolist(), records.payloads, strict=True
     ):
-        try:
-            key, document = id.encode(), json.dumps(dict(payload), ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise UserError(f"store {url}: item {id!r} has text that is not Unicode (a lone surrogate)") from None
+        key, document = id.encode(), json.dumps(dict(payload), ensure_ascii=False).encode()
         if len(key) > _LONGEST_ID:
             raise UserError(f"store {url}: an id may have {_LONGEST_ID:,} bytes, got {len(key):,}: {id[:40]!r}...")
-        if any("\0" in text for pair in payload.items() for text in pair):
-            raise UserError(f"store {url}: PostgreSQL stores no NUL characters, the payload of {id!r} has one")
         fields = (key, head + vector.tobytes(), struct.pack(">f", uncertainty), b"\x01" + document)
         rows.append(b"\0\4" + b"".join(struct.pack(">i", len(part)) + part for part in fields))
     yield b"PGCOPY\n\xff\r\n\0" + bytes(8)
