@@ -350,6 +350,11 @@ def acknowledged(process, least):
     return [int(process.stdout.readline()) for _ in range(least)]
 
 
+def rest(process):
+    """What it has said since; not communicate(), which would pass over what readline() has buffered."""
+    return [int(line) for line in process.stdout.read().split()]
+
+
 def assert_nothing_lost(store, said):
     stored = {int(key.partition("-")[0].removeprefix("batch")) for part in store.scan() for key in part.ids}
     assert store.count() == 25 * len(stored), "a batch is there in part"
@@ -365,7 +370,8 @@ def test_a_killed_client_loses_nothing(server):
     process = writer(store.url)
     said = acknowledged(process, 15)
     process.kill()
-    said += [int(line) for line in process.communicate()[0].split()]
+    said += rest(process)
+    process.wait()
     assert_nothing_lost(store, said)
     store.close()
 
@@ -377,9 +383,9 @@ def test_a_killed_server_loses_nothing(server):
     process = writer(store.url)
     said = acknowledged(process, 15)
     server.stop()
-    out, errors = process.communicate(timeout=30)
-    said += [int(line) for line in out.split()]
-    assert process.returncode == 1 and "UserError: store postgresql://" in errors
+    said += rest(process)
+    errors = process.stderr.read()
+    assert process.wait(timeout=30) == 1 and "UserError: store postgresql://" in errors
     with pytest.raises(UserError):
         store.count()
     with pytest.raises(UserError, match="refused"):
