@@ -11,7 +11,9 @@ computed anew from the lifted vectors of the candidates; of these, equally far o
 import hashlib
 import json
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,9 @@ class GaussianCollection(Gallery):
     ) -> None:
         self.folder, self.store, self.distance, self.about = folder, store, distance, about
         self._d, self.centre, self._answers = d, centre, answers
-        self._sample: tuple[int, Records] | None = None
+        self._drawn: _Drawn | None = None
+        self._drawing = threading.Lock()
+        self._changed = 0  # items written or removed by this process
 
     @classmethod
     def create(
@@ -237,7 +241,7 @@ class GaussianCollection(Gallery):
         for start in range(0, len(records), _BATCH):
             part = records.take(range(start, min(start + _BATCH, len(records))))
             self.store.upsert(part)
-            self._sample = None
+            self._changed += len(part)
             if progress:
                 progress(len(part))
 
@@ -248,7 +252,7 @@ class GaussianCollection(Gallery):
             How many of these ids were there.
         """
         removed = self.store.delete(ids)
-        self._sample = None
+        self._changed += removed
         return removed
 
     def closest(self, queries: GaussianEmbedding, k: int, filter: Filter | None = None) -> list[Found]:
@@ -277,7 +281,7 @@ class GaussianCollection(Gallery):
         """Sum of the match probabilities over the collection for each query: how many of its items should match.
 
         Up to 20,000 items it is the sum over them all. Of more, the closest 1,000 are added up, and the others estimated, without
-        bias, from a sample of 20,000 that is drawn at the first call after a change: a scan of the store.
+        bias, from a sample of 20,000: a scan of the store at the first call, and again when a hundredth of the items has changed.
         """
         queries, n = self.checked(queries), len(self)
         sample = self._sampled(_SAMPLE)
@@ -301,7 +305,7 @@ class GaussianCollection(Gallery):
         return self._items(self.store.get(ids))
 
     def sample(self, n: int) -> Items:
-        """At most n items, drawn evenly and the same each time as long as none changes."""
+        """At most n items, drawn evenly and the same each time as long as few change."""
         records = self._sampled(n)
         return self._items(records.take(range(min(n, len(records)))))
 
@@ -338,11 +342,24 @@ class GaussianCollection(Gallery):
         return Items(records.ids, embeddings, records.payloads)
 
     def _sampled(self, n: int) -> Records:
-        """At least min(n, all) records drawn evenly, kept until the number of items changes."""
-        size = len(self)
-        if self._sample is None or self._sample[0] != size or len(self._sample[1]) < min(n, size):
-            self._sample = size, _evenly(self.store.scan(), max(n, _SAMPLE), self.store.dim)
-        return self._sample[1]
+        """At least min(n, all) records drawn evenly; of a large collection they are kept until a hundredth of it has changed."""
+        with self._drawing:
+            size, changed, drawn = len(self), self._changed, self._drawn
+            if drawn is not None and len(drawn.records) >= min(n, size):
+                moved = max(changed - drawn.changed, abs(size - drawn.size))
+                if moved == 0 or (size > len(drawn.records) and 100 * moved <= size):
+                    return drawn.records
+            self._drawn = _Drawn(size, changed, _evenly(self.store.scan(), max(n, _SAMPLE), self.store.dim))
+            return self._drawn.records
+
+
+@dataclass(frozen=True, eq=False)
+class _Drawn:
+    """A sample, and the state of the collection when it was begun."""
+
+    size: int
+    changed: int
+    records: Records
 
 
 def copy_gallery(

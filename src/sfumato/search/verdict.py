@@ -6,7 +6,7 @@ from typing import Literal
 MANY = 10
 """From so many expected matches on, a query could mean many things."""
 
-_UNSURE, _ONE = 0.15, 1.7
+_UNSURE, _SURE, _ONE = 0.15, 0.5, 1.7
 
 
 @dataclass(frozen=True)
@@ -32,5 +32,7 @@ def verdict(expected_matches: float, best_probability: float, abstained: bool | 
     if best_probability < _UNSURE:
         return Verdict("unsure", f"Nothing it is sure of: the best hit has a probability of {best_probability:.0%}")
     if expected_matches < _ONE:
-        return Verdict("clear", "One clear match")
+        if best_probability >= _SURE:
+            return Verdict("clear", "One clear match")
+        return Verdict("unsure", f"Not sure: the best hit has a probability of {best_probability:.0%}")
     return Verdict("few", f"Few matches: about {expected_matches:.0f} expected")
