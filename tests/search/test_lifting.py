@@ -2,9 +2,17 @@ import pytest
 import torch
 from references_metrics import csd_by_loops, squared_l2_by_broadcast
 
-from sfumato.distances import get_distance
+from sfumato.distances import DISTANCES, get_distance
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.lifting import LIFTED_DISTANCES, gallery_centre, lift_gallery, lift_queries, query_constant, unlift
+from sfumato.search.lifting import (
+    LIFTED_DISTANCES,
+    LiftedGallery,
+    gallery_centre,
+    lift_gallery,
+    lift_queries,
+    query_constant,
+    unlift,
+)
 
 WIDTH = {"csd": 6, "wasserstein2": 10, "squared_l2": 5}
 
@@ -86,3 +94,23 @@ def test_bad_input_is_named():
             function(x, "elk")
     with pytest.raises(ValueError, match=r"shape \(5,\), got \(4,\)"):
         lift_gallery(x, centre=torch.zeros(4))
+
+
+@pytest.mark.parametrize("distance", LIFTED_DISTANCES)
+@pytest.mark.parametrize("offset", [0.0, 3000.0])
+def test_a_lifted_gallery_gives_the_distances_in_blocks_of_any_size(distance, offset):
+    generator = torch.Generator().manual_seed(5)
+    gallery, queries = (
+        GaussianEmbedding(torch.randn(n, 7, generator=generator) + offset, torch.randn(n, 7, generator=generator))
+        for n in (53, 11)
+    )
+    lifted = LiftedGallery.of(gallery, distance, gallery_centre(gallery))
+    expected = DISTANCES[distance].matrix(queries.to(torch.float64), gallery.to(torch.float64))
+    for memory_mb in (256.0, 4 * 53 * 4 / 2**20, 1e-9):  # all at once, fours with an uneven last block, one by one
+        blocks = list(lifted.distance_blocks(queries, memory_mb=memory_mb))
+        assert [start for start, _ in blocks] == list(range(0, 11, len(blocks[0][1])))
+        found = torch.cat([block for _, block in blocks])
+        torch.testing.assert_close(
+            found.double(), expected, rtol=1e-3 if offset else 1e-5, atol=1e-3 if offset else 1e-5
+        )
+    assert list(lifted.distance_blocks(queries[:0])) == []

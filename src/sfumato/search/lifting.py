@@ -10,6 +10,9 @@ the gallery's centre that keeps its precision when the means lie far from the or
 would be ruled by the few largest variances and cost the certain items their precision.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -82,6 +85,54 @@ def query_constant(queries: GaussianEmbedding, distance: str = "csd") -> Tensor:
     if distance == "csd":
         return queries.log_var.float().exp().sum(1)
     return torch.zeros(queries.n, device=queries.device)
+
+
+@dataclass(frozen=True, eq=False)
+class LiftedGallery:
+    """A gallery made ready for exact search by many queries: a block of distances is one matrix product and a sum.
+
+    Attributes:
+        vectors: (m, e) of :func:`lift_gallery`, about the centre.
+        squares: (m,) their squared lengths.
+        distance: one of LIFTED_DISTANCES.
+        centre: (d,).
+    """
+
+    vectors: Tensor
+    squares: Tensor
+    distance: str
+    centre: Tensor
+
+    @classmethod
+    def of(cls, gallery: GaussianEmbedding, distance: str, centre: Tensor) -> "LiftedGallery":
+        """Lift a gallery of (m, d) embeddings.
+
+        Raises:
+            ValueError: the distance does not lift, or the centre is not (d,).
+        """
+        vectors = lift_gallery(gallery, distance, centre=centre)
+        return cls(vectors, vectors.square().sum(1), distance, centre)
+
+    def distance_blocks(self, queries: GaussianEmbedding, *, memory_mb: float = 256.0) -> Iterator[tuple[int, Tensor]]:
+        """Distances of a few queries at a time to the whole gallery.
+
+        Args:
+            queries: (n, d) embeddings.
+            memory_mb: size of a block of distances.
+
+        Yields:
+            (first query, (b, m) float32 distances), off by about 1e-6 of the largest squared distance to the centre.
+        """
+        rows = max(1, int(memory_mb * 2**20 / 4 / max(len(self.vectors), 1)))
+        vectors, constant = (
+            lift_queries(queries, self.distance, centre=self.centre),
+            query_constant(queries, self.distance),
+        )
+        for start in range(0, queries.n, rows):
+            part = vectors[start : start + rows]
+            squared = torch.addmm(self.squares, part, self.vectors.T, alpha=-2)
+            squared += part.square().sum(1, keepdim=True)
+            yield start, squared.clamp_min_(0).add_(constant[start : start + rows].unsqueeze(1))
 
 
 def unlift(squared_l2: Tensor, queries: GaussianEmbedding, distance: str = "csd") -> Tensor:

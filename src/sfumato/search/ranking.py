@@ -3,7 +3,7 @@
 Ties are decided by gallery position, the earlier item first.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -68,15 +68,27 @@ def top_k(
     Raises:
         ValueError: k < 1, or the distance is unknown.
     """
+    return closest_in_blocks(
+        distance_blocks(queries, gallery, distance, queries_first=queries_first), k, queries.n, gallery.n
+    )
+
+
+@torch.no_grad()
+def closest_in_blocks(blocks: Iterable[tuple[int, Tensor]], k: int, n: int, m: int) -> tuple[Tensor, Tensor]:
+    """The k closest of m gallery items for each of n queries, from blocks of distances as :func:`distance_blocks` yields them.
+
+    Returns:
+        As :func:`top_k`.
+
+    Raises:
+        ValueError: k < 1.
+    """
     if k < 1:
         raise ValueError(f"top_k: k must be at least 1, got {k}")
-    k = min(k, gallery.n)
-    if k == 0 or queries.n == 0:
-        empty = torch.empty(queries.n, k, device=queries.device)
-        return empty, empty.long()
-    parts = [
-        _smallest(block, k) for _, block in distance_blocks(queries, gallery, distance, queries_first=queries_first)
-    ]
+    k = min(k, m)
+    parts = [_smallest(block, k) for _, block in blocks] if k else []
+    if not parts:
+        return torch.empty(n, k), torch.empty(n, k, dtype=torch.long)
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 
