@@ -46,18 +46,25 @@ ALLOWED: dict[str, set[str]] = {
     },
     "serve": {"data", "encoders", "errors", "files", "gaussian", "search", "training"},
     "toy": {"files", "gaussian", "losses", "progress"},
+    "prompts": {"encoders", "errors", "gaussian", "progress", "search", "training"},
+    "zeroshot": {
+        *("data", "errors", "evaluation", "gaussian", "metrics", "progress", "prompts", "training"),
+    },
     "cli": {
         "console",
+        "data",
         "demo",
         "errors",
         "evaluation",
         "gaussian",
         "progress",
+        "prompts",
         "recipes",
         "search",
         "serve",
         "toy",
         "training",
+        "zeroshot",
     },
     "__main__": {"cli"},
     "__init__": {
@@ -71,8 +78,10 @@ ALLOWED: dict[str, set[str]] = {
         "losses",
         "matching",
         "metrics",
+        "prompts",
         "search",
         "training",
+        "zeroshot",
     },
 }
 

@@ -140,6 +140,8 @@ _HOMES = {
     "sfumato.evaluation.compare": ("compare_per_query",),
     "sfumato.foreign": ("read_embeddings",),
     "sfumato.data.problems": ("Problems",),
+    "sfumato.prompts": ("pool_prompts",),
+    "sfumato.zeroshot": ("evaluate_zeroshot",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -191,6 +193,7 @@ __all__ = [
     "evaluate_retrieval",
     "evaluate_score_matrix",
     "evaluate_strategies",
+    "evaluate_zeroshot",
     "export_run",
     "fit",
     "fit_logits",
@@ -217,6 +220,7 @@ __all__ = [
     "noisy_pairs",
     "pcme_loss",
     "pcmepp_loss",
+    "pool_prompts",
     "prolip_loss",
     "published_rows",
     "rank_relevant",
@@ -310,6 +314,7 @@ if TYPE_CHECKING:
     )
     from sfumato.matching import MatchingLogits, fit_logits, match_probability, sampled_match_log_probability
     from sfumato.metrics.relevance import Relevance
+    from sfumato.prompts import pool_prompts
     from sfumato.search.collection import (
         GaussianCollection,
         copy_gallery,
@@ -322,6 +327,7 @@ if TYPE_CHECKING:
     from sfumato.training.export import export_run, load_exported, load_model
     from sfumato.training.loop import fit
     from sfumato.training.run import Run, load_run
+    from sfumato.zeroshot import evaluate_zeroshot
 
 
 def __getattr__(name: str) -> Any:

@@ -317,13 +317,13 @@ def zeroshot(
     as_json: AsJson = False,
 ) -> None:
     """Classify pictures by class names in templates, and measure what keeping only the most certain prompts is worth."""
-    from sfumato.data.labelled import data_labelled, emoji_labelled, read_class_folder, read_class_names
+    from sfumato.data.labelled import emoji_labelled, read_class_folder, read_class_names
+    from sfumato.prompts import read_templates
     from sfumato.recipes import find_recipe
     from sfumato.training.build import choose_device
     from sfumato.training.config import load_recipe
     from sfumato.training.export import load_model
-    from sfumato.training.inference import read_split
-    from sfumato.zeroshot import evaluate_zeroshot, read_templates
+    from sfumato.zeroshot import evaluate_zeroshot, labelled_split
 
     if sum(source is not None for source in (images, emoji, data)) != 1:
         raise UserError("give one of --images FOLDER, --emoji group or subgroup, and --data RECIPE")
@@ -336,7 +336,7 @@ def zeroshot(
     elif emoji is not None:
         pictures = emoji_labelled(emoji, style=style, names=names)
     else:
-        pictures = data_labelled(read_split(load_recipe(find_recipe(data or ""), overrides or []).data, split), names)
+        pictures = labelled_split(load_recipe(find_recipe(data or ""), overrides or []).data, split, names)
     others = None
     if choose_on is not None:
         others = read_class_folder(choose_on, dict(zip(pictures.keys, pictures.classes, strict=True)))

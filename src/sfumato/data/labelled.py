@@ -1,0 +1,145 @@
+"""Pictures with one class each: folders in ImageNet's layout, the groups of the emoji set, and data whose only text of a picture is its class."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast, get_args
+
+import numpy as np
+
+from sfumato.data.emoji import EmojiClasses, Style, emoji_classes, load_emoji
+from sfumato.data.manifest import PICTURE_ENDINGS
+from sfumato.data.pairs import FileImage, ImageSource, PairData
+from sfumato.errors import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class Labelled:
+    """n pictures, each of one of c classes.
+
+    Attributes:
+        sources: n of them.
+        ids: n distinct ids.
+        labels: (n,) class numbers.
+        keys: c distinct keys, what each class is called where it comes from.
+        classes: what each is called in a prompt; some may have no picture.
+    """
+
+    sources: tuple[ImageSource, ...]
+    ids: tuple[str, ...]
+    labels: np.ndarray
+    keys: tuple[str, ...]
+    classes: tuple[str, ...]
+
+
+def read_class_names(path: Path) -> dict[str, str]:
+    """class -> name, in the order of a file that has both on every line, with a tab between, or the first space where no line has a tab.
+
+    Raises:
+        UserError: there is no such file, it is not UTF-8, a line has no name, or a class occurs twice.
+    """
+    if not path.is_file():
+        raise UserError(f"there is no file {path}")
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
+    tab = any("\t" in line for line in lines)
+    names: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        key, _, name = line.strip().partition("\t" if tab else " ")
+        if not line.strip():
+            continue
+        if not key.strip() or not name.strip():
+            raise UserError(f"{path}:{number}: expected a class, a tab and its name, got {line!r}")
+        if key.strip() in names:
+            raise UserError(f"{path}:{number}: the class {key.strip()!r} occurs before")
+        names[key.strip()] = name.strip()
+    if not names:
+        raise UserError(f"{path} names no class")
+    return names
+
+
+def read_class_folder(root: Path, names: Mapping[str, str] | None = None) -> Labelled:
+    """Pictures in one folder for each class, searched through.
+
+    Args:
+        root: ROOT/CLASS/picture.jpg.
+        names: class -> name in prompts, of all classes that there are; None takes the folders, "_" read as a space.
+
+    Raises:
+        UserError: there is no such folder, no class or picture in it, or a class with pictures has no name.
+    """
+    if not root.is_dir():
+        raise UserError(f"there is no folder {root}")
+    folders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
+    if not folders:
+        raise UserError(f"no folders in {root}; expected one for each class, as in {root}/CLASS/picture.jpg")
+    files = [
+        (f, p) for f in folders for p in sorted(f.rglob("*")) if p.suffix.lower() in PICTURE_ENDINGS and p.is_file()
+    ]
+    if not files:
+        raise UserError(f"no pictures in the folders of {root} (looked for {', '.join(sorted(PICTURE_ENDINGS))})")
+    return _labelled(
+        [FileImage(p) for _, p in files],
+        [p.relative_to(root).as_posix() for _, p in files],
+        [f.name for f, _ in files],
+        names or {f.name: f.name.replace("_", " ") for f in folders},
+        str(root),
+    )
+
+
+def emoji_labelled(kind: str, *, style: str = "fluent3d", names: Mapping[str, str] | None = None) -> Labelled:
+    """The emoji of one drawing style, classed by group or subgroup.
+
+    Args:
+        kind: "group" or "subgroup".
+        style: of the drawings.
+        names: see :func:`read_class_folder`.
+
+    Raises:
+        UserError: kind is another, or a class has no name.
+        ValueError: the style is unknown.
+    """
+    if kind not in get_args(EmojiClasses):
+        raise UserError(f"the classes of the emoji set are {' and '.join(get_args(EmojiClasses))}, got {kind!r}")
+    of = emoji_classes(cast(EmojiClasses, kind))
+    data = load_emoji(held_out_style=cast(Style, style))["style"]
+    keys = [of[i.split("/")[0]] for i in data.image_ids]
+    return _labelled(data.images, data.image_ids, keys, names or {k: k for k in sorted(set(of.values()))}, "emoji")
+
+
+def data_labelled(data: PairData, names: Mapping[str, str] | None = None, *, where: str = "the data") -> Labelled:
+    """Any data whose pictures have one text each, the name of its class.
+
+    Args:
+        data: one split.
+        names: see :func:`read_class_folder`; None takes the distinct texts, sorted.
+        where: for messages.
+
+    Raises:
+        UserError: a picture has two different texts, or none, or a class has no name.
+    """
+    texts: list[set[str]] = [set() for _ in data.image_ids]
+    for image, text in data.pairs:
+        texts[image].add(data.texts[text])
+    bad = next((i for i, own in enumerate(texts) if len(own) != 1), None)
+    if bad is not None:
+        raise UserError(
+            f"{where}: picture {data.image_ids[bad]} has {len(texts[bad])} texts; expected one each, the name of its class"
+        )
+    keys = [next(iter(own)) for own in texts]
+    return _labelled(data.images, data.image_ids, keys, names or {k: k for k in sorted(set(keys))}, where)
+
+
+def _labelled(
+    sources: Sequence[ImageSource], ids: Sequence[str], keys: Sequence[str], names: Mapping[str, str], where: str
+) -> Labelled:
+    place = {key: c for c, key in enumerate(names)}
+    unknown = next((key for key in keys if key not in place), None)
+    if unknown is not None:
+        raise UserError(
+            f"{where}: there is no name for the class {unknown!r}; the first that have one: {', '.join(list(names)[:5])}"
+        )
+    labels = np.array([place[key] for key in keys], np.int64)
+    return Labelled(tuple(sources), tuple(ids), labels, tuple(names), tuple(names.values()))
