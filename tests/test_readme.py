@@ -19,14 +19,22 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+def blocks(language, text=README):
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def test_python_blocks_run():
     assert blocks("python")
     for block in blocks("python"):
         subprocess.run([sys.executable, "-c", block], check=True, capture_output=True)
+
+
+def test_the_block_about_stores_runs(tmp_path):
+    [block] = blocks("python", (ROOT / "docs" / "stores.md").read_text(encoding="utf-8"))
+    said = subprocess.run(
+        [sys.executable, "-c", block], check=True, capture_output=True, text=True, cwd=tmp_path
+    ).stdout
+    assert said.count("\n") == 3 and said.count("'colour': 'red'") == 3
 
 
 def test_shell_blocks_run(tmp_path):
@@ -44,9 +52,15 @@ def test_shell_blocks_run(tmp_path):
 
 
 def test_commands_that_need_data_or_a_network_name_what_exists():
-    lines = [line for block in blocks("bash") for line in block.splitlines() if line and not line.startswith("#")]
+    stores = (ROOT / "docs" / "stores.md").read_text(encoding="utf-8")
+    every = [*blocks("bash"), *blocks("bash", stores)]
+    lines = [line for block in every for line in block.splitlines() if line and not line.startswith(("#", "pip "))]
+    served = (ROOT / "src" / "sfumato" / "serve" / "app.py").read_text(encoding="utf-8")
     assert lines
     for line in lines:
+        if line.startswith("curl "):
+            assert f'"{re.search(r"127.0.0.1:8000(/[a-z0-9/]+)", line)[1]}"' in served, line
+            continue
         command = line.split("sfumato ", 1)[1].split()
         assert command[0] in {c.callback.__name__ for c in app.registered_commands}
         if command[0] == "train":
@@ -74,7 +88,7 @@ def test_make_targets_exist():
     "document",
     [
         *("README.md", "CONTRIBUTING.md", "docs/decisions.md", "docs/math.md", "docs/log.md", "docs/trust.md"),
-        "docs/ingest.md",
+        *("docs/ingest.md", "docs/stores.md", "docs/service.md", "docs/calibration.md"),
     ],
 )
 def test_named_paths_exist(document):
