@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
         *("data", "distances", "encoders", "errors", "evaluation", "files", "gaussian", "losses", "matching"),
         *("metrics", "progress", "search"),
     },
+    "audit": {"data", "errors", "files", "gaussian", "metrics", "progress", "search", "training"},
     "console": {"evaluation", "metrics"},
     "demo": {
         "console",
@@ -51,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
         *("data", "errors", "evaluation", "gaussian", "metrics", "progress", "prompts", "training"),
     },
     "cli": {
+        "audit",
         "console",
         "data",
         "demo",

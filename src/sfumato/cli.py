@@ -395,6 +395,63 @@ def report(
 
 
 @app.command()
+def audit(
+    run: Annotated[
+        str, typer.Option(metavar="MODEL", help="folder of a run, of an exported or published model, or a hub name")
+    ],
+    data: Annotated[
+        str | None, typer.Argument(help="a recipe (path or name) whose data to audit; none for the run's own")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="with DATA: section.key=value ..., e.g. data.path=my.jsonl")
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="split of the data; default test, with --cross-fit train")] = None,
+    parts: Annotated[
+        int,
+        typer.Option("--cross-fit", metavar="K", help="audit train in K parts, each by a model trained on the others"),
+    ] = 0,
+    top: Annotated[int, typer.Option(min=0, help="pairs of either kind on the page and in audit.json")] = 100,
+    out: Annotated[
+        Path | None, typer.Option(help="folder to write; default audit-SPLIT in the run's folder, with DATA here")
+    ] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Find listed pairs that are probably wrong and unlisted ones that probably match: tables, and a page with the pictures."""
+    from sfumato import __version__
+    from sfumato.audit.pages import PAGE, summary, write_audit
+    from sfumato.audit.review import audit_model, cross_fit
+    from sfumato.recipes import find_recipe
+    from sfumato.training.build import choose_device
+    from sfumato.training.config import load_recipe
+    from sfumato.training.export import load_model
+    from sfumato.training.run import RECIPE, load_run
+
+    if parts and split not in (None, "train"):
+        raise UserError(f"--cross-fit audits the split train, which it trains on in parts; leave --split {split} out")
+    split = split or ("train" if parts else "test")
+    config = None if data is None else load_recipe(find_recipe(data), overrides or []).data
+    folder = out or (Path(run) if data is None else Path()) / f"audit-{split}"
+    if (Path(run) / RECIPE).is_file():
+        trained = load_run(run, device=choose_device(device))
+        own = config is None or config == trained.recipe.data
+        config = config or trained.recipe.data
+        if parts:
+            result = cross_fit(trained, config, parts, folder)
+        else:
+            name = Path(run).resolve().name
+            result = audit_model(trained, config, split, name=name, seen=own and split == "train")
+    elif parts:
+        raise UserError(f"--cross-fit trains as a run was trained, and {run} is no run folder")
+    elif config is None:
+        raise _no_run(run, "audit")
+    else:
+        result = audit_model(load_model(run, device=choose_device(device)), config, split, name=Path(run).name)
+    figures = write_audit(result, folder, top, __version__)
+    _print(figures | {"out": str(folder)}, as_json, f"{summary(figures)}\nto look at: {folder / PAGE}")
+
+
+@app.command()
 def calibrate(
     run: Annotated[Path, typer.Argument(help="folder of a run")],
     split: Annotated[str, typer.Option(help="split of its data, none that it was trained on")] = "val",

@@ -22,6 +22,7 @@ from pydantic import (
     model_validator,
 )
 
+from sfumato.data.folds import parse_part
 from sfumato.errors import UserError
 from sfumato.files import write_atomically
 
@@ -65,6 +66,10 @@ class DataConfig(_Section):
     noise_file: str = Field(
         "", description="a .npy index file of an earlier run (noise.npy) or of NCR, instead of a new shuffle"
     )
+    leave_out: str = Field(
+        "",
+        description="I/K, e.g. 0/2: train without the I-th of K parts of the training images, as `sfumato audit --cross-fit K` does",
+    )
     max_problem_share: float = Field(
         0.01,
         ge=0,
@@ -80,6 +85,10 @@ class DataConfig(_Section):
             raise ValueError("give either data.noise_rate or data.noise_file, not both")
         if self.source == "shards" and (self.noise_rate or self.noise_file):
             raise ValueError("data.noise_rate and noise_file need all pairs at hand; shards are read as a stream")
+        if self.leave_out:
+            parse_part(self.leave_out)
+            if self.source == "shards":
+                raise ValueError("data.leave_out needs all pairs at hand; shards are read as a stream")
         return self
 
 

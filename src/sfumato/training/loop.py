@@ -18,6 +18,7 @@ import filelock
 import numpy as np
 import torch
 
+from sfumato.data.folds import parse_part, without_part
 from sfumato.data.noise import apply_noise, load_noise, save_noise, shuffle_pairs
 from sfumato.data.pairs import PairData, PairSampler
 from sfumato.data.prefetch import prefetch
@@ -145,6 +146,8 @@ def _fit(recipe: Recipe, folder: Path, world: World) -> dict[str, Any]:
     splits = load_splits(recipe.data, problems)
     if "train" in splits:
         splits["train"] = _with_noise(recipe.data, splits["train"], folder, world)
+        if recipe.data.leave_out:
+            splits["train"] = without_part(splits["train"], *parse_part(recipe.data.leave_out))
     if recipe.data.source == "shards":
         _stream(recipe, Problems(), world)  # Refused on all processes alike, before any of them works.
     torch.manual_seed(config.seed)

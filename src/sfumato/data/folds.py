@@ -1,0 +1,48 @@
+"""A split in parts, so that a model can be trained on some and asked about the others."""
+
+import re
+
+import numpy as np
+
+from sfumato.data.pairs import PairData
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """'I/K' as (I, K), with 0 <= I < K and K >= 2.
+
+    Raises:
+        ValueError: it is not of this form.
+    """
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    part, of = (int(found[1]), int(found[2])) if found else (0, 0)
+    if of < 2 or part >= of:
+        raise ValueError(f"a part is written I/K with I below K and K at least 2, such as 0/2 and 1/2; got {text!r}")
+    return part, of
+
+
+def images_of_part(data: PairData, part: int, of: int) -> np.ndarray:
+    """Positions of the images of one of several parts of about equal size; images of one group are in one part.
+
+    Args:
+        data: the split.
+        part: from 0.
+        of: number of parts; equal arguments give equal parts, and every image is in one of them.
+
+    Raises:
+        ValueError: there are fewer groups than parts.
+    """
+    group = np.unique(data.groups, return_inverse=True)[1]
+    n_groups = int(group.max(initial=-1)) + 1
+    if n_groups < of:
+        raise ValueError(f"images_of_part: {n_groups} groups of images cannot be cut into {of} parts")
+    part_of_group = np.random.default_rng(0).permutation(n_groups) % of
+    return np.flatnonzero(part_of_group[group] == part)
+
+
+def without_part(data: PairData, part: int, of: int) -> PairData:
+    """The split without the images of a part, and without the texts that only they have.
+
+    Args:
+        data, part, of: see :func:`images_of_part`.
+    """
+    return data.keep_images(np.setdiff1d(np.arange(len(data.image_ids)), images_of_part(data, part, of)))
