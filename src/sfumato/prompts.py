@@ -82,7 +82,7 @@ def pool_prompts(prompts: GaussianEmbedding, weights: Tensor, *, pooling: str = 
         )
     if (weights < 0).any() or not (weights.sum(1) > 0).all():
         raise ValueError("pool_prompts: weights must not be negative, and every class needs a positive one")
-    weights = (weights / weights.sum(1, keepdim=True)).to(prompts.dtype)
+    weights = (weights.double() / weights.double().sum(1, keepdim=True)).to(prompts.dtype)
     parts = []
     for start in range(0, c, _CLASSES):
         w = weights[start : start + _CLASSES].unsqueeze(2)  # (b, p, 1)

@@ -98,6 +98,10 @@ class ZeroShotReport:
             lines.append(
                 f"each picture at the K that is best for its own class, which no classifier can: {100 * self.best_alone:.1f}"
             )
+        if self.n_empty:
+            lines.append(f"{self.n_empty} classes have no picture; others can be mistaken for them")
+        if self.left_out:
+            lines.append("\n  ".join([f"{len(self.left_out)} left out:", *self.left_out[:10]]))
         return "\n".join([*lines, self.verdict()])
 
     def write(self, folder: Path) -> None:
