@@ -108,7 +108,7 @@ def audit_model(matcher: Matcher, config: DataConfig, split: str, *, name: str, 
     Raises:
         UserError: the data has no such split.
     """
-    prepared = _prepare(matcher, config, split)
+    prepared = prepare_listed(matcher, config, split)
     scored = _score(matcher, prepared, np.arange(len(prepared.data.image_ids)))
     notes = [] if not seen else [
         "The model was trained on these very pairs and may have memorised wrong ones; --cross-fit 2 asks models that saw other pairs."
@@ -137,7 +137,7 @@ def cross_fit(run: Run, config: DataConfig, n_parts: int, folder: Path) -> Audit
         say(f"part {part + 1} of {n_parts}: training on the others")
         fit(run.recipe.model_copy(update={"data": own}), folder / f"part-{part}")
         matcher = load_run(folder / f"part-{part}", device=next(run.model.parameters()).device)
-        prepared = _prepare(matcher, config, "train")
+        prepared = prepare_listed(matcher, config, "train")
         data = prepared.data
         scored.append(_score(matcher, prepared, images_of_part(data, part, n_parts)))
     assert matcher is not None and data is not None
@@ -145,8 +145,12 @@ def cross_fit(run: Run, config: DataConfig, n_parts: int, folder: Path) -> Audit
     return _joined(matcher, data, scored, about)
 
 
-def _prepare(matcher: Matcher, config: DataConfig, split: str) -> PreparedSplit:
-    """The split as a training would see it: noisy if the data say so."""
+def prepare_listed(matcher: Matcher, config: DataConfig, split: str) -> PreparedSplit:
+    """A split as a training sees it: `train` noisy if the data say so.
+
+    Raises:
+        UserError: the data has no such split.
+    """
     if split != "train" or not (config.noise_rate or config.noise_file):
         return load_split(matcher.model, config, split)
     problems = Problems()

@@ -1,0 +1,266 @@
+"""How well an audit finds wrong pairs that were put in and true pairs that were hidden, by several scores.
+
+    python benchmarks/audit.py injected RUN [RUN ...] [--split test] [--rates 0.05 0.2 0.5]
+    python benchmarks/audit.py trained RUN [--parts PART-0 PART-1]
+    python benchmarks/audit.py hidden RUN [RUN ...] [--split test] [--share 0.5]
+
+`injected` shuffles pairs of a split that the runs have not seen. `trained` asks a run that was trained on noisy pairs
+(data.noise_rate) about these pairs, or runs that each left a part of them out (data.leave_out=0/2 and 1/2) about that part. `hidden`
+takes listed pairs away and asks for them among all unlisted ones. Intervals: 95 %, bootstrap over images. --json FILE keeps all figures.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sfumato.audit.review import prepare_listed
+from sfumato.audit.scoring import NEIGHBOURS, ListedScores, audit_pairs, wrong_probability, wrong_share
+from sfumato.data.folds import images_of_part, parse_part
+from sfumato.data.noise import noisy_pairs, shuffle_pairs
+from sfumato.data.pairs import PairData
+from sfumato.data.problems import Problems
+from sfumato.distances import get_distance
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.calibration import expected_calibration_error
+from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.selective import Interval, Statistic, auroc, auroc_statistic, bootstrap
+from sfumato.training.build import load_splits
+from sfumato.training.loop import embed_split, load_split
+from sfumato.training.run import Run, load_run
+
+DENSE = 20_000_000
+"""Most pairs of which all distances are held, for the scores that the package does not compute."""
+
+
+def average_precision_statistic(score: np.ndarray, positive: np.ndarray) -> Statistic:
+    """Mean precision at the places of the positives, ties in the order given, to be resampled."""
+    y = positive[np.argsort(-score, kind="stable")].astype(float)
+    order = np.argsort(-score, kind="stable")
+
+    def statistic(counts: np.ndarray) -> np.ndarray:
+        drawn = counts[:, order]
+        right = np.cumsum(drawn * y, axis=1)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            precision = np.nan_to_num(right / np.cumsum(drawn, axis=1))
+            return np.asarray((precision * drawn * y).sum(1) / right[:, -1])
+
+    return statistic
+
+
+def precision_at(score: np.ndarray, positive: np.ndarray, k: int) -> float:
+    """Share of positives among the k highest."""
+    return float(positive[np.argsort(-score, kind="stable")[:k]].mean())
+
+
+def dense_scores(distance: np.ndarray, listed: np.ndarray, scale: float) -> dict[str, np.ndarray]:
+    """(n, m) scores, high where a pair is farther than it should be, that compare with unlisted items in other ways."""
+    rest = np.where(listed, np.inf, distance)
+    result = {}
+    k = [min(NEIGHBOURS, size) for size in rest.shape]
+    of_image = np.partition(rest, k[1] - 1, axis=1)[:, : k[1]].mean(1, keepdims=True)
+    of_text = np.partition(rest, k[0] - 1, axis=0)[: k[0]].mean(0, keepdims=True)
+    result["excess, image's neighbours alone"] = distance - of_image
+    result["excess, text's neighbours alone"] = distance - of_text
+    result["excess"] = distance - (of_image + of_text) / 2
+    logits = torch.from_numpy(-scale * rest)
+    result["softmax, both directions"] = (
+        scale * distance + (torch.logsumexp(logits, 1)[:, None] + torch.logsumexp(logits, 0)[None]).numpy() / 2
+    )
+    return result
+
+
+def pair_scores(
+    images: GaussianEmbedding, texts: GaussianEmbedding, truth: Relevance, run: Run
+) -> tuple[ListedScores, dict[str, np.ndarray]]:
+    """The package's scores of the listed pairs, and others, all high for suspects."""
+    listed, _ = audit_pairs(images, texts, truth, distance=run.distance)
+    image, text = torch.from_numpy(listed.image), torch.from_numpy(listed.text)
+    d = listed.distance
+    result = {
+        "distance": d,
+        "distance of means": get_distance("squared_l2").row(images[image], texts[text]).double().numpy(),
+        "rank, mean of logarithms": np.log1p(listed.text_rank) + np.log1p(listed.image_rank),
+        "margin, image alone": d - listed.better_text_distance,
+        "margin, text alone": d - listed.better_image_distance,
+        "margin": d - (listed.better_text_distance + listed.better_image_distance) / 2,
+        "excess": listed.excess,
+    }
+    if images.n * texts.n <= DENSE:
+        dense = get_distance(run.distance).matrix(images, texts).double().numpy()
+        for name, matrix in dense_scores(dense, truth.to_dense(), run.logit_scale).items():
+            result.setdefault(name, matrix[listed.image, listed.text])
+    return listed, result
+
+
+def judged(
+    scores: Mapping[str, np.ndarray], wrong: np.ndarray, image: np.ndarray, resamples: int
+) -> dict[str, dict[str, Any]]:
+    """AUROC, average precision and precision at as many as are wrong, of each score."""
+    statistics: dict[str, Statistic] = {}
+    for name, score in scores.items():
+        statistics[f"{name}/auroc"] = auroc_statistic(score, wrong)
+        statistics[f"{name}/ap"] = average_precision_statistic(score, wrong)
+    found = bootstrap(statistics, len(wrong), n_resamples=resamples, groups=image)
+    return {
+        name: {kind: as_list(found[f"{name}/{kind}"]) for kind in ("auroc", "ap")}
+        | {"precision": precision_at(score, wrong, int(wrong.sum()))}
+        for name, score in scores.items()
+    }
+
+
+def as_list(interval: Interval) -> list[float | None]:
+    return [interval.value, interval.low, interval.high]
+
+
+def estimates(log_odds: np.ndarray, wrong: np.ndarray) -> dict[str, float]:
+    """The estimated share of wrong pairs and how well its probabilities are calibrated."""
+    share = wrong_share(log_odds)
+    p = torch.from_numpy(wrong_probability(log_odds, share))
+    error = expected_calibration_error(p, torch.from_numpy(wrong.astype(float)))
+    return {"wrong": float(wrong.mean()), "estimated": share, "ece": float(error)}
+
+
+def log_odds(run: Run, distance: np.ndarray) -> np.ndarray:
+    assert run.calibration is not None
+    return run.calibration.logit(torch.from_numpy(distance), share=0.5).numpy()
+
+
+def is_wrong(clean: PairData, image: np.ndarray, text: np.ndarray) -> np.ndarray:
+    """(p,) bool, whether pairs are not among those of the clean data."""
+    m = len(clean.text_ids)
+    wrong: np.ndarray = ~np.isin(image * m + text, clean.pairs[:, 0] * m + clean.pairs[:, 1])
+    return wrong
+
+
+def injected(folder: Path, split: str, rates: Sequence[float], resamples: int) -> dict[str, Any]:
+    """Wrong pairs in a split that the run has not seen."""
+    run = load_run(folder)
+    prepared = load_split(run.model, run.recipe.data, split)
+    images, texts = embed_split(run.model, prepared)
+    result = {}
+    for rate in rates:
+        noisy, index = shuffle_pairs(prepared.data, rate, seed=run.recipe.train.seed)
+        listed, scores = pair_scores(images, texts, noisy.relevance(), run)
+        wrong = is_wrong(prepared.data, listed.image, listed.text)
+        assert wrong.sum() == noisy_pairs(prepared.data, index).sum()
+        result[str(rate)] = {
+            "share": estimates(log_odds(run, listed.distance), wrong),
+            "scores": judged(scores, wrong, listed.image, resamples),
+        }
+    return result
+
+
+def trained(folder: Path, parts: Sequence[Path], resamples: int) -> dict[str, Any]:
+    """The noisy pairs that a run was trained on, asked of itself, or of runs that left a part out about that part."""
+    config = load_run(folder).recipe.data
+    clean = load_splits(config, Problems())["train"]
+    every: dict[str, list[np.ndarray]] = {}
+    facts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    for path in parts or [folder]:
+        run = load_run(path)
+        prepared = prepare_listed(run, config, "train")
+        data, images, texts = prepared.data, *embed_split(run.model, prepared)
+        chosen = np.arange(images.n)
+        if parts:
+            chosen = images_of_part(data, *parse_part(run.recipe.data.leave_out))
+        kept = np.unique(data.pairs[np.isin(data.pairs[:, 0], chosen), 1])
+        truth = data.relevance().select_queries(chosen).select_gallery(kept)
+        listed, scores = pair_scores(images[torch.from_numpy(chosen)], texts[torch.from_numpy(kept)], truth, run)
+        for name, score in scores.items():
+            every.setdefault(name, []).append(score if name.startswith("rank") else run.logit_scale * score)
+        image, text = chosen[listed.image], kept[listed.text]
+        facts.append((is_wrong(clean, image, text), image, log_odds(run, listed.distance)))
+    wrong, image, odds = (np.concatenate(column) for column in zip(*facts, strict=True))
+    joined = {name: np.concatenate(values) for name, values in every.items() if len(values) == len(facts)}
+    return {"share": estimates(odds, wrong), "scores": judged(joined, wrong, image, resamples)}
+
+
+def hidden(folder: Path, split: str, share: float, resamples: int) -> dict[str, Any]:
+    """True pairs that are taken off the list, among all unlisted pairs."""
+    run = load_run(folder)
+    prepared = load_split(run.model, run.recipe.data, split)
+    images, texts = embed_split(run.model, prepared)
+    pairs = prepared.data.pairs
+    random = np.random.default_rng(run.recipe.train.seed)
+    gone = np.sort(random.permutation(len(pairs))[: round(share * len(pairs))])
+    left = np.delete(pairs, gone, axis=0)
+    truth = Relevance.from_pairs(left[:, 0], left[:, 1], n_queries=images.n, n_gallery=texts.n)
+    listed, true = truth.to_dense(), prepared.data.relevance().to_dense()
+    distance = get_distance(run.distance).matrix(images, texts).double().numpy()
+    scores = {"distance": distance, "distance of means": get_distance("squared_l2").matrix(images, texts).numpy()}
+    scores |= dense_scores(distance, listed, run.logit_scale)
+    y, image = true[~listed], np.nonzero(~listed)[0]
+    result: dict[str, Any] = {"hidden": len(gone), "unlisted": len(y), "scores": {}}
+    for name, matrix in scores.items():
+        score = -matrix[~listed].astype(float)
+        n = resamples if name == "distance" else 0
+        ap = bootstrap({"ap": average_precision_statistic(score, y)}, len(y), n_resamples=n, groups=image)["ap"]
+        at = {str(k): precision_at(score, y, k) for k in (100, 1000)}
+        result["scores"][name] = {"auroc": auroc(score, y), "ap": as_list(ap), "precision": at}
+    # What the command lists: the closest few of each item, each wording once.
+    _, found = audit_pairs(images, texts, truth, distance=run.distance, wording=prepared.data.texts)
+    hit = true[found.image, found.text]
+    assert run.calibration is not None
+    p = run.calibration.probability(torch.from_numpy(found.distance), n_gallery=images.n)
+    result["candidates"] = {
+        "n": len(found),
+        "of the hidden": float(hit.sum() / len(gone)),
+        "precision": {str(k): float(hit[:k].mean()) for k in (100, 1000)},
+        "ece": float(expected_calibration_error(p, torch.from_numpy(hit.astype(float)))),
+        "expected over true": float(p.sum() / hit.sum()),
+    }
+    return result
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=("injected", "trained", "hidden"))
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--split", default="test")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.05, 0.2, 0.5])
+    parser.add_argument("--share", type=float, default=0.5)
+    parser.add_argument("--parts", type=Path, nargs="+", default=[])
+    parser.add_argument("--resamples", type=int, default=200)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    result: dict[str, Any] = {}
+    for run in options.runs:
+        if options.what == "injected":
+            result[str(run)] = injected(run, options.split, options.rates, options.resamples)
+        elif options.what == "trained":
+            result[str(run)] = trained(run, options.parts, options.resamples)
+        else:
+            result[str(run)] = hidden(run, options.split, options.share, options.resamples)
+        print(run)
+        show(result[str(run)])
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def show(values: Mapping[str, Any], indent: str = "  ") -> None:
+    """Nested figures, one line for each that holds none."""
+    for name, value in values.items():
+        if isinstance(value, dict) and any(isinstance(v, dict) for v in value.values()):
+            print(f"{indent}{name}")
+            show(value, indent + "  ")
+        elif isinstance(value, dict):
+            print(f"{indent}{name}: " + ", ".join(f"{k} {figure(v)}" for k, v in value.items()))
+        else:
+            print(f"{indent}{name}: {figure(value)}")
+
+
+def figure(value: Any) -> str:
+    if isinstance(value, list):
+        middle, low, high = value
+        return f"{middle:.4f}" + ("" if low is None else f" [{low:.4f}, {high:.4f}]")
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()
