@@ -89,6 +89,7 @@ def pair_scores(
         "margin, text alone": d - listed.better_image_distance,
         "margin": d - (listed.better_text_distance + listed.better_image_distance) / 2,
         "excess": listed.excess,
+        "excess of means": audit_pairs(images, texts, truth, distance="squared_l2")[0].excess,
     }
     if images.n * texts.n <= DENSE:
         dense = get_distance(run.distance).matrix(images, texts).double().numpy()

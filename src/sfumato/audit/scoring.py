@@ -29,8 +29,8 @@ class ListedScores:
         image, text: (p,) positions.
         distance: (p,) between the two.
         excess: (p,) the score: how much farther apart they are than each of them is from its NEIGHBOURS closest unlisted items, the
-            mean of both directions. High is suspicious; at 0 an unlisted item would do as well. Under csd both variances cancel: a
-            vague text is far from everything, and no suspect for it.
+            mean of both directions. High is suspicious; at 0 an unlisted item would do as well. Under csd a variance counts
+            half as much as in the distance: a vague text is far from everything, and less of a suspect for it.
         text_rank, image_rank: (p,) from 0, how many unlisted texts are closer to the image, and unlisted images to the text; of equal
             ones the earlier is closer.
         better_text, better_image: (p,) the closest unlisted text of the image and image of the text; -1 if everything is listed.
