@@ -70,6 +70,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "__main__": {"cli"},
     "__init__": {
+        "audit",
         "calibration",
         "data",
         "distances",

@@ -117,6 +117,7 @@ _HOMES = {
         "load_model",
     ),
     "sfumato.calibration": ("Calibration",),
+    "sfumato.audit": ("audit_pairs", "wrong_probability", "wrong_share"),
     "sfumato.evaluation.truths": (
         "Truth",
         "read_truth",
@@ -177,6 +178,7 @@ __all__ = [
     "TripletLoss",
     "Truth",
     "__version__",
+    "audit_pairs",
     "average_l2",
     "average_l2_matrix",
     "bhattacharyya",
@@ -244,9 +246,12 @@ __all__ = [
     "wasserstein2_printed",
     "wasserstein2_printed_matrix",
     "write_shards",
+    "wrong_probability",
+    "wrong_share",
 ]
 
 if TYPE_CHECKING:
+    from sfumato.audit import audit_pairs, wrong_probability, wrong_share
     from sfumato.calibration import Calibration
     from sfumato.data.emoji import load_emoji
     from sfumato.data.manifest import read_image_folder, read_manifest
