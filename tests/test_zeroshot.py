@@ -321,7 +321,7 @@ def test_a_model_of_points_is_not_filtered():
     pictures = labelled([(0.0, 0), (0.0, 0), (10.0, 1), (10.0, 1)])
     with pytest.raises(UserError, match="no variances, so there is nothing to filter by"):
         evaluate_zeroshot(points, pictures, ["sure {}"])
-    report = evaluate_zeroshot(points, pictures, ["sure {}"], filters=["none"])
+    report = evaluate_zeroshot(points, pictures, ["sure {}"], filters=["none"], choose_on=pictures)
     assert [m.top1.value for m in report.methods] == [1, 1]
 
 
@@ -563,6 +563,7 @@ def _shapes(work, folder):
         (["--images", "{classes}", "--pooling", "sum"], "unknown pooling 'sum'"),
         (["--images", "{classes}", "--templates", "none.txt"], "there is no file none.txt"),
         (["--images", "{classes}", "--classes", "none.txt"], "there is no file none.txt"),
+        (["--images", "{classes}", "--choose-on", "{classes}"], "K chosen there is --filter oracle"),
         (["--data", "{recipe}"], "texts; expected one each"),
         (["--data", "{recipe}", "--split", "dev"], "has no split 'dev'"),
     ],

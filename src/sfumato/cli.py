@@ -339,6 +339,8 @@ def zeroshot(
         pictures = labelled_split(load_recipe(find_recipe(data or ""), overrides or []).data, split, names)
     others = None
     if choose_on is not None:
+        if images is not None and choose_on.resolve() == images.resolve():
+            raise UserError("--choose-on is what is reported on; K chosen there is --filter oracle")
         others = read_class_folder(choose_on, dict(zip(pictures.keys, pictures.classes, strict=True)))
     report = evaluate_zeroshot(
         load_model(model, device=choose_device(device)), pictures, worded, filters=filters or ("global", "per-class"),

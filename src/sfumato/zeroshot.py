@@ -58,7 +58,7 @@ def evaluate_zeroshot(
         pictures: what to report on. If K is to be chosen and there is no choose_on, half of each class is taken away for that.
         templates: with one {} each; the first is the single prompt.
         filters: some of FILTERS.
-        choose_on: pictures of the same classes, to choose K on.
+        choose_on: pictures of the same classes, to choose K on, and to fit weights on.
         pooling: see :func:`~sfumato.prompts.pool_prompts`.
         n_resamples: of the pictures, for the 95 % intervals; they know nothing of other models or other halves.
         seed: of the halves, the random prompts, the fitted weights and the resamples.
@@ -73,14 +73,13 @@ def evaluate_zeroshot(
     wanted, problems = set(filters), Problems()
     images, labels = _embed(matcher, pictures, problems)
     held, held_labels = images[:0], labels[:0]
-    if wanted & {"global", "per-class"}:
-        if choose_on is None:
-            first, second = halves(labels, seed)
-            held, held_labels = images[torch.from_numpy(first)], labels[first]
-            images, labels = images[torch.from_numpy(second)], labels[second]
-        else:
-            held, held_labels = _embed(matcher, choose_on, problems)
-        if not len(held_labels):
+    if choose_on is not None:
+        held, held_labels = _embed(matcher, choose_on, problems)
+    elif wanted & {"global", "per-class"}:
+        first, second = halves(labels, seed)
+        held, held_labels = images[torch.from_numpy(first)], labels[first]
+        images, labels = images[torch.from_numpy(second)], labels[second]
+        if not len(first):
             raise UserError(
                 "no class has two pictures, so none can be set aside to choose K on; give pictures for that"
             )
@@ -95,9 +94,10 @@ def evaluate_zeroshot(
         _Way(f"one prompt: {templates[0]}", torch.eye(1, p).expand(c, p), torch.ones(c, dtype=torch.long)),
         _Way(f"all {p} prompts", torch.ones(c, p), torch.full((c,), p)),
     ]
-    if (uncertainty > 0).all():
+    certain = bool((uncertainty > 0).all())
+    if certain:
         ways.append(_Way("weighted by 1 / variance", 1 / uncertainty))
-    if len(held_labels):
+    if certain and len(held_labels):
         ways.append(_Way("weights fitted on others", mixture_weights(held, held_labels, prompts, c, seed=seed)))
     generator, best_alone = torch.Generator().manual_seed(seed), None
     orders = [uncertainty, *(torch.rand(c, p, generator=generator) for _ in range(_DRAWS))]
