@@ -291,6 +291,7 @@ def test_differences_are_paired_and_without_resamples_have_no_interval():
     one, everything, weighted = report.methods
     assert (one.top1.value, everything.top1.value) == (0.75, 0.75) and one.top1.low is None
     assert everything.against_all.value == 0 and one.against_random is None and one.top5 is None
+    assert report.template_top1 == [0.75, 0.75] and report.certain_is_right is None
     assert weighted.k is None and report.best_alone is None and report.verdict() == "Nothing was filtered."
     resampled = evaluate_zeroshot(BOUNDARY, pictures, ["sure {}", "vague {}"], filters=["none"])
     everything = resampled.methods[1]
@@ -305,6 +306,15 @@ def test_equal_uncertainties_filter_in_the_order_of_the_templates():
     reports = [evaluate_zeroshot(Table(texts), pictures, [f"{i} {{}}" for i in range(4)]) for _ in range(2)]
     assert reports[0] == reports[1]
     assert by_name(reports[0])["K most certain"].k == [4, 4]  # all are right with any K
+
+
+def test_whether_certain_templates_are_the_better_ones():
+    """The vaguer the template, the nearer its a lies to b, and the more pictures of a it loses."""
+    texts = {f"{i} {c}": (float(3 * i) if c == "a" else 10.0, 1.0 + i) for i in range(3) for c in "ab"}
+    pictures = labelled([(0.0, 0), (3.0, 0), (5.5, 1), (6.2, 1), (9.0, 1)])
+    report = evaluate_zeroshot(Table(texts), pictures, [f"{i} {{}}" for i in range(3)], filters=["none"])
+    assert report.template_top1 == pytest.approx([1.0, 0.6, 0.6])
+    assert report.certain_is_right == pytest.approx(-(0.75**0.5))
 
 
 def test_prompts_that_are_all_alike_differ_in_nothing():

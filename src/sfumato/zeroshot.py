@@ -17,6 +17,7 @@ from sfumato.errors import UserError
 from sfumato.evaluation.filtering import Method, ZeroShotReport
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.selective import bootstrap, mean_statistic
+from sfumato.metrics.uncertainty import spearman
 from sfumato.progress import progress_bar, say
 from sfumato.prompts import (
     PROMPT_POOLINGS,
@@ -117,6 +118,8 @@ def evaluate_zeroshot(
             for figure, drawn in way.random.items():
                 figures[way.name, figure] = top1[way.name] - np.mean([right(w)[:, 0] for w in drawn], axis=0)
             advance(1)
+    alone_top1 = [float(right(column.expand(c, p))[:, 0].mean()) for column in torch.eye(p)]
+    correlation = spearman(uncertainty.mean(0).numpy(), np.array(alone_top1))
     for way in ways:
         figures[way.name, "top1"] = top1[way.name]
         figures[way.name, "against_all"] = top1[way.name] - top1[ways[1].name]
@@ -138,6 +141,8 @@ def evaluate_zeroshot(
         classes=list(pictures.classes),
         templates=list(templates),
         total_variance=uncertainty.tolist(),
+        template_top1=alone_top1,
+        certain_is_right=None if np.isnan(correlation) else correlation,
         n_images=len(labels),
         n_chosen_on=len(held_labels),
         n_empty=c - len(np.unique(pictures.labels)),

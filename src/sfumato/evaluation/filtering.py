@@ -45,6 +45,9 @@ class ZeroShotReport:
         classes: what they are called in prompts.
         templates: with one {}.
         total_variance: of every prompt: a list for each class, in the order of the templates.
+        template_top1: share of the reported pictures that each template alone gets right.
+        certain_is_right: Spearman over templates of the mean total variance and template_top1; negative where certain templates are the better
+            ones, None where either is constant.
         n_images: pictures that are reported on.
         n_chosen_on: pictures that K was chosen on; none of them is reported on.
         n_empty: classes without a picture, which can only be mistaken for others.
@@ -57,6 +60,8 @@ class ZeroShotReport:
     classes: list[str]
     templates: list[str]
     total_variance: list[list[float]]
+    template_top1: list[float]
+    certain_is_right: float | None
     n_images: int
     n_chosen_on: int
     n_empty: int
@@ -97,6 +102,10 @@ class ZeroShotReport:
         if self.best_alone is not None:
             lines.append(
                 f"each picture at the K that is best for its own class, which no classifier can: {100 * self.best_alone:.1f}"
+            )
+        if self.certain_is_right is not None:
+            lines.append(
+                f"templates: Spearman of mean total variance and top-1 of each alone {self.certain_is_right:+.2f}"
             )
         if self.n_empty:
             lines.append(f"{self.n_empty} classes have no picture; others can be mistaken for them")
