@@ -10,8 +10,10 @@ computed anew from the lifted vectors of the candidates; of these, equally far o
 
 import hashlib
 import json
+import math
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +36,8 @@ _KIND = "sfumato-collection-1"
 _CENTRE, _CALIBRATION = "centre.safetensors", "calibration.json"
 _BATCH = 2048
 """Items of one upsert of the store, at most."""
+_COUNTED_SECONDS = 5.0
+"""Other processes may write; to count a million items anew for every query would take longer than to search them."""
 _SURELY, _SAMPLE = 1000, 20_000
 """expected_matches adds up the closest items of a query one by one, and estimates the rest from a sample."""
 
@@ -60,6 +64,7 @@ class GaussianCollection(Gallery):
         self._drawn: _Drawn | None = None
         self._drawing = threading.Lock()
         self._changed = 0  # items written or removed by this process
+        self._counted = (-1, -math.inf, 0)  # after how many changes, when, and how many items there were
 
     @classmethod
     def create(
@@ -201,6 +206,15 @@ class GaussianCollection(Gallery):
     def __len__(self) -> int:
         return self.store.count()
 
+    @property
+    def size(self) -> int:
+        """Number of items, counted anew after every write of this process and every few seconds."""
+        changed, when, n = self._counted
+        if changed != self._changed or time.monotonic() > when + _COUNTED_SECONDS:
+            changed, n = self._changed, len(self)
+            self._counted = changed, time.monotonic(), n
+        return n
+
     @torch.no_grad()
     def upsert(
         self,
@@ -264,7 +278,7 @@ class GaussianCollection(Gallery):
         self, queries: GaussianEmbedding, radius: float, *, most: int | None = None, filter: Filter | None = None
     ) -> list[Found]:
         """See :class:`Gallery`; an approximate engine may miss some."""
-        n = max(1, len(self))
+        n = max(1, self.size)
         most = n if most is None else min(n, most)
         found: dict[int, Found] = {}
         wanted, c = list(range(queries.n)), min(64, most)
@@ -283,7 +297,7 @@ class GaussianCollection(Gallery):
         Up to 20,000 items it is the sum over them all. Of more, the closest 1,000 are added up, and the others estimated, without
         bias, from a sample of 20,000: a scan of the store at the first call, and again when a hundredth of the items has changed.
         """
-        queries, n = self.checked(queries), len(self)
+        queries, n = self.checked(queries), self.size
         sample = self._sampled(_SAMPLE)
         if n == 0:
             return [0.0] * queries.n
@@ -344,7 +358,7 @@ class GaussianCollection(Gallery):
     def _sampled(self, n: int) -> Records:
         """At least min(n, all) records drawn evenly; of a large collection they are kept until a hundredth of it has changed."""
         with self._drawing:
-            size, changed, drawn = len(self), self._changed, self._drawn
+            size, changed, drawn = self.size, self._changed, self._drawn
             if drawn is not None and len(drawn.records) >= min(n, size):
                 moved = max(changed - drawn.changed, abs(size - drawn.size))
                 if moved == 0 or (size > len(drawn.records) and 100 * moved <= size):

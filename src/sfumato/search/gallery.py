@@ -177,6 +177,11 @@ class Gallery(ABC):
     @abstractmethod
     def __len__(self) -> int: ...
 
+    @property
+    def size(self) -> int:
+        """Number of items that probabilities are computed for; unlike len() it may be some seconds old."""
+        return len(self)
+
     @abstractmethod
     def closest(self, queries: GaussianEmbedding, k: int, filter: Filter | None = None) -> list[Found]:
         """At most k items of each query; the queries are checked, float32 and on the CPU, and k is at least 1."""
@@ -244,7 +249,7 @@ class Gallery(ABC):
             raise ValueError(f"search: min_probability must be between 0 and 1, got {min_probability}")
         radius = None if coverage is None else self.answers.radius(coverage)
         queries = self.checked(queries, k)
-        n = len(self)
+        n = self.size
         found = self.closest(queries, k, filter)
         abstained: list[bool] | list[None] = [None] * queries.n
         if max_risk is not None:
@@ -274,7 +279,7 @@ class Gallery(ABC):
         Returns:
             (...) probabilities of the same shape: of the calibration, at the size of this gallery; without one, of the logits.
         """
-        return self.answers.match_probability(distance, len(self))
+        return self.answers.match_probability(distance, self.size)
 
     def checked(self, queries: GaussianEmbedding, k: int = 1) -> GaussianEmbedding:
         """The queries in float32 on the CPU.
