@@ -10,8 +10,9 @@ import torch
 from toy import make_toy
 
 from sfumato import GaussianEmbedding, cli
-from sfumato.audit import NEIGHBOURS, audit_pairs, wrong_probability, wrong_share
+from sfumato.audit import NEIGHBOURS, MissingScores, audit_pairs, wrong_probability, wrong_share
 from sfumato.audit.pages import summary
+from sfumato.audit.review import varied
 from sfumato.data.folds import images_of_part, parse_part, without_part
 from sfumato.data.pairs import MemoryImage, PairData
 from sfumato.metrics.relevance import Relevance
@@ -255,6 +256,12 @@ PAIR_COLUMNS = [
 ]
 
 
+def test_what_is_shown_is_varied():
+    image, text = np.array([0, 0, 0, 0, 1, 2, 3, 4]), np.array([0, 1, 2, 3, 0, 0, 0, 5])
+    scores = MissingScores(image, text, np.zeros(8), np.zeros(8), np.zeros(8))
+    assert varied(scores, 9) == [0, 1, 2, 4, 5, 7] and varied(scores, 2) == [0, 1] and varied(scores, 0) == []
+
+
 def test_the_command_writes_tables_and_a_page(work, sfumato):
     status, out, _ = sfumato("audit", "--run", work / "run", "--top", 3, "--json")
     folder = work / "run" / "audit-test"
@@ -287,7 +294,8 @@ def test_other_data_another_model_and_a_split_it_was_trained_on(work, sfumato, t
     result = json.loads(out)
     assert status == 0 and "may have memorised" in result["notes"][0]
     noise = np.load(work / "run" / "noise.npy")
-    shown = {row["text_id"]: row["image"] for row in result["pairs"]}
+    rows = csv.DictReader((work / "run" / "audit-train" / "pairs.csv").open())
+    shown = {row["text_id"]: row["image"] for row in rows}
     assert len(shown) == len(noise)  # The noisy pairs are audited, not those of the file.
     assert sum(text.split("#")[0] != image for text, image in shown.items()) == round(0.25 * len(noise))
 
@@ -311,10 +319,13 @@ def test_cross_fitting_trains_on_the_other_parts(work, sfumato, tmp_path):
     assert status == 0 and result["cross_fit"] == 2 and result["split"] == "train" and "part 2 of 2" in err
     logs = [tmp_path / "c" / f"part-{k}" / "log.jsonl" for k in range(2)]
     assert all(f'leave_out = "{k}/2"' in (logs[k].parent / "recipe.toml").read_text() for k in range(2))
-    assert len(result["pairs"]) == result["n_pairs"] == len(np.load(work / "run" / "noise.npy"))
+    tables = [(tmp_path / "c" / f"{name}.csv").read_text().splitlines() for name in ("pairs", "missing")]
+    assert len(tables[0]) - 1 == result["n_pairs"] == len(np.load(work / "run" / "noise.npy"))
     before = [log.read_text() for log in logs]
     again = json.loads(sfumato(*arguments)[1])
-    assert again == result and before == [log.read_text() for log in logs]  # Seconds and all: nothing was trained again.
+    assert again == result and before == [
+        log.read_text() for log in logs
+    ]  # Seconds and all: nothing was trained again.
 
 
 def test_the_command_says_what_is_wrong(work, sfumato, tmp_path):

@@ -236,6 +236,51 @@ def evaluate(
 
 
 @app.command()
+def ablate(
+    recipe: Annotated[str, typer.Argument(help="path of a recipe, or the name of one that comes with the package")],
+    overrides: Overrides = None,
+    trained: Annotated[
+        str | None,
+        typer.Option("--train", help="distances to train with, e.g. csd,wasserstein2; default all but draws"),
+    ] = None,
+    retrieved: Annotated[
+        str | None, typer.Option("--retrieve", help="distances to rank by; default those of --train")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="runs of each, from the recipe's train.seed on")] = 1,
+    split: Annotated[str, typer.Option(help="split to evaluate on")] = "test",
+    out: Annotated[
+        Path | None, typer.Option(help="folder of the runs; default runs/ablation-NAME-OF-THE-RECIPE")
+    ] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Compare distances: train with each, rank by each; runs that are finished in the folder are taken as they are.
+
+    The runs are OUT/DISTANCE-SEED; one that `sfumato train` has made there counts too.
+    """
+    from sfumato.console import print_ablation
+    from sfumato.recipes import find_recipe
+    from sfumato.training.ablation import ABLATED, ablate, ablation_file
+    from sfumato.training.build import choose_device
+    from sfumato.training.config import load_recipe
+
+    resolved = load_recipe(find_recipe(recipe), overrides or [])
+    folder = out or Path("runs") / f"ablation-{resolved.name}"
+    names = ABLATED if trained is None else _names(trained)
+    result = ablate(
+        resolved, folder, trained=names, retrieved=names if retrieved is None else _names(retrieved),
+        n_seeds=seeds, split=split, device=choose_device(device),
+    )  # fmt: skip
+    if as_json:
+        print(json.dumps(result.to_json()))
+        return
+    print_ablation(result.cells, f"{resolved.name}, {split}, {seeds} {'seed' if seeds == 1 else 'seeds'}")
+    for run, why in result.failed.items():
+        print(f"{run}: {why}")
+    print(f"written to {ablation_file(folder, split)}")
+
+
+@app.command()
 def trust(
     model: ModelName,
     overrides: Annotated[
@@ -436,8 +481,8 @@ def audit(
     folder = out or (Path(run) if data is None else Path()) / f"audit-{split}"
     if (Path(run) / RECIPE).is_file():
         trained = load_run(run, device=choose_device(device))
-        own = config is None or config == trained.recipe.data
-        config = config or trained.recipe.data
+        home, config = trained.recipe.data, config or trained.recipe.data
+        own = (config.source, config.path) == (home.source, home.path)
         if parts:
             result = cross_fit(trained, config, parts, folder)
         else:
@@ -818,6 +863,10 @@ def main() -> None:
 
 def _print(result: dict[str, Any], as_json: bool, line: str) -> None:
     print(json.dumps(result) if as_json else line)
+
+
+def _names(listed: str) -> list[str]:
+    return [name.strip() for name in listed.split(",") if name.strip()]
 
 
 def _no_run(model: str, wanted: str) -> UserError:

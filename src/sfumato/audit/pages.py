@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 
-from sfumato.audit.review import Audit
+from sfumato.audit.review import Audit, varied
 from sfumato.files import write_atomically, write_json
 from sfumato.training.reporting import thumbnail
 
@@ -83,18 +83,16 @@ def _page(audit: Audit, figures: Mapping[str, Any], version: str) -> str:
         own = relevance.indices[relevance.indptr[image] : relevance.indptr[image + 1]]
         return [data.texts[t][:_CLIPPED] for t in own if t != but][:_SHOWN_TEXTS]
 
-    wrong = [
-        row | {"picture": picture(int(listed.image[k])), "better": picture(int(listed.better_image[k]))}
-        | {"others": texts(int(listed.image[k]), int(listed.text[k])), "percent": _percent(row["wrong_probability"])}
-        for k, row in enumerate(figures["pairs"])
-    ]  # fmt: skip
-    unlisted = []
-    for k, row in enumerate(figures["missing"]):
+    wrong, unlisted = [], []
+    for k, row in zip(varied(listed, len(figures["pairs"])), figures["pairs"], strict=True):
+        image, text = int(listed.image[k]), int(listed.text[k])
+        beside = {"picture": picture(image), "better": picture(int(listed.better_image[k]))}
+        wrong.append(row | beside | {"others": texts(image, text), "percent": _percent(row["wrong_probability"])})
+    for k, row in zip(varied(missing, len(figures["missing"])), figures["missing"], strict=True):
         image, text = int(missing.image[k]), int(missing.text[k])
         own = of_text.indices[of_text.indptr[text] : of_text.indptr[text + 1]]
         beside = {"picture": picture(image), "better": picture(int(own[0]) if len(own) else -1)}
-        more = {"others": texts(image, text), "percent": _percent(row["match_probability"])}
-        unlisted.append(row | beside | more)
+        unlisted.append(row | beside | {"others": texts(image, text), "percent": _percent(row["match_probability"])})
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("sfumato"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -103,4 +101,4 @@ def _page(audit: Audit, figures: Mapping[str, Any], version: str) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.0f} %" if value >= 0.01 else f"{100 * value:.1g} %"
+    return "–" if value is None else "< 0.1 %" if value < 0.001 else f"{100 * value:.2g} %"

@@ -5,6 +5,7 @@ The scores are those of scoring.py; here is what was listed, and which model was
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,9 @@ from sfumato.training.config import DataConfig
 from sfumato.training.inference import Matcher
 from sfumato.training.loop import PreparedSplit, embed_split, fit, load_split, prepare_split
 from sfumato.training.run import Run, load_run
+
+REPEATED = 3
+"""Times that an image or a text is shown in a list at most; the tables have all."""
 
 Scored = ListedScores | MissingScores
 
@@ -51,11 +55,11 @@ class Audit:
     match_probability: np.ndarray | None
     about: Mapping[str, Any]
 
-    def pair_rows(self, most: int | None = None) -> list[dict[str, Any]]:
-        """Listed pairs with ids, wordings and the closest unlisted items of both; ranks from 1."""
+    def pair_rows(self, chosen: Sequence[int] | None = None) -> list[dict[str, Any]]:
+        """Listed pairs, all if none are chosen, with ids, wordings and the closest unlisted items of both; ranks from 1."""
         s, data = self.listed, self.data
         rows = []
-        for k in range(len(s) if most is None else min(most, len(s))):
+        for k in range(len(s)) if chosen is None else chosen:
             text, image = int(s.better_text[k]), int(s.better_image[k])
             rows.append(
                 self._row(s, k, excess=_number(s.excess[k]), wrong_probability=_at(self.wrong_probability, k))
@@ -69,13 +73,13 @@ class Audit:
             )
         return rows
 
-    def missing_rows(self, most: int | None = None) -> list[dict[str, Any]]:
-        """Candidates for missing matches with ids and wordings; ranks from 1, None beyond the closest few."""
-        n = len(self.missing) if most is None else min(most, len(self.missing))
-        return [self._row(self.missing, k, match_probability=_at(self.match_probability, k)) for k in range(n)]
+    def missing_rows(self, chosen: Sequence[int] | None = None) -> list[dict[str, Any]]:
+        """Candidates for missing matches, likewise; ranks are None beyond the closest few."""
+        every = range(len(self.missing)) if chosen is None else chosen
+        return [self._row(self.missing, k, match_probability=_at(self.match_probability, k)) for k in every]
 
     def to_json(self, top: int) -> dict[str, Any]:
-        """Plain values: sizes, estimates and the first of both lists."""
+        """Plain values: sizes, estimates and the first of both lists, each image and each text REPEATED times in a list at most."""
         return {
             **self.about,
             "n_images": len(self.data.image_ids),
@@ -84,8 +88,8 @@ class Audit:
             "wrong_share": self.wrong_share,
             "suspects": None if self.wrong_probability is None else int((self.wrong_probability >= 0.5).sum()),
             "candidates": len(self.missing),
-            "pairs": self.pair_rows(top),
-            "missing": self.missing_rows(top),
+            "pairs": self.pair_rows(varied(self.listed, top)),
+            "missing": self.missing_rows(varied(self.missing, top)),
         }
 
     def _row(self, s: Scored, k: int, **scores: Any) -> dict[str, Any]:
@@ -93,6 +97,19 @@ class Audit:
         ranks = {"text_rank": int(s.text_rank[k]) + 1 or None, "image_rank": int(s.image_rank[k]) + 1 or None}
         names = {"image": data.image_ids[image], "text_id": data.text_ids[text], "text": data.texts[text]}
         return names | scores | {"distance": _number(s.distance[k])} | ranks
+
+
+def varied(scores: Scored, most: int) -> list[int]:
+    """Positions of the first pairs in which no image and no text occurs more than REPEATED times."""
+    images, texts, chosen = Counter[int](), Counter[int](), list[int]()
+    for k, (image, text) in enumerate(zip(scores.image.tolist(), scores.text.tolist(), strict=True)):
+        if len(chosen) >= most:
+            break
+        if images[image] < REPEATED and texts[text] < REPEATED:
+            chosen.append(k)
+            images[image] += 1
+            texts[text] += 1
+    return chosen
 
 
 def audit_model(matcher: Matcher, config: DataConfig, split: str, *, name: str, seen: bool = False) -> Audit:
