@@ -108,7 +108,7 @@ class ZeroShotReport:
                 f"templates: Spearman of mean total variance and top-1 of each alone {self.certain_is_right:+.2f}"
             )
         if self.n_empty:
-            lines.append(f"{self.n_empty} classes have no picture; others can be mistaken for them")
+            lines.append(f"classes without a picture, which others can only be mistaken for: {self.n_empty}")
         if self.left_out:
             lines.append("\n  ".join([f"{len(self.left_out)} left out:", *self.left_out[:10]]))
         return "\n".join([*lines, self.verdict()])
