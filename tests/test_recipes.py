@@ -114,6 +114,7 @@ def test_published_figures_stand_in_the_paper(name, shared):
         ("loss.name=foo", "'pcmepp', 'pcme', 'prolip', 'infonce', 'triplet'"),
         ("model.variance=false", "loss.beta must be 0 when model.variance=false"),
         ("spread.epochs=1", "loss.distance='csd' ranks by them; use squared_l2"),
+        ("model.variance_bounds=[0.1, 10]", "must lie between model.variance_bounds, 0.1 and 10 each; e.g. "),
         ("optim.layer_decay=0.7", "optim.layer_decay is for the blocks of clip encoders"),
         ("loss.distance=cds", "unknown distance 'cds'; did you mean 'csd'?"),
         ("train.epochs", "expected section.key=value"),
@@ -162,6 +163,13 @@ def test_the_order_of_overrides_does_not_matter():
 def test_variance_free_distances_of_point_models():
     with pytest.raises(UserError, match="needs variances, but model.variance=false"):
         load_recipe(find_recipe("emoji-infonce"), ["loss.distance=kl"])
+
+
+def test_points_have_no_covariance_and_a_single_output_no_norm():
+    with pytest.raises(UserError, match="model.covariance and model.variance_bounds are for variances"):
+        load_recipe(find_recipe("emoji-vsepp"), ["model.covariance=spherical-one"])
+    with pytest.raises(UserError, match="leave it out with spherical-one"):
+        load_recipe(find_recipe("emoji-pcmepp"), ["model.covariance=spherical-one", "model.variance_norm=true"])
 
 
 def test_points_have_no_second_stage():

@@ -200,3 +200,55 @@ def test_a_hub_name_without_a_network_is_one_clear_error(monkeypatch):
 def test_log_variance_bias_is_the_stated_formula():
     head = GaussianHead(4, 10, init_total_variance=2.0)
     torch.testing.assert_close(head.log_var.linear.bias, torch.full((10,), math.log(0.2)))
+
+
+@pytest.mark.parametrize("covariance", ["ellipsoidal", "spherical-average", "spherical-one"])
+def test_covariances_start_as_stated_and_keep_their_form_and_their_bounds(covariance):
+    torch.manual_seed(0)
+    features = TokenFeatures(torch.randn(50, 7, 32))
+    options = {"covariance": covariance, "init_total_variance": 32.0, "variance_bounds": (0.1, 10.0)}
+    head = GaussianHead(32, 64, **options)
+    assert head(features).total_variance.mean().item() == pytest.approx(32, rel=0.05)
+    with torch.no_grad():
+        head.log_var.linear.weight.mul_(1000)
+    embedding = head(features)
+    assert embedding.var.min() >= 0.0999 and embedding.var.max() <= 10.001
+    if covariance == "ellipsoidal":
+        assert embedding.var.min() < 0.11 and embedding.var.max() > 9.9, "the bounds are reached"
+    spread = embedding.var.amax(1) - embedding.var.amin(1)
+    assert (spread > 1).all() if covariance == "ellipsoidal" else spread.eq(0).all()
+    assert embedding.log_var.std(0).max() > 0.01, "each item has variances of its own"
+    embedding.log_var.sum().backward()
+    assert head.log_var.linear.weight.grad.abs().max() > 0
+
+
+def test_the_spherical_average_is_that_of_the_variances_and_not_of_their_logarithms():
+    torch.manual_seed(0)
+    features = TokenFeatures(torch.randn(5, 3, 4))
+    head = GaussianHead(4, 6, init_total_variance=6.0, variance_bounds=(0.1, 10.0)).double()
+    with torch.no_grad():
+        head.log_var.linear.weight.mul_(500)
+    features = TokenFeatures(features.mean.double())
+    each = head(features)
+    head.covariance = "spherical-average"
+    torch.testing.assert_close(head(features).var, each.var.mean(1, keepdim=True).expand(-1, 6))
+    assert not torch.allclose(head(features).log_var, each.log_var.mean(1, keepdim=True))
+
+
+def test_bounds_have_slope_one_in_their_middle():
+    head = GaussianHead(4, 6, init_total_variance=6.0, variance_bounds=(0.1, 10.0))
+    torch.testing.assert_close(head.bounds(torch.tensor([-1e-3, 0.0, 1e-3])), torch.tensor([-1e-3, 0.0, 1e-3]))
+    assert head.bounds(head.bounds.inverse(math.log(5)) + torch.zeros(())).item() == pytest.approx(math.log(5))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"covariance": "full"}, "unknown covariance 'full'; known: ellipsoidal, spherical-average, spherical-one"),
+        ({"variance_bounds": (1.0, 0.1)}, "variance_bounds must be 0 < lowest < highest, got 1.0, 0.1"),
+        ({"variance_bounds": (0.1, 10.0)}, r"makes a variance of 0.02 a dimension, outside of variance_bounds"),
+    ],
+)
+def test_covariances_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        GaussianHead(8, 5, **options)

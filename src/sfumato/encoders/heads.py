@@ -1,6 +1,7 @@
 """The Gaussian head: token features in, mean and log variance out."""
 
 import math
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,8 @@ from torch.nn import functional
 from sfumato.encoders.features import TokenFeatures
 from sfumato.encoders.pooling import POOLINGS, FirstToken, LastToken
 from sfumato.gaussian import GaussianEmbedding
+
+Covariance = Literal["ellipsoidal", "spherical-average", "spherical-one"]
 
 
 class _Branch(nn.Module):
@@ -30,10 +33,32 @@ class _Branch(nn.Module):
         return pooled
 
 
+class _LogBounds:
+    """Log variances pressed into the open interval between two logarithms; slope 1 in its middle."""
+
+    def __init__(self, lowest: float, highest: float) -> None:
+        if not 0 < lowest < highest:
+            raise ValueError(f"GaussianHead: variance_bounds must be 0 < lowest < highest, got {lowest}, {highest}")
+        self.lowest, self.highest = lowest, highest
+        self.middle, self.half = math.log(lowest * highest) / 2, math.log(highest / lowest) / 2
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.middle + self.half * ((x - self.middle) / self.half).tanh()
+
+    def inverse(self, log_var: float) -> float:
+        """What is pressed to log_var."""
+        if not self.lowest < math.exp(log_var) < self.highest:
+            raise ValueError(
+                f"GaussianHead: init_total_variance makes a variance of {math.exp(log_var):.4g} a dimension, outside of"
+                f" variance_bounds ({self.lowest:g}, {self.highest:g}); d times a variance between them fits"
+            )
+        return self.middle + self.half * math.atanh((log_var - self.middle) / self.half)
+
+
 class GaussianHead(nn.Module):
     r"""Two branches, each linear then pooling: one for the mean, one for the log variance.
 
-    The log variance is neither normalised, squashed nor clamped. It starts at log(init_total_variance / d) everywhere, up to
+    The log variance is neither normalised, squashed nor clamped, unless variance_bounds says so. It starts at log(init_total_variance / d) everywhere, up to
     a hundredth of the usual random weights: the papers give no start, and with log variance 0 a total variance of d drowns
     every distance between unit means (docs/math.md has the measurements).
 
@@ -48,9 +73,14 @@ class GaussianHead(nn.Module):
             that its configurations leave off).
         variance_mlp: add a two-layer network to the linear map of the log variance; it starts as small as that map.
         init_total_variance: sum of the variances at the start.
+        covariance: "ellipsoidal", a variance for each dimension; or one of an embedding for all its dimensions, which is the
+            average of those ("spherical-average") or the only output of the branch ("spherical-one").
+        variance_bounds: lowest and highest variance of a dimension, approached by a tanh of the log variance, whose gradient
+            never is 0 as a clamp's would be; None for none.
 
     Raises:
-        ValueError: pooling is unknown, or a size or the initial variance is not positive.
+        ValueError: pooling or covariance is unknown, a size or the initial variance is not positive, or the initial variance of a
+            dimension does not lie between the bounds.
     """
 
     def __init__(
@@ -65,6 +95,8 @@ class GaussianHead(nn.Module):
         variance_norm: bool = False,
         variance_mlp: bool = False,
         init_total_variance: float = 0.1,
+        covariance: Covariance = "ellipsoidal",
+        variance_bounds: tuple[float, float] | None = None,
     ) -> None:
         super().__init__()
         if pooling not in POOLINGS:
@@ -73,15 +105,22 @@ class GaussianHead(nn.Module):
             raise ValueError(
                 f"GaussianHead: channels, dim and init_total_variance must be positive, got {channels}, {dim}, {init_total_variance}"
             )
-        self.normalize, self.dim = normalize, dim
+        if covariance not in get_args(Covariance):
+            raise ValueError(
+                f"GaussianHead: unknown covariance {covariance!r}; known: {', '.join(get_args(Covariance))}"
+            )
+        self.normalize, self.dim, self.covariance = normalize, dim, covariance
+        self.bounds = None if variance_bounds is None else _LogBounds(*variance_bounds)
         self.mean = _Branch(channels, dim, pooling, mlp)
-        self.log_var = _Branch(channels, dim, pooling, variance_mlp) if variance else None
-        self.log_var_norm = nn.LayerNorm(dim) if variance and variance_norm else nn.Identity()
+        outputs = 1 if covariance == "spherical-one" else dim
+        self.log_var = _Branch(channels, outputs, pooling, variance_mlp) if variance else None
+        self.log_var_norm = nn.LayerNorm(outputs) if variance and variance_norm else nn.Identity()
         if self.log_var is not None:
             last = self.log_var_norm if isinstance(self.log_var_norm, nn.LayerNorm) else self.log_var.linear
+            start = math.log(init_total_variance / dim)
             with torch.no_grad():
                 last.weight.mul_(0.01)
-                last.bias.fill_(math.log(init_total_variance / dim))
+                last.bias.fill_(start if self.bounds is None else self.bounds.inverse(start))
                 if self.log_var.mlp is not None:
                     for parameter in self.log_var.mlp[-1].parameters():
                         parameter.mul_(0.01)
@@ -106,4 +145,8 @@ class GaussianHead(nn.Module):
         features = tokens.mean if tokens.log_var is None else tokens.log_var
         mask = tokens.mask if features.shape[1] == tokens.mean.shape[1] else None
         log_var: Tensor = self.log_var_norm(self.log_var(features, mask))
-        return log_var
+        if self.bounds is not None:
+            log_var = self.bounds(log_var)
+        if self.covariance == "spherical-average":
+            log_var = log_var.logsumexp(-1, keepdim=True) - math.log(self.dim)
+        return log_var.expand(-1, self.dim)

@@ -146,6 +146,8 @@ def _tower(config: ModelConfig, reader: Reader, encoder: Any, token: str, token_
         variance_norm=config.variance_norm,
         variance_mlp=config.variance_mlp,
         init_total_variance=config.init_total_variance,
+        covariance=config.covariance,
+        variance_bounds=config.variance_bounds,
     )
     return Tower(reader, encoder, head, token_dropout=token_dropout)
 

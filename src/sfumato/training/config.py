@@ -260,7 +260,28 @@ class ModelConfig(_Section):
     variance_norm: bool = Field(False, description="a layer norm on the log variance")
     variance_mlp: bool = Field(False, description="a two-layer network beside the linear map of the log variance")
     init_total_variance: PositiveFloat = Field(0.1, description="sum of an embedding's variances at the start")
+    covariance: Literal["ellipsoidal", "spherical-average", "spherical-one"] = Field(
+        "ellipsoidal", description="a variance for each dimension, their average for all, or one output for all"
+    )
+    variance_bounds: tuple[PositiveFloat, PositiveFloat] | None = Field(
+        None, description="lowest and highest variance of a dimension; none if left out"
+    )
     feature_dropout: float = Field(0.0, ge=0, lt=1, description="share of the token features dropped before the heads")
+
+    def check_variances(self) -> None:
+        """Refuse variances that contradict each other."""
+        if not self.variance and (self.variance_bounds or self.covariance != "ellipsoidal"):
+            raise ValueError("model.covariance and model.variance_bounds are for variances, but model.variance=false")
+        if self.covariance == "spherical-one" and self.variance_norm:
+            raise ValueError("model.variance_norm of a single output is constant; leave it out with spherical-one")
+        if self.variance_bounds:
+            lowest, highest = self.variance_bounds
+            if not lowest < self.init_total_variance / self.dim < highest:
+                raise ValueError(
+                    f"model.init_total_variance={self.init_total_variance:g} over model.dim={self.dim} dimensions must lie"
+                    f" between model.variance_bounds, {lowest:g} and {highest:g} each; e.g."
+                    f" {self.dim * (lowest * highest) ** 0.5:g}"
+                )
 
 
 class PCMEPPConfig(_Section):
@@ -439,6 +460,7 @@ class Recipe(_Section):
             raise ValueError("loss.beta must be 0 when model.variance=false: the bottleneck of a point is infinite")
         if not self.model.variance and inclusion:
             raise ValueError("loss.inclusion_weight must be 0 when model.variance=false: points include nothing")
+        self.model.check_variances()
         if self.spread.epochs and not self.model.variance:
             raise ValueError("spread.epochs must be 0 when model.variance=false: points have no variance to fit")
         if self.spread.epochs and self.data.source == "shards":
