@@ -355,6 +355,7 @@ def zeroshot(
         typer.Option(help="folder like --images to choose on how many prompts to keep; default half of each class"),
     ] = None,
     pooling: Annotated[str, typer.Option(help="of a class's prompts: mixture, or unit as CLIP does")] = "mixture",
+    distance: Annotated[str | None, typer.Option(help="closest by this instead of the model's own")] = None,
     bootstrap: Annotated[int, typer.Option(min=0, help="resamples of the confidence intervals")] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="of everything random")] = 0,
     out: Annotated[Path | None, typer.Option(help="folder for zeroshot.json and prompts.csv")] = None,
@@ -389,7 +390,7 @@ def zeroshot(
         others = read_class_folder(choose_on, dict(zip(pictures.keys, pictures.classes, strict=True)))
     report = evaluate_zeroshot(
         load_model(model, device=choose_device(device)), pictures, worded, filters=filters or ("global", "per-class"),
-        choose_on=others, pooling=pooling, n_resamples=bootstrap, seed=seed,
+        choose_on=others, pooling=pooling, distance=distance, n_resamples=bootstrap, seed=seed,
     )  # fmt: skip
     if out is not None:
         report.write(out)

@@ -24,6 +24,20 @@ def print_over_seeds(summary: Mapping[str, OverSeeds], title: str) -> None:
         print(f"  {name:<24}{value!s:>16}")
 
 
+def print_ablation(cells: Mapping[str, Mapping[str, Mapping[str, OverSeeds]]], title: str) -> None:
+    """One table: a row for each distance that was trained with, a column for each that is ranked by; rsum above recall@1."""
+    table = Table(
+        title=f"{title}: rsum of 600, text -> image recall@1 in per cent", title_justify="left", show_lines=True
+    )
+    table.add_column("trained with", no_wrap=True)
+    for name in dict.fromkeys(by for row in cells.values() for by in row):
+        table.add_column(f"by {name}", justify="right", no_wrap=True)
+    for name, row in cells.items():
+        shown = [f"{found['rsum']}\n{found['t2i recall@1']}" for found in row.values()]
+        table.add_row(name, *(shown or ["diverged"]))
+    _wide().print(table)
+
+
 def print_evaluation(evaluation: Evaluation, title: str) -> None:
     """A table of an evaluation on standard output, recalls and precisions in per cent."""
     table = Table(title=title, title_justify="left")

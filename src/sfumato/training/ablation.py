@@ -1,0 +1,156 @@
+"""Distances against each other: a model trained with each, and each of these models ranked by all.
+
+The runs differ in loss.distance and train.seed, in nothing else: initial logits, learning rate and bottleneck are the recipe's. Ranking by
+other distances trains nothing anew.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sfumato.distances import DISTANCES, get_distance
+from sfumato.errors import UserError
+from sfumato.evaluation.compare import OverSeeds, main_figures, over_seeds
+from sfumato.files import write_json
+from sfumato.progress import say
+from sfumato.training.config import Recipe, check_recipe, load_recipe
+from sfumato.training.inference import embed_for_evaluation, evaluate_run
+from sfumato.training.loop import fit
+from sfumato.training.run import LOG, MODEL, RECIPE, load_run
+from sfumato.training.step import DivergedError
+
+ABLATED = tuple(d.name for d in DISTANCES.values() if not d.sampled and d.name != "wasserstein2_printed")
+"""What is compared unless something else is asked for: all closed forms."""
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """What every distance reached.
+
+    Attributes:
+        recipe: name of the recipe.
+        split: evaluated.
+        seeds: train.seed of the runs of each distance.
+        cells: {trained with: {ranked by: {figure of main_figures: over seeds}}}; empty for a distance of which every run failed.
+        failed: {"DISTANCE-SEED": why} of runs whose training broke off; they are in no cell.
+    """
+
+    recipe: str
+    split: str
+    seeds: tuple[int, ...]
+    cells: dict[str, dict[str, dict[str, OverSeeds]]]
+    failed: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers, lists and dictionaries."""
+        return asdict(self)
+
+
+def ablate(
+    recipe: Recipe,
+    folder: str | Path,
+    *,
+    trained: Sequence[str] = ABLATED,
+    retrieved: Sequence[str] = ABLATED,
+    n_seeds: int = 1,
+    split: str = "test",
+    device: torch.device | str = "cpu",
+) -> Ablation:
+    """Train with each distance and rank by each; write ablation-SPLIT.json beside the runs, which are FOLDER/DISTANCE-SEED.
+
+    A finished run of the same recipe is taken as it is, an interrupted one is resumed, and figures that lie in its folder are not
+    computed again.
+
+    Args:
+        recipe: of all runs, but for loss.distance and train.seed.
+        folder: made if missing.
+        trained: names of distances to train with.
+        retrieved: names of distances to rank by.
+        n_seeds: runs of each distance, with the recipe's seed and those after it.
+        split: to evaluate on.
+        device: where to embed; training has the recipe's.
+
+    Raises:
+        ValueError: a distance is unknown.
+        UserError: a distance stands there twice or draws at random, the recipe has no variances or a loss without a distance, or a run's
+            folder holds something else.
+    """
+    _check(recipe, trained, "train")
+    _check(recipe, retrieved, "retrieve")
+    seeds = tuple(range(recipe.train.seed, recipe.train.seed + n_seeds))
+    recipes = {(name, seed): _with(recipe, name, seed) for seed in seeds for name in trained}
+    folder = Path(folder)
+    figures: dict[str, list[dict[str, dict[str, float | None]]]] = {name: [] for name in trained}
+    failed: dict[str, str] = {}
+    for (name, seed), one in recipes.items():
+        run = folder / f"{name}-{seed}"
+        try:
+            if _finished(run, one):
+                say(f"{run}: trained already")
+            else:
+                say(f"{run}: training")
+                fit(one, run)
+            figures[name].append(_figures(run, split, retrieved, device))
+        except DivergedError as error:
+            say(f"{run}: {error}")
+            failed[run.name] = str(error)
+    cells = {
+        name: {by: over_seeds([result[by] for result in results]) for by in retrieved} if results else {}
+        for name, results in figures.items()
+    }
+    ablation = Ablation(recipe.name, split, seeds, cells, failed)
+    write_json(ablation_file(folder, split), ablation.to_json())
+    return ablation
+
+
+def ablation_file(folder: Path, split: str) -> Path:
+    """Where :func:`ablate` writes its figures."""
+    return folder / f"ablation-{split}.json"
+
+
+def _check(recipe: Recipe, names: Sequence[str], what: str) -> None:
+    if not names:
+        raise UserError(f"no distance to {what} with; known: {', '.join(DISTANCES)}")
+    for i, name in enumerate(names):
+        if get_distance(name).sampled:
+            raise UserError(f"{name} draws at random, so that no two rankings are equal; leave it out of --{what}")
+        if name in names[:i]:
+            raise UserError(f"--{what} names {name} twice")
+    if not recipe.model.variance:
+        raise UserError(
+            f"{recipe.name} has model.variance=false: of points csd, wasserstein2 and squared_l2 are the same, and the others undefined"
+        )
+    if recipe.loss.name == "pcme":
+        raise UserError("the loss pcme compares draws, whatever loss.distance is; give loss.name=pcmepp, or another")
+
+
+def _with(recipe: Recipe, distance: str, seed: int) -> Recipe:
+    values = recipe.model_dump(mode="json", exclude_none=True)
+    values["loss"]["distance"], values["train"]["seed"] = distance, seed
+    return check_recipe(values, f"{recipe.name} with loss.distance={distance}")
+
+
+def _finished(folder: Path, recipe: Recipe) -> bool:
+    """Whether all epochs of just this recipe are done; :func:`fit` deals with anything else."""
+    if not all((folder / name).is_file() for name in (RECIPE, LOG, MODEL)):
+        return False
+    epochs = len((folder / LOG).read_text(encoding="utf-8").splitlines())
+    return load_recipe(folder / RECIPE) == recipe and epochs == recipe.train.epochs
+
+
+def _figures(
+    folder: Path, split: str, retrieved: Sequence[str], device: torch.device | str
+) -> dict[str, dict[str, float | None]]:
+    """The main figures by each distance; what is in the folder, and no older than the weights, is read from there."""
+    files = {name: folder / f"evaluation-{split}-{name}.json" for name in retrieved}
+    written = (folder / MODEL).stat().st_mtime_ns
+    if missing := [n for n, file in files.items() if not file.is_file() or file.stat().st_mtime_ns < written]:
+        run = load_run(folder, device=device)
+        embedded = embed_for_evaluation(run, run.recipe.data, split)
+        for name in missing:
+            evaluate_run(run, split, name, embedded=embedded)
+    return {name: main_figures(json.loads(file.read_text(encoding="utf-8"))) for name, file in files.items()}
