@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "toy": {"files", "gaussian", "losses", "progress"},
     "prompts": {"encoders", "errors", "gaussian", "progress", "search", "training"},
     "zeroshot": {
-        *("data", "errors", "evaluation", "gaussian", "metrics", "progress", "prompts", "training"),
+        *("data", "distances", "errors", "evaluation", "gaussian", "metrics", "progress", "prompts", "training"),
     },
     "cli": {
         "audit",

@@ -345,6 +345,14 @@ def test_unreadable_pictures_are_left_out_and_told():
         evaluate_zeroshot(BOUNDARY, labelled([(None, 0)]), ["sure {}"], filters=["none"])
 
 
+def test_another_distance_may_decide():
+    """By means alone 4 is closer to 0 than to 10; by csd the variance of 50 is in the way."""
+    table = Table({"sure a": (0.0, 50.0), "sure b": (10.0, 1.0)}, distance="csd")
+    for distance, share in ((None, 0.0), ("csd", 0.0), ("squared_l2", 1.0)):
+        report = evaluate_zeroshot(table, labelled([(4.0, 0)]), ["sure {}"], filters=["none"], distance=distance)
+        assert report.methods[0].top1.value == share and report.distance == (distance or "csd")
+
+
 def test_unknown_options_are_named():
     for options, message in (
         ({"filters": ["best"]}, "unknown filter 'best'; known: none"),
@@ -574,6 +582,7 @@ def _shapes(work, folder):
         (["--emoji", "group", "--style", "oil"], "unknown style 'oil'"),
         (["--images", "{classes}", "--filter", "best"], "unknown filter 'best'"),
         (["--images", "{classes}", "--pooling", "sum"], "unknown pooling 'sum'"),
+        (["--images", "{classes}", "--distance", "cds"], "did you mean 'csd'?"),
         (["--images", "{classes}", "--templates", "none.txt"], "there is no file none.txt"),
         (["--images", "{classes}", "--classes", "none.txt"], "there is no file none.txt"),
         (["--images", "{classes}", "--choose-on", "{classes}"], "K chosen there is --filter oracle"),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sfumato.data.labelled import Labelled, data_labelled
 from sfumato.data.problems import Problems
+from sfumato.distances import get_distance
 from sfumato.errors import UserError
 from sfumato.evaluation.filtering import Method, ZeroShotReport
 from sfumato.gaussian import GaussianEmbedding
@@ -49,18 +50,20 @@ def evaluate_zeroshot(
     filters: Iterable[str] = ("global", "per-class"),
     choose_on: Labelled | None = None,
     pooling: str = "mixture",
+    distance: str | None = None,
     n_resamples: int = 1000,
     seed: int = 0,
 ) -> ZeroShotReport:
     """Classify pictures by one prompt, by all, by weighted ones, by the most certain ones, and by as many at random.
 
     Args:
-        matcher: the model; its own distance decides, ties in the order of the classes.
+        matcher: the model.
         pictures: what to report on. If K is to be chosen and there is no choose_on, half of each class is taken away for that.
         templates: with one {} each; the first is the single prompt.
         filters: some of FILTERS.
         choose_on: pictures of the same classes, to choose K on, and to fit weights on.
         pooling: see :func:`~sfumato.prompts.pool_prompts`.
+        distance: by which the closest class is found, ties in the order of the classes; the model's own if None.
         n_resamples: of the pictures, for the 95 % intervals; they know nothing of other models or other halves.
         seed: of the halves, the random prompts, the fitted weights and the resamples.
 
@@ -72,6 +75,7 @@ def evaluate_zeroshot(
     if pooling not in PROMPT_POOLINGS:
         raise UserError(f"unknown pooling {pooling!r}; known: {', '.join(PROMPT_POOLINGS)}")
     wanted, problems = set(filters), Problems()
+    distance = get_distance(distance or matcher.distance).name
     images, labels = _embed(matcher, pictures, problems)
     held, held_labels = images[:0], labels[:0]
     if choose_on is not None:
@@ -90,7 +94,7 @@ def evaluate_zeroshot(
     if wanted - {"none"} and not (uncertainty > 0).all():
         raise UserError("the model has no variances, so there is nothing to filter by; leave only the filter none")
 
-    how = {"distance": matcher.distance, "pooling": pooling}
+    how = {"distance": distance, "pooling": pooling}
     ways = [
         _Way(f"one prompt: {templates[0]}", torch.eye(1, p).expand(c, p), torch.ones(c, dtype=torch.long)),
         _Way(f"all {p} prompts", torch.ones(c, p), torch.full((c,), p)),
@@ -109,7 +113,7 @@ def evaluate_zeroshot(
         ways, best_alone = ways + more, alone / len(labels)
 
     def right(weights: Tensor) -> np.ndarray:
-        return right_at(images, labels, pool_prompts(prompts, weights, pooling=pooling), matcher.distance)
+        return right_at(images, labels, pool_prompts(prompts, weights, pooling=pooling), distance)
 
     top1, figures = {}, {}
     with progress_bar("classifying", len(ways)) as advance:
@@ -147,7 +151,7 @@ def evaluate_zeroshot(
         n_chosen_on=len(held_labels),
         n_empty=c - len(np.unique(pictures.labels)),
         left_out=[f"{one.place}: {one.reason}" for one in problems.items],
-        distance=matcher.distance,
+        distance=distance,
         pooling=pooling,
         seed=seed,
     )
