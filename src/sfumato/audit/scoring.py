@@ -109,7 +109,7 @@ def audit_pairs(
         distance: name in DISTANCES.
         wording: (m,) the texts; an unlisted text that says what a listed one of the image says is no missing match, and of two that
             say the same the closer is kept. Case and spaces do not count.
-        memory_mb: size of a block of distances; working memory is about four times that. n * m are never held.
+        memory_mb: size of a block of distances; working memory is a few times that. n * m are never held.
         progress: called with the number of images and texts just compared, n + m in all.
 
     Returns:
