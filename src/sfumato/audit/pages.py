@@ -101,4 +101,6 @@ def _page(audit: Audit, figures: Mapping[str, Any], version: str) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "–" if value is None else "< 0.1 %" if value < 0.001 else f"{100 * value:.{0 if value > 0.1 else 1}f} %"
+    if value is None or 0.001 <= value <= 0.995:
+        return "–" if value is None else f"{100 * value:.{0 if value > 0.1 else 1}f} %"
+    return "< 0.1 %" if value < 0.5 else "> 99 %"
