@@ -14,6 +14,7 @@ from toy import make_toy
 
 from sfumato import cli, load_embeddings
 from sfumato.errors import UserError
+from sfumato.search.collection import GaussianCollection
 from sfumato.search.parts import read_parts
 
 
@@ -401,12 +402,27 @@ def test_a_collection_in_a_store_is_filled_searched_added_to_and_copied(work, sf
     out, again = tmp_path / "collection", tmp_path / "again"
     pictures, half = work / "data", tmp_path / "half"
     half.mkdir()
-    for file in sorted(pictures.glob("*.png"))[:20]:
+    every = sorted(pictures.glob("*.png"))
+    for file in every[:20]:
         shutil.copy(file, half)
     status, said, _ = sfumato("index", work / "run", "--images", half, "--store", "file:", "--out", out)
     assert status == 0 and "20 pictures in " in said and "collection/store" in said
-    status, said, _ = sfumato("index", work / "run", "--images", pictures, "--add", "--out", out, "--json")
-    assert status == 0 and json.loads(said)["n"] == 48, "those that were there are replaced"
+    (half / "more").mkdir()
+    for file in every[20:30]:
+        shutil.copy(file, half / "more")
+    status, said, _ = sfumato("index", work / "run", "--images", half / "more", "--add", "--out", out, "--json")
+    assert status == 0 and json.loads(said)["n"] == 30
+    ids = {h["id"] for h in json.loads(sfumato("search", out, "a red circle", "-k", 99, "--json")[1])[0]["hits"]}
+    assert ids == {f.name for f in every[:20]} | {f"more/{f.name}" for f in every[20:30]}
+    shutil.rmtree(half / "more")
+    for file in every[20:]:
+        shutil.copy(file, half)
+    status, said, _ = sfumato("index", work / "run", "--images", half, "--add", "--out", out, "--json")
+    assert status == 0 and json.loads(said)["n"] == 58, "those that were there are replaced"
+    status, _, err = sfumato("index", work / "run", "--images", pictures, "--add", "--out", out)
+    assert status == 2 and "could not be shown; put them below that folder" in err.replace("\n", " ")
+    with GaussianCollection.open(out) as collection:
+        assert collection.delete([f"more/{f.name}" for f in every[20:30]]) == 10
     assert sfumato("index", work / "run", "--images", pictures, "--out", tmp_path / "plain")[0] == 0
     assert sfumato("copy", out, again, "--store", f"file:{tmp_path}/elsewhere?engine=flat")[0] == 0
     assert sfumato("copy", tmp_path / "plain", tmp_path / "from-index")[0] == 0

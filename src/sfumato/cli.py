@@ -632,7 +632,7 @@ def index(
     from sfumato.search.index import check_settings
     from sfumato.training.build import choose_device
     from sfumato.training.export import load_model
-    from sfumato.training.galleries import build_index, embed_source, fill_collection, whole
+    from sfumato.training.galleries import build_index, check_new, embed_source, fill_collection, whole
     from sfumato.training.inference import Matcher
     from sfumato.training.run import load_run
 
@@ -645,7 +645,9 @@ def index(
     if add and store is not None:
         raise UserError("the collection knows its store; leave --store out with --add")
     matcher: Matcher = (load_run if split is not None else load_model)(model, device=choose_device(device))
-    if store is None and not add:
+    if store is not None:
+        check_new(out, matcher.distance, store)
+    elif not add:
         check_settings(matcher.distance, engine or "exact")
     out.parent.mkdir(parents=True, exist_ok=True)
     sources, problems = embed_source(matcher, images=images, split=split, texts=texts, parts=embeddings)

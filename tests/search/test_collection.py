@@ -15,6 +15,7 @@ from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.lifting import LIFTED_DISTANCES, gallery_centre, lift_gallery, lowered
 from sfumato.search.stores.base import Filter, Records
+from sfumato.search.stores.local import LocalStore
 from sfumato.search.stores.open import anchored, create_store, redacted, without_password
 
 D = 11
@@ -92,7 +93,7 @@ def test_promises_are_the_same(tmp_path):
             {"coverage": 0.5, "min_probability": 0.2},
             {"max_risk": 0.4},
             {"coverage": 0.8, "max_set": 3},
-            {"filter": Filter({"colour": ("r", "b")}, max_uncertainty=2.0), "coverage": 0.9, "max_risk": 0.4},
+            {"filter": Filter({"colour": ("r", "b")}, max_uncertainty=2.0), "min_probability": 0.1},
         ):
             assert_same(made.search(queries, 7, **asked), index.search(queries, 7, **asked))
         cut = made.search(queries, 2, coverage=0.9, max_set=1)
@@ -100,11 +101,16 @@ def test_promises_are_the_same(tmp_path):
         whole = made.search(queries, 2, coverage=0.9)
         assert not any(r.conformal_set_cut for r in whole)
         assert [r.conformal_set_cut for r in cut] == [len(r.conformal_set) > 1 for r in whole]
-        nothing = made.search(queries[:2], 5, filter=Filter({"colour": ("mauve",)}), max_risk=0.4, coverage=0.9)
-        assert [(r.hits, r.abstained, r.conformal_set) for r in nothing] == [((), True, ())] * 2
-        assert_same(
-            nothing, index.search(queries[:2], 5, filter=Filter({"colour": ("mauve",)}), max_risk=0.4, coverage=0.9)
-        )
+        mauve = Filter({"colour": ("mauve",)})
+        nothing = made.search(queries[:2], 5, filter=mauve)
+        assert [(r.hits, r.best_probability) for r in nothing] == [((), 0.0)] * 2
+        assert_same(nothing, index.search(queries[:2], 5, filter=mauve))
+        for gallery in (made, index):
+            for promise in ({"coverage": 0.9}, {"max_risk": 0.4}):
+                with pytest.raises(
+                    ValueError, match="promises about the whole gallery, a filter may leave the match out"
+                ):
+                    gallery.search(queries, 5, filter=mauve, **promise)
 
 
 def test_filters_find_what_fits_and_nothing_else(tmp_path):
@@ -186,6 +192,79 @@ def test_equal_distances_are_ordered_by_id(tmp_path):
     with GaussianCollection.create(tmp_path / "c", d=D) as made:
         made.upsert(same, [f"{i:02}" for i in reversed(range(12))])
         assert [h.id for h in made.search(same[:1], 6)[0]] == ["00", "01", "02", "03", "04", "05"]
+
+
+def test_sets_are_whole_even_where_the_store_brings_few_candidates(tmp_path):
+    """Re-ranking the closest means misses what lies close by its small variance: the set comes from a scan."""
+    generator = torch.Generator().manual_seed(3)
+    log_var = 2 * torch.randn(900, 1, generator=generator).expand(-1, D) - 1
+    gallery = GaussianEmbedding(torch.randn(900, D, generator=generator), log_var.contiguous())
+    calibration = calibration_of(gallery)
+    index = GaussianIndex.build(gallery, ids_of(900), calibration=calibration)
+    with GaussianCollection.create(
+        tmp_path / "c", "rerank:store?candidates=10", d=D, centre=gallery_centre(gallery), calibration=calibration
+    ) as made:
+        made.upsert(gallery, ids_of(900))
+        queries = gaussians(9, 1, offset=0.0)
+        found, expected = made.search(queries, 3, coverage=0.9), index.search(queries, 3, coverage=0.9)
+        for a, b in zip(found, expected, strict=True):
+            assert {h.id for h in a.conformal_set} == {h.id for h in b.conformal_set} and len(b.conformal_set) > 30
+            distances = [h.distance for h in b.conformal_set]
+            assert [h.distance for h in a.conformal_set] == pytest.approx(distances, rel=2e-6)
+        assert [r.hits for r in found] != [r.hits for r in expected], "its own hits are not the closest"
+        for a, b in zip(made.search(queries, 3, coverage=0.9, max_set=7), expected, strict=True):
+            assert [h.id for h in a.conformal_set] == [h.id for h in b.conformal_set][:7] and a.conformal_set_cut
+
+
+def test_what_was_interrupted_says_so(tmp_path, monkeypatch):
+    index, made = both(tmp_path)
+    (tmp_path / "collection" / "pictures").mkdir()
+    (tmp_path / "collection" / "pictures" / "a.jpg").write_bytes(b"uploaded")
+    upserts = []
+
+    def dies(self, records, kept=LocalStore.upsert):
+        upserts.append(len(records))
+        if len(upserts) == 2:
+            raise KeyboardInterrupt
+        kept(self, records)
+
+    import sfumato.search.collection as module
+
+    monkeypatch.setattr(module, "_BATCH", 60)
+    monkeypatch.setattr(LocalStore, "upsert", dies)
+    for source, name in ((made, "copied"), (index, "from index")):
+        upserts.clear()
+        with pytest.raises(KeyboardInterrupt):
+            copy_gallery(source, tmp_path / name)
+        with pytest.raises(UserError, match="is not whole: a copy was interrupted; remove it"):
+            GaussianCollection.open(tmp_path / name)
+        with GaussianCollection.open(tmp_path / name, unfinished=True) as part:
+            assert len(part) == 60
+    monkeypatch.undo()
+    with made, copy_gallery(made, tmp_path / "whole") as whole:
+        assert len(whole) == 157 and (tmp_path / "whole" / "pictures" / "a.jpg").read_bytes() == b"uploaded"
+    GaussianCollection.open(tmp_path / "whole").close()
+
+
+def test_what_is_gone_is_not_drawn(tmp_path, monkeypatch):
+    import sfumato.search.collection as module
+
+    monkeypatch.setattr(module, "_SAMPLE", 100)
+    _, made = both(tmp_path, n=300)
+    with made:
+        drawn = made.sample(100).ids
+        made.delete(drawn[:2])
+        assert made.sample(100).ids[:50] == drawn[2:52] and not set(drawn[:2]) & set(made.sample(100).ids)
+
+
+def test_payloads_of_different_names(tmp_path):
+    with GaussianCollection.create(tmp_path / "c", d=D) as made:
+        made.upsert(gaussians(2, 0), ["a", "b"], payloads=[{"x": "1"}, {"y": "2", "z": "3"}])
+        assert made.items(["b", "a"]).payloads == ({"y": "2", "z": "3"}, {"x": "1"})
+        with pytest.raises(ValueError, match="payload or payloads, not both"):
+            made.upsert(gaussians(1, 0), ["a"], {"x": ["1"]}, payloads=[{}])
+        with pytest.raises(ValueError, match=r"1 embeddings, 1 ids and payloads of \[2\]"):
+            made.upsert(gaussians(1, 0), ["a"], payloads=[{}, {}])
 
 
 def test_a_sample_is_even_the_same_each_time_and_estimates_what_it_should(tmp_path, monkeypatch):

@@ -8,10 +8,13 @@ The folder is small and is written once; the store can be a folder inside of it 
 computed anew from the lifted vectors of the candidates; of these, equally far ones are ordered by id.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import secrets
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,20 +28,23 @@ from torch import Tensor
 
 from sfumato.calibration import Calibration, Direction
 from sfumato.errors import UserError
+from sfumato.files import sync_folder, write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.folders import load_folder, save_folder
-from sfumato.search.gallery import Answers, Found, Gallery, Items
+from sfumato.search.gallery import Answers, Found, Gallery, Items, with_margin
 from sfumato.search.lifting import lift_gallery, lift_queries, lifted_dim, lowered, query_constant
 from sfumato.search.stores.base import Filter, Records, VectorStore
 from sfumato.search.stores.open import anchored, create_store, open_store, without_password
 
 _KIND = "sfumato-collection-1"
-_CENTRE, _CALIBRATION = "centre.safetensors", "calibration.json"
+_CENTRE, _CALIBRATION, _UNFINISHED = "centre.safetensors", "calibration.json", "unfinished.txt"
+_PICTURES = "pictures"
+"""Folder of the pictures that a service has been given, in the collection's own."""
 _BATCH = 2048
 """Items of one upsert of the store, at most."""
 _COUNTED_SECONDS = 5.0
 """Other processes may write; to count a million items anew for every query would take longer than to search them."""
-_SURELY, _SAMPLE = 1000, 20_000
+_SURELY, _SAMPLE = 300, 20_000
 """expected_matches adds up the closest items of a query one by one, and estimates the rest from a sample."""
 
 
@@ -100,10 +106,7 @@ class GaussianCollection(Gallery):
             ValueError: the distance does not lift, or the centre is not (d,).
         """
         folder = Path(folder)
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(
-                f"{folder} exists already; give a new or empty folder, or add to the collection that is there"
-            )
+        check_empty(folder)
         if calibration is not None:
             logit_scale, logit_bias = calibration.logit_scale, calibration.logit_bias
         centre = torch.zeros(d) if centre is None else centre.detach().cpu().float()
@@ -138,19 +141,22 @@ class GaussianCollection(Gallery):
         return cls(folder, made, d=d, distance=distance, centre=centre, answers=answers, about=dict(settings["about"]))
 
     @classmethod
-    def open(cls, folder: str | Path, store: str | None = None) -> "GaussianCollection":
+    def open(cls, folder: str | Path, store: str | None = None, *, unfinished: bool = False) -> "GaussianCollection":
         """Open a collection.
 
         Args:
             folder: of the settings.
             store: URL of the store, if it has moved, or to give options of searching.
+            unfinished: open also what :meth:`filling` was interrupted in.
 
         Raises:
             FileNotFoundError: there is no such folder, or no collection in it.
             ValueError: the folder is damaged or holds something else.
-            UserError: the store cannot be opened, or holds other vectors.
+            UserError: the store cannot be opened, or holds other vectors, or not all that it should.
         """
         folder = Path(folder)
+        if not unfinished and (folder / _UNFINISHED).is_file():
+            raise UserError(f"{folder} is not whole: {(folder / _UNFINISHED).read_text(encoding='utf-8').strip()}")
 
         def read(data: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], Tensor, Calibration | None]:
             calibration = Calibration.load(data / _CALIBRATION) if settings["calibration"] else None
@@ -193,6 +199,14 @@ class GaussianCollection(Gallery):
         """Let go of the store."""
         self.store.close()
 
+    @contextlib.contextmanager
+    def filling(self, way_out: str) -> Iterator[None]:
+        """While the block runs, and after it has died, the collection says that it is not whole, and what to do about it."""
+        write_atomically(self.folder / _UNFINISHED, way_out + "\n")
+        yield
+        (self.folder / _UNFINISHED).unlink()
+        sync_folder(self.folder)
+
     @property
     def answers(self) -> Answers:
         """What probabilities and promises come from."""
@@ -222,6 +236,7 @@ class GaussianCollection(Gallery):
         ids: Sequence[str],
         payload: Mapping[str, Sequence[str]] | None = None,
         *,
+        payloads: Sequence[Mapping[str, str]] | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         """Add items, or replace those that have these ids; what this call has done survives the death of everything.
@@ -230,17 +245,25 @@ class GaussianCollection(Gallery):
             embeddings: (n, d); any floating dtype and device.
             ids: n distinct strings.
             payload: by name, n texts to hand out with the hits.
+            payloads: instead, a dictionary for each item, not all of the same names.
             progress: called with the number of items just stored.
 
         Raises:
             ValueError: sizes do not fit, an id is empty or occurs twice, or a number is not finite; nothing was stored.
             UserError: the store cannot be reached or written; a repetition completes it.
         """
-        payload = payload or {}
-        if len(ids) != embeddings.n or any(len(values) != embeddings.n for values in payload.values()):
+        if payloads is None:
+            columns = payload or {}
+            lengths = sorted({len(values) for values in columns.values()} - {embeddings.n})
+            payloads = [] if lengths else [{n: v[i] for n, v in columns.items()} for i in range(embeddings.n)]
+        elif payload is not None:
+            raise ValueError("GaussianCollection: give payload or payloads, not both")
+        else:
+            lengths = [len(payloads)]
+        if len(ids) != embeddings.n or len(payloads) != embeddings.n:
             raise ValueError(
-                f"GaussianCollection: {embeddings.n} embeddings, {len(ids)} ids and payloads of"
-                f" {sorted({len(v) for v in payload.values()})}; expected as many of each"
+                f"GaussianCollection: {embeddings.n} embeddings, {len(ids)} ids and payloads of {lengths or [embeddings.n]};"
+                " expected as many of each"
             )
         if embeddings.n == 0:
             return
@@ -250,7 +273,7 @@ class GaussianCollection(Gallery):
             tuple(ids),
             lift_gallery(embeddings, self.distance, centre=self.centre),
             embeddings.total_variance.float(),
-            tuple({name: values[i] for name, values in payload.items()} for i in range(embeddings.n)),
+            tuple(payloads),
         )
         for start in range(0, len(records), _BATCH):
             part = records.take(range(start, min(start + _BATCH, len(records))))
@@ -271,46 +294,50 @@ class GaussianCollection(Gallery):
 
     def closest(self, queries: GaussianEmbedding, k: int, filter: Filter | None = None) -> list[Found]:
         """See :class:`Gallery`."""
-        # A few more than asked: the store may have rounded near ties into the wrong order, the distances computed anew mend it.
-        return [found.first(k) for found in self._candidates(queries, k + max(8, k // 4), filter)]
+        return [found.first(k) for found in self._candidates(queries, with_margin(k), filter)]
 
-    def within(
-        self, queries: GaussianEmbedding, radius: float, *, most: int | None = None, filter: Filter | None = None
-    ) -> list[Found]:
-        """See :class:`Gallery`; an approximate engine may miss some."""
-        n = max(1, self.size)
-        most = n if most is None else min(n, most)
-        found: dict[int, Found] = {}
-        wanted, c = list(range(queries.n)), min(64, most)
-        while wanted:
-            for i, one in zip(wanted, self._candidates(queries[torch.tensor(wanted)], c + 8, filter), strict=True):
-                inside = int((one.distance <= radius).sum())
-                if inside < len(one.ids) or c >= most or len(one.ids) < c:
-                    found[i] = one.first(min(inside, most))
-            wanted, c = [i for i in wanted if i not in found], min(4 * c, most)
-        return [found[i] for i in range(queries.n)]
+    def within(self, queries: GaussianEmbedding, radius: float, *, most: int | None = None) -> list[Found]:
+        """See :class:`Gallery`; found by a scan of the store, whatever its engine would bring."""
+        found = [Found((), torch.empty(0), torch.empty(0), ())] * queries.n
+        for records in self.store.scan():
+            distance = self._distances(queries, records, products=True)
+            # Products round by about 1e-6 of the largest distance.
+            near = distance <= radius + 1e-5 * distance.abs().amax(1, keepdim=True)
+            for i in near.any(1).nonzero().flatten().tolist():
+                chosen = records.take(near[i].nonzero().flatten().tolist())
+                exact = self._distances(queries[i : i + 1], chosen)[0]
+                inside = (exact <= radius).nonzero().flatten()
+                part = chosen.take(inside.tolist())
+                found[i] = _ordered(
+                    found[i].ids + part.ids,
+                    torch.cat([found[i].distance, exact[inside]]),
+                    torch.cat([found[i].uncertainty, part.uncertainty]),
+                    (*found[i].payloads, *part.payloads),
+                ).first(sys.maxsize if most is None else most)
+        return found
 
     @torch.no_grad()
     def expected_matches(self, queries: GaussianEmbedding) -> list[float]:
         """Sum of the match probabilities over the collection for each query: how many of its items should match.
 
-        Up to 20,000 items it is the sum over them all. Of more, the closest 1,000 are added up, and the others estimated, without
+        Up to 20,000 items it is the sum over them all. Of more, the closest 300 are added up, and the others estimated, without
         bias, from a sample of 20,000: a scan of the store at the first call, and again when a hundredth of the items has changed.
         """
         queries, n = self.checked(queries), self.size
-        sample = self._sampled(_SAMPLE)
         if n == 0:
             return [0.0] * queries.n
+        drawn = self._sampled(_SAMPLE)
+        sample = drawn.records
         rest = self._distances(queries, sample, products=True)
         probability = self.answers.match_probability(rest, n)
-        if len(sample) >= n:
+        if len(sample) >= n and drawn.changed == self._changed:
             return probability.sum(1).tolist()
         totals = []
         place = {i: j for j, i in enumerate(sample.ids)}
         for row, near in zip(probability, self._candidates(queries, _SURELY, None), strict=True):
             counted = [place[i] for i in near.ids if i in place]
             outside = float(row.sum() - row[counted].sum())
-            share = (n - len(near.ids)) / max(1, len(sample) - len(counted))
+            share = max(0, n - len(near.ids)) / max(1, len(sample) - len(counted))
             totals.append(float(self.answers.match_probability(near.distance, n).sum()) + share * outside)
         return totals
 
@@ -319,9 +346,8 @@ class GaussianCollection(Gallery):
         return self._items(self.store.get(ids))
 
     def sample(self, n: int) -> Items:
-        """At most n items, drawn evenly and the same each time as long as few change."""
-        records = self._sampled(n)
-        return self._items(records.take(range(min(n, len(records)))))
+        """At most n items, drawn evenly and the same each time as long as few change; a few less when some have gone since."""
+        return self._items(self.store.get(self._sampled(n).records.ids[:n]))
 
     def scan(self, batch: int = 4096) -> Iterator[Items]:
         """All items, each once, in batches."""
@@ -334,13 +360,12 @@ class GaussianCollection(Gallery):
 
     def _candidates(self, queries: GaussianEmbedding, c: int, filter: Filter | None) -> list[Found]:
         """What the store brings for each query, with distances computed anew, closest first, equal ones by id."""
-        found = []
-        for i, records in enumerate(self.store.search(self._lifted(queries), c, filter)):
-            distance = self._distances(queries[i : i + 1], records)[0]
-            order = sorted(range(len(records)), key=lambda j: (float(distance[j]), records.ids[j]))
-            chosen = records.take(order)
-            found.append(Found(chosen.ids, distance[order], chosen.uncertainty, chosen.payloads))
-        return found
+        return [
+            _ordered(
+                records.ids, self._distances(queries[i : i + 1], records)[0], records.uncertainty, records.payloads
+            )
+            for i, records in enumerate(self.store.search(self._lifted(queries), c, filter))
+        ]
 
     def _lifted(self, queries: GaussianEmbedding) -> Tensor:
         return lift_queries(queries, self.distance, centre=self.centre)
@@ -355,16 +380,14 @@ class GaussianCollection(Gallery):
         embeddings = lowered(records.vectors, records.uncertainty, self.distance, self.centre)
         return Items(records.ids, embeddings, records.payloads)
 
-    def _sampled(self, n: int) -> Records:
-        """At least min(n, all) records drawn evenly; of a large collection they are kept until a hundredth of it has changed."""
+    def _sampled(self, n: int) -> "_Drawn":
+        """At least min(n, all) records drawn evenly, kept until a hundredth of the collection has changed."""
         with self._drawing:
             size, changed, drawn = self.size, self._changed, self._drawn
-            if drawn is not None and len(drawn.records) >= min(n, size):
-                moved = max(changed - drawn.changed, abs(size - drawn.size))
-                if moved == 0 or (size > len(drawn.records) and 100 * moved <= size):
-                    return drawn.records
-            self._drawn = _Drawn(size, changed, _evenly(self.store.scan(), max(n, _SAMPLE), self.store.dim))
-            return self._drawn.records
+            if drawn is None or len(drawn.records) < min(n, size) or 100 * drawn.moved(size, changed) > size:
+                drawn = _Drawn(size, changed, _evenly(self.store.scan(), max(n, _SAMPLE), self.store.dim))
+                self._drawn = drawn
+            return drawn
 
 
 @dataclass(frozen=True, eq=False)
@@ -375,11 +398,34 @@ class _Drawn:
     changed: int
     records: Records
 
+    def moved(self, size: int, changed: int) -> int:
+        """How many items have come, gone or been replaced since, as far as is known."""
+        return max(changed - self.changed, abs(size - self.size))
+
+
+def check_empty(folder: Path) -> None:
+    """Refuse a folder that holds something.
+
+    Raises:
+        UserError: it does.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists already; give a new or empty folder, or add to the collection that is there")
+
+
+def _ordered(
+    ids: tuple[str, ...], distance: Tensor, uncertainty: Tensor, payloads: tuple[Mapping[str, str], ...]
+) -> Found:
+    """Items closest first, equally close ones by id."""
+    values = distance.tolist()
+    order = sorted(range(len(ids)), key=lambda j: (values[j], ids[j]))
+    return Found(tuple(ids[j] for j in order), distance[order], uncertainty[order], tuple(payloads[j] for j in order))
+
 
 def copy_gallery(
     source: Gallery, folder: str | Path, store: str = "store", *, progress: Callable[[int], None] | None = None
 ) -> GaussianCollection:
-    """The same items in a new collection: a snapshot, or the move to another kind of store.
+    """The same items in a new collection, with the pictures that a service was given: a snapshot, or the move to another store.
 
     Args:
         source: an index, or a collection; of a collection the vectors are copied bit by bit.
@@ -403,16 +449,22 @@ def copy_gallery(
         direction=answers.direction,
         about=source.about,
     )
-    if isinstance(source, GaussianCollection):
-        for records in source.store.scan(_BATCH):
-            copy.store.upsert(records)
-            if progress:
-                progress(len(records))
-    else:
-        for items in source.scan(_BATCH):
-            fields = {name: [p[name] for p in items.payloads] for name in items.payloads[0]}
-            copy.upsert(items.embeddings, items.ids, fields, progress=progress)
-    copy.optimise()
+    try:
+        with copy.filling(f"a copy was interrupted; remove it (and {copy.store.url}) and copy again"):
+            if isinstance(source, GaussianCollection):
+                if (source.folder / _PICTURES).is_dir():
+                    shutil.copytree(source.folder / _PICTURES, copy.folder / _PICTURES)
+                for records in source.store.scan(_BATCH):
+                    copy.store.upsert(records)
+                    if progress:
+                        progress(len(records))
+            else:
+                for items in source.scan(_BATCH):
+                    copy.upsert(items.embeddings, items.ids, payloads=items.payloads, progress=progress)
+            copy.optimise()
+    except BaseException:
+        copy.close()
+        raise
     return copy
 
 
@@ -420,13 +472,18 @@ def _evenly(batches: Iterator[Records], n: int, e: int) -> Records:
     """The n records whose ids have the smallest digests: an even sample, whatever the order that they come in."""
     kept, digests = Records.none(e), list[bytes]()
     for batch in batches:
-        digests += [hashlib.blake2b(i.encode(), digest_size=8).digest() for i in batch.ids]
-        kept = Records(
-            kept.ids + batch.ids,
-            torch.cat([kept.vectors, batch.vectors]),
-            torch.cat([kept.uncertainty, batch.uncertainty]),
-            kept.payloads + batch.payloads,
+        new = [hashlib.blake2b(i.encode(), digest_size=8).digest() for i in batch.ids]
+        last = digests[-1] if len(digests) == n else b"\xff" * 9
+        if not (low := [i for i, digest in enumerate(new) if digest < last]):
+            continue
+        part = batch.take(low)
+        both = Records(
+            kept.ids + part.ids,
+            torch.cat([kept.vectors, part.vectors]),
+            torch.cat([kept.uncertainty, part.uncertainty]),
+            kept.payloads + part.payloads,
         )
+        digests += [new[i] for i in low]
         order = sorted(range(len(digests)), key=digests.__getitem__)[:n]
-        kept, digests = kept.take(order), [digests[i] for i in order]
+        kept, digests = both.take(order), [digests[i] for i in order]
     return kept

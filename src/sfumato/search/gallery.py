@@ -178,6 +178,11 @@ class Gallery(ABC):
     def __len__(self) -> int: ...
 
     @property
+    def calibrated(self) -> bool:
+        """Whether the probabilities of queries of its direction were fitted on held-out pairs."""
+        return bool(self.about.get("calibrated", self.answers.calibration is not None))
+
+    @property
     def size(self) -> int:
         """Number of items that probabilities are computed for; unlike len() it may be some seconds old."""
         return len(self)
@@ -187,9 +192,7 @@ class Gallery(ABC):
         """At most k items of each query; the queries are checked, float32 and on the CPU, and k is at least 1."""
 
     @abstractmethod
-    def within(
-        self, queries: GaussianEmbedding, radius: float, *, most: int | None = None, filter: Filter | None = None
-    ) -> list[Found]:
+    def within(self, queries: GaussianEmbedding, radius: float, *, most: int | None = None) -> list[Found]:
         """All items of each query at most so far, or the closest `most` of them."""
 
     @abstractmethod
@@ -236,15 +239,20 @@ class Gallery(ABC):
             max_risk: say of each query whether it is better not answered, so that at most this share of the answers is wrong:
                 :meth:`Calibration.abstain_below`. Hits and set are given all the same.
             max_set: of the set, give at most so many items, and say if there may be more.
-            filter: which items may be found. Probabilities stay those of the whole gallery.
+            filter: which items may be found. Probabilities stay those of the whole gallery; nothing can be promised of a part of it.
 
         Returns:
             n results in the order of the queries.
 
         Raises:
-            ValueError: k < 1, another d, NaN in a query, a share outside of (0, 1), or coverage or max_risk without a calibration
-                that can vouch for it.
+            ValueError: k < 1, another d, NaN in a query, a share outside of (0, 1), or coverage or max_risk with a filter or without
+                a calibration that can vouch for it.
         """
+        if filter is not None and not (coverage is max_risk is None):
+            raise ValueError(
+                "search: coverage and max_risk are promises about the whole gallery, a filter may leave the match out; ask for one or the"
+                " other"
+            )
         if min_probability is not None and not 0 <= min_probability <= 1:
             raise ValueError(f"search: min_probability must be between 0 and 1, got {min_probability}")
         radius = None if coverage is None else self.answers.radius(coverage)
@@ -256,7 +264,7 @@ class Gallery(ABC):
             nearest = torch.tensor([float(f.distance[0]) if f.ids else torch.inf for f in found])
             abstained = self.answers.abstains(nearest, max_risk, n)
         limit = None if max_set is None else max_set + 1
-        sets = [None] * queries.n if radius is None else self.within(queries, radius, most=limit, filter=filter)
+        sets = [None] * queries.n if radius is None else self.within(queries, radius, most=limit)
         results = []
         for i, total_variance in enumerate(queries.total_variance.tolist()):
             hits = self._hits(found[i], n)
@@ -303,3 +311,8 @@ class Gallery(ABC):
             SearchHit(i, rank, d, p, u, dict(payload))
             for rank, (i, payload, d, p, u) in enumerate(zip(found.ids, found.payloads, *columns, strict=True), 1)
         )
+
+
+def with_margin(k: int) -> int:
+    """A few more candidates than asked for: products may have put near ties in the wrong order, the exact distances mend it."""
+    return k + max(8, k // 4)

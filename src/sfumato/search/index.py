@@ -23,7 +23,7 @@ from sfumato.calibration import Calibration, Direction
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.search.folders import load_folder, save_folder
-from sfumato.search.gallery import Answers, Found, Gallery, Items
+from sfumato.search.gallery import Answers, Found, Gallery, Items, with_margin
 from sfumato.search.lifting import LIFTED_DISTANCES, LiftedGallery, gallery_centre, lift_gallery, lift_queries
 from sfumato.search.ranking import closest_candidates, closest_in_blocks, distance_blocks, top_k
 from sfumato.search.stores.base import Filter
@@ -151,25 +151,20 @@ class GaussianIndex(Gallery):
             fitting = self._fitting(filter)
             if not len(fitting):
                 return [self._found(torch.empty(0), fitting)] * queries.n
-            distance, place = top_k(
-                queries, self.embeddings[fitting], k, self.distance, queries_first=self.queries_first
+            _, place = top_k(
+                queries, self.embeddings[fitting], with_margin(k), self.distance, queries_first=self.queries_first
             )
-            distance, position = self._anew(queries, fitting[place])
+            distance, position = (found[:, :k] for found in self._anew(queries, fitting[place]))
         return [self._found(d, p) for d, p in zip(distance, position, strict=True)]
 
-    def within(
-        self, queries: GaussianEmbedding, radius: float, *, most: int | None = None, filter: Filter | None = None
-    ) -> list[Found]:
+    def within(self, queries: GaussianEmbedding, radius: float, *, most: int | None = None) -> list[Found]:
         """See :class:`Gallery`; found by a scan whatever the engine."""
-        fitting = None if filter is None else self._fitting(filter)
         found = []
         for start, block in self._blocks(queries):
             # Products of matrices round by about 1e-6 of the largest distance.
             near = block <= radius + 1e-5 * block.abs().amax(1, keepdim=True)
             for i, row in enumerate(near, start):
                 candidates = row.nonzero().squeeze(1)
-                if fitting is not None:
-                    candidates = candidates[torch.isin(candidates, fitting)]
                 distance, position = self._anew(queries[i : i + 1], candidates.unsqueeze(0))
                 inside = distance[0] <= radius
                 found.append(self._found(distance[0][inside][:most], position[0][inside][:most]))
@@ -203,8 +198,7 @@ class GaussianIndex(Gallery):
 
     def _nearest(self, queries: GaussianEmbedding, k: int) -> tuple[Tensor, Tensor]:
         k = min(k, len(self))
-        # A few more than asked: rounding may have put near ties in the wrong order, the exact distances mend it.
-        candidates = self._candidates(queries, min(len(self), k + max(8, k // 4)))
+        candidates = self._candidates(queries, min(len(self), with_margin(k)))
         distance, found = self._anew(queries, candidates)
         return distance[:, :k], found[:, :k]
 
@@ -310,13 +304,13 @@ class GaussianIndex(Gallery):
 
     def _fitting(self, filter: Filter) -> Tensor:
         """Positions of the items that a filter accepts, ascending."""
-        found = self._found(torch.empty(0), torch.arange(len(self)))
-        accepted = [
-            j
-            for j, (payload, u) in enumerate(zip(found.payloads, found.uncertainty.tolist(), strict=True))
-            if filter.accepts(payload, u)
-        ]
-        return torch.tensor(accepted, dtype=torch.long)
+        fits = torch.ones(len(self), dtype=torch.bool)
+        if filter.max_uncertainty is not None:
+            fits &= self._uncertainty <= filter.max_uncertainty
+        for name, values in filter.where.items():
+            wanted, column = frozenset(values), self.payload.get(name, ())
+            fits &= torch.tensor([value in wanted for value in column]) if column else torch.tensor(False)
+        return fits.nonzero().squeeze(1)
 
     def _candidates(self, queries: GaussianEmbedding, c: int) -> Tensor:
         """(n, c) distinct positions; queries for which an approximate engine finds fewer than c are answered exactly."""

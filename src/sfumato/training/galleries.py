@@ -14,12 +14,12 @@ from sfumato.encoders.hub import Published
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.progress import progress_bar
-from sfumato.search.collection import GaussianCollection, copy_gallery
+from sfumato.search.collection import GaussianCollection, check_empty, copy_gallery
 from sfumato.search.gallery import Gallery, SearchHit
 from sfumato.search.index import GaussianIndex
-from sfumato.search.lifting import gallery_centre
+from sfumato.search.lifting import gallery_centre, lifted_dim
 from sfumato.search.parts import read_manifest, read_parts
-from sfumato.search.stores.open import anchored
+from sfumato.search.stores.open import anchored, scheme
 from sfumato.search.verdict import verdict
 from sfumato.training.export import load_model
 from sfumato.training.inference import Matcher, embed_folder, embed_split_images, read_lines
@@ -206,24 +206,56 @@ def fill_collection(
     if first is None:
         raise UserError("there is nothing to index: no item could be embedded")
     if store is None:
-        collection = GaussianCollection.open(folder)
-        made_by = collection.about.get("run")
-        if made_by != _about(matcher, home, first)["run"] or collection.answers.direction != first.direction:
+        collection = GaussianCollection.open(folder, unfinished=True)
+        made_by, expected = collection.about.get("run"), _about(matcher, home, first)
+        if made_by != expected["run"] or collection.answers.direction != first.direction:
             collection.close()
             raise UserError(f"{folder} holds what {made_by} embedded; add only more of the same kind by the same model")
+        start = _below(collection.about.get("pictures") or {}, first.pictures, folder)
     else:
-        collection = create_collection(matcher, first, folder, own_or_anchored(store), home=home)
+        collection, start = create_collection(matcher, first, folder, own_or_anchored(store), home=home), ""
     stored = 0
     try:
-        for source in itertools.chain([first], sources):
-            with progress_bar(f"storing, after {stored}", len(source.ids)) as advance:
-                collection.upsert(source.embeddings, source.ids, source.payload, progress=advance)
-            stored += len(source.ids)
-        collection.optimise()
+        with collection.filling("it was interrupted while being filled; index the same again with --add"):
+            for source in itertools.chain([first], sources):
+                ids = [start + i for i in source.ids]
+                with progress_bar(f"storing, after {stored}", len(ids)) as advance:
+                    collection.upsert(source.embeddings, ids, source.payload, progress=advance)
+                stored += len(ids)
+            collection.optimise()
     except BaseException:
         collection.close()
         raise
     return collection
+
+
+def _below(kept: Mapping[str, str], added: Mapping[str, str], folder: Path) -> str:
+    """What ids of added pictures start with, so that they are found where a collection's pictures are.
+
+    Raises:
+        UserError: they lie elsewhere.
+    """
+    if kept == added:
+        return ""
+    if "folder" in kept and "folder" in added and Path(added["folder"]).is_relative_to(kept["folder"]):
+        return Path(added["folder"]).relative_to(kept["folder"]).as_posix() + "/"
+    where = kept.get("folder") or f"the {kept['split']} split" if kept else "nowhere in particular"
+    raise UserError(
+        f"the pictures of {folder} lie in {where}, and those to be added in {added.get('folder') or added or 'an unknown place'}: they could"
+        " not be shown; put them below that folder, or index them into a collection of their own"
+    )
+
+
+def check_new(folder: Path, distance: str, store: str) -> None:
+    """Refuse what no collection can be made with, before anything is embedded for it.
+
+    Raises:
+        UserError: the folder holds something, or no store has such a URL.
+        ValueError: the distance does not lift.
+    """
+    check_empty(folder)
+    lifted_dim(1, distance)
+    scheme(store)
 
 
 def own_or_anchored(store: str) -> str:
@@ -383,7 +415,7 @@ def describe(
         {
             "query": name,
             "distance": index.distance,
-            "calibrated": bool(index.about.get("calibrated")),
+            "calibrated": index.calibrated,
             "uncertainty": result.uncertainty,
             "expected_matches": expected,
             "abstained": result.abstained,

@@ -76,6 +76,9 @@ _FILTERS = 8
 _BLOCK = 2**20
 """Numbers that a scan reads at a time: small enough for the processor's cache."""
 
+_SAMPLE = 64
+"""Rows whose median is the centre of a scan."""
+
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE items (position INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, uncertainty REAL NOT NULL, payload TEXT NOT NULL);
@@ -239,8 +242,7 @@ class LocalStore:
                     continue
                 for i, found in enumerate(self._candidates(shard, rows, wanted, k).numpy()):
                     near = found[found >= 0]
-                    difference = shard.vectors[near] - wanted[i].numpy()
-                    distance = np.append(distances[i], np.square(difference, dtype=np.float64).sum(1))
+                    distance = np.append(distances[i], _squared_l2(shard.vectors[near], wanted[i].numpy()))
                     position = np.append(positions[i], shard.first + near)
                     best = np.lexsort((position, distance))[:k]
                     distances[i], positions[i] = distance[best], position[best]
@@ -426,13 +428,13 @@ class LocalStore:
         few = len(head) < max(_FEW, _FEW_SHARE * shard.indexed)
         index = None if few else self._index(shard)
         if index is None:
-            return _scan(shard.vectors, rows, queries, c)
+            return _scan(shard.vectors, rows, queries, k, c)
         among = None if len(head) == index.n else torch.from_numpy(head)
         found = index.search(queries, min(c, len(head)), among)[1]
         short = ((found >= 0).sum(1) < k).nonzero().squeeze(1)
         if len(short):
-            found[short] = _scan(shard.vectors, head, queries[short], found.shape[1])
-        return torch.cat([found, _scan(shard.vectors, tail, queries, c)], dim=1)
+            found[short] = _scan(shard.vectors, head, queries[short], k, found.shape[1])
+        return torch.cat([found, _scan(shard.vectors, tail, queries, k, c)], dim=1)
 
     def _index(self, shard: "_Shard") -> FaissStore | None:
         """FAISS's part of a shard, mapped into memory; None if its file is gone."""
@@ -725,24 +727,64 @@ def check_queries(url: str, queries: Tensor, k: int, dim: int) -> Tensor:
     return wanted
 
 
-def _scan(vectors: Vectors, rows: Rows, queries: Tensor, c: int) -> Tensor:
-    """(n, c) of these rows, the nearest to each query, -1 behind them if there are fewer; by blocks, relative to one of the vectors."""
-    distance = torch.full((len(queries), c), torch.inf)
+def _scan(vectors: Vectors, rows: Rows, queries: Tensor, k: int, c: int) -> Tensor:
+    """(n, c) of these rows, surely among them the k nearest to each query; -1 behind them if there are fewer.
+
+    A matrix product ranks the rows by a lower bound of their distance, in float32 and therefore wide of it for what is far from the
+    centre of the rows. Where the c-th bound leaves open whether a row that was left out is among the k nearest, the distances of all
+    rows that may be are computed by differences: after outliers, in heaps far from each other, and among many equal vectors.
+    """
+    if len(rows) <= c:
+        nearest = np.full((len(queries), c), -1)
+        nearest[:, : len(rows)] = rows
+        return torch.from_numpy(nearest)
+    e = vectors.shape[1]
+    sample = torch.from_numpy(vectors[rows[:: -(-len(rows) // _SAMPLE)]])
+    centre = sample.median(dim=0).values  # not the mean, which a single outlier moves
+    # Computed in float32, in whatever order of summation, ||x||^2 + ||q||^2 - 2 <x, q> is wrong by at most this share of
+    # ||x||^2 + ||q||^2, the rounding of x and q to the centre included.
+    error = (e + 4) * torch.finfo(torch.float32).eps
+    own = (1 - error) * (queries - centre).double().square().sum(1).numpy()
+    bound = torch.full((len(queries), c), torch.inf)
     nearest = torch.full((len(queries), c), -1)
-    if not len(rows):
-        return nearest
-    centre = torch.from_numpy(vectors[rows[0]].copy())
+    for some, lower in _lower_bounds(vectors, rows, queries, centre, error):
+        near, order = lower.topk(min(c, len(some)), largest=False)
+        bound, best = torch.cat([bound, near], dim=1).topk(c, largest=False)
+        nearest = torch.cat([nearest, torch.from_numpy(some)[order]], dim=1).gather(1, best)
+    found = nearest.numpy()
+    reach = np.full(len(queries), np.inf)
+    for i, query in enumerate(queries.numpy()):
+        if (found[i] >= 0).all():
+            reach[i] = np.partition(_squared_l2(vectors[found[i]], query), k - 1)[k - 1] - own[i]
+    unsure = (~(bound[:, -1].double().numpy() > reach)).nonzero()[0]
+    if len(unsure):
+        distances, positions = [np.empty(0)] * len(unsure), [_NONE] * len(unsure)
+        for some, lower in _lower_bounds(vectors, rows, queries[unsure], centre, error):
+            for i, near in enumerate(~(lower.double().numpy() > reach[unsure, None])):
+                distance = np.append(distances[i], _squared_l2(vectors[some[near]], queries[unsure[i]].numpy()))
+                position = np.append(positions[i], some[near])
+                order = np.lexsort((position, distance))[:k]
+                distances[i], positions[i] = distance[order], position[order]
+        found[unsure, :k], found[unsure, k:] = np.stack(positions), -1
+    return nearest
+
+
+def _lower_bounds(
+    vectors: Vectors, rows: Rows, queries: Tensor, centre: Tensor, error: float
+) -> Iterator[tuple[Rows, Tensor]]:
+    """Some of the rows at a time and (n, b) that their squared distances are at least, less (1 - error) ||q||^2, the same for all rows."""
     wanted, step = queries - centre, max(256, _BLOCK // vectors.shape[1])
     for start in range(0, len(rows), step):
         some = rows[start : start + step]
         dense = some[-1] - some[0] == len(some) - 1
         block = torch.from_numpy(vectors[some[0] : some[-1] + 1] if dense else vectors[some]) - centre
-        # The query's own square is the same for all rows.
-        relative = torch.addmm(block.square().sum(1), wanted, block.T, alpha=-2)
-        near, order = relative.topk(min(c, len(some)), largest=False)
-        distance, best = torch.cat([distance, near], dim=1).topk(c, largest=False)
-        nearest = torch.cat([nearest, torch.from_numpy(some)[order]], dim=1).gather(1, best)
-    return nearest
+        yield some, torch.addmm((1 - error) * block.square().sum(1), wanted, block.T, alpha=-2)
+
+
+def _squared_l2(vectors: Vectors, query: Vectors) -> npt.NDArray[np.float64]:
+    """(m,) of (m, e) vectors, by differences in float64."""
+    difference = np.subtract(vectors, query, dtype=np.float64)
+    return np.einsum("ij,ij->i", difference, difference)
 
 
 def _parse(url: str) -> tuple[Path, dict[str, Any]]:
