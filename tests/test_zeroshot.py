@@ -550,6 +550,18 @@ def test_the_command_on_emoji_and_on_data(work, sfumato, tmp_path):
         status == 0 and result["classes"] == sorted(SHAPES) and (result["n_images"], result["n_chosen_on"]) == (24, 24)
     )
     assert result["methods"][0]["top5"] is None
+    (tmp_path / "names.txt").write_text("animals & nature\tan animal\nflags\ta flag\n")
+    emoji = "zeroshot", work / "run", "--emoji", "group", "--style", "noto", "--classes"
+    status, _, err = sfumato(*emoji, tmp_path / "names.txt")
+    assert status == 2 and "there is no name for the class" in err
+    groups = sorted(set(emoji_labelled("group").keys) - {"flags"})
+    (tmp_path / "names.txt").write_text("flags\ta flag\n" + "".join(f"{g}\t{g}\n" for g in groups))
+    status, out, _ = sfumato(*emoji, tmp_path / "names.txt", "--filter", "none", "--bootstrap", 0, "--json")
+    result = json.loads(out)
+    assert status == 0 and result["classes"] == ["a flag", *groups] and result["n_chosen_on"] == 0
+
+
+def test_the_command_leaves_out_what_it_cannot_read(work, sfumato, tmp_path):
     (tmp_path / "broken" / "a").mkdir(parents=True)
     (tmp_path / "broken" / "a" / "0.png").write_bytes(b"no picture")
     (tmp_path / "broken" / "a" / "1.png").write_bytes((work / "data" / "000.png").read_bytes())
