@@ -29,6 +29,7 @@ HEADERS = {
 """Of every response that does not say otherwise."""
 
 _OPEN = ("/", "/healthz", "/readyz")
+_WITHOUT_BODY = ("GET", "HEAD", "DELETE", "OPTIONS")
 _LOG = logging.getLogger("sfumato.serve")
 
 
@@ -52,7 +53,6 @@ class Guard:
             await self.app(scope, receive, send)
             return
         reply, started = _Reply(send), time.perf_counter()
-        self._running += 1
         try:
             await self._answer(scope, receive, reply)
         except Refusal as refusal:
@@ -65,7 +65,6 @@ class Guard:
             detail = f"A mistake of the service; its log knows more under {number}"
             await reply.refuse(Refusal(500, detail), scope, receive)
         finally:
-            self._running -= 1
             seconds, route = time.perf_counter() - started, self.route(scope["path"])
             self.metrics.request(scope["method"], route, reply.status, seconds)
             _LOG.debug("%s %s %d %.1f ms", scope["method"], route, reply.status, 1000 * seconds)
@@ -73,10 +72,35 @@ class Guard:
     async def _answer(self, scope: Scope, receive: Receive, reply: "_Reply") -> None:
         headers = Headers(scope=scope)
         self._check_names(scope["method"], headers)
-        if not (scope["path"] in _OPEN or scope["path"].startswith("/page/")):
+        method, path = scope["method"], scope["path"]
+        if not (path in _OPEN or path.startswith("/page/")):
             self._check_key(headers)
-        if scope["path"].startswith("/v1/") and self._running > self.settings.max_requests:
-            raise busy("Too many requests at work; ask again in a moment")
+        if _announces_body(headers) and not (method == "POST" and path.startswith("/v1/")):
+            await self._answer_unread(scope, reply)
+        elif path.startswith("/v1/"):
+            if self._running >= self.settings.max_requests:
+                raise busy("Too many requests at work; ask again in a moment")
+            self._running += 1
+            try:
+                await self._answer_read(scope, headers, receive, reply)
+            finally:
+                self._running -= 1
+        else:
+            await self._answer_read(scope, headers, receive, reply)
+
+    async def _answer_unread(self, scope: Scope, reply: "_Reply") -> None:
+        """Where no body belongs: not a byte of it is awaited."""
+        reply.close = True
+        if scope["method"] in _WITHOUT_BODY:
+            raise Refusal(413, f"{scope['method']} takes no body here; GET /docs says what does")
+        empty: Message = {"type": "http.request", "body": b"", "more_body": False}
+
+        async def nothing() -> Message:
+            return empty
+
+        await self.app(scope, nothing, reply)  # There is no such route: 404 or 405.
+
+    async def _answer_read(self, scope: Scope, headers: Headers, receive: Receive, reply: "_Reply") -> None:
         try:
             async with asyncio.timeout(self.settings.timeout):
                 body = await self._read(headers, receive)
@@ -177,7 +201,7 @@ class _Reply:
     """Passes a response on, with our headers, and remembers its status."""
 
     def __init__(self, send: Send) -> None:
-        self._send, self.status, self.started = send, 499, False
+        self._send, self.status, self.started, self.close = send, 499, False, False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -185,6 +209,8 @@ class _Reply:
             headers = MutableHeaders(scope=message)
             for name, value in HEADERS.items():
                 headers.setdefault(name, value)
+            if self.close:
+                headers["Connection"] = "close"
         try:
             await self._send(message)
         except Exception as error:  # The connection is closed, or what it brought was no HTTP in the end.
@@ -201,6 +227,10 @@ def _name(host: str) -> str:
     """Of a Host header, without the port."""
     host = host.lower()
     return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
+
+
+def _announces_body(headers: Headers) -> bool:
+    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
 def _netloc(origin: str) -> str:
