@@ -283,7 +283,7 @@ def slow(sources, seconds=0.0):
 def test_a_full_queue_sends_clients_away_and_recovers(sources):
     world = slow(sources)
     with (
-        served(world, batch_size=1, max_waiting=3, batch_window=0) as client,
+        served(world, batch_size=1, max_waiting=3, max_batch=3, batch_window=0) as client,
         concurrent.futures.ThreadPoolExecutor(10) as pool,
     ):
         world.model.go.clear()

@@ -3,12 +3,14 @@
 import base64
 import binascii
 import hashlib
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Request
+from fastapi import Query as Parameter
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, HTMLResponse, Response
 from fastapi.staticfiles import StaticFiles
@@ -33,6 +35,7 @@ from sfumato.serve.schemas import (
     Item,
     Map,
     NewItem,
+    Query,
     SearchParameters,
     SearchRequest,
     SearchResponse,
@@ -46,7 +49,8 @@ from sfumato.serve.writing import New, Writer
 
 HERE = Path(__file__).parent
 PAGE = HERE / "page"
-_ItemGallery = Annotated[GalleryName, Query(description="where the item is")]
+_LOG = logging.getLogger("sfumato.serve")
+_ItemGallery = Annotated[GalleryName, Parameter(description="where the item is")]
 
 
 def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
@@ -106,7 +110,8 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(UserError)
     async def unreachable(request: Request, error: UserError) -> Response:
-        return busy(f"The store cannot be searched now: {error}", 5).response()
+        _LOG.error("the store failed: %s", error)
+        return busy("The store cannot be searched now; the log of the service says why", 5).response()
 
     @app.exception_handler(RequestValidationError)
     async def wrong(request: Request, error: RequestValidationError) -> Response:
@@ -130,7 +135,6 @@ def _add_pages(app: FastAPI, service: Service) -> None:
             raise HTTPException(404)
         return FileResponse(PAGE / "index.html", headers={"Cache-Control": "no-cache"})
 
-    PAGE.mkdir(exist_ok=True)
     app.mount("/page", StaticFiles(directory=PAGE), name="page")
 
     @app.get("/docs", include_in_schema=False)
@@ -154,7 +158,11 @@ def _add_pages(app: FastAPI, service: Service) -> None:
     async def readyz() -> Response:
         """Whether searches are answered: 503 before the model has warmed up, and while the service goes down. Open to all."""
         if not service.ready.is_set():
-            why = f"warming up failed: {service.failed}" if service.failed else "not warmed up, or going down"
+            why = (
+                "warming up failed; the log of the service says why"
+                if service.failed
+                else "not warmed up, or going down"
+            )
             raise busy(f"Not ready: {why}")
         return _json(State(status="ready"))
 
@@ -171,7 +179,7 @@ def _add_pages(app: FastAPI, service: Service) -> None:
 
 def _add_searches(app: FastAPI, service: Service) -> None:
     @app.get("/v1/search", response_model=SearchResponse, tags=["search"], **route_extras(404, 422, 503, 504))
-    async def search_text(parameters: Annotated[TextSearch, Query()]) -> Response:
+    async def search_text(parameters: Annotated[TextSearch, Parameter()]) -> Response:
         """Search by one text."""
         asked = Asked("text", parameters.q, "query.q", text=parameters.q)
         return _json(await service.search([asked], parameters.options()))
@@ -183,15 +191,11 @@ def _add_searches(app: FastAPI, service: Service) -> None:
     async def search(request: Request) -> Response:
         """Search by texts, pictures in base64 and ids of stored items, mixed as you like; the item of an id is among its hits."""
         wanted = await read_json(request, SearchRequest, service)
-        asked = []
-        for i, query in enumerate(wanted.queries):
-            if query.text is not None:
-                asked.append(Asked("text", query.text, f"body.queries.{i}.text", text=query.text))
-            elif query.id is not None:
-                asked.append(Asked("id", query.id, f"body.queries.{i}.id"))
-            else:
-                where = f"body.queries.{i}.image"
-                asked.append(Asked("image", f"picture {i + 1}", where, picture=_decoded(query.image or "", where)))
+
+        def read() -> list[Asked]:
+            return [_asked(query, i) for i, query in enumerate(wanted.queries)]
+
+        asked = await service.in_thread(read) if any(query.image for query in wanted.queries) else read()
         return _json(await service.search(asked, wanted))
 
     @app.post(
@@ -206,7 +210,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
     @app.get("/v1/map", response_model=Map, tags=["look"], **route_extras(404, 422, 503, 504))
     async def draw(
         gallery: _ItemGallery = "images",
-        n: Annotated[int, Query(ge=1, le=5000, description="items at most")] = 500,
+        n: Annotated[int, Parameter(ge=1, le=5000, description="items at most")] = 500,
     ) -> Response:
         """Items on the plane of the first two principal components, as ellipses of one standard deviation."""
         return _json(await service.map(gallery, n))
@@ -220,11 +224,7 @@ def _add_items(app: FastAPI, service: Service, writer: Writer) -> None:
     async def add(request: Request) -> Response:
         """Add items, or replace those with the same ids: all of them or none, for good."""
         wanted = await read_json(request, AddRequest, service)
-        items = []
-        for i, one in enumerate(wanted.items):
-            where = f"body.items.{i}"
-            data = None if one.image is None else _decoded(one.image, f"{where}.image")
-            items.append(New(one.id, where, data, one.text, one.payload))
+        items = await service.in_thread(lambda: [_new(one, i) for i, one in enumerate(wanted.items)])
         return _json(await writer.add(wanted.gallery, items))
 
     @app.post(
@@ -269,7 +269,7 @@ def _add_items(app: FastAPI, service: Service, writer: Writer) -> None:
     async def picture(
         request: Request,
         id: str,
-        size: Annotated[int | None, Query(ge=16, le=2048, description="longest side of a smaller copy")] = None,
+        size: Annotated[int | None, Parameter(ge=16, le=2048, description="longest side of a smaller copy")] = None,
     ) -> Response:
         """The picture of an item, as it was stored or smaller."""
         data, kind = await service.picture(id, size)
@@ -284,6 +284,22 @@ def _add_items(app: FastAPI, service: Service, writer: Writer) -> None:
 
 def _json(model: BaseModel) -> Response:
     return Response(model.model_dump_json(), media_type="application/json")
+
+
+def _asked(query: Query, i: int) -> Asked:
+    where = f"body.queries.{i}"
+    if query.text is not None:
+        return Asked("text", query.text, f"{where}.text", text=query.text)
+    if query.id is not None:
+        return Asked("id", query.id, f"{where}.id")
+    picture = _decoded(query.image or "", f"{where}.image")
+    return Asked("image", f"picture {i + 1}", f"{where}.image", picture=picture)
+
+
+def _new(item: NewItem, i: int) -> New:
+    where = f"body.items.{i}"
+    picture = None if item.image is None else _decoded(item.image, f"{where}.image")
+    return New(item.id, where, picture, item.text, item.payload)
 
 
 def _decoded(text: str, where: str) -> bytes:

@@ -1,21 +1,23 @@
-"""Texts and pictures to Gaussians, many at a time, in the one thread that owns the model."""
+"""Texts and pictures to Gaussians, many at a time, in the one thread that owns the model; pictures are decoded beside it."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from sfumato.encoders.dual import DualEncoder, FrozenReader, Tower
-from sfumato.encoders.features import RaggedStore, Store
+from sfumato.encoders.dual import DualEncoder
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.serve.batching import Batcher, Closed, Full
 from sfumato.serve.metrics import Metrics
-from sfumato.serve.problems import busy
+from sfumato.serve.problems import Refusal, busy
 from sfumato.serve.settings import Settings
+from sfumato.training.ingest import _steps
 
 Asked = TypeVar("Asked")
 Found = TypeVar("Found")
+Done = TypeVar("Done")
 
 Embedded = list[GaussianEmbedding | BaseException]
 """One embedding, or what is wrong, for each item."""
@@ -37,7 +39,11 @@ class Embedder:
             self._embed_texts, self._thread, size=settings.batch_size, window=settings.batch_window,
             waiting=settings.max_waiting, observe=metrics.batch("text"),
         )  # fmt: skip
-        self.pictures: Batcher[bytes, GaussianEmbedding] = Batcher(
+        # What ingestion does with a picture in its workers, and with a batch of these in the model's thread.
+        self._prepare, self._encode = _steps(model.image, "images")
+        self._workers = ThreadPoolExecutor(settings.workers, "decode")
+        self._decoding, self._max_waiting = 0, settings.max_waiting
+        self.pictures: Batcher[Any, GaussianEmbedding] = Batcher(
             self._embed_pictures, self._thread, size=settings.batch_size, window=settings.batch_window,
             waiting=settings.max_waiting, observe=metrics.batch("image"),
         )  # fmt: skip
@@ -52,6 +58,7 @@ class Embedder:
         await self.texts.close()
         await self.pictures.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._workers.shutdown(wait=False, cancel_futures=True)
 
     async def embed_texts(self, texts: Sequence[str]) -> Embedded:
         """(1, d) of each.
@@ -67,31 +74,39 @@ class Embedder:
         Raises:
             Refusal: 503, the queue is full.
         """
-        return await submitted(self.pictures, pictures)
+        if self._decoding + len(self.pictures) + len(pictures) > self._max_waiting:
+            raise _full()
+        self._decoding += len(pictures)
+        try:
+            prepared = await self.beside(self._prepare, pictures)
+        finally:
+            self._decoding -= len(pictures)
+        decoded = [one for one in prepared if not isinstance(one, BaseException)]
+        rows = iter(await submitted(self.pictures, decoded) if decoded else ())
+        return [one if isinstance(one, BaseException) else next(rows) for one in prepared]
+
+    async def beside(self, work: Callable[[bytes], Done], pictures: Sequence[bytes]) -> list[Done | BaseException]:
+        """work(picture) of each, or what it raised, in threads beside that of the model; cancelled, what has not begun never does."""
+        loop = asyncio.get_running_loop()
+        try:
+            going = [loop.run_in_executor(self._workers, work, picture) for picture in pictures]
+        except RuntimeError:
+            raise busy("The service is going down", 5) from None
+        return await asyncio.gather(*going, return_exceptions=True)
 
     def _embed_texts(self, texts: list[str]) -> list[GaussianEmbedding | Exception]:
         return _rows(self.model.embed_texts(texts))
 
-    def _embed_pictures(self, pictures: list[bytes]) -> list[GaussianEmbedding | Exception]:
-        errors: dict[int, Exception] = {}
-        store = _read(self.model.image, pictures, errors)
-        rows = iter(_rows(self.model.image.embed(store)) if len(store) else ())
-        return [errors[i] if i in errors else next(rows) for i in range(len(pictures))]
-
-
-def _read(tower: Tower, pictures: list[bytes], errors: dict[int, Exception]) -> Store:
-    if isinstance(tower.reader, FrozenReader):
-        # Straight through the backbone: what users ask does not belong into the cache of the training data.
-        features = tower.reader.backbone(pictures)
-        lengths = torch.tensor([len(f) for f in features]).numpy()
-        rows = torch.cat([torch.from_numpy(f) for f in features]).numpy()
-        return RaggedStore(rows, lengths.cumsum() - lengths, lengths)
-    items = [lambda data=data: data for data in pictures]
-    return tower.reader.read(items, on_error=lambda i, error: errors.__setitem__(i, error))[0]
+    def _embed_pictures(self, pictures: list[Any]) -> list[GaussianEmbedding | Exception]:
+        return _rows(self._encode(pictures))
 
 
 def _rows(embeddings: GaussianEmbedding) -> list[GaussianEmbedding | Exception]:
     return [embeddings[i : i + 1] for i in range(embeddings.n)]
+
+
+def _full() -> Refusal:
+    return busy("The service has too much to do; ask again in a moment")
 
 
 async def submitted(batcher: Batcher[Asked, Found], items: Sequence[Asked]) -> list[Found | BaseException]:
@@ -103,6 +118,6 @@ async def submitted(batcher: Batcher[Asked, Found], items: Sequence[Asked]) -> l
     try:
         return await batcher.submit(items)
     except Full:
-        raise busy("The service has too much to do; ask again in a moment") from None
+        raise _full() from None
     except Closed:
         raise busy("The service is going down", 5) from None

@@ -1,6 +1,7 @@
 """Bodies of requests, JSON and forms, as models; whatever is wrong with them is a refusal."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -12,24 +13,34 @@ from sfumato.serve.problems import Refusal, invalid
 from sfumato.serve.service import Service
 
 Model = TypeVar("Model", bound=BaseModel)
-_AT_ONCE = 100_000
+_AT_ONCE = 20_000
 """Bytes of JSON that are parsed without a thread."""
+_PLAIN = 1_000_000
+"""Bytes of JSON beside its pictures: a million small things take seconds to look at, a large picture does not."""
+_PICTURE = re.compile(rb'"image"\s*:\s*"[^"]*"')
+_TOO_WRONG = 100
 
 
 async def read_json(request: Request, model: type[Model], service: Service) -> Model:
     """The body as a model.
 
     Raises:
-        Refusal: 415 or 422.
+        Refusal: 413, 415 or 422.
     """
     _check_type(request, "application/json")
     body = await request.body()
 
     def parse() -> Model:
+        if len(body) > _PLAIN:
+            plain = len(body) - sum(picture.end() - picture.start() for picture in _PICTURE.finditer(body))
+            if plain > _PLAIN:
+                raise Refusal(
+                    413, f"The request has {plain} bytes beside its pictures, more than the limit of {_PLAIN}"
+                )
         try:
             return model.model_validate_json(body)
         except ValidationError as error:
-            raise invalid(error.errors(include_url=False, include_context=False, include_input=False), "body") from None
+            raise _listed(error, "body") from None
 
     return parse() if len(body) <= _AT_ONCE else await service.in_thread(parse)
 
@@ -87,9 +98,15 @@ async def read_form(request: Request, model: type[Model], *, nested: Sequence[st
         try:
             return model.model_validate(fields), (file.filename or "picture")[:200], await file.read()
         except ValidationError as error:
-            raise invalid(error.errors(include_url=False, include_context=False, include_input=False), "form") from None
+            raise _listed(error, "form") from None
     finally:
         await form.close()
+
+
+def _listed(error: ValidationError, root: str) -> Refusal:
+    if error.error_count() > _TOO_WRONG:  # To list them all would take longer than to find them.
+        return Refusal(422, f"The request is not valid: {root}: wrong in {error.error_count()} places")
+    return invalid(error.errors(include_url=False, include_context=False, include_input=False), root)
 
 
 def _check_type(request: Request, wanted: str) -> None:

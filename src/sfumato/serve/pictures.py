@@ -98,11 +98,11 @@ class UploadedPictures:
         return self.folder / digest[:2] / digest
 
 
-def check_picture(data: bytes, *, max_bytes: int, max_pixels: int, where: str) -> str:
+def check_picture(data: bytes, *, max_bytes: int, max_pixels: int, where: str) -> tuple[str, int]:
     """Look at the header of a picture before anything is decoded.
 
     Returns:
-        Pillow's name of its format.
+        (Pillow's name of its format, number of its pixels).
 
     Raises:
         Refusal: 413 if it is too large, 422 if it is no picture.
@@ -123,7 +123,7 @@ def check_picture(data: bytes, *, max_bytes: int, max_pixels: int, where: str) -
         raise Refusal(
             413, f"{where}: {width} x {height} are more pixels than the limit of {max_pixels}; send a smaller copy"
         )
-    return kind
+    return kind, width * height
 
 
 def _no_picture(where: str, message: str) -> Refusal:

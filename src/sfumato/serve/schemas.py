@@ -4,6 +4,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+MOST = 1024
+"""Items of any list in a request; a service is told a lower limit of its own."""
+
 GalleryName = Literal["images", "texts"]
 ItemId = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00]*$", description="of an item")]
 Text = Annotated[
@@ -68,7 +71,7 @@ class SearchOptions(_Model):
 class SearchRequest(SearchOptions):
     """One or several queries, searched together."""
 
-    queries: list[Query] = Field(min_length=1, description="up to the limit of the service")
+    queries: list[Query] = Field(min_length=1, max_length=MOST, description="up to the limit of the service")
 
 
 class Hit(_Model):
@@ -164,7 +167,7 @@ class AddRequest(_Model):
     """Items to add, or to replace if their ids are there already; all of them or none."""
 
     gallery: GalleryName = "images"
-    items: list[NewItem] = Field(min_length=1, description="up to the limit of the service")
+    items: list[NewItem] = Field(min_length=1, max_length=MOST, description="up to the limit of the service")
 
 
 class AddResponse(_Model):
@@ -179,7 +182,7 @@ class DeleteRequest(_Model):
     """Items to remove."""
 
     gallery: GalleryName = "images"
-    ids: list[ItemId] = Field(min_length=1)
+    ids: list[ItemId] = Field(min_length=1, max_length=MOST)
 
 
 class DeleteResponse(_Model):

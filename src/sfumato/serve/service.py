@@ -130,11 +130,26 @@ class Service:
         return SearchResponse(gallery=options.gallery, answers=[one for one in found if isinstance(one, Answer)])
 
     async def check_pictures(self, pictures: Sequence[tuple[str, bytes]]) -> list[str]:
-        """(where, bytes) -> formats; see :func:`~sfumato.serve.pictures.check_picture`."""
+        """(where, bytes) of all pictures of a request -> formats; see :func:`~sfumato.serve.pictures.check_picture`.
+
+        Raises:
+            Refusal: one of them is none, or together they have too many pixels.
+        """
         most, pixels = self.settings.max_upload_bytes, self.settings.max_pixels
 
         def check() -> list[str]:
-            return [check_picture(data, max_bytes=most, max_pixels=pixels, where=where) for where, data in pictures]
+            formats, total = [], 0
+            for where, data in pictures:
+                kind, size = check_picture(data, max_bytes=most, max_pixels=pixels, where=where)
+                formats.append(kind)
+                total += size
+                if total > pixels:
+                    raise Refusal(
+                        413,
+                        f"{where}: with this picture the request has {total} pixels, more than the limit of {pixels} for all pictures of a"
+                        " request; send fewer at a time, or smaller copies",
+                    )
+            return formats
 
         return await self.in_thread(check)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sfumato.data.transforms import MAX_PIXELS
 from sfumato.errors import UserError
+from sfumato.serve.schemas import MOST
 
 
 @dataclass(frozen=True)
@@ -15,12 +16,12 @@ class Settings:
     Attributes:
         batch_size: most texts, or pictures, that are embedded together.
         batch_window: seconds that the first of them waits for others.
-        max_waiting: texts, or pictures, that may wait for the model; more are refused with 503.
-        max_batch: queries, or new items, of one request.
+        max_waiting: texts, or pictures, that may wait for the model; more are refused with 503. At least max_batch.
+        max_batch: queries, or new items, of one request; at most MOST.
         max_results: hits of one query, and items of a conformal set.
         max_upload_bytes: of a picture file.
-        max_pixels: of a picture, at most MAX_PIXELS.
-        max_requests: requests at work at the same time; more are refused with 503.
+        max_pixels: of all pictures of a request together, at most MAX_PIXELS.
+        max_requests: requests to /v1/ at work at the same time; more are refused with 503.
         timeout: seconds for reading a request, and again for answering it.
         threads: of one computation in torch.
         workers: searches at the same time.
@@ -66,6 +67,13 @@ class Settings:
             )
         if self.max_pixels > MAX_PIXELS:
             raise UserError(f"serve: max_pixels must be at most {MAX_PIXELS}, got {self.max_pixels}")
+        if self.max_batch > MOST:
+            raise UserError(f"serve: max_batch (--max-batch) must be at most {MOST}, got {self.max_batch}")
+        if self.max_waiting < self.max_batch:
+            raise UserError(
+                f"serve: max_waiting (--queue) must be at least max_batch (--max-batch), got {self.max_waiting} and {self.max_batch};"
+                " a request of that many would never be let in"
+            )
         if any(len(key) < 8 or not key.isascii() for key in self.keys):
             raise UserError(
                 "serve: an API key must be at least 8 ASCII characters; make one with `openssl rand -hex 32`"

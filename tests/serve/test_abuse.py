@@ -1,0 +1,147 @@
+"""What one client, with a key or without, must not be able to do to the others."""
+
+import concurrent.futures
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+from PIL import Image
+from serve.test_faults import problem
+from serve.world import KEY, in_base64, picture, served
+
+from sfumato.errors import UserError
+from sfumato.serve.settings import Settings
+
+KNOWN = {"Authorization": f"Bearer {KEY}"}
+
+
+def idle(client, line, length=10_000_000, headers=()):
+    """A connection that announces a body and sends none of it."""
+    connection = socket.create_connection(("127.0.0.1", client.base_url.port), timeout=8)
+    lines = [line, "Host: a", f"Content-Length: {length}", *headers]
+    connection.sendall(("\r\n".join(lines) + "\r\n\r\n").encode())
+    return connection
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        ("POST / HTTP/1.1", b"405"),
+        ("POST /healthz HTTP/1.1", b"405"),
+        ("POST /page/page.js HTTP/1.1", b"405"),
+        ("PUT /page/nothing HTTP/1.1", b"405"),
+        ("GET /readyz HTTP/1.1", b"413"),
+        ("POST /v1/search HTTP/1.1", b"401"),
+        ("POST /metrics HTTP/1.1", b"401"),
+    ],
+)
+def test_without_a_key_no_body_is_awaited(sources, line, status):
+    with served(sources, keys=(KEY,)) as client, idle(client, line) as connection:
+        answer = connection.recv(10_000)
+        assert answer.split()[1] == status and b"application/problem+json" in answer
+        if status != b"401":
+            assert b"connection: close" in answer.lower()
+
+
+def test_with_a_key_bodies_are_read_where_they_belong(sources):
+    with served(sources, keys=(KEY,)) as client:
+        for line, status in (("GET /v1/info HTTP/1.1", b"413"), ("DELETE /v1/items/0 HTTP/1.1", b"413"),
+                             ("POST /metrics HTTP/1.1", b"405"), ("POST /nothing HTTP/1.1", b"404")):  # fmt: skip
+            with idle(client, line, headers=[f"X-API-Key: {KEY}"]) as connection:
+                assert connection.recv(10_000).split()[1] == status
+
+
+def test_strangers_take_no_place_of_those_with_a_key(sources):
+    with served(sources, keys=(KEY,), max_requests=2) as client, contextlib.ExitStack() as open_ones:
+        for line in ("POST /healthz HTTP/1.1", "POST /v1/search HTTP/1.1", "GET /docs HTTP/1.1") * 3:
+            open_ones.enter_context(idle(client, line))
+        assert client.get("/v1/search?q=a").status_code == 200
+        assert client.get("/healthz").status_code == 200
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def test_the_pictures_of_a_request_share_a_budget(sources):
+    small = in_base64(picture(size=(20, 20)))
+    with served(sources, max_pixels=1000) as client:
+        assert client.post("/v1/search", json={"queries": [{"image": small}] * 2}).status_code == 200
+        told = problem(client.post("/v1/search", json={"queries": [{"image": small}] * 3}), 413)
+        assert "body.queries.2.image" in told["detail"] and "1200 pixels, more than the limit of 1000" in told["detail"]
+
+
+class SlowResize:
+    """Pillow's resizing, that waits for a signal."""
+
+    def __init__(self, monkeypatch):
+        self.go, self.begun, original = threading.Event(), 0, Image.Image.resize
+
+        def resize(image, *arguments, **options):
+            self.begun += 1
+            self.go.wait(20)
+            return original(image, *arguments, **options)
+
+        monkeypatch.setattr(Image.Image, "resize", resize)
+
+
+def test_texts_do_not_wait_for_pictures_to_be_decoded(sources, monkeypatch):
+    with served(sources, timeout=8) as client, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        slow = SlowResize(monkeypatch)
+        asked = pool.submit(client.post, "/v1/search/image", files={"image": ("a", picture())})
+        while not slow.begun:
+            time.sleep(0.01)
+        assert client.get("/v1/search?q=a").status_code == 200
+        slow.go.set()
+        assert asked.result().status_code == 200
+
+
+def test_what_nobody_waits_for_is_not_decoded(sources, monkeypatch):
+    with served(sources, workers=1, timeout=1) as client, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        slow = SlowResize(monkeypatch)
+        body = {"queries": [{"image": in_base64(picture())}] * 5}
+        asked = [pool.submit(client.post, "/v1/search", json=body) for _ in range(4)]
+        assert [one.result().status_code for one in asked] == [504] * 4
+        assert slow.begun == 1  # Of 20.
+        slow.go.set()
+        assert client.post("/v1/search/image", files={"image": ("a", picture())}).status_code == 200
+        assert slow.begun == 2 and client.app.state.service.embedder._decoding == 0
+
+
+# ---------------------------------------------------------------- JSON
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "where"),
+    [
+        ("/v1/search", {"queries": [{"text": "a"}] * 1025}, "body.queries"),
+        ("/v1/items", {"items": [{"id": "a", "text": "a"}] * 1025}, "body.items"),
+        ("/v1/items/delete", {"ids": ["a"] * 1025}, "body.ids"),
+    ],
+)
+def test_lists_are_bounded(client, path, body, where):
+    told = problem(client.post(path, json=body), 422)
+    assert told["errors"][0]["where"] == where and "at most 1024" in told["errors"][0]["message"]
+
+
+def test_json_beside_pictures_is_small(client):
+    def send(body, path="/v1/search"):
+        return client.post(path, content=body, headers={"Content-Type": "application/json"})
+
+    told = problem(send(b'{"queries":[' + b",".join([b'{"text":"a"}'] * 900_000) + b"]}"), 413)
+    assert "beside its pictures, more than the limit of 1000000" in told["detail"]
+    problem(send(b'{"queries":[' + b",".join([b'{"image":""}'] * 900_000) + b"]}"), 413)
+    problem(send(b'{"ids":[' + b",".join([b'"a"'] * 900_000) + b"]}", "/v1/items/delete"), 413)
+    told = problem(send(b'{"queries":[{"text":"a"}],' + b",".join(b'"%d":1' % i for i in range(50_000)) + b"}"), 422)
+    assert "wrong in 50000 places" in told["detail"]
+    noise = in_base64(picture(size=(800, 600), format="BMP"))  # 1.9 MB in base64
+    assert send(b'{"queries":[{"image": "' + noise.encode() + b'"}]}').status_code == 200
+
+
+def test_a_queue_that_could_never_hold_a_request():
+    with pytest.raises(UserError, match=r"--queue.*at least max_batch"):
+        Settings(max_waiting=63)
+    with pytest.raises(UserError, match=r"--max-batch.*at most 1024"):
+        Settings(max_waiting=5000, max_batch=1025)
+    assert Settings(max_waiting=63, max_batch=63).max_batch == 63
