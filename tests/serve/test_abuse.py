@@ -57,6 +57,7 @@ def test_strangers_take_no_place_of_those_with_a_key(sources):
     with served(sources, keys=(KEY,), max_requests=2) as client, contextlib.ExitStack() as open_ones:
         for line in ("POST /healthz HTTP/1.1", "POST /v1/search HTTP/1.1", "GET /docs HTTP/1.1") * 3:
             open_ones.enter_context(idle(client, line))
+        time.sleep(0.5)  # They have arrived.
         assert client.get("/v1/search?q=a").status_code == 200
         assert client.get("/healthz").status_code == 200
 

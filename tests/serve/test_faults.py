@@ -18,7 +18,7 @@ from serve.world import SlowModel, bomb, in_base64, picture, read_only, served
 
 from sfumato.errors import UserError
 from sfumato.serve.batching import Batcher, Closed, Full
-from sfumato.serve.pictures import FolderPictures, UploadedPictures, to_show, to_store
+from sfumato.serve.pictures import POINTER, FolderPictures, UploadedPictures, to_show, to_store
 from sfumato.serve.problems import Refusal
 from sfumato.serve.sources import Sources
 
@@ -122,7 +122,7 @@ def climbing(tmp_path):
 
 def test_no_id_leads_out_of_the_folder(tmp_path):
     pictures = FolderPictures(climbing(tmp_path))
-    assert pictures.read("000.png") == picture()
+    assert pictures.read("000.png", {}) == picture()
     for id in (
         *(
             "../secret.png",
@@ -134,13 +134,15 @@ def test_no_id_leads_out_of_the_folder(tmp_path):
         ),
         *("ring", "", ".", "inside", "000.png\0", "..\\secret.png", "a" * 5000, "/000.png", "nothing.png"),
     ):
-        assert pictures.read(id) is None, id
-    assert FolderPictures(tmp_path / "nowhere").read("000.png") is None
+        assert pictures.read(id, {}) is None, id
+    assert FolderPictures(tmp_path / "nowhere").read("000.png", {}) is None
     (tmp_path / "link").symlink_to(tmp_path / "pictures")
-    assert FolderPictures(tmp_path / "link").read("000.png") == picture()
+    assert FolderPictures(tmp_path / "link").read("000.png", {}) == picture()
     uploaded = UploadedPictures(tmp_path / "uploads")
-    uploaded.write("../../x", picture())
-    assert uploaded.read("../../x") == picture() and uploaded.read("x") is None
+    name = uploaded.write("../../x", picture())
+    assert uploaded.read("../../x", {POINTER: name}) == picture() and uploaded.read("../../x", {}) is None
+    for wrong in ("../../secret.png", "/etc/passwd", "", name + "/..", name.upper(), "\0"):
+        assert uploaded.read("x", {POINTER: wrong}) is None
     assert {p.parent.parent for p in tmp_path.rglob("*") if p.is_file() and len(p.name) == 32} == {tmp_path / "uploads"}
 
 
@@ -385,7 +387,7 @@ def test_not_ready_before_and_after(sources):
     assert seen[0] == 503 and 200 in seen
 
 
-def test_a_store_that_fails_is_503(writable, monkeypatch):
+def test_a_store_that_fails_is_503(writable, monkeypatch, caplog):
     collection = writable.app.state.service.sources.shelves["images"].gallery
 
     def fail(*arguments, **options):
@@ -393,12 +395,63 @@ def test_a_store_that_fails_is_503(writable, monkeypatch):
 
     monkeypatch.setattr(collection.store, "upsert", fail)
     answer = writable.post("/v1/items", json={"items": [{"id": "a", "image": in_base64(picture())}]})
-    assert "the disk is full" in problem(answer, 503)["detail"] and answer.headers["retry-after"]
+    assert "the store failed" in problem(answer, 503)["detail"].lower() and answer.headers["retry-after"]
     monkeypatch.setattr(collection.store, "search", fail)
-    problem(writable.get("/v1/search?q=a"), 503)
+    assert "log" in problem(searched := writable.get("/v1/search?q=a"), 503)["detail"]
+    assert "the disk is full" not in answer.text + searched.text  # Paths and hosts are for the log.
+    assert caplog.text.count("the disk is full") == 2
     monkeypatch.undo()
     assert writable.get("/v1/search?q=a").status_code == 200
     problem(writable.get("/v1/items/a"), 404)
+
+
+def test_several_items_are_stored_or_none(writable, monkeypatch):
+    def add(*items):
+        new = [{"id": id, "image": in_base64(picture(colour)), "payload": payload} for id, colour, payload in items]
+        return writable.post("/v1/items", json={"items": new})
+
+    def files():
+        return sorted(p.name for p in (writable.folder / "pictures").rglob("*") if p.is_file())
+
+    assert add(("two", "red", {"by": "me"})).status_code == 200
+    record, shown = writable.get("/v1/items/two"), writable.get("/v1/pictures/two")
+    collection = writable.app.state.service.sources.shelves["images"].gallery
+    upsert = collection.store.upsert
+
+    def fail(records):
+        if "two" in records.ids:
+            raise UserError("the disk is full")
+        upsert(records)
+
+    monkeypatch.setattr(collection.store, "upsert", fail)
+    both = ("one", "blue", {"by": "you", "at": "home"}), ("two", "blue", {})
+    problem(add(*both), 503)
+    problem(writable.get("/v1/items/one"), 404)
+    assert writable.get("/v1/items/two").json() == record.json()
+    assert writable.get("/v1/pictures/two").content == shown.content
+    monkeypatch.undo()
+    assert add(*both).status_code == 200 and len(files()) == 2
+    assert writable.get("/v1/pictures/two").content == writable.get("/v1/pictures/one").content != shown.content
+    assert writable.get("/v1/items/two").json()["payload"] == {}
+    assert writable.get("/v1/info").json()["galleries"]["images"]["fields"] == ["at", "by"]
+    assert writable.delete("/v1/items/one").status_code == 200 and len(files()) == 1
+    assert writable.get("/v1/pictures/two").status_code == 200
+    told = problem(add(("three", "red", {POINTER: files()[0]})), 422)
+    assert told["errors"][0]["where"] == f"body.items.0.payload.{POINTER}"
+
+
+def test_a_write_that_nobody_waits_for_does_not_begin(writable, monkeypatch):
+    collection, go = writable.app.state.service.sources.shelves["images"].gallery, threading.Event()
+    upsert = collection.store.upsert
+    monkeypatch.setattr(collection.store, "upsert", lambda records: (go.wait(20), upsert(records)))
+    for id in ("first", "second"):
+        with pytest.raises(httpx.ReadTimeout):
+            new = {"items": [{"id": id, "image": in_base64(picture())}]}
+            httpx.post(f"{writable.base_url}/v1/items", json=new, timeout=1, trust_env=False)
+    go.set()
+    assert writable.delete("/v1/items/000.png").status_code == 200  # After both.
+    assert writable.get("/v1/items/first").status_code == 200
+    problem(writable.get("/v1/items/second"), 404)
 
 
 def test_a_writer_that_leaves_does_not_leave_half(writable, monkeypatch):

@@ -1,6 +1,6 @@
 """From queries, embedded, to answers on the wire: what may be asked of whom, and how sure the answer is."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -12,6 +12,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.gallery import Gallery, SearchHit
 from sfumato.search.stores.base import Filter
 from sfumato.search.verdict import verdict
+from sfumato.serve.pictures import handed_out
 from sfumato.serve.problems import Refusal
 from sfumato.serve.projection import Projection
 from sfumato.serve.schemas import Answer, ConformalSet, Ellipse, GalleryInfo, GalleryName, Hit, Said, SearchOptions
@@ -172,13 +173,14 @@ def told_of(shelf: Shelf) -> GalleryInfo:
         calibrated=is_calibrated(shelf.gallery),
         risks=[r for r in RISKS if _vouches(partial(answers.abstains, torch.zeros(1), r, 1))],
         coverages=[c for c in COVERAGES if _vouches(partial(answers.radius, c))],
-        fields=sorted({name for payload in some.payloads for name in payload}),
+        fields=sorted({name for payload in some.payloads for name in handed_out(payload)}),
     )
 
 
-def picture_path(shelf: Shelf, id: str) -> str | None:
-    """Where this service shows the picture of an item."""
-    return None if shelf.pictures is None else f"/v1/pictures/{quote(id)}"
+def picture_path(shelf: Shelf, id: str, payload: Mapping[str, str]) -> str | None:
+    """Where this service shows the picture of an item; None if it is known to have none."""
+    known = shelf.pictures is not None and shelf.pictures.has(id, payload)
+    return f"/v1/pictures/{quote(id)}" if known else None
 
 
 def ellipse_of(values: tuple[float, float, float, float, float]) -> Ellipse:
@@ -190,7 +192,7 @@ def ellipse_of(values: tuple[float, float, float, float, float]) -> Ellipse:
 def _hit(shelf: Shelf, hit: SearchHit) -> Hit:
     return Hit(
         id=hit.id, rank=hit.rank, distance=hit.distance, match_probability=hit.match_probability,
-        uncertainty=hit.uncertainty, payload=hit.payload, picture=picture_path(shelf, hit.id),
+        uncertainty=hit.uncertainty, payload=handed_out(hit.payload), picture=picture_path(shelf, hit.id, hit.payload),
     )  # fmt: skip
 
 

@@ -85,7 +85,7 @@ class Embedder:
         rows = iter(await submitted(self.pictures, decoded) if decoded else ())
         return [one if isinstance(one, BaseException) else next(rows) for one in prepared]
 
-    async def beside(self, work: Callable[[bytes], Done], pictures: Sequence[bytes]) -> list[Done | BaseException]:
+    async def beside(self, work: Callable[[Asked], Done], pictures: Sequence[Asked]) -> list[Done | BaseException]:
         """work(picture) of each, or what it raised, in threads beside that of the model; cancelled, what has not begun never does."""
         loop = asyncio.get_running_loop()
         try:

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,21 @@ from sfumato.serve.problems import Refusal
 _SHOWN = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 """Formats that browsers show; others are re-encoded."""
 
+POINTER = "_picture"
+"""Payload field that names an uploaded picture; it is not handed out."""
+
+_NAME = re.compile("[0-9a-f]{32}")
+
 
 class Pictures(Protocol):
-    """Where the pictures of a gallery are. Ask only for ids that are in it."""
+    """Where the pictures of a gallery are. Ask only for items that are in it, with their payloads."""
 
-    def read(self, id: str) -> bytes | None:
+    def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
         """The file's bytes; None if there is none."""
+        ...
+
+    def has(self, id: str, payload: Mapping[str, str]) -> bool:
+        """Whether there is one, as far as that is known without looking at the disk."""
         ...
 
 
@@ -34,7 +44,7 @@ class FolderPictures:
 
     folder: Path
 
-    def read(self, id: str) -> bytes | None:
+    def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
         """See :class:`Pictures`."""
         if "\0" in id or "\\" in id or not id or os.path.isabs(id) or ".." in id.split("/"):
             return None
@@ -45,6 +55,10 @@ class FolderPictures:
         except (OSError, RuntimeError):  # Gone, too long a name, or a ring of links.
             return None
 
+    def has(self, id: str, payload: Mapping[str, str]) -> bool:
+        """True: only the disk knows better."""
+        return True
+
 
 @dataclass(frozen=True)
 class SplitPictures:
@@ -52,7 +66,7 @@ class SplitPictures:
 
     sources: Mapping[str, ImageSource]
 
-    def read(self, id: str) -> bytes | None:
+    def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
         """See :class:`Pictures`."""
         source = self.sources.get(id)
         try:
@@ -60,42 +74,67 @@ class SplitPictures:
         except (OSError, ValueError):
             return None
 
+    def has(self, id: str, payload: Mapping[str, str]) -> bool:
+        """See :class:`Pictures`."""
+        return id in self.sources
+
 
 @dataclass(frozen=True)
 class UploadedPictures:
-    """Pictures that the service was given, in a folder of its own, named by the digests of their ids; else those of before.
+    """Pictures that the service was given, in a folder of its own; else those of before.
+
+    The record of an item names its picture, in its payload under POINTER. A name is a digest of the id and of the bytes: no other
+    item has it, and no other picture ever comes to stand under it.
 
     Attributes:
         folder: it.
-        others: where to look for pictures that were not uploaded.
+        others: where to look for the pictures of records that name none.
     """
 
     folder: Path
     others: Pictures | None = None
 
-    def read(self, id: str) -> bytes | None:
+    def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
         """See :class:`Pictures`."""
+        if POINTER not in payload:
+            return None if self.others is None else self.others.read(id, payload)
         try:
-            return self._path(id).read_bytes()
-        except FileNotFoundError:
-            return None if self.others is None else self.others.read(id)
+            return self._path(payload[POINTER]).read_bytes()
+        except (FileNotFoundError, ValueError):
+            return None
 
-    def write(self, id: str, data: bytes) -> None:
-        """Keep a picture; when this returns it survives the death of everything."""
-        path = self._path(id)
+    def has(self, id: str, payload: Mapping[str, str]) -> bool:
+        """See :class:`Pictures`."""
+        return POINTER in payload or (self.others is not None and self.others.has(id, payload))
+
+    def write(self, id: str, data: bytes) -> str:
+        """Keep a picture; when this returns it survives the death of everything.
+
+        Returns:
+            Its name, for the record of the item.
+        """
+        name = hashlib.blake2b(id.encode() + b"\0" + data, digest_size=16).hexdigest()
+        path = self._path(name)
         for folder in (self.folder, path.parent):
             if not folder.is_dir():
                 folder.mkdir(exist_ok=True)
                 sync_folder(folder.parent)
         write_atomically(path, data)
+        return name
 
-    def remove(self, id: str) -> None:
-        """Forget a picture, if there is one."""
-        self._path(id).unlink(missing_ok=True)
+    def remove(self, name: str) -> None:
+        """Forget a picture that no record names any more, if there is one."""
+        self._path(name).unlink(missing_ok=True)
 
-    def _path(self, id: str) -> Path:
-        digest = hashlib.blake2b(id.encode(), digest_size=16).hexdigest()
-        return self.folder / digest[:2] / digest
+    def _path(self, name: str) -> Path:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"no picture can be named {name!r}")
+        return self.folder / name[:2] / name
+
+
+def handed_out(payload: Mapping[str, str]) -> dict[str, str]:
+    """A payload without what is the service's own."""
+    return {name: value for name, value in payload.items() if name != POINTER}
 
 
 def check_picture(data: bytes, *, max_bytes: int, max_pixels: int, where: str) -> tuple[str, int]:

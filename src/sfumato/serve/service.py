@@ -20,7 +20,7 @@ from sfumato.serve.answering import Asked, Search, check_promises, ellipse_of, p
 from sfumato.serve.batching import Batcher, Closed
 from sfumato.serve.embedding import Embedder, submitted
 from sfumato.serve.metrics import Metrics
-from sfumato.serve.pictures import check_picture, to_show
+from sfumato.serve.pictures import check_picture, handed_out, to_show
 from sfumato.serve.problems import Refusal, busy
 from sfumato.serve.projection import Projection, fit_map
 from sfumato.serve.schemas import (
@@ -158,7 +158,11 @@ class Service:
 
         def read() -> tuple[bytes, str]:
             shelf = self.shelf("images")
-            data = shelf.pictures.read(id) if shelf.pictures and self._items(shelf, [id]).ids else None
+            data: bytes | None = None
+            for _ in range(2):  # It may be replaced between the record and the file.
+                found = self._items(shelf, [id])
+                if data is None and shelf.pictures and found.ids:
+                    data = shelf.pictures.read(id, found.payloads[0])
             if data is None:
                 raise Refusal(404, "There is no picture of such an item")
             try:
@@ -175,7 +179,8 @@ class Service:
         if not items.ids:
             raise Refusal(404, f"There is no item {id!r} among the {gallery}")
         u = float(items.embeddings.total_variance[0])
-        return Item(id=id, uncertainty=u, payload=dict(items.payloads[0]), picture=picture_path(shelf, id))
+        payload = items.payloads[0]
+        return Item(id=id, uncertainty=u, payload=handed_out(payload), picture=picture_path(shelf, id, payload))
 
     async def map(self, gallery: GalleryName, n: int) -> Map:
         """The map of a gallery with at most n of its items."""
@@ -191,8 +196,8 @@ class Service:
                     **ellipse_of(ellipse).model_dump(),
                     id=i,
                     uncertainty=u,
-                    payload=dict(payload),
-                    picture=picture_path(shelf, i),
+                    payload=handed_out(payload),
+                    picture=picture_path(shelf, i, payload),
                 )
                 for i, ellipse, u, payload in zip(
                     items.ids,

@@ -1,21 +1,22 @@
 """Adding and removing items: everything is checked and embedded before anything is stored, and one write is at work at a time."""
 
 import asyncio
+import contextlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
-from sfumato.serve.pictures import to_store
+from sfumato.serve.pictures import POINTER, to_store
 from sfumato.serve.problems import Refusal, busy
 from sfumato.serve.schemas import AddResponse, DeleteResponse, GalleryName
 from sfumato.serve.service import Service, good
 from sfumato.serve.sources import Shelf
 
-Done = TypeVar("Done")
+_LOG = logging.getLogger("sfumato.serve")
 
 
 @dataclass(frozen=True)
@@ -52,26 +53,28 @@ class Writer:
         self._check(gallery, shelf, items)
         pictures = [(f"{one.where}.image", one.picture) for one in items if one.picture is not None]
         formats = await self.service.check_pictures(pictures)
+        files: Sequence[bytes] = ()
         if gallery == "images":
             found = await self.service.embedder.embed_pictures([data for _, data in pictures])
             rows = good(found, [where for where, _ in pictures])
+            if shelf.uploads is not None:
+                files = await self._re_encoded(pictures, formats)
         else:
             found = await self.service.embedder.embed_texts([one.text or "" for one in items])
             rows = good(found, [f"{one.where}.text" for one in items])
 
         def store() -> int:
-            for one, kind in zip(items, formats, strict=False):  # A gallery of texts has no formats.
-                if shelf.uploads is not None and one.picture is not None:
-                    shelf.uploads.write(one.id, to_store(one.picture, kind))
-            # A payload is stored as columns: items with the same fields go together.
-            alike: dict[tuple[str, ...], list[int]] = {}
-            payloads = [{**one.payload, "text": one.text} if one.text is not None else one.payload for one in items]
-            for i, payload in enumerate(payloads):
-                alike.setdefault(tuple(sorted(payload)), []).append(i)
-            for names, places in alike.items():
-                columns = {name: [payloads[i][name] for i in places] for name in names}
-                embeddings = GaussianEmbedding.cat([rows[i] for i in places])
-                collection.upsert(embeddings, [items[i].id for i in places], columns)
+            before = _pictures_of(shelf, [one.id for one in items])
+            payloads = [
+                {**one.payload, "text": one.text} if one.text is not None else dict(one.payload) for one in items
+            ]
+            for one, payload, file in zip(items, payloads, files, strict=False):  # A gallery of texts has no files.
+                if shelf.uploads is not None:
+                    payload[POINTER] = shelf.uploads.write(one.id, file)
+            new = {payload[POINTER] for payload in payloads if POINTER in payload}
+            # If this fails, the new pictures stay: perhaps the store did it all the same, and a repetition gives them the same names.
+            collection.upsert(GaussianEmbedding.cat(rows), [one.id for one in items], payloads=payloads)
+            _forget_pictures(shelf, before - new)
             return len(collection)
 
         n = await self._alone(shelf, store)
@@ -88,10 +91,10 @@ class Writer:
 
         def remove() -> int:
             nonlocal removed
-            removed = collection.delete(list(dict.fromkeys(ids)))
-            for one in ids:
-                if shelf.uploads is not None:
-                    shelf.uploads.remove(one)
+            distinct = list(dict.fromkeys(ids))
+            pictures = _pictures_of(shelf, distinct)
+            removed = collection.delete(distinct)
+            _forget_pictures(shelf, pictures)
             return len(collection)
 
         n = await self._alone(shelf, remove)
@@ -102,6 +105,18 @@ class Writer:
         if self._going:
             await asyncio.wait(self._going)
         self._thread.shutdown(wait=False)
+
+    async def _re_encoded(self, pictures: Sequence[tuple[str, bytes]], formats: Sequence[str]) -> list[bytes]:
+        """(where, bytes) -> as they are stored."""
+        found = await self.service.embedder.beside(
+            lambda told: to_store(*told), [(data, kind) for (_, data), kind in zip(pictures, formats, strict=True)]
+        )
+        for (where, _), one in zip(pictures, found, strict=True):
+            if isinstance(one, ValueError):
+                raise Refusal(422, f"{where}: {one}", errors=[(f"{where}", str(one))]) from one
+            if isinstance(one, BaseException):
+                raise one
+        return [one for one in found if isinstance(one, bytes)]
 
     def _writable(self, gallery: GalleryName) -> tuple[Shelf, GaussianCollection]:
         shelf = self.service.shelf(gallery)
@@ -125,6 +140,8 @@ class Writer:
                 errors.append((f"{one.where}.id", "occurs twice in this request"))
             if one.text is not None and "text" in one.payload:
                 errors.append((f"{one.where}.payload.text", "is the text of the item; leave it out"))
+            if POINTER in one.payload:
+                errors.append((f"{one.where}.payload.{POINTER}", "is a name of the service's own; choose another"))
             seen.add(one.id)
         if errors:
             raise Refusal(422, f"Nothing was stored: {errors[0][0]}: {errors[0][1]}", errors=errors)
@@ -132,8 +149,12 @@ class Writer:
     async def _alone(self, shelf: Shelf, work: Callable[[], int]) -> int:
         """Done when no other write is; to its end, even if whoever asked has gone."""
 
+        wanted = True
+
         async def locked() -> int:
             async with self._lock:
+                if not wanted:  # Whoever asked has gone while others wrote.
+                    raise asyncio.CancelledError
                 try:
                     return await asyncio.get_running_loop().run_in_executor(self._thread, work)
                 finally:
@@ -144,12 +165,33 @@ class Writer:
         task.add_done_callback(self._forget)
         try:
             return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            wanted = False
+            raise
         except ValueError as error:
             raise Refusal(422, f"Nothing was stored: {error}") from error
         except (UserError, OSError) as error:
-            raise busy(f"The store failed, and the same request again will complete it: {error}", 5) from error
+            _LOG.error("the store failed: %s", error)
+            raise busy(
+                "The store failed, and the same request again will complete it; the log of the service says why", 5
+            ) from error
 
     def _forget(self, task: asyncio.Task[int]) -> None:
         self._going.discard(task)
         if not task.cancelled():
             task.exception()  # Seen, whether or not anybody still waits.
+
+
+def _pictures_of(shelf: Shelf, ids: Sequence[str]) -> set[str]:
+    """Names of the uploaded pictures of these items."""
+    if shelf.uploads is None:
+        return set()
+    return {payload[POINTER] for payload in shelf.gallery.items(ids).payloads if POINTER in payload}
+
+
+def _forget_pictures(shelf: Shelf, names: set[str]) -> None:
+    """No record names them any more; one that cannot be removed is in nobody's way."""
+    for name in names:
+        if shelf.uploads is not None:
+            with contextlib.suppress(OSError, ValueError):
+                shelf.uploads.remove(name)
