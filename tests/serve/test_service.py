@@ -18,7 +18,7 @@ from serve.world import KEY, SlowModel, in_base64, picture, served, wait_until_r
 from sfumato.data.transforms import decode_image
 from sfumato.errors import UserError
 from sfumato.search.stores.base import Filter
-from sfumato.serve.server import check_host, hosts_of, is_loopback
+from sfumato.serve.server import check_host, check_names, hosts_of, is_loopback
 from sfumato.serve.settings import Settings, read_keys
 from sfumato.serve.sources import Sources, open_sources
 from sfumato.training.galleries import Source, build_index, create_collection
@@ -400,6 +400,13 @@ def test_a_network_needs_a_key(tmp_path):
     check_host("0.0.0.0", (KEY,), False)
     check_host("0.0.0.0", (), True)
     assert hosts_of("0.0.0.0", []) == () and hosts_of("0.0.0.0", ["a.example"])[-1] == "a.example"
+    assert "127.0.0.2" in hosts_of("127.0.0.2", []) and "192.0.2.1" in hosts_of("192.0.2.1", ["a.example"])
+    assert hosts_of("::1", []) == hosts_of("localhost", []) == ("127.0.0.1", "localhost", "[::1]")
+    with pytest.raises(UserError, match="--no-key.*--allowed-host NAME"):
+        check_names("0.0.0.0", Settings())
+    check_names("0.0.0.0", Settings(keys=(KEY,)))
+    check_names("0.0.0.0", Settings(hosts=hosts_of("0.0.0.0", ["a.example"])))
+    check_names("127.0.0.2", Settings())
     (tmp_path / "keys").write_text(f"{KEY}\n\n another-one \n")
     assert read_keys(tmp_path / "keys", "ignored") == (KEY, "another-one") and read_keys(None, f" {KEY} ") == (KEY,)
     (tmp_path / "keys").write_text("\n")

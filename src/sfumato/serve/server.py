@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from sfumato.errors import UserError
 from sfumato.serve.service import Service
+from sfumato.serve.settings import Settings
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 """Names of this machine for itself."""
@@ -26,9 +27,11 @@ def is_loopback(host: str) -> bool:
 
 
 def hosts_of(host: str, more: Sequence[str]) -> tuple[str, ...]:
-    """Names that the service may be called by; any if it listens to a network and is not told."""
+    """Names that the service may be called by; any if it listens to a network and is not told, which :func:`run_app` lets pass with a
+    key alone."""
     told = tuple(name.lower() for name in more)
-    return (*LOOPBACK, *told) if is_loopback(host) or told else ()
+    own = f"[{host}]" if ":" in host else host.lower()
+    return tuple(dict.fromkeys((*LOOPBACK, own, *told))) if is_loopback(host) or told else ()
 
 
 def check_host(host: str, keys: tuple[str, ...], no_key: bool) -> None:
@@ -41,6 +44,20 @@ def check_host(host: str, keys: tuple[str, ...], no_key: bool) -> None:
         raise UserError(
             f"--host {host}: others would reach the service without a key; give --api-key-file FILE (or SFUMATO_API_KEY), or --no-key if"
             " something in front of it decides who may"
+        )
+
+
+def check_names(host: str, settings: Settings) -> None:
+    """Refuse to answer a network under any name without a key: a web site could give this address a name of its own, and ask through
+    the browser of whoever visits it.
+
+    Raises:
+        UserError: there is neither a key nor a name.
+    """
+    if not is_loopback(host) and not settings.keys and not settings.hosts:
+        raise UserError(
+            f"--host {host} --no-key: any web site could ask the service through a visitor's browser; say with --allowed-host NAME what"
+            " it is called by (several times for several), or give --api-key-file FILE"
         )
 
 
@@ -83,8 +100,9 @@ def run_app(app: FastAPI, *, host: str, port: int, grace: int = 30, access_log: 
         access_log: a line for every request, with its route and status, without what was asked.
 
     Raises:
-        UserError: the address cannot be had.
+        UserError: the address cannot be had, or others would reach the service under any name and without a key.
     """
+    check_names(host, app.state.service.settings)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("sfumato.serve").setLevel(logging.DEBUG if access_log else logging.INFO)
     config = uvicorn.Config(
