@@ -241,6 +241,45 @@ def test_near_ties_far_from_the_origin_keep_their_order(tmp_path):
     store.close()
 
 
+def outlier(vectors, size):
+    vectors[0, -1] = size
+
+
+def far_and_outlier(vectors):
+    vectors += 1000
+    vectors[0, -1] = 1e6
+
+
+def heaps(vectors):
+    vectors[::2] += 3000
+    vectors[1::2] -= 3000
+
+
+def repeated(vectors):
+    vectors[:] = vectors[:25].repeat(len(vectors) // 25, 1)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda v: outlier(v, 1e3), lambda v: outlier(v, 1e4), far_and_outlier, heaps, repeated],
+    ids=["1e3", "1e4", "far-and-outlier", "heaps", "repeated"],
+)
+def test_flat_is_exact_whatever_lies_far_away(tmp_path, spoil):
+    """No one centre keeps float32 from cancelling for all of these, and equal vectors are more than any margin of candidates."""
+    generator = torch.Generator().manual_seed(3)
+    vectors = torch.randn(6000, 64, generator=generator) / 8
+    spoil(vectors)
+    store = create_store(f"{tmp_path}/store?shard_size=4500", 64, FINGERPRINT)
+    ids = tuple(str(i) for i in range(len(vectors)))
+    store.upsert(Records(ids, vectors, torch.zeros(len(vectors)), ({},) * len(vectors)))
+    wanted = vectors[:12] + torch.randn(12, 64, generator=generator) / 8
+    order = np.argsort(squared_l2(wanted, vectors), axis=1, kind="stable")[:, :10]
+    expected = [tuple(ids[j] for j in row) for row in order]
+    assert [found.ids for found in store.search(wanted, 10)] == expected
+    assert [store.search(query[None], 10)[0].ids for query in wanted] == expected
+    store.close()
+
+
 def test_optimise_drops_dead_rows_and_joins_small_shards(tmp_path):
     store = create_store(f"{tmp_path}/store?shard_size=100", 5, FINGERPRINT)
     batch = records(450, 5, 1)

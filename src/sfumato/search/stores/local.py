@@ -735,9 +735,9 @@ def _scan(vectors: Vectors, rows: Rows, queries: Tensor, k: int, c: int) -> Tens
     rows that may be are computed by differences: after outliers, in heaps far from each other, and among many equal vectors.
     """
     if len(rows) <= c:
-        nearest = np.full((len(queries), c), -1)
-        nearest[:, : len(rows)] = rows
-        return torch.from_numpy(nearest)
+        nearest = torch.full((len(queries), c), -1)
+        nearest[:, : len(rows)] = torch.from_numpy(rows)
+        return nearest
     e = vectors.shape[1]
     sample = torch.from_numpy(vectors[rows[:: -(-len(rows) // _SAMPLE)]])
     centre = sample.median(dim=0).values  # not the mean, which a single outlier moves
@@ -763,8 +763,8 @@ def _scan(vectors: Vectors, rows: Rows, queries: Tensor, k: int, c: int) -> Tens
             for i, near in enumerate(~(lower.double().numpy() > reach[unsure, None])):
                 distance = np.append(distances[i], _squared_l2(vectors[some[near]], queries[unsure[i]].numpy()))
                 position = np.append(positions[i], some[near])
-                order = np.lexsort((position, distance))[:k]
-                distances[i], positions[i] = distance[order], position[order]
+                first = np.lexsort((position, distance))[:k]
+                distances[i], positions[i] = distance[first], position[first]
         found[unsure, :k], found[unsure, k:] = np.stack(positions), -1
     return nearest
 
@@ -784,7 +784,8 @@ def _lower_bounds(
 def _squared_l2(vectors: Vectors, query: Vectors) -> npt.NDArray[np.float64]:
     """(m,) of (m, e) vectors, by differences in float64."""
     difference = np.subtract(vectors, query, dtype=np.float64)
-    return np.einsum("ij,ij->i", difference, difference)
+    squared: npt.NDArray[np.float64] = np.square(difference).sum(1)
+    return squared
 
 
 def _parse(url: str) -> tuple[Path, dict[str, Any]]:
