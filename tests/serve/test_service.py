@@ -18,7 +18,10 @@ from serve.world import KEY, SlowModel, in_base64, picture, served, wait_until_r
 from sfumato.data.transforms import decode_image
 from sfumato.errors import UserError
 from sfumato.search.stores.base import Filter
-from sfumato.serve.server import check_host, check_names, hosts_of, is_loopback
+from sfumato.serve import writing
+from sfumato.serve.app import create_app
+from sfumato.serve.pictures import SplitPictures, UploadedPictures
+from sfumato.serve.server import check_host, check_names, hosts_of, is_loopback, run_app
 from sfumato.serve.settings import Settings, read_keys
 from sfumato.serve.sources import Sources, open_sources
 from sfumato.training.galleries import Source, build_index, create_collection
@@ -150,6 +153,7 @@ def test_the_map_and_positions_on_it(client, sources):
     (answer,) = search(client, {"id": drawn["points"][2]["id"]}, position=True)
     for name in ("x", "y", "a", "b"):
         assert answer["position"][name] == pytest.approx(drawn["points"][2][name], abs=1e-6)
+    assert answer["position"]["version"] == drawn["version"]
     assert search(client, {"text": "a"})[0]["position"] is None
 
 
@@ -360,6 +364,62 @@ def test_reading_goes_on_while_many_write(writable):
     assert writable.get("/v1/info").json()["galleries"]["images"]["n"] == 48 + 36
 
 
+def test_the_map_keeps_its_plane_until_a_quarter_has_changed(writable):
+    def add(*ids):
+        new = [{"id": id, "image": in_base64(picture("black"))} for id in ids]
+        assert writable.post("/v1/items", json={"items": new}).status_code == 200
+
+    def place():
+        return search(writable, {"id": "000.png"}, position=True)[0]["position"]
+
+    before, drawn = place(), writable.get("/v1/map").json()
+    assert before["version"] == drawn["version"]
+    add("1", "2", "3", "4", "5", "6", "7")
+    writable.delete("/v1/items/001.png")
+    assert place() == before and writable.get("/v1/map").json()["version"] == drawn["version"]
+    assert {p["id"] for p in writable.get("/v1/map").json()["points"]} >= {"1", "7"}
+    add("1", "2", "3", "4")  # The same again: 12 of 48 items now.
+    after = place()
+    assert after["version"] == writable.get("/v1/map").json()["version"] != before["version"]
+    assert after["x"] != before["x"]
+
+
+def test_hits_name_a_picture_only_where_there_may_be_one(run, data, collection):
+    sources = open_sources(collection)
+    shelf = sources.shelves["images"]
+    shelf.pictures = UploadedPictures(collection / "pictures", SplitPictures({"000.png": None}))
+    with served(sources) as client:
+        client.post("/v1/items", json={"items": [{"id": "new", "image": in_base64(picture())}]})
+        hits = search(client, {"text": "a"}, max_results=49)[0]["hits"]
+        assert {h["id"] for h in hits if h["picture"]} == {"000.png", "new"}
+        assert client.get("/v1/items/001.png").json()["picture"] is None
+
+
+def test_a_store_is_optimised_after_many_writes_and_at_the_end(collection, monkeypatch):
+    sources, calls, go = open_sources(collection), [], threading.Event()
+    gallery = sources.shelves["images"].gallery
+    monkeypatch.setattr(writing, "_MANY", 3)
+    monkeypatch.setattr(gallery.store, "optimise", lambda: (calls.append(len(gallery)), go.wait(20)))
+
+    def add(id):
+        return client.post("/v1/items", json={"items": [{"id": id, "image": in_base64(picture())}]}).status_code
+
+    with served(sources) as client:
+        assert add("1") == add("2") == 200 and not calls
+        assert add("3") == 200  # And does not wait for it.
+        while not calls:
+            time.sleep(0.01)
+        assert search(client, {"text": "a"})
+        go.set()
+        assert add("4") == 200 and calls == [51]
+    assert calls == [51, 52]
+    with served(open_sources(collection)) as client:
+        again = client.app.state.service.sources.shelves["images"].gallery
+        monkeypatch.setattr(again.store, "optimise", lambda: calls.append(0))
+        search(client, {"text": "a"})
+    assert calls == [51, 52]  # Nothing was written.
+
+
 # ---------------------------------------------------------------- who may
 
 
@@ -490,10 +550,25 @@ def test_what_was_acknowledged_survives_kill_9(collection):
         assert 48 + len(acknowledged) <= n <= 48 + len(acknowledged) + 3
 
 
+def test_a_service_that_cannot_answer_says_so_and_ends(collection, monkeypatch, capsys):
+    def fail(*arguments, **options):
+        raise UserError("no such table")
+
+    sources = open_sources(collection)
+    monkeypatch.setattr(sources.shelves["images"].gallery.store, "search", fail)
+    started = time.monotonic()
+    with pytest.raises(SystemExit) as ended:
+        run_app(create_app(sources), host="127.0.0.1", port=0)
+    out, err = capsys.readouterr()
+    assert ended.value.code == 1 and time.monotonic() - started < 10
+    assert "cannot answer: no such table" in err and not out
+
+
 def test_the_command_says_what_is_wrong(run, tmp_path):
     for arguments, message in (
-        ((tmp_path / "nothing",), "there is no folder"),
+        ((tmp_path / "nothing",), str(tmp_path / "nothing")),
         ((run, "--host", "0.0.0.0"), "--api-key-file"),
+        ((run, "--host", "0.0.0.0", "--no-key"), "--allowed-host"),
         ((run, "--store", "x"), "go with an index"),
     ):
         done = subprocess.run(

@@ -15,7 +15,17 @@ from sfumato.search.verdict import verdict
 from sfumato.serve.pictures import handed_out
 from sfumato.serve.problems import Refusal
 from sfumato.serve.projection import Projection
-from sfumato.serve.schemas import Answer, ConformalSet, Ellipse, GalleryInfo, GalleryName, Hit, Said, SearchOptions
+from sfumato.serve.schemas import (
+    Answer,
+    ConformalSet,
+    Ellipse,
+    GalleryInfo,
+    GalleryName,
+    Hit,
+    Position,
+    Said,
+    SearchOptions,
+)
 from sfumato.serve.sources import Shelf, kind
 
 RISKS, COVERAGES = (0.5, 0.3, 0.2, 0.1, 0.05), (0.5, 0.8, 0.9, 0.95)
@@ -110,7 +120,9 @@ def answered(
         filter=wanted,
     )
     expected_matches = gallery.expected_matches(queries)
-    places = [None] * len(asked) if plane is None else [ellipse_of(one) for one in plane.ellipses(queries)]
+    places: list[Position | None] = [None] * len(asked)
+    if plane is not None:
+        places = [Position(**ellipse_of(one).model_dump(), version=plane.version) for one in plane.ellipses(queries)]
     answers = []
     for one, result, expected, place in zip(asked, results, expected_matches, places, strict=True):
         said, whole = verdict(expected, result.best_probability, result.abstained), None

@@ -3,7 +3,9 @@
 It knows arithmetic on embeddings; it knows neither stores nor requests.
 """
 
+import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,6 +30,12 @@ class Projection:
     centre: Tensor
     axes: Tensor
     explained: tuple[float, float]
+
+    @cached_property
+    def version(self) -> str:
+        """Of the plane: places on planes of equal version can be compared, others cannot."""
+        numbers = torch.cat([self.centre.unsqueeze(1), self.axes], 1).numpy().tobytes()
+        return hashlib.blake2b(numbers, digest_size=8).hexdigest()
 
     def ellipses(self, embeddings: GaussianEmbedding) -> list[tuple[float, float, float, float, float]]:
         r"""The shadows of diagonal Gaussians on the plane.

@@ -49,8 +49,8 @@ class ItemFilter(_Model):
     max_uncertainty: float | None = Field(None, ge=0, description="total variance that an item may have at most")
 
 
-class SearchOptions(_Model):
-    """What may be asked of every search."""
+class _Options(_Model):
+    """What is the same in JSON, in forms and in links."""
 
     gallery: GalleryName = Field("images", description="what to search among")
     max_results: int = Field(10, ge=1, description="number of hits, up to the limit of the service")
@@ -64,8 +64,13 @@ class SearchOptions(_Model):
     coverage: float | None = Field(
         None, gt=0, lt=1, description="give also the set of items that holds a match with at least this probability"
     )
-    filter: ItemFilter | None = None
     position: bool = Field(False, description="say where the query lies on the map of the gallery")
+
+
+class SearchOptions(_Options):
+    """What may be asked of every search."""
+
+    filter: ItemFilter | None = None
 
 
 class SearchRequest(SearchOptions):
@@ -113,6 +118,12 @@ class Ellipse(_Model):
     angle: float
 
 
+class Position(Ellipse):
+    """Of a query on the map."""
+
+    version: str = Field(description="of the map that has this place; of another version, get the map again")
+
+
 class Answer(_Model):
     """What was found for one query."""
 
@@ -129,7 +140,7 @@ class Answer(_Model):
     abstained: bool | None = Field(description="whether it is better not answered; null if no risk was asked for")
     hits: list[Hit]
     conformal_set: ConformalSet | None = Field(description="null if no coverage was asked for")
-    position: Ellipse | None = Field(description="on the map; null if it was not asked for")
+    position: Position | None = Field(description="on the map; null if it was not asked for")
 
 
 class SearchResponse(_Model):
@@ -243,6 +254,7 @@ class Map(_Model):
 
     gallery: GalleryName
     n: int = Field(description="items in the gallery")
+    version: str = Field(description="of the plane, which stays as it is until a quarter of the items has changed")
     explained: tuple[float, float] = Field(description="shares of the variance of the means along the two axes")
     points: list[MapPoint]
 
@@ -260,19 +272,13 @@ class State(_Model):
     status: Literal["alive", "ready"]
 
 
-class SearchParameters(_Model):
+class SearchParameters(_Options):
     """The options of a search as query parameters or form fields, where nothing can be nested."""
 
-    gallery: GalleryName = Field("images", description="what to search among")
-    max_results: int = Field(10, ge=1, description="number of hits, up to the limit of the service")
-    min_probability: float | None = Field(None, ge=0, le=1, description="leave out hits that are less likely matches")
-    abstain: float | None = Field(None, gt=0, lt=1, description="at most this share of answers may be wrong")
-    coverage: float | None = Field(None, gt=0, lt=1, description="of the set that holds a match as often as this")
     where: list[Annotated[str, Field(max_length=2101, pattern=r"^[^\x00:]+:[^\x00]*$")]] = Field(
         [], max_length=100, description="FIELD:VALUE of the payload; may be repeated"
     )
     max_uncertainty: float | None = Field(None, ge=0, description="total variance that an item may have at most")
-    position: bool = Field(False, description="say where the query lies on the map of the gallery")
 
     def options(self) -> SearchOptions:
         """The same, nested."""

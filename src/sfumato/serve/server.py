@@ -4,6 +4,7 @@ import asyncio
 import ipaddress
 import logging
 import signal
+import sys
 from collections.abc import Sequence
 from types import FrameType
 
@@ -62,7 +63,7 @@ def check_names(host: str, settings: Settings) -> None:
 
 
 class Server(uvicorn.Server):
-    """Says when it is ready, and that it no longer is as soon as it is asked to stop."""
+    """Says when it is ready, ends if it cannot become so, and says that it no longer is as soon as it is asked to stop."""
 
     async def startup(self, sockets: list | None = None) -> None:  # type: ignore[type-arg]
         """See uvicorn."""
@@ -84,7 +85,10 @@ class Server(uvicorn.Server):
         return service
 
     async def _tell(self) -> None:
-        await self._service.ready.wait()
+        await self._service.warmed()
+        if not self._service.ready.is_set():
+            self.should_exit = True
+            return
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         held = ", ".join(f"{len(shelf.gallery)} {name}" for name, shelf in self._service.sources.shelves.items())
         print(f"serving {held}: http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
@@ -100,6 +104,7 @@ def run_app(app: FastAPI, *, host: str, port: int, grace: int = 30, access_log: 
         access_log: a line for every request, with its route and status, without what was asked.
 
     Raises:
+        SystemExit: with 1 and a line on stderr, if no text or picture can be embedded or searched.
         UserError: the address cannot be had, or others would reach the service under any name and without a key.
     """
     check_names(host, app.state.service.settings)
@@ -127,3 +132,6 @@ def run_app(app: FastAPI, *, host: str, port: int, grace: int = 30, access_log: 
     finally:
         for sig, handler in before.items():
             signal.signal(sig, handler)
+    if failed := app.state.service.failed:
+        print(f"the service cannot answer: {failed}", file=sys.stderr)
+        raise SystemExit(1)

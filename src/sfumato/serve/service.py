@@ -6,6 +6,7 @@ Reads go on while something is written; one thing is written at a time.
 import asyncio
 import io
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -65,7 +66,8 @@ class Service:
             self._search, self._pool, size=settings.batch_size, window=0.0, workers=settings.workers,
             waiting=settings.max_requests * settings.max_batch, observe=self.metrics.batch("search"),
         )  # fmt: skip
-        self._maps: dict[GalleryName, tuple[int, int, Projection]] = {}
+        self._maps: dict[GalleryName, tuple[int, int, Projection]] = {}  # items written and there when it was fitted
+        self._fitting = threading.Lock()
         self._told: dict[GalleryName, tuple[int, GalleryInfo]] = {}
         self._warming: asyncio.Task[None] | None = None
 
@@ -74,6 +76,11 @@ class Service:
         self.embedder.start()
         self.searches.start()
         self._warming = asyncio.get_running_loop().create_task(self._warm_up())
+
+    async def warmed(self) -> None:
+        """When it is ready, or `failed` says why it never will be."""
+        if self._warming is not None:
+            await asyncio.wait([self._warming])
 
     async def stop(self) -> None:
         """Answer nothing more, and close the stores."""
@@ -190,7 +197,7 @@ class Service:
             total = len(shelf.gallery)
             projection, items = self._projection(gallery), shelf.gallery.sample(n)
             if projection is None:
-                return Map(gallery=gallery, n=0, explained=(0.0, 0.0), points=[])
+                return Map(gallery=gallery, n=0, version="", explained=(0.0, 0.0), points=[])
             points = [
                 MapPoint(
                     **ellipse_of(ellipse).model_dump(),
@@ -207,7 +214,9 @@ class Service:
                     strict=True,
                 )
             ]
-            return Map(gallery=gallery, n=total, explained=projection.explained, points=points)
+            return Map(
+                gallery=gallery, n=total, version=projection.version, explained=projection.explained, points=points
+            )
 
         return await self.in_thread(draw)
 
@@ -235,9 +244,10 @@ class Service:
         waiting = {"text": len(self.embedder.texts), "image": len(self.embedder.pictures), "search": len(self.searches)}
         return self.metrics.text(waiting, items, self.ready.is_set())
 
-    def changed(self, shelf: Shelf) -> None:
-        """Something was written."""
+    def changed(self, shelf: Shelf, items: int) -> None:
+        """So many items were written or removed, or perhaps were."""
         shelf.version += 1
+        shelf.written += items
 
     def _told_of(self, name: GalleryName) -> GalleryInfo:
         shelf = self.shelf(name)
@@ -279,14 +289,18 @@ class Service:
         return search_together(searches, self.shelf, self._projection, max_set=self.settings.max_results)
 
     def _projection(self, name: GalleryName) -> Projection | None:
-        """Of the gallery as it is now; None if it is empty."""
+        """Of the gallery as it was when a quarter of its items was last new; None if it is empty.
+
+        It stays, so that an answer and the map that somebody looks at lie in the same plane.
+        """
         shelf = self.shelf(name)
-        version, n, kept = shelf.version, len(shelf.gallery), self._maps.get(name)
-        if n == 0:
-            return None
-        if kept is None or kept[:2] != (version, n):
-            self._maps[name] = kept = version, n, fit_map(shelf.gallery.sample(_ON_THE_MAP))
-        return kept[2]
+        with self._fitting:
+            written, n, kept = shelf.written, len(shelf.gallery), self._maps.get(name)
+            if n == 0:
+                return None
+            if kept is None or 4 * max(written - kept[0], abs(n - kept[1])) >= kept[1]:
+                self._maps[name] = kept = written, n, fit_map(shelf.gallery.sample(_ON_THE_MAP))
+            return kept[2]
 
     async def _warm_up(self) -> None:
         """One text, one picture, one search; then ready."""
@@ -307,7 +321,7 @@ class Service:
                 await self.in_thread(shelf.gallery.expected_matches, rows)
             self.ready.set()
         except Exception as error:
-            self.failed = str(error)
+            self.failed = str(error) or type(error).__name__
             _LOG.exception("warming up failed: the service will not become ready")
 
 

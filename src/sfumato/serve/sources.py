@@ -26,11 +26,13 @@ class Shelf:
         gallery: it.
         pictures: of its items; None if there are none, or nobody knows where.
         version: counts what this service has changed in it.
+        written: items that it has stored or removed.
     """
 
     gallery: Gallery
     pictures: Pictures | None = None
     version: int = 0
+    written: int = 0
 
     @property
     def writable(self) -> GaussianCollection | None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -15,6 +15,9 @@ from sfumato.serve.problems import Refusal, busy
 from sfumato.serve.schemas import AddResponse, DeleteResponse, GalleryName
 from sfumato.serve.service import Service, good
 from sfumato.serve.sources import Shelf
+
+_MANY = 10_000
+"""Items written after which a store is optimised while the service runs."""
 
 _LOG = logging.getLogger("sfumato.serve")
 
@@ -42,6 +45,7 @@ class Writer:
         self._lock = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, "write")
         self._going: set[asyncio.Task[int]] = set()
+        self._optimised = {shelf: shelf.written for shelf in service.sources.shelves.values()}
 
     async def add(self, gallery: GalleryName, items: Sequence[New]) -> AddResponse:
         """Store items; when this returns they survive the death of everything, pictures included.
@@ -77,7 +81,7 @@ class Writer:
             _forget_pictures(shelf, before - new)
             return len(collection)
 
-        n = await self._alone(shelf, store)
+        n = await self._alone(shelf, store, len(items))
         return AddResponse(gallery=gallery, stored=len(items), n=n)
 
     async def delete(self, gallery: GalleryName, ids: Sequence[str]) -> DeleteResponse:
@@ -97,13 +101,15 @@ class Writer:
             _forget_pictures(shelf, pictures)
             return len(collection)
 
-        n = await self._alone(shelf, remove)
+        n = await self._alone(shelf, remove, len(ids))
         return DeleteResponse(gallery=gallery, deleted=removed, n=n)
 
     async def close(self) -> None:
-        """Wait for the write at work."""
-        if self._going:
+        """Wait for the writes at work, and leave the stores in order."""
+        while self._going:
             await asyncio.wait(self._going)
+        for shelf in self.service.sources.shelves.values():
+            await self._optimise(shelf)
         self._thread.shutdown(wait=False)
 
     async def _re_encoded(self, pictures: Sequence[tuple[str, bytes]], formats: Sequence[str]) -> list[bytes]:
@@ -146,7 +152,7 @@ class Writer:
         if errors:
             raise Refusal(422, f"Nothing was stored: {errors[0][0]}: {errors[0][1]}", errors=errors)
 
-    async def _alone(self, shelf: Shelf, work: Callable[[], int]) -> int:
+    async def _alone(self, shelf: Shelf, work: Callable[[], int], items: int) -> int:
         """Done when no other write is; to its end, even if whoever asked has gone."""
 
         wanted = True
@@ -158,11 +164,11 @@ class Writer:
                 try:
                     return await asyncio.get_running_loop().run_in_executor(self._thread, work)
                 finally:
-                    self.service.changed(shelf)
+                    self.service.changed(shelf, items)
+                    if shelf.written - self._optimised[shelf] >= _MANY:
+                        self._begin(self._optimise(shelf, least=_MANY))
 
-        task = asyncio.get_running_loop().create_task(locked())
-        self._going.add(task)
-        task.add_done_callback(self._forget)
+        task = self._begin(locked())
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -175,6 +181,24 @@ class Writer:
             raise busy(
                 "The store failed, and the same request again will complete it; the log of the service says why", 5
             ) from error
+
+    async def _optimise(self, shelf: Shelf, *, least: int = 1) -> int:
+        """Make searching fast if at least so many items were written; other writes wait meanwhile, searches do not."""
+        async with self._lock:
+            collection, written = shelf.writable, shelf.written
+            if collection is not None and written - self._optimised[shelf] >= least:
+                self._optimised[shelf] = written
+                try:
+                    await asyncio.get_running_loop().run_in_executor(self._thread, collection.optimise)
+                except (UserError, OSError) as error:
+                    _LOG.error("the store could not be optimised, and is searched as it is: %s", error)
+        return written
+
+    def _begin(self, work: Coroutine[None, None, int]) -> "asyncio.Task[int]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._going.add(task)
+        task.add_done_callback(self._forget)
+        return task
 
     def _forget(self, task: asyncio.Task[int]) -> None:
         self._going.discard(task)

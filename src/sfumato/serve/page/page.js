@@ -25,6 +25,7 @@ const answers = new Map(); // request -> answer
 const maps = new Map(); // gallery -> promise of its map
 const shown = [null, null]; // slot -> {query, answer}
 const running = [null, null]; // slot -> AbortController
+const synced = [null, null]; // slot -> query that its box was last filled from
 let wanted = HITS;
 let info;
 let state;
@@ -94,10 +95,10 @@ function checkPicture(file) {
 // ---- figures in words
 
 const megabytes = (bytes) => `${figure(bytes / 1e6)} MB`;
-const percent = (p) => (p > 0 && p < 0.005 ? "<1%" : p < 1 && p >= 0.995 ? ">99%" : `${Math.round(100 * p)}%`);
+const percent = (p) => (p > 0 && p < 0.0005 ? "<0.1%" : p < 1 && p >= 0.995 ? ">99%" : `${Number((100 * p).toFixed(p < 0.1 ? 1 : 0))}%`); // as the verdicts have it
 const figure = (v, digits = 3) => (v >= 1000 ? count(v) : String(Number(v.toPrecision(digits))));
 const count = (n) => Math.round(n).toLocaleString("en");
-const about = (n) => (n < 10 ? String(Number(n.toFixed(1))) : count(n));
+const about = (n) => (n > 0 && n < 0.05 ? "<0.1" : n < 10 ? String(Number(n.toFixed(1))) : count(n));
 const nameOf = ({ id, payload }) => payload.label || payload.text || payload.name || id;
 const things = (gallery, n) => `${count(n)} ${gallery === "texts" ? (n === 1 ? "text" : "texts") : n === 1 ? "picture" : "pictures"}`;
 
@@ -170,6 +171,11 @@ async function answerOf(query, signal) {
     const value = query.kind === "image" ? await base64(files.get(query.value).file) : query.value;
     const body = { ...options, queries: [{ [query.kind]: value }] };
     const found = (await json("v1/search", { method: "POST", body, signal })).answers[0];
+    const drawn = await maps.get(gallery)?.catch(() => null);
+    if (drawn && drawn.version !== found.position?.version) {
+      maps.delete(gallery); // the map has been drawn anew; so what was answered before lies in another plane
+      answers.clear();
+    }
     if (answers.size > 30) answers.delete(answers.keys().next().value);
     answers.set(key, found);
   }
@@ -179,7 +185,7 @@ async function answerOf(query, signal) {
 async function search(slot) {
   const query = state.queries[slot];
   running[slot]?.abort();
-  shown[slot] = null;
+  shown[slot] = running[slot] = null;
   if (!query) return;
   const controller = (running[slot] = new AbortController());
   const waiting = setTimeout(() => panel(slot, skeleton(query)), 80); // an answer at once needs no skeleton
@@ -192,13 +198,17 @@ async function search(slot) {
     filter();
     if (query.kind === "id") syncAsk(slot); // its name may have become known
     if (document.activeElement === document.body) $("#answers").focus({ preventScroll: true }); // what was clicked has gone
-    $("#status").textContent = `${titleOf(query)}: ${answer.verdict.text}. ${answer.hits.length} hits.`;
   } catch (error) {
     if (!controller.signal.aborted) fail(slot, error);
   } finally {
     clearTimeout(waiting);
+    if (running[slot] === controller) running[slot] = null;
+    if (!controller.signal.aborted && !running.some(Boolean)) tell();
   }
 }
+
+// Both answers in one announcement: a second one would cut the first short.
+const tell = () => ($("#status").textContent = shown.filter(Boolean).map(({ query, answer }) => `${titleOf(query)}: ${answer.verdict.text}. ${answer.hits.length} hits.`).join(" "));
 
 // ---- the answers
 
@@ -329,15 +339,15 @@ function complain(dialog, { title, message }) {
 async function add(event) {
   event.preventDefault();
   const dialog = $("#add");
-  const { id, file, text } = event.target.elements;
+  const { file, text, id: { value: id } } = event.target.elements;
   const { gallery } = state;
   try {
     if (gallery === "images") checkPicture(file.files[0]);
     const content = gallery === "images" ? { image: await base64(file.files[0]) } : { text: text.value };
-    const { n } = await json("v1/items", { method: "POST", body: { gallery, items: [{ id: id.value, ...content }] } });
+    const { n } = await json("v1/items", { method: "POST", body: { gallery, items: [{ id, ...content }] } });
     dialog.close();
     event.target.reset();
-    changed(n, `${id.value} is added.`);
+    changed(n, `${id} is added.`);
   } catch (error) {
     complain(dialog, error);
   }
@@ -376,7 +386,7 @@ async function mark() {
   const marks = SLOTS.filter((slot) => shown[slot]).map((slot) => {
     const { query, answer } = shown[slot];
     const hits = answer.hits.filter((hit) => hit.match_probability >= least);
-    return { label: titleOf(query), tone: TONES[answer.verdict.kind], dashed: slot === 1, ellipse: answer.position, hits: new Map(hits.map((hit) => [hit.id, hit.match_probability])) };
+    return { label: titleOf(query), tone: TONES[answer.verdict.kind], dashed: slot === 1, ellipse: answer.position?.version === found.version ? answer.position : null, hits: new Map(hits.map((hit) => [hit.id, hit.match_probability])) };
   });
   map.show(found.points, marks);
   const ids = new Set(found.points.map(({ id }) => id));
@@ -428,7 +438,8 @@ function syncAsk(slot) {
   const node = $(`[data-ask="${slot}"]`);
   node.hidden = slot === 1 && !state.compare;
   const input = $("input[type=search]", node);
-  if (query || document.activeElement !== input) input.value = query?.kind === "text" ? query.value : "";
+  if (JSON.stringify(query) !== JSON.stringify(synced[slot])) input.value = query?.kind === "text" ? query.value : ""; // else keep what is being written
+  synced[slot] = query;
   const chip = $(".chip", node);
   chip.hidden = !query || query.kind === "text";
   input.placeholder = chip.hidden ? (slot ? "and something else to compare with" : "Describe it, or drop a picture here") : "or describe it";
