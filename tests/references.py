@@ -45,6 +45,11 @@ def bhattacharyya(m1, v1, m2, v2):
     )
 
 
+def nearest(m1, v1, m2, v2, pieces):
+    runs = [[m[k : k + len(m) // pieces] for k in range(0, len(m), len(m) // pieces)] for m in (m1, m2)]
+    return min(math.dist(a, b) ** 2 for a in runs[0] for b in runs[1])
+
+
 # Formulas that are easily taken for the right ones; a test asserts that each differs.
 WRONG = {
     "csd": [
@@ -146,6 +151,22 @@ def infonce(distance, match, scale):
                 rows.append(sum(y / sum(labels) * (norm + scale * x) for x, y in zip(row, labels, strict=True)))
         total += sum(rows) / len(rows) / 2
     return total
+
+
+def discrepancy(images, texts):
+    """Of two lists of vectors, by the kernel exp(-||a - b||^2 / 2)."""
+    mean = lambda xs, ys: sum(math.exp(-(math.dist(x, y) ** 2) / 2) for x in xs for y in ys) / len(xs) / len(ys)
+    return mean(images, images) - 2 * mean(images, texts) + mean(texts, texts)
+
+
+def diversity(items):
+    """Mean over items, each a list of K vectors."""
+    total = 0.0
+    for vectors in items:
+        unit = [[a / math.hypot(*v) for a in v] for v in vectors]
+        squares = [sum(a * b for a, b in zip(x, y, strict=True)) ** 2 for x in unit for y in unit if x is not y]
+        total += math.sqrt(sum(squares)) / len(vectors) ** 2
+    return total / len(items)
 
 
 def triplet(distance, match, margin, mining):

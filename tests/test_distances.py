@@ -339,3 +339,31 @@ def test_elk_takes_a_point_on_one_side():
     x, point = gaussians(N, 0), GaussianEmbedding.point(gaussians(M, 1).mean)
     log_density = Independent(Normal(x.mean.unsqueeze(1), x.var.sqrt().unsqueeze(1)), 1).log_prob(point.mean)
     torch.testing.assert_close(elk_matrix(x, point), -log_density)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_the_nearest_of_several_is_the_loops_in_both_forms_and_of_one_squared_l2(pieces):
+    x, y = gaussians(N, 0, d=6), gaussians(M, 1, d=6)
+    distance = get_distance(f"nearest_of_{pieces}")
+    expected = loops(lambda *sides: references.nearest(*sides, pieces), x, y)
+    torch.testing.assert_close(distance.matrix(x, y), expected, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(distance.matrix(x, y), distance.matrix(y, x).T)
+    torch.testing.assert_close(distance.row(x, y[:N]), expected[:, :N].diagonal())
+    whole = DISTANCES["squared_l2"].matrix(x, y)
+    assert distance.pieces == pieces and torch.allclose(distance.matrix(x, y), whole) == (pieces == 1)
+
+
+def test_the_nearest_of_several_does_not_depend_on_their_order():
+    x, y = gaussians(N, 0, d=6), gaussians(M, 1, d=6)
+    turned = GaussianEmbedding.point(x.mean.roll(2, dims=1))
+    torch.testing.assert_close(
+        get_distance("nearest_of_3").matrix(turned, y), get_distance("nearest_of_3").matrix(x, y)
+    )
+
+
+def test_the_nearest_of_several_refuses_sizes_and_names_that_cannot_be():
+    with pytest.raises(ValueError, match="nearest_matrix: 2 embeddings an item cannot share d = 7 dimensions equally"):
+        get_distance("nearest_of_2").matrix(gaussians(N, 0), gaussians(M, 1))
+    for name in ("nearest_of_0", "nearest_of_", "nearest_of_02", "nearest_of_-1", "nearest_of_two"):
+        with pytest.raises(ValueError, match="unknown distance"):
+            get_distance(name)

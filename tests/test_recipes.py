@@ -115,6 +115,8 @@ def test_published_figures_stand_in_the_paper(name, shared):
         ("model.variance=false", "loss.beta must be 0 when model.variance=false"),
         ("spread.epochs=1", "loss.distance='csd' ranks by them; use squared_l2"),
         ("model.variance_bounds=[0.1, 10]", "must lie between model.variance_bounds, 0.1 and 10 each; e.g. "),
+        ("model.embeddings=2", "model.embeddings above 1 is for points; set model.variance=false"),
+        ("loss.distance=nearest_of_2", "model.embeddings=1 does not fit loss.distance='nearest_of_2'"),
         ("optim.layer_decay=0.7", "optim.layer_decay is for the blocks of clip encoders"),
         ("loss.distance=cds", "unknown distance 'cds'; did you mean 'csd'?"),
         ("train.epochs", "expected section.key=value"),

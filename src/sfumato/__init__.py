@@ -38,6 +38,12 @@ _HOMES = {
         "wasserstein2_printed",
         "wasserstein2_printed_matrix",
     ),
+    "sfumato.densities": (
+        "Laplace",
+        "VonMisesFisher",
+        "sampled_csd",
+        "sampled_csd_matrix",
+    ),
     "sfumato.matching": (
         "MatchingLogits",
         "fit_logits",
@@ -49,6 +55,7 @@ _HOMES = {
         "LOSSES",
         "PCMELoss",
         "PCMEPPLoss",
+        "PVSELoss",
         "ProLIPLoss",
         "TripletLoss",
         "inclusion_loss",
@@ -58,6 +65,7 @@ _HOMES = {
         "pcme_loss",
         "pcmepp_loss",
         "prolip_loss",
+        "pvse_loss",
         "triplet_loss",
         "vib_loss",
     ),
@@ -164,9 +172,11 @@ __all__ = [
     "GaussianHead",
     "GaussianIndex",
     "InfoNCELoss",
+    "Laplace",
     "MatchingLogits",
     "PCMELoss",
     "PCMEPPLoss",
+    "PVSELoss",
     "PairData",
     "ProLIPLoss",
     "Problems",
@@ -177,6 +187,7 @@ __all__ = [
     "ShardStream",
     "TripletLoss",
     "Truth",
+    "VonMisesFisher",
     "__version__",
     "audit_pairs",
     "average_l2",
@@ -225,6 +236,7 @@ __all__ = [
     "pool_prompts",
     "prolip_loss",
     "published_rows",
+    "pvse_loss",
     "rank_relevant",
     "read_checkpoint",
     "read_embeddings",
@@ -234,6 +246,8 @@ __all__ = [
     "read_parts",
     "read_shards",
     "read_truth",
+    "sampled_csd",
+    "sampled_csd_matrix",
     "sampled_match_log_probability",
     "save_embeddings",
     "squared_l2",
@@ -260,6 +274,7 @@ if TYPE_CHECKING:
     from sfumato.data.problems import Problems
     from sfumato.data.shards import ShardStream, read_shards, write_shards
     from sfumato.data.sources import read_karpathy
+    from sfumato.densities import Laplace, VonMisesFisher, sampled_csd, sampled_csd_matrix
     from sfumato.distances import (
         DISTANCES,
         average_l2,
@@ -306,6 +321,7 @@ if TYPE_CHECKING:
         PCMELoss,
         PCMEPPLoss,
         ProLIPLoss,
+        PVSELoss,
         TripletLoss,
         inclusion_loss,
         inclusion_test,
@@ -314,6 +330,7 @@ if TYPE_CHECKING:
         pcme_loss,
         pcmepp_loss,
         prolip_loss,
+        pvse_loss,
         triplet_loss,
         vib_loss,
     )

@@ -59,6 +59,55 @@ def squared_l2_matrix(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
     return _squared_l2_matrix(x.mean, y.mean)
 
 
+def nearest(x: GaussianEmbedding, y: GaussianEmbedding, *, pieces: int) -> Tensor:
+    """Squared Euclidean distance of the nearest pieces of the means, row by row: see :func:`nearest_matrix`.
+
+    Args:
+        x, y: (n, d) embeddings; same n, d, dtype and device.
+        pieces: K, a divisor of d.
+
+    Returns:
+        (n,) distances >= 0.
+
+    Raises:
+        ValueError: shape, dtype or device differ, or d is not a multiple of pieces.
+    """
+    x, y = _checked_rows(x, y, "nearest")
+    sides = (_pieces(x, pieces, "nearest"), _pieces(y, pieces, "nearest"))
+    return _minimum([(a - b).square().sum(-1) for a in sides[0] for b in sides[1]])
+
+
+def nearest_matrix(x: GaussianEmbedding, y: GaussianEmbedding, *, pieces: int) -> Tensor:
+    r"""Items of K embeddings, side by side in one mean: the squared Euclidean distance of the nearest two, for all pairs of items.
+
+        nearest(i, j) = min over k, l < K of ||mean_i[k] - mean_j[l]||^2
+
+    It is the best of K^2 of multiple-instance learning. The variances play no part. Recipes name it nearest_of_K.
+
+    Args:
+        x: (n, d) embeddings.
+        y: (m, d) embeddings; same d, dtype and device.
+        pieces: K, a divisor of d; the k-th embedding is the k-th run of d / K dimensions.
+
+    Returns:
+        (n, m) distances >= 0. K^2 matrix products, with the rounding of :func:`squared_l2_matrix`.
+
+    Raises:
+        ValueError: d, dtype or device differ, or d is not a multiple of pieces.
+
+    Example:
+        >>> x = GaussianEmbedding.point(torch.tensor([[0.0, 0.0, 5.0, 5.0]]))
+        >>> y = GaussianEmbedding.point(torch.tensor([[9.0, 9.0, 0.0, 1.0]]))
+        >>> nearest_matrix(x, y, pieces=2)
+        tensor([[1.]])
+
+    Paper: Song and Soleymani, "Polysemous Visual-Semantic Embedding for Cross-Modal Retrieval", CVPR 2019.
+    """
+    x, y = _checked(x, y, "nearest_matrix")
+    sides = (_pieces(x, pieces, "nearest_matrix"), _pieces(y, pieces, "nearest_matrix"))
+    return _minimum([_squared_l2_matrix(a, b) for a in sides[0] for b in sides[1]])
+
+
 def csd(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
     """Closed-form sampled distance row by row, ||mean_x - mean_y||^2 + sum(var_x) + sum(var_y): see :func:`csd_matrix`.
 
@@ -466,6 +515,7 @@ class Distance:
         symmetric: distance(x, y) = distance(y, x); if not, images come first.
         needs_variance: points (variance 0) are refused.
         sampled: random; takes n_samples and generator.
+        pieces: how many embeddings of equal size an item's mean is cut into; 1 but for ``nearest_of_K``.
     """
 
     name: str
@@ -474,6 +524,7 @@ class Distance:
     symmetric: bool = True
     needs_variance: bool = False
     sampled: bool = False
+    pieces: int = 1
 
 
 DISTANCES: dict[str, Distance] = {
@@ -491,19 +542,23 @@ DISTANCES: dict[str, Distance] = {
         Distance("average_l2", average_l2, average_l2_matrix, sampled=True),
     )
 }
-"""Every distance by name; recipes and commands choose from these."""
+"""Every distance by name; recipes and commands choose from these, or take nearest_of_K for items of K embeddings."""
 
 
 def get_distance(name: str) -> Distance:
-    """The distance of that name.
+    """The distance of that name: one of DISTANCES, or nearest_of_2, nearest_of_3, ... (:func:`nearest_matrix`).
 
     Raises:
         ValueError: there is none; the message names the nearest and lists all.
     """
+    pieces = name.removeprefix("nearest_of_")
+    if pieces != name and pieces.isdecimal() and not pieces.startswith("0"):
+        row, matrix = (functools.partial(form, pieces=int(pieces)) for form in (nearest, nearest_matrix))
+        return Distance(name, row, matrix, pieces=int(pieces))
     if name not in DISTANCES:
         near = difflib.get_close_matches(name, DISTANCES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown distance {name!r}{hint} Known: {', '.join(DISTANCES)}")
+        raise ValueError(f"unknown distance {name!r}{hint} Known: {', '.join(DISTANCES)}, nearest_of_K")
     return DISTANCES[name]
 
 
@@ -539,6 +594,17 @@ def _checked_rows(
             f"{who}: x has {x.n} rows and y has {y.n}; row by row they must be equal, for all pairs use {who}_matrix"
         )
     return checked
+
+
+def _pieces(e: GaussianEmbedding, pieces: int, who: str) -> tuple[Tensor, ...]:
+    """K means of (n, d / K)."""
+    if pieces < 1 or e.d % pieces:
+        raise ValueError(f"{who}: {pieces} embeddings an item cannot share d = {e.d} dimensions equally")
+    return e.mean.chunk(pieces, dim=1)
+
+
+def _minimum(distances: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(torch.minimum, distances)
 
 
 def _mean_and_std(e: GaussianEmbedding) -> Tensor:

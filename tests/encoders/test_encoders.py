@@ -252,3 +252,21 @@ def test_bounds_have_slope_one_in_their_middle():
 def test_covariances_that_cannot_be(options, message):
     with pytest.raises(ValueError, match=message):
         GaussianHead(8, 5, **options)
+
+
+def test_a_head_of_several_embeddings_is_a_loop_over_their_attention():
+    torch.manual_seed(0)
+    head = GaussianHead(8, 5, pooling="average", variance=False, embeddings=3)
+    features = torch.randn(4, 6, 8)
+    mask = torch.arange(6) < torch.tensor([6, 3, 1, 4]).unsqueeze(1)
+    embedding = head(TokenFeatures(features, mask))
+    assert embedding.mean.shape == (4, 15) and embedding.log_var.isneginf().all()
+    for i, length in enumerate(mask.sum(1).tolist()):
+        tokens = features[i, :length]
+        weights = head.local.attention(tokens).softmax(0)
+        for k in range(3):
+            local = head.local.linear((weights[:, k : k + 1] * tokens).sum(0)).sigmoid()
+            one = head.local_norm(head.mean.linear(tokens).mean(0) + local)
+            torch.testing.assert_close(embedding.mean[i, 5 * k : 5 * k + 5], one / one.norm())
+    with pytest.raises(ValueError, match="embeddings must be 1, or more with variance=False; got 2, variance=True"):
+        GaussianHead(8, 5, embeddings=2)

@@ -90,13 +90,13 @@ def test_labels_may_be_whole_numbers_or_truth_values(loss):
 
 
 def test_soft_labels_lie_between_hard_ones(loss):
-    """The label counts: 0.9 is neither 0 nor 1 (for the triplet, which has a threshold at 1/2, 0.4 is 0 and 0.9 is 1)."""
+    """The label counts: 0.9 is neither 0 nor 1 (for the triplets, which have a threshold at 1/2, 0.4 is 0 and 0.9 is 1)."""
     image, text = batch()
     lower, upper = MATCH.clone(), MATCH.clone()
     lower[0, 4], upper[0, 4] = 0, 1
     values = [loss(image, text, match).total for match in (lower, MATCH, upper)]
     assert values[0] != values[1]
-    assert (values[1] == values[2]) == (type(loss) is LOSSES["triplet"])
+    assert (values[1] == values[2]) == isinstance(loss, LOSSES["triplet"])
 
 
 def test_autocast_changes_nothing(loss):

@@ -48,6 +48,7 @@ METHODS = {
     "wasserstein2": ("emoji-pcmepp", ["loss.distance=wasserstein2"]),
     "pcmepp with infonce": ("emoji-pcmepp", ["loss.infonce_weight=1"]),
     "pcme": ("emoji-pcme", ["loss.uniformity_weight=0.01"]),
+    "pvse": ("emoji-pvse", []),
     "prolip": ("emoji-pcmepp", ["loss.name=prolip", "loss.inclusion_weight=1e-7"]),
     "pcmepp with a second stage": ("emoji-ambiguity", ["spread.epochs=1"]),
     "noisy pcmepp": ("emoji-pcmepp", ["data.noise_rate=0.2"]),
@@ -68,8 +69,9 @@ METHODS = {
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_trains_two_epochs_on_emoji(method, tmp_path):
     recipe, changes = METHODS[method]
-    fit(load_recipe(find_recipe(recipe), [*SMALL, *changes]), tmp_path / "run")
+    loaded = load_recipe(find_recipe(recipe), [*SMALL, *changes])
+    fit(loaded, tmp_path / "run")
     first, second = (json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines())
     assert second["loss"] < first["loss"] or method == "vse-infinity"  # Which changes its loss after the first.
     assert second["val/t2i/recall@10"] > 0 and second["gradient_norm"] > 0
-    assert load_run(tmp_path / "run").model.embed_texts(["giraffe"]).d == 16
+    assert load_run(tmp_path / "run").model.embed_texts(["giraffe"]).d == 16 * loaded.model.embeddings

@@ -33,6 +33,25 @@ class _Branch(nn.Module):
         return pooled
 
 
+class _LocalAttention(nn.Module):
+    """K weighted means of the tokens, each mapped and squashed: (n, t, c) -> (n, K, d) in (0, 1)."""
+
+    def __init__(self, channels: int, dim: int, embeddings: int) -> None:
+        super().__init__()
+        hidden = max(1, channels // 2)
+        self.attention = nn.Sequential(
+            nn.Linear(channels, hidden, bias=False), nn.Tanh(), nn.Linear(hidden, embeddings, bias=False)
+        )
+        self.linear = nn.Linear(channels, dim)
+
+    def forward(self, features: Tensor, mask: Tensor | None) -> Tensor:
+        scores = self.attention(features)  # (n, t, K)
+        if mask is not None:
+            scores = scores.masked_fill(~mask.unsqueeze(-1), -torch.inf)
+        local: Tensor = self.linear(scores.softmax(1).transpose(1, 2) @ features).sigmoid()
+        return local
+
+
 class _LogBounds:
     """Log variances pressed into the open interval between two logarithms; slope 1 in its middle."""
 
@@ -75,12 +94,15 @@ class GaussianHead(nn.Module):
         init_total_variance: sum of the variances at the start.
         covariance: "ellipsoidal", a variance for each dimension; or one of an embedding for all its dimensions, which is the
             average of those ("spherical-average") or the only output of the branch ("spherical-one").
+        embeddings: K of d dimensions for each item, side by side in a mean of K d dimensions, for points only. Above 1, local
+            attention as in PVSE adds to the pooled vector that all share, and a layer norm follows; see
+            :func:`~sfumato.distances.nearest_matrix` for the distance.
         variance_bounds: lowest and highest variance of a dimension, approached by a tanh of the log variance, whose gradient
             never is 0 as a clamp's would be; None for none.
 
     Raises:
         ValueError: pooling or covariance is unknown, a size or the initial variance is not positive, or the initial variance of a
-            dimension does not lie between the bounds.
+            dimension does not lie between the bounds; or several embeddings are to have variances.
     """
 
     def __init__(
@@ -97,6 +119,7 @@ class GaussianHead(nn.Module):
         init_total_variance: float = 0.1,
         covariance: Covariance = "ellipsoidal",
         variance_bounds: tuple[float, float] | None = None,
+        embeddings: int = 1,
     ) -> None:
         super().__init__()
         if pooling not in POOLINGS:
@@ -109,7 +132,13 @@ class GaussianHead(nn.Module):
             raise ValueError(
                 f"GaussianHead: unknown covariance {covariance!r}; known: {', '.join(get_args(Covariance))}"
             )
+        if embeddings < 1 or (embeddings > 1 and variance):
+            raise ValueError(
+                f"GaussianHead: embeddings must be 1, or more with variance=False; got {embeddings}, {variance=}"
+            )
         self.normalize, self.dim, self.covariance = normalize, dim, covariance
+        self.local = _LocalAttention(channels, dim, embeddings) if embeddings > 1 else None
+        self.local_norm = nn.LayerNorm(dim) if embeddings > 1 else nn.Identity()
         self.bounds = None if variance_bounds is None else _LogBounds(*variance_bounds)
         self.mean = _Branch(channels, dim, pooling, mlp)
         outputs = 1 if covariance == "spherical-one" else dim
@@ -128,8 +157,11 @@ class GaussianHead(nn.Module):
     def forward(self, tokens: TokenFeatures) -> GaussianEmbedding:
         """Token features -> n embeddings."""
         mean = self.mean(tokens.mean, tokens.mask)
+        if self.local is not None:
+            mean = self.local_norm(mean.unsqueeze(1) + self.local(tokens.mean, tokens.mask))
         if self.normalize:
             mean = functional.normalize(mean, dim=-1)
+        mean = mean.flatten(1)
         if self.log_var is None:
             return GaussianEmbedding.point(mean)
         return GaussianEmbedding(mean, self.log_variance(tokens))

@@ -6,6 +6,7 @@ from sfumato.losses.infonce import InfoNCELoss, infonce_loss
 from sfumato.losses.pcme import PCMELoss, pcme_loss
 from sfumato.losses.pcmepp import PCMEPPLoss, pcmepp_loss, pseudo_positives
 from sfumato.losses.prolip import ProLIPLoss, prolip_loss
+from sfumato.losses.pvse import PVSELoss, pvse_loss
 from sfumato.losses.spread import match_spread, spread_loss
 from sfumato.losses.triplet import TripletLoss, triplet_loss
 from sfumato.losses.vib import vib_loss
@@ -16,6 +17,7 @@ LOSSES: dict[str, type[MatchLoss]] = {
     "prolip": ProLIPLoss,
     "infonce": InfoNCELoss,
     "triplet": TripletLoss,
+    "pvse": PVSELoss,
 }
 """Every loss by the name that recipes use."""
 
@@ -26,6 +28,7 @@ __all__ = [
     "MatchLoss",
     "PCMELoss",
     "PCMEPPLoss",
+    "PVSELoss",
     "PairShare",
     "ProLIPLoss",
     "TripletLoss",
@@ -39,6 +42,7 @@ __all__ = [
     "pcmepp_loss",
     "prolip_loss",
     "pseudo_positives",
+    "pvse_loss",
     "spread_loss",
     "triplet_loss",
     "vib_loss",

@@ -148,6 +148,7 @@ def _tower(config: ModelConfig, reader: Reader, encoder: Any, token: str, token_
         init_total_variance=config.init_total_variance,
         covariance=config.covariance,
         variance_bounds=config.variance_bounds,
+        embeddings=config.embeddings,
     )
     return Tower(reader, encoder, head, token_dropout=token_dropout)
 

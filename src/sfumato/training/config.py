@@ -266,10 +266,15 @@ class ModelConfig(_Section):
     variance_bounds: tuple[PositiveFloat, PositiveFloat] | None = Field(
         None, description="lowest and highest variance of a dimension; none if left out"
     )
+    embeddings: PositiveInt = Field(
+        1, description="embeddings of an item, each with dim dimensions, by local attention; for points only"
+    )
     feature_dropout: float = Field(0.0, ge=0, lt=1, description="share of the token features dropped before the heads")
 
     def check_variances(self) -> None:
         """Refuse variances that contradict each other."""
+        if self.embeddings > 1 and self.variance:
+            raise ValueError("model.embeddings above 1 is for points; set model.variance=false")
         if not self.variance and (self.variance_bounds or self.covariance != "ellipsoidal"):
             raise ValueError("model.covariance and model.variance_bounds are for variances, but model.variance=false")
         if self.covariance == "spherical-one" and self.variance_norm:
@@ -330,6 +335,18 @@ class TripletConfig(_Section):
     margin: PositiveFloat = Field(0.4, description="in units of the distance; 0.4 on squared_l2 is 0.2 on the cosine")
     mining: Literal["hardest", "sum", "semi-hard"] = "hardest"
     sum_epochs: int = Field(0, ge=0, description="epochs at the start in which all negatives count")
+
+
+class PVSEConfig(_Section):
+    """PVSE: triplet hinge between items of K embeddings, discrepancy of the sides, diversity within an item."""
+
+    name: Literal["pvse"] = "pvse"
+    distance: str = Field("squared_l2", description="nearest_of_K for model.embeddings=K above 1")
+    margin: PositiveFloat = Field(0.2, description="in units of the distance; 0.2 on squared_l2 is 0.1 on the cosine")
+    mining: Literal["hardest", "sum", "semi-hard"] = "hardest"
+    sum_epochs: int = Field(0, ge=0, description="epochs at the start in which all negatives count")
+    mmd_weight: NonNegativeFloat = Field(0.01, description="of the discrepancy between images and texts")
+    diversity_weight: NonNegativeFloat = Field(0.1, description="of the likeness of an item's embeddings")
 
 
 class ProLIPConfig(_Section):
@@ -438,7 +455,8 @@ class Recipe(_Section):
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     loss: Annotated[
-        PCMEPPConfig | PCMEConfig | ProLIPConfig | InfoNCEConfig | TripletConfig, Field(discriminator="name")
+        PCMEPPConfig | PCMEConfig | ProLIPConfig | InfoNCEConfig | TripletConfig | PVSEConfig,
+        Field(discriminator="name"),
     ] = PCMEPPConfig()
     augment: AugmentConfig = AugmentConfig()
     optim: OptimConfig = OptimConfig()
@@ -461,6 +479,11 @@ class Recipe(_Section):
         if not self.model.variance and inclusion:
             raise ValueError("loss.inclusion_weight must be 0 when model.variance=false: points include nothing")
         self.model.check_variances()
+        if self.model.embeddings != distance.pieces:
+            raise ValueError(
+                f"model.embeddings={self.model.embeddings} does not fit loss.distance={distance.name!r}; with"
+                " model.embeddings=2 use nearest_of_2, and with 1 any other"
+            )
         if self.spread.epochs and not self.model.variance:
             raise ValueError("spread.epochs must be 0 when model.variance=false: points have no variance to fit")
         if self.spread.epochs and self.data.source == "shards":
@@ -555,7 +578,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 def _explain(item: Any) -> str:
     # Tags of discriminated unions ("small", "pcmepp") stand in the location but not in the file.
     path = [str(part) for part in item["loc"]]
-    tags = {"small", "frozen", "efficientnet", "clip", "pcmepp", "prolip", "infonce", "triplet"}
+    tags = {"small", "frozen", "efficientnet", "clip", "pcmepp", "prolip", "infonce", "triplet", "pvse"}
     shown = ".".join(part for i, part in enumerate(path) if not (part in tags and i > 0))
     if item["type"] == "extra_forbidden":
         known = _keys() - {shown}
