@@ -440,7 +440,7 @@ def test_a_collection_in_a_store_is_filled_searched_added_to_and_copied(work, sf
         (("--images", half, "--store", "file:", "--out", out), "exists already; give a new or empty folder"),
         (
             ("--images", half, "--add", "--out", tmp_path / "plain"),
-            "holds 'sfumato-index-1', expected 'sfumato-collection-1'",
+            "there is no collection in",
         ),
         (("--images", half, "--add", "--store", "file:", "--out", out), "leave --store out with --add"),
         (("--images", half, "--engine", "flat", "--store", "file:", "--out", tmp_path / "x"), "leave --engine out"),
@@ -500,6 +500,13 @@ def test_what_embed_has_written_is_indexed_part_by_part(work, sfumato, tmp_path)
     safetensors.torch.save_file(tensors | {name: tensors[name] + 1}, weights, metadata=about)
     status, _, err = sfumato("index", changed, "--embeddings", parts, "--out", tmp_path / "x")
     assert status == 2 and "holds embeddings by another model" in err
+    for folder in ("plain", "stored"):
+        status, said, err = sfumato("search", tmp_path / folder, "a red circle", "--run", changed)
+        assert status == 2 and "was built with another model than" in err and not said
+    status, _, err = sfumato("index", changed, "--images", work / "data", "--add", "--out", tmp_path / "stored")
+    assert status == 2 and "add only more of the same kind by the same model" in err
+    assert sfumato("search", tmp_path / "stored", "a red circle", "--store", f"file:{tmp_path}/stored/store")[0] == 0
+    assert sfumato("search", tmp_path / "stored", "a red circle", "--store", "file:")[0] == 0
 
 
 def test_calibrate_again_and_search_by_its_promises(work, sfumato, tmp_path):
@@ -619,7 +626,7 @@ def test_recipes_are_listed_and_shown(sfumato):
         (["embed", "{run}", "--out", "x.safetensors"], "for either --images FOLDER or --texts FILE"),
         (["embed", "{run}", "--images", "nowhere", "--out", "x.safetensors"], "there is no folder nowhere"),
         (["index", "{run}", "--split", "val", "--engine", "magic", "--out", "{new}3"], "unknown engine 'magic'"),
-        (["search", "{data}", "x"], "no manifest.json here"),
+        (["search", "{data}", "x"], "holds neither an index nor a collection"),
         (["search", "{data}"], "nothing to search for"),
         (["calibrate", "{data}"], "is not a run folder"),
         (["calibrate", "{run}", "--method", "magic"], "unknown method 'magic'; known: platt, isotonic"),

@@ -347,7 +347,7 @@ def test_what_cannot_be_stored_is_refused_and_leaves_nothing(tmp_path):
         for asked, message in (
             ({"k": 0}, "k must be at least 1"),
             ({"coverage": 0.9}, "coverage needs a calibration"),
-            ({"max_risk": 0.1}, "max_risk needs a calibration"),
+            ({"max_risk": 0.1}, r"\(max_risk\) needs a calibration"),
             ({"min_probability": 2.0}, "between 0 and 1"),
         ):
             with pytest.raises(ValueError, match=message):

@@ -306,7 +306,7 @@ def test_promises_that_nothing_vouches_for_are_refused():
     bare = GaussianIndex.build(gallery, ids_of(150))
     for asked in ("coverage", "max_risk"):
         with pytest.raises(
-            ValueError, match=rf"{asked} needs a calibration.*sfumato calibrate RUN.*build the index again"
+            ValueError, match=rf"{asked}.* needs a calibration.*sfumato calibrate RUN.*build the index again"
         ):
             bare.search(queries, 3, **{asked: 0.5})
     assert len(bare.search(queries[:1], 3, min_probability=0.0)[0]) == 3

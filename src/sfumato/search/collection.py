@@ -410,7 +410,9 @@ def check_empty(folder: Path) -> None:
         UserError: it does.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists already; give a new or empty folder, or add to the collection that is there")
+        raise UserError(
+            f"{folder} exists already; give a new or empty folder (sfumato index --add adds to a collection)"
+        )
 
 
 def _ordered(

@@ -136,7 +136,7 @@ class Answers:
 
     def abstains(self, nearest: Tensor, max_risk: float, n_gallery: int) -> list[bool]:
         """(n,) distances of queries to their closest items, infinite if there is none -> n times whether not to answer."""
-        calibration = self._vouching("max_risk")
+        calibration = self._vouching("abstention (max_risk)")
         n = max(1, n_gallery) if calibration.share is not None else None
         unanswered = calibration.abstains(
             nearest.nan_to_num(posinf=torch.finfo(nearest.dtype).max), max_risk, n_gallery=n, direction=self.direction

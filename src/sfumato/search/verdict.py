@@ -30,9 +30,15 @@ def verdict(expected_matches: float, best_probability: float, abstained: bool | 
     if expected_matches >= MANY:
         return Verdict("many", f"This could mean many things: about {expected_matches:.0f} matches expected")
     if best_probability < _UNSURE:
-        return Verdict("unsure", f"Nothing it is sure of: the best hit has a probability of {best_probability:.0%}")
+        return Verdict(
+            "unsure", f"Nothing it is sure of: the best hit has a probability of {_percent(best_probability)}"
+        )
     if expected_matches < _ONE:
         if best_probability >= _SURE:
             return Verdict("clear", "One clear match")
-        return Verdict("unsure", f"Not sure: the best hit has a probability of {best_probability:.0%}")
+        return Verdict("unsure", f"Not sure: the best hit has a probability of {_percent(best_probability)}")
     return Verdict("few", f"Few matches: about {expected_matches:.0f} expected")
+
+
+def _percent(p: float) -> str:
+    return f"{p:.0%}" if p >= 0.1 else f"{p:.1%}"

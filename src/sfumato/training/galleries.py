@@ -206,11 +206,17 @@ def fill_collection(
     if first is None:
         raise UserError("there is nothing to index: no item could be embedded")
     if store is None:
+        if not GaussianCollection.is_one(folder):
+            raise UserError(
+                f"there is no collection in {folder} to add to; make one with --store, or of an index with sfumato copy"
+            )
         collection = GaussianCollection.open(folder, unfinished=True)
-        made_by, expected = collection.about.get("run"), _about(matcher, home, first)
-        if made_by != expected["run"] or collection.answers.direction != first.direction:
+        about = _about(matcher, home, first)
+        if collection.about.get("model") != about["model"] or collection.answers.direction != first.direction:
             collection.close()
-            raise UserError(f"{folder} holds what {made_by} embedded; add only more of the same kind by the same model")
+            raise UserError(
+                f"{folder} holds what the model of {collection.about.get('run')} embedded; add only more of the same kind by the same model"
+            )
         start = _below(collection.about.get("pictures") or {}, first.pictures, folder)
     else:
         collection, start = create_collection(matcher, first, folder, own_or_anchored(store), home=home), ""
@@ -287,6 +293,7 @@ def copy_index(folder: str | Path, out: str | Path, store: str, *, source_store:
 def _about(matcher: Matcher, home: str | Path, source: Source) -> dict[str, Any]:
     return {
         "run": str(Path(home).resolve()) if Path(home).exists() else str(home),
+        "model": model_digest(matcher.model),
         "calibrated": matcher.calibrated,
         "pictures": dict(source.pictures),
     }
@@ -355,18 +362,24 @@ def open_gallery(folder: str | Path, store: str | None = None) -> Gallery:
 
     Args:
         folder: of the one or the other.
-        store: of a collection, see :meth:`GaussianCollection.open`.
+        store: of a collection, if it has moved; a URL as for :func:`fill_collection`.
 
     Raises:
-        FileNotFoundError: there is no folder, or nothing whole in it.
         ValueError: it is damaged.
-        UserError: the store cannot be opened, or an index was given one.
+        UserError: there is neither, the store cannot be opened, or an index was given one.
     """
     if GaussianCollection.is_one(folder):
-        return GaussianCollection.open(folder, store)
+        return GaussianCollection.open(folder, None if store is None else own_or_anchored(store))
+    if not is_gallery(folder):
+        raise UserError(f"{folder} holds neither an index nor a collection; make one with sfumato index")
     if store is not None:
         raise UserError(f"{folder} is an index in a file, without a store; leave --store out")
     return GaussianIndex.load(folder)
+
+
+def is_gallery(folder: str | Path) -> bool:
+    """Whether there is an index or a collection in a folder, damaged or not."""
+    return (Path(folder) / "manifest.json").is_file()
 
 
 def load_matcher(gallery: Gallery, folder: str | Path, run: str | Path | None = None) -> Published:
@@ -378,12 +391,19 @@ def load_matcher(gallery: Gallery, folder: str | Path, run: str | Path | None = 
         run: folder or name of the model, if it has moved.
 
     Raises:
-        UserError: the model is not where it was.
+        UserError: the model is not where it was, or is another one.
     """
     home = str(run or gallery.about.get("run", ""))
     if not home or (Path(home).is_absolute() and not Path(home).exists()):
         raise UserError(f"the model that {folder} was built with is not at {home}; say where it is with --run")
-    return load_model(home)
+    loaded = load_model(home)
+    # Indices of before do not know their model.
+    if gallery.about.get("model", digest := model_digest(loaded.model)) != digest:
+        raise UserError(
+            f"{folder} was built with another model than {home} is now: their distances mean nothing to each other; say where its own is"
+            " with --run, or build it again"
+        )
+    return loaded
 
 
 def describe(
