@@ -226,7 +226,7 @@ def test_a_run_is_served_with_a_split_of_its_data(run):
     sources = open_sources(run, split="val")
     assert {name: len(shelf.gallery) for name, shelf in sources.shelves.items()} == {"images": 12, "texts": 24}
     id = sources.shelves["images"].gallery.ids[0]
-    assert sources.shelves["images"].pictures.read(id).startswith(b"\x89PNG")
+    assert sources.shelves["images"].pictures.read(id, {}).startswith(b"\x89PNG")
     with pytest.raises(UserError, match="no split 'nope'"):
         open_sources(run, split="nope")
 
