@@ -500,7 +500,9 @@ def served(folder: Path) -> Iterator[tuple[str, int]]:
         url = f"http://127.0.0.1:{port}"
         while httpx.get(f"{url}/readyz", trust_env=False).status_code != 200:
             time.sleep(0.05)
-        new = {"items": [{"id": "0", "image": in_base64(picture()), "payload": {"first": "yes"}}]}  # A picture to look at.
+        new = {
+            "items": [{"id": "0", "image": in_base64(picture()), "payload": {"first": "yes"}}]
+        }  # A picture to look at.
         httpx.post(f"{url}/v1/items", json=new, timeout=20, trust_env=False)
         yield url, port
     finally:
