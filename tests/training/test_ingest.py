@@ -10,6 +10,7 @@ import tarfile
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -483,16 +484,80 @@ def test_shards_in_parts_of_a_shard(tmp_path):
 
 def test_damaged_shards_and_repeated_keys_are_reported(tmp_path):
     make_shard(tmp_path / "a.tar", [(f"{k % 3}.png", encoded(k)) for k in range(5)])
-    whole = (tmp_path / "a.tar").read_bytes()
-    (tmp_path / "b.tar").write_bytes(whole[:2000])
+    make_shard(tmp_path / "b.tar", [("0.png", encoded(0)), ("1.png", encoded(1))])
+    second = (tmp_path / "b.tar").read_bytes()
+    (tmp_path / "b.tar").write_bytes(second.replace(b"1.png", b"2.png", 1))
     done = embed_collection(
         tiny_matcher(), list_shards(str(tmp_path), part_size=9), tmp_path / "out", max_problem_share=0.9
     )
     assert together(tmp_path / "out")[0] == ["a.tar!0", "a.tar!1", "a.tar!2", "b.tar!0"]
     assert [p.reason.split(":")[0] for p in done.problems.items] == [
         *["the key occurs before in this shard"] * 2,
-        "cut short",
+        "damaged at byte 2048",
     ]
+
+
+@pytest.mark.parametrize("when", ["gone", "cut", "empty", "gone once listed", "cut once listed"])
+def test_a_shard_that_cannot_be_read_leaves_no_hole(tmp_path, when):
+    """Not even where it would be one of three problems: its part is missing, said to be, and made by the next run."""
+    for number in range(4):
+        members = [(f"{k}.png", encoded(10 * number + k)) for k in range(6)]
+        make_shard(tmp_path / f"a-{number}.tar", [("bad.png", b"no"), *members] if number in (1, 2) else members)
+    listing, matcher = list_shards(str(tmp_path / "a-{0..3}.tar"), part_size=4), tiny_matcher()
+    embed_collection(matcher, listing, tmp_path / "whole", batch_size=3)
+    path, out = tmp_path / "a-2.tar", tmp_path / "out"
+    data = path.read_bytes()
+
+    def spoil():
+        if "gone" in when:
+            path.unlink()
+        else:
+            path.write_bytes(data[: 0 if when == "empty" else data.index(b"4.png") + 600])
+
+    def entries(section):
+        found = listing.entries(section)
+        if section == 2:
+            spoil()
+        return found
+
+    if "listed" not in when:
+        spoil()
+    spoilt = replace(listing, entries=entries) if "listed" in when else listing
+    with pytest.raises(
+        UserError,
+        match="(?s)1 of 4 shards could not be read.* start the same command again.*a-2.tar: (cut|cannot be|.*empty)",
+    ):
+        embed_collection(matcher, spoilt, out, batch_size=3)
+    expected = {
+        name: bytes_ for name, bytes_ in files(tmp_path / "whole").items() if not name.startswith("part-000002")
+    }
+    made = files(out)
+    # Of a shard that was listed whole, a part may have been read in time.
+    first = {"part-000002.safetensors"} if when == "cut once listed" else set()
+    assert set(made) == set(expected) | first
+    assert len((out / "problems.jsonl").read_text().splitlines()) == 1 + len(first)
+    with pytest.raises(UserError, match="is not complete"):
+        read_parts(out)
+    path.write_bytes(data)
+    assert embed_collection(matcher, listing, out, batch_size=3).n == 24
+    assert files(out) == files(tmp_path / "whole")
+    assert files(out, "problems*") == files(tmp_path / "whole", "problems*")
+
+
+def test_a_picture_that_was_gone_is_tried_again_when_its_part_is_deleted(tmp_path, pictures):
+    """By the command of docs/ingest.md."""
+    matcher, listing, out = tiny_matcher(), list_folder(pictures, part_size=5), tmp_path / "out"
+    data = (pictures / "a" / "001.png").read_bytes()
+    (pictures / "a" / "001.png").unlink()
+    assert embed_collection(matcher, listing, out).n == 22
+    (pictures / "a" / "001.png").write_bytes(data)
+    assert embed_collection(matcher, listing, out).new == 0
+    command = 'grep -lF "No such file" embedded/part-*.safetensors | xargs rm'
+    assert command in (Path(__file__).parents[2] / "docs" / "ingest.md").read_text()
+    subprocess.run(command.replace("embedded", str(out)), shell=True, check=True)
+    assert len(files(out)) == 4
+    done = embed_collection(matcher, listing, out)
+    assert done.n == 23 and not done.problems.items
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from sfumato.data.manifest import PICTURE_ENDINGS, ListedImage, list_images
-from sfumato.data.shards import ShardPicture, expand_shards, list_shard
+from sfumato.data.shards import ShardError, ShardPicture, expand_shards, list_shard
 from sfumato.errors import UserError
 
 T = TypeVar("T")
@@ -29,7 +29,8 @@ class Entry:
         id: different for every item of a listing that can be used.
         place: where it is, for messages.
         payload: what is kept with its embedding.
-        read: returns the encoded picture or the text; called from any thread. Raises OSError or ValueError for what cannot be used.
+        read: returns the encoded picture or the text; called from any thread. Raises OSError or ValueError for what cannot be used,
+            and ShardError where that says nothing of this item.
     """
 
     id: str
@@ -50,7 +51,7 @@ class Listing:
         digest: of the list; of a text file, of its content. That a picture or a shard has changed under its name is not seen.
         part_size: most items of a part; a section of anything but shards has no more.
         sections: how many there are.
-        entries: number of a section -> its items, at least one.
+        entries: number of a section -> its items, at least one. Raises ShardError for a shard that cannot be read as a whole.
     """
 
     modality: Modality
@@ -221,9 +222,15 @@ def _pictures(folder: Path, below: str = "") -> Iterable[str]:
 
 
 def _member(shard: str, picture: ShardPicture) -> bytes:
-    with open(shard, "rb") as file:
-        file.seek(picture.offset)
-        return file.read(picture.size)
+    try:
+        with open(shard, "rb") as file:
+            file.seek(picture.offset)
+            data = file.read(picture.size)
+    except OSError as error:
+        raise ShardError(shard, f"cannot be read: {error.strerror or error}") from error
+    if len(data) < picture.size:
+        raise ShardError(shard, f"cut short since it was listed: ends within {picture.member}")
+    return data
 
 
 def _unusable(place: str, reason: str) -> Entry:

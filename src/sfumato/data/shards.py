@@ -41,6 +41,14 @@ _ENOUGH_TO_JUDGE = 1000
 _DAMAGED = (tarfile.TarError, ValueError, TypeError, LookupError, OverflowError, MemoryError, RecursionError)
 
 
+class ShardError(Exception):
+    """A shard as a whole cannot be read, at this moment at least: it is gone, the disk or network fails, or it is cut short."""
+
+    def __init__(self, shard: str | Path, reason: str) -> None:
+        super().__init__(f"{shard}: {reason}")
+        self.shard, self.reason = str(shard), reason
+
+
 @dataclass(frozen=True)
 class ShardSample:
     """A picture and its caption.
@@ -330,11 +338,17 @@ def list_shard(shard: str | Path) -> list[ShardPicture]:
 
     Returns:
         One for every sample, and one for every damaged place; at least one.
+
+    Raises:
+        ShardError: it cannot be opened or read, or is cut short, as while it is being copied.
     """
     found: list[ShardPicture] = []
+    cut: list[str] = []
 
-    def bad(reason: str) -> None:
+    def bad(reason: str, cut_short: bool = False) -> None:
         found.append(ShardPicture("", error=reason))
+        if cut_short:
+            cut.append(reason)
 
     seen: set[str] = set()
     try:
@@ -354,7 +368,9 @@ def list_shard(shard: str | Path) -> list[ShardPicture]:
                     member = members[endings.index(picture)][2]
                     found.append(ShardPicture(key, member.name, member.offset_data, member.size))
     except OSError as error:
-        bad(f"cannot be read: {error.strerror or error}")
+        raise ShardError(shard, f"cannot be read: {error.strerror or error}") from error
+    if cut:
+        raise ShardError(shard, cut[0])
     if not found:
         bad("no sample in it")
     return found
@@ -364,7 +380,7 @@ def _read_shard(shard: str, mine: slice, bad: Callable[[str, str], None]) -> Ite
     """The usable ones among the samples of a shard that a slice of them picks."""
     try:
         with open(shard, "rb") as file:
-            members = _named(_members(file, lambda reason: bad(shard, reason)))
+            members = _named(_members(file, lambda reason, _: bad(shard, reason)))
             groups = ((key, list(group)) for key, group in itertools.groupby(members, key=lambda member: member[0]))
             for key, group in itertools.islice(groups, mine.start, mine.stop, mine.step):
                 place = f"{shard}!{key}"
@@ -378,15 +394,18 @@ def _read_shard(shard: str, mine: slice, bad: Callable[[str, str], None]) -> Ite
         bad(shard, f"cannot be read: {error.strerror or error}")
 
 
-def _members(file: IO[bytes], bad: Callable[[str], None]) -> Iterator[tarfile.TarInfo]:
-    """The members of a tar file. After a damaged place the next header is searched, block by block."""
+def _members(file: IO[bytes], bad: Callable[[str, bool], None]) -> Iterator[tarfile.TarInfo]:
+    """The members of a tar file. After a damaged place the next header is searched, block by block.
+
+    What is wrong is told as (reason, whether the end of the file is missing).
+    """
     size = os.fstat(file.fileno()).st_size
     try:
         tar = tarfile.TarFile(fileobj=file, ignore_zeros=True)
         if tar.next() is None:
             raise ValueError("it has no members")
     except _DAMAGED as error:
-        return bad(f"not an uncompressed tar file: {error}")
+        return bad(f"not an uncompressed tar file: {error}", size == 0)
     position, damaged, ended = 0, False, False
     while position < size:
         file.seek(position)
@@ -401,16 +420,16 @@ def _members(file: IO[bytes], bad: Callable[[str], None]) -> Iterator[tarfile.Ta
                 raise ValueError("a negative size")
         except _DAMAGED as error:
             if not damaged:
-                bad(f"damaged at byte {position}: {error}; what is there is lost")
+                bad(f"damaged at byte {position}: {error}; what is there is lost", not ended and file.tell() >= size)
             damaged = True
             position += tarfile.BLOCKSIZE
             continue
         damaged, ended, position = False, False, tar.offset
         if member.offset_data + member.size > size:
-            return bad(f"cut short: ends within {member.name}")
+            return bad(f"cut short: ends within {member.name}", True)
         yield member
     if not ended and not damaged:
-        bad("cut short: the mark of the end is missing, and maybe members before it")
+        bad("cut short: the mark of the end is missing, and maybe members before it", True)
 
 
 def _named(members: Iterable[tarfile.TarInfo]) -> Iterator[tuple[str, str, tarfile.TarInfo]]:

@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 
 from sfumato.data.listings import Entry, Listing, list_folder, list_manifest, list_shards, list_texts
 from sfumato.data.problems import Problem, Problems
+from sfumato.data.shards import ShardError
 from sfumato.data.transforms import check_image, decode_image
 from sfumato.encoders.dual import DualEncoder, FrozenReader, PixelReader, Tower
 from sfumato.encoders.features import PixelStore, RaggedStore
@@ -38,6 +39,7 @@ PART_SIZE = 4096
 """Most items of a part, if nothing else is said: what a job that is killed has to do again."""
 
 _ENOUGH_TO_JUDGE = 1000
+_FEW_UNREAD = 10
 _UNFINISHED = re.compile(r"\.part-(\d+).*\.tmp")
 
 
@@ -110,7 +112,8 @@ def embed_collection(
     not made again. Any number of jobs gives the same parts, to the bit where the encoder computes a batch to the same bits each time
     (a CPU with equal threads); another ``batch_size`` or device changes embeddings by rounding.
 
-    What cannot be used is left out, listed in the part, and reported again by a job that finds the part made. Memory holds the
+    What cannot be used is left out, listed in the part, and reported again by a job that finds the part made. A shard that cannot be
+    read as a whole is no such thing: its part is not written, the others are, and then the job ends with an error. Memory holds the
     embeddings of a part or two and the decoded pictures of three batches, whatever the size of the collection, beside the listing.
 
     Args:
@@ -130,7 +133,7 @@ def embed_collection(
         What was done. problems.jsonl (of several jobs problems-JOB-of-OF.jsonl) and job-JOB-of-OF.json in ``out`` say the same.
 
     Raises:
-        UserError: ``out`` holds embeddings of something else, too much is unusable, or nothing can be used.
+        UserError: ``out`` holds embeddings of something else, too much is unusable, nothing can be used, or a shard could not be read.
         ValueError: a number is out of its range.
         OSError: ``out`` cannot be written to.
 
@@ -174,8 +177,16 @@ def embed_collection(
                     advance(0 if in_shards else len(batch))
                 share.finish(name, parts)
                 advance(1 if in_shards and name.number == parts - 1 else 0)
-        share.judge(end=True)
+        share.judge(end=not share.unread)
         share.write()
+        if share.unread:
+            listed = "\n".join(f"  {shard}: {reason}" for shard, reason in sorted(share.unread.items())[:_FEW_UNREAD])
+            more = len(share.unread) - _FEW_UNREAD
+            raise UserError(
+                f"{len(share.unread)} of {listing.n} shards could not be read, and their parts are not written; see to them, and start"
+                f" the same command again, which does what is missing:\n{listed}"
+                + (f"\n  ... and {more} more" if more > 0 else "")
+            )
     finally:
         problems = share.all_problems()
         problems.write(out / (f"problems-{job}-of-{of}.jsonl" if of > 1 else "problems.jsonl"))
@@ -271,6 +282,7 @@ class _Share:
     left: int = 0
     problems: Problems = field(default_factory=Problems)
     problems_of: dict[tuple[int, int], list[Problem]] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._todo: list[tuple[int, dict[int, PartAbout]]] = []
@@ -302,7 +314,11 @@ class _Share:
         """The items of the parts that are missing; a section is listed when its turn comes."""
         size = self.listing.part_size
         for section, there in self._todo:
-            entries = self.listing.entries(section)
+            try:
+                entries = self.listing.entries(section)
+            except ShardError as error:
+                self.unread[error.shard] = error.reason
+                continue
             parts = -(-len(entries) // size)
             if changed := next((about.parts for about in there.values() if about.parts != parts), 0):
                 raise UserError(
@@ -321,6 +337,14 @@ class _Share:
         self._left_out.append(self.problems.items[-1])
         self.judge()
 
+    def give_up(self, error: ShardError) -> None:
+        """Leave the part that is being made unwritten."""
+        self.unread[error.shard] = error.reason
+        self.usable -= len(self._entries)
+        del self.problems.items[len(self.problems) - len(self._left_out) :]
+        self._reset()
+        self._given_up = True
+
     def add(self, entries: Sequence[Entry], embeddings: Sequence[GaussianEmbedding]) -> None:
         """Take the embeddings of some items into the part that is being made."""
         self._entries += entries
@@ -328,7 +352,10 @@ class _Share:
         self.usable += len(entries)
 
     def finish(self, name: PartName, parts: int) -> None:
-        """The part is made; it is written by the next :meth:`write`."""
+        """The part is made, unless it was given up; it is written by the next :meth:`write`."""
+        if self._given_up:
+            self._reset()
+            return
         embeddings = GaussianEmbedding.cat(self._embeddings or [GaussianEmbedding.point(torch.empty(0, 0))])
         left_out = [{"place": problem.place, "reason": problem.reason} for problem in self._left_out]
         about = PartAbout(self.identity, embeddings.n, parts, left_out)
@@ -361,6 +388,7 @@ class _Share:
         self._entries: list[Entry] = []
         self._embeddings: list[GaussianEmbedding] = []
         self._left_out: list[Problem] = []
+        self._given_up = False
 
 
 def _in_threads(
@@ -371,7 +399,7 @@ def _in_threads(
     def work(task: _Task) -> Any:
         try:
             return prepare(task.entry.read())
-        except (ValueError, OSError, MemoryError) as error:
+        except (ValueError, OSError, MemoryError, ShardError) as error:
             return error
 
     begun: deque[tuple[_Task, Future[Any]]] = deque()
@@ -390,9 +418,12 @@ def _in_threads(
 
 
 def _batches(group: Iterable[tuple[_Task, Any]], size: int, share: _Share) -> Iterator[list[tuple[Entry, Any]]]:
-    """The usable items of a part, ``size`` at a time."""
+    """The usable items of a part, ``size`` at a time; no more of them once its shard cannot be read."""
     batch: list[tuple[Entry, Any]] = []
     for task, value in group:
+        if isinstance(value, ShardError):
+            share.give_up(value)
+            return
         if isinstance(value, Exception):
             share.leave_out(task.entry, value)
             continue
