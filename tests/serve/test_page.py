@@ -7,6 +7,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from serve.world import KEY, embedded, make_collection, make_run, picture, read_only, served
 
+from sfumato.search.verdict import verdict
 from sfumato.serve.app import PAGE
 from sfumato.serve.pictures import FolderPictures
 from sfumato.serve.sources import Shelf, Sources, open_sources
@@ -103,7 +104,8 @@ def test_search_by_text(visit, service):
     first = answer["hits"][0]
     card = panel(page).locator(".pick").first
     expect(card).to_contain_text(first["id"])
-    expect(card).to_have_accessible_name(re.compile(f"match probability {round(100 * first['match_probability'])}%"))
+    probability = float(f"{100 * first['match_probability']:.{1 if first['match_probability'] < 0.1 else 0}f}")
+    expect(card).to_have_accessible_name(re.compile(rf"match probability {probability:g}%"))
     expect(card).to_have_accessible_description("More like this")
     assert card.locator("img").evaluate("async (image) => (await image.decode(), image.naturalWidth)") > 0
     expect(page.locator("#status")).to_contain_text(answer["verdict"]["text"])
@@ -479,3 +481,110 @@ def test_it_is_small_and_asks_nobody_else():
     assert sum(map(len, files.values())) < 58_000
     for name, text in files.items():
         assert "https://" not in text and "innerHTML" not in text and "eval(" not in text, name
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_compare_keeps_what_is_being_written(visit, service, width):
+    page = visit(service, width=width)
+    page.locator("#q0").fill("a red circle")
+    page.get_by_label("Compare two").check()
+    expect(page.locator("#q1")).to_be_focused()
+    expect(page.locator("#q0")).to_have_value("a red circle")
+    page.keyboard.type("some bar")
+    page.keyboard.press("Enter")
+    expect(page.locator("#answers h2")).to_have_text(["“a red circle”", "“some bar”"])
+    page.locator("#q0").fill("a blue square")
+    page.get_by_text("Map", exact=True).click()
+    expect(page.locator("#map")).to_be_visible()
+    expect(page.locator("#q0")).to_have_value("a blue square")
+    page.go_back()
+    page.go_back()
+    expect(page.locator("#q0")).to_have_value("")  # another search brings its own text
+
+
+def test_what_was_added_is_announced_by_its_id(visit, run, tmp_path):
+    folder = make_collection(run, run.parent / "data", tmp_path / "collection")
+    with served(open_sources(folder)) as client:
+        page = visit(client)
+        page.get_by_role("button", name="Add…").click()
+        dialog = page.get_by_role("dialog", name="Add to the collection")
+        dialog.get_by_label("Picture").set_input_files(
+            {"name": "violet.png", "mimeType": "image/png", "buffer": picture("violet")}
+        )
+        dialog.get_by_label("Id:").fill("the violet one")
+        dialog.get_by_role("button", name="Add").click()
+        expect(page.locator("#status")).to_have_text("the violet one is added.")
+        page.close()
+
+
+@pytest.mark.parametrize("late", ["circle", "bar"])
+def test_two_answers_are_announced_at_once(visit, service, late):
+    page = visit(service)
+    slow = []
+    page.route(
+        "**/v1/search", lambda route: slow.append(route) if late in route.request.post_data else route.continue_()
+    )
+    page.goto("/?q=a+red+circle&q2=some+bar")
+    expect(panel(page, int(late == "circle")).locator(".hit")).to_have_count(24)
+    expect(page.locator("#status")).to_be_empty()
+    slow[0].continue_()
+    told = [f"“{text}”: {ask(service, {'text': text})['verdict']['text']}." for text in ("a red circle", "some bar")]
+    expect(page.locator("#status")).to_have_text(f"{told[0]} 24 hits. {told[1]} 24 hits.")
+
+
+def test_one_of_two_answers_fails(visit, service):
+    page = visit(service, "/?q=a+red+circle&id2=nobody", allowed=["status of 404"])
+    expect(page.get_by_role("alert").last).to_contain_text("There is no item 'nobody'")
+    said = ask(service, {"text": "a red circle"})["verdict"]["text"]
+    expect(page.locator("#status")).to_have_text(f"“a red circle”: {said}. 24 hits.")
+
+
+def test_options_are_folded_on_a_phone(visit, run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "calibration.json").unlink(missing_ok=True)
+    folder = make_collection(tmp_path / "run", run.parent / "data", tmp_path / "collection")
+    with served(open_sources(folder)) as client:
+        page = visit(client, "/?q=a+red+circle&q2=some+bar", width=390, height=844)
+        slider, options = page.get_by_role("slider"), page.get_by_text("Options", exact=True)
+        assert panel(page).locator(".hit").first.bounding_box()["y"] < 660
+        row = [page.locator(it).bounding_box() for it in ("#views", ".toggle", "#add-open")]
+        assert len({(box["y"], box["height"]) for box in row}) == 1  # one row, aligned
+        expect(slider).to_be_hidden()
+        expect(page.locator("#promises")).to_be_hidden()
+        options.click()
+        expect(slider).to_be_visible()
+        expect(page.locator("#promises")).to_contain_text("need a model that was calibrated")
+        one, other = (page.locator(it).bounding_box() for it in ("#abstain", "#coverage"))
+        assert (one["y"], one["width"]) == (other["y"], other["width"])
+        page.goto("/?q=a+red+circle&least=0.01")
+        expect(slider).to_be_visible()  # in use, so not hidden
+        page.goto("/?q=a+red+circle")
+        expect(slider).to_be_hidden()
+        page.set_viewport_size({"width": 1440, "height": 900})
+        expect(slider).to_be_visible()
+        expect(options).to_be_hidden()
+        page.close()
+
+
+def test_small_probabilities_read_as_in_the_verdict(visit, service):
+    page = visit(service)
+    for p, expected, said, sum_said in (
+        (0.0049, 0.0312, "0.5%", "<0.1"),
+        (0.0001, 0.0002, "<0.1%", "<0.1"),
+        (0.0949, 0.31, "9.5%", "0.3"),
+        (0.104, 0.31, "10%", "0.3"),
+    ):
+        answer = ask(service, {"text": "some bar"})
+        answer["expected_matches"] = expected
+        for hit in answer["hits"]:
+            hit["match_probability"] = min(p, expected / 24)
+        answer["hits"][0]["match_probability"] = p
+        answer["verdict"] = dict(zip(("kind", "text"), vars(verdict(expected, p)).values(), strict=True))
+        page.unroute("**/v1/search")
+        page.route("**/v1/search", lambda route, _, answer=answer: route.fulfill(json={"answers": [answer]}))
+        page.goto(f"/?q={p}")
+        expect(panel(page).locator(".facts b").nth(1)).to_have_text(said)
+        expect(panel(page).locator(".facts b").first).to_have_text(sum_said)
+        expect(panel(page).locator(".figures b").first).to_have_text(said)
+        if p > 0.001:
+            expect(panel(page).locator(".verdict")).to_contain_text(f"a probability of {said}")

@@ -25,7 +25,6 @@ const answers = new Map(); // request -> answer
 const maps = new Map(); // gallery -> promise of its map
 const shown = [null, null]; // slot -> {query, answer}
 const running = [null, null]; // slot -> AbortController
-const synced = [null, null]; // slot -> query that its box was last filled from
 let wanted = HITS;
 let info;
 let state;
@@ -95,7 +94,7 @@ function checkPicture(file) {
 // ---- figures in words
 
 const megabytes = (bytes) => `${figure(bytes / 1e6)} MB`;
-const percent = (p) => (p > 0 && p < 0.0005 ? "<0.1%" : p < 1 && p >= 0.995 ? ">99%" : `${Number((100 * p).toFixed(p < 0.1 ? 1 : 0))}%`); // as the verdicts have it
+const percent = (p) => (p > 0 && p < 0.0005 ? "<0.1%" : p < 1 && p >= 0.995 ? ">99%" : `${Number((100 * p).toFixed(p < 0.1 ? 1 : 0))}%`); // as in verdicts
 const figure = (v, digits = 3) => (v >= 1000 ? count(v) : String(Number(v.toPrecision(digits))));
 const count = (n) => Math.round(n).toLocaleString("en");
 const about = (n) => (n > 0 && n < 0.05 ? "<0.1" : n < 10 ? String(Number(n.toFixed(1))) : count(n));
@@ -202,13 +201,12 @@ async function search(slot) {
     if (!controller.signal.aborted) fail(slot, error);
   } finally {
     clearTimeout(waiting);
-    if (running[slot] === controller) running[slot] = null;
-    if (!controller.signal.aborted && !running.some(Boolean)) tell();
+    if (running[slot] === controller) (running[slot] = null), tell();
   }
 }
 
-// Both answers in one announcement: a second one would cut the first short.
-const tell = () => ($("#status").textContent = shown.filter(Boolean).map(({ query, answer }) => `${titleOf(query)}: ${answer.verdict.text}. ${answer.hits.length} hits.`).join(" "));
+// Both in one, as a second announcement may cut the first short.
+const tell = () => running.some(Boolean) || ($("#status").textContent = shown.filter(Boolean).map(({ query, answer }) => `${titleOf(query)}: ${answer.verdict.text}. ${answer.hits.length} hits.`).join(" "));
 
 // ---- the answers
 
@@ -238,9 +236,8 @@ const refusal = ({ title, message, status }, again) =>
 const fail = (slot, error) => panel(slot, refusal(error, () => search(slot)));
 
 function result(slot, query, answer) {
-  const { galleries, dimensions } = info;
   const { gallery } = state;
-  const { n, calibrated } = galleries[gallery];
+  const { n, calibrated } = info.galleries[gallery];
   const best = answer.hits[0]?.match_probability ?? 0;
   const fact = (value, label) => h("div", {}, h("b", {}, value), h("span", {}, label));
   const set = answer.conformal_set;
@@ -253,7 +250,7 @@ function result(slot, query, answer) {
       : "These probabilities are a guess: the model was not calibrated on held-out pairs."),
     h("details", {}, h("summary", {}, "What is this?"),
       h("p", {}, h("b", {}, "Matches expected. "), `Each of the ${things(gallery, n)} has a probability of matching, computed from its distance (${answer.distance}) to what you asked. They add up to ${about(answer.expected_matches)}: so many true matches are to be expected. A vague question expects many, a precise one few.`),
-      h("p", {}, h("b", {}, "Total variance. "), `To the model, what you asked is not a point but a cloud in ${count(dimensions)} dimensions; this is how wide the cloud is. It can be compared with other questions to the same model, and is no measure of error by itself.`)),
+      h("p", {}, h("b", {}, "Total variance. "), `To the model, what you asked is not a point but a cloud in ${count(info.dimensions)} dimensions; this is how wide the cloud is. It can be compared with other questions to the same model, and is no measure of error by itself.`)),
     set && h("p", { class: "count" }, `The framed set of ${things(gallery, set.hits.length)} holds a match with a probability of ${percent(set.coverage)}${set.complete ? "." : ", had it not been cut here: do not rely on it."}`),
     h("p", { class: "count", "data-count": "" }),
     h("ul", { class: `grid ${gallery}` }, answer.hits.map((hit) => card(slot, hit, inSet.has(hit.id)))),
@@ -438,8 +435,9 @@ function syncAsk(slot) {
   const node = $(`[data-ask="${slot}"]`);
   node.hidden = slot === 1 && !state.compare;
   const input = $("input[type=search]", node);
-  if (JSON.stringify(query) !== JSON.stringify(synced[slot])) input.value = query?.kind === "text" ? query.value : ""; // else keep what is being written
-  synced[slot] = query;
+  const asked = JSON.stringify(query);
+  if (asked !== (node.dataset.asked ?? "null")) input.value = query?.kind === "text" ? query.value : ""; // else keep what is being written
+  node.dataset.asked = asked;
   const chip = $(".chip", node);
   chip.hidden = !query || query.kind === "text";
   input.placeholder = chip.hidden ? (slot ? "and something else to compare with" : "Describe it, or drop a picture here") : "or describe it";
@@ -583,6 +581,8 @@ async function start() {
 }
 
 $("#asks").append(...SLOTS.map(box));
+const narrow = matchMedia("(max-width: 520px)"); // folds the options, unless they are in use
+(narrow.onchange = () => ($("#options").open = !narrow.matches || /least|abstain|coverage/.test(location.search)))();
 $("[data-ask='1']").hidden = true;
 $("#key form").addEventListener("submit", ({ target }) => {
   sessionStorage.setItem("sfumato-key", target.elements.key.value);
