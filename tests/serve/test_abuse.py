@@ -107,7 +107,7 @@ def test_what_nobody_waits_for_is_not_decoded(sources, monkeypatch):
         assert slow.begun == 1  # Of 20.
         slow.go.set()
         assert client.post("/v1/search/image", files={"image": ("a", picture())}).status_code == 200
-        assert slow.begun == 2 and client.app.state.service.embedder._decoding == 0
+        assert slow.begun == 2 and client.app.state.service.embedder.decoding == 0
 
 
 # ---------------------------------------------------------------- JSON

@@ -30,6 +30,9 @@ class Embedder:
         model: in evaluation mode; nobody else may use it meanwhile.
         settings: sizes of batches and queues.
         metrics: told of every batch.
+
+    Attributes:
+        decoding: pictures that are being decoded, or wait for it.
     """
 
     def __init__(self, model: DualEncoder, settings: Settings, metrics: Metrics) -> None:
@@ -42,7 +45,7 @@ class Embedder:
         # What ingestion does with a picture in its workers, and with a batch of these in the model's thread.
         self._prepare, self._encode = _steps(model.image, "images")
         self._workers = ThreadPoolExecutor(settings.workers, "decode")
-        self._decoding, self._max_waiting = 0, settings.max_waiting
+        self.decoding, self._max_waiting = 0, settings.max_waiting
         self.pictures: Batcher[Any, GaussianEmbedding] = Batcher(
             self._embed_pictures, self._thread, size=settings.batch_size, window=settings.batch_window,
             waiting=settings.max_waiting, observe=metrics.batch("image"),
@@ -74,13 +77,13 @@ class Embedder:
         Raises:
             Refusal: 503, the queue is full.
         """
-        if self._decoding + len(self.pictures) + len(pictures) > self._max_waiting:
+        if self.decoding + len(self.pictures) + len(pictures) > self._max_waiting:
             raise _full()
-        self._decoding += len(pictures)
+        self.decoding += len(pictures)
         try:
             prepared = await self.beside(self._prepare, pictures)
         finally:
-            self._decoding -= len(pictures)
+            self.decoding -= len(pictures)
         decoded = [one for one in prepared if not isinstance(one, BaseException)]
         rows = iter(await submitted(self.pictures, decoded) if decoded else ())
         return [one if isinstance(one, BaseException) else next(rows) for one in prepared]
@@ -92,7 +95,10 @@ class Embedder:
             going = [loop.run_in_executor(self._workers, work, picture) for picture in pictures]
         except RuntimeError:
             raise busy("The service is going down", 5) from None
-        return await asyncio.gather(*going, return_exceptions=True)
+        found = await asyncio.gather(*going, return_exceptions=True)
+        if any(isinstance(one, asyncio.CancelledError) for one in found):
+            raise busy("The service is going down", 5)
+        return found
 
     def _embed_texts(self, texts: list[str]) -> list[GaussianEmbedding | Exception]:
         return _rows(self.model.embed_texts(texts))

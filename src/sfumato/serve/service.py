@@ -241,7 +241,11 @@ class Service:
         items: dict[str, int] = {
             name: await self.in_thread(len, shelf.gallery) for name, shelf in self.sources.shelves.items()
         }
-        waiting = {"text": len(self.embedder.texts), "image": len(self.embedder.pictures), "search": len(self.searches)}
+        waiting = {
+            "text": len(self.embedder.texts),
+            "image": self.embedder.decoding + len(self.embedder.pictures),
+            "search": len(self.searches),
+        }
         return self.metrics.text(waiting, items, self.ready.is_set())
 
     def changed(self, shelf: Shelf, items: int) -> None:

@@ -81,7 +81,7 @@ class Writer:
             _forget_pictures(shelf, before - new)
             return len(collection)
 
-        n = await self._alone(shelf, store, len(items))
+        n = await self._alone(shelf, store, lambda: len(items))
         return AddResponse(gallery=gallery, stored=len(items), n=n)
 
     async def delete(self, gallery: GalleryName, ids: Sequence[str]) -> DeleteResponse:
@@ -101,7 +101,7 @@ class Writer:
             _forget_pictures(shelf, pictures)
             return len(collection)
 
-        n = await self._alone(shelf, remove, len(ids))
+        n = await self._alone(shelf, remove, lambda: removed)
         return DeleteResponse(gallery=gallery, deleted=removed, n=n)
 
     async def close(self) -> None:
@@ -119,7 +119,7 @@ class Writer:
         )
         for (where, _), one in zip(pictures, found, strict=True):
             if isinstance(one, ValueError):
-                raise Refusal(422, f"{where}: {one}", errors=[(f"{where}", str(one))]) from one
+                raise Refusal(422, f"{where}: {one}", errors=[(where, str(one))]) from one
             if isinstance(one, BaseException):
                 raise one
         return [one for one in found if isinstance(one, bytes)]
@@ -152,9 +152,14 @@ class Writer:
         if errors:
             raise Refusal(422, f"Nothing was stored: {errors[0][0]}: {errors[0][1]}", errors=errors)
 
-    async def _alone(self, shelf: Shelf, work: Callable[[], int], items: int) -> int:
-        """Done when no other write is; to its end, even if whoever asked has gone."""
+    async def _alone(self, shelf: Shelf, work: Callable[[], int], items: Callable[[], int]) -> int:
+        """Done when no other write is; to its end, even if whoever asked has gone, unless that was before it began.
 
+        Args:
+            shelf: that is written to.
+            work: gives the number of items there are then.
+            items: how many it has stored or removed, asked when it is done.
+        """
         wanted = True
 
         async def locked() -> int:
@@ -164,7 +169,7 @@ class Writer:
                 try:
                     return await asyncio.get_running_loop().run_in_executor(self._thread, work)
                 finally:
-                    self.service.changed(shelf, items)
+                    self.service.changed(shelf, items())
                     if shelf.written - self._optimised[shelf] >= _MANY:
                         self._begin(self._optimise(shelf, least=_MANY))
 
