@@ -17,7 +17,7 @@ from search.stores_contract import FINGERPRINT, StoreContract, assert_holds, ass
 from sfumato.errors import UserError
 from sfumato.search.stores import milvus
 from sfumato.search.stores.base import Filter, Records
-from sfumato.search.stores.open import create_store, open_store
+from sfumato.search.stores.open import create_store, open_store, without_password
 
 if not all(map(importlib.util.find_spec, ("pymilvus", "milvus_lite"))):
     pytest.skip("needs the extra milvus", allow_module_level=True)
@@ -239,6 +239,11 @@ def test_servers_that_are_not_there_and_passwords(monkeypatch):
     assert milvus._Place("milvus+https://h:1/n").token == "from the environment"
     assert milvus._Place("milvus+https://me:a%40b@h:1/n").token == "me:a@b"
     assert milvus._Place("milvus+https://me:a%40b@h:1/n").uri == "https://h:1"
+    # As a collection keeps it.
+    kept = milvus._Place(without_password("milvus+https://me:a%40b@h:1/n"))
+    assert (kept.token, kept.uri) == ("from the environment", "https://h:1")
+    monkeypatch.delenv("MILVUS_TOKEN")
+    assert milvus._Place("milvus+https://me@h:1/n").token == ""
 
 
 WRITER = """

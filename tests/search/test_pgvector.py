@@ -16,6 +16,8 @@ import torch
 from search.stores_contract import FINGERPRINT, StoreContract, assert_holds, assert_nearest, by_id, queries, records
 
 from sfumato.errors import UserError
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.collection import GaussianCollection
 from sfumato.search.stores import pgvector
 from sfumato.search.stores.base import Filter, Records
 from sfumato.search.stores.open import create_store, open_store
@@ -300,6 +302,16 @@ def test_passwords_open_and_are_never_told(server, monkeypatch):
         assert caught.value.__cause__ is None
         for secret in ("wr0ng", "s3cr", "#word", "2Fword"):
             assert secret not in str(caught.value)
+
+
+def test_a_collection_whose_url_had_a_password_opens_with_that_of_the_environment(server, tmp_path, monkeypatch):
+    url = server.url(user=f"guarded:{QUOTED}")
+    with GaussianCollection.create(tmp_path / "c", url, d=3, logit_scale=1.0, logit_bias=0.0) as made:
+        made.upsert(GaussianEmbedding(torch.randn(2, 3), torch.zeros(2, 3)), ["a", "b"])
+    monkeypatch.setenv("PGPASSWORD", PASSWORD)
+    with GaussianCollection.open(tmp_path / "c") as opened:
+        assert opened.search(GaussianEmbedding.point(torch.zeros(1, 3)), k=2)[0]
+    assert PASSWORD not in (tmp_path / "c" / "manifest.json").read_text()
 
 
 def test_servers_that_are_not_there(monkeypatch):

@@ -17,6 +17,7 @@ from search.stores_contract import FINGERPRINT, StoreContract, assert_holds, by_
 
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.collection import GaussianCollection
 from sfumato.search.lifting import lift_gallery, lift_queries
 from sfumato.search.stores.base import Filter, Records
 from sfumato.search.stores.open import create_store, open_store
@@ -244,6 +245,21 @@ def test_the_password_is_used_and_never_shown(tmp_path, redis_server, monkeypatc
     with pytest.raises(UserError, match="Redis: .*see that it runs") as gone:
         open_store(right)
     assert "hush" not in str(gone.value)
+
+
+@pytest.mark.parametrize("user", ["", "default"])
+def test_a_collection_whose_url_had_a_password_opens_with_that_of_the_environment(
+    tmp_path, redis_server, monkeypatch, user
+):
+    server = redis_server(*DURABLE, "--requirepass", "hush/hush")
+    url = f"redis://{user}:hush%2Fhush@127.0.0.1:{server.port}/0?means={tmp_path}/means"
+    with GaussianCollection.create(tmp_path / "c", url, d=3, logit_scale=1.0, logit_bias=0.0) as made:
+        made.upsert(GaussianEmbedding(torch.randn(2, 3), torch.zeros(2, 3)), ["a", "b"])
+    with pytest.raises(UserError, match="(?i)authenticat|password"):
+        GaussianCollection.open(tmp_path / "c")
+    monkeypatch.setenv("REDIS_PASSWORD", "hush/hush")
+    with GaussianCollection.open(tmp_path / "c") as opened:
+        assert opened.search(GaussianEmbedding.point(torch.zeros(1, 3)), k=2)[0]
 
 
 def test_a_redis_that_forgets_is_warned_of(tmp_path, redis_server):

@@ -3,7 +3,7 @@
     milvus:runs/store.db?name=sfumato            Milvus Lite in this process, one process at a time
     milvus+http://host:19530/name                a server; milvus+https://user:password@host:19530/name one that asks who it is
 
-Instead of user and password a token may stand in MILVUS_TOKEN. Options:
+Where the URL has no password, the token comes from MILVUS_TOKEN: user:password, or an API key. Options:
 
     index                 FLAT (exact; the default), HNSW, IVF_FLAT, or AUTOINDEX (what the server thinks best; HNSW in Lite)
     m, ef_construction    HNSW, while it is built: 16, 200
@@ -337,8 +337,8 @@ class _Place:
             if not parts.hostname:
                 raise UserError(f"store {self.url}: expected milvus+http://host:19530/name")
             self.token = os.environ.get("MILVUS_TOKEN", "")
-            if parts.username is not None:
-                self.token = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            if parts.password:
+                self.token = f"{unquote(parts.username or '')}:{unquote(parts.password)}"
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,254}", self.name):
             raise UserError(f"store {self.url}: a collection has letters, digits and _ in its name, got {self.name!r}")
         if self.options.get("index", "FLAT") not in ("FLAT", "HNSW", "IVF_FLAT", "AUTOINDEX"):
