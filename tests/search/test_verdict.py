@@ -16,7 +16,7 @@ from sfumato.search.verdict import verdict
         (1.69, 0.5, None, "clear", "One clear match"),
         (1.69, 0.49, None, "unsure", "Not sure: the best hit has a probability of 49%"),
         (0.1, 0.004, None, "unsure", "a probability of 0.4%"),
-        (0.0, 0.0, None, "unsure", "Nothing it is sure of"),
+        (0.0, 0.0009, None, "unsure", "a probability of less than 0.1%"),
         (212.4, 0.99, True, "abstained", "No confident match"),
     ],
 )

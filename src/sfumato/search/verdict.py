@@ -41,4 +41,6 @@ def verdict(expected_matches: float, best_probability: float, abstained: bool | 
 
 
 def _percent(p: float) -> str:
+    if p < 0.001:
+        return "less than 0.1%"
     return f"{p:.0%}" if p >= 0.1 else f"{p:.1%}"
