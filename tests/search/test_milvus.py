@@ -129,8 +129,31 @@ def test_batches_larger_than_a_message(server, monkeypatch):
     store.upsert(batch)
     assert_holds(store, by_id(batch))
     assert_nearest(store, by_id(batch), queries(5, 7, 5), 40)
-    with pytest.raises(UserError, match="at most 16,384 results, 16,385 were asked for"):
-        store.search(queries(1, 7, 0), 16385)
+    store.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"index": "HNSW", "ef": 1}])
+def test_more_results_than_milvus_brings_at_once(server, monkeypatch, options):
+    """It refuses 16,385 itself; here 50 of 200 are too many already."""
+    store, batch, wanted = create_store(server.url(**options), 7, FINGERPRINT), records(200, 7, 4), queries(3, 7, 5)
+    monkeypatch.setattr(milvus, "_MOST_ROWS", 49)
+    store.upsert(batch)
+    for k in (50, 150, 1000):
+        assert_nearest(store, by_id(batch), wanted, k)
+        assert_nearest(store, by_id(batch), wanted, k, Filter({"colour": ("r", "g")}, max_uncertainty=0.8))
+    assert [len(found) for found in store.search(wanted, 20_000)] == [200] * 3
+    store.delete(batch.ids)
+    assert [len(found) for found in store.search(wanted, 20_000)] == [0] * 3
+    store.close()
+
+
+def test_beyond_the_limit_of_milvus(server):
+    store = create_store(server.url(), 2, FINGERPRINT)
+    n = milvus._MOST_ROWS + 3
+    vectors = torch.arange(n, dtype=torch.float32)[:, None].repeat(1, 2)
+    store.upsert(Records(tuple(map(str, range(n))), vectors, torch.zeros(n), ({},) * n))
+    found = store.search(torch.zeros(1, 2), n - 1)[0]
+    assert found.ids == tuple(map(str, range(n - 1)))
     store.close()
 
 

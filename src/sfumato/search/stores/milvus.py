@@ -215,13 +215,13 @@ class MilvusStore:
         return self._records([rows[id] for id in wanted if id in rows])
 
     def search(self, queries: Tensor, k: int, filter: Filter | None = None) -> list[Records]:
-        """The nearest items of each query."""
+        """The nearest items of each query; of more than Milvus brings at once (16,384) exactly, by a scan of all that fit."""
         if queries.ndim != 2 or queries.shape[1] != self._dim:
             raise ValueError(f"store {self.url}: queries must be (n, {self._dim}), got {tuple(queries.shape)}")
         if k < 1:
             raise ValueError(f"store {self.url}: k must be at least 1, got {k}")
         if k > _MOST_ROWS:
-            raise UserError(f"store {self.url}: Milvus brings at most {_MOST_ROWS:,} results, {k:,} were asked for")
+            return self._nearest_of_all(queries.detach().cpu(), k, filter)
         kind = self._options["index"]
         usual = {"HNSW": {"ef": max(k, int(self._options["ef"]))}, "IVF_FLAT": {"nprobe": int(self._options["nprobe"])}}
         utmost = {"HNSW": {"ef": 2 * _MOST_ROWS}, "IVF_FLAT": {"nprobe": int(self._options["nlist"])}}
@@ -282,6 +282,19 @@ class MilvusStore:
             search_params={"metric_type": "L2", "params": thorough},
         )
         return [[hit["entity"] for hit in hits] for hits in found]
+
+    def _nearest_of_all(self, queries: Tensor, k: int, filter: Filter | None) -> list[Records]:
+        """The nearest items of each query among all that a scan brings; in memory are k ids and distances of each, and then k records."""
+        ids: list[str] = []
+        best = [(torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64))] * len(queries)
+        for part in self.scan(filter=filter):
+            numbers = torch.arange(len(ids), len(ids) + len(part))
+            ids += part.ids
+            for i, query in enumerate(queries.double()):
+                distance = torch.cat([best[i][0], (part.vectors.double() - query).square().sum(1)])
+                distance, order = distance.sort(stable=True)
+                best[i] = distance[:k], torch.cat([best[i][1], numbers])[order[:k]]
+        return [self.get([ids[j] for j in found.tolist()]) for _, found in best]
 
     def _records(self, rows: Sequence[Mapping[str, Any]]) -> Records:
         if not rows:
