@@ -52,6 +52,9 @@ def test_help_is_quick_and_names_the_commands():
     assert result.returncode == 0
     for command in (
         "train",
+        "ablate",
+        "audit",
+        "zeroshot",
         "calibrate",
         "evaluate",
         "trust",
