@@ -12,7 +12,6 @@ brings the candidates, they are ranked by distances computed from the full vecto
 """
 
 import contextlib
-import functools
 import json
 import os
 import re
@@ -20,12 +19,11 @@ import sqlite3
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -34,6 +32,21 @@ from sfumato.files import sync_folder
 from sfumato.search.stores.base import Filter, Records
 from sfumato.search.stores.faiss import STORE_ENGINES, FaissOptions, FaissStore, require_faiss
 from sfumato.search.stores.open import options
+from sfumato.search.stores.shards import (
+    BLOCK,
+    LIST,
+    NO_ROWS,
+    ROW_BITS,
+    SELECT,
+    Rows,
+    Shard,
+    Vectors,
+    View,
+    condition_of,
+    listed,
+    scan,
+    squared_l2,
+)
 
 if sys.platform != "win32":
     import fcntl
@@ -61,23 +74,11 @@ _OF_ENGINE = {
 _OF_SEARCHES = ("ef_search", "n_probe", "overfetch")
 _FORMAT, _DATABASE, _LOCK = 1, "store.sqlite", ".lock"
 _OURS = re.compile(r"\.?shard-\d+\.(vectors|[\d.a-z-]+)(\.tmp)?")
-_ROWS = 32
-"""A position is shard << _ROWS | row."""
-
 _FEW, _FEW_SHARE = 8192, 0.05
 """Below so many rows, or this share of the index, a scan of just these is as fast as the index and exact."""
 
 _SPARSE = 0.2
 """Share of dead rows from which on a shard is rewritten."""
-
-_FILTERS = 8
-"""Filters of which is remembered what they let through."""
-
-_BLOCK = 2**20
-"""Numbers that a scan reads at a time: small enough for the processor's cache."""
-
-_SAMPLE = 64
-"""Rows whose median is the centre of a scan."""
 
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -86,9 +87,6 @@ CREATE TABLE dead (seq INTEGER PRIMARY KEY AUTOINCREMENT, position INTEGER NOT N
 CREATE TABLE shards (number INTEGER PRIMARY KEY AUTOINCREMENT, rows INTEGER NOT NULL, indexed INTEGER NOT NULL DEFAULT 0,
     index_bytes INTEGER NOT NULL DEFAULT 0);
 """
-Rows = npt.NDArray[np.int64]
-Vectors = npt.NDArray[np.float32]
-_NONE: Rows = np.empty(0, dtype=np.int64)
 
 
 def create(url: str, dim: int, fingerprint: str) -> "LocalStore":
@@ -157,7 +155,7 @@ class LocalStore:
         self._view_lock, self._writer = threading.Lock(), threading.RLock()
         self._lock: BinaryIO | None = None
         self._indexes: dict[Path, FaissStore] = {}
-        self._latest = _View(-1, 0, {})
+        self._latest = View(-1, 0, {})
         with self._transaction() as connection:
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             if version != _FORMAT:
@@ -212,7 +210,7 @@ class LocalStore:
     def get(self, ids: Sequence[str]) -> Records:
         """The records of those of these ids that are there, each once, in the order asked for."""
         with self._snapshot() as (connection, view):
-            found = {row[1]: row for row in connection.execute(f"{_SELECT} WHERE id IN {_LIST}", (_list(ids),))}
+            found = {row[1]: row for row in connection.execute(f"{SELECT} WHERE id IN {LIST}", (listed(ids),))}
             return view.records([found[i] for i in dict.fromkeys(ids) if i in found], self.dim)
 
     def search(self, queries: Tensor, k: int, filter: Filter | None = None) -> list[Records]:
@@ -242,18 +240,18 @@ class LocalStore:
                     continue
                 for i, found in enumerate(self._candidates(shard, rows, wanted, k).numpy()):
                     near = found[found >= 0]
-                    distance = np.append(distances[i], _squared_l2(shard.vectors[near], wanted[i].numpy()))
+                    distance = np.append(distances[i], squared_l2(shard.vectors[near], wanted[i].numpy()))
                     position = np.append(positions[i], shard.first + near)
                     best = np.lexsort((position, distance))[:k]
                     distances[i], positions[i] = distance[best], position[best]
             everything = sorted({int(p) for part in positions for p in part})
-            found_rows = connection.execute(f"{_SELECT} WHERE position IN {_LIST}", (_list(everything),))
+            found_rows = connection.execute(f"{SELECT} WHERE position IN {LIST}", (listed(everything),))
             by_position = {row[0]: row for row in found_rows}
             return [view.records([by_position[int(p)] for p in part], self.dim) for part in positions]
 
     def count(self, filter: Filter | None = None) -> int:
         """Number of items that fit."""
-        where, values = _where(filter)
+        where, values = condition_of(filter)
         counted = f"SELECT count(*) FROM items WHERE {where}"
         if filter is None:  # without a look at every item: this is asked at every search
             counted = "SELECT (SELECT total(rows) FROM shards) - (SELECT count(*) FROM dead)"
@@ -262,9 +260,9 @@ class LocalStore:
 
     def scan(self, batch: int = 4096, filter: Filter | None = None) -> Iterator[Records]:
         """All items that fit, in batches, each once, as they were when the first batch was asked for; in the order stored."""
-        where, values = _where(filter)
+        where, values = condition_of(filter)
         with self._snapshot() as (connection, view):
-            cursor = connection.execute(f"{_SELECT} WHERE {where} ORDER BY position", values)
+            cursor = connection.execute(f"{SELECT} WHERE {where} ORDER BY position", values)
             while rows := cursor.fetchmany(batch):
                 yield view.records(rows, self.dim)
 
@@ -300,7 +298,7 @@ class LocalStore:
             self._closed = True
             while self._pool:
                 self._pool.pop().close()
-            self._indexes, self._latest = {}, _View(-1, 0, {})
+            self._indexes, self._latest = {}, View(-1, 0, {})
             if self._lock:
                 self._lock.close()
                 self._lock = None
@@ -365,7 +363,7 @@ class LocalStore:
                 ) from error
 
     @contextlib.contextmanager
-    def _snapshot(self) -> Iterator[tuple[sqlite3.Connection, "_View"]]:
+    def _snapshot(self) -> Iterator[tuple[sqlite3.Connection, View]]:
         """A transaction that reads, and the vectors as they were when it began."""
         for attempt in range(3):
             with self._transaction() as connection:
@@ -379,17 +377,17 @@ class LocalStore:
                 yield connection, view
                 return
 
-    def _view(self, connection: sqlite3.Connection) -> "_View":
+    def _view(self, connection: sqlite3.Connection) -> View:
         """The shards that this transaction sees; those of the last view are used again where they fit."""
         version = connection.execute("SELECT value FROM meta WHERE name = 'version'").fetchone()[0]
         with self._view_lock:
-            last = self._latest if self._latest.version <= version else _View(-1, 0, {})
+            last = self._latest if self._latest.version <= version else View(-1, 0, {})
             if last.version == version:
                 return last
             dead: dict[int, list[int]] = {}
             died = list(connection.execute("SELECT seq, position FROM dead WHERE seq > ? ORDER BY seq", (last.seen,)))
             for _, position in died:
-                dead.setdefault(position >> _ROWS, []).append(position & (1 << _ROWS) - 1)
+                dead.setdefault(position >> ROW_BITS, []).append(position & (1 << ROW_BITS) - 1)
             shards = {}
             facts = connection.execute("SELECT number, rows, indexed, index_bytes FROM shards ORDER BY number")
             for number, rows, indexed, index_bytes in facts:
@@ -398,7 +396,7 @@ class LocalStore:
                 )
             with last.memory:
                 remembered = dict(last.remembered)
-            view = _View(version, died[-1][0] if died else last.seen, shards, remembered)
+            view = View(version, died[-1][0] if died else last.seen, shards, remembered)
             if version > self._latest.version:
                 self._latest = view
                 files = {self._index_file(shard) for shard in shards.values()}
@@ -406,19 +404,19 @@ class LocalStore:
             return view
 
     def _shard(
-        self, last: "_Shard | None", died: list[int], number: int, rows: int, indexed: int, index_bytes: int
-    ) -> "_Shard":
+        self, last: Shard | None, died: list[int], number: int, rows: int, indexed: int, index_bytes: int
+    ) -> Shard:
         if last and not died and (len(last.vectors), last.indexed, last.index_bytes) == (rows, indexed, index_bytes):
             return last
-        vectors, dead = (last.vectors, last.dead) if last else (None, _NONE)
+        vectors, dead = (last.vectors, last.dead) if last else (None, NO_ROWS)
         if vectors is None or len(vectors) < rows:
             file = self._vector_file(number)
             self._check_length(file, rows)
             # Mode c, copy on write, because torch wants its memory writable; nobody writes.
             vectors = np.asarray(np.memmap(file, dtype="<f4", mode="c", shape=(rows, self.dim)))
-        return _Shard(number, vectors, indexed, index_bytes, np.union1d(dead, np.array(died, dtype=np.int64)))
+        return Shard(number, vectors, indexed, index_bytes, np.union1d(dead, np.array(died, dtype=np.int64)))
 
-    def _candidates(self, shard: "_Shard", rows: Rows, queries: Tensor, k: int) -> Tensor:
+    def _candidates(self, shard: Shard, rows: Rows, queries: Tensor, k: int) -> Tensor:
         """(n, c) rows of a shard, -1 where there are fewer; among them, as far as the engine finds them, the k nearest.
 
         A few more than k: rounding may have put near ties in the wrong order, and codes more than that.
@@ -428,15 +426,15 @@ class LocalStore:
         few = len(head) < max(_FEW, _FEW_SHARE * shard.indexed)
         index = None if few else self._index(shard)
         if index is None:
-            return _scan(shard.vectors, rows, queries, k, c)
+            return scan(shard.vectors, rows, queries, k, c)
         among = None if len(head) == index.n else torch.from_numpy(head)
         found = index.search(queries, min(c, len(head)), among)[1]
         short = ((found >= 0).sum(1) < k).nonzero().squeeze(1)
         if len(short):
-            found[short] = _scan(shard.vectors, head, queries[short], k, found.shape[1])
-        return torch.cat([found, _scan(shard.vectors, tail, queries, k, c)], dim=1)
+            found[short] = scan(shard.vectors, head, queries[short], k, found.shape[1])
+        return torch.cat([found, scan(shard.vectors, tail, queries, k, c)], dim=1)
 
-    def _index(self, shard: "_Shard") -> FaissStore | None:
+    def _index(self, shard: Shard) -> FaissStore | None:
         """FAISS's part of a shard, mapped into memory; None if its file is gone."""
         file = self._index_file(shard)
         with self._view_lock:
@@ -467,7 +465,7 @@ class LocalStore:
             part, vectors = np.split(vectors, [self._settings.shard_size - rows])
             self._write_rows(number, rows, [part])
             connection.execute("UPDATE shards SET rows = ? WHERE number = ?", (rows + len(part), number))
-            positions.extend(range(number << _ROWS | rows, (number << _ROWS | rows) + len(part)))
+            positions.extend(range(number << ROW_BITS | rows, (number << ROW_BITS | rows) + len(part)))
         return positions
 
     def _write_rows(self, number: int, rows: int, parts: Sequence[Vectors] | Iterator[Vectors]) -> None:
@@ -486,15 +484,15 @@ class LocalStore:
 
     def _bury(self, connection: sqlite3.Connection, ids: Sequence[str]) -> int:
         """Remove these items; their rows stay as dead ones."""
-        condition, wanted = f"id IN {_LIST}", (_list(ids),)
+        condition, wanted = f"id IN {LIST}", (listed(ids),)
         connection.execute(f"INSERT INTO dead (position) SELECT position FROM items WHERE {condition}", wanted)
         return connection.execute(f"DELETE FROM items WHERE {condition}", wanted).rowcount
 
-    def _sparse(self) -> list[list["_Shard"]]:
+    def _sparse(self) -> list[list[Shard]]:
         """Groups of shards to make one of each."""
         with self._snapshot() as (_, view):
             shards, size = list(view.shards.values()), self._settings.shard_size
-        groups: list[list[_Shard]] = []
+        groups: list[list[Shard]] = []
         for shard in shards:
             small = shard is not shards[-1] and len(shard.vectors) * 2 < size
             if len(shard.dead) <= _SPARSE * len(shard.vectors) and not small:
@@ -505,15 +503,15 @@ class LocalStore:
                 groups.append([shard])
         return [group for group in groups if len(group) > 1 or len(group[0].dead)]
 
-    def _rewrite(self, group: Sequence["_Shard"]) -> None:
+    def _rewrite(self, group: Sequence[Shard]) -> None:
         """Copy the live rows of shards into a new one; the transaction is the step from the old to the new."""
         with self._writing() as connection:
             number = connection.execute("INSERT INTO shards (rows) VALUES (0)").lastrowid or 0
-            step = max(1, _BLOCK // self.dim)
+            step = max(1, BLOCK // self.dim)
             blocks = (s.vectors[s.live[i : i + step]] for s in group for i in range(0, len(s.live), step))
             self._write_rows(number, 0, blocks)
             old = np.concatenate([shard.first + shard.live for shard in group]).tolist()
-            moves = ((number << _ROWS | row, position) for row, position in enumerate(old))
+            moves = ((number << ROW_BITS | row, position) for row, position in enumerate(old))
             connection.executemany("UPDATE items SET position = ? WHERE position = ?", moves)
             connection.execute("UPDATE shards SET rows = ? WHERE number = ?", (len(old), number))
             for shard in group:
@@ -568,7 +566,7 @@ class LocalStore:
     def _vector_file(self, number: int) -> Path:
         return self.path / f"shard-{number}.vectors"
 
-    def _index_file(self, shard: "_Shard") -> Path:
+    def _index_file(self, shard: Shard) -> Path:
         return self.path / f"shard-{shard.number}.{shard.indexed}.{self._settings.engine}"
 
 
@@ -604,113 +602,6 @@ class _Settings:
         return settings
 
 
-@dataclass(frozen=True)
-class _Shard:
-    """A file of vectors as one transaction sees it."""
-
-    number: int
-    vectors: Vectors
-    indexed: int
-    index_bytes: int
-    dead: Rows
-
-    @property
-    def first(self) -> int:
-        """Position of the first row."""
-        return self.number << _ROWS
-
-    @functools.cached_property
-    def alive(self) -> npt.NDArray[np.bool_]:
-        """Of each row, whether it is not dead."""
-        alive = np.ones(len(self.vectors), dtype=bool)
-        alive[self.dead] = False
-        return alive
-
-    @functools.cached_property
-    def live(self) -> Rows:
-        """Rows that are not dead, ascending."""
-        return self.alive.nonzero()[0]
-
-
-@dataclass(frozen=True)
-class _Fitting:
-    """Which rows of each shard a filter lets through, of the first so many that were looked at."""
-
-    version: int
-    looked_at: dict[int, int]
-    rows: dict[int, Rows]
-
-
-@dataclass(frozen=True)
-class _View:
-    """All shards as one transaction sees them, `seen` being the last entry about the dead that it knows."""
-
-    version: int
-    seen: int
-    shards: dict[int, _Shard]
-    remembered: dict[str, "_Fitting"] = field(default_factory=dict)
-    memory: threading.Lock = field(default_factory=threading.Lock)
-
-    def allowed(self, connection: sqlite3.Connection, filter: Filter) -> dict[int, Rows]:
-        """By shard, the rows that fit a filter, ascending.
-
-        What an earlier view knew of it stays true, rows never change but die; so only later rows are looked at.
-        """
-        where, values = _where(filter)
-        key = json.dumps([where, values])
-        with self.memory:
-            known = self.remembered.get(key, _Fitting(-1, {}, {}))
-        if known.version == self.version:
-            return known.rows
-        fitting = _Fitting(self.version, {}, {})
-        for shard in self.shards.values():
-            looked_at, rows = known.looked_at.get(shard.number, 0), known.rows.get(shard.number, _NONE)
-            condition = f"position >= ? AND position < ? AND {where} ORDER BY position"
-            ends = (shard.first + looked_at, shard.first + len(shard.vectors))
-            found = connection.execute(f"SELECT position FROM items WHERE {condition}", (*ends, *values))
-            later = np.fromiter((row[0] - shard.first for row in found), dtype=np.int64)
-            fitting.looked_at[shard.number] = len(shard.vectors)
-            fitting.rows[shard.number] = np.concatenate([rows[shard.alive[rows]], later])
-        with self.memory:
-            while len(self.remembered) >= _FILTERS:
-                self.remembered.pop(next(iter(self.remembered)))
-            self.remembered[key] = fitting
-        return fitting.rows
-
-    def records(self, rows: Sequence[tuple[int, str, float, str]], dim: int) -> Records:
-        """The records of rows of _SELECT."""
-        vectors = np.empty((len(rows), dim), dtype=np.float32)
-        for i, (position, *_) in enumerate(rows):
-            vectors[i] = self.shards[position >> _ROWS].vectors[position & (1 << _ROWS) - 1]
-        return Records(
-            tuple(row[1] for row in rows),
-            torch.from_numpy(vectors),
-            torch.tensor([row[2] for row in rows], dtype=torch.float32),
-            tuple(json.loads(row[3]) for row in rows),
-        )
-
-
-_SELECT = "SELECT position, id, uncertainty, payload FROM items"
-_LIST = "(SELECT value FROM json_each(?))"
-
-
-def _list(values: Sequence[Any]) -> str:
-    """For _LIST."""
-    return json.dumps(list(values), ensure_ascii=False)
-
-
-def _where(filter: Filter | None) -> tuple[str, list[Any]]:
-    """A filter as a condition of SQL and its values."""
-    conditions, values = ["1"], list[Any]()
-    if filter is not None and filter.max_uncertainty is not None:
-        conditions.append("uncertainty <= ?")
-        values.append(filter.max_uncertainty)
-    for name, texts in filter.where.items() if filter is not None else ():
-        conditions.append(f"EXISTS (SELECT 1 FROM json_each(payload) WHERE key = ? AND atom IN {_LIST})")
-        values += [name, _list(texts)]
-    return " AND ".join(conditions), values
-
-
 def check_queries(url: str, queries: Tensor, k: int, dim: int) -> Tensor:
     """(n, e) queries as float32 on the CPU.
 
@@ -725,67 +616,6 @@ def check_queries(url: str, queries: Tensor, k: int, dim: int) -> Tensor:
     if not torch.isfinite(wanted).all():
         raise ValueError(f"store {url}: a query has a number that is not finite")
     return wanted
-
-
-def _scan(vectors: Vectors, rows: Rows, queries: Tensor, k: int, c: int) -> Tensor:
-    """(n, c) of these rows, surely among them the k nearest to each query; -1 behind them if there are fewer.
-
-    A matrix product ranks the rows by a lower bound of their distance, in float32 and therefore wide of it for what is far from the
-    centre of the rows. Where the c-th bound leaves open whether a row that was left out is among the k nearest, the distances of all
-    rows that may be are computed by differences: after outliers, in heaps far from each other, and among many equal vectors.
-    """
-    if len(rows) <= c:
-        nearest = torch.full((len(queries), c), -1)
-        nearest[:, : len(rows)] = torch.from_numpy(rows)
-        return nearest
-    e = vectors.shape[1]
-    sample = torch.from_numpy(vectors[rows[:: -(-len(rows) // _SAMPLE)]])
-    centre = sample.median(dim=0).values  # not the mean, which a single outlier moves
-    # Computed in float32, in whatever order of summation, ||x||^2 + ||q||^2 - 2 <x, q> is wrong by at most this share of
-    # ||x||^2 + ||q||^2, the rounding of x and q to the centre included.
-    error = (e + 4) * torch.finfo(torch.float32).eps
-    own = (1 - error) * (queries - centre).double().square().sum(1).numpy()
-    bound = torch.full((len(queries), c), torch.inf)
-    nearest = torch.full((len(queries), c), -1)
-    for some, lower in _lower_bounds(vectors, rows, queries, centre, error):
-        near, order = lower.topk(min(c, len(some)), largest=False)
-        bound, best = torch.cat([bound, near], dim=1).topk(c, largest=False)
-        nearest = torch.cat([nearest, torch.from_numpy(some)[order]], dim=1).gather(1, best)
-    found = nearest.numpy()
-    reach = np.full(len(queries), np.inf)
-    for i, query in enumerate(queries.numpy()):
-        if (found[i] >= 0).all():
-            reach[i] = np.partition(_squared_l2(vectors[found[i]], query), k - 1)[k - 1] - own[i]
-    unsure = (~(bound[:, -1].double().numpy() > reach)).nonzero()[0]
-    if len(unsure):
-        distances, positions = [np.empty(0)] * len(unsure), [_NONE] * len(unsure)
-        for some, lower in _lower_bounds(vectors, rows, queries[unsure], centre, error):
-            for i, near in enumerate(~(lower.double().numpy() > reach[unsure, None])):
-                distance = np.append(distances[i], _squared_l2(vectors[some[near]], queries[unsure[i]].numpy()))
-                position = np.append(positions[i], some[near])
-                first = np.lexsort((position, distance))[:k]
-                distances[i], positions[i] = distance[first], position[first]
-        found[unsure, :k], found[unsure, k:] = np.stack(positions), -1
-    return nearest
-
-
-def _lower_bounds(
-    vectors: Vectors, rows: Rows, queries: Tensor, centre: Tensor, error: float
-) -> Iterator[tuple[Rows, Tensor]]:
-    """Some of the rows at a time and (n, b) that their squared distances are at least, less (1 - error) ||q||^2, the same for all rows."""
-    wanted, step = queries - centre, max(256, _BLOCK // vectors.shape[1])
-    for start in range(0, len(rows), step):
-        some = rows[start : start + step]
-        dense = some[-1] - some[0] == len(some) - 1
-        block = torch.from_numpy(vectors[some[0] : some[-1] + 1] if dense else vectors[some]) - centre
-        yield some, torch.addmm((1 - error) * block.square().sum(1), wanted, block.T, alpha=-2)
-
-
-def _squared_l2(vectors: Vectors, query: Vectors) -> npt.NDArray[np.float64]:
-    """(m,) of (m, e) vectors, by differences in float64."""
-    difference = np.subtract(vectors, query, dtype=np.float64)
-    squared: npt.NDArray[np.float64] = np.square(difference).sum(1)
-    return squared
 
 
 def _parse(url: str) -> tuple[Path, dict[str, Any]]:
