@@ -407,9 +407,11 @@ def test_a_store_is_optimised_after_many_writes_and_at_the_end(collection, monke
     with served(sources) as client:
         assert add("1") == add("2") == 200 and not calls
         assert add("3") == 200  # And does not wait for it.
-        while not calls:
-            time.sleep(0.01)
-        assert search(client, {"text": "a"})
+        for _ in range(500):
+            if calls:
+                break
+            time.sleep(0.02)
+        assert calls == [51] and search(client, {"text": "a"})
         go.set()
         assert add("4") == 200 and calls == [51]
     assert calls == [51, 52]
@@ -556,11 +558,13 @@ def test_a_service_that_cannot_answer_says_so_and_ends(collection, monkeypatch, 
 
     sources = open_sources(collection)
     monkeypatch.setattr(sources.shelves["images"].gallery.store, "search", fail)
-    started = time.monotonic()
+    stop = threading.Timer(15, os.kill, (os.getpid(), signal.SIGTERM))
+    stop.start()
     with pytest.raises(SystemExit) as ended:
         run_app(create_app(sources), host="127.0.0.1", port=0)
+    stop.cancel()
     out, err = capsys.readouterr()
-    assert ended.value.code == 1 and time.monotonic() - started < 10
+    assert ended.value.code == 1
     assert "cannot answer: no such table" in err and not out
 
 
