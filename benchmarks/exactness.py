@@ -18,6 +18,7 @@ A store's relative path starts in a scratch folder; NAME in a URL is replaced by
 import argparse
 import json
 import platform
+import re
 import resource
 import sys
 import tempfile
@@ -154,20 +155,30 @@ def measure(data: Data, url: str, folder: Path, repeats: int) -> Iterator[dict[s
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: for each gallery and store, recall by candidates, lifted over means."""
-    shown = [c for c in CANDIDATES if any(row["candidates"] == c for row in rows)]
+    """Markdown: for each gallery and store, recall by candidates, lifted / means re-ranked."""
+    shown = (10, 20, 50, 100, 200, 1000)
     lines = [
-        "| gallery | store | way | " + " | ".join(f"K = {c}" for c in shown) + " | ms a query at K = 100 |",
-        "| --- | --- | --- | " + " | ".join("---" for _ in shown) + " | --- |",
+        "| gallery | store | " + " | ".join(f"K = {c}" for c in shown) + " | ms a query, K = 100 |",
+        "| --- | --- | " + " | ".join("---" for _ in shown) + " | --- |",
     ]
+    before = ""
     for data, store in dict.fromkeys((row["data"], row["store"]) for row in rows):
         own = {row["candidates"]: row for row in rows if (row["data"], row["store"]) == (data, store)}
-        for name, label in (("lifted", "lifted"), ("means", "means, re-ranked")):
-            cells = [f"{own[c][name]['recall']:.3f}" if c in own else "" for c in shown]
-            ms = f"{own[100][name]['ms_per_query']:.2f}" if 100 in own else ""
-            head = (data, f"`{store}`") if name == "lifted" else ("", "")
-            lines.append(f"| {' | '.join((*head, label, *cells, ms))} |")
+        pairs = [tuple(own[c][name]["recall"] for name in STYLES) if c in own else None for c in shown]
+        cells = ["" if pair is None else " / ".join(_short(value) for value in pair) for pair in pairs]
+        ms = " / ".join(f"{own[100][name]['ms_per_query']:.1f}" for name in STYLES) if 100 in own else ""
+        lines.append(f"| {data if data != before else ''} | `{_named(store)}` | {' | '.join(cells)} | {ms} |")
+        before = data
     return "\n".join(lines)
+
+
+def _short(value: float) -> str:
+    return f"{value:.3f}".removeprefix("0")
+
+
+def _named(store: str) -> str:
+    """A store's URL without its host, table and folder."""
+    return re.sub(r"table=[^&]*&|(?<=:)store(\.db)?|//[^?]*", "", store)
 
 
 def not_better(rows: list[dict[str, Any]]) -> list[str]:
@@ -198,7 +209,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             own = [row for row in rows if (row["data"], row["store"]) == (gallery, store)]
             for name, style in STYLES.items():
                 x, y = [r["candidates"] for r in own], [r[name]["recall"] for r in own]
-                axis.plot(x, y, style, color=f"C{i}", marker=".", label=store if name == "lifted" else None)
+                axis.plot(x, y, style, color=f"C{i}", marker=".", label=_named(store) if name == "lifted" else None)
         axis.set_xscale("log")
         axis.set_title(gallery, fontsize=10)
         axis.grid(alpha=0.3)
@@ -207,7 +218,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axis.remove()
     axes[0, 0].set_ylabel("recall of the true csd top 10")
     names = {"lifted": "lifted", "means": "means, re-ranked"}
-    handles = [Line2D([], [], color=f"C{i}", label=store) for i, store in enumerate(stores)]
+    handles = [Line2D([], [], color=f"C{i}", label=_named(store)) for i, store in enumerate(stores)]
     handles += [Line2D([], [], color="0.3", linestyle=style, label=names[key]) for key, style in STYLES.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.03 + 0.14 / lines, 1, 1))
