@@ -747,12 +747,14 @@ def serve(
     api_key_file: Annotated[
         Path | None, typer.Option(help="file of keys that open the service, one a line; or SFUMATO_API_KEY")
     ] = None,
-    no_key: Annotated[bool, typer.Option("--no-key", help="listen to a network without a key all the same")] = False,
+    no_key: Annotated[
+        bool, typer.Option("--no-key", help="listen to a network without a key all the same; then --allowed-host too")
+    ] = False,
     allowed_host: Annotated[
         list[str] | None, typer.Option(help="name that it may be called by, beside this machine's own; several times")
     ] = None,
     max_upload_mb: Annotated[float, typer.Option(help="size of a picture file at most")] = 10.0,
-    max_pixels: Annotated[int, typer.Option(help="of a picture at most")] = 40_000_000,
+    max_pixels: Annotated[int, typer.Option(help="of all pictures of a request at most")] = 40_000_000,
     max_batch: Annotated[int, typer.Option(help="queries or new items of a request at most")] = 64,
     max_results: Annotated[int, typer.Option(help="hits of a query, and items of a conformal set, at most")] = 1000,
     batch_size: Annotated[int, typer.Option(help="texts or pictures embedded together at most")] = 32,
@@ -770,7 +772,7 @@ def serve(
 
     require_extra()
     from sfumato.serve.app import create_app
-    from sfumato.serve.server import check_host, hosts_of, run_app
+    from sfumato.serve.server import check_address, check_host, check_names, hosts_of, run_app
     from sfumato.serve.sources import open_sources
     from sfumato.training.build import choose_device
 
@@ -790,6 +792,8 @@ def serve(
         keys=keys,
         hosts=hosts_of(host, allowed_host or []),
     )
+    check_names(host, settings)
+    check_address(host, port)
     sources = open_sources(source, texts=texts, run=run, store=store, split=split, device=choose_device(device))
     run_app(create_app(sources, settings), host=host, port=port, grace=grace, access_log=access_log)
 

@@ -13,7 +13,7 @@ from sfumato.serve.batching import Batcher, Closed, Full
 from sfumato.serve.metrics import Metrics
 from sfumato.serve.problems import Refusal, busy
 from sfumato.serve.settings import Settings
-from sfumato.training.ingest import _steps
+from sfumato.training.ingest import embedding_steps
 
 Asked = TypeVar("Asked")
 Found = TypeVar("Found")
@@ -43,7 +43,7 @@ class Embedder:
             waiting=settings.max_waiting, observe=metrics.batch("text"),
         )  # fmt: skip
         # What ingestion does with a picture in its workers, and with a batch of these in the model's thread.
-        self._prepare, self._encode = _steps(model.image, "images")
+        self._prepare, self._encode = embedding_steps(model.image, "images")
         self._workers = ThreadPoolExecutor(settings.workers, "decode")
         self.decoding, self._max_waiting = 0, settings.max_waiting
         self.pictures: Batcher[Any, GaussianEmbedding] = Batcher(

@@ -4,6 +4,7 @@ import asyncio
 import ipaddress
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from types import FrameType
@@ -60,6 +61,18 @@ def check_names(host: str, settings: Settings) -> None:
             f"--host {host} --no-key: any web site could ask the service through a visitor's browser; say with --allowed-host NAME what"
             " it is called by (several times for several), or give --api-key-file FILE"
         )
+
+
+def check_address(host: str, port: int) -> None:
+    """Refuse an address that cannot be had, before a model is loaded for it.
+
+    Raises:
+        UserError: it is taken, or not this machine's.
+    """
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise UserError(f"cannot serve at {host}:{port} ({error.strerror}); choose another --host or --port") from error
 
 
 class Server(uvicorn.Server):

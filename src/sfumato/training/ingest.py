@@ -163,7 +163,7 @@ def embed_collection(
     _remove_unfinished(out, job, of)
     share = _Share(listing, out, embedded.identity, job, of, max_problem_share)
     tower = matcher.model.image if listing.modality == "images" else matcher.model.text
-    prepare, encode = _steps(tower, listing.modality)
+    prepare, encode = embedding_steps(tower, listing.modality)
     in_shards = listing.kind == "shards"
     start, there = time.perf_counter(), share.usable
     try:
@@ -456,10 +456,18 @@ def _encoded(
     return entries, [embeddings] if entries else []
 
 
-def _steps(
+def embedding_steps(
     tower: Tower, modality: str
 ) -> tuple[Callable[[bytes | str], Any], Callable[[list[Any]], GaussianEmbedding]]:
-    """What the workers do with an item, and what the encoder does with a batch of such."""
+    """What workers do with an item, and what the encoder does with a batch of such; frozen backbones without their disk cache.
+
+    Args:
+        tower: of images or texts.
+        modality: "images" or "texts".
+
+    Returns:
+        (from the bytes of a picture, or a text, to what the encoder takes; from a list of n of these to (n, d) embeddings).
+    """
     reader = tower.reader
     if isinstance(reader, FrozenReader):
         backbone = reader.backbone
