@@ -88,7 +88,14 @@ def test_make_targets_exist():
     "document",
     [
         *("README.md", "CONTRIBUTING.md", "docs/decisions.md", "docs/math.md", "docs/log.md", "docs/trust.md"),
-        *("docs/ingest.md", "docs/stores.md", "docs/service.md", "docs/calibration.md", "docs/audit.md", "docs/zeroshot.md"),
+        *(
+            "docs/ingest.md",
+            "docs/stores.md",
+            "docs/service.md",
+            "docs/calibration.md",
+            "docs/audit.md",
+            "docs/zeroshot.md",
+        ),
     ],
 )
 def test_named_paths_exist(document):

@@ -138,8 +138,8 @@ def _add_pages(app: FastAPI, service: Service) -> None:
     app.mount("/page", StaticFiles(directory=PAGE), name="page")
 
     @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
-        return HTMLResponse(page_of(app.openapi()))
+    async def docs(request: Request) -> Response:
+        return HTMLResponse(page_of(app.openapi(), str(request.base_url).rstrip("/")))
 
     @app.get("/docs/style.css", include_in_schema=False)
     async def style() -> Response:

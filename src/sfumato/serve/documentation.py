@@ -1,5 +1,7 @@
 """The OpenAPI document, complete with problems, and a page made from it here: without scripts, without anything from elsewhere."""
 
+import json
+import re
 from functools import cache
 from http import HTTPStatus
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 import jinja2
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from markupsafe import Markup, escape
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
@@ -115,10 +118,10 @@ def documented(app: FastAPI) -> dict[str, Any]:
     return app.openapi_schema
 
 
-def page_of(document: dict[str, Any]) -> str:
-    """The document for people: each route with its parameters, its body, its answers and a line for curl."""
+def page_of(document: dict[str, Any], address: str) -> str:
+    """The document for people: each route with its parameters, its body, its answers and a line for curl to this address."""
     routes = [
-        {"method": method.upper(), "path": path, "curl": _curl(method, path, operation), **operation}
+        {"method": method.upper(), "path": path, "curl": _curl(method, address + path, operation), **operation}
         for path, operations in document["paths"].items()
         for method, operation in operations.items()
     ]
@@ -130,22 +133,29 @@ def page_of(document: dict[str, Any]) -> str:
 @cache
 def _template() -> jinja2.Template:
     text = (Path(__file__).parent / "docs.html.j2").read_text(encoding="utf-8")
-    return jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["marked"] = _marked
+    return environment.from_string(text)
+
+
+def _marked(text: str | None) -> Markup:
+    """A description, what stands between backticks as code."""
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text or ""))))
 
 
 def _phrase(status: str) -> str:
     return HTTPStatus(int(status)).phrase
 
 
-def _curl(method: str, path: str, operation: dict[str, Any]) -> str:
+def _curl(method: str, url: str, operation: dict[str, Any]) -> str:
     words = ["curl"] if method in ("get", "post") else ["curl", "-X", method.upper()]
     content = operation.get("requestBody", {}).get("content", {})
     if "application/json" in content:
-        example = str(content["application/json"]["example"]).replace("'", '"')
+        example = json.dumps(content["application/json"]["example"], ensure_ascii=False)
         words += ["--json", f"'{example}'"]
     if "multipart/form-data" in content:
-        words += ["-F image=@picture.jpg"] + (["-F id=birds/red.jpg"] if "items" in path else [])
-    where = "http://127.0.0.1:8000" + path.replace("{id}", "birds/red.jpg")
+        words += ["-F image=@picture.jpg"] + (["-F id=birds/red.jpg"] if "items" in url else [])
+    where = url.replace("{id}", "birds/red.jpg")
     if any(parameter["name"] == "q" for parameter in operation.get("parameters", ())):
         return " ".join(["curl", "-G", "--data-urlencode", "'q=a red bird'", where])
     return " ".join([*words, where])
