@@ -203,13 +203,13 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     columns = min(3, len(galleries))
     lines = -(-len(galleries) // columns)
     figure, axes = plt.subplots(lines, columns, figsize=(4.6 * columns, 3.4 * lines), squeeze=False, sharey=True)
-    stores = list(dict.fromkeys(row["store"] for row in rows))
+    stores = list(dict.fromkeys(_named(row["store"]) for row in rows))
     for axis, gallery in zip(axes.flat, galleries, strict=False):
         for i, store in enumerate(stores):
-            own = [row for row in rows if (row["data"], row["store"]) == (gallery, store)]
+            own = [row for row in rows if (row["data"], _named(row["store"])) == (gallery, store)]
             for name, style in STYLES.items():
                 x, y = [r["candidates"] for r in own], [r[name]["recall"] for r in own]
-                axis.plot(x, y, style, color=f"C{i}", marker=".", label=_named(store) if name == "lifted" else None)
+                axis.plot(x, y, style, color=f"C{i}", marker=".", label=store if name == "lifted" else None)
         axis.set_xscale("log")
         axis.set_title(gallery, fontsize=10)
         axis.grid(alpha=0.3)
@@ -218,7 +218,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axis.remove()
     axes[0, 0].set_ylabel("recall of the true csd top 10")
     names = {"lifted": "lifted", "means": "means, re-ranked"}
-    handles = [Line2D([], [], color=f"C{i}", label=_named(store)) for i, store in enumerate(stores)]
+    handles = [Line2D([], [], color=f"C{i}", label=store) for i, store in enumerate(stores)]
     handles += [Line2D([], [], color="0.3", linestyle=style, label=names[key]) for key, style in STYLES.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.03 + 0.14 / lines, 1, 1))
