@@ -21,6 +21,7 @@ What upsert has stored is in Milvus's log, which outlives the death of any proce
 cost what was stored after the last `optimise`. Lite listens on a free loopback port while it is open, without asking for passwords.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -69,6 +70,8 @@ _RECONNECT = {
 
 _embedded: dict[str, int] = {}
 _embedded_lock = threading.Lock()
+_one_at_a_time = threading.RLock()
+"""Held in every call to an embedded Milvus: Lite's searches may miss items while another thread writes or flushes."""
 
 
 def create(url: str, dim: int, fingerprint: str) -> "MilvusStore":
@@ -311,6 +314,10 @@ class MilvusStore:
 
     def _call(self, method: str, **arguments: Any) -> Any:
         """A method of the client on our collection; loaded again first if the server was restarted."""
+        with _one_at_a_time if self._place.file is not None else contextlib.nullcontext():
+            return self._called(method, **arguments)
+
+    def _called(self, method: str, **arguments: Any) -> Any:
         call: Callable[..., Any] = getattr(self._client, method)
         error_type = _driver().MilvusException
         try:
