@@ -236,20 +236,6 @@ def work(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def sfumato(monkeypatch, capsys):
-    """Runs a command in this process; returns (exit status, standard output, standard error)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["sfumato", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capsys.readouterr()
-        return stop.value.code or 0, captured.out, captured.err
-
-    return run
-
-
 PAIR_COLUMNS = [
     *("image", "text_id", "text", "excess", "wrong_probability", "distance", "text_rank", "image_rank"),
     *("better_text_id", "better_text", "better_text_distance", "better_image", "better_image_distance"),

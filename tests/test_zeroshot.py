@@ -491,20 +491,6 @@ def work(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def sfumato(monkeypatch, capsys):
-    """Runs a command in this process; returns (exit status, standard output, standard error)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["sfumato", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capsys.readouterr()
-        return stop.value.code or 0, captured.out, captured.err
-
-    return run
-
-
 def test_the_command_on_folders(work, sfumato, tmp_path):
     arguments = (
         "zeroshot",

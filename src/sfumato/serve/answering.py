@@ -59,11 +59,6 @@ def native(gallery: Gallery) -> str:
     return "text" if kind(gallery) == "images" else "image"
 
 
-def is_calibrated(gallery: Gallery) -> bool:
-    """Whether the probabilities of native queries were fitted on held-out pairs."""
-    return bool(gallery.about.get("calibrated", gallery.answers.calibration is not None))
-
-
 def check_promises(gallery: Gallery, asked: Sequence[Asked], options: SearchOptions) -> None:
     """Refuse what nothing can vouch for, so that whatever the search itself raises is a mistake of ours.
 
@@ -137,7 +132,7 @@ def answered(
                 query=one.name,
                 kind=one.kind,
                 distance=gallery.distance,
-                calibrated=is_calibrated(gallery) and one.kind == native(gallery),
+                calibrated=gallery.calibrated and one.kind == native(gallery),
                 uncertainty=result.uncertainty,
                 expected_matches=expected,
                 verdict=Said(kind=said.kind, text=said.text),
@@ -182,7 +177,7 @@ def told_of(shelf: Shelf) -> GalleryInfo:
         n=0,
         writable=shelf.writable is not None,
         pictures=shelf.pictures is not None,
-        calibrated=is_calibrated(shelf.gallery),
+        calibrated=shelf.gallery.calibrated,
         risks=[r for r in RISKS if _vouches(partial(answers.abstains, torch.zeros(1), r, 1))],
         coverages=[c for c in COVERAGES if _vouches(partial(answers.radius, c))],
         fields=sorted({name for payload in some.payloads for name in handed_out(payload)}),
