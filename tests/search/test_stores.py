@@ -490,7 +490,7 @@ def test_what_was_acknowledged_survives_kill_9(engine, tmp_path):
         reader.join()
         assert child.stderr.read() == ""
         child.stdout.close(), child.stderr.close()
-        for line in lines:
+        for line in (whole for whole in lines if whole.endswith("\n")):  # the last may be torn
             kind, at, step, *ids = line.split()
             steps += 1
             expected |= {f"i{i}": (int(at), int(step)) if kind == "put" else None for i in ids}
