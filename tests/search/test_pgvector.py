@@ -94,11 +94,18 @@ def started(programs):
 
 
 @pytest.fixture(scope="module")
-def server():
+def server(request):
     found = importlib.util.find_spec("pgserver")
     if found is None:
         pytest.skip("no PostgreSQL with pgvector: pip install pgserver")
-    server = started(Path(found.origin).parent / "pginstall" / "bin")
+    package = Path(found.origin).parent
+    # The user nobody may not be able to enter the environment's folder: the programs run from a copy, libraries beside them.
+    copy = Path(tempfile.mkdtemp(prefix="sfumato-pgserver-", dir="/tmp"))
+    request.addfinalizer(lambda: shutil.rmtree(copy))
+    copy.chmod(0o755)
+    shutil.copytree(package / "pginstall", copy / "pgserver" / "pginstall", symlinks=True)
+    shutil.copytree(package.with_name("pgserver.libs"), copy / "pgserver.libs")
+    server = started(copy / "pgserver" / "pginstall" / "bin")
     # Tables of tests are so small that the planner would leave their indexes aside.
     server.execute(
         "CREATE DATABASE indexed",
