@@ -33,6 +33,7 @@ CLIP = [
     "augment.label_smoothing=1e-4",
     "train.swa_epochs=1",
 ]
+GRU = 'model.text={ kind = "gru", width = 8, hidden = 8, max_tokens = 8 }'
 METHODS = {
     "pcmepp": ("emoji-pcmepp", []),
     "mean only": ("emoji-mean-only", []),
@@ -49,6 +50,11 @@ METHODS = {
     "pcmepp with infonce": ("emoji-pcmepp", ["loss.infonce_weight=1"]),
     "pcme": ("emoji-pcme", ["loss.uniformity_weight=0.01"]),
     "pvse": ("emoji-pvse", []),
+    "probabilistic vse++ with its own texts": (
+        "emoji-probabilistic-vsepp",
+        [GRU, "model.init_total_variance=16"],
+    ),
+    "two-way gru": ("emoji-pcmepp", [GRU, "model.text.bidirectional=true", 'model.text.states="all"']),
     "prolip": ("emoji-pcmepp", ["loss.name=prolip", "loss.inclusion_weight=1e-7"]),
     "pcmepp with a second stage": ("emoji-ambiguity", ["spread.epochs=1"]),
     "noisy pcmepp": ("emoji-pcmepp", ["data.noise_rate=0.2"]),

@@ -73,12 +73,8 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     Raises:
         ValueError: the characters alone are more than that.
     """
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    words: Counter[str] = Counter()
-    for text in texts:
-        words.update(w for w, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(text)))
+    tokenizer = splitting_at_words(Tokenizer(models.WordPiece(unk_token="[UNK]")))
+    words = count_words(tokenizer, texts)
     endings: Counter[str] = Counter()
     for word, count in words.items():
         endings.update({f"##{word[i:]}": count for i in range(1, len(word))})
@@ -95,6 +91,21 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
         pieces += ranked[: vocabulary - len(pieces)]
     tokenizer.model = models.WordPiece({p: i for i, p in enumerate(dict.fromkeys(pieces))}, unk_token="[UNK]")
     return tokenizer
+
+
+def splitting_at_words(tokenizer: Tokenizer) -> Tokenizer:
+    """The same tokenizer, reading lower case without accents, split at spaces and punctuation."""
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def count_words(tokenizer: Tokenizer, texts: Iterable[str]) -> Counter[str]:
+    """How often each word, as :func:`splitting_at_words` has it, occurs in the texts."""
+    words: Counter[str] = Counter()
+    for text in texts:
+        words.update(w for w, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(text)))
+    return words
 
 
 def add_begin_and_end(tokenizer: Tokenizer, max_tokens: int) -> Tokenizer:

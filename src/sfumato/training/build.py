@@ -24,8 +24,10 @@ from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.pictures import PictureReader
 from sfumato.encoders.prolip import UncTokenImageEncoder, UncTokenTextEncoder
 from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder, add_begin_and_end, train_tokenizer
+from sfumato.encoders.words import WordEncoder, read_word_vectors, word_tokenizer
 from sfumato.errors import UserError, first_line
 from sfumato.losses import LOSSES, MatchLoss
+from sfumato.progress import say
 from sfumato.training.config import (
     AugmentConfig,
     ClipTextConfig,
@@ -37,6 +39,7 @@ from sfumato.training.config import (
     Recipe,
     SmallImageConfig,
     SmallTextConfig,
+    WordTextConfig,
 )
 
 _CLIP_TOKENS = 77
@@ -81,7 +84,7 @@ class Assets:
     """What a model needs beside its recipe and its weights, so that a run folder asks nothing of a network again.
 
     Attributes:
-        tokenizer: of a text encoder that reads word pieces.
+        tokenizer: of a text encoder that reads words or word pieces.
         encoders: "image" and "text", descriptions of transformers.
         trained: weights will be loaded into the model: it need not start from pre-trained ones.
     """
@@ -96,6 +99,8 @@ def fresh_tokenizer(config: ModelConfig, texts: Iterable[str]) -> Tokenizer | No
     text = config.text
     if isinstance(text, SmallTextConfig):
         return train_tokenizer(texts, text.vocabulary)
+    if isinstance(text, WordTextConfig):
+        return word_tokenizer(texts, min_count=text.min_count)
     if not isinstance(text, ClipTextConfig):
         return None
     positions = text_positions(text.weights) if text.weights else text.max_tokens or _CLIP_TOKENS
@@ -191,6 +196,8 @@ def _text_side(config: ModelConfig, assets: Assets) -> tuple[Reader, nn.Module]:
     vocabulary = assets.tokenizer.get_vocab_size()
     if isinstance(text, SmallTextConfig):
         return TokenReader(assets.tokenizer, text.max_tokens), SmallTextEncoder(vocabulary, text.width, text.dropout)
+    if isinstance(text, WordTextConfig):
+        return TokenReader(assets.tokenizer, text.max_tokens), _word_encoder(config, text, assets.tokenizer, assets)
     own_blocks = config.variance and not text.variance_token
     encoder = clip_text_encoder(
         text.weights,
@@ -206,6 +213,23 @@ def _text_side(config: ModelConfig, assets: Assets) -> tuple[Reader, nn.Module]:
     )
     reader = TokenReader(assets.tokenizer, min(text.max_tokens or encoder.max_tokens, encoder.max_tokens))
     return reader, UncTokenTextEncoder(encoder) if text.variance_token and config.variance else encoder
+
+
+def _word_encoder(config: ModelConfig, text: WordTextConfig, tokenizer: Tokenizer, assets: Assets) -> WordEncoder:
+    encoder = WordEncoder(
+        tokenizer.get_vocab_size(),
+        text.width,
+        text.hidden,
+        bidirectional=text.bidirectional,
+        states=text.states,
+        variance_gru=text.variance_gru and config.variance,
+        freeze=text.freeze,
+    )
+    if text.vectors and not assets.trained:
+        vectors = read_word_vectors(text.vectors, tokenizer, text.width)
+        encoder.set_vectors(vectors)
+        say(f"{len(vectors)} of {tokenizer.get_vocab_size() - 1} words of the training texts start from {text.vectors}")
+    return encoder
 
 
 def build_loss(recipe: Recipe) -> MatchLoss:

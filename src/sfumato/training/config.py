@@ -116,6 +116,32 @@ class SmallTextConfig(_Section):
     dropout: float = Field(0.1, ge=0, lt=1)
 
 
+class WordTextConfig(_Section):
+    """A GRU over whole words, those of the training texts."""
+
+    kind: Literal["gru"] = "gru"
+    width: PositiveInt = Field(300, description="of the word vectors")
+    hidden: PositiveInt = Field(512, description="width of the GRU, in each direction")
+    bidirectional: bool = Field(False, description="read backwards too")
+    states: Literal["final", "all"] = Field(
+        "final", description="token features: the state in which each direction ends, or those at all words"
+    )
+    min_count: PositiveInt = Field(1, description="how often the training texts must have a word for it to be known")
+    max_tokens: PositiveInt = 64
+    vectors: str = Field(
+        "", description="start from the word vectors of this text file of GloVe; needed to begin training only"
+    )
+    freeze: bool = Field(False, description="vectors: they never learn")
+    variance_gru: bool = Field(True, description="the log variance has a GRU of its own")
+
+    def check(self) -> None:
+        """Refuse values that would have no effect, or a bad one."""
+        if self.freeze and not self.vectors:
+            raise ValueError(
+                "model.text.freeze is for word vectors from a file; give model.text.vectors, or leave it out"
+            )
+
+
 class FrozenImageConfig(_Section):
     """Token features of a pre-trained image backbone, computed once."""
 
@@ -242,7 +268,9 @@ class ClipTextConfig(_ClipConfig):
 ImageConfig = Annotated[
     SmallImageConfig | FrozenImageConfig | EfficientNetImageConfig | ClipImageConfig, Field(discriminator="kind")
 ]
-TextConfig = Annotated[SmallTextConfig | FrozenTextConfig | ClipTextConfig, Field(discriminator="kind")]
+TextConfig = Annotated[
+    SmallTextConfig | WordTextConfig | FrozenTextConfig | ClipTextConfig, Field(discriminator="kind")
+]
 
 
 class ModelConfig(_Section):
@@ -508,6 +536,8 @@ class Recipe(_Section):
         for name, side in sides.items():
             if isinstance(side, ClipImageConfig | ClipTextConfig):
                 side.check(f"model.{name}")
+            elif isinstance(side, WordTextConfig):
+                side.check()
         if self.train.swa_epochs and self.train.ema_decay:
             raise ValueError("give either train.swa_epochs or train.ema_decay, not both")
         if self.train.swa_epochs > self.train.epochs:
@@ -578,7 +608,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
 def _explain(item: Any) -> str:
     # Tags of discriminated unions ("small", "pcmepp") stand in the location but not in the file.
     path = [str(part) for part in item["loc"]]
-    tags = {"small", "frozen", "efficientnet", "clip", "pcmepp", "prolip", "infonce", "triplet", "pvse"}
+    tags = {"small", "gru", "frozen", "efficientnet", "clip"}
+    tags |= {"pcmepp", "pcme", "prolip", "infonce", "triplet", "pvse"}
     shown = ".".join(part for i, part in enumerate(path) if not (part in tags and i > 0))
     if item["type"] == "extra_forbidden":
         known = _keys() - {shown}

@@ -279,7 +279,7 @@ def _without_local_paths(config: ModelConfig) -> dict[str, Any]:
     """Section ``model`` as JSON. Pre-trained weights that training started from are in the model: their folder is not needed."""
     values: dict[str, Any] = config.model_dump(mode="json", exclude_none=True)
     for side in ("image", "text"):
-        for key in ("weights", "tokenizer", "backbone"):
+        for key in ("weights", "tokenizer", "backbone", "vectors"):
             if values[side].get(key):
                 values[side][key] = _shown(values[side][key])
     return values

@@ -1,7 +1,7 @@
 """A run folder: everything that evaluation, indexing and search need, and nothing else.
 
 recipe.toml           the resolved recipe            model.safetensors   the best weights, with the loss's logits
-tokenizer.json        of its word pieces             last.safetensors    the state to resume from
+tokenizer.json        of its words or word pieces    last.safetensors    the state to resume from
 encoders.json         the shape of its transformers  noise.npy           which image each noisy training pair got
 log.jsonl             one line per epoch             calibration.json    what was fitted on the validation pairs
 problems.jsonl        items left out, and why        evaluation-*.json   written by `sfumato evaluate`
