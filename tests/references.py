@@ -169,21 +169,33 @@ def diversity(items):
     return total / len(items)
 
 
-def triplet(distance, match, margin, mining):
-    """Both directions, each averaged over the positive pairs."""
+def triplet(distance, match, margin, mining, soft=False):
+    """Both directions, each averaged over the positive pairs; soft: a negative's margin shrinks with its label."""
     total = 0.0
     for d, m in ((distance, match), (transpose(distance), transpose(match))):
         hinges = []
         for row, labels in zip(d, m, strict=True):
-            negatives = [x for x, y in zip(row, labels, strict=True) if y < 0.5]
+            negatives = [(x, margin * (1 - 2 * y * soft)) for x, y in zip(row, labels, strict=True) if y < 0.5]
             for own, label in zip(row, labels, strict=True):
                 if label < 0.5:
                     continue
                 chosen = negatives
                 if mining == "hardest":
-                    chosen = sorted(negatives)[:1]
+                    chosen = sorted(negatives, key=lambda pair: pair[0] - pair[1])[:1]
                 elif mining == "semi-hard":
-                    chosen = sorted(x for x in negatives if own < x < own + margin)[:1]
-                hinges.append(sum(max(0.0, margin + own - x) for x in chosen))
+                    outside = [pair for pair in negatives if own < pair[0] < own + pair[1]]
+                    chosen = sorted(outside, key=lambda pair: pair[0] - pair[1])[:1]
+                hinges.append(sum(max(0.0, m + own - x) for x, m in chosen))
         total += sum(hinges) / len(hinges)
     return total
+
+
+def rank_disagreement(distance, label, temperature):
+    """DAA: 1 - min / max of the smooth rank by distance and the rank by label, averaged over queries (rows) and gallery."""
+    total = 0.0
+    for d, y in zip(distance, label, strict=True):
+        for i in range(len(d)):
+            rank = 1 + sum(1 / (1 + math.exp(-(d[i] - d[j]) / temperature)) for j in range(len(d)) if j != i)
+            meant = 1 + sum(1.0 if y[j] > y[i] else 0.5 * (y[j] == y[i]) for j in range(len(d)) if j != i)
+            total += (1 - min(rank, meant) / max(rank, meant)) / len(d)
+    return total / len(distance)

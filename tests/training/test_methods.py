@@ -55,6 +55,8 @@ METHODS = {
         [GRU, "model.init_total_variance=16"],
     ),
     "two-way gru": ("emoji-pcmepp", [GRU, "model.text.bidirectional=true", 'model.text.states="all"']),
+    "daa": ("emoji-vseinf", ["data.graded=true", "loss.name=daa", "loss.sum_epochs=2"]),
+    "soft margin": ("emoji-vse0", ["data.graded=true", "loss.soft_margin=true"]),
     "prolip": ("emoji-pcmepp", ["loss.name=prolip", "loss.inclusion_weight=1e-7"]),
     "pcmepp with a second stage": ("emoji-ambiguity", ["spread.epochs=1"]),
     "noisy pcmepp": ("emoji-pcmepp", ["data.noise_rate=0.2"]),

@@ -275,6 +275,8 @@ class PairSampler:
             drawn for an image of the same group, as in data where nobody listed the other matches.
         kind_weights: relative frequency of each kind of text, uniform within a kind, for epoch_over "images"; kinds left out
             are never drawn. None draws uniformly from an image's texts.
+        grades: (r,) image and (c,) text positions -> (r, c) in [0, 1], how much of a match an unlisted pair is; half of it becomes
+            its label, see :class:`~sfumato.data.grading.Grades`. None: 0.
 
     Raises:
         ValueError: an option is unknown, a batch has fewer than two pairs, or there is nothing to draw.
@@ -289,6 +291,7 @@ class PairSampler:
         epoch_over: EpochOver = "images",
         positives: Positives = "listed",
         kind_weights: dict[str, float] | None = None,
+        grades: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
     ) -> None:
         for name, value, known in (("epoch_over", epoch_over, EpochOver), ("positives", positives, Positives)):
             if value not in get_args(known):
@@ -300,7 +303,7 @@ class PairSampler:
         if len(data.pairs) < 2:
             raise ValueError(f"PairSampler: the data has {len(data.pairs)} pairs; at least 2 are needed to train")
         self.data, self.batch_size, self.seed = data, batch_size, seed
-        self.epoch_over, self.positives = epoch_over, positives
+        self.epoch_over, self.positives, self.grades = epoch_over, positives, grades
         if kind_weights is not None and epoch_over == "pairs":
             raise ValueError(
                 'PairSampler: kind_weights have no meaning with epoch_over="pairs", which draws every pair once'
@@ -336,6 +339,10 @@ class PairSampler:
 
     def _labels(self, images: np.ndarray, texts: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """Of a batch (images and texts, b each) the labels at some rows and columns."""
+        labels = self._matches(images, texts, rows, columns)
+        return labels if self.grades is None else np.maximum(labels, self.grades(images[rows], texts[columns]) / 2)
+
+    def _matches(self, images: np.ndarray, texts: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         if self.positives == "listed":
             return self.data.match(images[rows], texts[columns])
         # A text matches the groups of all draws of the same text.

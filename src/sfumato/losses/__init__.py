@@ -1,6 +1,7 @@
 """Losses over (images, texts, match): pure functions, and modules that hold their learnable logits."""
 
 from sfumato.losses.base import LossOutput, MatchLoss, PairShare, loss_of_share
+from sfumato.losses.daa import DAALoss, daa_loss
 from sfumato.losses.inclusion import inclusion_loss, inclusion_test, log_inclusion
 from sfumato.losses.infonce import InfoNCELoss, infonce_loss
 from sfumato.losses.pcme import PCMELoss, pcme_loss
@@ -18,11 +19,13 @@ LOSSES: dict[str, type[MatchLoss]] = {
     "infonce": InfoNCELoss,
     "triplet": TripletLoss,
     "pvse": PVSELoss,
+    "daa": DAALoss,
 }
 """Every loss by the name that recipes use."""
 
 __all__ = [
     "LOSSES",
+    "DAALoss",
     "InfoNCELoss",
     "LossOutput",
     "MatchLoss",
@@ -32,6 +35,7 @@ __all__ = [
     "PairShare",
     "ProLIPLoss",
     "TripletLoss",
+    "daa_loss",
     "inclusion_loss",
     "inclusion_test",
     "infonce_loss",

@@ -20,6 +20,7 @@ def triplet_loss(
     margin: float = 0.4,
     mining: Mining = "hardest",
     distance: str = "squared_l2",
+    soft_margin: bool = False,
 ) -> LossOutput:
     r"""Hinge [margin + d(anchor, positive) - d(anchor, negative)]_+ in both directions, averaged over the positive pairs.
 
@@ -36,6 +37,8 @@ def triplet_loss(
         margin: in units of the distance. On unit means squared_l2 = 2 - 2 cos: 0.4 here is the usual 0.2 on the cosine.
         mining: which negatives count.
         distance: name of any differentiable distance.
+        soft_margin: the margin to a negative is margin * (1 - 2 * label), smaller the more it is a match after all; for graded
+            labels, see ``data.graded``.
 
     Returns:
         Terms "i2t" and "t2i"; stat "active", the share of anchors with a loss (1 with a loss of 2 * margin: collapsed).
@@ -48,33 +51,35 @@ def triplet_loss(
     if mining not in get_args(Mining):
         raise ValueError(f"triplet_loss: unknown mining {mining!r}; known: {', '.join(get_args(Mining))}")
     share = PairShare.whole(image, text, match, "triplet_loss")
-    return _part(share, share.n_positives(), margin, mining, distance)
+    return _part(share, share.n_positives(), margin, mining, distance, soft_margin)
 
 
-def _part(share: PairShare, counts: Tensor, margin: float, mining: Mining, distance: str) -> LossOutput:
+def _part(
+    share: PairShare, counts: Tensor, margin: float, mining: Mining, distance: str, soft_margin: bool
+) -> LossOutput:
     if not counts[0] > 0:
         raise ValueError("triplet_loss: no pair of the batch matches; a triplet needs at least one positive")
     i2t, t2i = share.distances(get_distance(distance))
     positives = counts[0].to(i2t.dtype)
     sums = [
-        _direction(pairs, match >= 0.5, margin, mining)
+        _direction(pairs, match >= 0.5, margin * (1 - 2 * match.to(pairs.dtype)) if soft_margin else margin, mining)
         for pairs, match in ((i2t, share.match_i2t), (t2i, share.match_t2i))
     ]
     terms = {name: hinges / positives for name, (hinges, _) in zip(("i2t", "t2i"), sums, strict=True)}
     return LossOutput(terms["i2t"] + terms["t2i"], terms, {"active": (sums[0][1] + sums[1][1]) / (2 * positives)})
 
 
-def _direction(distance: Tensor, positive: Tensor, margin: float, mining: Mining) -> tuple[Tensor, Tensor]:
-    """(sum of the hinges of the p positive pairs, number of them with a loss); anchors are rows."""
+def _direction(distance: Tensor, positive: Tensor, margin: Tensor | float, mining: Mining) -> tuple[Tensor, Tensor]:
+    """(sum of the hinges of the p positive pairs, number of them with a loss); anchors are rows, of a margin too."""
     anchor, truth = positive.nonzero(as_tuple=True)
     own = distance[anchor, truth].unsqueeze(1)  # (p, 1)
     others = distance[anchor].masked_fill(positive[anchor], torch.inf)  # (p, m)
+    reached = others - (margin[anchor] if isinstance(margin, Tensor) else margin)  # a negative as far as own counts
     if mining == "hardest":
-        others = others.min(dim=1, keepdim=True).values
+        reached = reached.min(dim=1, keepdim=True).values
     elif mining == "semi-hard":
-        outside = (others <= own) | (others >= own + margin)
-        others = others.masked_fill(outside, torch.inf).min(dim=1, keepdim=True).values
-    hinge = (margin + own - others).clamp_min(0).sum(1)
+        reached = reached.masked_fill((others <= own) | (reached >= own), torch.inf).min(dim=1, keepdim=True).values
+    hinge = (own - reached).clamp_min(0).sum(1)
     return hinge.sum(), (hinge.detach() > 0).to(hinge.dtype).sum()
 
 
@@ -82,15 +87,21 @@ class TripletLoss(MatchLoss):
     """:func:`triplet_loss` with a warm-up that sums over all negatives first, without which hardest mining may collapse.
 
     Args:
-        distance, margin, mining: see :func:`triplet_loss`.
+        distance, margin, mining, soft_margin: see :func:`triplet_loss`.
         sum_epochs: epochs at the start in which all negatives count (VSE-infinity: 1).
     """
 
     def __init__(
-        self, *, distance: str = "squared_l2", margin: float = 0.4, mining: Mining = "hardest", sum_epochs: int = 0
+        self,
+        *,
+        distance: str = "squared_l2",
+        margin: float = 0.4,
+        mining: Mining = "hardest",
+        sum_epochs: int = 0,
+        soft_margin: bool = False,
     ) -> None:
         super().__init__(distance)
-        self.margin, self.mining, self.sum_epochs = margin, mining, sum_epochs
+        self.margin, self.mining, self.sum_epochs, self.soft_margin = margin, mining, sum_epochs, soft_margin
 
     def counts(self, share: PairShare) -> Tensor:
         """See :class:`MatchLoss`."""
@@ -99,4 +110,5 @@ class TripletLoss(MatchLoss):
     def part(self, share: PairShare, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`MatchLoss`."""
         early = epoch is not None and epoch < self.sum_epochs
-        return _part(share, counts, self.margin, "sum" if early else self.mining, self.distance.name)
+        mining: Mining = "sum" if early else self.mining
+        return _part(share, counts, self.margin, mining, self.distance.name, self.soft_margin)

@@ -53,6 +53,10 @@ class DataConfig(_Section):
         "listed",
         description="a batch's matches: every pair that the data lists, or only texts drawn for the same image",
     )
+    graded: bool = Field(
+        False,
+        description="label an unlisted pair by half of what the text shares with the image's own texts (TF-IDF cosine), not 0",
+    )
     kind_weights: dict[str, NonNegativeFloat] = Field(default={}, description="relative frequency of each kind of text")
     val_share: float = Field(0.1, ge=0, lt=1, description="share for validation where the data names no splits")
     test_share: float = Field(0.1, ge=0, lt=1, description="share for test where the data names no splits")
@@ -85,6 +89,8 @@ class DataConfig(_Section):
             raise ValueError("give either data.noise_rate or data.noise_file, not both")
         if self.source == "shards" and (self.noise_rate or self.noise_file):
             raise ValueError("data.noise_rate and noise_file need all pairs at hand; shards are read as a stream")
+        if self.source == "shards" and self.graded:
+            raise ValueError("data.graded needs all texts at hand; shards are read as a stream")
         if self.leave_out:
             parse_part(self.leave_out)
             if self.source == "shards":
@@ -355,14 +361,28 @@ class InfoNCEConfig(_Section):
     logit_scale: PositiveFloat = 5.0
 
 
-class TripletConfig(_Section):
-    """Triplet hinge."""
+class _HingeConfig(_Section):
+    """A triplet hinge, alone or beside another term."""
 
-    name: Literal["triplet"] = "triplet"
     distance: str = "squared_l2"
     margin: PositiveFloat = Field(0.4, description="in units of the distance; 0.4 on squared_l2 is 0.2 on the cosine")
     mining: Literal["hardest", "sum", "semi-hard"] = "hardest"
     sum_epochs: int = Field(0, ge=0, description="epochs at the start in which all negatives count")
+    soft_margin: bool = Field(False, description="with data.graded: a smaller margin to what is nearly a match")
+
+
+class TripletConfig(_HingeConfig):
+    """Triplet hinge."""
+
+    name: Literal["triplet"] = "triplet"
+
+
+class DAAConfig(_HingeConfig):
+    """DAA: a triplet hinge, and ranks by distance that agree with ranks by graded labels."""
+
+    name: Literal["daa"] = "daa"
+    asp_weight: NonNegativeFloat = Field(0.2, description="of the ranks' disagreement")
+    temperature: PositiveFloat = Field(0.02, description="of the comparisons, in units of the distance")
 
 
 class PVSEConfig(_Section):
@@ -483,7 +503,7 @@ class Recipe(_Section):
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     loss: Annotated[
-        PCMEPPConfig | PCMEConfig | ProLIPConfig | InfoNCEConfig | TripletConfig | PVSEConfig,
+        PCMEPPConfig | PCMEConfig | ProLIPConfig | InfoNCEConfig | TripletConfig | PVSEConfig | DAAConfig,
         Field(discriminator="name"),
     ] = PCMEPPConfig()
     augment: AugmentConfig = AugmentConfig()
@@ -506,6 +526,10 @@ class Recipe(_Section):
             raise ValueError("loss.beta must be 0 when model.variance=false: the bottleneck of a point is infinite")
         if not self.model.variance and inclusion:
             raise ValueError("loss.inclusion_weight must be 0 when model.variance=false: points include nothing")
+        if self.loss.name == "daa" and not self.data.graded:
+            raise ValueError("loss.name='daa' learns from graded labels; set data.graded=true")
+        if isinstance(self.loss, _HingeConfig) and self.loss.soft_margin and not self.data.graded:
+            raise ValueError("loss.soft_margin=true is for graded labels; set data.graded=true")
         self.model.check_variances()
         if self.model.embeddings != distance.pieces:
             raise ValueError(
@@ -608,8 +632,14 @@ def _apply(values: dict[str, Any], override: str) -> None:
 def _explain(item: Any) -> str:
     # Tags of discriminated unions ("small", "pcmepp") stand in the location but not in the file.
     path = [str(part) for part in item["loc"]]
-    tags = {"small", "gru", "frozen", "efficientnet", "clip"}
-    tags |= {"pcmepp", "pcme", "prolip", "infonce", "triplet", "pvse"}
+    tags = {
+        section.model_fields[key].default
+        for model in (Recipe, ModelConfig)
+        for _, sections in _fields(model)
+        for section in sections
+        for key in ("kind", "name")
+        if key in section.model_fields
+    }
     shown = ".".join(part for i, part in enumerate(path) if not (part in tags and i > 0))
     if item["type"] == "extra_forbidden":
         known = _keys() - {shown}

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from sfumato.data.folds import parse_part, without_part
+from sfumato.data.grading import Grades
 from sfumato.data.noise import apply_noise, load_noise, save_noise, shuffle_pairs
 from sfumato.data.pairs import PairData, PairSampler
 from sfumato.data.prefetch import prefetch
@@ -335,6 +336,7 @@ def _batches(
         epoch_over=recipe.data.epoch_over,
         positives=recipe.data.positives,
         kind_weights=recipe.data.kind_weights or None,
+        grades=Grades(train.data) if recipe.data.graded else None,
     )
     return IndexedBatches(train.images, train.texts, sampler, augmentation, world)
 

@@ -1,0 +1,78 @@
+"""Graded labels against a slow loop over words and against scikit-learn's TF-IDF."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+from pairs import many_to_many
+
+from sfumato.data.grading import Grades
+from sfumato.data.pairs import FileImage, PairData, PairSampler, make_pair_data
+
+CAPTIONS = [
+    ["A dog runs on the grass.", "The brown dog, running; a DOG!"],
+    ["Two men play chess", "chess players in a park", "x"],
+    ["A dog and two men in the park"],
+    ["?!"],
+]
+
+
+def captioned():
+    return make_pair_data("abcd", [FileImage(name) for name in "abcd"], CAPTIONS)
+
+
+def vectors(texts):
+    words = [re.findall(r"\w\w+", text.lower()) for text in texts]
+    holding = lambda word: sum(word in w for w in words)
+    rows = []
+    for own in words:
+        row = {word: own.count(word) * (math.log((1 + len(texts)) / (1 + holding(word))) + 1) for word in own}
+        length = math.sqrt(sum(v * v for v in row.values()))
+        rows.append({word: v / length for word, v in row.items()})
+    return rows
+
+
+@pytest.mark.parametrize("data", [captioned(), many_to_many()], ids=["captions", "many to many"])
+def test_grades_are_the_loop(data):
+    rows = vectors(data.texts)
+    images, texts = np.array([2, 0, 2, 3, 1]), np.array([5, 0, 3, 1, 6, 2, 0])
+    grades = Grades(data)(images, texts)
+    assert grades.shape == (5, 7) and grades.dtype == np.float32
+    for i, image in enumerate(images):
+        own = [t for j, t in data.pairs if j == image]
+        for k, text in enumerate(texts):
+            cosines = [sum(v * rows[text].get(word, 0) for word, v in rows[t].items()) for t in own]
+            assert grades[i, k] == pytest.approx(sum(cosines) / max(len(own), 1), abs=1e-6)
+    assert grades.max() > 0.3
+
+
+def test_cosines_are_those_of_scikit_learn():
+    feature_extraction = pytest.importorskip("sklearn.feature_extraction.text")
+    texts = [text for captions in CAPTIONS for text in captions]
+    data = make_pair_data([str(i) for i in range(7)], [FileImage("x")] * 7, [[text] for text in texts])
+    rows = feature_extraction.TfidfVectorizer().fit_transform(texts).toarray()
+    np.testing.assert_allclose(Grades(data)(np.arange(7), np.arange(7)), rows @ rows.T, atol=1e-6)
+
+
+def test_an_image_without_texts_has_nothing_to_share():
+    data = PairData(("a", "b"), (FileImage("a"),) * 2, ("x",), ("some words",), ("caption",), [[0, 0]])
+    assert Grades(data)(np.array([0, 1]), np.array([0])).tolist() == [[pytest.approx(1)], [0]]
+    assert Grades(data)(np.array([], int), np.array([0])).shape == (0, 1)
+
+
+@pytest.mark.parametrize("positives", ["listed", "sampled"])
+def test_a_batch_keeps_its_matches_and_grades_the_rest_below_a_half(positives):
+    data = captioned()
+    plain, graded = (
+        next(iter(PairSampler(data, 4, 3, positives=positives, grades=grades).batches(0)))
+        for grades in (None, Grades(data))
+    )
+    assert np.array_equal(plain.image_index, graded.image_index)
+    assert np.array_equal(graded.match >= 0.5, plain.match == 1)
+    rest = graded.match[plain.match == 0]
+    expected = Grades(data)(plain.image_index, plain.text_index)[plain.match == 0] / 2
+    np.testing.assert_array_equal(rest, expected)
+    assert 0 < rest.max() < 0.5
+    rows, columns = np.array([2, 0]), np.array([3, 1, 2])
+    np.testing.assert_array_equal(graded.labels(rows, columns), graded.match[rows][:, columns])
