@@ -44,6 +44,7 @@ def test_help_is_quick_and_names_the_commands():
         "calibrate",
         "evaluate",
         "trust",
+        "regions",
         "embed",
         "export",
         "index",

@@ -521,6 +521,40 @@ def calibrate(
 
 
 @app.command()
+def regions(
+    data: Annotated[str, typer.Argument(help="a recipe (path or name) whose pictures to take")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value ..., e.g. data.path=my.jsonl")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="folder to write: new, or empty")] = Path("regions"),
+    backbone: Annotated[
+        str, typer.Option(help="efficientnet-lite0, a hub name, or a local transformers folder")
+    ] = "efficientnet-lite0",
+    size: Annotated[int | None, typer.Option(help="side of the pictures in pixels; default the backbone's own")] = None,
+    grid: Annotated[int | None, typer.Option(help="average a convolutional map down to grid x grid regions")] = None,
+    layout: Annotated[
+        str, typer.Option(help="scan: one file a split; manifest: one a picture, for any number of captions")
+    ] = "scan",
+    splits: Annotated[str | None, typer.Option(help="of the data, e.g. train,val,test; default all")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write pictures as region features of a frozen backbone, to train from with model.image.kind=regions."""
+    from sfumato.encoders.backbones import image_backbone
+    from sfumato.recipes import find_recipe
+    from sfumato.training.config import load_recipe
+    from sfumato.training.regions import write_regions
+
+    config = load_recipe(find_recipe(data), overrides or []).data
+    made = image_backbone(backbone, size=size, grid=grid)
+    shapes, problems = write_regions(
+        config, out, made, layout=layout, splits=None if splits is None else _names(splits)
+    )
+    result = {"out": str(out), "splits": shapes, "problems": len(problems)}
+    line = "\n".join(f"{name}: {n} x {r} x {c}" for name, (n, r, c) in shapes.items())
+    _print(result, as_json, f"{line}\nwritten to {out}" + _left_out(problems))
+
+
+@app.command()
 def embed(
     model: ModelName,
     out: Annotated[
@@ -559,12 +593,15 @@ def embed(
     from sfumato.training.build import choose_device
     from sfumato.training.export import load_model
     from sfumato.training.inference import embed_folder, embed_lines
-    from sfumato.training.ingest import embed_collection, list_source, which_job
+    from sfumato.training.ingest import embed_collection, file_endings, list_source, which_job
 
     if out.suffix != ".safetensors":
         job, of = which_job(shard)
-        listing = list_source(images=images, manifest=manifest, shards=shards, texts=texts, part_size=part_size)
         loaded = load_model(model, device=choose_device(device, int(os.environ.get("LOCAL_RANK", "0"))))
+        listing = list_source(
+            images=images, manifest=manifest, shards=shards, texts=texts, part_size=part_size,
+            endings=file_endings(loaded.model),
+        )  # fmt: skip
         done = embed_collection(
             loaded, listing, out, job=job, of=of, workers=workers, batch_size=batch,
             max_problem_share=max_problem_share, home=model,

@@ -64,12 +64,13 @@ class Listing:
     entries: Callable[[int], Sequence[Entry]] = field(repr=False)
 
 
-def list_folder(folder: str | Path, *, part_size: int) -> Listing:
+def list_folder(folder: str | Path, *, part_size: int, endings: frozenset[str] = PICTURE_ENDINGS) -> Listing:
     """Every picture below a folder, sorted by its path; ids are paths relative to the folder. Links to folders are not followed.
 
     Args:
         folder: it.
         part_size: pictures in a section.
+        endings: of the names of files that count, in lower case.
 
     Raises:
         UserError: there is no such folder, or no picture in it.
@@ -78,9 +79,9 @@ def list_folder(folder: str | Path, *, part_size: int) -> Listing:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
-    names = sorted(_pictures(folder), key=lambda name: name.split("/"))
+    names = sorted(_pictures(folder, endings), key=lambda name: name.split("/"))
     if not names:
-        raise UserError(f"no pictures in {folder} (looked for {', '.join(sorted(PICTURE_ENDINGS))})")
+        raise UserError(f"no pictures in {folder} (looked for {', '.join(sorted(endings))})")
     home = os.path.abspath(folder)
 
     def entry(name: str) -> Entry:
@@ -210,14 +211,14 @@ def _in_sections(
     return Listing("images", kind, str(path), len(items), _digest(listed), part_size, sections, entries)
 
 
-def _pictures(folder: Path, below: str = "") -> Iterable[str]:
+def _pictures(folder: Path, endings: frozenset[str], below: str = "") -> Iterable[str]:
     """Paths relative to the folder, in no order; without asking the disk about every file."""
     with os.scandir(folder / below) as found:
         for item in found:
             name = f"{below}{item.name}"
             if item.is_dir(follow_symlinks=False):
-                yield from _pictures(folder, f"{name}/")
-            elif os.path.splitext(item.name)[1].lower() in PICTURE_ENDINGS and item.is_file():
+                yield from _pictures(folder, endings, f"{name}/")
+            elif os.path.splitext(item.name)[1].lower() in endings and item.is_file():
                 yield name
 
 

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from sfumato import __version__
+from sfumato.encoders.regions import blank_features, reads_regions
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.gallery import Gallery, Items
 from sfumato.serve.answering import Asked, Search, check_promises, ellipse_of, picture_path, search_together, told_of
@@ -140,8 +141,14 @@ class Service:
         """(where, bytes) of all pictures of a request -> formats; see :func:`~sfumato.serve.pictures.check_picture`.
 
         Raises:
-            Refusal: one of them is none, or together they have too many pixels.
+            Refusal: one of them is none, together they have too many pixels, or the model reads region features.
         """
+        if pictures and reads_regions(self.sources.model):
+            where = pictures[0][0]
+            said = (
+                f"{where}: the model of this service reads region features and no pictures; search by text or by item"
+            )
+            raise Refusal(422, said, errors=[(where, said)])
         most, pixels = self.settings.max_upload_bytes, self.settings.max_pixels
 
         def check() -> list[str]:
@@ -313,7 +320,7 @@ class Service:
         try:
             queries = [
                 *await self.embedder.embed_texts(["ready"]),
-                *await self.embedder.embed_pictures([file.getvalue()]),
+                *await self.embedder.embed_pictures([blank_features(self.sources.model) or file.getvalue()]),
             ]
             rows = GaussianEmbedding.cat(good(queries, ["text", "picture"]))
             if rows.d != self.sources.d:

@@ -7,6 +7,7 @@ import torch
 
 from sfumato.data.problems import Problems
 from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.regions import reads_regions
 from sfumato.errors import UserError
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery
@@ -151,7 +152,8 @@ def _from_gallery(folder: Path, run: str | None, store: str | None) -> Sources:
                 " built with"
             )
         home = str(run or gallery.about["run"])
-        shelf = Shelf(gallery, _pictures(gallery, home) if kind(gallery) == "images" else None)
+        shown = kind(gallery) == "images" and not reads_regions(matcher.model)
+        shelf = Shelf(gallery, _pictures(gallery, home) if shown else None)
         return Sources(matcher.model, Path(home).name, {kind(gallery): shelf})
     except BaseException:
         gallery.close()
@@ -181,7 +183,8 @@ def _from_run(run: Run, folder: Path, split: str, *, images_alone: bool) -> Sour
         "images": Source(images, data.image_ids, pictures={"split": split}),
         "texts": Source(texts, data.text_ids, data.texts),
     }
-    pictures = SplitPictures(dict(zip(data.image_ids, data.images, strict=True)))
+    shown = SplitPictures(dict(zip(data.image_ids, data.images, strict=True)))
+    pictures = None if reads_regions(run.model) else shown
     shelves: dict[GalleryName, Shelf] = {
         name: Shelf(build_index(run, source, home=folder), pictures if name == "images" else None)
         for name, source in sources.items()

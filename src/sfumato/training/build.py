@@ -14,6 +14,7 @@ from sfumato.data.emoji import load_emoji
 from sfumato.data.manifest import read_image_folder, read_manifest
 from sfumato.data.pairs import PairData
 from sfumato.data.problems import Problems
+from sfumato.data.regions import read_scan
 from sfumato.data.shards import expand_shards, read_shards
 from sfumato.data.sources import read_karpathy
 from sfumato.encoders.backbones import image_backbone, pretrained_tokenizer, text_backbone
@@ -23,6 +24,7 @@ from sfumato.encoders.efficientnet import EfficientNetEncoder
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.pictures import PictureReader
 from sfumato.encoders.prolip import UncTokenImageEncoder, UncTokenTextEncoder
+from sfumato.encoders.regions import RegionEncoder, RegionReader
 from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder, add_begin_and_end, train_tokenizer
 from sfumato.encoders.words import WordEncoder, read_word_vectors, word_tokenizer
 from sfumato.errors import UserError, first_line
@@ -37,6 +39,7 @@ from sfumato.training.config import (
     FrozenTextConfig,
     ModelConfig,
     Recipe,
+    RegionImageConfig,
     SmallImageConfig,
     SmallTextConfig,
     WordTextConfig,
@@ -71,6 +74,8 @@ def load_splits(config: DataConfig, problems: Problems) -> dict[str, PairData]:
             f"data.path: there is no {path}; paths in a recipe are relative to the current folder ({Path.cwd()})"
         )
     images = Path(config.images) if config.images else None
+    if config.source == "scan":
+        return read_scan(path, problems)
     if config.source == "karpathy":
         return read_karpathy(path, images or path.parent, problems)
     shares = {"val_share": config.val_share, "test_share": config.test_share}
@@ -134,8 +139,10 @@ def build_model(config: ModelConfig, assets: Assets, augment: AugmentConfig | No
     """
     augment = augment or AugmentConfig()
     features = 0.0 if config.text.kind != "frozen" else augment.text_tokens
+    # Regions are dropped before anything reasons about them, so that it happens with a GRU too.
+    tokens = 0.0 if config.image.kind == "regions" else augment.image_tokens
     return DualEncoder(
-        _tower(config, *_image_side(config, assets), "first", augment.image_tokens),
+        _tower(config, *_image_side(config, assets, augment), "first", tokens),
         _tower(config, *_text_side(config, assets), "last", features),
     )
 
@@ -158,7 +165,7 @@ def _tower(config: ModelConfig, reader: Reader, encoder: Any, token: str, token_
     return Tower(reader, encoder, head, token_dropout=token_dropout)
 
 
-def _image_side(config: ModelConfig, assets: Assets) -> tuple[Reader, nn.Module]:
+def _image_side(config: ModelConfig, assets: Assets, augment: AugmentConfig) -> tuple[Reader, nn.Module]:
     image = config.image
     if isinstance(image, SmallImageConfig):
         return PixelReader(image.size), SmallImageEncoder(image.width)
@@ -169,6 +176,16 @@ def _image_side(config: ModelConfig, assets: Assets) -> tuple[Reader, nn.Module]
         reader = PixelReader(image.size) if image.in_memory else PictureReader(image.size)
         # The weights of a run replace those of ImageNet anyway.
         return reader, EfficientNetEncoder(pretrained=image.pretrained and not assets.trained)
+    if isinstance(image, RegionImageConfig):
+        return RegionReader(image.channels), RegionEncoder(
+            image.channels,
+            image.width or config.dim,
+            layers=image.graph_layers,
+            recurrent=image.recurrent,
+            variance=config.variance and image.variance_layers,
+            dropout=config.feature_dropout,
+            region_dropout=augment.image_tokens,
+        )
     own_blocks = config.variance and not image.variance_token
     encoder = clip_image_encoder(
         image.weights,

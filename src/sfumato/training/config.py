@@ -34,11 +34,11 @@ class _Section(BaseModel):
 class DataConfig(_Section):
     """Which data, and how a batch is drawn from it."""
 
-    source: Literal["emoji", "manifest", "folder", "karpathy", "shards"] = "emoji"
+    source: Literal["emoji", "manifest", "folder", "karpathy", "shards", "scan"] = "emoji"
     path: str = Field(
         "",
-        description="manifest (.jsonl, .csv, .parquet), image folder, Karpathy JSON, or the training shards (folder, glob or"
-        " braces: cc3m-{00000..00331}.tar); unused for emoji",
+        description="manifest (.jsonl, .csv, .parquet), image folder, Karpathy JSON, folder of region features (scan), or the"
+        " training shards (folder, glob or braces: cc3m-{00000..00331}.tar); unused for emoji",
     )
     val_path: str = Field("", description="shards: those to validate on, read as a whole")
     samples_per_epoch: PositiveInt = Field(1_000_000, description="shards: pairs that are called an epoch")
@@ -242,6 +242,26 @@ class ClipImageConfig(_ClipConfig):
         return self.augment
 
 
+class RegionImageConfig(_Section):
+    """Region features made by another model, of data.source scan or a manifest of .npy files: VSRN, or VSE-infinity on regions."""
+
+    kind: Literal["regions"] = "regions"
+    channels: PositiveInt = Field(2048, description="c of the features")
+    width: PositiveInt | None = Field(None, description="channels of what follows; model.dim if left out")
+    graph_layers: int = Field(4, ge=0, description="layers of reasoning between the regions of a picture")
+    recurrent: bool = Field(
+        True, description="end in the last state of a GRU over the regions; otherwise they are pooled, model.pooling"
+    )
+    variance_layers: bool = Field(
+        True, description="the log variance has these layers for itself, without sharing; otherwise a linear map alone"
+    )
+
+    @property
+    def augment_mode(self) -> Literal["none", "crop", "style"]:
+        """Features are what they are."""
+        return "none"
+
+
 class ClipTextConfig(_ClipConfig):
     """The text transformer of the CLIP family, with blocks of its own for the log variance."""
 
@@ -272,7 +292,8 @@ class ClipTextConfig(_ClipConfig):
 
 
 ImageConfig = Annotated[
-    SmallImageConfig | FrozenImageConfig | EfficientNetImageConfig | ClipImageConfig, Field(discriminator="kind")
+    SmallImageConfig | FrozenImageConfig | EfficientNetImageConfig | ClipImageConfig | RegionImageConfig,
+    Field(discriminator="kind"),
 ]
 TextConfig = Annotated[
     SmallTextConfig | WordTextConfig | FrozenTextConfig | ClipTextConfig, Field(discriminator="kind")
@@ -544,11 +565,23 @@ class Recipe(_Section):
             raise ValueError(
                 f"spread.epochs changes variances after training, and loss.distance={distance.name!r} ranks by them; use squared_l2"
             )
-        if self.augment.mixed_share and self.model.image.kind == "frozen":
-            raise ValueError("augment.mixed_share mixes pixels; frozen features have none, set it to 0")
+        if self.augment.mixed_share and self.model.image.kind in ("frozen", "regions"):
+            raise ValueError(
+                f"augment.mixed_share mixes pixels; features have none (model.image.kind={self.model.image.kind!r}), set it to 0"
+            )
+        regions = self.model.image.kind == "regions"
+        if regions and self.data.source not in ("scan", "manifest"):
+            raise ValueError(
+                f"model.image.kind='regions' reads features, and data.source={self.data.source!r} has pictures; make a folder of"
+                " features from them with `sfumato regions`, for data.source=scan"
+            )
+        if self.data.source == "scan" and not regions:
+            raise ValueError(
+                f"data.source='scan' has region features, which model.image.kind={self.model.image.kind!r} does not read; set it to regions"
+            )
         if self.augment.mixed_share and not (self.augment.mixup_alpha or self.augment.cutmix_alpha):
             raise ValueError("augment.mixed_share needs augment.mixup_alpha or augment.cutmix_alpha above 0")
-        if self.augment.image_tokens and self.model.pooling in ("token", "first", "last"):
+        if self.augment.image_tokens and self.model.pooling in ("token", "first", "last") and not regions:
             raise ValueError(
                 f"augment.image_tokens drops tokens that model.pooling={self.model.pooling!r} never looks at; set it to 0"
             )

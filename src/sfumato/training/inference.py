@@ -8,7 +8,6 @@ from typing import Any, Protocol, get_args
 import torch
 
 from sfumato.calibration import Calibration, Direction
-from sfumato.data.manifest import PICTURE_ENDINGS
 from sfumato.data.pairs import FileImage, ImageSource
 from sfumato.data.problems import Problems
 from sfumato.distances import get_distance
@@ -23,6 +22,7 @@ from sfumato.progress import progress_bar
 from sfumato.training.calibrating import calibrate_split
 from sfumato.training.config import DataConfig
 from sfumato.training.distributed import World, alone
+from sfumato.training.ingest import file_endings
 from sfumato.training.loop import embed_split, load_split
 from sfumato.training.run import CALIBRATION, Run, learnt_logits, load_run
 
@@ -62,7 +62,7 @@ class Matcher(Protocol):
 
 
 def embed_folder(matcher: Matcher, folder: Path) -> tuple[GaussianEmbedding, list[str], Problems]:
-    """Embed every picture below a folder.
+    """Embed every picture below a folder; for a model that reads region features, every .npy file.
 
     Returns:
         (embeddings, ids: paths relative to the folder, sorted; what was left out and why).
@@ -72,9 +72,10 @@ def embed_folder(matcher: Matcher, folder: Path) -> tuple[GaussianEmbedding, lis
     """
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
-    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in PICTURE_ENDINGS and p.is_file())
+    endings = file_endings(matcher.model)
+    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in endings and p.is_file())
     if not paths:
-        raise UserError(f"no pictures in {folder} (looked for {', '.join(sorted(PICTURE_ENDINGS))})")
+        raise UserError(f"no pictures in {folder} (looked for {', '.join(sorted(endings))})")
     return embed_sources(matcher, [FileImage(p) for p in paths], [p.relative_to(folder).as_posix() for p in paths])
 
 

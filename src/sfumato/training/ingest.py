@@ -24,12 +24,15 @@ import torch
 from tokenizers import Tokenizer
 
 from sfumato.data.listings import Entry, Listing, list_folder, list_manifest, list_shards, list_texts
+from sfumato.data.manifest import PICTURE_ENDINGS
 from sfumato.data.problems import Problem, Problems
+from sfumato.data.regions import REGION_ENDINGS, regions_from_bytes
 from sfumato.data.shards import ShardError
 from sfumato.data.transforms import check_image, decode_image
 from sfumato.encoders.dual import DualEncoder, FrozenReader, PixelReader, Tower
 from sfumato.encoders.features import PixelStore, RaggedStore
 from sfumato.encoders.pictures import PictureReader, processors
+from sfumato.encoders.regions import RegionReader, reads_regions, stacked
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.progress import progress_bar
@@ -203,6 +206,7 @@ def list_source(
     shards: str | None = None,
     texts: Path | None = None,
     part_size: int = PART_SIZE,
+    endings: frozenset[str] = PICTURE_ENDINGS,
 ) -> Listing:
     """The listing of the one source that is given.
 
@@ -210,6 +214,7 @@ def list_source(
         images, manifest, shards, texts: see :func:`~sfumato.data.listings.list_folder`, ``list_manifest``, ``list_shards`` and
             ``list_texts``.
         part_size: most items of a part.
+        endings: of the files of a folder that count; see :func:`file_endings`.
 
     Raises:
         UserError: none is given, or several, or it cannot be read.
@@ -218,12 +223,17 @@ def list_source(
     if sum(source is not None for source in (images, manifest, shards, texts)) != 1:
         raise UserError("give one of --images FOLDER, --manifest FILE, --shards PATTERN and --texts FILE")
     if images is not None:
-        return list_folder(images, part_size=part_size)
+        return list_folder(images, part_size=part_size, endings=endings)
     if manifest is not None:
         return list_manifest(manifest, part_size=part_size)
     if shards is not None:
         return list_shards(shards, part_size=part_size)
     return list_texts(texts or Path(), part_size=part_size)
+
+
+def file_endings(model: DualEncoder) -> frozenset[str]:
+    """Endings of the files that a model embeds as images: pictures, or region features."""
+    return REGION_ENDINGS if reads_regions(model) else PICTURE_ENDINGS
 
 
 def which_job(shard: str | None) -> tuple[int, int]:
@@ -480,6 +490,14 @@ def embedding_steps(
 
         return _checked if modality == "images" else _same, features
 
+    if isinstance(reader, RegionReader):
+        channels = reader.channels
+
+        def regions(values: list[Any]) -> GaussianEmbedding:
+            return tower.embed(stacked(values, channels), batch_size=len(values))
+
+        return partial(_regions, channels), regions
+
     def texts(values: list[Any]) -> GaussianEmbedding:
         store, _ = reader.read([partial(_same, value) for value in values])
         return tower.embed(store, batch_size=len(values))
@@ -495,6 +513,11 @@ def embedding_steps(
         return store.batch(np.zeros(1, np.int64)).values[0].numpy()
 
     return (_same, texts) if modality == "texts" else (decoded, pixels)
+
+
+def _regions(channels: int, data: bytes | str) -> np.ndarray:
+    assert isinstance(data, bytes)
+    return regions_from_bytes(data, channels)
 
 
 def _checked(data: bytes | str) -> bytes | str:

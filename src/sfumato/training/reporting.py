@@ -13,6 +13,7 @@ from sfumato import __version__
 from sfumato.data.pairs import ImageSource
 from sfumato.data.problems import Problems
 from sfumato.data.transforms import decode_image
+from sfumato.encoders.regions import reads_regions
 from sfumato.evaluation.report import Report, ReportData, make_report
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
@@ -104,12 +105,17 @@ def _report(matcher: Matcher, data: DataConfig, split: str, out: Path, name: str
             trust=None if run is None else _json(run.folder / f"trust-{split}.json"),
             recipe="" if run is None else (run.folder / RECIPE).read_text(encoding="utf-8"),
             log=[] if run is None else _log(run.folder / LOG),
-            notes=[f"{len(problems)} items could not be used and were left out."] if len(problems) else [],
+            notes=_notes(len(problems), reads_regions(matcher.model)),
             version=__version__,
         )
     )
     write_atomically(out, report.html)
     return report
+
+
+def _notes(left_out: int, features: bool) -> list[str]:
+    told = [f"{left_out} items could not be used and were left out."] if left_out else []
+    return told + (["The images are region features: there are no pictures to show."] if features else [])
 
 
 def _on_host(embeddings: GaussianEmbedding) -> GaussianEmbedding:

@@ -13,6 +13,7 @@ import torch
 from sfumato.data.corruptions import PICTURE_CORRUPTIONS, TEXT_CORRUPTIONS
 from sfumato.data.pairs import PairData
 from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.regions import reads_regions
 from sfumato.errors import UserError
 from sfumato.evaluation.estimators import Matching, MissHead, usable_estimators
 from sfumato.evaluation.trust import (
@@ -85,6 +86,9 @@ def trust_model(
     estimators = usable_estimators(images, texts)
     if len(estimators) < len(usable_estimators()):
         notes.append("estimators that need variances are left out: some embeddings are points")
+    features = reads_regions(matcher.model)
+    if features and n_corrupted and "i2t" in DIRECTIONS[queries]:
+        notes.append("images are not corrupted: they are region features, and what is corrupted is pictures")
     counts = relevance.transpose().counts
     many = bool(counts.max() > 1)
     proxies = (
@@ -114,7 +118,9 @@ def trust_model(
             estimators=own,
             multiplicity=many,
             proxies=values,
-            corrupted=corrupt(matcher.model, prepared.data, truth, n_corrupted, seed),
+            corrupted=[]
+            if features and not of_text
+            else corrupt(matcher.model, prepared.data, truth, n_corrupted, seed),
             groups=groups,
             n_resamples=n_resamples,
             level=_LEVEL,
