@@ -539,16 +539,13 @@ def regions(
     as_json: AsJson = False,
 ) -> None:
     """Write pictures as region features of a frozen backbone, to train from with model.image.kind=regions."""
-    from sfumato.encoders.backbones import image_backbone
     from sfumato.recipes import find_recipe
     from sfumato.training.config import load_recipe
-    from sfumato.training.regions import write_regions
+    from sfumato.training.regions import regions_of_pictures
 
     config = load_recipe(find_recipe(data), overrides or []).data
-    made = image_backbone(backbone, size=size, grid=grid)
-    shapes, problems = write_regions(
-        config, out, made, layout=layout, splits=None if splits is None else _names(splits)
-    )
+    chosen = None if splits is None else _names(splits)
+    shapes, problems = regions_of_pictures(config, out, backbone, size=size, grid=grid, layout=layout, splits=chosen)
     result = {"out": str(out), "splits": shapes, "problems": len(problems)}
     line = "\n".join(f"{name}: {n} x {r} x {c}" for name, (n, r, c) in shapes.items())
     _print(result, as_json, f"{line}\nwritten to {out}" + _left_out(problems))

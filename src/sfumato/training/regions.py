@@ -15,6 +15,7 @@ import numpy as np
 from sfumato.data.pairs import PairData
 from sfumato.data.problems import Problems
 from sfumato.data.regions import equal_captions, regions_to_bytes
+from sfumato.encoders.backbones import image_backbone
 from sfumato.encoders.dual import FrozenReader, Item
 from sfumato.encoders.features import FrozenBackbone, Store
 from sfumato.errors import UserError
@@ -84,6 +85,20 @@ def write_regions(
         raise
     sync_folder(out.parent)
     return shapes, problems
+
+
+def regions_of_pictures(
+    data: DataConfig,
+    out: str | Path,
+    backbone: str,
+    *,
+    size: int | None = None,
+    grid: int | None = None,
+    layout: str = "scan",
+    splits: Sequence[str] | None = None,
+) -> tuple[dict[str, tuple[int, int, int]], Problems]:
+    """:func:`write_regions` with the backbone of a name; see :func:`~sfumato.encoders.backbones.image_backbone` for size and grid."""
+    return write_regions(data, out, image_backbone(backbone, size=size, grid=grid), layout=layout, splits=splits)
 
 
 def _features(backbone: FrozenBackbone, name: str, split: PairData, problems: Problems) -> tuple[PairData, Store]:

@@ -1,0 +1,190 @@
+"""The graph of a picture's regions against loops, and that what is not there has no influence."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from sfumato.data.regions import regions_to_bytes
+from sfumato.encoders.features import Inputs
+from sfumato.encoders.regions import GraphLayer, RegionEncoder, RegionReader, RegionReasoning
+
+
+def layer_of(width, seed=0):
+    torch.manual_seed(seed)
+    layer = GraphLayer(width).double()
+    nn.init.normal_(layer.norm.weight)
+    nn.init.normal_(layer.norm.bias)
+    layer.norm.running_mean.normal_()
+    layer.norm.running_var.uniform_(0.5, 2)
+    return layer
+
+
+def loop(layer, regions, lengths, *, training):
+    """Equation by equation: lists of regions, no mask, no matrix products of several regions."""
+
+    def linear(module, vector):
+        return [
+            sum(w * v for w, v in zip(row, vector, strict=True)) + b
+            for row, b in zip(module.weight.tolist(), module.bias.tolist(), strict=True)
+        ]
+
+    moved = []
+    for n, length in enumerate(lengths):
+        own = [regions[n, i].tolist() for i in range(length)]
+        theta, phi, g = ([linear(m, v) for v in own] for m in (layer.theta, layer.phi, layer.g))
+        for i in range(length):
+            message = [0.0] * len(own[0])
+            for j in range(length):
+                relation = sum(a * b for a, b in zip(theta[i], phi[j], strict=True)) / length
+                message = [m + relation * x for m, x in zip(message, g[j], strict=True)]
+            moved.append(((n, i), linear(layer.out, message)))
+    values = np.array([vector for _, vector in moved])
+    mean, var = (
+        (values.mean(0), values.var(0))
+        if training
+        else (layer.norm.running_mean.numpy(), layer.norm.running_var.numpy())
+    )
+    normal = (values - mean) / np.sqrt(
+        var + layer.norm.eps
+    ) * layer.norm.weight.detach().numpy() + layer.norm.bias.detach().numpy()
+    return {place: regions[place].numpy() + row for (place, _), row in zip(moved, normal, strict=True)}
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_graph_layer_is_the_loop(training):
+    layer = layer_of(4).train(training)
+    lengths = [3, 5, 1]
+    regions = torch.randn(3, 5, 4, dtype=torch.float64)
+    mask = torch.arange(5) < torch.tensor(lengths)[:, None]
+    expected = loop(layer, regions, lengths, training=training)
+    with torch.no_grad():
+        found = layer(regions, mask)
+    for place, vector in expected.items():
+        np.testing.assert_allclose(found[place].numpy(), vector, rtol=1e-10, atol=1e-12)
+    assert torch.equal(found[~mask], regions[~mask])
+
+
+def test_a_new_layer_is_the_identity_whose_norm_can_learn():
+    torch.manual_seed(0)
+    layer, regions = GraphLayer(6), torch.randn(2, 4, 6)
+    found = layer(regions, torch.ones(2, 4, dtype=torch.bool))
+    assert torch.equal(found, regions)
+    found.square().sum().backward()
+    assert layer.norm.weight.grad.abs().sum() > 0
+
+
+def encoder_of(seed=0, **options):
+    torch.manual_seed(seed)
+    encoder = RegionEncoder(5, 6, layers=2, **options)
+    for module in encoder.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            nn.init.normal_(module.weight)
+    return encoder
+
+
+@pytest.mark.parametrize("recurrent", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_what_the_mask_hides_has_no_influence(recurrent, training):
+    encoder = encoder_of(recurrent=recurrent, variance=True).train(training)
+    mask = torch.tensor([[True, True, False, True], [True, False, False, False], [True, True, True, True]])
+    one, other = torch.randn(3, 4, 5), torch.randn(3, 4, 5)
+    other[mask] = one[mask]
+    found, again = encoder(Inputs(one, mask)), encoder(Inputs(other, mask))
+    for a, b in ((found.mean, again.mean), (found.log_var, again.log_var)):
+        shown = (slice(None),) if recurrent else (mask,)
+        assert torch.equal(a[shown], b[shown])
+    assert not torch.allclose(found.mean[:1], encoder(Inputs(one + 0.1, mask)).mean[:1])
+
+
+@pytest.mark.parametrize("recurrent", [True, False])
+def test_padding_and_holes_are_as_if_the_item_came_alone(recurrent):
+    encoder = encoder_of(recurrent=recurrent).eval()
+    features = torch.randn(2, 4, 5)
+    mask = torch.tensor([[False, True, False, True], [True, True, True, False]])
+    found = encoder(Inputs(features, mask)).mean
+    for n in range(2):
+        alone = encoder(Inputs(features[n : n + 1, mask[n]])).mean
+        shown = found[n] if recurrent else found[n, mask[n]]
+        torch.testing.assert_close(shown, alone[0], rtol=1e-5, atol=1e-6)
+
+
+def test_the_gru_ends_at_the_last_region_in_their_order():
+    torch.manual_seed(1)
+    reasoning = RegionReasoning(5, 6, layers=0, recurrent=True)
+    features, mask = torch.randn(2, 3, 5), torch.tensor([[True, True, True], [True, True, False]])
+    found = reasoning(features, mask)[:, 0]
+    for n, length in enumerate((3, 2)):
+        unit = nn.functional.normalize(reasoning.linear(features[n, :length]), dim=-1)
+        state = torch.zeros(1, 6)
+        cell = nn.GRUCell(5 + 1, 6)
+        for ours, theirs in (
+            ("weight_ih", "weight_ih_l0"),
+            ("weight_hh", "weight_hh_l0"),
+            ("bias_ih", "bias_ih_l0"),
+            ("bias_hh", "bias_hh_l0"),
+        ):
+            setattr(cell, ours, getattr(reasoning.gru, theirs))
+        for region in unit:
+            state = cell(region[None], state)
+        torch.testing.assert_close(found[n], state[0])
+
+
+def test_the_log_variance_shares_nothing_with_the_mean():
+    encoder = encoder_of(variance=True)
+    inputs = Inputs(torch.randn(3, 4, 5))
+    encoder(inputs).log_var.sum().backward()
+    assert all(p.grad is None for p in encoder.mean.parameters())
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in encoder.variance_layers.parameters())
+    shapes = [[tuple(p.shape) for p in part.parameters()] for part in (encoder.mean, encoder.variance_layers)]
+    assert shapes[0] == shapes[1]
+    assert encoder_of().variance_layers is None and encoder_of()(inputs).log_var is None
+
+
+def test_without_layers_and_gru_the_regions_pass():
+    encoder = RegionEncoder(5, 6, layers=0, recurrent=False, variance=True)
+    inputs = Inputs(torch.randn(3, 4, 5))
+    assert encoder.channels == 5 and not list(encoder.parameters())
+    assert torch.equal(encoder(inputs).mean, inputs.values) and encoder(inputs).log_var is None
+
+
+def test_regions_are_dropped_while_training_only():
+    encoder = RegionEncoder(5, 6, layers=0, recurrent=False, region_dropout=0.5)
+    inputs = Inputs(torch.randn(200, 8, 5))
+    torch.manual_seed(0)
+    kept = encoder.train()(inputs).mask.float().mean()
+    assert 0.7 < kept < 0.95  # Half of the items lose a quarter to a half of their regions.
+    assert encoder.eval()(inputs).mask.all()
+
+
+def test_a_store_reads_what_a_batch_needs_and_pads_it():
+    random = np.random.default_rng(0)
+    features = [random.standard_normal((r, 5)).astype(np.float32) for r in (2, 4, 1)]
+    reads = []
+
+    def item(k):
+        return lambda: reads.append(k) or regions_to_bytes(features[k])
+
+    failed = {}
+    items = [item(0), lambda: b"no features", item(1), item(2)]
+    store, kept = RegionReader(5).read(items, on_error=lambda i, error: failed.update({i: str(error)}))
+    assert kept.tolist() == [0, 2, 3] and len(store) == 3 and list(failed) == [1] and reads == [0, 1, 2]
+    batch = store.batch(np.array([2, 1]))
+    assert reads == [0, 1, 2, 2, 1]
+    assert batch.values.shape == (2, 4, 5) and batch.mask.sum(1).tolist() == [1, 4]
+    assert np.array_equal(batch.values[0, :1], features[2]) and not batch.values[0, 1:].any()
+    assert store.batch(np.array([], np.int64)).values.shape[0] == 0
+    with pytest.raises(ValueError, match="not a .npy file"):
+        RegionReader(5).read(items)
+
+
+def test_features_that_go_away_are_an_error_with_their_position():
+    there = {"now": True}
+
+    def item():
+        return regions_to_bytes(np.ones((2, 5), np.float32)) if there["now"] else b""
+
+    store, _ = RegionReader(5).read([item])
+    there["now"] = False
+    with pytest.raises(OSError, match="the features at position 0 can no longer be read"):
+        store.batch(np.array([0]))
