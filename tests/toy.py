@@ -3,7 +3,11 @@
 import itertools
 from pathlib import Path
 
+import torch
 from PIL import Image, ImageDraw
+from safetensors.torch import load_file
+
+from sfumato.training.checkpoint import save_state
 
 COLOURS = ("red", "green", "blue", "orange", "black", "purple")
 SHAPES = ("circle", "square", "cross", "bar")
@@ -57,3 +61,22 @@ def make_toy(folder: Path) -> Path:
     recipe = folder / "toy.toml"
     recipe.write_text(RECIPE.format(data=data))
     return recipe
+
+
+def assert_same_tensors(a: Path, b: Path) -> None:
+    first, second = load_file(a), load_file(b)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[k], second[k]) for k in first), [
+        k for k in first if not torch.equal(first[k], second[k])
+    ]
+
+
+def stop_after_checkpoint_of(epoch):
+    """Stands in for save_state, and interrupts the run right after an epoch's checkpoint."""
+
+    def save(path, modules, optimiser, about):
+        save_state(path, modules, optimiser, about)
+        if path.name == "last.safetensors" and about["epoch"] == epoch:
+            raise KeyboardInterrupt
+
+    return save

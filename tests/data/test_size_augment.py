@@ -127,6 +127,17 @@ def test_words_change_as_often_as_stated():
     assert stats.chisquare(torch.bincount(drawn, minlength=60)[10:].numpy()).pvalue > 1e-4
 
 
+def test_captions_drop_words_and_change_none_of_those_left():
+    """PCME's caption dropping: every chosen word is deleted, one in ten. Binomial test at 1e-4."""
+    ids, mask = texts([23] * 2000, 23)
+    dropped, kept = augment(ids, mask, rate=0.1, masked=0.0, replaced=0.0)
+    words = [row[m].tolist()[1:-2] for row, m in zip(dropped, kept, strict=True)]
+    assert all(set(w) <= set(range(FIRST_WORD, FIRST_WORD + 20)) and w == sorted(set(w)) for w in words)
+    assert stats.binomtest(2000 * 20 - sum(map(len, words)), 2000 * 20, 0.1).pvalue > 1e-4
+    with pytest.raises(ValueError, match="masked and replaced must be shares of a whole, got 0.7 and 0.4"):
+        augment(ids, mask, masked=0.7, replaced=0.4)
+
+
 def test_random_ids_are_of_the_models_own_vocabulary():
     """The released code draws up to 30,522, BERT's, whatever the model's size; ours reach the last id and no farther."""
     ids, mask = texts([33] * 300, 33)

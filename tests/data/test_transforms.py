@@ -10,7 +10,16 @@ import pytest
 import torch
 from PIL import Image
 
-from sfumato.data.transforms import MAX_PIXELS, augment, check_image, crop_and_mirror, decode_image, random_crop_box
+from sfumato.data.transforms import (
+    IMAGENET_MEAN,
+    MAX_PIXELS,
+    augment,
+    check_image,
+    crop_and_mirror,
+    decode_image,
+    erase_rectangles,
+    random_crop_box,
+)
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
 
@@ -379,3 +388,36 @@ def test_crop_and_mirror_shows_a_straight_part_of_the_picture():
     same = [(w - square).abs().max() < 1e-3 for w in whole]
     mirrored = [(w - square.flip(-1)).abs().max() < 1e-3 for w in whole]
     assert all(a != b for a, b in zip(same, mirrored, strict=True)) and any(same) and any(mirrored)
+
+
+def test_erasing_leaves_one_rectangle_of_the_stated_area_and_aspect_in_the_stated_share():
+    pixels = torch.full((600, 3, 60, 90), 255, dtype=torch.uint8)
+    erased = erase_rectangles(pixels, share=0.2, generator=torch.Generator().manual_seed(0))
+    assert erased.dtype == torch.float32 and pixels.eq(255).all()
+    changed = erased.ne(1).any(1)
+    hit = changed.flatten(1).any(1)
+    assert 0.15 < hit.float().mean() < 0.25  # Standard deviation 0.016.
+    shares = []
+    for picture, inside in zip(erased[hit], changed[hit], strict=True):
+        rows, columns = inside.any(1).nonzero().flatten(), inside.any(0).nonzero().flatten()
+        box = inside[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+        assert box.all() and box.sum() == inside.sum(), "a rectangle"
+        torch.testing.assert_close(picture[:, inside].T, torch.tensor(IMAGENET_MEAN).expand(int(inside.sum()), 3))
+        shares.append(inside.float().mean().item())
+        # Fractions of the sides, as those of a square picture; half a pixel of either side may be lost.
+        height, width = len(rows) / 60, len(columns) / 90
+        if height < 0.99 and width < 0.99:
+            assert 0.3 * 0.75 < height / width < 1 / 0.3 / 0.75
+    assert 0.01 < min(shares) < 0.06 and 0.28 < max(shares) < 0.35
+    tops = changed[hit].any(2).int().argmax(1)
+    assert tops.min() == 0 and tops.max() > 40, "anywhere"
+
+
+def test_erasing_none_or_all_and_the_seeds():
+    pixels = torch.rand(20, 3, 16, 16)
+    generator = lambda: torch.Generator().manual_seed(5)
+    assert torch.equal(erase_rectangles(pixels, share=0, generator=generator()), pixels)
+    once, again = (erase_rectangles(pixels, share=1, generator=generator()) for _ in range(2))
+    assert torch.equal(once, again) and once.ne(pixels).flatten(1).any(1).all()
+    with pytest.raises(ValueError, match=r"share must be in \[0, 1\], got 2"):
+        erase_rectangles(pixels, share=2, generator=generator())

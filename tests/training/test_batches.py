@@ -233,12 +233,27 @@ def test_pictures_and_words_change_as_the_recipe_says():
     assert damaged.texts.mask.sum() < plain.texts.mask.sum() and damaged.texts.mask.any(1).all()
 
 
+def test_rectangles_and_words_go_as_the_recipe_says():
+    plain, erased, shorter = (
+        next(iter(indexed(recipe(**changes), alone()).epoch(0))) for changes in ({}, {"erase": 1}, {"drop_words": 0.9})
+    )
+    assert erased.images.values.ne(plain.images.values / 255).flatten(1).any(1).all()
+    assert torch.equal(erased.texts.values, plain.texts.values)
+    assert torch.equal(shorter.images.values, plain.images.values)
+    assert shorter.texts.mask.sum() < plain.texts.mask.sum() and shorter.texts.mask.any(1).all()
+    # Texts repeat one id: what is left of them is that id still, which masking or replacing words would change.
+    assert torch.equal(shorter.texts.values[:, 0], plain.texts.values[:, 0])
+    assert set(shorter.texts.values.unique().tolist()) <= set(plain.texts.values.unique().tolist()) | {0}
+
+
 def test_words_of_padded_texts_are_not_damaged():
     tokenizer = add_begin_and_end(train_tokenizer(WORDS, 60), 9)
     assert Augmentation(recipe(text_tokens=0.2), model(tokenizer), alone()).words is not None
     tokenizer.enable_padding(length=9)
     with pytest.raises(UserError, match=r"augment.text_tokens is not for texts that are padded.*set it to 0"):
         Augmentation(recipe(text_tokens=0.2), model(tokenizer), alone())
+    with pytest.raises(UserError, match=r"augment.drop_words is not for texts that are padded"):
+        Augmentation(recipe(drop_words=0.2), model(tokenizer), alone())
     assert Augmentation(recipe(), model(tokenizer), alone()).words is None
 
 

@@ -11,23 +11,13 @@ from pathlib import Path
 import filelock
 import pytest
 import torch
-from safetensors.torch import load_file
-from toy import make_toy
+from toy import assert_same_tensors, make_toy, stop_after_checkpoint_of
 
 from sfumato.errors import UserError
 from sfumato.training.average import WeightAverage
-from sfumato.training.checkpoint import save_state
 from sfumato.training.config import load_recipe
 from sfumato.training.loop import DivergedError, fit
 from sfumato.training.run import load_run
-
-
-def assert_same_tensors(a: Path, b: Path) -> None:
-    first, second = load_file(a), load_file(b)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[k], second[k]) for k in first), [
-        k for k in first if not torch.equal(first[k], second[k])
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -82,17 +72,6 @@ def test_resumed_equals_uninterrupted_with_average(toy, optimiser):
     assert_same_tensors(whole / "last.safetensors", parts / "last.safetensors")
     assert_same_tensors(whole / "model.safetensors", parts / "model.safetensors")
     assert [json.loads(line)["epoch"] for line in (parts / "log.jsonl").read_text().splitlines()] == [0, 1, 2]
-
-
-def stop_after_checkpoint_of(epoch):
-    """Stands in for save_state, and interrupts the run right after an epoch's checkpoint."""
-
-    def save(path, modules, optimiser, about):
-        save_state(path, modules, optimiser, about)
-        if path.name == "last.safetensors" and about["epoch"] == epoch:
-            raise KeyboardInterrupt
-
-    return save
 
 
 def test_kill_9_at_any_moment_resumes_to_the_same_bits(toy, run):

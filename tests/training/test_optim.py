@@ -20,7 +20,7 @@ from sfumato.training.config import OptimConfig, check_recipe, load_recipe
 from sfumato.training.optim import (
     build_optimiser,
     clip_gradients,
-    freeze_image_encoder,
+    freeze_encoder,
     learning_rate_factor,
     set_learning_rate,
 )
@@ -230,7 +230,7 @@ def test_freezing_rests_the_image_network_but_not_its_variance_blocks():
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
     start = step()  # So that there are moments, which would go on moving a parameter whose gradient is merely zero.
-    freeze_image_encoder(model, True)
+    freeze_encoder(model.image.encoder, True)
     assert all(p.grad is None for n, p in model.image.encoder.named_parameters() if not n.startswith("variance_"))
     frozen = step()
     moved = {name for name in start if not torch.equal(start[name], frozen[name])}
@@ -238,7 +238,7 @@ def test_freezing_rests_the_image_network_but_not_its_variance_blocks():
     assert len(resting) > 20 and not moved & resting
     assert {n for n in start if n.endswith(("mlp.fc1.weight", "linear.weight"))} - resting <= moved
     assert "image.encoder.variance_blocks.0.self_attn.v_proj.weight" in moved
-    freeze_image_encoder(model, False)
+    freeze_encoder(model.image.encoder, False)
     again = step()
     assert all(not torch.equal(frozen[n], again[n]) for n in resting if n.endswith("fc1.weight"))
 
@@ -253,10 +253,10 @@ def test_running_statistics_rest_with_their_network():
         return {n for n, value in model.image.encoder.named_buffers() if not torch.equal(before[n], value)}
 
     model.train()
-    freeze_image_encoder(model, True)
+    freeze_encoder(model.image.encoder, True)
     assert not changed()
     model.train()
-    freeze_image_encoder(model, False)
+    freeze_encoder(model.image.encoder, False)
     assert any(name.endswith("running_mean") for name in changed())
 
 
@@ -368,6 +368,24 @@ SCHEDULES = [
         {"schedule": "step", "warmup_epochs": 2, "freeze_image_epochs": 5, "step_at": 0.6, "step_factor": 0.5},
         10,
         {0: 1.0, 5: 0.0, 5.5: 0.25, 6: 0.25, 6.5: 0.375, 7: 0.5},
+    ),
+    (
+        {"schedule": "cosine", "warmup_epochs": 0, "first_stage_epochs": 4},
+        12,
+        {0: 1.0, 1: 0.8535533905932737, 2: 0.5, 4: 0.1, 6: 0.08535533905932737, 8: 0.05, 12: 0.0},
+    ),
+    (
+        {"schedule": "cosine", "warmup_epochs": 2, "first_stage_epochs": 4, "second_stage_factor": 0.5},
+        8,
+        {0: 0.0, 1: 0.5, 2: 1.0, 3: 0.5, 3.9999999999: 0.0, 4: 0.0, 5: 0.25, 6: 0.5, 7: 0.25, 8: 0.0},
+    ),
+    (
+        {
+            **{"schedule": "step", "warmup_epochs": 0, "step_at": 0.5, "step_factor": 0.1},
+            **{"first_stage_epochs": 4, "second_stage_factor": 0.5},
+        },
+        10,
+        {0: 1.0, 1.9: 1.0, 2: 0.1, 3.9: 0.1, 4: 0.5, 6.9: 0.5, 7: 0.05, 9: 0.05},
     ),
 ]
 

@@ -1,14 +1,19 @@
 """Runs with the towers of PCME: what they need from outside they need once, and what rests in which stage."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
-from toy import make_toy
+from safetensors.torch import load_file
+from toy import assert_same_tensors, make_toy, stop_after_checkpoint_of
 
 from sfumato.errors import UserError
+from sfumato.training import loop
 from sfumato.training.config import load_recipe
 from sfumato.training.export import export_run, load_exported
 from sfumato.training.loop import fit
+from sfumato.training.optim import build_optimiser, set_learning_rate
 from sfumato.training.run import load_run
 
 GRU = 'model.text={ kind = "gru", width = 3, hidden = 8, bidirectional = true }'
@@ -54,3 +59,142 @@ def test_files_of_word_vectors_that_do_not_fit_stop_before_training(tmp_path):
         fit(load_recipe(toy, ["model.text.kind=gru", f"model.text.vectors={path}"]), tmp_path / "run")
     with pytest.raises(UserError, match="model.text.freeze is for word vectors from a file"):
         load_recipe(toy, ["model.text.kind=gru", "model.text.freeze=true"])
+
+
+# Two stages -------------------------------------------------------------------------------------------------------------------
+
+
+def pcme(folder, *overrides):
+    """PCME in small: a residual network and a two-way GRU from files, local attention, two stages of which the first is an epoch."""
+    transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
+    torch.manual_seed(0)
+    config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic")
+    transformers.ResNetModel(config).save_pretrained(folder / "resnet")
+    transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder / "resnet")
+    return load_recipe(
+        make_toy(folder),
+        [
+            f'model.image={{ kind = "resnet", weights = "{folder / "resnet"}", size = 32, augment = "none" }}',
+            GRU,
+            f"model.text.vectors={vectors_file(folder)}",
+            "model.pooling=average",
+            "model.local_attention=true",
+            "loss.name=pcme",
+            "optim.name=adamp",
+            "optim.lr=1e-2",
+            "optim.warmup_epochs=0",
+            "optim.first_stage_epochs=1",
+            "augment.erase=0.2",
+            "augment.drop_words=0.1",
+            *overrides,
+        ],
+    )
+
+
+def resting(state):
+    """What rests in the first stage: the residual network, its running statistics too, and the word vectors."""
+    names = [n for n in state if n.startswith("image.encoder.") or n == "text.encoder.words.weight"]
+    assert len(names) > 20 and any(n.endswith("running_mean") for n in names)
+    return names
+
+
+def test_in_the_first_stage_backbone_and_word_vectors_rest_and_in_the_second_all_learn(tmp_path, monkeypatch):
+    states, factors = [], []
+
+    def spy_on_the_start(model, loss, config):
+        states.append({name: value.clone() for name, value in model.state_dict().items()})
+        return build_optimiser(model, loss, config)
+
+    def spy_on_the_end(path, modules, optimiser, about):
+        if path.name == "last.safetensors":
+            states.append({name: value.clone() for name, value in modules["model"].state_dict().items()})
+            factors.append([])
+
+    def spy_on_the_factor(optimiser, factor):
+        (factors[-1] if factors else factors.append([]) or factors[0]).append(factor)
+        set_learning_rate(optimiser, factor)
+
+    monkeypatch.setattr(loop, "build_optimiser", spy_on_the_start)
+    monkeypatch.setattr(loop, "save_state", spy_on_the_end)
+    monkeypatch.setattr(loop, "set_learning_rate", spy_on_the_factor)
+    fit(pcme(tmp_path, "data.val_share=0"), tmp_path / "run")
+    start, first, second, third = states
+    assert all(torch.equal(start[n], first[n]) for n in resting(start))
+    learns = [n for n, p in start.items() if n not in resting(start) and p.is_floating_point()]
+    assert {"text.encoder.mean_gru.weight_hh_l0", "image.head.log_var_local.attention.0.weight"} <= set(learns)
+    assert not [n for n in learns if torch.equal(start[n], first[n])]
+    still = [n for n in resting(start) if torch.equal(first[n], second[n]) and not n.endswith("num_batches_tracked")]
+    assert not still and not torch.equal(second["text.encoder.words.weight"], third["text.encoder.words.weight"])
+    steps = len(factors[0])
+    assert [len(f) for f in factors[:3]] == [steps] * 3 and steps > 2
+    cosine = lambda share: (1 + np.cos(np.pi * share)) / 2
+    assert factors[0] == pytest.approx([cosine(k / steps) for k in range(steps)])
+    assert factors[1] + factors[2] == pytest.approx([0.1 * cosine(k / 2 / steps) for k in range(2 * steps)])
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_run_interrupted_at_either_stage_resumes_to_the_same_bits(tmp_path, epoch, monkeypatch):
+    recipe = pcme(tmp_path)
+    fit(recipe, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr("sfumato.training.loop.save_state", stop_after_checkpoint_of(epoch))
+        with pytest.raises(KeyboardInterrupt):
+            fit(recipe, tmp_path / "parts")
+    shutil.rmtree(tmp_path / "resnet")
+    (tmp_path / "glove.3d.txt").unlink()
+    fit(recipe, tmp_path / "parts")
+    assert_same_tensors(tmp_path / "whole" / "last.safetensors", tmp_path / "parts" / "last.safetensors")
+    assert_same_tensors(tmp_path / "whole" / "model.safetensors", tmp_path / "parts" / "model.safetensors")
+
+
+def test_a_run_folder_moved_elsewhere_is_enough_to_embed_and_to_export(tmp_path):
+    fit(pcme(tmp_path, "train.epochs=2"), tmp_path / "run")
+    picture = (tmp_path / "data" / "000.png").read_bytes()
+    texts = ["a red circle", "some words that nobody has read"]
+    before = load_run(tmp_path / "run").model
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(tmp_path / "run", elsewhere)
+    for gone in ("run", "resnet", "data"):
+        shutil.rmtree(tmp_path / gone)
+    (tmp_path / "glove.3d.txt").unlink()
+    for model in (load_run(elsewhere).model, load_exported(export_run(elsewhere, tmp_path / "given")).model):
+        for first, second in (
+            (model.embed_images([picture]), before.embed_images([picture])),
+            (model.embed_texts(texts), before.embed_texts(texts)),
+        ):
+            assert torch.equal(first.mean, second.mean) and torch.equal(first.log_var, second.log_var)
+    assert str(tmp_path) not in (tmp_path / "given" / "config.json").read_text()
+    assert load_file(elsewhere / "model.safetensors")["model/text.encoder.words.weight"].shape == (14, 3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["optim.first_stage_epochs=3"],
+            "optim.first_stage_epochs=3 leaves none of train.epochs=3 to the second stage",
+        ),
+        (["optim.first_stage_epochs=1", "optim.freeze_image_epochs=1"], "leave out optim.freeze_image_epochs"),
+        (
+            ["model.local_attention=true", "model.embeddings=2", "model.variance=false", "loss.beta=0"],
+            "leave out model.local_attention",
+        ),
+        (["model.image.kind=frozen", "augment.erase=0.2"], "augment.erase erases pixels; features have none"),
+        (["model.text.kind=frozen", "augment.drop_words=0.2"], "augment.drop_words leaves out words before"),
+        (
+            ["model.image.kind=resnet", "model.image.width=8"],
+            "model.image.width has no effect without model.image.depths",
+        ),
+        (
+            ["model.image.kind=resnet", "model.image.depths=[1]", "model.image.architecture=resnet-18"],
+            "model.image.architecture has no effect beside model.image.depths",
+        ),
+        (
+            ["model.image.kind=resnet", "model.image.weights=x", "model.image.architecture=resnet-18"],
+            "model.image.architecture has no effect beside model.image.weights",
+        ),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(tmp_path, overrides, message):
+    with pytest.raises(UserError, match=message):
+        load_recipe(make_toy(tmp_path), overrides)

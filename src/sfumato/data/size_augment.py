@@ -46,12 +46,14 @@ def augment_token_ids(
     pad_id: int = 0,
     forbidden: Sequence[int] = (),
     rate: float = 0.2,
+    masked: float = 0.5,
+    replaced: float = 0.1,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""Damage texts: each word token is chosen with probability rate, then masked, replaced or deleted.
 
-    Of the chosen, 50 % become mask_id, 10 % a random id of the vocabulary and 40 % are deleted; what is left moves together to
-    the left. A text that would lose all its words keeps one of them as it was.
+    Of the chosen, 50 % become mask_id, 10 % a random id of the vocabulary and 40 % are deleted, unless other shares are given;
+    what is left moves together to the left. A text that would lose all its words keeps one of them as it was.
 
     Args:
         ids: (n, t) int64 token ids.
@@ -62,6 +64,7 @@ def augment_token_ids(
         pad_id: id of the places without a token.
         forbidden: ids that are never drawn as random ones: beginning, end, padding, ...
         rate: in [0, 1]; 0 changes nothing.
+        masked, replaced: shares of the chosen; 0 and 0 delete all of them, PCME's caption dropping.
         generator: on the device of ids; the global one if None.
 
     Returns:
@@ -82,6 +85,10 @@ def augment_token_ids(
             f"augment_token_ids: expected ids and mask of one shape and two counts of special tokens >= 0, got"
             f" {tuple(ids.shape)}, {tuple(mask.shape)} and {special}"
         )
+    if min(masked, replaced) < 0 or masked + replaced > 1:
+        raise ValueError(
+            f"augment_token_ids: masked and replaced must be shares of a whole, got {masked} and {replaced}"
+        )
     for name, values in (("mask_id", [mask_id]), ("pad_id", [pad_id]), ("forbidden", forbidden)):
         if outside := [i for i in values if not 0 <= i < vocabulary_size]:
             raise ValueError(
@@ -98,9 +105,9 @@ def augment_token_ids(
     choice, kind = torch.rand(2, *ids.shape, generator=generator, device=ids.device)
     random_ids = known[torch.randint(len(known), ids.shape, generator=generator, device=ids.device)]
     chosen = word & (choice < rate)
-    deleted = chosen & (kind >= 0.6)
+    deleted = chosen & (kind >= masked + replaced)
     rescued = _is_largest(choice, word) & ~(word & ~deleted).any(1, keepdim=True)
-    ids = torch.where(chosen & ~deleted, torch.where(kind < 0.5, mask_id, random_ids), ids)
+    ids = torch.where(chosen & ~deleted, torch.where(kind < masked, mask_id, random_ids), ids)
     mask = mask & (~deleted | rescued)
     order = mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
     mask = mask.gather(1, order)

@@ -19,6 +19,9 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 80_000_000
 """Larger pictures are refused: a small file can hold a picture that fills the memory. Below pillow's own limit."""
 
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Mean and standard deviation of ImageNet's pixels, in [0, 1]."""
+
 Fit = Literal["squash", "crop"]
 """How a picture becomes a square: by changing its aspect, or by cutting off the ends of its longer side."""
 
@@ -182,6 +185,42 @@ def crop_and_mirror(pixels: Tensor, *, generator: torch.Generator, low: float = 
     grid = functional.affine_grid(matrix, list(pixels.shape), align_corners=False)
     values = pixels.float() / 255
     return functional.grid_sample(values, grid, padding_mode="border", align_corners=False).clamp(0, 1)
+
+
+def erase_rectangles(pixels: Tensor, *, share: float, generator: torch.Generator) -> Tensor:
+    """Random erasing: some pictures lose what is in a rectangle, which takes the mean colour of ImageNet.
+
+    The rectangle has between 2 % and a third of the picture's area, an aspect between 0.3 and 1 / 0.3, and lies anywhere in it;
+    one that would be longer than the picture is cut to its side.
+
+    Args:
+        pixels: (n, 3, h, w) uint8, or float in [0, 1].
+        share: probability of each picture to be changed.
+        generator: source of everything random, on the CPU; five numbers are drawn for each picture.
+
+    Returns:
+        (n, 3, h, w) float32 in [0, 1].
+
+    Raises:
+        ValueError: share is not in [0, 1].
+
+    Paper: Zhong et al., "Random Erasing Data Augmentation", AAAI 2020, with its limits of area and aspect.
+    """
+    if not 0 <= share <= 1:
+        raise ValueError(f"erase_rectangles: share must be in [0, 1], got {share}")
+    values = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
+    chosen, area, aspect, down, across = torch.rand(5, len(pixels), 1, generator=generator)
+    area, aspect = 0.02 + area * (1 / 3 - 0.02), ((2 * aspect - 1) * math.log(1 / 0.3)).exp()
+    inside = []
+    for side, length, start in (
+        (pixels.shape[2], (area * aspect).sqrt(), down),
+        (pixels.shape[3], (area / aspect).sqrt(), across),
+    ):
+        middle = (torch.arange(side) + 0.5) / side
+        first = start * (1 - length.clamp(max=1))
+        inside.append((middle >= first) & (middle < first + length))
+    erased = inside[0].unsqueeze(2) & inside[1].unsqueeze(1) & (chosen < share).unsqueeze(2)
+    return torch.where(erased.unsqueeze(1), torch.tensor(IMAGENET_MEAN).view(3, 1, 1), values)
 
 
 @contextmanager

@@ -54,16 +54,30 @@ class TokenFeatures:
         mask: (n, t) bool, True where there is a token; None for all.
         log_var: (n, t, c) token features for the log variance, under the same mask, or (n, 1, c) of one token that is always
             there; None: those of the mean.
+        local: (n, s, k) features for local attention, which may be of another width and number; None: those of the mean and
+            of the log variance.
+        local_mask: (n, s) bool, True where there is one of them; None for all.
     """
 
     mean: Tensor
     mask: Tensor | None = None
     log_var: Tensor | None = None
+    local: Tensor | None = None
+    local_mask: Tensor | None = None
 
     def float(self) -> "TokenFeatures":
         """The same features, at least in float32."""
-        log_var = None if self.log_var is None else _at_least_float32(self.log_var)
-        return TokenFeatures(_at_least_float32(self.mean), self.mask, log_var)
+        mean, log_var, local = (
+            None if features is None else _at_least_float32(features)
+            for features in (self.mean, self.log_var, self.local)
+        )
+        assert mean is not None
+        return TokenFeatures(mean, self.mask, log_var, local, self.local_mask)
+
+    def for_log_var(self) -> tuple[Tensor, Tensor | None]:
+        """The features for the log variance, and their mask."""
+        features = self.mean if self.log_var is None else self.log_var
+        return features, self.mask if features.shape[1] == self.mean.shape[1] else None
 
 
 class Store(Protocol):

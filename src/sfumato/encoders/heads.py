@@ -34,10 +34,11 @@ class _Branch(nn.Module):
 
 
 class _LocalAttention(nn.Module):
-    """K weighted means of the tokens, each mapped and squashed: (n, t, c) -> (n, K, d) in (0, 1)."""
+    """K weighted means of the tokens, each mapped, and squashed if so asked: (n, t, c) -> (n, K, d), in (0, 1) then."""
 
-    def __init__(self, channels: int, dim: int, embeddings: int) -> None:
+    def __init__(self, channels: int, dim: int, embeddings: int, *, squash: bool) -> None:
         super().__init__()
+        self.squash = squash
         hidden = max(1, channels // 2)
         self.attention = nn.Sequential(
             nn.Linear(channels, hidden, bias=False), nn.Tanh(), nn.Linear(hidden, embeddings, bias=False)
@@ -48,8 +49,8 @@ class _LocalAttention(nn.Module):
         scores = self.attention(features)  # (n, t, K)
         if mask is not None:
             scores = scores.masked_fill(~mask.unsqueeze(-1), -torch.inf)
-        local: Tensor = self.linear(scores.softmax(1).transpose(1, 2) @ features).sigmoid()
-        return local
+        local: Tensor = self.linear(scores.softmax(1).transpose(1, 2) @ features)
+        return local.sigmoid() if self.squash else local
 
 
 class _LogBounds:
@@ -75,7 +76,7 @@ class _LogBounds:
 
 
 class GaussianHead(nn.Module):
-    r"""Two branches, each linear then pooling: one for the mean, one for the log variance.
+    r"""Two branches, each linear then pooling, and local attention if wanted: one for the mean, one for the log variance.
 
     The log variance is neither normalised, squashed nor clamped, unless variance_bounds says so. It starts at log(init_total_variance / d) everywhere, up to
     a hundredth of the usual random weights: the papers give no start, and with log variance 0 a total variance of d drowns
@@ -97,12 +98,18 @@ class GaussianHead(nn.Module):
         embeddings: K of d dimensions for each item, side by side in a mean of K d dimensions, for points only. Above 1, local
             attention as in PVSE adds to the pooled vector that all share, and a layer norm follows; see
             :func:`~sfumato.distances.nearest_matrix` for the distance.
+        local_attention: the same for one embedding, as in PCME: mean = norm(pooled + sigmoid(linear(attended))), scaled to unit
+            length with ``normalize``, and log variance = pooled + linear(attended), with an attention of its own, neither
+            squashed nor normalised.
+        local_channels: width of the features for local attention, where an encoder gives some of their own; c if None.
         variance_bounds: lowest and highest variance of a dimension, approached by a tanh of the log variance, whose gradient
             never is 0 as a clamp's would be; None for none.
 
     Raises:
         ValueError: pooling or covariance is unknown, a size or the initial variance is not positive, or the initial variance of a
             dimension does not lie between the bounds; or several embeddings are to have variances.
+
+    Papers: Song and Soleymani, "Polysemous Visual-Semantic Embedding", CVPR 2019; Chun et al., "PCME", CVPR 2021, section 3.2.
     """
 
     def __init__(
@@ -120,6 +127,8 @@ class GaussianHead(nn.Module):
         covariance: Covariance = "ellipsoidal",
         variance_bounds: tuple[float, float] | None = None,
         embeddings: int = 1,
+        local_attention: bool = False,
+        local_channels: int | None = None,
     ) -> None:
         super().__init__()
         if pooling not in POOLINGS:
@@ -137,12 +146,14 @@ class GaussianHead(nn.Module):
                 f"GaussianHead: embeddings must be 1, or more with variance=False; got {embeddings}, {variance=}"
             )
         self.normalize, self.dim, self.covariance = normalize, dim, covariance
-        self.local = _LocalAttention(channels, dim, embeddings) if embeddings > 1 else None
-        self.local_norm = nn.LayerNorm(dim) if embeddings > 1 else nn.Identity()
+        attends, of_local = local_attention or embeddings > 1, local_channels or channels
+        self.local = _LocalAttention(of_local, dim, embeddings, squash=True) if attends else None
+        self.local_norm = nn.LayerNorm(dim) if attends else nn.Identity()
         self.bounds = None if variance_bounds is None else _LogBounds(*variance_bounds)
         self.mean = _Branch(channels, dim, pooling, mlp)
         outputs = 1 if covariance == "spherical-one" else dim
         self.log_var = _Branch(channels, outputs, pooling, variance_mlp) if variance else None
+        self.log_var_local = _LocalAttention(of_local, outputs, 1, squash=False) if variance and attends else None
         self.log_var_norm = nn.LayerNorm(outputs) if variance and variance_norm else nn.Identity()
         if self.log_var is not None:
             last = self.log_var_norm if isinstance(self.log_var_norm, nn.LayerNorm) else self.log_var.linear
@@ -150,15 +161,16 @@ class GaussianHead(nn.Module):
             with torch.no_grad():
                 last.weight.mul_(0.01)
                 last.bias.fill_(start if self.bounds is None else self.bounds.inverse(start))
-                if self.log_var.mlp is not None:
-                    for parameter in self.log_var.mlp[-1].parameters():
-                        parameter.mul_(0.01)
+                beside = [] if self.log_var.mlp is None else [self.log_var.mlp[-1]]
+                beside += [] if self.log_var_local is None else [self.log_var_local.linear]
+                for parameter in (p for module in beside for p in module.parameters()):
+                    parameter.mul_(0.01)
 
     def forward(self, tokens: TokenFeatures) -> GaussianEmbedding:
         """Token features -> n embeddings."""
         mean = self.mean(tokens.mean, tokens.mask)
         if self.local is not None:
-            mean = self.local_norm(mean.unsqueeze(1) + self.local(tokens.mean, tokens.mask))
+            mean = self.local_norm(mean.unsqueeze(1) + self.local(*_attended(tokens, tokens.mean, tokens.mask)))
         if self.normalize:
             mean = functional.normalize(mean, dim=-1)
         mean = mean.flatten(1)
@@ -174,11 +186,18 @@ class GaussianHead(nn.Module):
         """
         if self.log_var is None:
             raise ValueError("GaussianHead: log_variance of a head of points (variance=False)")
-        features = tokens.mean if tokens.log_var is None else tokens.log_var
-        mask = tokens.mask if features.shape[1] == tokens.mean.shape[1] else None
-        log_var: Tensor = self.log_var_norm(self.log_var(features, mask))
+        features, mask = tokens.for_log_var()
+        log_var: Tensor = self.log_var(features, mask)
+        if self.log_var_local is not None:
+            log_var = log_var + self.log_var_local(*_attended(tokens, features, mask)).squeeze(1)
+        log_var = self.log_var_norm(log_var)
         if self.bounds is not None:
             log_var = self.bounds(log_var)
         if self.covariance == "spherical-average":
             log_var = log_var.logsumexp(-1, keepdim=True) - math.log(self.dim)
         return log_var.expand(-1, self.dim)
+
+
+def _attended(tokens: TokenFeatures, features: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What local attention looks at, and its mask: the features that are there for it, else these."""
+    return (features, mask) if tokens.local is None else (tokens.local, tokens.local_mask)

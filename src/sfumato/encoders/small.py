@@ -50,6 +50,10 @@ class SmallTextEncoder(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.channels = width
 
+    def learns_while_frozen(self, parameter: str) -> bool:
+        """Whether a parameter goes on learning while the text network rests: nothing here is pre-trained, so all do."""
+        return parameter in dict(self.named_parameters())
+
     def forward(self, inputs: Inputs) -> TokenFeatures:
         """Token features and the mask."""
         embedded = self.embedding(inputs.values)

@@ -119,9 +119,11 @@ class WordEncoder(nn.Module):
         states: "final" or "all".
         variance_gru: a second GRU on the same word vectors, without a parameter in common, for the log variance.
         freeze: the word vectors never learn.
+        pretrained: the word vectors are to start from a file, and rest while the text network does.
 
     Attributes:
         channels: c of the token features.
+        local_channels: width of the features for local attention, the word vectors.
 
     Papers: Faghri et al., "VSE++", BMVC 2018 (one direction); Chun et al., "PCME", CVPR 2021 (two); Pishdad et al.,
     "Uncertainty-based Cross-Modal Retrieval with Probabilistic Representations", section 4.2 (the second GRU).
@@ -137,6 +139,7 @@ class WordEncoder(nn.Module):
         states: States = "final",
         variance_gru: bool = True,
         freeze: bool = False,
+        pretrained: bool = False,
     ) -> None:
         super().__init__()
         self.words = nn.Embedding(vocabulary, width)
@@ -148,12 +151,12 @@ class WordEncoder(nn.Module):
         self.mean_gru = nn.GRU(width, hidden, batch_first=True, bidirectional=bidirectional)
         own = nn.GRU(width, hidden, batch_first=True, bidirectional=bidirectional) if variance_gru else None
         self.variance_gru = own
-        self.states = states
-        self.channels = 2 * hidden if bidirectional else hidden
+        self.states, self.pretrained = states, pretrained
+        self.channels, self.local_channels = 2 * hidden if bidirectional else hidden, width
 
     def learns_while_frozen(self, parameter: str) -> bool:
-        """Whether a parameter goes on learning in the epochs in which the text network rests: all but the word vectors."""
-        return not parameter.startswith("words.")
+        """Whether a parameter goes on learning while the text network rests: all but word vectors from a file."""
+        return not (self.pretrained and parameter.startswith("words."))
 
     @torch.no_grad()
     def set_vectors(self, vectors: dict[int, np.ndarray]) -> None:
@@ -162,13 +165,13 @@ class WordEncoder(nn.Module):
             self.words.weight[i] = torch.from_numpy(vector)
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
-        """Token features; with all states also the mask of the inputs. Words stand at the left of each row."""
+        """Token features, and word vectors for local attention. Words must stand at the left of each row."""
         words = self.words(inputs.values)
         n, t = inputs.values.shape
         lengths = torch.full((n,), t) if inputs.mask is None else inputs.mask.sum(1).cpu()
         mean = self._read(self.mean_gru, words, lengths)
         log_var = None if self.variance_gru is None else self._read(self.variance_gru, words, lengths)
-        return TokenFeatures(mean, inputs.mask if self.states == "all" else None, log_var)
+        return TokenFeatures(mean, inputs.mask if self.states == "all" else None, log_var, words, inputs.mask)
 
     def _read(self, gru: nn.GRU, words: Tensor, lengths: Tensor) -> Tensor:
         packed = pack_padded_sequence(words, lengths, batch_first=True, enforce_sorted=False)

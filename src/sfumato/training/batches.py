@@ -17,7 +17,7 @@ from sfumato.data.mixing import MixPlan, plan_mixing, smooth_match
 from sfumato.data.pairs import PairBatch, PairSampler
 from sfumato.data.shards import ShardBatch, ShardStream
 from sfumato.data.size_augment import augment_token_ids
-from sfumato.data.transforms import augment, crop_and_mirror
+from sfumato.data.transforms import augment, crop_and_mirror, erase_rectangles
 from sfumato.encoders.dual import DualEncoder, TokenReader
 from sfumato.encoders.features import Inputs, Store
 from sfumato.encoders.pictures import PictureStore
@@ -56,10 +56,11 @@ class Augmentation:
         self.seed, self.world = recipe.train.seed, world
         self.pictures = recipe.model.image.augment_mode
         reader = model.text.reader
-        self.words = reader if isinstance(reader, TokenReader) and self.config.text_tokens else None
+        changes = [key for key in ("text_tokens", "drop_words") if getattr(self.config, key)]
+        self.words = reader if isinstance(reader, TokenReader) and changes else None
         if self.words is not None and self.words.tokenizer.padding is not None:
             raise UserError(
-                "augment.text_tokens is not for texts that are padded to one length for an encoder that looks at the padding"
+                f"augment.{changes[0]} is not for texts that are padded to one length for an encoder that looks at the padding"
                 " (SigLIP); set it to 0"
             )
 
@@ -70,6 +71,13 @@ class Augmentation:
 
     def images(self, store: Store, index: np.ndarray, generator: torch.Generator) -> Inputs:
         """The images at these positions, changed as the recipe says."""
+        inputs = self._reshaped(store, index, generator)
+        if not self.config.erase or not len(index):
+            return inputs
+        return Inputs(erase_rectangles(inputs.values, share=self.config.erase, generator=generator))
+
+    def _reshaped(self, store: Store, index: np.ndarray, generator: torch.Generator) -> Inputs:
+        """With other geometry and colours."""
         if self.pictures == "crop" and isinstance(store, PictureStore):
             return store.training_batch(index, [int(torch.randint(2**62, (), generator=generator))])
         inputs = store.batch(index)
@@ -82,16 +90,22 @@ class Augmentation:
         """Texts with some words masked, replaced or deleted."""
         if self.words is None or inputs.mask is None:
             return inputs
-        ids, mask = augment_token_ids(
-            inputs.values,
-            inputs.mask,
-            special=self.words.special,
-            mask_id=self.words.mask_id,
-            vocabulary_size=self.words.tokenizer.get_vocab_size(),
-            forbidden=self.words.forbidden,
-            rate=self.config.text_tokens,
-            generator=generator,
-        )
+        ids, mask = inputs.values, inputs.mask
+        # Rate, and shares of the chosen that are masked and replaced: SizeAugment, then PCME's caption dropping.
+        for rate, masked, replaced in ((self.config.text_tokens, 0.5, 0.1), (self.config.drop_words, 0.0, 0.0)):
+            if rate:
+                ids, mask = augment_token_ids(
+                    ids,
+                    mask,
+                    special=self.words.special,
+                    mask_id=self.words.mask_id,
+                    vocabulary_size=self.words.tokenizer.get_vocab_size(),
+                    forbidden=self.words.forbidden,
+                    rate=rate,
+                    masked=masked,
+                    replaced=replaced,
+                    generator=generator,
+                )
         return Inputs(ids, mask)
 
     def plans(self, counts: list[int], size: tuple[int, int], epoch: int, step: int) -> list[MixPlan] | None:

@@ -25,6 +25,7 @@ from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.pictures import PictureReader
 from sfumato.encoders.prolip import UncTokenImageEncoder, UncTokenTextEncoder
 from sfumato.encoders.regions import RegionEncoder, RegionReader
+from sfumato.encoders.resnet import resnet_encoder
 from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder, add_begin_and_end, train_tokenizer
 from sfumato.encoders.words import WordEncoder, read_word_vectors, word_tokenizer
 from sfumato.errors import UserError, first_line
@@ -40,6 +41,7 @@ from sfumato.training.config import (
     ModelConfig,
     Recipe,
     RegionImageConfig,
+    ResNetImageConfig,
     SmallImageConfig,
     SmallTextConfig,
     WordTextConfig,
@@ -161,6 +163,8 @@ def _tower(config: ModelConfig, reader: Reader, encoder: Any, token: str, token_
         covariance=config.covariance,
         variance_bounds=config.variance_bounds,
         embeddings=config.embeddings,
+        local_attention=config.local_attention,
+        local_channels=getattr(encoder, "local_channels", None),
     )
     return Tower(reader, encoder, head, token_dropout=token_dropout)
 
@@ -186,6 +190,15 @@ def _image_side(config: ModelConfig, assets: Assets, augment: AugmentConfig) -> 
             dropout=config.feature_dropout,
             region_dropout=augment.image_tokens,
         )
+    if isinstance(image, ResNetImageConfig):
+        residual = resnet_encoder(
+            image.weights,
+            architecture=image.architecture,
+            depths=image.depths,
+            width=image.width,
+            description=assets.encoders.get("image"),
+        )
+        return (PixelReader if image.in_memory else PictureReader)(image.size, fit=image.fit), residual
     own_blocks = config.variance and not image.variance_token
     encoder = clip_image_encoder(
         image.weights,
@@ -241,6 +254,7 @@ def _word_encoder(config: ModelConfig, text: WordTextConfig, tokenizer: Tokenize
         states=text.states,
         variance_gru=text.variance_gru and config.variance,
         freeze=text.freeze,
+        pretrained=bool(text.vectors),
     )
     if text.vectors and not assets.trained:
         vectors = read_word_vectors(text.vectors, tokenizer, text.width)

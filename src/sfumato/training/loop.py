@@ -44,7 +44,7 @@ from sfumato.training.distributed import World, alone, join_world
 from sfumato.training.optim import (
     build_optimiser,
     clip_gradients,
-    freeze_image_encoder,
+    freeze_for_epoch,
     learning_rate_factor,
     set_learning_rate,
 )
@@ -185,7 +185,7 @@ def _fit(recipe: Recipe, folder: Path, world: World) -> dict[str, Any]:
         torch.manual_seed(epoch_seed(config.seed, epoch, 0, *own))
         started = time.monotonic()
         model.train()
-        freeze_image_encoder(model, epoch < recipe.optim.freeze_image_epochs)
+        freeze_for_epoch(model, epoch, recipe.optim)
         each_step = average if config.ema_decay else None
         line = {"epoch": epoch, **_train_epoch(recipe, epoch, model, loss, batches, optimiser, each_step, world)}
         world.average_buffers(model)

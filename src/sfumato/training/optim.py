@@ -52,20 +52,32 @@ def _multiplier(model: nn.Module, name: str, config: OptimConfig) -> float:
     return 1.0
 
 
-def freeze_image_encoder(model: nn.Module, frozen: bool) -> None:
-    """Let the image network below its head rest, running statistics too, or learn again; its variance blocks always learn.
+def freeze_encoder(encoder: nn.Module, frozen: bool) -> None:
+    """Let the network below a head rest, running statistics too, or learn again.
 
-    Call it after ``model.train()``.
+    What goes on learning is said by the encoder's ``learns_while_frozen``; without it that is its variance blocks. Call it after
+    ``model.train()``.
     """
-    encoder = model.get_submodule("image.encoder")
+    learns = getattr(encoder, "learns_while_frozen", _of_variance)
     for module in encoder.modules():
         if frozen and isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
     for name, parameter in encoder.named_parameters():
-        if not name.startswith("variance_"):
+        if not learns(name):
             parameter.requires_grad_(not frozen)
             if frozen:
                 parameter.grad = None
+
+
+def _of_variance(parameter: str) -> bool:
+    return parameter.startswith("variance_")
+
+
+def freeze_for_epoch(model: nn.Module, epoch: int, config: OptimConfig) -> None:
+    """Let the networks below the heads rest that are to rest in an epoch, and the others learn; after ``model.train()``."""
+    first_stage = epoch < config.first_stage_epochs
+    freeze_encoder(model.get_submodule("image.encoder"), first_stage or epoch < config.freeze_image_epochs)
+    freeze_encoder(model.get_submodule("text.encoder"), first_stage)
 
 
 def learning_rate_factor(progress: float, config: OptimConfig, *, epochs: int) -> float:
@@ -78,7 +90,15 @@ def learning_rate_factor(progress: float, config: OptimConfig, *, epochs: int) -
 
     Returns:
         Linear warm-up once the image network is no longer frozen (1 before that), times 1, a half cosine down to 0, or a step.
+        With a first stage each of the two has all of that for itself, and the second one second_stage_factor besides.
     """
+    first = config.first_stage_epochs
+    if first and progress >= first:
+        return config.second_stage_factor * _stage_factor(progress - first, config, epochs=epochs - first)
+    return _stage_factor(progress, config, epochs=first or epochs)
+
+
+def _stage_factor(progress: float, config: OptimConfig, *, epochs: int) -> float:
     since = progress - config.freeze_image_epochs
     warmup = min(1.0, since / config.warmup_epochs) if config.warmup_epochs and since >= 0 else 1.0
     share = progress / epochs

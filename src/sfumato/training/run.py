@@ -108,7 +108,7 @@ def load_assets(folder: Path, recipe: Recipe) -> Assets:
     """
     needed = {
         TOKENIZER: recipe.model.text.kind != "frozen",
-        ENCODERS: "clip" in (recipe.model.image.kind, recipe.model.text.kind),
+        ENCODERS: recipe.model.image.kind in ("clip", "resnet") or recipe.model.text.kind == "clip",
     }
     for name, wanted in needed.items():
         if wanted and not (folder / name).is_file():

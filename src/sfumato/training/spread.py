@@ -36,7 +36,7 @@ def fit_spread(
     Raises:
         ValueError: the tower has no variances.
     """
-    branches = [tower.head.log_var, tower.head.log_var_norm]
+    branches = [tower.head.log_var, tower.head.log_var_local, tower.head.log_var_norm]
     learnt = [p for branch in branches if branch is not None for p in branch.parameters()]
     if not learnt:
         raise ValueError("fit_spread: the tower gives points, it has no log variance to fit")

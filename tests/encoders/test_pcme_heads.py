@@ -1,0 +1,139 @@
+"""Local attention in Gaussian heads against loops over single items, on the features of every kind of encoder."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from sfumato.encoders.features import Inputs, TokenFeatures
+from sfumato.encoders.heads import GaussianHead
+from sfumato.encoders.words import WordEncoder
+
+LENGTHS = (5, 2, 1)
+
+
+def features(*, local=False, log_var=False):
+    """Three items of 5, 2 and 1 tokens of 8 channels; of their own for local attention 4, 1 and 3 of 6 channels."""
+    torch.manual_seed(0)
+    mask = torch.arange(5) < torch.tensor(LENGTHS).unsqueeze(1)
+    own = (torch.randn(3, 4, 6), torch.arange(4) < torch.tensor([[4], [1], [3]])) if local else (None, None)
+    return TokenFeatures(torch.randn(3, 5, 8), mask, torch.randn(3, 5, 8) if log_var else None, *own)
+
+
+def head_of(outputs=7, **options):
+    """A head whose weights are all of one size, so that each of them shows."""
+    torch.manual_seed(1)
+    head = GaussianHead(8, outputs, pooling="average", local_attention=True, **options)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    return head
+
+
+def rows(values, mask, item):
+    return values[item][mask[item]].detach().numpy().astype(np.float64)
+
+
+def linear(module, x):
+    bias = 0 if module.bias is None else module.bias.detach().numpy().astype(np.float64)
+    return x @ module.weight.detach().numpy().astype(np.float64).T + bias
+
+
+def attended(local, tokens):
+    """The weighted mean of single tokens, mapped."""
+    scores = [float(linear(local.attention[2], np.tanh(linear(local.attention[0], token)))[0]) for token in tokens]
+    total = sum(math.exp(score) for score in scores)
+    mean = sum(math.exp(score) / total * token for score, token in zip(scores, tokens, strict=True))
+    return linear(local.linear, mean)
+
+
+def expected(head, tokens, item):
+    """Mean and log variance of an item, from the formulas of PCME."""
+    values = tokens.mean if tokens.log_var is None else tokens.log_var
+    local, mask = (tokens.local, tokens.local_mask) if tokens.local is not None else (None, tokens.mask)
+    of_mean = rows(tokens.mean if local is None else local, mask, item)
+    of_log_var = rows(values if local is None else local, mask, item)
+    pooled = np.mean([linear(head.mean.linear, x) for x in rows(tokens.mean, tokens.mask, item)], 0)
+    summed = pooled + 1 / (1 + np.exp(-attended(head.local, of_mean)))
+    normal = (summed - summed.mean()) / np.sqrt(summed.var() + head.local_norm.eps)
+    mean = normal * head.local_norm.weight.detach().numpy() + head.local_norm.bias.detach().numpy()
+    log_var = np.mean([linear(head.log_var.linear, x) for x in rows(values, tokens.mask, item)], 0)
+    return mean / np.linalg.norm(mean), log_var + attended(head.log_var_local, of_log_var)
+
+
+@pytest.mark.parametrize("covariance", ["ellipsoidal", "spherical-one"])
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("log_var", [False, True])
+def test_mean_and_log_variance_are_pcmes_item_by_item(local, log_var, covariance):
+    tokens = features(local=local, log_var=log_var)
+    head = head_of(local_channels=6 if local else None, covariance=covariance)
+    embedding = head(tokens)
+    assert embedding.mean.shape == embedding.log_var.shape == (3, 7)
+    for item in range(3):
+        mean, of_variance = expected(head, tokens, item)
+        np.testing.assert_allclose(embedding.mean[item].detach(), mean, atol=2e-5)
+        np.testing.assert_allclose(embedding.log_var[item].detach(), np.broadcast_to(of_variance, 7), rtol=1e-4)
+
+
+def test_what_is_masked_has_no_influence():
+    head, tokens = head_of(local_channels=6), features(local=True, log_var=True)
+    changed = TokenFeatures(
+        tokens.mean.masked_fill(~tokens.mask.unsqueeze(2), 1e4),
+        tokens.mask,
+        tokens.log_var.masked_fill(~tokens.mask.unsqueeze(2), -1e4),
+        tokens.local.masked_fill(~tokens.local_mask.unsqueeze(2), 1e4),
+        tokens.local_mask,
+    )
+    first, second = head(tokens), head(changed)
+    torch.testing.assert_close(first.mean, second.mean)
+    torch.testing.assert_close(first.log_var, second.log_var)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"covariance": "spherical-one"}, {"variance_norm": True}, {"variance_mlp": True}]
+)
+def test_the_small_start_of_the_variance_holds_with_local_attention(options):
+    torch.manual_seed(0)
+    head = GaussianHead(32, 64, local_attention=True, init_total_variance=0.25, **options)
+    embedding = head(TokenFeatures(3 * torch.randn(50, 7, 32)))
+    assert embedding.total_variance.mean().item() == pytest.approx(0.25, rel=0.05)
+    assert embedding.log_var.std(0).max() > 1e-4
+    embedding.log_var.sum().backward()
+    assert head.log_var_local.linear.bias.grad.abs().max() > 0 or "variance_norm" in options
+
+
+def test_points_have_local_attention_for_the_mean_alone():
+    with_variance, points = head_of(), head_of(variance=False)
+    assert points.log_var_local is None and points(features()).log_var.isneginf().all()
+    assert with_variance(features()).mean.norm(dim=1).tolist() == pytest.approx([1, 1, 1])
+    loose = head_of(normalize=False)
+    assert loose(features()).mean.std(1).tolist() != pytest.approx([1, 1, 1])
+
+
+def test_several_embeddings_keep_the_names_that_their_checkpoints_have():
+    names = set(GaussianHead(8, 5, pooling="average", variance=False, embeddings=3).state_dict())
+    assert names == {
+        *("local.attention.0.weight", "local.attention.2.weight", "local.linear.weight", "local.linear.bias"),
+        *("local_norm.weight", "local_norm.bias", "mean.linear.weight", "mean.linear.bias"),
+    }
+    assert not any("local" in name for name in GaussianHead(8, 5).state_dict())
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_the_text_tower_of_pcme_sees_a_text_alone_as_in_a_padded_batch(bidirectional):
+    """GRU's final states as the base, attention over the word vectors."""
+    torch.manual_seed(0)
+    encoder = WordEncoder(9, 4, 3, bidirectional=bidirectional).double()
+    head = GaussianHead(
+        encoder.channels, 5, pooling="average", local_attention=True, local_channels=encoder.local_channels
+    ).double()
+    ids = torch.randint(0, 9, (3, 5))
+    mask = torch.arange(5) < torch.tensor(LENGTHS).unsqueeze(1)
+    together = head(encoder(Inputs(ids, mask)))
+    for item, length in enumerate(LENGTHS):
+        alone = head(encoder(Inputs(ids[item : item + 1, :length])))
+        torch.testing.assert_close(alone.mean, together.mean[item : item + 1])
+        torch.testing.assert_close(alone.log_var, together.log_var[item : item + 1])
+    tokens = encoder(Inputs(ids, mask))
+    torch.testing.assert_close(tokens.local, encoder.words(ids))
+    assert tokens.local_mask is mask and tokens.mask is None
