@@ -3,22 +3,57 @@
     python benchmarks/methods.py emoji-infonce emoji-pcmepp [--seeds 0 1 2] [--split style] [--set section.key=value]
                                  [--out runs/methods] [--json PATH]
 
-Runs that are finished are not repeated, an interrupted one is resumed. Figures in per cent, except correlations.
+Runs that are finished are not repeated, an interrupted one is resumed. Figures in per cent, except correlations and ranks. What
+training took stands below them: every run has a process of its own, whose processor time and largest memory are its alone. Of these
+the processor time suffers least from other work on the machine; a resumed run has neither.
 """
 
 import argparse
 import hashlib
 import json
+import multiprocessing
+import resource
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from sfumato.evaluation.compare import main_figures, over_seeds
 from sfumato.recipes import find_recipe
-from sfumato.training.config import load_recipe
+from sfumato.training.config import Recipe, load_recipe
 from sfumato.training.inference import evaluate_run
 from sfumato.training.loop import fit
-from sfumato.training.run import load_run
+from sfumato.training.run import LAST, load_run
+
+COST = "cost.json"
+"""In a run's folder: what training took."""
+
+
+def train(recipe: Recipe, folder: Path) -> None:
+    """Train to the end; what it took goes beside the run, unless it was there already."""
+    fresh = not (folder / LAST).exists()
+    busy = time.process_time()
+    seconds = fit(recipe, folder)["seconds"]
+    if (folder / COST).exists():
+        return
+    cost: dict[str, float | None] = {"seconds": seconds, "processor seconds": None, "peak memory in MB": None}
+    if fresh:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        cost |= {
+            "processor seconds": time.process_time() - busy,
+            "peak memory in MB": peak / (2**20 if sys.platform == "darwin" else 1024),
+        }
+    (folder / COST).write_text(json.dumps(cost) + "\n")
+
+
+def train_apart(recipe: Recipe, folder: Path) -> dict[str, float | None]:
+    """Train in a new process; what it took."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        pool.submit(train, recipe, folder).result()
+    cost: dict[str, float | None] = json.loads((folder / COST).read_text())
+    return cost
 
 
 def evaluate(folder: Path, split: str) -> dict[str, Any]:
@@ -47,17 +82,18 @@ def main() -> None:
                 hashlib.sha256("\n".join(options.overrides).encode()).hexdigest()[:8] if options.overrides else "plain"
             )
             folder = options.out / f"{recipe.name}-{changed}-{seed}"
-            fit(recipe, folder)
-            results.append(main_figures(evaluate(folder, options.split)))
+            cost = train_apart(recipe, folder)
+            result = evaluate(folder, options.split)
+            ranks = {f"{direction} median rank": result[direction]["median_rank"] for direction in ("t2i", "i2t")}
+            results.append(main_figures(result) | ranks | cost)
         summary = over_seeds(results)
         table[name] = {key: asdict(value) for key, value in summary.items()}
         print(f"{name} ({options.split}, {len(options.seeds)} seeds)")
         for key, value in summary.items():
-            print(f"  {key:<24}{value!s:>15}")
-    if options.json:
-        options.json.write_text(
-            json.dumps({"split": options.split, "seeds": options.seeds, "table": table}, indent=2) + "\n"
-        )
+            print(f"  {key:<24}{value!s:>15}", flush=True)
+        if options.json:  # After every row, so that an interrupted table is not lost.
+            about = {"split": options.split, "seeds": options.seeds, "changes": options.overrides, "table": table}
+            options.json.write_text(json.dumps(about, indent=2) + "\n")
 
 
 if __name__ == "__main__":
