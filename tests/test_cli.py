@@ -39,6 +39,7 @@ def test_help_is_quick_and_names_the_commands():
     for command in (
         "train",
         "ablate",
+        "analyse",
         "audit",
         "zeroshot",
         "calibrate",
@@ -284,7 +285,7 @@ def test_trust_prints_tables_and_writes_json(work, sfumato):
     written = json.loads((work / "run" / "trust-test.json").read_text())
     status, out, _ = sfumato("trust", work / "run", "--bootstrap", 10, "--corrupted", 4, "--json")
     assert json.loads(out) == written and set(written["directions"]) == {"t2i", "i2t"}
-    assert set(written["directions"]["t2i"]["corruptions"]) == {"dropped_words", "wrong_letters"}
+    assert set(written["directions"]["t2i"]["corruptions"]) == {"dropped_words", "unknown_words", "wrong_letters"}
     for direction in written["directions"].values():
         for name, figures in direction["estimators"].items():
             assert name in written["estimators"] and {"wrong_auroc", "wrong_aurc", "deciles"} <= set(figures)

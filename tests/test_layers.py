@@ -32,6 +32,10 @@ ALLOWED: dict[str, set[str]] = {
         *("data", "distances", "encoders", "errors", "evaluation", "files", "gaussian", "losses", "matching"),
         *("metrics", "progress", "search"),
     },
+    "analysis": {
+        *("data", "encoders", "errors", "evaluation", "files", "gaussian", "losses", "metrics", "progress", "search"),
+        "training",
+    },
     "audit": {"data", "errors", "files", "gaussian", "metrics", "progress", "search", "training"},
     "console": {"evaluation", "metrics"},
     "demo": {
@@ -46,13 +50,14 @@ ALLOWED: dict[str, set[str]] = {
         "search",
         "training",
     },
-    "serve": {"data", "encoders", "errors", "files", "gaussian", "search", "training"},
+    "serve": {"analysis", "data", "encoders", "errors", "files", "gaussian", "search", "training"},
     "toy": {"files", "gaussian", "losses", "progress"},
     "prompts": {"encoders", "errors", "gaussian", "progress", "search", "training"},
     "zeroshot": {
         *("data", "distances", "errors", "evaluation", "gaussian", "metrics", "progress", "prompts", "training"),
     },
     "cli": {
+        "analysis",
         "audit",
         "console",
         "data",
@@ -71,6 +76,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "__main__": {"cli"},
     "__init__": {
+        "analysis",
         "audit",
         "calibration",
         "data",

@@ -152,6 +152,12 @@ _HOMES = {
     "sfumato.evaluation.compare": ("compare_per_query",),
     "sfumato.foreign": ("read_embeddings",),
     "sfumato.data.problems": ("Problems",),
+    "sfumato.analysis.corruption": ("corruption_curves",),
+    "sfumato.analysis.maps": ("map_items",),
+    "sfumato.analysis.projection": ("fit_map",),
+    "sfumato.analysis.sets": ("PictureSets", "measure_sets"),
+    "sfumato.analysis.studies": ("AnalysisOptions", "analyse_model"),
+    "sfumato.analysis.words": ("words_by_uncertainty",),
     "sfumato.prompts": ("pool_prompts",),
     "sfumato.zeroshot": ("evaluate_zeroshot",),
 }
@@ -164,6 +170,7 @@ __all__ = [
     "LOSSES",
     "POOLINGS",
     "STRATEGIES",
+    "AnalysisOptions",
     "Calibration",
     "ClipImageEncoder",
     "ClipTextEncoder",
@@ -182,6 +189,7 @@ __all__ = [
     "PCMEPPLoss",
     "PVSELoss",
     "PairData",
+    "PictureSets",
     "ProLIPLoss",
     "Problems",
     "Published",
@@ -193,6 +201,7 @@ __all__ = [
     "Truth",
     "VonMisesFisher",
     "__version__",
+    "analyse_model",
     "audit_pairs",
     "average_l2",
     "average_l2_matrix",
@@ -200,6 +209,7 @@ __all__ = [
     "bhattacharyya_matrix",
     "compare_per_query",
     "copy_gallery",
+    "corruption_curves",
     "csd",
     "csd_matrix",
     "daa_loss",
@@ -215,6 +225,7 @@ __all__ = [
     "export_run",
     "fit",
     "fit_logits",
+    "fit_map",
     "get_distance",
     "inclusion_loss",
     "inclusion_test",
@@ -231,7 +242,9 @@ __all__ = [
     "load_recipe",
     "load_run",
     "log_inclusion",
+    "map_items",
     "match_probability",
+    "measure_sets",
     "measure_trust",
     "min_kl",
     "min_kl_matrix",
@@ -264,12 +277,19 @@ __all__ = [
     "wasserstein2_matrix",
     "wasserstein2_printed",
     "wasserstein2_printed_matrix",
+    "words_by_uncertainty",
     "write_shards",
     "wrong_probability",
     "wrong_share",
 ]
 
 if TYPE_CHECKING:
+    from sfumato.analysis.corruption import corruption_curves
+    from sfumato.analysis.maps import map_items
+    from sfumato.analysis.projection import fit_map
+    from sfumato.analysis.sets import PictureSets, measure_sets
+    from sfumato.analysis.studies import AnalysisOptions, analyse_model
+    from sfumato.analysis.words import words_by_uncertainty
     from sfumato.audit import audit_pairs, wrong_probability, wrong_share
     from sfumato.calibration import Calibration
     from sfumato.data.emoji import load_emoji

@@ -328,6 +328,80 @@ def trust(
 
 
 @app.command()
+def analyse(
+    model: ModelName,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="with --data: section.key=value ..., e.g. data.path=my.jsonl")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="a recipe (path or name) whose data to analyse; a run has its own")
+    ] = None,
+    split: Annotated[str, typer.Option(help="split of the data")] = "test",
+    only: Annotated[
+        str | None,
+        typer.Option(help="some of corruption,sets,words,map; default all that the model and the data allow"),
+    ] = None,
+    uncertainty: Annotated[
+        str, typer.Option(help="of corruption and words, e.g. log_det, or any other that `sfumato trust` lists")
+    ] = "total_variance",
+    corrupted: Annotated[int, typer.Option(min=1, help="corruption: items to corrupt in each way")] = 200,
+    pairs: Annotated[int, typer.Option(min=1, help="sets: pairs of pictures to mix and to erase in part")] = 100,
+    bins: Annotated[int, typer.Option(min=1, help="words: bins of uncertainty")] = 10,
+    corpus: Annotated[
+        str, typer.Option(help="words: what they are weighed against: the captions of their bin, or of the split")
+    ] = "bin",
+    method: Annotated[str, typer.Option(help="map: pca, or with the extra analysis: tsne")] = "pca",
+    items: Annotated[int, typer.Option(min=1, help="map: most images, and most texts")] = 200,
+    bootstrap: Annotated[int, typer.Option(min=0, help="resamples of the confidence intervals")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="of everything random")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="folder to write; default analysis-SPLIT in the run's folder, with --data here")
+    ] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Do the studies of the papers on any model: damage against uncertainty, mixed and erased pictures, words, a map; and a page.
+
+    corruption: does uncertainty rise as pictures are erased or blurred and words dropped? sets: do mixtures of pictures lie between
+    their parts, and erased ones grow? words: which go with certainty, and which with doubt? map: images and texts as areas in a plane.
+    """
+    from sfumato import __version__
+    from sfumato.analysis.pages import write_analyses
+    from sfumato.analysis.studies import AnalysisOptions, analyse_model
+    from sfumato.console import print_analyses
+    from sfumato.recipes import find_recipe
+    from sfumato.training.build import choose_device
+    from sfumato.training.config import load_recipe
+    from sfumato.training.export import load_model
+    from sfumato.training.inference import Matcher
+    from sfumato.training.run import RECIPE, load_run
+
+    options = AnalysisOptions(
+        uncertainty=uncertainty, n_corrupted=corrupted, n_pairs=pairs, n_bins=bins, corpus=corpus, method=method,
+        n_mapped=items, n_resamples=bootstrap, seed=seed,
+    )  # fmt: skip
+    folder, chosen = out or Path(f"analysis-{split}"), choose_device(device)
+    if data is not None:
+        config, name = load_recipe(find_recipe(data), overrides or []).data, Path(model).name
+        matcher: Matcher = load_model(model, device=chosen)
+    elif overrides:
+        raise UserError(f"{overrides[0]!r} changes a recipe; name it with --data RECIPE")
+    elif (Path(model) / RECIPE).is_file():
+        matcher = run = load_run(model, device=chosen)
+        config, name, folder = run.recipe.data, run.recipe.name or run.folder.name, out or run.folder / folder
+    else:
+        raise _no_run(model, "analyse")
+    studies = None if only is None else _names(only)
+    found = analyse_model(matcher, config, split, studies=studies, options=options, name=name)
+    page = write_analyses(found, folder, __version__)
+    if as_json:
+        print(json.dumps(found.to_json() | {"out": str(folder)}, ensure_ascii=False))
+        return
+    print_analyses(found.to_json())
+    print(f"to look at: {page}")
+
+
+@app.command()
 def zeroshot(
     model: ModelName,
     overrides: Annotated[
@@ -415,10 +489,19 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="the HTML file; default report-SPLIT.html in the run's folder, with --data here")
     ] = None,
+    analyses: Annotated[
+        bool,
+        typer.Option(
+            "--analyses", help="of a run: do the studies of `sfumato analyse` first; those done are shown anyway"
+        ),
+    ] = False,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Write one HTML page: figures, uncertainty, calibration, and with pictures what was found, right and wrong."""
+    from sfumato import __version__
+    from sfumato.analysis.pages import write_analyses
+    from sfumato.analysis.studies import analyse_model
     from sfumato.recipes import find_recipe
     from sfumato.training.build import choose_device
     from sfumato.training.config import load_recipe
@@ -428,13 +511,19 @@ def report(
 
     chosen = choose_device(device)
     if data is not None:
+        if analyses:
+            raise UserError("--analyses goes with a run on its own data; with --data, `sfumato analyse` writes a page")
         config = load_recipe(find_recipe(data), overrides or []).data
         path = out or Path(f"report-{split}.html")
         page = report_model(load_model(model, device=chosen), config, split, path, name=Path(model).name)
     elif overrides:
         raise UserError(f"{overrides[0]!r} changes a recipe; name it with --data RECIPE")
     elif (Path(model) / RECIPE).is_file():
-        page, path = report_run(load_run(model, device=chosen), split, out)
+        run = load_run(model, device=chosen)
+        if analyses:
+            found = analyse_model(run, run.recipe.data, split, name=run.recipe.name or run.folder.name)
+            write_analyses(found, run.folder / f"analysis-{split}", __version__)
+        page, path = report_run(run, split, out)
     else:
         raise _no_run(model, "report on")
     size = path.stat().st_size

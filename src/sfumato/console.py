@@ -255,7 +255,7 @@ def print_trust(report: TrustReport, title: str) -> None:
                     table.add_row(name, *[_interval(figures.get(figure)) for figure in shown])
                 console.print(table)
         if direction.corruptions:
-            _print_corruptions(console, direction)
+            _print_corruptions(_wide(), direction)
         chance = None if direction.recall.value is None else 1 - direction.recall.value
         print(
             f"{direction.n_queries} queries, {direction.n_gallery} items, recall@1 {_interval(direction.recall)};"
@@ -305,6 +305,68 @@ def _print_corruptions(console: Console, direction: DirectionTrust) -> None:
         recall = " ".join(f"{r:.0%}" for r in corruption.recall)
         strengths = " ".join(f"{s:g}" for s in corruption.strengths)
         print(f"{name}, {corruption.n} queries: recall@1 {recall} at strength {strengths}")
+
+
+def print_analyses(found: Mapping[str, Any]) -> None:
+    """Tables of what studies found, as `sfumato analyse --json` prints it, on standard output."""
+    console, title = _wide(), f"{found['model']} on {found['split']}"
+    if study := found.get("corruption"):
+        _print_curves(console, study, title)
+    if study := found.get("sets"):
+        _print_sets(console, study, title)
+    if study := found.get("words"):
+        _print_words(console, study, title)
+    if study := found.get("map"):
+        held = (
+            ""
+            if study["explained"] is None
+            else f", which hold {sum(study['explained']):.0%} of how their means differ"
+        )
+        what = "t-SNE" if study["explained"] is None else "the first two principal components"
+        print(f"map: {len(study['items'])} images and texts by {what}{held}")
+    for note in found["notes"]:
+        print(f"note: {note}")
+
+
+def _print_curves(console: Console, study: Mapping[str, Any], title: str) -> None:
+    table = Table(title=f"{title}: does damage raise {study['uncertainty']}?", title_justify="left")
+    for name in ("corrupted", "items", "mean at each strength", "Spearman within an item", "rises", "AUROC"):
+        table.add_column(name, justify="left" if name in ("corrupted", "mean at each strength") else "right")
+    for curves in study["sides"].values():
+        for name, curve in curves.items():
+            steps = [
+                f"{strength:g}: " + ("-" if mean["value"] is None else f"{mean['value']:.3g}")
+                for strength, mean in zip(curve["strengths"], curve["mean"], strict=True)
+            ]
+            figures = [_interval(Interval(**curve[figure])) for figure in ("spearman", "rises", "auroc")]
+            table.add_row(name, str(curve["n"]), "  ".join(steps), *figures)
+    console.print(table)
+
+
+def _print_sets(console: Console, study: Mapping[str, Any], title: str) -> None:
+    names = {"mixup": "Mixup", "cutmix": "CutMix", "other": "another picture"}
+    table = Table(title=f"{title}: mixtures of two pictures, {study['n']} pairs", title_justify="left")
+    table.add_column("figure", no_wrap=True)
+    for name in study["mixes"]:
+        table.add_column(names[name], justify="right")
+    for figure in study["definitions"]["mixes"]:
+        table.add_row(figure, *(_interval(Interval(**values[figure])) for values in study["mixes"].values()))
+    console.print(table)
+    erased = "  ".join(f"{figure} {_interval(Interval(**value))}" for figure, value in study["erased"].items())
+    print(f"the same pictures with {study['erased_share']:.0%} erased: {erased}")
+    for figure, about in study["definitions"]["mixes"].items():
+        print(f"  {figure}: {about}")
+
+
+def _print_words(console: Console, study: Mapping[str, Any], title: str) -> None:
+    for side, bins in study["sides"].items():
+        table = Table(title=f"{title}: words of {side}s by {study['uncertainty']}", title_justify="left")
+        for name in ("bin", "mean", "captions", "words"):
+            table.add_column(name, justify="left" if name == "words" else "right")
+        for k, one in enumerate(bins, 1):
+            words = ", ".join(word["word"] for word in one["words"])
+            table.add_row(str(k), f"{one['mean']:.3g}", str(one["n_captions"]), words)
+        console.print(table)
 
 
 def _interval(interval: Interval | None) -> str:

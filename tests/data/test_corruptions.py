@@ -12,6 +12,7 @@ from sfumato.data.corruptions import (
     drop_words,
     erase_squares,
     replace_letters,
+    unknown_words,
 )
 from sfumato.data.transforms import decode_image
 
@@ -97,3 +98,17 @@ def test_bad_input_is_named():
         blur(picture(), -0.1)
     with pytest.raises(ValueError, match="picture"):
         blur(b"no", 0.1)
+
+
+def test_unknown_words_take_the_place_of_words_one_after_another():
+    text = "a small  dog runs over the green field"
+    words, before, last = text.split(), set(), []
+    for share, n in ((0.0, 0), (0.25, 2), (0.5, 4), (1.0, 8)):
+        worse = unknown_words(text, share, (2, 9)).split()
+        changed = {i for i, (a, b) in enumerate(zip(words, worse, strict=True)) if a != b}
+        assert len(changed) == n and before <= changed and [len(w) for w in worse] == [len(w) for w in words]
+        assert share < 1 or not set(words) & set(worse)
+        # What was replaced before stays what it became.
+        assert all(worse[i] == last[i] for i in before)
+        before, last = changed, worse
+    assert unknown_words("fox", 0.5, (0,)) != "fox" and unknown_words("", 1.0, (0,)) == ""

@@ -37,7 +37,7 @@ def erase_squares(picture: bytes, share: float, seed: Sequence[int]) -> bytes:
     erased[_first(_SQUARES**2, share, seed)] = True
     down, across = (np.arange(k) * _SQUARES // k for k in pixels.shape[1:])
     pixels[:, erased.reshape(_SQUARES, _SQUARES)[down][:, across]] = 128
-    return _png(pixels)
+    return encode_png(pixels)
 
 
 def blur(picture: bytes, radius: float, seed: Sequence[int] = ()) -> bytes:
@@ -57,7 +57,7 @@ def blur(picture: bytes, radius: float, seed: Sequence[int] = ()) -> bytes:
     if radius < 0:
         raise ValueError(f"blur: radius must not be negative, got {radius}")
     image = Image.fromarray(decode_image(picture, None).transpose(1, 2, 0))
-    return _png(np.asarray(image.filter(ImageFilter.GaussianBlur(radius * min(image.size)))).transpose(2, 0, 1))
+    return encode_png(np.asarray(image.filter(ImageFilter.GaussianBlur(radius * min(image.size)))).transpose(2, 0, 1))
 
 
 def drop_words(text: str, share: float, seed: Sequence[int]) -> str:
@@ -95,6 +95,24 @@ def replace_letters(text: str, share: float, seed: Sequence[int]) -> str:
         old = _LETTERS.index(text[places[i]].lower())
         result[places[i]] = _LETTERS[(old + int(letters[i])) % 26]
     return "".join(result)
+
+
+def unknown_words(text: str, share: float, seed: Sequence[int]) -> str:
+    """A share of the words of a text, at random, replaced by as many random letters: words that no model knows.
+
+    It stands for the <unk> tokens of PCME's appendix F.1, whatever the tokenizer.
+
+    Args:
+        text: words are what white space separates.
+        share: in [0, 1]; rounded to whole words, halves up.
+        seed: of the order in which words go and of the letters.
+
+    Raises:
+        ValueError: share is outside of [0, 1].
+    """
+    words = text.split()
+    gone = set(_first(len(words), share, seed).tolist())
+    return " ".join(_nonsense(len(word), (*seed, 1, i)) if i in gone else word for i, word in enumerate(words))
 
 
 @dataclass(frozen=True)
@@ -142,6 +160,7 @@ TEXT_CORRUPTIONS: dict[str, TextCorruption] = {
     c.name: c
     for c in (
         TextCorruption("dropped_words", (0.2, 0.4, 0.6, 0.8), drop_words, lambda text: len(text.split()) > 1),
+        TextCorruption("unknown_words", (0.25, 0.5, 0.75, 1.0), unknown_words, lambda text: bool(text.split())),
         TextCorruption(
             "wrong_letters",
             (0.1, 0.2, 0.35, 0.5, 0.75),
@@ -160,7 +179,11 @@ def _first(n: int, share: float, seed: Sequence[int]) -> np.ndarray:
     return np.random.default_rng(list(seed)).permutation(n)[: int(share * n + 0.5)]
 
 
-def _png(pixels: np.ndarray) -> bytes:
+def _nonsense(n: int, seed: Sequence[int]) -> str:
+    return "".join(_LETTERS[i] for i in np.random.default_rng(list(seed)).integers(26, size=n))
+
+
+def encode_png(pixels: np.ndarray) -> bytes:
     """(3, h, w) uint8 as a PNG file, lightly packed."""
     file = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0))).save(file, "PNG", compress_level=1)

@@ -4,10 +4,9 @@ It knows embeddings, the truth, captions, and pictures as functions that return 
 where pictures lie. Everything that is shown is bounded in number, so that the page's size does not grow with the data.
 """
 
-import base64
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jinja2
@@ -15,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.evaluation.analyses import analysis_views
+from sfumato.evaluation.drawing import Axes, clipped, data_address, log_ticks, round_steps, round_top, signed
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval, table_rows
 from sfumato.evaluation.trust import FIGURES
 from sfumato.gaussian import GaussianEmbedding
@@ -39,7 +40,6 @@ PICTURES = 4 * SHOWN * HITS + 6 * MISTAKES
 _PAIRS = 4_000_000
 _BINS = 10
 _QUANTILES = (("least", 0.0), ("tenth", 0.1), ("median", 0.5), ("nine tenths", 0.9), ("most", 1.0))
-_CLIPPED = 240
 _METRICS = ("recall@1", "recall@5", "recall@10", "r_precision", "map@r")
 _NAMES = {"i2t": "image → text", "t2i": "text → image"}
 
@@ -63,6 +63,8 @@ class ReportData:
         picture: the bytes of a small WebP, PNG or JPEG file of the picture at a position; None where it cannot be read.
         others: evaluations of the same split by other distances, as :meth:`Evaluation.to_json` gives them.
         trust: what estimators of uncertainty are worth, as `sfumato trust` writes it.
+        analyses: by name, what studies found, as `sfumato analyse` writes it.
+        analysis_picture: the bytes of a picture that a study names; None where it is gone.
         recipe: the text of the recipe.
         log: of training, one dictionary for each epoch.
         notes: sentences about what was left out.
@@ -84,6 +86,8 @@ class ReportData:
     text_kinds: Sequence[str] | None = None
     others: Sequence[Mapping[str, Any]] = ()
     trust: Mapping[str, Any] | None = None
+    analyses: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    analysis_picture: Callable[[str], bytes | None] = lambda name: None
     recipe: str = ""
     log: Sequence[Mapping[str, Any]] = ()
     notes: Sequence[str] = ()
@@ -223,8 +227,9 @@ def make_report(data: ReportData) -> Report:
             for key, rows in shown_mistakes.items()
         ],
         trust=_trust(data.trust),
+        analyses=analysis_views(data.analyses, data.analysis_picture),
         curves=_curves(data.log),
-        signed=_signed,
+        signed=signed,
     )
     return Report(html, evaluation, calibration, mistakes)
 
@@ -313,7 +318,7 @@ def _worth(direction: _Direction, correlation: float | None) -> str:
     if correlation is None:
         return f"Every one of the {side} fares alike, so their total variance cannot tell which fail."
     n = int((direction.truth.totals > 0).sum())
-    number = f"Spearman {_signed(correlation)} over {n:,} {side}"
+    number = f"Spearman {signed(correlation)} over {n:,} {side}"
     if abs(correlation) < 2 / math.sqrt(max(n, 1)):
         return f"Total variance says next to nothing about which {side} fail ({number}, within chance)."
     strength = "clearly" if abs(correlation) > 0.2 else "slightly"
@@ -356,7 +361,7 @@ def _deciles(direction: _Direction, evaluation: Evaluation) -> dict[str, Any]:
     found = evaluation.uncertainty[direction.key]
     bins = [b | dict(zip(("low", "high"), wilson_interval(b["recall"] * b["count"], b["count"]), strict=True))
             for b in found["bins"]]  # fmt: skip
-    axes = _Axes((0.5, len(bins) + 0.5), (0.0, _nice_top(max(b["high"] for b in bins))))
+    axes = Axes((0.5, len(bins) + 0.5), (0.0, round_top(max(b["high"] for b in bins))))
     chart = axes.chart(
         x_ticks=[(i + 1, str(i + 1)) for i in range(len(bins))],
         y_ticks=[(v, f"{v:.0%}") for v in axes.y_steps()],
@@ -375,8 +380,8 @@ def _deciles(direction: _Direction, evaluation: Evaluation) -> dict[str, Any]:
         "name": _NAMES[direction.key],
         "chart": chart,
         "counts": f"n = {counts[0]:,}" if len(counts) == 1 else f"n = {counts[0]:,} to {counts[-1]:,}",
-        "correlation": _signed(found["correlation"]),
-        "spearman": _signed(found["spearman"]),
+        "correlation": signed(found["correlation"]),
+        "spearman": signed(found["spearman"]),
         "rows": [
             [str(i), f"{b['uncertainty']:.3g}", f"{b['count']:,}", f"{b['recall']:.1%}", f"{b['low']:.1%} to {b['high']:.1%}"]
             for i, b in enumerate(bins, 1)
@@ -396,9 +401,9 @@ def _histogram(data: ReportData) -> dict[str, Any]:
     low, high = (low - 0.05, high + 0.05) if high - low < 0.1 else (low, high)
     edges = np.linspace(low, high, 36)
     shares = {side: np.histogram(v, edges)[0] / max(len(variance[side]), 1) for side, v in positive.items()}
-    axes = _Axes((low, high), (0.0, _nice_top(max(s.max() for s in shares.values()))))
+    axes = Axes((low, high), (0.0, round_top(max(s.max() for s in shares.values()))))
     chart = axes.chart(
-        x_ticks=_log_ticks(low, high),
+        x_ticks=log_ticks(low, high),
         y_ticks=[(v, f"{v:.0%}") for v in axes.y_steps()],
         x_label="total variance (logarithmic)",
         y_label="share of the items",
@@ -462,7 +467,7 @@ def _calibration(
 
 
 def _reliability(curves: Mapping[str, list[dict[str, Any]]], name: str) -> dict[str, Any]:
-    axes = _Axes((0.0, 1.0), (0.0, 1.0))
+    axes = Axes((0.0, 1.0), (0.0, 1.0))
     ticks = [(v, f"{v:.0%}") for v in (0, 0.25, 0.5, 0.75, 1)]
     chart = axes.chart(
         x_ticks=ticks,
@@ -513,14 +518,14 @@ class _Pictures:
     def __getitem__(self, position: int) -> dict[str, Any]:
         if position not in self._read:
             content = self._data.picture(position)
-            self._read[position] = _data_address(content) if content else None
+            self._read[position] = data_address(content) if content else None
         start, stop = self._true.indptr[position : position + 2]
         captions = [self._data.captions[t] for t in self._true.indices[start : min(stop, start + 1)]]
         name = str(self._data.picture_names[position])
         return {
             "src": self._read[position],
-            "name": _clip(name, 60),
-            "alt": f"picture {_clip(name, 60)}" + (f": {_clip(captions[0], 120)}" if captions else ""),
+            "name": clipped(name, 60),
+            "alt": f"picture {clipped(name, 60)}" + (f": {clipped(captions[0], 120)}" if captions else ""),
         }
 
 
@@ -562,14 +567,14 @@ def _answered(
     for item, distance, p in zip(
         direction.hits[query].tolist(), direction.distances[query].tolist(), probability, strict=True
     ):
-        shown = pictures[item] if direction.key == "t2i" else {"text": _clip(data.captions[item])}
+        shown = pictures[item] if direction.key == "t2i" else {"text": clipped(data.captions[item])}
         hits.append(
             shown | {"true": item in true, "pct": _percent(p), "width": round(100 * p), "distance": f"{distance:#.3g}"}
         )
     best = int(direction.ranks[slice(*direction.truth.indptr[query : query + 2])].min()) + 1 if len(true) else None
     return {
         "picture": pictures[query] if direction.key == "i2t" else None,
-        "text": _clip(data.captions[query]) if direction.key == "t2i" else None,
+        "text": clipped(data.captions[query]) if direction.key == "t2i" else None,
         "kind": _kind(data, query) if direction.key == "t2i" else None,
         "variance": f"{variance:.3g}",
         "expected": f"{expected:.1f}" if expected < 10 else f"{expected:.0f}",
@@ -633,7 +638,7 @@ def _shown_mistake(data: ReportData, pictures: _Pictures, key: str, row: Mapping
     }
     if key == "t2i":
         return common | {
-            "asked": _clip(data.captions[row["query"]]),
+            "asked": clipped(data.captions[row["query"]]),
             "found": pictures[row["item"]],
             "true": pictures[row["true"]],
         }
@@ -641,9 +646,9 @@ def _shown_mistake(data: ReportData, pictures: _Pictures, key: str, row: Mapping
     start, stop = owner.indptr[row["item"] : row["item"] + 2]
     return common | {
         "asked": pictures[row["query"]],
-        "found": _clip(data.captions[row["item"]]),
+        "found": clipped(data.captions[row["item"]]),
         "owner": pictures[int(owner.indices[start])] if stop > start else None,
-        "true": _clip(data.captions[row["true"]]),
+        "true": clipped(data.captions[row["true"]]),
     }
 
 
@@ -739,9 +744,9 @@ def _curves(log: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         share = "recall" in name
         low = min(0.0, *values) if len(values) > 1 else 0.0
         epochs = [e for points in lines.values() for e, _ in points]
-        axes = _Axes((min(epochs) - 0.5, max(epochs) + 0.5), (low, _nice_top(max(values), 1.0 if share else 1e30)))
+        axes = Axes((min(epochs) - 0.5, max(epochs) + 0.5), (low, round_top(max(values), 1.0 if share else 1e30)))
         chart = axes.chart(
-            x_ticks=[(e, f"{e:g}") for e in _steps(min(epochs), max(epochs), 6) if e == int(e)],
+            x_ticks=[(e, f"{e:g}") for e in round_steps(min(epochs), max(epochs), 6) if e == int(e)],
             y_ticks=[(v, f"{v:.0%}" if share else f"{v:.4g}") for v in axes.y_steps()],
             x_label="epoch",
             y_label="",
@@ -767,103 +772,6 @@ def _number(line: Mapping[str, Any], key: str) -> bool:
     )
 
 
-# Drawing
-
-
-class _Axes:
-    """From values to the coordinates of a drawing, whose size in its own units fits a phone."""
-
-    def __init__(self, x: tuple[float, float], y: tuple[float, float]) -> None:
-        self._x, self._y = x, y if y[1] > y[0] else (y[0], y[0] + 1)
-        self.width, self.height = 380, 230
-        self.left, self.right, self.top, self.bottom = 54, self.width - 18, 12, self.height - 42
-
-    def x(self, value: float) -> float:
-        """Horizontal place of a value."""
-        low, high = self._x
-        return round(self.left + (self.right - self.left) * (float(value) - low) / (high - low), 1)
-
-    def y(self, value: float) -> float:
-        """Vertical place of a value."""
-        low, high = self._y
-        return round(self.bottom - (self.bottom - self.top) * (float(value) - low) / (high - low), 1)
-
-    def y_steps(self) -> list[float]:
-        """Round values within the vertical range."""
-        return _steps(*self._y, 5)
-
-    def chart(
-        self,
-        *,
-        x_ticks: Iterable[tuple[float, str]],
-        y_ticks: Iterable[tuple[float, str]],
-        x_label: str,
-        y_label: str,
-        label: str,
-    ) -> dict[str, Any]:
-        """An empty drawing; label is what is read out in its place."""
-        return {
-            "axes": self,
-            "x_ticks": [{"at": self.x(v), "label": name} for v, name in x_ticks],
-            "y_ticks": [{"at": self.y(v), "label": name} for v, name in y_ticks],
-            "x_label": x_label,
-            "y_label": y_label,
-            "label": label,
-            **{shape: [] for shape in ("bars", "whiskers", "lines", "dots", "legend", "diagonal")},
-        }
-
-    def bar(self, at: float, value: float, width: float, colour: str, title: str) -> dict[str, Any]:
-        """From the axis up to the value."""
-        top = self.y(value)
-        return {
-            "x": round(self.x(at) - width / 2, 1),
-            "y": top,
-            "width": round(width, 1),
-            "height": round(self.bottom - top, 1),
-            "colour": colour,
-            "title": title,
-        }
-
-    def whisker(self, at: float, low: float, high: float) -> dict[str, Any]:
-        """An interval."""
-        return {"x": self.x(at), "low": self.y(low), "high": self.y(high), "colour": ""}
-
-    def line(self, points: Iterable[tuple[float, float]], colour: str) -> dict[str, Any]:
-        """A line through points."""
-        return {"points": " ".join(f"{self.x(x)},{self.y(y)}" for x, y in points), "colour": colour}
-
-    def dot(self, x: float, y: float, radius: float, colour: str, title: str) -> dict[str, Any]:
-        """A dot."""
-        return {"x": self.x(x), "y": self.y(y), "r": round(radius, 1), "colour": colour, "title": title}
-
-
-def _steps(low: float, high: float, most: int) -> list[float]:
-    """At most about ``most`` round values from low to high."""
-    raw = (high - low) / most or 1.0
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(s * power for s in (1, 2, 5, 10) if s * power >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [round(k * step, 12) for k in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def _nice_top(value: float, most: float = 1.0) -> float:
-    """A round upper end of an axis that holds the value."""
-    if value <= 0:
-        return min(1.0, most)
-    step = _steps(0, value, 5)[1]
-    return min(most, math.ceil(value / step - 1e-9) * step)
-
-
-def _log_ticks(low: float, high: float) -> list[tuple[float, str]]:
-    """Round values on an axis of decimal logarithms, from coarse to as fine as gives three."""
-    for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)):
-        marks = [d * 10.0**e for e in range(math.floor(low), math.ceil(high) + 1) for d in digits]
-        marks = [m for m in marks if low <= math.log10(m) <= high]
-        if len(marks) >= 3:
-            break
-    return [(math.log10(m), f"{m:g}") for m in marks]
-
-
 # Words
 
 
@@ -878,21 +786,7 @@ def _percent(value: float) -> str:
     return "<1%" if value < 0.005 else f"{value:.0%}"
 
 
-def _signed(value: float | None) -> str:
-    return "undefined" if value is None else f"{value:+.2f}".replace("-", "−")
-
-
-def _clip(text: str, most: int = _CLIPPED) -> str:
-    text = " ".join(str(text).split())
-    return text if len(text) <= most else text[: most - 1] + "…"
-
-
 def _kind(data: ReportData, text: int) -> str | None:
     """Of a text, where there are several kinds."""
     kinds = data.text_kinds
     return None if kinds is None or len(set(kinds)) < 2 else kinds[text]
-
-
-def _data_address(content: bytes) -> str:
-    kind = "png" if content[:4] == b"\x89PNG" else "webp" if content[:4] == b"RIFF" else "jpeg"
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"

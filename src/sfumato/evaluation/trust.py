@@ -80,6 +80,7 @@ class CorruptionTrust:
             queries less certain at the greatest strength than clean; ties one half), "monotone" (share that never falls from one
             strength to the next, and rises) and "auroc" (greatest strength against clean).
         medians: by name, the median uncertainty at each strength.
+        means: by name, the mean uncertainty at each strength; None where it is infinite.
     """
 
     n: int
@@ -87,6 +88,7 @@ class CorruptionTrust:
     recall: list[float]
     estimators: dict[str, dict[str, Interval]]
     medians: dict[str, list[float]]
+    means: dict[str, list[Interval]]
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ def caption_words(texts: Sequence[str], relevance: Relevance) -> np.ndarray:
     Returns:
         (n,) in [0, 1]; NaN for an image with fewer than two texts.
     """
-    words = [set("".join(c if c.isalnum() else " " for c in text.lower()).split()) for text in texts]
+    words = [set(words_of(text)) for text in texts]
     result = np.full(relevance.n_queries, np.nan)
     for i, count in enumerate(relevance.counts):
         if count > 1:
@@ -193,6 +195,11 @@ def caption_words(texts: Sequence[str], relevance: Relevance) -> np.ndarray:
             overlaps = [len(a & b) / max(len(a | b), 1) for k, a in enumerate(own) for b in own[:k]]
             result[i] = 1 - sum(overlaps) / len(overlaps)
     return result
+
+
+def words_of(text: str) -> list[str]:
+    """The lower-case words of a text, in its order: runs of letters and digits."""
+    return "".join(c if c.isalnum() else " " for c in text.lower()).split()
 
 
 def measure_trust(
@@ -276,15 +283,16 @@ def measure_trust(
         chosen = place[c.index]
         if (chosen < 0).any():
             raise ValueError(f"measure_trust: a query of the corruption {c.name!r} has no true item; corrupt others")
-        clean = {name: u[chosen] for name, u in scores.items()}
-        steps = [clean, *(estimate(e) for e in c.embeddings)]
-        recall = [float(hit[chosen].mean())]
-        for e in c.embeddings:
-            ranks = rank_relevant(
-                e, gallery, truth.select_queries(chosen), matching.distance, queries_first=matching.queries_first
-            )
-            recall.append(float(per_query_metrics(ranks, truth.select_queries(chosen))["recall@1"].mean()))
-        corruptions[c.name] = _follow(c, {n: np.stack([s[n] for s in steps]) for n in told}, recall, resample)
+        corruptions[c.name] = follow_corruption(
+            c,
+            {name: u[chosen] for name, u in told.items()},
+            gallery,
+            truth.select_queries(chosen),
+            matching,
+            estimators={name: estimators[name] for name in told},
+            recall=float(hit[chosen].mean()),
+            resample=resample,
+        )
 
     statistics = {}
     pairs = _random_pairs(truth, np.random.default_rng(seed))
@@ -331,13 +339,35 @@ def _paired(low: np.ndarray, high: np.ndarray) -> Statistic:
     return lambda counts: statistic(np.tile(counts, 2))
 
 
-def _follow(
+def follow_corruption(
     corrupted: Corrupted,
-    scores: dict[str, np.ndarray],
-    recall: list[float],
+    clean: Mapping[str, np.ndarray],
+    gallery: GaussianEmbedding,
+    relevance: Relevance,
+    matching: Matching,
+    *,
+    estimators: Mapping[str, Estimator],
+    recall: float,
     resample: Callable[..., dict[str, Interval]],
 ) -> CorruptionTrust:
-    """Figures of (s, k) uncertainties: s strengths from 0, k queries."""
+    """How estimators follow one corruption of k queries.
+
+    Args:
+        corrupted: the queries' embeddings at s strengths.
+        clean: by name, (k,) uncertainties of the same queries as they are.
+        gallery: (m, d) embeddings.
+        relevance: query -> its true items, of the k queries.
+        matching: distance and match logits.
+        estimators: by name, as in clean.
+        recall: recall@1 of the k queries as they are.
+        resample: (statistics by name, k) -> intervals.
+    """
+    steps = [clean, *(estimate_uncertainty(e, gallery, matching, estimators=estimators) for e in corrupted.embeddings)]
+    recalls = [recall]
+    for e in corrupted.embeddings:
+        ranks = rank_relevant(e, gallery, relevance, matching.distance, queries_first=matching.queries_first)
+        recalls.append(float(per_query_metrics(ranks, relevance)["recall@1"].mean()))
+    scores = {name: np.stack([step[name] for step in steps]) for name in clean}  # (s + 1, k) each
     statistics: dict[str, Statistic] = {}
     strengths = [0.0, *corrupted.strengths]
     for name, u in scores.items():
@@ -348,15 +378,18 @@ def _follow(
         statistics[f"{name}/rises"] = mean_statistic(rises + 0.5 * (u[-1] == u[0]))
         statistics[f"{name}/monotone"] = mean_statistic(rises & ~falls)
         statistics[f"{name}/auroc"] = _paired(u[0], u[-1])
+        statistics |= {f"{name}/{s}": mean_statistic(values) for s, values in enumerate(u) if np.isfinite(values).all()}
     found = resample(statistics, len(corrupted.index))
+    undefined = Interval(None, None, None)
     return CorruptionTrust(
         n=len(corrupted.index),
         strengths=strengths,
-        recall=recall,
+        recall=recalls,
         estimators={
             name: {f: found[f"{name}/{f}"] for f in ("spearman", "rises", "monotone", "auroc")} for name in scores
         },
         medians={name: np.median(u, axis=1).tolist() for name, u in scores.items()},
+        means={name: [found.get(f"{name}/{s}", undefined) for s in range(len(u))] for name, u in scores.items()},
     )
 
 

@@ -8,13 +8,13 @@ from urllib.parse import quote
 
 import torch
 
+from sfumato.analysis.projection import Projection
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.gallery import Gallery, SearchHit
 from sfumato.search.stores.base import Filter
 from sfumato.search.verdict import verdict
 from sfumato.serve.pictures import handed_out
 from sfumato.serve.problems import Refusal
-from sfumato.serve.projection import Projection
 from sfumato.serve.schemas import (
     Answer,
     ConformalSet,

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from sfumato import __version__
+from sfumato.analysis.projection import Projection, fit_map
 from sfumato.encoders.regions import blank_features, reads_regions
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.gallery import Gallery, Items
@@ -24,7 +25,6 @@ from sfumato.serve.embedding import Embedder, submitted
 from sfumato.serve.metrics import Metrics
 from sfumato.serve.pictures import check_picture, handed_out, to_show
 from sfumato.serve.problems import Refusal, busy
-from sfumato.serve.projection import Projection, fit_map
 from sfumato.serve.schemas import (
     Answer,
     GalleryInfo,
@@ -310,7 +310,7 @@ class Service:
             if n == 0:
                 return None
             if kept is None or 4 * max(written - kept[0], abs(n - kept[1])) >= kept[1]:
-                self._maps[name] = kept = written, n, fit_map(shelf.gallery.sample(_ON_THE_MAP))
+                self._maps[name] = kept = written, n, fit_map(shelf.gallery.sample(_ON_THE_MAP).embeddings)
             return kept[2]
 
     async def _warm_up(self) -> None:

@@ -1,5 +1,6 @@
 """A report of a model on a split: what it needs is embedded, read from the run's folder, and made small enough for one page."""
 
+import hashlib
 import io
 import json
 import math
@@ -7,13 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 
 from sfumato import __version__
 from sfumato.data.pairs import ImageSource
 from sfumato.data.problems import Problems
 from sfumato.data.transforms import decode_image
+from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.regions import reads_regions
+from sfumato.evaluation.analyses import FORMAT, NAMES
 from sfumato.evaluation.report import Report, ReportData, make_report
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
@@ -49,8 +53,8 @@ def report_model(matcher: Matcher, data: DataConfig, split: str, out: Path, *, n
 def report_run(run: Run, split: str, out: Path | None = None) -> tuple[Report, Path]:
     """Evaluate a run on a split of its own data and write a page about it.
 
-    Beside what :func:`report_model` shows, the page has the recipe, the training curves, and what `sfumato evaluate` and
-    `sfumato trust` have left in the run's folder for this split.
+    Beside what :func:`report_model` shows, the page has the recipe, the training curves, and what `sfumato evaluate`,
+    `sfumato trust` and `sfumato analyse` have left in the run's folder for this split.
 
     Args:
         run, split: what to evaluate.
@@ -103,6 +107,8 @@ def _report(matcher: Matcher, data: DataConfig, split: str, out: Path, name: str
             text_kinds=pairs.text_kinds,
             others=[] if run is None else _evaluations(run.folder, split, run.distance, images.n, texts.n),
             trust=None if run is None else _json(run.folder / f"trust-{split}.json"),
+            analyses={} if run is None else _analyses(run, split, images.n, texts.n),
+            analysis_picture=lambda name: None if run is None else read_picture(run.folder / f"analysis-{split}", name),
             recipe="" if run is None else (run.folder / RECIPE).read_text(encoding="utf-8"),
             log=[] if run is None else _log(run.folder / LOG),
             notes=_notes(len(problems), reads_regions(matcher.model)),
@@ -143,6 +149,35 @@ def _evaluations(folder: Path, split: str, own: str, n: int, m: int) -> list[dic
         ):
             found.append(result)
     return found
+
+
+def weights_digest(model: DualEncoder) -> str:
+    """What tells a model from one that was trained anew in the same folder."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(value.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _analyses(run: Run, split: str, n: int, m: int) -> dict[str, dict[str, Any]]:
+    """What studies found with these weights on as many images and texts, by name."""
+    found = {name: _json(run.folder / f"analysis-{split}" / f"{name}.json") for name in NAMES}
+    expected = FORMAT, split, n, m, weights_digest(run.model)
+    keys = ("format", "split", "n_images", "n_texts", "weights")
+    return {
+        name: study
+        for name, study in found.items()
+        if study is not None and tuple(study.get(key) for key in keys) == expected
+    }
+
+
+def read_picture(folder: Path, name: str) -> bytes | None:
+    """A picture beside the studies of a folder; None if it is not there."""
+    try:
+        return (folder / Path(name).name).read_bytes()
+    except OSError:
+        return None
 
 
 def _json(path: Path) -> dict[str, Any] | None:

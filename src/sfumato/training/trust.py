@@ -110,7 +110,7 @@ def trust_model(
             image_of[truth.query_of_item] = truth.indices
             values = {k: np.where(image_of >= 0, v[image_of], np.nan) for k, v in proxies.items()}
             groups = np.where(image_of >= 0, image_of, images.n + np.arange(texts.n))
-        corrupt = _corrupted_texts if of_text else _corrupted_images
+        corrupt = corrupted_texts if of_text else corrupted_images
         directions[name] = measure_trust(
             *((texts, images) if of_text else (images, texts)),
             truth,
@@ -120,7 +120,7 @@ def trust_model(
             proxies=values,
             corrupted=[]
             if features and not of_text
-            else corrupt(matcher.model, prepared.data, truth, n_corrupted, seed),
+            else corrupt(matcher.model, prepared.data, truth.counts > 0, n_corrupted, seed),
             groups=groups,
             n_resamples=n_resamples,
             level=_LEVEL,
@@ -204,10 +204,19 @@ def _chosen(usable: np.ndarray, n: int, seed: int) -> np.ndarray:
     return np.sort(np.random.default_rng([seed, 2]).permutation(usable)[:n])
 
 
-def _corrupted_texts(model: DualEncoder, data: PairData, truth: Relevance, n: int, seed: int) -> list[Corrupted]:
+def corrupted_texts(model: DualEncoder, data: PairData, usable: np.ndarray, n: int, seed: int) -> list[Corrupted]:
+    """Embed some texts of a split again, made worse in every way that suits them.
+
+    Args:
+        model: what embeds them.
+        data: the split.
+        usable: (m,) bool, the texts to choose from.
+        n: number of them at most.
+        seed: of the choice and of the corruptions.
+    """
     result = []
     for c in TEXT_CORRUPTIONS.values():
-        suited = np.flatnonzero((truth.counts > 0) & np.array([c.suits(t) for t in data.texts], bool))
+        suited = np.flatnonzero(usable & np.array([c.suits(t) for t in data.texts], bool))
         index = _chosen(suited, n, seed)
         if len(index):
             embedded = tuple(
@@ -217,8 +226,13 @@ def _corrupted_texts(model: DualEncoder, data: PairData, truth: Relevance, n: in
     return result
 
 
-def _corrupted_images(model: DualEncoder, data: PairData, truth: Relevance, n: int, seed: int) -> list[Corrupted]:
-    index, result = _chosen(np.flatnonzero(truth.counts > 0), n, seed), []
+def corrupted_images(model: DualEncoder, data: PairData, usable: np.ndarray, n: int, seed: int) -> list[Corrupted]:
+    """Embed some pictures of a split again, made worse in every way: see :func:`corrupted_texts`.
+
+    Raises:
+        ValueError: a picture cannot be decoded.
+    """
+    index, result = _chosen(np.flatnonzero(usable), n, seed), []
     if not len(index):
         return []
     with progress_bar(

@@ -1,6 +1,6 @@
-"""The map of a gallery: the plane of the first two principal components of the means, and the Gaussians projected onto it.
+"""A plane for Gaussians: that of the first two principal components of their means, and the Gaussians projected onto it.
 
-It knows arithmetic on embeddings; it knows neither stores nor requests.
+It knows arithmetic on embeddings, and nothing of where they come from or how they are drawn.
 """
 
 import hashlib
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.gallery import Items
 
 _ROUNDING = 1e-20
 """Scatter of the means relative to their squared norms: float64 rounding of equal means is below, any float32 difference above."""
@@ -67,19 +66,19 @@ class Projection:
         return [(row[0], row[1], row[2], row[3], row[4]) for row in rows]
 
 
-def fit_map(items: Items) -> Projection:
+def fit_map(embeddings: GaussianEmbedding) -> Projection:
     """The plane of the first two principal components of the means.
 
     Args:
-        items: at least one. Two equal calls give equal planes: the sign of an axis is that which makes its largest entry positive.
+        embeddings: at least one. Two equal calls give equal planes: the sign of an axis is that which makes its largest entry positive.
 
     Raises:
-        ValueError: there are no items.
+        ValueError: there are no embeddings.
     """
-    mean = items.embeddings.mean.detach().to("cpu", torch.float64)
+    mean = embeddings.mean.detach().to("cpu", torch.float64)
     n, d = mean.shape
     if n == 0:
-        raise ValueError("fit_map: got no items, expected at least one")
+        raise ValueError("fit_map: got no embeddings, expected at least one")
     centre = mean.mean(0)
     offset = mean - centre
     shares, vectors = torch.linalg.eigh(offset.T @ offset)  # ascending

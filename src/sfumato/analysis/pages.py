@@ -1,0 +1,58 @@
+"""What studies leave behind: a file for each, the pictures that they name, and a page to look at."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from sfumato.analysis.studies import STUDIES, Analyses
+from sfumato.evaluation.analyses import analysis_views
+from sfumato.files import write_atomically, write_json
+from sfumato.training.reporting import read_picture
+
+PAGE = "analysis.html"
+
+
+def write_analyses(analyses: Analyses, folder: Path, version: str) -> Path:
+    """Write STUDY.json for each study, its pictures, and analysis.html with these and with what an earlier call left here.
+
+    Args:
+        analyses: what was found.
+        folder: where to write; made if it is not there.
+        version: of the program, for the page.
+
+    Returns:
+        The page.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in analyses.pictures.items():
+        write_atomically(folder / name, content)
+    for name in analyses.studies:
+        write_json(folder / f"{name}.json", analyses.to_json(name))
+    found = {name: analyses.to_json(name) for name in analyses.studies} | _earlier(analyses, folder)
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("sfumato"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    page = environment.get_template("analysis.html.j2").render(
+        about=analyses.about,
+        notes=list(analyses.notes),
+        version=version,
+        views=analysis_views(found, lambda name: read_picture(folder, name)),
+    )
+    write_atomically(folder / PAGE, page)
+    return folder / PAGE
+
+
+def _earlier(analyses: Analyses, folder: Path) -> dict[str, dict[str, Any]]:
+    """Studies of the same model and split that were done before, by name."""
+    found = {}
+    for name in STUDIES:
+        path = folder / f"{name}.json"
+        if name in analyses.studies or not path.is_file():
+            continue
+        study = json.loads(path.read_text(encoding="utf-8"))
+        same = ("format", "weights", "split", "distance", "n_images", "n_texts")
+        if all(study.get(key) == analyses.about[key] for key in same):
+            found[name] = study
+    return found

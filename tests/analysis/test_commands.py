@@ -1,0 +1,192 @@
+"""`sfumato analyse` on tiny runs: files, JSON, page, report, and what a model or data without variances or items gets told."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+from evaluation.test_report import Checker
+from toy import make_toy
+
+from sfumato.recipes import find_recipe
+from sfumato.training.config import load_recipe
+from sfumato.training.loop import fit
+
+QUICK = ("--corrupted", 5, "--pairs", 4, "--bins", 3, "--bootstrap", 20, "--items", 10)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("analyse")
+    recipe = make_toy(folder)
+    fit(load_recipe(recipe, ["train.epochs=1"]), folder / "run")
+    fit(load_recipe(recipe, ["train.epochs=1", "model.variance=false", "loss.beta=0"]), folder / "points")
+    return folder
+
+
+@pytest.fixture
+def run(work, tmp_path):
+    """A copy that a test may fill."""
+    return shutil.copytree(work / "run", tmp_path / "run")
+
+
+def test_all_studies_are_printed_written_and_drawn(run, sfumato):
+    status, out, _ = sfumato("analyse", run, *QUICK)
+    assert status == 0
+    for words in (
+        "does damage raise total_variance?",
+        "mixtures of two pictures, 4 pairs",
+        "words of texts",
+        "principal",
+    ):
+        assert words in out
+    folder = run / "analysis-test"
+    files = {name: json.loads((folder / f"{name}.json").read_text()) for name in ("corruption", "sets", "words", "map")}
+    assert all(f["split"] == "test" and f["model"] == "toy" and f["study"] == name for name, f in files.items())
+    assert [len(files["words"]["sides"][side]) for side in ("image", "text")] == [3, 3]
+    assert len(files["map"]["items"]) == 20 and files["sets"]["n"] == 4
+    curves = files["corruption"]["sides"]
+    assert list(curves["image"]) == ["erased", "blurred"]
+    assert list(curves["text"]) == ["dropped_words", "unknown_words", "wrong_letters"]
+    page = (folder / "analysis.html").read_text()
+    checked = Checker(page)
+    assert checked.tags.count("img") == 4 * 6 and checked.ids == ["corruption", "sets", "words", "map"]
+    assert not re.search(r"https?://|\bNone\b|\bnan\b", re.sub(r'src="data:[^"]*"', "", page)) and len(page) < 300_000
+    assert page.count("<ellipse") == 4 * 6 + 20
+
+    status, out, _ = sfumato("analyse", run, *QUICK, "--json")
+    printed = json.loads(out)
+    again = {name: json.loads((folder / f"{name}.json").read_text()) for name in files}
+    assert status == 0 and again == files and printed["out"] == str(folder)
+    assert all(printed[name].items() <= files[name].items() for name in files)
+
+
+def test_corruption_is_that_of_trust(run, sfumato):
+    sfumato("analyse", run, "--only", "corruption", *QUICK, "--seed", 3)
+    sfumato("trust", run, "--corrupted", 5, "--bootstrap", 20, "--seed", 3)
+    own = json.loads((run / "analysis-test" / "corruption.json").read_text())["sides"]
+    theirs = json.loads((run / "trust-test.json").read_text())["directions"]
+    for side, direction in (("image", "i2t"), ("text", "t2i")):
+        for name, curve in own[side].items():
+            trust = theirs[direction]["corruptions"][name]
+            assert curve["recall"] == trust["recall"] and curve["n"] == trust["n"] == 5
+            for figure in ("rises", "spearman"):
+                assert curve[figure]["value"] == pytest.approx(trust["estimators"]["total_variance"][figure]["value"])
+            means = [m["value"] for m in trust["means"]["total_variance"]]
+            assert [m["value"] for m in curve["mean"]] == pytest.approx(means, rel=1e-5)
+
+
+def test_one_study_joins_those_that_lie_there(run, sfumato):
+    sfumato("analyse", run, *QUICK, "--only", "words")
+    page = run / "analysis-test" / "analysis.html"
+    assert Checker(page.read_text()).ids == ["words"]
+    status, out, _ = sfumato("analyse", run, *QUICK, "--only", "map,sets", "--seed", 2)
+    assert status == 0 and "words of" not in out
+    assert Checker(page.read_text()).ids == ["sets", "words", "map"]
+
+
+def test_the_report_shows_what_was_found_with_these_weights(run, work, sfumato):
+    plain = sfumato("report", run, "--json")[1]
+    assert json.loads(plain)["bytes"] and 'id="map"' not in (run / "report-test.html").read_text()
+    sfumato("analyse", run, *QUICK)
+    assert sfumato("report", run)[0] == 0
+    checked = Checker((run / "report-test.html").read_text())
+    assert {"corruption", "sets", "words", "map", "retrieval"} <= set(checked.ids) and len(set(checked.ids)) == len(
+        checked.ids
+    )
+    assert all(link[1:] in checked.ids for link in checked.links)
+    # Trained anew in the same folder: what lies there is another model's.
+    shutil.copy(work / "points" / "model.safetensors", run / "model.safetensors")
+    shutil.copy(work / "points" / "recipe.toml", run / "recipe.toml")
+    assert sfumato("report", run)[0] == 0
+    assert 'id="map"' not in (run / "report-test.html").read_text()
+    status, _, err = sfumato("report", run, "--analyses")
+    assert status == 0 and "sets is left out: this model's embeddings are points" in err
+    assert [
+        i for i in Checker((run / "report-test.html").read_text()).ids if i in ("corruption", "sets", "words", "map")
+    ] == ["map"]
+
+
+def test_points_have_a_map_and_whatever_looks_at_the_gallery(work, sfumato, tmp_path):
+    status, out, err = sfumato("analyse", work / "points", *QUICK, "--out", tmp_path / "found", "--json")
+    found = json.loads(out)
+    assert status == 0 and "map" in found and not {"corruption", "sets", "words"} & set(found)
+    assert len(found["notes"]) == 3 and "points" in err
+    assert all(item["a"] == 0 for item in found["map"]["items"])
+    options = ("--only", "corruption,words", "--uncertainty", "top1_mismatch", "--out", tmp_path / "found", "--json")
+    found = json.loads(sfumato("analyse", work / "points", *QUICK, *options)[1])
+    assert found["corruption"]["uncertainty"] == found["words"]["uncertainty"] == "top1_mismatch"
+
+
+def test_other_data_are_analysed_here(work, sfumato, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = sfumato(
+        "analyse",
+        work / "run",
+        f"data.path={work / 'data'}",
+        "--data",
+        work / "toy.toml",
+        "--split",
+        "val",
+        *QUICK,
+        "--only",
+        "map,words",
+    )
+    assert status == 0 and (tmp_path / "analysis-val" / "analysis.html").exists() and "run on val" in out
+    assert not (work / "run" / "analysis-val").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["{run}", "--only", "map,algebra"], "unknown study 'algebra'; known: corruption, sets, words, map"),
+        (["{run}", "--uncertainty", "doubt"], "unknown uncertainty 'doubt'; known: total_variance"),
+        (["{run}", "--only", "words", "--bins", "100"], "too few for 100 bins"),
+        (["{run}", "--only", "words", "--corpus", "all"], "one of bin, split"),
+        (["{run}", "--only", "map", "--method", "umap"], "one of pca, tsne"),
+        (["{run}", "--only", "sets", "--pairs", "1"], "1 pairs of pictures are too few"),
+        (["{points}", "--only", "sets"], "are points: set algebra needs variances"),
+        (["{points}", "--only", "words"], "take an --uncertainty that looks at the gallery: expected_matches"),
+        (["{run}", "--split", "dev"], "has no split 'dev'"),
+        (["{run}", "train.epochs=3"], "name it with --data RECIPE"),
+        (["{data}"], "is not a run folder"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_two(work, sfumato, arguments, says):
+    places = {name: work / name for name in ("run", "points", "data")}
+    status, out, err = sfumato("analyse", *(a.format(**places) for a in arguments))
+    assert status == 2 and out == "" and says in err and "Traceback" not in err
+    if "--data" not in arguments and "dev" not in arguments:
+        assert not (work / "run" / "analysis-test").exists()
+
+
+def test_region_features_leave_what_needs_no_pictures(tmp_path, sfumato):
+    data, words = tmp_path / "data", ("cat", "dog", "bus", "cup")
+    data.mkdir()
+    for name in ("train", "dev", "test"):
+        regions = np.random.default_rng(len(name)).standard_normal((16, 3, 10))
+        np.save(data / f"{name}_ims.npy", regions.astype(np.float32))
+        lines = (f"a {words[k % 4]} and a {words[k // 4]}\n{words[k % 4]}, {words[k // 4]}\n" for k in range(16))
+        (data / f"{name}_caps.txt").write_text("".join(lines))
+    tiny = [
+        "model.dim=8",
+        "model.image.channels=10",
+        "model.text.hidden=8",
+        "model.text.width=6",
+        "model.text.min_count=1",
+    ]
+    tiny += [
+        "train.epochs=1",
+        "train.batch_size=8",
+        "train.threads=1",
+        "loss.sum_epochs=1",
+        "model.init_total_variance=8",
+    ]
+    fit(load_recipe(find_recipe("flickr8k-probabilistic-vsrn"), [*tiny, f"data.path={data}"]), tmp_path / "run")
+    status, out, err = sfumato("analyse", tmp_path / "run", *QUICK, "--json")
+    found = json.loads(out)
+    assert status == 0 and list(found["corruption"]["sides"]) == ["text"] and "sets" not in found
+    assert {"words", "map"} <= set(found) and "images are region features" in err and len(found["notes"]) == 2
+    status, _, err = sfumato("analyse", tmp_path / "run", "--only", "sets")
+    assert status == 2 and "set algebra needs pictures" in err

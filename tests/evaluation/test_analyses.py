@@ -1,0 +1,73 @@
+"""Drawings of studies: ellipses in one scale, turned the right way, and enlarged by round numbers alone."""
+
+import math
+
+import numpy as np
+import pytest
+
+from sfumato.evaluation.analyses import analysis_views, interval
+from sfumato.evaluation.drawing import Plane, magnification
+
+
+def corner(ellipse, degrees):
+    """A point of an SVG ellipse, after its turn."""
+    at, turn = math.radians(degrees), math.radians(ellipse["turn"])
+    x, y = ellipse["rx"] * math.cos(at), ellipse["ry"] * math.sin(at)
+    return (
+        ellipse["cx"] + x * math.cos(turn) - y * math.sin(turn),
+        ellipse["cy"] + x * math.sin(turn) + y * math.cos(turn),
+    )
+
+
+def test_a_plane_keeps_shapes_and_turns_with_the_hand_of_the_drawing():
+    ellipses = [(0.0, 0.0, 0.5, 0.1, math.pi / 6), (10.0, 2.0, 0.0, 0.0, 0.0), (3.0, 5.0, 1.0, 1.0, 0.0)]
+    plane = Plane(ellipses, width=400, height=300)
+    drawn = [plane.ellipse(e) for e in ellipses]
+    scale = (drawn[1]["cx"] - drawn[0]["cx"]) / 10
+    assert (drawn[0]["cy"] - drawn[2]["cy"]) / 5 == pytest.approx(scale, rel=0.01)  # Up is up.
+    assert drawn[0]["rx"] == pytest.approx(0.5 * scale, abs=0.01) and drawn[0]["ry"] == pytest.approx(
+        0.1 * scale, abs=0.01
+    )
+    # The end of the long half axis lies up and to the right of the centre.
+    x, y = corner(drawn[0], 0)
+    assert (x - drawn[0]["cx"], drawn[0]["cy"] - y) == pytest.approx(
+        (scale * 0.5 * math.cos(math.pi / 6), scale * 0.5 * math.sin(math.pi / 6)), abs=0.1
+    )
+    for e in drawn:
+        for degrees in range(0, 360, 10):
+            x, y = corner(e, degrees)
+            assert -0.5 <= x <= 400.5 and -0.5 <= y <= 300.5
+    larger = Plane(ellipses, width=400, height=300, reach=2).ellipse(ellipses[2])
+    assert larger["rx"] > drawn[2]["rx"] and larger["rx"] == larger["ry"]
+
+
+def test_a_plane_of_one_place_is_drawn_in_the_middle():
+    assert Plane([(7.0, 7.0, 0.0, 0.0, 0.0)] * 3).ellipse((7.0, 7.0, 0.0, 0.0, 0.0))["cx"] == 360
+    assert Plane([]).width == 720
+
+
+@pytest.mark.parametrize(
+    ("long", "factor"),
+    [(0.2, 1), (0.11, 1), (0.1, 1), (0.04, 2), (0.02, 5), (0.019, 5), (0.01, 10), (0.0007, 100), (0.0, 1)],
+)
+def test_ellipses_are_enlarged_by_round_numbers(long, factor):
+    ellipses = [(float(x), 0.0, long, 0.0, 0.0) for x in np.linspace(0, 1, 20)]
+    assert magnification(ellipses, 0.1) == factor
+    assert magnification([], 0.1) == 1
+
+
+def test_intervals_and_undefined_means_have_words():
+    assert interval({"value": None, "low": None, "high": None})["text"] == "–"
+    assert interval({"value": -0.5, "low": None, "high": None})["text"] == "−0.50"
+    assert interval({"value": 0.00312, "low": 0.0031, "high": 0.0032})["text"] == "0.00312 (0.0031 to 0.0032)"
+
+
+def test_a_curve_without_intervals_or_change_is_drawn():
+    mean = [{"value": 2.0, "low": None, "high": None}] * 2
+    figures = {f: mean[0] for f in ("spearman", "rises", "monotone", "auroc")}
+    curve = {"n": 3, "strengths": [0, 0.5], "mean": mean, "recall": [1.0, 0.5], **figures}
+    undefined = curve | {"mean": [{"value": None, "low": None, "high": None}] * 2}
+    study = {"uncertainty": "log_det", "sides": {"image": {"erased": curve}, "text": {"wrong_letters": undefined}}}
+    view = analysis_views({"corruption": study}, lambda name: None)["corruption"]
+    assert [c["name"] for c in view["charts"]] == ["erased pictures"] and len(view["rows"]) == 2
+    assert not view["charts"][0]["chart"]["whiskers"]
