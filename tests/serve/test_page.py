@@ -387,6 +387,20 @@ def test_problems_in_plain_words(visit, service):
     expect(panel(page).locator(".hit")).to_have_count(24)
 
 
+def test_what_is_done_before_the_page_knows_its_collection_is_done_then(visit, service):
+    page = visit(service)
+    held = []
+    page.route("**/v1/info", lambda route: held.append(route))
+    page.goto("/")
+    page.locator("#q0").fill("a red square")
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.activeElement.id === 'q0'")
+    assert page.url.endswith("/") and len(held) == 1
+    held[0].continue_()
+    expect(page.locator("[data-slot='0'] .facts")).to_be_visible()
+    assert page.url.endswith("/?q=a+red+square")
+
+
 def test_the_service_has_gone(visit, service):
     page = visit(service, allowed=["status of 502", "ERR_FAILED"])
     page.route("**/v1/search", lambda route: route.fulfill(status=502, body="<h1>no JSON</h1>"))

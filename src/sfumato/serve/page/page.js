@@ -3,6 +3,7 @@
 import { CollectionMap } from "./map.js";
 
 const $ = (selector, root = document) => root.querySelector(selector);
+const $$ = (selector) => document.querySelectorAll(selector);
 
 const h = (tag, attributes = {}, ...children) => {
   const node = document.createElement(tag);
@@ -28,6 +29,12 @@ const running = [null, null]; // slot -> AbortController
 let wanted = HITS;
 let info;
 let state;
+let begin;
+const begun = new Promise((resolve) => (begin = resolve));
+
+// What is done before the page knows its collection is done as soon as it does.
+const on = (node, type, act) => node.addEventListener(type, (event) => (info ? act(event) : begun.then(() => act(event))));
+
 let map;
 
 // ---- the service
@@ -426,7 +433,7 @@ function box(slot) {
   text.id = `q${slot}`;
   text.ariaLabel = slot ? "Second search" : "Search";
   file.ariaLabel = slot ? "Second picture to search by" : "Picture to search by";
-  file.addEventListener("change", () => file.files[0] && (askPicture(slot, file.files[0]), (file.value = "")));
+  on(file, "change", () => file.files[0] && (askPicture(slot, file.files[0]), (file.value = "")));
   return node;
 }
 
@@ -500,15 +507,15 @@ function receive(event, data) {
     name(input);
   } else if (!$("dialog[open]")) {
     const aim = event.target.closest?.("[data-ask], [data-slot]")?.dataset ?? document.activeElement.closest("[data-ask]")?.dataset ?? {};
-    askPicture(Number(aim.ask ?? aim.slot ?? 0), file);
+    begun.then(() => askPicture(Number(aim.ask ?? aim.slot ?? 0), file));
   }
 }
 
 const name = ({ form, files: [file] }) => (form.elements.id.value ||= file?.name ?? "");
 
 function listen() {
-  $("#search").addEventListener("submit", (event) => {
-    event.preventDefault();
+  $("#search").addEventListener("submit", (event) => event.preventDefault());
+  on($("#search"), "submit", () => {
     const queries = state.queries.map((query, slot) => {
       const value = $(`#q${slot}`).value.trim();
       if (slot === 1 && !state.compare) return null;
@@ -517,26 +524,26 @@ function listen() {
     wanted = HITS;
     go({ queries });
   });
-  for (const input of document.querySelectorAll("[name=gallery]"))
-    input.addEventListener("change", () => go({ gallery: input.value, abstain: null, coverage: null, queries: state.queries.map((query) => (query?.kind === "id" ? null : query)) }));
-  for (const input of document.querySelectorAll("[name=view]")) input.addEventListener("change", () => go({ view: input.value }));
-  for (const id of ["abstain", "coverage"]) $(`#${id}`).addEventListener("change", ({ target }) => go({ [id]: Number(target.value) || null }));
-  $("#compare").addEventListener("change", ({ target }) => {
+  for (const input of $$("[name=gallery]"))
+    on(input, "change", () => go({ gallery: input.value, abstain: null, coverage: null, queries: state.queries.map((query) => (query?.kind === "id" ? null : query)) }));
+  for (const input of $$("[name=view]")) on(input, "change", () => go({ view: input.value }));
+  for (const id of ["abstain", "coverage"]) on($(`#${id}`), "change", ({ target }) => go({ [id]: +target.value || null }));
+  on($("#compare"), "change", ({ target }) => {
     go({ compare: target.checked, queries: target.checked ? state.queries : [state.queries[0], null] });
     if (target.checked) $("#q1").focus();
   });
-  $("#least").addEventListener("input", ({ target }) => {
+  on($("#least"), "input", ({ target }) => {
     state.least = target.value / 100;
     sayLeast();
     filter();
   });
-  $("#least").addEventListener("change", () => {
+  on($("#least"), "change", () => {
     const url = new URL(location.href);
     if (state.least) url.searchParams.set("least", state.least);
     else url.searchParams.delete("least");
     history.replaceState(history.state, "", url);
   });
-  $("#add-open").addEventListener("click", () => {
+  on($("#add-open"), "click", () => {
     const dialog = $("#add");
     $(".problem", dialog).hidden = true;
     for (const kind of ["images", "texts"]) {
@@ -546,10 +553,10 @@ function listen() {
     }
     dialog.showModal();
   });
-  $("#add [name=file]").addEventListener("change", ({ target }) => name(target));
-  $("#add form").addEventListener("submit", add);
-  for (const button of document.querySelectorAll("dialog .close")) button.addEventListener("click", () => button.closest("dialog").close());
-  for (const button of document.querySelectorAll(".zoom button")) button.addEventListener("click", () => map.zoom(Number(button.dataset.zoom)));
+  on($("#add [name=file]"), "change", ({ target }) => name(target));
+  on($("#add form"), "submit", add);
+  for (const button of $$("dialog .close")) button.addEventListener("click", () => button.closest("dialog").close());
+  for (const button of $$(".zoom button")) on(button, "click", () => map.zoom(Number(button.dataset.zoom)));
   addEventListener("dragover", (event) => {
     event.preventDefault();
     document.body.classList.add("dragging");
@@ -560,7 +567,7 @@ function listen() {
     receive(event, event.dataTransfer);
   });
   addEventListener("paste", (event) => receive(event, event.clipboardData));
-  addEventListener("popstate", () => {
+  on(window, "popstate", () => {
     state = read();
     render();
   });
@@ -575,7 +582,7 @@ async function start() {
   $("#galleries").hidden = Object.keys(info.galleries).length < 2;
   state = read();
   map = new CollectionMap($("canvas"), $("#tip"), { picture: pictureURL, describe: tip, pick: ({ id }) => ask(0, { kind: "id", value: id }) });
-  listen();
+  begin();
   render();
   if (!state.queries[0]) $("#q0").focus({ preventScroll: true });
 }
@@ -584,6 +591,7 @@ $("#asks").append(...SLOTS.map(box));
 const narrow = matchMedia("(max-width: 520px)"); // folds the options, unless they are in use
 (narrow.onchange = () => ($("#options").open = !narrow.matches || /least|abstain|coverage/.test(location.search)))();
 $("[data-ask='1']").hidden = true;
+listen();
 $("#key form").addEventListener("submit", ({ target }) => {
   sessionStorage.setItem("sfumato-key", target.elements.key.value);
   target.reset();
