@@ -537,12 +537,7 @@ function listen() {
     sayLeast();
     filter();
   });
-  on($("#least"), "change", () => {
-    const url = new URL(location.href);
-    if (state.least) url.searchParams.set("least", state.least);
-    else url.searchParams.delete("least");
-    history.replaceState(history.state, "", url);
-  });
+  on($("#least"), "change", () => go({}, { replace: true }));
   on($("#add-open"), "click", () => {
     const dialog = $("#add");
     $(".problem", dialog).hidden = true;
