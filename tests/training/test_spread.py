@@ -18,11 +18,11 @@ SPREAD = torch.linspace(0, 0.9, len(WORDS))[torch.randperm(len(WORDS), generator
 CONFIG = SpreadConfig(epochs=120, batch_size=7)
 
 
-def tower(variance=True):
+def tower(variance=True, **options):
     torch.manual_seed(0)
     tokenizer = train_tokenizer(WORDS, 100)
     encoder = SmallTextEncoder(tokenizer.get_vocab_size(), 48, 0.5)
-    head = GaussianHead(encoder.channels, 32, variance=variance, variance_mlp=True)
+    head = GaussianHead(encoder.channels, 32, variance=variance, variance_mlp=True, **options)
     built = Tower(TokenReader(tokenizer, 8), encoder, head)
     store, _ = built.reader.read([lambda word=word: word for word in WORDS])
     return built, store
@@ -41,6 +41,16 @@ def test_it_learns_the_spreads_of_the_items_it_is_given_and_moves_no_mean():
     assert torch.equal(before.mean, after.mean)
     changed = {k for k, v in built.state_dict().items() if not torch.equal(v, state[k])}
     assert changed and all(k.startswith("head.log_var.") for k in changed)
+
+
+def test_local_attention_of_the_log_variance_learns_with_it():
+    built, store = tower(local_attention=True)
+    before, state = built.embed(store).mean, {k: v.clone() for k, v in built.state_dict().items()}
+    fit_spread(built, store, SPREAD, np.arange(len(WORDS)), SpreadConfig(epochs=2, batch_size=7), seed=1)
+    changed = {k for k, v in built.state_dict().items() if not torch.equal(v, state[k])}
+    assert {"head.log_var_local.linear.weight", "head.log_var_local.attention.0.weight"} <= changed
+    assert all(k.startswith(("head.log_var.", "head.log_var_local.")) for k in changed)
+    assert torch.equal(built.embed(store).mean, before)
 
 
 def test_two_equal_fits_are_bitwise_equal_and_seeds_differ():
