@@ -147,6 +147,7 @@ def test_a_method_learns_a_small_world(method):
             covariance=config.covariance,
             variance_bounds=config.variance_bounds,
             embeddings=config.embeddings,
+            local_attention=config.local_attention,
         )
         for _ in ("image", "text")
     ]

@@ -13,7 +13,8 @@ from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
 from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
 from sfumato.encoders.features import Inputs
 from sfumato.encoders.heads import GaussianHead
-from sfumato.encoders.small import SmallImageEncoder
+from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder
+from sfumato.encoders.words import WordEncoder
 from sfumato.losses import LOSSES
 from sfumato.training import loop
 from sfumato.training.config import OptimConfig, check_recipe, load_recipe
@@ -241,6 +242,22 @@ def test_freezing_rests_the_image_network_but_not_its_variance_blocks():
     freeze_encoder(model.image.encoder, False)
     again = step()
     assert all(not torch.equal(frozen[n], again[n]) for n in resting if n.endswith("fc1.weight"))
+
+
+def test_of_texts_only_what_came_from_a_file_rests():
+    cases = [
+        (SmallTextEncoder(9, 4, 0.0), set()),
+        (WordEncoder(9, 4, 3), set()),
+        (WordEncoder(9, 4, 3, pretrained=True), {"words.weight"}),
+        (clip_model().text.encoder, None),
+    ]
+    for encoder, rests in cases:
+        names = {name for name, _ in encoder.named_parameters()}
+        freeze_encoder(encoder, True)
+        resting = {name for name, p in encoder.named_parameters() if not p.requires_grad}
+        assert resting == ({n for n in names if not n.startswith("variance_")} if rests is None else rests)
+        freeze_encoder(encoder, False)
+        assert all(p.requires_grad for p in encoder.parameters())
 
 
 def test_running_statistics_rest_with_their_network():

@@ -1,6 +1,6 @@
-"""Residual networks as image towers, fine-tuned from pixels: the images of VSE++, VSRN's forerunners and PCME.
+"""Residual networks as image towers, fine-tuned from pixels: the images of VSE++ and PCME.
 
-The layers are those of transformers. What they stand on, ImageNet's pixels, is in the description that a run keeps.
+The layers are those of transformers. Their shape, and by what pixels are standardised, is in the description that a run keeps.
 """
 
 from collections.abc import Mapping, Sequence

@@ -40,7 +40,12 @@ class SmallTextEncoder(nn.Module):
         vocabulary: number of word pieces; 0 is the unknown one.
         width: w.
         dropout: share of features dropped while training.
+
+    Attributes:
+        resting: beginnings of the names of parameters that rest while the text network does: none, for nothing is pre-trained.
     """
+
+    resting: tuple[str, ...] = ()
 
     def __init__(self, vocabulary: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -49,10 +54,6 @@ class SmallTextEncoder(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
         self.channels = width
-
-    def learns_while_frozen(self, parameter: str) -> bool:
-        """Whether a parameter goes on learning while the text network rests: nothing here is pre-trained, so all do."""
-        return parameter in dict(self.named_parameters())
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
         """Token features and the mask."""

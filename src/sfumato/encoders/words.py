@@ -124,6 +124,7 @@ class WordEncoder(nn.Module):
     Attributes:
         channels: c of the token features.
         local_channels: width of the features for local attention, the word vectors.
+        resting: beginnings of the names of parameters that rest while the text network does: word vectors from a file.
 
     Papers: Faghri et al., "VSE++", BMVC 2018 (one direction); Chun et al., "PCME", CVPR 2021 (two); Pishdad et al.,
     "Uncertainty-based Cross-Modal Retrieval with Probabilistic Representations", section 4.2 (the second GRU).
@@ -151,12 +152,9 @@ class WordEncoder(nn.Module):
         self.mean_gru = nn.GRU(width, hidden, batch_first=True, bidirectional=bidirectional)
         own = nn.GRU(width, hidden, batch_first=True, bidirectional=bidirectional) if variance_gru else None
         self.variance_gru = own
-        self.states, self.pretrained = states, pretrained
+        self.states = states
+        self.resting: tuple[str, ...] = ("words.",) if pretrained else ()
         self.channels, self.local_channels = 2 * hidden if bidirectional else hidden, width
-
-    def learns_while_frozen(self, parameter: str) -> bool:
-        """Whether a parameter goes on learning while the text network rests: all but word vectors from a file."""
-        return not (self.pretrained and parameter.startswith("words."))
 
     @torch.no_grad()
     def set_vectors(self, vectors: dict[int, np.ndarray]) -> None:

@@ -55,22 +55,18 @@ def _multiplier(model: nn.Module, name: str, config: OptimConfig) -> float:
 def freeze_encoder(encoder: nn.Module, frozen: bool) -> None:
     """Let the network below a head rest, running statistics too, or learn again.
 
-    What goes on learning is said by the encoder's ``learns_while_frozen``; without it that is its variance blocks. Call it after
-    ``model.train()``.
+    An encoder's attribute ``resting`` has the beginnings of the names of the parameters that are meant; without it all are but its
+    variance blocks, which always learn. Call it after ``model.train()``.
     """
-    learns = getattr(encoder, "learns_while_frozen", _of_variance)
+    resting: tuple[str, ...] | None = getattr(encoder, "resting", None)
     for module in encoder.modules():
         if frozen and isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
     for name, parameter in encoder.named_parameters():
-        if not learns(name):
+        if not name.startswith("variance_") if resting is None else name.startswith(resting):
             parameter.requires_grad_(not frozen)
             if frozen:
                 parameter.grad = None
-
-
-def _of_variance(parameter: str) -> bool:
-    return parameter.startswith("variance_")
 
 
 def freeze_for_epoch(model: nn.Module, epoch: int, config: OptimConfig) -> None:
