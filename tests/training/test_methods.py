@@ -58,7 +58,7 @@ METHODS = {
         "emoji-probabilistic-vsepp",
         ["model.init_total_variance=16", "loss.distance=wasserstein2"],
     ),
-    "semi-hard": ("emoji-vsepp", ["loss.mining=semi-hard"]),
+    "semi-hard": ("emoji-semihard", []),
     "wasserstein2": ("emoji-pcmepp", ["loss.distance=wasserstein2"]),
     "pcmepp with infonce": ("emoji-pcmepp", ["loss.infonce_weight=1"]),
     "pcme": ("emoji-pcme", ["loss.uniformity_weight=0.01", "loss.n_samples=2"]),
