@@ -85,7 +85,8 @@ def map_items(
         images: (n_images, d) embeddings.
         texts: (n_texts, d) embeddings.
         relevance: image -> its true texts.
-        n: most images, and most texts; beyond it a random choice: images, and texts that match one of them as far as there are.
+        n: most images, and most texts; beyond it a random choice: images, and texts that match one of them as far as there
+            are, those of the first FAMILIES images drawn before others.
         method: "pca" fits the plane to the shown means and projects each Gaussian exactly; "tsne" (scikit-learn) keeps
             neighbours near each other: distances across it, axes and orientation mean nothing, so a variance is only a disc's area.
         seed: of the choice and of t-SNE.
@@ -104,10 +105,12 @@ def map_items(
     if images.d != texts.d:
         raise ValueError(f"map_items: images have {images.d} dimensions, texts {texts.d}; embed both with one model")
     random = np.random.default_rng([seed, 3])
-    shown_images = np.sort(random.permutation(images.n)[:n])
-    matched = np.unique(relevance.select_queries(shown_images).indices)
-    rest = np.setdiff1d(np.arange(texts.n), matched)
-    shown_texts = np.sort(np.concatenate([random.permutation(matched), random.permutation(rest)])[:n])
+    drawn = random.permutation(images.n)[:n]
+    shown_images = np.sort(drawn)
+    families = np.unique(relevance.select_queries(drawn[:FAMILIES]).indices)
+    matched = np.setdiff1d(relevance.select_queries(shown_images).indices, families)
+    rest = np.setdiff1d(np.arange(texts.n), np.union1d(families, matched))
+    shown_texts = np.sort(np.concatenate([random.permutation(some) for some in (families, matched, rest)])[:n])
     chosen = GaussianEmbedding.cat(
         [_on_host(images, shown_images), _on_host(texts, shown_texts)]
     )  # (k, d), images first
@@ -118,21 +121,21 @@ def map_items(
         explained, ellipses = plane.explained, plane.ellipses(chosen)
     else:
         explained, ellipses = None, _discs(_tsne(chosen.mean, seed), chosen.total_variance)
-    families = _families(relevance, shown_images, shown_texts)
+    family = _families(relevance, drawn, shown_texts)
     sides = [("image", int(i)) for i in shown_images] + [("text", int(i)) for i in shown_texts]
     variance = chosen.total_variance.tolist()
     return GaussianMap(
         method,
         explained,
         tuple(
-            MapItem(*key, *ellipse, total, families.get(key))
+            MapItem(*key, *ellipse, total, family.get(key))
             for key, ellipse, total in zip(sides, ellipses, variance, strict=True)
         ),
     )
 
 
 def _families(relevance: Relevance, images: np.ndarray, texts: np.ndarray) -> dict[tuple[str, int], int]:
-    """The first images that have a shown text that is true of no other shown image, and these texts."""
+    """The first images, in this order, that have a shown text that is true of no other of them, and these texts."""
     shown = set(texts.tolist())
     part = relevance.select_queries(images)
     uses = np.bincount(part.indices, minlength=relevance.n_gallery)

@@ -5,6 +5,7 @@ What a study measures is in the module of its name.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,11 @@ class _Split:
             )
         return chosen
 
+    @cached_property
+    def breadth(self) -> np.ndarray:
+        """(m,) number of images that each text is true of."""
+        return np.bincount(self.relevance.indices, minlength=self.relevance.n_gallery)
+
     @property
     def points(self) -> bool:
         """Whether some embeddings have no variance."""
@@ -271,7 +277,7 @@ def _sets(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
         for item in drawn["items"]:
             item["picture"] = f"sets-{k}-{item['name']}.webp"
         shown.append(
-            drawn | {"ids": [data.image_ids[i] for i in row[:2]], "captions": [_captions(scene, i) for i in row[:2]]}
+            drawn | {"ids": [data.image_ids[i] for i in row[:2]], "captions": [_caption(scene, i) for i in row[:2]]}
         )
     return {
         "erased_share": ERASED,
@@ -311,16 +317,16 @@ def _map(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
     for item in drawn["items"]:
         i = item["index"]
         item["id"] = (data.image_ids if item["side"] == "image" else data.text_ids)[i]
-        item["label"] = _captions(scene, i) if item["side"] == "image" else clipped(data.texts[i], _WORDS_OF_AN_ITEM)
+        item["label"] = _caption(scene, i) if item["side"] == "image" else clipped(data.texts[i], _WORDS_OF_AN_ITEM)
     return drawn, {}
 
 
-def _captions(scene: _Split, image: int) -> str:
-    """The first true caption of an image, or its id."""
-    start, stop = scene.relevance.indptr[image : image + 2]
-    if start == stop:
+def _caption(scene: _Split, image: int) -> str:
+    """The narrowest true caption of an image, that of the fewest images, and the first of such; or its id."""
+    own = scene.relevance.indices[slice(*scene.relevance.indptr[image : image + 2])]
+    if not len(own):
         return scene.data.image_ids[image]
-    return clipped(scene.data.texts[scene.relevance.indices[start]], _WORDS_OF_AN_ITEM)
+    return clipped(scene.data.texts[own[scene.breadth[own].argmin()]], _WORDS_OF_AN_ITEM)
 
 
 STUDIES: Mapping[str, Callable[[_Split], tuple[dict[str, Any], dict[str, bytes]]]] = {
