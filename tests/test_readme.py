@@ -87,7 +87,15 @@ def test_make_targets_exist():
 @pytest.mark.parametrize(
     "document",
     [
-        *("README.md", "CONTRIBUTING.md", "docs/decisions.md", "docs/math.md", "docs/log.md", "docs/trust.md"),
+        *(
+            "README.md",
+            "CONTRIBUTING.md",
+            "docs/decisions.md",
+            "docs/math.md",
+            "docs/log.md",
+            "docs/trust.md",
+            "docs/analysis.md",
+        ),
         *(
             "docs/ingest.md",
             "docs/stores.md",
