@@ -31,7 +31,7 @@ def gaussians(*rows):
 def sets(**changes):
     parts = {
         "first": gaussians((0, 0, 1, 1), (1, 1, 1, 1)),
-        "second": gaussians((4, 0, 1, 1), (1, 5, 1, 1)),
+        "second": gaussians((4, 0, 0.2, 0.2), (1, 5, 1, 1)),
         # Beside the middle, narrow; then beyond the second part, wide.
         "mixup": gaussians((2, 1, 1.21, 0.25), (1, 6, 4, 4)),
         "cutmix": gaussians((0, 0, 1, 1), (1, 5, 1, 1)),
@@ -57,19 +57,20 @@ def included(inner, outer):
 def test_figures_of_mixtures_are_those_worked_by_hand():
     found = measure_sets(sets(), n_resamples=0)
     mixup = {name: interval.value for name, interval in found.mixes["mixup"].items()}
-    assert found.n == 2 and mixup["more_uncertain"] == 0.5  # 1.46 against 2 and 2; 8 against 2 and 2.
-    assert mixup["variance_ratio"] == pytest.approx(math.sqrt(1.46 / 2 * 8 / 2))
+    assert found.n == 2 and mixup["more_uncertain"] == 0.5  # 1.46 against 2 and 0.4; 8 against 2 and 2.
+    assert mixup["variance_ratio"] == pytest.approx(math.sqrt(1.46 / math.sqrt(2 * 0.4) * 8 / 2))
     assert mixup["between"] == 0.5 and mixup["off_line"] == pytest.approx((1 / 4 + 0) / 2)
     # Twice the deviation along the line: 2.2 reaches both ends, 2 away, and one deviation would not; 4 reaches the second part, 1
     # away, but not the first, 5 away, which twice the variance, 8, would.
     assert mixup["covers"] == (1 + 0.5) / 2
-    first = [included((0, 0, 1, 1), (2, 1, 1.21, 0.25)), included((4, 0, 1, 1), (2, 1, 1.21, 0.25))]
-    assert first == [False, False] and included((1, 1, 1, 1), (1, 6, 4, 4)) and included((1, 5, 1, 1), (1, 6, 4, 4))
-    assert mixup["includes"] == 0.5
+    first = [included((0, 0, 1, 1), (2, 1, 1.21, 0.25)), included((4, 0, 0.2, 0.2), (2, 1, 1.21, 0.25))]
+    assert first == [False, True] and included((1, 1, 1, 1), (1, 6, 4, 4)) and included((1, 5, 1, 1), (1, 6, 4, 4))
+    assert mixup["includes"] == (0.5 + 1) / 2
     # A mixture that is one of its parts: as certain as they are, on the line, at its end.
     cutmix = {name: interval.value for name, interval in found.mixes["cutmix"].items()}
-    assert cutmix["more_uncertain"] == cutmix["between"] == cutmix["off_line"] == cutmix["includes"] == 0
-    assert cutmix["covers"] == 0.5 and cutmix["variance_ratio"] == pytest.approx(1)
+    assert cutmix["more_uncertain"] == cutmix["between"] == cutmix["off_line"] == 0
+    assert cutmix["covers"] == 0.5 and cutmix["variance_ratio"] == pytest.approx(math.sqrt(2 / math.sqrt(2 * 0.4)))
+    assert cutmix["includes"] == (0.5 + 0) / 2  # The narrow second part; nothing is included in its equal.
     other = {name: interval.value for name, interval in found.mixes["other"].items()}
     assert other["between"] == other["covers"] == 1 and other["off_line"] == 0
 
@@ -77,7 +78,7 @@ def test_figures_of_mixtures_are_those_worked_by_hand():
 def test_figures_of_erased_pictures_are_those_worked_by_hand():
     erased = {name: interval.value for name, interval in measure_sets(sets(), n_resamples=0).erased.items()}
     assert erased["more_uncertain"] == 3 / 4
-    assert erased["variance_ratio"] == pytest.approx((5 / 2 * 9 * 0.5 * 2) ** 0.25)
+    assert erased["variance_ratio"] == pytest.approx((5 / 2 * 18 / 0.4 * 0.5 * 2) ** 0.25)
     assert erased["moved"] == pytest.approx((1 / 4 + 2 / 4 + 0 + 0) / 4)
     assert erased["includes"] == 3 / 4
 
