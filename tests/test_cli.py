@@ -45,6 +45,7 @@ def test_help_is_quick_and_names_the_commands():
         "calibrate",
         "evaluate",
         "trust",
+        "crops",
         "regions",
         "embed",
         "export",

@@ -402,6 +402,55 @@ def analyse(
 
 
 @app.command()
+def crops(
+    model: ModelName,
+    regions: Annotated[Path, typer.Option(help="boxes with phrases, as Visual Genome's region_descriptions.json")],
+    images: Annotated[
+        Path, typer.Option(help="folder of the pictures: ID.jpg or .png, there or in VG_100K and VG_100K_2 below")
+    ],
+    thresholds: Annotated[
+        str, typer.Option(help="largest area of a box, as shares of its picture's")
+    ] = "0.1,0.2,0.3,0.4,0.5",
+    sample: Annotated[int, typer.Option(min=1, help="pictures, at random")] = 2000,
+    uncertainty: Annotated[str, typer.Option(help="total_variance, log_det, geometric_std")] = "total_variance",
+    bootstrap: Annotated[int, typer.Option(min=0, help="resamples of the confidence intervals")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="of the sample and the resamples")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="folder to write; default crops in the run's folder, of other models here")
+    ] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Compare crops of one thing with crops of two: uncertainties, and how often each finds its own caption; with a page.
+
+    Of each picture A is its largest box below a threshold, B one that overlaps little with it, C the crop around both.
+    """
+    from sfumato import __version__
+    from sfumato.analysis.crop_pages import write_crops
+    from sfumato.analysis.crop_study import study_crops
+    from sfumato.console import print_crops
+    from sfumato.training.build import choose_device
+    from sfumato.training.export import load_model
+    from sfumato.training.run import RECIPE
+
+    try:
+        shares = [float(share) for share in _names(thresholds)]
+    except ValueError:
+        raise UserError(f"--thresholds {thresholds}: expected shares with commas between, e.g. 0.1,0.3") from None
+    study, examples, problems = study_crops(
+        load_model(model, device=choose_device(device)), regions, images, name=Path(model).resolve().name,
+        thresholds=shares, sample=sample, uncertainty=uncertainty, n_resamples=bootstrap, seed=seed,
+    )  # fmt: skip
+    folder = out or (Path(model) if (Path(model) / RECIPE).is_file() else Path()) / "crops"
+    page = write_crops(study, examples, problems, folder, __version__)
+    if as_json:
+        print(json.dumps(study.to_json() | {"out": str(folder)}, ensure_ascii=False))
+        return
+    print_crops(study.to_json())
+    print(f"to look at: {page}")
+
+
+@app.command()
 def zeroshot(
     model: ModelName,
     overrides: Annotated[

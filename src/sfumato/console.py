@@ -71,6 +71,47 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
         )
 
 
+def print_crops(study: Mapping[str, Any]) -> None:
+    """Two tables of what :meth:`CropStudy.to_json` holds: uncertainties, and binary selection beside what was published."""
+    table = Table(
+        title=f"{study['model']}: mean {study['uncertainty']} of {study['n_pictures']:,} pictures' crops and captions",
+        title_justify="left",
+    )
+    for name in ("area below", "n", "of", "A", "B", "C", "C above A"):
+        table.add_column(name, justify="left" if name == "of" else "right")
+    for row in study["thresholds"]:
+        for side in ("crops", "captions"):
+            found = row[side]
+            means = found["mean"] or {}
+            cells = [_with_error(means[r]["value"], found["standard_error"][r]) for r in means] or ["-"] * 3
+            table.add_row(f"{row['threshold']:.0%}", f"{row['n']:,}", side, *cells, _bounded(found["c_above_a"]))
+    _wide().print(table)
+    table = Table(title="share that chooses its own partner", title_justify="left")
+    first = next(iter(study["published"].values()))
+    for name in ("area below", "by", *first):
+        table.add_column(name, justify="left" if name == "by" else "right")
+    for row in study["thresholds"]:
+        for distance, cells in row["selection"].items():
+            table.add_row(f"{row['threshold']:.0%}", distance, *(_bounded(cells[cell]) for cell in first))
+    for name, cells in study["published"].items():
+        table.add_row("published", name, *(f"{cells[cell]:.1%}" for cell in first))
+    _wide().print(table)
+    for reason, count in study["problems"].items():
+        print(f"{count:,}: {reason}")
+
+
+def _with_error(value: float | None, error: float) -> str:
+    return "-" if value is None else f"{value:.4g} ± {error:.2g}"
+
+
+def _bounded(interval: Mapping[str, Any] | None) -> str:
+    """A share with its interval, in per cent."""
+    if interval is None or interval["value"] is None:
+        return "-"
+    low, high = interval["low"], interval["high"]
+    return f"{interval['value']:.1%}" + ("" if low is None or high is None else f" ({low:.0%} to {high:.0%})")
+
+
 def print_measured(measured: Measured, title: str) -> None:
     """A table of several truths, both directions; fractions in per cent, of the metrics that any of them reports."""
     metrics = dict.fromkeys(name for one in measured.figures.values() for name in one["i2t"])

@@ -1,0 +1,67 @@
+"""Compose scenes of emoji with boxes and phrases, in the layout of Visual Genome, for `sfumato crops`.
+
+    python benchmarks/crops.py SCENES [--scenes 400] [--style fluent3d] [--seed 0]
+    sfumato crops RUN --regions SCENES/region_descriptions.json --images SCENES --sample 400
+
+A scene is a white square of 512 pixels with 12 to 20 different emoji of one style, each 32 to 340 pixels wide, at random places where they cover little
+of what is there already. Phrases are their names. In a scene crop A holds mostly one thing, and crop C two or more.
+"""
+
+import argparse
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from sfumato.data.emoji import emoji_names, load_emoji
+
+SIDE = 512
+TRIES = 30
+
+
+def compose(
+    random: np.random.Generator, pictures: list[tuple[str, bytes]]
+) -> tuple[Image.Image, list[dict[str, object]]]:
+    """A scene and its regions; pictures are (phrase, file) in the order in which they are put down, the largest first."""
+    scene, regions = Image.new("RGB", (SIDE, SIDE), "white"), []
+    covered = np.zeros((SIDE, SIDE), bool)
+    sizes = np.sort(np.exp(random.uniform(np.log(32), np.log(340), len(pictures))))[::-1].astype(int)
+    for (phrase, file), size in zip(pictures, sizes.tolist(), strict=True):
+        places = random.integers(0, SIDE - size + 1, (TRIES, 2)).tolist()
+        x, y = min(places, key=lambda p: covered[p[1] : p[1] + size, p[0] : p[0] + size].mean())
+        with Image.open(io.BytesIO(file)) as opened:
+            drawn = opened.convert("RGBA").resize((size, size), Image.Resampling.LANCZOS)
+        scene.paste(drawn, (x, y), drawn)
+        covered[y : y + size, x : x + size] = True
+        regions.append({"x": x, "y": y, "width": size, "height": size, "phrase": phrase})
+    return scene, regions
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path, help="folder of the scenes")
+    parser.add_argument("--scenes", type=int, default=400)
+    parser.add_argument("--style", default="fluent3d", choices=("noto", "twemoji", "fluent3d"))
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    data, names = load_emoji(held_out_style=options.style)["style"], emoji_names()
+    random = np.random.default_rng(options.seed)
+    entries, regions = [], 0
+    for number in range(options.scenes):
+        chosen = random.permutation(len(data.images))[: random.integers(12, 21)].tolist()
+        pictures = [(names[data.image_ids[i].split("/")[0]], data.images[i].read_bytes()) for i in chosen]
+        scene, boxes = compose(random, pictures)
+        scene.save(options.out / f"{number}.png")
+        entry = [box | {"region_id": regions + k, "image_id": number} for k, box in enumerate(boxes)]
+        entries.append({"id": number, "regions": entry})
+        regions += len(boxes)
+    path = options.out / "region_descriptions.json"
+    path.write_text(json.dumps(entries))
+    print(json.dumps({"scenes": options.scenes, "regions": regions, "style": options.style, "out": str(path)}))
+
+
+if __name__ == "__main__":
+    main()

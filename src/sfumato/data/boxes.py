@@ -1,0 +1,184 @@
+"""Pictures with boxes that have phrases, in the layout of Visual Genome's region_descriptions.json."""
+
+import hashlib
+import heapq
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sfumato.data.problems import Problems
+from sfumato.errors import UserError
+
+FOLDERS = ("", "VG_100K", "VG_100K_2")
+"""Where below the folder of the pictures one may lie."""
+
+_ENDINGS = (".jpg", ".png", ".jpeg")
+_CHUNK = 2**20
+_FAR = 1e9  # Beyond any picture; NaN and infinity are not below it.
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+@dataclass(frozen=True)
+class PhraseBox:
+    """A part of a picture and what is said of it.
+
+    Attributes:
+        x, y: left upper corner in pixels; may lie outside of the picture.
+        width, height: in pixels.
+        phrase: not empty.
+        place: where it stands, for messages.
+    """
+
+    x: float
+    y: float
+    width: float
+    height: float
+    phrase: str
+    place: str
+
+
+@dataclass(frozen=True)
+class BoxedPicture:
+    """A picture and its boxes.
+
+    Attributes:
+        id: of the picture.
+        path: of its file, which exists.
+        boxes: in the order of the file.
+    """
+
+    id: str
+    path: Path
+    boxes: tuple[PhraseBox, ...]
+
+
+def read_boxed_pictures(
+    path: str | Path, images: str | Path, problems: Problems, *, sample: int | None = None, seed: int = 0
+) -> list[BoxedPicture]:
+    """Read a sample of the pictures of a file of boxes.
+
+    The file is a list of {"id", "regions": [{"region_id", "x", "y", "width", "height", "phrase", "image_id"}]}; a picture is
+    ID.jpg, .png or .jpeg, in the folder or in VG_100K or VG_100K_2 below it. The file is read once and piece by piece: Visual Genome's has 5.4 million
+    boxes.
+
+    Args:
+        path: the JSON file.
+        images: folder of the pictures.
+        problems: receives malformed entries and missing pictures of the whole file, and malformed boxes and empty phrases of the sample.
+        sample: number of pictures, at random among those that are there; all if None.
+        seed: of the sample, which depends on the ids alone and not on their order.
+
+    Returns:
+        The sample, in the order of the file.
+
+    Raises:
+        UserError: the file or the folder is missing, it is not such a list, or nothing in it can be used.
+        ValueError: sample is less than 1.
+    """
+    path, images = Path(path), Path(images)
+    if sample is not None and sample < 1:
+        raise ValueError(f"sample must be at least 1, got {sample}")
+    if not images.is_dir():
+        raise UserError(f"there is no folder {images}")
+    chosen: list[tuple[int, int, str, Path, list[Any]]] = []  # A heap, whose first is the next to go.
+    seen: set[str] = set()
+    for number, entry in enumerate(_entries(path)):
+        place = f"{path}[{number}]"
+        identity = _id(entry)
+        if identity is None:
+            problems.add(place, 'expected an object with an "id" and a list of "regions"')
+            continue
+        if identity in seen:
+            problems.add(place, f"id {identity} occurs before")
+            continue
+        seen.add(identity)
+        file = _find(images, identity)
+        if file is None:
+            problems.add(place, f"picture {identity} is missing from {images}")
+            continue
+        key = -int.from_bytes(hashlib.sha256(f"{seed} {identity}".encode()).digest()[:8], "big")
+        keep = heapq.heappush if sample is None or len(chosen) < sample else heapq.heappushpop
+        keep(chosen, (key, number, identity, file, entry["regions"]))
+    found = [
+        BoxedPicture(identity, file, tuple(_boxes(regions, f"{path}[{number}]", problems)))
+        for _, number, identity, file, regions in sorted(chosen, key=lambda item: item[1])
+    ]
+    if not any(picture.boxes for picture in found):
+        raise UserError(f"{path} with {images} gives no usable box:\n{problems.summary()}")
+    return found
+
+
+def _id(entry: Any) -> str | None:
+    if not isinstance(entry, dict) or not isinstance(entry.get("regions"), list):
+        return None
+    identity = entry.get("id", entry.get("image_id"))
+    text = str(identity) if isinstance(identity, int | str) and not isinstance(identity, bool) else ""
+    # A name, never a path to somewhere else.
+    return text if text and "/" not in text and "\\" not in text and text not in (".", "..") else None
+
+
+def _find(images: Path, identity: str) -> Path | None:
+    paths = (images / folder / f"{identity}{ending}" for folder in FOLDERS for ending in _ENDINGS)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _boxes(regions: list[Any], place: str, problems: Problems) -> Iterator[PhraseBox]:
+    for number, region in enumerate(regions):
+        where = f"{place}.regions[{number}]"
+        x, y, width, height = (_number(region, key) for key in ("x", "y", "width", "height"))
+        if x is None or y is None or width is None or height is None:
+            problems.add(where, "expected numbers x, y, width and height")
+        elif not isinstance(region.get("phrase"), str) or not region["phrase"].strip():
+            problems.add(where, "empty phrase")
+        elif min(width, height) <= 0:
+            problems.add(where, f"a box of {width:g} x {height:g} pixels has no area")
+        else:
+            yield PhraseBox(x, y, width, height, " ".join(region["phrase"].split()), where)
+
+
+def _number(region: Any, key: str) -> float | None:
+    value = region.get(key) if isinstance(region, dict) else None
+    numeric = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _FAR
+    return float(value) if numeric and value is not None else None
+
+
+def _entries(path: Path) -> Iterator[Any]:
+    """The items of a JSON list, one after the other; about one of them is in memory at a time."""
+    decoder = json.JSONDecoder()
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            text, position, ended = file.read(_CHUNK).lstrip(), 1, False
+            if not text.startswith("["):
+                raise UserError(f"{path}: expected a list of pictures with their regions, as Visual Genome has it")
+            separated, wrong = True, "the end of the list is missing"
+            while True:
+                position = _SPACE.match(text, position).end()  # type: ignore[union-attr]
+                found = text[position : position + 1]
+                if found == "]":
+                    return
+                if found == "," and not separated:
+                    position, separated = position + 1, True
+                    continue
+                if found and not separated:
+                    raise UserError(f"{path}: not JSON: expected a comma, found {text[position : position + 20]!r}")
+                if found:
+                    try:
+                        item, position = decoder.raw_decode(text, position)
+                    except ValueError as reason:
+                        wrong = str(reason)
+                    else:
+                        yield item
+                        separated = False
+                        continue
+                if ended:
+                    raise UserError(f"{path}: not JSON, or cut short: {wrong}")
+                # As much again as there is, so that a long item is not decoded from its start for every piece.
+                more = file.read(max(_CHUNK, len(text) - position))
+                text, position, ended = text[position:] + more, 0, not more
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
