@@ -3,8 +3,8 @@
     python benchmarks/crops.py SCENES [--scenes 400] [--style fluent3d] [--seed 0]
     sfumato crops RUN --regions SCENES/region_descriptions.json --images SCENES --sample 400
 
-A scene is a white square of 512 pixels with 12 to 20 different emoji of one style, each 32 to 340 pixels wide, at random places where they cover little
-of what is there already. Phrases are their names. In a scene crop A holds mostly one thing, and crop C two or more.
+A scene is a white square of 512 pixels with 12 to 20 different emoji of one style, each 28 to 260 pixels wide, at the places, of 200
+random ones, where they cover least of what is there already. Phrases are their names. In a scene crop A holds mostly one thing, and crop C two or more.
 """
 
 import argparse
@@ -18,7 +18,8 @@ from PIL import Image
 from sfumato.data.emoji import emoji_names, load_emoji
 
 SIDE = 512
-TRIES = 30
+SMALLEST, LARGEST = 28, 260
+TRIES = 200
 
 
 def compose(
@@ -27,13 +28,14 @@ def compose(
     """A scene and its regions; pictures are (phrase, file) in the order in which they are put down, the largest first."""
     scene, regions = Image.new("RGB", (SIDE, SIDE), "white"), []
     covered = np.zeros((SIDE, SIDE), bool)
-    sizes = np.sort(np.exp(random.uniform(np.log(32), np.log(340), len(pictures))))[::-1].astype(int)
+    sizes = np.sort(np.exp(random.uniform(np.log(SMALLEST), np.log(LARGEST), len(pictures))))[::-1].astype(int)
     for (phrase, file), size in zip(pictures, sizes.tolist(), strict=True):
         places = random.integers(0, SIDE - size + 1, (TRIES, 2)).tolist()
         x, y = min(places, key=lambda p: covered[p[1] : p[1] + size, p[0] : p[0] + size].mean())
         with Image.open(io.BytesIO(file)) as opened:
-            drawn = opened.convert("RGBA").resize((size, size), Image.Resampling.LANCZOS)
-        scene.paste(drawn, (x, y), drawn)
+            drawn = opened.convert("RGB").resize((size, size), Image.Resampling.LANCZOS)
+        ink = np.asarray(drawn).min(2) < 250  # The pictures are on white, which shall not hide what is below.
+        scene.paste(drawn, (x, y), Image.fromarray((255 * ink).astype(np.uint8)))
         covered[y : y + size, x : x + size] = True
         regions.append({"x": x, "y": y, "width": size, "height": size, "phrase": phrase})
     return scene, regions
