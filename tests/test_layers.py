@@ -33,8 +33,8 @@ ALLOWED: dict[str, set[str]] = {
         *("metrics", "progress", "search"),
     },
     "analysis": {
-        *("data", "distances", "encoders", "errors", "evaluation", "files", "gaussian", "losses", "metrics", "progress"),
-        *("search", "training"),
+        *("data", "distances", "encoders", "errors", "evaluation", "files", "gaussian", "losses", "metrics"),
+        *("progress", "search", "training"),
     },
     "audit": {"data", "errors", "files", "gaussian", "metrics", "progress", "search", "training"},
     "console": {"evaluation", "metrics"},
