@@ -4,9 +4,11 @@ import math
 
 import numpy as np
 import pytest
+from evaluation.test_report import EVIL, Checker, picture, scene
 
 from sfumato.evaluation.analyses import analysis_views, interval
 from sfumato.evaluation.drawing import Plane, magnification
+from sfumato.evaluation.report import make_report
 
 
 def corner(ellipse, degrees):
@@ -71,3 +73,30 @@ def test_a_curve_without_intervals_or_change_is_drawn():
     view = analysis_views({"corruption": study}, lambda name: None)["corruption"]
     assert [c["name"] for c in view["charts"]] == ["erased pictures"] and len(view["rows"]) == 2
     assert not view["charts"][0]["chart"]["whiskers"]
+
+
+def test_what_users_wrote_cannot_become_markup():
+    ellipse = {"x": 0.0, "y": 1.0, "a": 0.2, "b": 0.1, "angle": 0.3, "total_variance": 1.0}
+    items = [
+        ellipse | {"side": side, "index": 0, "id": EVIL, "label": EVIL, "family": f}
+        for side in ("image", "text")
+        for f in (0, None)
+    ]
+    value = {"value": 0.5, "low": 0.1, "high": 0.9}
+    pair = {
+        "items": [ellipse | {"name": "first", "picture": EVIL}, ellipse | {"name": "erased_first", "picture": EVIL, "x": 2.0}],
+        "explained": [0.5, 0.5], "captions": [EVIL, EVIL],
+    }  # fmt: skip
+    told = {"mixes": {"more_uncertain": EVIL}, "erased": {"moved": EVIL}}
+    one = {"mean": 1.0, "n_captions": 2, "words_per_caption": 1.0, "words": [{"word": EVIL, "n": 1, "weight": 1.0}]}
+    found = {
+        "map": {"method": "pca", "explained": [0.5, 0.2], "items": items},
+        "sets": {"mixes": {"mixup": {"more_uncertain": value}}, "erased": {"moved": value}, "definitions": told, "shown": [pair],
+                 "n": 3, "erased_share": 0.25},
+        "words": {"uncertainty": EVIL, "corpus": "bin", "sides": {"image": [one]}},
+    }  # fmt: skip
+    for content in (None, picture(1)):
+        page = make_report(scene(analyses=found, analysis_picture=lambda name, content=content: content)).html
+        checked = Checker(page)
+        assert {"map", "sets", "words"} <= set(checked.ids) and sum("<script>" in text for text in checked.text) > 6
+        assert ("data:image/png" in page[page.index('id="sets"') : page.index('id="words"')]) == (content is not None)

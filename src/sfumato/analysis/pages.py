@@ -1,6 +1,5 @@
 """What studies leave behind: a file for each, the pictures that they name, and a page to look at."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import jinja2
 from sfumato.analysis.studies import STUDIES, Analyses
 from sfumato.evaluation.analyses import analysis_views
 from sfumato.files import write_atomically, write_json
-from sfumato.training.reporting import read_picture
+from sfumato.training.reporting import read_object, read_picture
 
 PAGE = "analysis.html"
 
@@ -48,10 +47,9 @@ def _earlier(analyses: Analyses, folder: Path) -> dict[str, dict[str, Any]]:
     """Studies of the same model and split that were done before, by name."""
     found = {}
     for name in STUDIES:
-        path = folder / f"{name}.json"
-        if name in analyses.studies or not path.is_file():
+        study = None if name in analyses.studies else read_object(folder / f"{name}.json")
+        if study is None:
             continue
-        study = json.loads(path.read_text(encoding="utf-8"))
         same = ("format", "weights", "split", "distance", "n_images", "n_texts")
         if all(study.get(key) == analyses.about[key] for key in same):
             found[name] = study

@@ -311,6 +311,8 @@ def _words(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 def _map(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
     options, data = scene.options, scene.data
+    if options.method == "tsne":
+        say("placing images and texts by t-SNE: seconds for hundreds, a minute for thousands")
     drawn = map_items(
         scene.images, scene.texts, scene.relevance, n=options.n_mapped, method=options.method, seed=options.seed
     ).to_json()

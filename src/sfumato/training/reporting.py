@@ -106,7 +106,7 @@ def _report(matcher: Matcher, data: DataConfig, split: str, out: Path, name: str
             learnt_logits=None if run is None else _learnt_logits(run),
             text_kinds=pairs.text_kinds,
             others=[] if run is None else _evaluations(run.folder, split, run.distance, images.n, texts.n),
-            trust=None if run is None else _json(run.folder / f"trust-{split}.json"),
+            trust=None if run is None else read_object(run.folder / f"trust-{split}.json"),
             analyses={} if run is None else _analyses(run, split, images.n, texts.n),
             analysis_picture=lambda name: None if run is None else read_picture(run.folder / f"analysis-{split}", name),
             recipe="" if run is None else (run.folder / RECIPE).read_text(encoding="utf-8"),
@@ -140,7 +140,7 @@ def _evaluations(folder: Path, split: str, own: str, n: int, m: int) -> list[dic
     """What was evaluated by other distances on as many images and texts, in the order of their names."""
     found = []
     for path in sorted(folder.glob("evaluation-*.json")):
-        result = _json(path)
+        result = read_object(path)
         if (
             result is not None
             and result.get("distance") != own
@@ -162,7 +162,7 @@ def weights_digest(model: DualEncoder) -> str:
 
 def _analyses(run: Run, split: str, n: int, m: int) -> dict[str, dict[str, Any]]:
     """What studies found with these weights on as many images and texts, by name."""
-    found = {name: _json(run.folder / f"analysis-{split}" / f"{name}.json") for name in NAMES}
+    found = {name: read_object(run.folder / f"analysis-{split}" / f"{name}.json") for name in NAMES}
     expected = FORMAT, split, n, m, weights_digest(run.model)
     keys = ("format", "split", "n_images", "n_texts", "weights")
     return {
@@ -180,7 +180,7 @@ def read_picture(folder: Path, name: str) -> bytes | None:
         return None
 
 
-def _json(path: Path) -> dict[str, Any] | None:
+def read_object(path: Path) -> dict[str, Any] | None:
     """An object from a file; None if there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
