@@ -1,5 +1,7 @@
 """Region features all the way: made from pictures, trained on, evaluated, loaded again, indexed and searched; and where no picture is."""
 
+import base64
+import io
 import json
 import time
 
@@ -141,6 +143,12 @@ def test_a_service_answers_texts_and_refuses_pictures(run):
         assert found.status_code == 200, found.text
         (answer,) = found.json()["answers"]
         assert len(answer["hits"]) == 3 and all(hit.get("picture") is None for hit in answer["hits"])
+        file = io.BytesIO()
+        Image.new("RGB", (9, 9)).save(file, "PNG")
+        query = {"image": base64.b64encode(file.getvalue()).decode()}
+        refused = client.post("/v1/search", json={"queries": [query]})
+        assert refused.status_code == 422 and "region features and no pictures" in refused.text
+        assert client.get(f"/v1/pictures/{answer['hits'][0]['id']}").status_code == 404
 
 
 def test_regions_are_made_from_pictures(tmp_path, monkeypatch):
