@@ -1,0 +1,32 @@
+"""The command line: reads arguments, calls the library, prints. Nothing is computed here.
+
+Results go to standard output, progress to standard error. Exit status: 0 done, 1 the run failed (a diverged loss, a lost
+process), 2 the user can mend it. Everything heavy is imported inside the commands, so that --help answers at once.
+"""
+
+import os
+import sys
+
+# In the order of the help.
+from sfumato.cli import evaluating, studying, embedding, searching, trying  # isort: skip
+from sfumato.cli.app import app
+from sfumato.errors import RunFailedError, UserError
+
+__all__ = ["app", "embedding", "evaluating", "main", "searching", "studying", "trying"]
+
+
+def main() -> None:
+    """Entry point: errors that users can mend become one line and exit status 2."""
+    debug = bool(os.environ.get("SFUMATO_DEBUG"))
+    try:
+        app(standalone_mode=True)
+    except (UserError, ValueError, OSError) as error:
+        if debug:
+            raise
+        print(f"sfumato: {error}", file=sys.stderr)
+        sys.exit(2)
+    except (RunFailedError, ArithmeticError) as error:
+        if debug:
+            raise
+        print(f"sfumato: {error}", file=sys.stderr)
+        sys.exit(1)

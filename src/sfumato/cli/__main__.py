@@ -1,0 +1,5 @@
+"""python -m sfumato.cli."""
+
+from sfumato.cli import main
+
+main()
