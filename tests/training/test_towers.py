@@ -8,9 +8,11 @@ import torch
 from safetensors.torch import load_file
 from toy import assert_same_tensors, make_toy, stop_after_checkpoint_of
 
+from sfumato.encoders.words import WordEncoder
 from sfumato.errors import UserError
 from sfumato.training import loop
 from sfumato.training.config import load_recipe
+from sfumato.training.distributed import World
 from sfumato.training.export import export_run, load_exported
 from sfumato.training.loop import fit
 from sfumato.training.optim import build_optimiser, set_learning_rate
@@ -59,6 +61,16 @@ def test_files_of_word_vectors_that_do_not_fit_stop_before_training(tmp_path):
         fit(load_recipe(toy, ["model.text.kind=gru", f"model.text.vectors={path}"]), tmp_path / "run")
     with pytest.raises(UserError, match="model.text.freeze is for word vectors from a file"):
         load_recipe(toy, ["model.text.kind=gru", "model.text.freeze=true"])
+
+
+def test_several_processes_average_running_statistics_and_no_word_vectors(monkeypatch):
+    """(3 x + 3) / 3 in the place of a sum over three processes."""
+    monkeypatch.setattr(World, "total", lambda world, value: 3 * value + 3)
+    model = torch.nn.ModuleDict({"words": WordEncoder(9, 4, 3, freeze=True), "norm": torch.nn.BatchNorm1d(4)})
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    World(0, 3, torch.device("cpu")).average_buffers(model)
+    changed = {name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])}
+    assert "words.words.weight" in before and changed == {"norm.running_mean", "norm.running_var"}
 
 
 # Two stages -------------------------------------------------------------------------------------------------------------------

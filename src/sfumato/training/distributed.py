@@ -129,11 +129,11 @@ class World:
             _answered(lambda value=value: dist.broadcast(value, 0))  # type: ignore[misc]
 
     def average_buffers(self, model: nn.Module) -> None:
-        """Running statistics become their mean over the processes; other buffers are equal anyway."""
+        """Running statistics become their mean over the processes; other buffers, such as fixed word vectors, are equal anyway."""
         if self.size == 1:
             return
-        for buffer in model.buffers():
-            if buffer.is_floating_point():
+        for name, buffer in model.named_buffers():
+            if name.rpartition(".")[2] in ("running_mean", "running_var"):
                 buffer.copy_(self.total(buffer) / self.size)
 
     def wait(self) -> None:
