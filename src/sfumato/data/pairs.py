@@ -258,6 +258,9 @@ class PairBatch:
         return self.labels(everything, everything)
 
 
+_BELOW_HALF = np.nextafter(np.float32(0.5), np.float32(0))
+"""No grade makes a match: from 1/2 on a label does."""
+
 EpochOver = Literal["images", "pairs"]
 Positives = Literal["listed", "sampled"]
 
@@ -275,8 +278,8 @@ class PairSampler:
             drawn for an image of the same group, as in data where nobody listed the other matches.
         kind_weights: relative frequency of each kind of text, uniform within a kind, for epoch_over "images"; kinds left out
             are never drawn. None draws uniformly from an image's texts.
-        grades: (r,) image and (c,) text positions -> (r, c) in [0, 1], how much of a match an unlisted pair is; half of it becomes
-            its label, see :class:`~sfumato.data.grading.Grades`. None: 0.
+        grades: (r,) image and (c,) text positions -> (r, c) in [0, 1], how much of a match an unlisted pair is; half of it,
+            below 1/2, becomes its label, see :class:`~sfumato.data.grading.Grades`. None: 0.
 
     Raises:
         ValueError: an option is unknown, a batch has fewer than two pairs, or there is nothing to draw.
@@ -340,7 +343,9 @@ class PairSampler:
     def _labels(self, images: np.ndarray, texts: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """Of a batch (images and texts, b each) the labels at some rows and columns."""
         labels = self._matches(images, texts, rows, columns)
-        return labels if self.grades is None else np.maximum(labels, self.grades(images[rows], texts[columns]) / 2)
+        if self.grades is None:
+            return labels
+        return np.maximum(labels, np.minimum(self.grades(images[rows], texts[columns]) / 2, _BELOW_HALF))
 
     def _matches(self, images: np.ndarray, texts: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         if self.positives == "listed":
