@@ -133,8 +133,7 @@ function read() {
 
 const offers = (name, gallery) => info.galleries[gallery][name === "abstain" ? "risks" : "coverages"];
 
-function go(change, { replace = false } = {}) {
-  state = { ...state, ...change };
+function remember(how) {
   const url = new URLSearchParams();
   const set = (name, value) => value && url.set(name, value);
   if (state.gallery !== Object.keys(info.galleries)[0]) set("in", state.gallery);
@@ -143,7 +142,12 @@ function go(change, { replace = false } = {}) {
   if (state.view === "map") set("view", "map");
   for (const name of ["least", "abstain", "coverage"]) set(name, state[name]);
   const pictures = state.queries.map((query) => (query?.kind === "image" ? query.value : null));
-  history[replace ? "replaceState" : "pushState"]({ pictures }, "", `?${url}`.replace(/^\?$/, location.pathname));
+  history[how]({ pictures }, "", `?${url}`.replace(/^\?$/, location.pathname));
+}
+
+function go(change, how = "pushState") {
+  state = { ...state, ...change };
+  remember(how);
   render();
 }
 
@@ -362,7 +366,7 @@ function changed(n, said, gone) {
   answers.clear();
   blobs.clear();
   maps.delete(state.gallery);
-  go({ queries: state.queries.map((query) => (query?.kind === "id" && query.value === gone ? null : query)) }, { replace: true });
+  go({ queries: state.queries.map((query) => (query?.kind === "id" && query.value === gone ? null : query)) }, "replaceState");
   $("#status").textContent = said;
 }
 
@@ -537,7 +541,7 @@ function listen() {
     sayLeast();
     filter();
   });
-  on($("#least"), "change", () => go({}, { replace: true }));
+  on($("#least"), "change", () => remember("replaceState"));
   on($("#add-open"), "click", () => {
     const dialog = $("#add");
     $(".problem", dialog).hidden = true;
