@@ -25,19 +25,17 @@ from sfumato.recipes import find_recipe
 from sfumato.training.config import Recipe, load_recipe
 from sfumato.training.inference import evaluate_run
 from sfumato.training.loop import fit
-from sfumato.training.run import LAST, load_run
+from sfumato.training.run import LAST, RECIPE, load_run
 
 COST = "cost.json"
 """In a run's folder: what training took."""
 
 
 def train(recipe: Recipe, folder: Path) -> None:
-    """Train to the end; what it took goes beside the run, unless it was there already."""
+    """Train to the end; what it took goes beside the run."""
     fresh = not (folder / LAST).exists()
     busy = time.process_time()
     seconds = fit(recipe, folder)["seconds"]
-    if (folder / COST).exists():
-        return
     cost: dict[str, float | None] = {"seconds": seconds, "processor seconds": None, "peak memory in MB": None}
     if fresh:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -49,9 +47,10 @@ def train(recipe: Recipe, folder: Path) -> None:
 
 
 def train_apart(recipe: Recipe, folder: Path) -> dict[str, float | None]:
-    """Train in a new process; what it took."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        pool.submit(train, recipe, folder).result()
+    """Train in a new process, unless that was done before; what it took."""
+    if not ((folder / COST).exists() and load_recipe(folder / RECIPE) == recipe):
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            pool.submit(train, recipe, folder).result()
     cost: dict[str, float | None] = json.loads((folder / COST).read_text())
     return cost
 
