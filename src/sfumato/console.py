@@ -100,8 +100,8 @@ def print_crops(study: Mapping[str, Any]) -> None:
         print(f"{count:,}: {reason}")
 
 
-def _with_error(value: float | None, error: float) -> str:
-    return "-" if value is None else f"{value:.4g} ± {error:.2g}"
+def _with_error(value: float | None, error: float | None) -> str:
+    return "-" if value is None else f"{value:.4g} ± " + ("-" if error is None else f"{error:.2g}")
 
 
 def _bounded(interval: Mapping[str, Any] | None) -> str:

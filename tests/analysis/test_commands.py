@@ -1,5 +1,6 @@
 """`sfumato analyse` on tiny runs: files, JSON, page, report, and what a model or data without variances or items gets told."""
 
+import io
 import json
 import re
 import shutil
@@ -7,11 +8,14 @@ import shutil
 import numpy as np
 import pytest
 from evaluation.test_report import Checker
+from PIL import Image
 from toy import make_toy
 
+from sfumato.analysis.sets import MADE, PictureSets, choose_pairs, measure_sets, read_pictures
 from sfumato.recipes import find_recipe
 from sfumato.training.config import load_recipe
-from sfumato.training.loop import fit
+from sfumato.training.loop import fit, load_split
+from sfumato.training.run import load_run
 
 QUICK = ("--corrupted", 5, "--pairs", 4, "--bins", 3, "--bootstrap", 20, "--items", 10)
 
@@ -63,18 +67,45 @@ def test_all_studies_are_printed_written_and_drawn(run, sfumato):
 
 
 def test_corruption_is_that_of_trust(run, sfumato):
-    sfumato("analyse", run, "--only", "corruption", *QUICK, "--seed", 3)
-    sfumato("trust", run, "--corrupted", 5, "--bootstrap", 20, "--seed", 3)
+    """The same items; and the same intervals, of which those of texts draw the two captions of a picture together."""
+    sfumato("analyse", run, "--only", "corruption", "--corrupted", 9, "--bootstrap", 20, "--seed", 3)
+    sfumato("trust", run, "--corrupted", 9, "--bootstrap", 20, "--seed", 3)
     own = json.loads((run / "analysis-test" / "corruption.json").read_text())["sides"]
     theirs = json.loads((run / "trust-test.json").read_text())["directions"]
     for side, direction in (("image", "i2t"), ("text", "t2i")):
         for name, curve in own[side].items():
             trust = theirs[direction]["corruptions"][name]
-            assert curve["recall"] == trust["recall"] and curve["n"] == trust["n"] == 5
+            assert curve["recall"] == trust["recall"] and curve["n"] == trust["n"] == 9
             for figure in ("rises", "spearman"):
-                assert curve[figure]["value"] == pytest.approx(trust["estimators"]["total_variance"][figure]["value"])
-            means = [m["value"] for m in trust["means"]["total_variance"]]
-            assert [m["value"] for m in curve["mean"]] == pytest.approx(means, rel=1e-5)
+                assert curve[figure] == pytest.approx(trust["estimators"]["total_variance"][figure])
+            for mean, other in zip(curve["mean"], trust["means"]["total_variance"], strict=True):
+                assert mean == pytest.approx(other, rel=1e-5)
+
+
+def test_the_other_picture_is_embedded_like_the_mixtures(run, sfumato):
+    """As a PNG square of the mixtures' size, made here without the package's own decoder."""
+    sfumato("analyse", run, *QUICK, "--only", "sets", "--seed", 1)
+    found = json.loads((run / "analysis-test" / "sets.json").read_text())["mixes"]["other"]
+    loaded = load_run(run)
+    data = load_split(loaded.model, loaded.recipe.data, "test").data
+    rows = choose_pairs(data.groups, 4, 1)
+    made = [read_pictures(data.images, row, 1) for row in rows.tolist()]
+
+    def other(prepare):
+        parts = {name: loaded.model.embed_images([one[name] for one in made]) for name in MADE}
+        whole = loaded.model.embed_images([prepare(data.images[i].read_bytes()) for i in rows[:, 2]])
+        return {f: i.value for f, i in measure_sets(PictureSets(rows[:, :2], parts, whole)).mixes["other"].items()}
+
+    def square(content):
+        file = io.BytesIO()
+        picture = Image.open(io.BytesIO(content)).convert("RGB")
+        picture.resize((224, 224), Image.Resampling.BICUBIC).save(file, "PNG")
+        return file.getvalue()
+
+    expected = other(square)
+    assert {f: i["value"] for f, i in found.items()} == pytest.approx(expected, rel=1e-5)
+    # The files as they are give another figure.
+    assert other(lambda content: content)["off_line"] != pytest.approx(expected["off_line"], rel=1e-4)
 
 
 def test_one_study_joins_those_that_lie_there(run, sfumato):

@@ -58,9 +58,10 @@ def test_curves_are_those_of_loops(name):
         assert interval.high - interval.low == pytest.approx(2 * 1.96 * error, rel=0.25)
 
 
-def test_curves_and_the_benchmark_of_trust_say_the_same():
+@pytest.mark.parametrize("groups", [None, np.arange(12) // 4])
+def test_curves_and_the_benchmark_of_trust_say_the_same(groups):
     queries, gallery, truth, corrupted = scene(seed=3)
-    matching, options = Matching("csd", 2.0, 3.0), {"n_resamples": 50, "seed": 2}
+    matching, options = Matching("csd", 2.0, 3.0), {"n_resamples": 50, "seed": 2, "groups": groups}
     chosen = {name: ESTIMATORS[name] for name in ("total_variance", "margin")}
     trust = measure_trust(queries, gallery, truth, matching, estimators=chosen, corrupted=[corrupted], **options)
     theirs = trust.corruptions["made up"]
@@ -72,6 +73,34 @@ def test_curves_and_the_benchmark_of_trust_say_the_same():
             assert getattr(own, figure) == theirs.estimators[name][figure]
         assert [m.value for m in own.mean] == pytest.approx([m.value for m in theirs.means[name]], rel=1e-6)
         assert own.recall == theirs.recall
+
+
+def test_items_of_a_group_are_resampled_together():
+    """Every item twice, in one group with itself, tells no more than every item once."""
+    queries, gallery, truth, once = scene(seed=4)
+    rows = np.repeat(np.arange(len(once.index)), 2)
+    worse = tuple(e[torch.from_numpy(rows)] for e in once.embeddings)
+    twice = Corrupted("made up", once.index[rows], once.strengths, worse)
+    estimator = ESTIMATORS["total_variance"]
+
+    def curve(corrupted, groups):
+        return corruption_curves(
+            queries, gallery, truth, Matching(), [corrupted], estimator=estimator, groups=groups, n_resamples=200
+        )["made up"]
+
+    def benchmark(corrupted, groups):
+        found = measure_trust(
+            queries, gallery, truth, Matching(), estimators={"total_variance": estimator}, corrupted=[corrupted],
+            groups=groups, n_resamples=200,
+        )  # fmt: skip
+        return found.corruptions["made up"].estimators["total_variance"]
+
+    each = np.arange(queries.n)
+    for figures in (lambda *a: vars(curve(*a)), benchmark):
+        alone, together, apart = figures(once, None), figures(twice, each), figures(twice, None)
+        for name in ("spearman", "rises", "auroc"):
+            assert vars(together[name]) == pytest.approx(vars(alone[name]))
+            assert apart[name].high - apart[name].low < 0.95 * (alone[name].high - alone[name].low), name
 
 
 def test_an_infinite_mean_is_undefined():

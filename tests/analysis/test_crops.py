@@ -1,7 +1,10 @@
 """The study of crops: the choice of A, B and C worked by hand, selection by hand and by loops, the layout of Visual Genome, the command."""
 
+import base64
+import io
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -287,7 +290,7 @@ def test_the_command_measures_writes_and_says(work, sfumato, tmp_path):
     page = (tmp_path / "out" / "crops.html").read_text()
     assert (
         page.count("<svg") == 2
-        and page.count("data:image/png") == 9
+        and page.count("data:image/webp") == 9
         and "a red square and a" in page
         and "<script" not in page
     )
@@ -311,14 +314,69 @@ def test_crops_are_cut_where_the_boxes_are(work):
         sample=None,
         n_resamples=0,
     )
-    import io
-
     for example in examples:
         scene = np.asarray(Image.open(work / f"{example.picture}.png"))
         side = {"0": 29, "1": 27, "2": 24}[example.picture]
         left = {"0": 30, "1": 0, "2": 0}[example.picture]
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(example.crops[0]))), scene[:side, left : left + side])
         assert example.captions[2] == join_captions(*example.captions[:2])
+
+
+def test_one_picture_has_no_error(work, sfumato, tmp_path):
+    entries = json.loads((work / "region_descriptions.json").read_text())[:1]
+    arguments = (
+        "crops",
+        work / "run",
+        "--regions",
+        write(tmp_path, entries),
+        "--images",
+        work,
+        "--out",
+        tmp_path / "out",
+    )
+    status, out, err = sfumato(*arguments, "--thresholds", "0.08", "--bootstrap", "20")
+    assert status == 0 and " ± -" in out and "nan" not in out, err
+    (found,) = json.loads((tmp_path / "out" / "crops.json").read_text())["thresholds"]
+    for side in ("crops", "captions"):
+        assert found["n"] == 1 and found[side]["standard_error"] == {"A": None, "B": None, "C": None}
+        # One picture drawn twenty times would give an interval of no width, and the page a finding.
+        assert found[side]["difference"]["value"] and found[side]["difference"]["low"] is None
+    page = (tmp_path / "out" / "crops.html").read_text()
+    assert page.count("<svg") == 2 and "<li>Boxes below" not in page
+
+
+def test_the_page_holds_small_examples(tmp_path):
+    from sfumato.analysis.crop_pages import write_crops
+    from sfumato.analysis.crop_study import Example
+    from sfumato.analysis.crops import CropStudy
+    from sfumato.data.corruptions import encode_png
+
+    noise = np.random.default_rng(0).integers(0, 256, (3, 500, 700)).astype(np.uint8)
+    example = Example("7", 0.3, (encode_png(noise),) * 3, ("a", "b", "a and b"))
+    study = CropStudy("m", "csd", "total_variance", 5, [measured(n_resamples=0)], 0, 0.95, 0, {})
+    text = write_crops(study, [example], Problems(), tmp_path, "1").read_text()
+    pictures = [base64.b64decode(p) for p in re.findall(r'"data:image/webp;base64,([^"]+)"', text)]
+    assert [Image.open(io.BytesIO(p)).size for p in pictures] == [(144, 103)] * 3 and len(text) < 150_000
+
+
+def test_boxes_are_in_the_pixels_of_the_file(work, tmp_path):
+    """Nothing is turned as EXIF data says: in a file of 120 x 20 with orientation 6 all boxes lie within."""
+    from sfumato.analysis.crop_study import study_crops
+    from sfumato.training.export import load_model
+
+    scene = Image.new("RGB", (120, 20), "white")
+    for k in range(12):
+        scene.paste((20 * k, 255 - 20 * k, 90), (10 * k, 2, 10 * k + 9, 17 - k))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    scene.save(tmp_path / "5.png", exif=exif)
+    regions = [region(10 * k, 2, 9, 15 - k, f"colour {k}") for k in range(12)]
+    path = write(tmp_path, [{"id": 5, "regions": regions}])
+    _, (example,), problems = study_crops(
+        load_model(work / "run"), path, tmp_path, name="toy", thresholds=[0.1], sample=None, n_resamples=0
+    )
+    assert not problems.items and example.captions[0] == "colour 0"
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(example.crops[0]))), np.asarray(scene)[2:17, 0:9])
 
 
 @pytest.mark.parametrize(

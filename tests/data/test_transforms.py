@@ -104,7 +104,10 @@ def test_exif_orientation_is_applied(orientation):
     exif[0x0112] = orientation
     expected = upright[orientation](PIXELS)
     for kind, options in (("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {})):
-        assert np.array_equal(hwc(encode(Image.fromarray(PIXELS), kind, exif=exif, **options)), expected)
+        file = encode(Image.fromarray(PIXELS), kind, exif=exif, **options)
+        assert np.array_equal(hwc(file), expected)
+        if kind != "TIFF":
+            assert np.array_equal(decode_image(file, None, upright=False).transpose(1, 2, 0), PIXELS)
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")

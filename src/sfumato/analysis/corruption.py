@@ -58,6 +58,7 @@ def corruption_curves(
     corrupted: Sequence[Corrupted],
     *,
     estimator: Estimator,
+    groups: np.ndarray | None = None,
     n_resamples: int = 1000,
     level: float = 0.95,
     seed: int = 0,
@@ -71,7 +72,8 @@ def corruption_curves(
         matching: distance and match logits.
         corrupted: some queries, each with a true item, embedded from corrupted inputs.
         estimator: of uncertainty.
-        n_resamples, level, seed: of the bootstrap intervals; items are resampled.
+        groups: (n,) queries that are resampled together, as the captions of an image; None resamples each by itself.
+        n_resamples, level, seed: of the bootstrap intervals.
 
     Returns:
         A curve for each corruption, by its name.
@@ -90,7 +92,7 @@ def corruption_curves(
             matching,
             estimators=estimators,
             recall=float(np.mean(per_query_metrics(ranks, truth)["recall@1"])),
-            resample=resample,
+            resample=partial(resample, groups=None if groups is None else groups[c.index]),
         )
         figures = found.estimators[estimator.name]
         curves[c.name] = CorruptionCurve(found.n, found.strengths, found.means[estimator.name], found.recall, **figures)

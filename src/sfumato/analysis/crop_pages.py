@@ -8,10 +8,12 @@ import jinja2
 
 from sfumato.analysis.crop_study import Example
 from sfumato.analysis.crops import CELLS, MEANS, PUBLISHED, ROLES, CropFigures, CropStudy
+from sfumato.data.pairs import MemoryImage
 from sfumato.data.problems import Problems
 from sfumato.evaluation.drawing import Axes, clipped, data_address, round_steps
 from sfumato.files import write_atomically, write_json
 from sfumato.metrics.selective import Interval
+from sfumato.training.reporting import thumbnail
 
 FIGURES, PAGE, LEFT_OUT = "crops.json", "crops.html", "problems.jsonl"
 
@@ -42,8 +44,9 @@ def write_crops(study: CropStudy, examples: Sequence[Example], problems: Problem
                 "picture": clipped(example.picture, 60),
                 "threshold": f"{example.threshold:.0%}",
                 "crops": [
-                    {"role": role, "src": data_address(file), "caption": clipped(caption)}
+                    {"role": role, "src": data_address(small), "caption": clipped(caption)}
                     for role, file, caption in zip(ROLES, example.crops, example.captions, strict=True)
+                    if (small := thumbnail(MemoryImage(role, file))) is not None
                 ],
             }
             for example in examples

@@ -1,6 +1,5 @@
 """The study of crops on a model and a folder of pictures with boxes: cutting out, embedding, measuring, and what is left behind."""
 
-import io
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +7,6 @@ from pathlib import Path
 from typing import get_args
 
 import numpy as np
-from PIL import Image
 
 from sfumato.analysis.crops import (
     CANDIDATES,
@@ -23,6 +21,7 @@ from sfumato.analysis.crops import (
     rows_of,
 )
 from sfumato.data.boxes import BoxedPicture, read_boxed_pictures
+from sfumato.data.corruptions import encode_png
 from sfumato.data.manifest import PICTURE_ENDINGS
 from sfumato.data.problems import Problems
 from sfumato.data.transforms import decode_image
@@ -159,7 +158,8 @@ def _add(
 ) -> None:
     """Choose in one picture for all thresholds."""
     try:
-        pixels = decode_image(picture.path.read_bytes(), None)
+        # Boxes are in the pixels of the file: whoever drew them saw no EXIF orientation.
+        pixels = decode_image(picture.path.read_bytes(), None, upright=False)
     except (OSError, ValueError) as error:
         problems.add(picture.path, str(error))
         return
@@ -196,11 +196,7 @@ def _within(picture: BoxedPicture, width: int, height: int, problems: Problems) 
 
 def _cut(pixels: np.ndarray, box: np.ndarray) -> bytes:
     left, top, right, bottom = box.astype(int).tolist()
-    file = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(pixels[:, top:bottom, left:right].transpose(1, 2, 0))).save(
-        file, "PNG", compress_level=1
-    )
-    return file.getvalue()
+    return encode_png(pixels[:, top:bottom, left:right])
 
 
 class _Crops:

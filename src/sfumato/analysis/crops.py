@@ -103,13 +103,13 @@ class Side:
 
     Attributes:
         mean: by "A", "B", "C" the mean uncertainty; None for points.
-        standard_error: of these means.
+        standard_error: of these means; None of a single triplet.
         c_above_a: share of the triplets whose C is less certain than their A, ties one half; None for points.
         difference: mean of C - A; None for points.
     """
 
     mean: dict[str, Interval] | None
-    standard_error: dict[str, float] | None
+    standard_error: dict[str, float | None] | None
     c_above_a: Interval | None
     difference: Interval | None
 
@@ -190,7 +190,7 @@ def measure_crops(
         threshold, left_out: see :class:`CropFigures`.
         distance: the model's own.
         uncertainty: one of Uncertainty.
-        n_resamples, level, seed: see :func:`~sfumato.metrics.selective.bootstrap`.
+        n_resamples, level, seed: see :func:`~sfumato.metrics.selective.bootstrap`; a single triplet has no intervals.
 
     Raises:
         ValueError: uncertainty is unknown, or there are no triplets.
@@ -216,7 +216,7 @@ def measure_crops(
     intervals = bootstrap(
         {name: mean_statistic(value) for name, value in values.items()},
         n,
-        n_resamples=n_resamples,
+        n_resamples=n_resamples if n > 1 else 0,  # One triplet drawn again and again would pass for certain.
         level=level,
         seed=seed,
     )
@@ -271,8 +271,8 @@ def _above(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return above
 
 
-def _standard_error(values: np.ndarray) -> float:
-    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else float("nan")
+def _standard_error(values: np.ndarray) -> float | None:
+    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
 
 
 def rows_of(embeddings: GaussianEmbedding, index: Sequence[int]) -> GaussianEmbedding:

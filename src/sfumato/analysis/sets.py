@@ -58,7 +58,7 @@ class PictureSets:
     Attributes:
         pairs: (p, 2) positions of the first and the second picture.
         embeddings: p of each of MADE.
-        other: p of other pictures, to compare the mixtures with.
+        other: p of other pictures, to compare the mixtures with; made by :func:`square_picture`, so that all are embedded alike.
     """
 
     pairs: np.ndarray
@@ -142,6 +142,15 @@ def mix_pictures(first: bytes, second: bytes, seed: Sequence[int]) -> dict[str, 
     for i, name in enumerate(PARTS):
         result[f"erased_{name}"] = erase_squares(result[name], ERASED, [*seed, i])
     return result
+
+
+def square_picture(data: bytes) -> bytes:
+    """A picture as :func:`mix_pictures` has those it leaves whole: a square of SIZE pixels, as a PNG file.
+
+    Raises:
+        ValueError: it cannot be decoded.
+    """
+    return encode_png(decode_image(data, SIZE))
 
 
 def measure_sets(sets: PictureSets, *, n_resamples: int = 1000, level: float = 0.95, seed: int = 0) -> SetFigures:

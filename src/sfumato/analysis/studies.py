@@ -23,6 +23,7 @@ from sfumato.analysis.sets import (
     draw_pair,
     measure_sets,
     read_pictures,
+    square_picture,
 )
 from sfumato.analysis.words import words_by_uncertainty
 from sfumato.data.pairs import MemoryImage, PairData
@@ -38,7 +39,7 @@ from sfumato.training.config import DataConfig
 from sfumato.training.inference import Matcher
 from sfumato.training.loop import embed_split, load_split
 from sfumato.training.reporting import thumbnail, weights_digest
-from sfumato.training.trust import corrupted_images, corrupted_texts
+from sfumato.training.trust import corrupted_images, corrupted_texts, resampled_together
 
 LEVEL = 0.95
 """Coverage of all intervals."""
@@ -237,7 +238,8 @@ def _corruption(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
         corrupted = corrupt(model, scene.data, truth.counts > 0, options.n_corrupted, options.seed)
         curves = corruption_curves(
             queries, gallery, truth, matching, corrupted,
-            estimator=estimator, n_resamples=options.n_resamples, level=LEVEL, seed=options.seed,
+            estimator=estimator, groups=resampled_together(scene.relevance, scene.data.groups, side == "text"),
+            n_resamples=options.n_resamples, level=LEVEL, seed=options.seed,
         )  # fmt: skip
         result[side] = {name: curve.to_json() for name, curve in curves.items()}
     return {"uncertainty": estimator.name, "sides": result}, {}
@@ -255,17 +257,22 @@ def _sets(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
             f"{len(rows)} pairs of pictures are too few for set algebra: {len(data.images)} pictures, three for each pair, and at least"
             f" {LEAST_PAIRS} pairs"
         )
-    parts: dict[str, list[GaussianEmbedding]] = {name: [] for name in MADE}
+    names = (*MADE, "other")
+    parts: dict[str, list[GaussianEmbedding]] = {name: [] for name in names}
     with progress_bar("mixing and erasing pictures", len(rows)) as advance:
         for start in range(0, len(rows), _TOGETHER):
             few = rows[start : start + _TOGETHER]
-            made = [read_pictures(data.images, row, options.seed) for row in few.tolist()]
-            embedded = scene.matcher.model.embed_images([one[name] for name in MADE for one in made])
-            for k, name in enumerate(MADE):
+            made = [
+                read_pictures(data.images, row, options.seed)
+                | {"other": square_picture(data.images[row[2]].read_bytes())}
+                for row in few.tolist()
+            ]
+            embedded = scene.matcher.model.embed_images([one[name] for name in names for one in made])
+            for k, name in enumerate(names):
                 parts[name].append(embedded[k * len(few) : (k + 1) * len(few)])
             advance(len(few))
-    other = scene.images[torch.from_numpy(rows[:, 2])].to("cpu")
-    sets = PictureSets(rows[:, :2], {name: GaussianEmbedding.cat(es) for name, es in parts.items()}, other)
+    whole = {name: GaussianEmbedding.cat(es) for name, es in parts.items()}
+    sets = PictureSets(rows[:, :2], {name: whole[name] for name in MADE}, whole["other"])
     figures = measure_sets(sets, n_resamples=options.n_resamples, level=LEVEL, seed=options.seed)
     shown, pictures = [], {}
     for k, row in enumerate(rows[:SHOWN_PAIRS].tolist()):

@@ -42,8 +42,10 @@ _UPRIGHT = {
 _DAMAGED = (SyntaxError, TypeError, EOFError, LookupError, OverflowError, RuntimeError, struct.error)
 
 
-def decode_image(data: bytes, size: int | None, *, fit: Fit = "squash", crop: Box | None = None) -> np.ndarray:
-    """Decode a picture of any mode: turned upright, transparency on white, in RGB.
+def decode_image(
+    data: bytes, size: int | None, *, fit: Fit = "squash", crop: Box | None = None, upright: bool = True
+) -> np.ndarray:
+    """Decode a picture of any mode: turned upright by its EXIF data, transparency on white, in RGB.
 
     Args:
         data: the bytes of a file in one of FORMATS; the first frame of several.
@@ -52,6 +54,8 @@ def decode_image(data: bytes, size: int | None, *, fit: Fit = "squash", crop: Bo
             cut out, pixel for pixel what the CLIP image processor of transformers does.
         crop: the part to cut out first, of the picture as it stands upright, rounded to whole pixels. Large JPEG files are then
             decoded at a half, a quarter or an eighth of their size as long as the part keeps twice ``size`` on both sides.
+        upright: False leaves the pixels as they lie in the file, whatever orientation its EXIF data tells; a TIFF file is turned
+            all the same, by pillow.
 
     Returns:
         (3, h, w) uint8.
@@ -66,7 +70,7 @@ def decode_image(data: bytes, size: int | None, *, fit: Fit = "squash", crop: Bo
         if crop is not None and size is not None:
             enough = math.ceil(2 * size / min(crop[2:]))
             picture.draft(None, (enough, enough))
-        rgb = _on_white(_upright(picture))
+        rgb = _on_white(_upright(picture) if upright else picture)
     if crop is not None:
         rgb = rgb.crop(_pixels(crop, rgb.size))
     if size is not None and rgb.size != (size, size):

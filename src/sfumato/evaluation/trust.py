@@ -291,7 +291,7 @@ def measure_trust(
             matching,
             estimators={name: estimators[name] for name in told},
             recall=float(hit[chosen].mean()),
-            resample=resample,
+            resample=partial(resample, groups=None if within is None else within[chosen]),
         )
 
     statistics = {}

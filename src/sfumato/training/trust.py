@@ -104,12 +104,9 @@ def trust_model(
         of_text = name == "t2i"
         truth = relevance.transpose() if of_text else relevance
         own = estimators | ({"predicted_miss": heads[name].estimator()} if name in heads else {})
-        values, groups = proxies, None if of_text else prepared.data.groups
-        if of_text and not many:  # The captions of an image go together, in their proxies and in resampling.
-            image_of = np.full(texts.n, -1)
-            image_of[truth.query_of_item] = truth.indices
-            values = {k: np.where(image_of >= 0, v[image_of], np.nan) for k, v in proxies.items()}
-            groups = np.where(image_of >= 0, image_of, images.n + np.arange(texts.n))
+        values, groups = proxies, resampled_together(relevance, prepared.data.groups, of_text)
+        if of_text and groups is not None:  # A caption has the proxies of its image; none without one.
+            values = {k: np.append(v, np.full(texts.n, np.nan))[groups] for k, v in proxies.items()}
         corrupt = corrupted_texts if of_text else corrupted_images
         directions[name] = measure_trust(
             *((texts, images) if of_text else (images, texts)),
@@ -139,6 +136,28 @@ def trust_model(
         directions=directions,
         notes=notes,
     )
+
+
+def resampled_together(relevance: Relevance, groups: np.ndarray, of_text: bool) -> np.ndarray | None:
+    """Which queries a bootstrap draws together, since they are not independent.
+
+    Args:
+        relevance: (n images, m texts) image -> its texts.
+        groups: (n,) images of one thing share a number.
+        of_text: whether texts are the queries.
+
+    Returns:
+        Of images their groups; of texts (m,) the position of each one's image, and numbers from n on for texts of no image. None
+        where a text is true of several images, so that nothing keeps texts apart.
+    """
+    if not of_text:
+        return groups
+    truth = relevance.transpose()
+    if truth.counts.max() > 1:
+        return None
+    together = truth.n_gallery + np.arange(truth.n_queries)
+    together[truth.query_of_item] = truth.indices
+    return together
 
 
 def trust_run(
