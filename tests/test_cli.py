@@ -580,12 +580,24 @@ def test_recipes_are_listed_and_shown(sfumato):
     assert status == 0 and 'name = "emoji-demo"' in out
 
 
+def test_who_interrupts_is_told_what_is_left(sfumato, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sfumato.recipes.recipe_files", interrupted)
+    status, out, err = sfumato("recipes")
+    assert status == 130 and not out and "interrupted. Nothing is half written" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["train", "nowhere.toml"], "no recipe 'nowhere.toml'"),
         (["train", "{recipe}", "train.epoch=3"], "unknown key 'train.epoch'; did you mean 'train.epochs'?"),
-        (["train", "{recipe}", "train.epochs=no"], "train.epochs"),
+        (["train", "{recipe}", "train.epochs=no"], "with its overrides: train.epochs"),
+        (["train", "{recipe}", "loss.name=daaa"], "loss.name: unknown 'daaa'; did you mean 'daa'?"),
+        (["train", "{recipe}", "model.text.kind=9"], "known: clip, frozen, gru, small"),
+        (["train", "flickr8k-daas"], "did you mean 'flickr8k-daa'?"),
         (["train", "{recipe}", "train.device=abacus", "--out", "{new}"], "train.device='abacus' is not available"),
         (["train", "{recipe}", "data.path=nowhere", "--out", "{new}2"], "there is no nowhere"),
         (["evaluate", "{data}"], "is not a run folder"),

@@ -120,7 +120,7 @@ def test_published_figures_stand_in_the_paper(name, shared):
         ("trian.epochs=4", "unknown key 'trian'; did you mean 'train'?"),
         ("train.epochs=-1", "train.epochs: Input should be greater than 0 (got -1)"),
         ("train.batch_size=1", "train.batch_size"),
-        ("loss.name=foo", "'pcmepp', 'pcme', 'prolip', 'infonce', 'triplet'"),
+        ("loss.name=foo", "loss.name: unknown 'foo'; known: daa, infonce, pcme, pcmepp"),
         ("model.variance=false", "loss.beta must be 0 when model.variance=false"),
         ("spread.epochs=1", "loss.distance='csd' ranks by them; use squared_l2"),
         ("model.variance_bounds=[0.1, 10]", "must lie between model.variance_bounds, 0.1 and 10 each; e.g. "),

@@ -1,5 +1,6 @@
 """The recipes that come with the package."""
 
+import difflib
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -28,7 +29,9 @@ def find_recipe(name: str) -> Path:
         return Path(name)
     known = recipe_files()
     if name not in known:
-        raise UserError(f"no recipe {name!r}: neither a file nor one of {', '.join(known)}")
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "`sfumato recipes` lists them"
+        raise UserError(f"no recipe {name!r}: neither a file nor one that comes with the package; {hint}")
     return Path(str(known[name]))
 
 

@@ -16,7 +16,7 @@ from toy import assert_same_tensors, make_toy, stop_after_checkpoint_of
 from sfumato.errors import UserError
 from sfumato.training.average import WeightAverage
 from sfumato.training.config import load_recipe
-from sfumato.training.loop import DivergedError, fit
+from sfumato.training.loop import DivergedError, fit, load_split
 from sfumato.training.run import load_run
 
 
@@ -141,7 +141,9 @@ def test_bad_items_are_listed_and_skipped_and_too_many_stop(tmp_path):
     problems = [json.loads(line) for line in (tmp_path / "run" / "problems.jsonl").read_text().splitlines()]
     assert result["problems"] == len(problems) == 4
     assert {Path(p["place"].split(":")[0]).name for p in problems} >= {"000.png", "001.png", "011.png"}
-    with pytest.raises(UserError, match="4 of .* items are unusable"):
+    run = load_run(tmp_path / "run")
+    usable = sum(len(load_split(run.model, run.recipe.data, name).data.image_ids) for name in ("train", "val"))
+    with pytest.raises(UserError, match=f"4 of {usable + 4} items are unusable"):
         fit(load_recipe(recipe, ["train.epochs=1", "data.max_problem_share=0.01"]), tmp_path / "strict")
 
 

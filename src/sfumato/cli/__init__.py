@@ -14,6 +14,8 @@ from sfumato.errors import RunFailedError, UserError
 
 __all__ = ["app", "embedding", "evaluating", "main", "searching", "studying", "trying"]
 
+_INTERRUPTED = 130
+
 
 def main() -> None:
     """Entry point: errors that users can mend become one line and exit status 2."""
@@ -25,6 +27,14 @@ def main() -> None:
             raise
         print(f"sfumato: {error}", file=sys.stderr)
         sys.exit(2)
+    except SystemExit as error:
+        if error.code == _INTERRUPTED:
+            print(
+                "sfumato: interrupted. Nothing is half written; train, ablate, embed and audit --cross-fit go on where they were"
+                " when they are called again",
+                file=sys.stderr,
+            )
+        raise
     except (RunFailedError, ArithmeticError) as error:
         if debug:
             raise

@@ -345,7 +345,8 @@ class PairSampler:
         labels = self._matches(images, texts, rows, columns)
         if self.grades is None:
             return labels
-        return np.maximum(labels, np.minimum(self.grades(images[rows], texts[columns]) / 2, _BELOW_HALF))
+        graded: np.ndarray = np.maximum(labels, np.minimum(self.grades(images[rows], texts[columns]) / 2, _BELOW_HALF))
+        return graded
 
     def _matches(self, images: np.ndarray, texts: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         if self.positives == "listed":

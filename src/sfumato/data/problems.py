@@ -46,7 +46,7 @@ class Problems:
         """The first items, a line each, and how many more there are."""
         lines = [f"  {p.place}: {p.reason}" for p in self.items[:most]]
         more = len(self.items) - most
-        return "\n".join(lines + ([f"  ... and {more} more"] if more > 0 else [])) or "  (none)"
+        return "\n".join(lines + ([f"  ... and {more} more"] if more > 0 else [])) or "  (no item was unusable)"
 
     def check(self, total: int, max_share: float, *, setting: str = "data.max_problem_share=") -> None:
         """Stop when too many items are unusable; up to three are never too many.

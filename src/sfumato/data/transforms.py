@@ -238,6 +238,8 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
                 raise ValueError(f"{picture.width} x {picture.height} pixels are more than the limit of {MAX_PIXELS}")
             yield picture
     except UnidentifiedImageError as error:
+        if data.startswith(b"\x93NUMPY"):
+            raise ValueError('region features (.npy), not a picture; model.image.kind="regions" reads them') from error
         raise ValueError(f"not a picture in one of the formats {', '.join(FORMATS)}") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ValueError(f"more pixels than the limit of {MAX_PIXELS}") from error

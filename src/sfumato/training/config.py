@@ -5,6 +5,7 @@ A recipe is complete and strict: an unknown key is an error that names the neare
 """
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -710,7 +711,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     # What starts a section afresh comes first, wherever it stands.
     for override in sorted(overrides, key=lambda o: o.partition("=")[0].strip() not in _TAG_KEYS):
         _apply(values, override)
-    return check_recipe(values, str(path))
+    return check_recipe(values, f"{path} with its overrides" if overrides else str(path))
 
 
 def check_recipe(values: dict[str, Any], where: str) -> Recipe:
@@ -765,6 +766,13 @@ def _explain(item: Any) -> str:
         )
         return f"unknown key {shown!r}" + (
             f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+        )
+    if item["type"] == "union_tag_invalid":
+        known_tags = sorted(re.findall(r"'([^']+)'", item["ctx"]["expected_tags"]))
+        key, tag = f"{shown}.{item['ctx']['discriminator'].strip(chr(39))}", item["ctx"]["tag"]
+        near = difflib.get_close_matches(tag, known_tags, n=1)
+        return f"{key}: unknown {tag!r}; " + (
+            f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known_tags)}"
         )
     if item["type"] == "union_tag_not_found":
         return f"{shown}: needs its {item['ctx']['discriminator']}, which decides what else may stand there"

@@ -158,10 +158,11 @@ def _fit(recipe: Recipe, folder: Path, world: World) -> dict[str, Any]:
     batches = _batches(recipe, model, splits, problems, world)
     if world.main:
         problems.write(folder / PROBLEMS)
-    used = sum(len(splits[name].image_ids) for name in ("train", "val") if name in splits)
-    problems.check(used, recipe.data.max_problem_share)
-    for name in (name for name in ("train", "val") if name in splits):
-        say(f"{name}: {len(splits[name].image_ids)} images, {len(splits[name].text_ids)} texts")
+    used = {"train": batches.sampler.data} if isinstance(batches, IndexedBatches) else {}
+    used |= {"val": val.data} if val is not None else {}
+    problems.check(sum(len(data.image_ids) for data in used.values()), recipe.data.max_problem_share)
+    for name, data in used.items():
+        say(f"{name}: {len(data.image_ids)} images, {len(data.text_ids)} texts")
     if len(problems):
         say(f"{len(problems)} items left out, listed in {folder / PROBLEMS}:\n{problems.summary(3)}")
 
@@ -376,7 +377,7 @@ def prepare_split(
     if len(kept) < len(items):
         data = data.keep_images(kept)
     if not len(data.image_ids) or not len(data.text_ids):
-        raise UserError(f"split {name!r} has no usable pair left: {problems.summary()}")
+        raise UserError(f"split {name!r} has no usable pair left:\n{problems.summary()}")
     texts, _ = model.text.reader.read([_text(t) for t in data.texts])
     return PreparedSplit(data, images, texts)
 
