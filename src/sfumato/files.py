@@ -49,6 +49,11 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
+def is_plain_name(name: str) -> bool:
+    """Whether it can be the name of a file in a folder: a name, never a path to somewhere else."""
+    return name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

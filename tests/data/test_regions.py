@@ -1,10 +1,13 @@
 """Region features: SCAN's layout in its variants, what is wrong with files, and how little of them is read."""
 
+import gc
 import io
+import os
 import pickle
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import numpy as np
 import pytest
@@ -191,25 +194,94 @@ def test_a_file_that_shrinks_is_an_error_not_a_crash(tmp_path):
     ("data", "message"),
     [
         (b"\xff\xd8\xff\xe0 a JPEG", "not a .npy file: region features are expected here, not a picture"),
-        (regions_to_bytes(FEATURES[0])[:-3], "not a whole .npy file"),
+        (regions_to_bytes(FEATURES[0])[:-3], "cut short or damaged: .* 60 bytes, and 57 are there"),
         (
             regions_to_bytes(FEATURES),
             r"float32 of shape \(4, 3, 5\); expected the \(regions, channels\) of one picture",
         ),
         (regions_to_bytes(np.full((2, 5), np.nan, np.float32)), "NaN or infinity"),
         (regions_to_bytes(np.ones((2, 6), np.float32)), "has 6 channels; the model reads 5"),
-        (regions_to_bytes(np.ones((2, 5), bool)), "holds bool"),
+        (regions_to_bytes(np.ones((2, 5), bool)), "numbers of type bool"),
+        (regions_to_bytes(np.full((2, 5), 1e300)), "NaN or infinity"),
     ],
 )
 def test_bytes_that_are_no_features_say_why(data, message):
-    with pytest.raises(ValueError, match=message):
+    with warnings.catch_warnings(), pytest.raises(ValueError, match=message):
+        warnings.simplefilter("error")
         regions_from_bytes(data, 5)
+
+
+def header(shape, descr="'<f4'"):
+    text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        (header("(1000000000000, 5)"), "cut short or damaged: its header says an array of shape .* 80 are there"),
+        (header("(4611686018427387904, 4, 5)"), "cut short or damaged: its header says"),
+        (header("(-1, 4, 5)"), "cut short or damaged: its header says"),
+        (header("(((((((((("), "cut short or damaged, its header cannot be read"),
+        (header("{[]: 1}"), "cut short or damaged, its header cannot be read"),
+        (b"\x93NUMPY\x01", "cut short or damaged, its header cannot be read"),
+    ],
+)
+def test_no_memory_is_taken_on_the_word_of_a_header(tmp_path, start, message):
+    data = start + bytes(80)
+    for bytes_of_it in (data, start) if len(start) < 20 else (data,):
+        with pytest.raises(ValueError, match=message):
+            regions_from_bytes(bytes_of_it)
+        write(tmp_path, "train", FEATURES, "abcd")
+        (tmp_path / "train_ims.npy").write_bytes(bytes_of_it)
+        with pytest.raises(UserError, match=rf"train_ims.npy: {message}"):
+            read_scan(tmp_path, Problems())
+
+
+def test_of_rows_that_differ_the_beginnings_are_read(tmp_path, monkeypatch):
+    """6 rows of 40 kB of which two are equal: no more than these two are read whole, and with ids none."""
+    rows = RANDOM.standard_normal((6, 20, 512)).astype(np.float32)
+    rows[4] = rows[3]
+    rows[1, 0, :300] = rows[0, 0, :300]  # The beginnings agree, the rows do not.
+    read, pread = [], os.pread
+
+    def counting(descriptor, size, offset):
+        read.append(size)
+        return pread(descriptor, size, offset)
+
+    monkeypatch.setattr(os, "pread", counting)
+    write(tmp_path, "train", rows, "abcdef")
+    found = captions_of(read_scan(tmp_path, Problems())["train"])
+    assert found == {"train-0": ["a"], "train-1": ["b"], "train-2": ["c"], "train-3": ["d", "e"], "train-5": ["f"]}
+    assert sum(read) < 4 * rows[0].nbytes + 10_000
+    read.clear()
+    write(tmp_path, "train", rows, "abcdef", ids="pqrsst")
+    assert len(read_scan(tmp_path, Problems())["train"].image_ids) == 5 and not read
+
+
+def test_a_blank_line_is_no_id(tmp_path):
+    write(tmp_path, "train", FEATURES, "abcd", ids=["p", "q", " ", "r"])
+    with pytest.raises(UserError, match=r"train_ids.txt:3: a line without an id"):
+        read_scan(tmp_path, Problems())
+
+
+def test_a_file_is_closed_with_what_refers_to_it(tmp_path):
+    np.save(tmp_path / "a.npy", FEATURES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        file = RegionFile(tmp_path / "a.npy")
+        descriptor = file._descriptor
+        os.fstat(descriptor)
+        del file
+        gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 def test_a_pickle_in_a_single_file_is_never_opened():
     file = io.BytesIO()
     np.save(file, np.array([Trap()], dtype=object), allow_pickle=True)
-    with pytest.raises(ValueError, match="not a whole .npy file of numbers"):
+    with pytest.raises(ValueError, match="holds Python objects"):
         regions_from_bytes(file.getvalue())
 
 

@@ -74,6 +74,18 @@ def test_a_new_layer_is_the_identity_whose_norm_can_learn():
     assert layer.norm.weight.grad.abs().sum() > 0
 
 
+def test_a_single_region_is_normalised_by_the_running_statistics():
+    layer = layer_of(4).train()
+    regions, mask = torch.randn(1, 2, 4, dtype=torch.float64), torch.tensor([[True, False]])
+    before = {name: value.clone() for name, value in layer.norm.named_buffers()}
+    expected = loop(layer, regions, [1], training=False)
+    found = layer(regions, mask)
+    np.testing.assert_allclose(found[0, 0].detach().numpy(), expected[0, 0], rtol=1e-10, atol=1e-12)
+    assert all(torch.equal(value, before[name]) for name, value in layer.norm.named_buffers())
+    found.sum().backward()
+    assert layer.out.weight.grad.abs().sum() > 0
+
+
 def encoder_of(seed=0, **options):
     torch.manual_seed(seed)
     encoder = RegionEncoder(5, 6, layers=2, **options)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,15 +14,19 @@ from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
 from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
 from sfumato.encoders.features import Inputs
 from sfumato.encoders.heads import GaussianHead
+from sfumato.encoders.regions import RegionEncoder
 from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder
 from sfumato.encoders.words import WordEncoder
+from sfumato.errors import UserError
 from sfumato.losses import LOSSES
 from sfumato.training import loop
+from sfumato.training.build import Assets, build_model, fresh_tokenizer
 from sfumato.training.config import OptimConfig, check_recipe, load_recipe
 from sfumato.training.optim import (
     build_optimiser,
     clip_gradients,
     freeze_encoder,
+    freeze_for_epoch,
     learning_rate_factor,
     set_learning_rate,
 )
@@ -244,12 +249,14 @@ def test_freezing_rests_the_image_network_but_not_its_variance_blocks():
     assert all(not torch.equal(frozen[n], again[n]) for n in resting if n.endswith("fc1.weight"))
 
 
-def test_of_texts_only_what_came_from_a_file_rests():
+def test_only_what_came_pre_trained_rests():
     cases = [
         (SmallTextEncoder(9, 4, 0.0), set()),
         (WordEncoder(9, 4, 3), set()),
         (WordEncoder(9, 4, 3, pretrained=True), {"words.weight"}),
         (clip_model().text.encoder, None),
+        (SmallImageEncoder(2), set()),
+        (RegionEncoder(5, 4, variance=True), set()),
     ]
     for encoder, rests in cases:
         names = {name for name, _ in encoder.named_parameters()}
@@ -260,21 +267,63 @@ def test_of_texts_only_what_came_from_a_file_rests():
         assert all(p.requires_grad for p in encoder.parameters())
 
 
-def test_running_statistics_rest_with_their_network():
-    image = Tower(None, SmallImageEncoder(4), GaussianHead(32, 4))
-    model = DualEncoder(image, Tower(None, FeatureInput(6, 0.0), GaussianHead(6, 4)))
+class TwoNorms(torch.nn.Module):
+    """An encoder with a batch norm on the way to the mean and one in the variance's own layers."""
 
-    def changed():
-        before = {name: value.clone() for name, value in model.image.encoder.named_buffers()}
-        model.image(Inputs(torch.rand(4, 3, 32, 32)))
-        return {n for n, value in model.image.encoder.named_buffers() if not torch.equal(before[n], value)}
+    def __init__(self):
+        super().__init__()
+        self.norm, self.variance_layers = torch.nn.BatchNorm1d(3), torch.nn.Sequential(torch.nn.BatchNorm1d(3))
 
-    model.train()
-    freeze_encoder(model.image.encoder, True)
-    assert not changed()
-    model.train()
-    freeze_encoder(model.image.encoder, False)
-    assert any(name.endswith("running_mean") for name in changed())
+    def forward(self, x):
+        return self.norm(x) + self.variance_layers(x)
+
+
+def test_running_statistics_rest_with_their_network_and_go_on_where_layers_learn():
+    def changed(encoder, inputs, *, frozen):
+        encoder.train()
+        freeze_encoder(encoder, frozen)
+        before = {name: value.clone() for name, value in encoder.named_buffers()}
+        encoder(inputs)
+        return {n for n, value in encoder.named_buffers() if not torch.equal(before[n], value)}
+
+    encoder, numbers = TwoNorms(), torch.randn(4, 3)
+    own = {f"variance_layers.0.{name}" for name, _ in encoder.norm.named_buffers()}
+    assert len(own) == 3 and changed(encoder, numbers, frozen=True) == own
+    assert changed(encoder, numbers, frozen=False) == {name for name, _ in encoder.named_buffers()}
+    small, pixels = SmallImageEncoder(4), Inputs(torch.rand(4, 3, 32, 32))
+    assert any(n.endswith("running_mean") for n in changed(small, pixels, frozen=True))
+
+
+@pytest.mark.parametrize(
+    ("image", "rests"),
+    [
+        ('{ kind = "small" }', False),
+        ('{ kind = "resnet", depths = [1], width = 4 }', False),
+        ('{ kind = "efficientnet", pretrained = false }', False),
+        ('{ kind = "efficientnet" }', True),
+        ('{ kind = "resnet", weights = "somebody/resnet" }', True),
+        ('{ kind = "clip" }', True),
+    ],
+)
+def test_random_layers_cannot_be_told_to_rest(tmp_path, image, rests):
+    settings = [f"model.image={image}", "optim.freeze_image_epochs=2"]
+    with (
+        nullcontext()
+        if rests
+        else pytest.raises(UserError, match="nothing of model.image.kind='.*' as it is here came")
+    ):
+        load_recipe(make_toy(tmp_path), settings)
+
+
+def test_a_residual_network_without_weights_learns_in_the_first_stage(tmp_path):
+    pytest.importorskip("transformers", reason="the extra backbones is not installed")
+    image = '{ kind = "resnet", depths = [1, 1], width = 4, size = 32, augment = "none" }'
+    settings = [f"model.image={image}", "optim.first_stage_epochs=1", "train.epochs=2"]
+    recipe = load_recipe(make_toy(tmp_path), settings)
+    tokenizer = fresh_tokenizer(recipe.model, ["a b c"])
+    model = build_model(recipe.model, Assets(tokenizer))
+    freeze_for_epoch(model, 0, recipe.optim)
+    assert all(p.requires_grad for p in model.image.encoder.parameters())
 
 
 def test_a_run_warms_up_after_the_frozen_epochs(tmp_path, monkeypatch):

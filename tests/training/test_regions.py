@@ -13,6 +13,7 @@ from toy import make_toy
 from sfumato.data.problems import Problems
 from sfumato.data.regions import read_scan
 from sfumato.data.transforms import decode_image
+from sfumato.errors import UserError
 from sfumato.recipes import find_recipe
 from sfumato.training.build import load_splits
 from sfumato.training.config import load_recipe
@@ -121,7 +122,8 @@ def test_where_a_picture_would_be_shown_it_is_said_that_there_is_none(run, tmp_p
     status, out, err = sfumato("trust", run, "--bootstrap", "0", "--corrupted", "4", "--json")
     assert status == 0 and any("images are not corrupted" in note for note in json.loads(out)["notes"]), err
     exported = sfumato("export", run, tmp_path / "exported")
-    assert exported[0] == 0 and "regions" in (tmp_path / "exported" / "README.md").read_text()
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert exported[0] == 0 and 'open("regions-of-a-photo.npy", "rb")' in card and "photo.jpg" not in card
 
 
 def test_a_service_answers_texts_and_refuses_pictures(run):
@@ -223,3 +225,65 @@ def test_other_channels_are_told_by_their_number(scan, tmp_path, sfumato):
     settings = [*TINY, f"data.path={scan}", "model.image.channels=9", "data.max_problem_share=1"]
     status, _, err = sfumato("train", "flickr8k-vsrn", *settings, "--out", tmp_path / "run")
     assert status == 2 and "has 10 channels; the model reads 9 (model.image.channels)" in err
+
+
+def test_layers_that_are_not_there_have_no_settings(sfumato, tmp_path):
+    for setting, key in (("width=99", "width"), ("variance_layers=false", "variance_layers")):
+        plain = ["model.image.graph_layers=0", "model.image.recurrent=false", f"model.image.{setting}"]
+        status, _, err = sfumato("train", "flickr8k-vsrn", *plain, "--out", tmp_path / "run")
+        assert status == 2 and f"model.image.{key} has no effect" in err
+
+
+class Grey:
+    """A backbone of our own: the mean of a picture, one region of one channel."""
+
+    channels, fingerprint = 1, "the mean of a picture"
+
+    def __call__(self, items):
+        return [np.array([[decode_image(i, 8).mean() / 255]], np.float16) for i in items]
+
+
+@pytest.mark.parametrize("name", ["../evil", "..", "a/b", "a\\b", "/nowhere/evil"])
+@pytest.mark.parametrize("layout", ["scan", "manifest"])
+def test_a_split_whose_name_is_a_path_is_refused_before_anything_is_written(tmp_path, monkeypatch, name, layout):
+    monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path / "cache"))
+    Image.new("RGB", (9, 9)).save(tmp_path / "p.png")
+    rows = [{"image": "p.png", "captions": ["x"], "split": split, "id": split} for split in ("train", name)]
+    (tmp_path / "m.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    before = sorted(tmp_path.rglob("*"))
+    config = load_recipe(
+        find_recipe("emoji-pcmepp"), ["data.source=manifest", f"data.path={tmp_path / 'm.jsonl'}"]
+    ).data
+    with pytest.raises(UserError, match="files get the names of splits, and this cannot be one"):
+        write_regions(config, tmp_path / "deep" / "out", Grey(), layout=layout)
+    assert sorted(tmp_path.rglob("*")) == before
+    shapes, _ = write_regions(config, tmp_path / "out", Grey(), layout=layout, splits=["train", "train"])
+    assert shapes == {"train": (1, 1, 1)}
+
+
+def test_what_no_layout_can_say_is_refused(tmp_path):
+    config = load_recipe(find_recipe("emoji-pcmepp")).data
+    for layout in ("scan", "manifest"):
+        with pytest.raises(
+            UserError, match=r"has texts of several pictures and kinds of texts and groups of pictures,.*frozen"
+        ):
+            write_regions(config, tmp_path / "out", Grey(), layout=layout)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_grid_of_copies_is_refused(tmp_path, sfumato):
+    settings = [make_toy(tmp_path), "--size", "64", "--out", tmp_path / "out"]
+    status, _, err = sfumato("regions", *settings, "--grid", "3")
+    assert status == 2 and "a grid of 3 x 3 does not fit the backbone's map, whose side is 2" in err
+    status, _, err = sfumato("regions", *settings, "--grid", "2", "--splits", "val")
+    assert status == 0, err
+
+
+def test_a_class_folder_of_regions_is_classified(run, scan, tmp_path, sfumato):
+    features = np.load(scan / "test_ims.npy")
+    for c, colour in enumerate(COLOURS[:2]):
+        (tmp_path / "in" / colour).mkdir(parents=True)
+        for t in range(2):
+            np.save(tmp_path / "in" / colour / f"{t}.npy", features[c * len(THINGS) + t])
+    status, out, err = sfumato("zeroshot", run, "--images", tmp_path / "in", "--bootstrap", "0", "--json")
+    assert status == 0 and json.loads(out)["n_images"] == 4 - json.loads(out)["n_chosen_on"], err

@@ -175,6 +175,7 @@ def zeroshot(
     from sfumato.training.build import choose_device
     from sfumato.training.config import load_recipe
     from sfumato.training.export import load_model
+    from sfumato.training.ingest import file_endings
     from sfumato.zeroshot import evaluate_zeroshot, labelled_split
 
     if sum(source is not None for source in (images, emoji, data)) != 1:
@@ -183,8 +184,10 @@ def zeroshot(
         raise UserError(f"{overrides[0]!r} changes a recipe; name it with --data RECIPE")
     worded = read_templates(templates)
     names = read_class_names(classes) if classes is not None else None
+    matcher = load_model(model, device=choose_device(device))
+    endings = file_endings(matcher.model)
     if images is not None:
-        pictures = read_class_folder(images, names)
+        pictures = read_class_folder(images, names, endings=endings)
     elif emoji is not None:
         pictures = emoji_labelled(emoji, style=style, names=names)
     else:
@@ -193,9 +196,9 @@ def zeroshot(
     if choose_on is not None:
         if images is not None and choose_on.resolve() == images.resolve():
             raise UserError("--choose-on is what is reported on; K chosen there is --filter oracle")
-        others = read_class_folder(choose_on, dict(zip(pictures.keys, pictures.classes, strict=True)))
+        others = read_class_folder(choose_on, dict(zip(pictures.keys, pictures.classes, strict=True)), endings=endings)
     report = evaluate_zeroshot(
-        load_model(model, device=choose_device(device)), pictures, worded, filters=filters or ("global", "per-class"),
+        matcher, pictures, worded, filters=filters or ("global", "per-class"),
         choose_on=others, pooling=pooling, distance=distance, n_resamples=bootstrap, seed=seed,
     )  # fmt: skip
     if out is not None:

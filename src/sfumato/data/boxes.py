@@ -11,6 +11,7 @@ from typing import Any
 
 from sfumato.data.problems import Problems
 from sfumato.errors import UserError
+from sfumato.files import is_plain_name
 
 FOLDERS = ("", "VG_100K", "VG_100K_2")
 """Where below the folder of the pictures one may lie."""
@@ -116,8 +117,7 @@ def _id(entry: Any) -> str | None:
         return None
     identity = entry.get("id", entry.get("image_id"))
     text = str(identity) if isinstance(identity, int | str) and not isinstance(identity, bool) else ""
-    # A name, never a path to somewhere else.
-    return text if text and "/" not in text and "\\" not in text and text not in (".", "..") else None
+    return text if is_plain_name(text) else None
 
 
 def _find(images: Path, identity: str) -> Path | None:

@@ -1,6 +1,6 @@
 """Pictures with one class each: folders in ImageNet's layout, the groups of the emoji set, and data whose only text of a picture is its class."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
@@ -60,12 +60,15 @@ def read_class_names(path: Path) -> dict[str, str]:
     return names
 
 
-def read_class_folder(root: Path, names: Mapping[str, str] | None = None) -> Labelled:
+def read_class_folder(
+    root: Path, names: Mapping[str, str] | None = None, *, endings: Collection[str] = PICTURE_ENDINGS
+) -> Labelled:
     """Pictures in one folder for each class, searched through.
 
     Args:
         root: ROOT/CLASS/picture.jpg.
         names: class -> name in prompts, of all classes that there are; None takes the folders, "_" read as a space.
+        endings: of the files that count, in lower case with the dot.
 
     Raises:
         UserError: there is no such folder, no class or picture in it, or a class with pictures has no name.
@@ -75,11 +78,9 @@ def read_class_folder(root: Path, names: Mapping[str, str] | None = None) -> Lab
     folders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
     if not folders:
         raise UserError(f"no folders in {root}; expected one for each class, as in {root}/CLASS/picture.jpg")
-    files = [
-        (f, p) for f in folders for p in sorted(f.rglob("*")) if p.suffix.lower() in PICTURE_ENDINGS and p.is_file()
-    ]
+    files = [(f, p) for f in folders for p in sorted(f.rglob("*")) if p.suffix.lower() in endings and p.is_file()]
     if not files:
-        raise UserError(f"no pictures in the folders of {root} (looked for {', '.join(sorted(PICTURE_ENDINGS))})")
+        raise UserError(f"no pictures in the folders of {root} (looked for {', '.join(sorted(endings))})")
     return _labelled(
         [FileImage(p) for _, p in files],
         [p.relative_to(root).as_posix() for _, p in files],

@@ -5,10 +5,14 @@ their bytes carries regions too. What holds regions has no picture to show.
 """
 
 import io
+import math
 import os
+import tokenize
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -21,13 +25,14 @@ REGION_ENDINGS = frozenset({".npy"})
 
 _MAGIC = b"\x93NUMPY"
 _SPLIT_NAMES = {"dev": "val"}
+_BEGINNING = 512
 
 
 class RegionFile:
     """A .npy file of the features of n pictures: (n, r, c), or (n, c) for one region each, in float16, float32 or float64.
 
-    It is opened as a memory map, which tells whether all of it is there; rows are then read where they lie, from any thread. So
-    memory never holds more than the rows asked for, and a disk that fails is an OSError.
+    Its header tells how long it must be; rows are then read where they lie, from any thread. So memory never holds more than the
+    rows asked for, and a disk that fails is an OSError. The file is closed when nothing refers to this any more.
 
     Args:
         path: the file.
@@ -42,11 +47,24 @@ class RegionFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        array = _mapped(self.path)
-        self.n, self.channels = array.shape[0], array.shape[-1]
-        self.regions = array.shape[1] if array.ndim == 3 else 1
-        self._dtype, self._start = array.dtype, int(array.offset)
-        self._file = self.path.open("rb")
+        if not self.path.is_file():
+            raise UserError(f"there is no file {self.path}")
+        try:
+            self._descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise UserError(f"cannot read {self.path}: {error.strerror}") from error
+        weakref.finalize(self, os.close, self._descriptor)
+        try:
+            with open(self._descriptor, "rb", closefd=False) as file:
+                shape, self._dtype, self._start = _checked_header(file, os.fstat(self._descriptor).st_size)
+        except ValueError as error:
+            raise UserError(f"{self.path}: {error}") from error
+        if len(shape) not in (2, 3) or 0 in shape:
+            raise UserError(
+                f"{self.path}: an array of shape {shape}; expected (pictures, regions, channels) or (pictures, channels)"
+            )
+        self.n, self.channels = shape[0], shape[-1]
+        self.regions = shape[1] if len(shape) == 3 else 1
 
     def row(self, row: int) -> np.ndarray:
         """The (r, c) features of a picture, in the type of the file.
@@ -54,11 +72,20 @@ class RegionFile:
         Raises:
             OSError: the file cannot be read, or no longer has this row.
         """
+        return np.frombuffer(self._read(row), self._dtype).reshape(self.regions, self.channels)
+
+    def same(self, row: int, other: int) -> bool:
+        """Whether two rows are equal bit by bit; whole rows are read only where their beginnings agree."""
+        return self._read(row, _BEGINNING) == self._read(other, _BEGINNING) and self._read(row) == self._read(other)
+
+    def _read(self, row: int, most: int | None = None) -> bytes:
+        """The bytes of a row, or the first of them."""
         size = self.regions * self.channels * self._dtype.itemsize
-        data = os.pread(self._file.fileno(), size, self._start + row * size)
-        if len(data) < size:
+        wanted = size if most is None else min(most, size)
+        data = os.pread(self._descriptor, wanted, self._start + row * size)
+        if len(data) < wanted:
             raise OSError(f"{self.path} ends within row {row}; it was longer when it was opened")
-        return np.frombuffer(data, self._dtype).reshape(self.regions, self.channels)
+        return data
 
 
 @dataclass(frozen=True)
@@ -98,21 +125,18 @@ def regions_from_bytes(data: bytes, channels: int | None = None) -> np.ndarray:
         channels: c that is expected; any if None.
 
     Raises:
-        ValueError: it is no such file, of another shape or type, or holds NaN or infinity.
+        ValueError: it is no such file, cut short, of another shape or type, or holds NaN or infinity.
     """
     if not data.startswith(_MAGIC):
         raise ValueError(
             "not a .npy file: region features are expected here, not a picture; `sfumato regions` makes them from pictures"
         )
-    try:
-        array = np.load(io.BytesIO(data), allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"not a whole .npy file of numbers: {error}") from error
-    if array.dtype.kind != "f" or array.ndim not in (1, 2) or not array.size:
-        raise ValueError(
-            f"holds {array.dtype} of shape {array.shape}; expected the (regions, channels) of one picture in float32 or float16"
-        )
-    features: np.ndarray = array.reshape(-1, array.shape[-1]).astype(np.float32)
+    shape, dtype, start = _checked_header(io.BytesIO(data), len(data))
+    if len(shape) not in (1, 2) or 0 in shape:
+        raise ValueError(f"holds {dtype} of shape {shape}; expected the (regions, channels) of one picture")
+    array = np.frombuffer(data, dtype, math.prod(shape), start)
+    with np.errstate(over="ignore"):  # What is too large for float32 becomes infinity, and is refused below.
+        features: np.ndarray = array.reshape(-1, shape[-1]).astype(np.float32)
     if channels is not None and features.shape[1] != channels:
         raise ValueError(f"has {features.shape[1]} channels; the model reads {channels} (model.image.channels)")
     if not np.isfinite(features).all():
@@ -155,34 +179,40 @@ def read_scan(folder: str | Path, problems: Problems) -> dict[str, PairData]:
     return splits
 
 
-def _mapped(path: Path) -> np.memmap:
-    if not path.is_file():
-        raise UserError(f"there is no file {path}")
+def _checked_header(file: IO[bytes], size: int) -> tuple[tuple[int, ...], np.dtype, int]:
+    """(shape, type, where the numbers begin) of a .npy file of that many bytes; no memory is taken on the word of its header.
+
+    Raises:
+        ValueError: it is no such file, holds something else than floats row by row, or is shorter than its header says.
+    """
+    magic = file.read(len(_MAGIC))
+    if magic.startswith(b"PK"):
+        raise ValueError("an archive of several arrays; save the features alone with numpy.save")
+    if magic != _MAGIC:
+        raise ValueError("not a .npy file; a pickled one is never opened, save the array with numpy.save")
+    file.seek(0)
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        with path.open("rb") as file:
-            whole = file.read(len(_MAGIC)) == _MAGIC
-        if not whole:
-            reason = "not a .npy file; a pickled one is never opened, save the array with numpy.save"
-        elif "objects" in str(error):
-            reason = "holds Python objects, which would have to be unpickled; save one array of float32 with numpy.save"
-        else:
-            reason = f"cut short, or cannot be read ({error}); copy it again"
-        raise UserError(f"{path}: {reason}") from error
-    if not isinstance(array, np.memmap):
-        raise UserError(f"{path}: an archive of several arrays; save the features alone with numpy.save")
-    if array.dtype.kind != "f" or array.dtype.itemsize not in (2, 4, 8):
-        raise UserError(
-            f"{path}: numbers of type {array.dtype}; expected float32 or float16, as .astype('float32') gives"
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, by_columns, dtype = read(file)
+    except (ValueError, TypeError, SyntaxError, tokenize.TokenError, RecursionError, MemoryError) as error:
+        raise ValueError(f"cut short or damaged, its header cannot be read ({error}); copy it again") from error
+    if dtype.hasobject:
+        raise ValueError(
+            "holds Python objects, which would have to be unpickled; save one array of float32 with numpy.save"
         )
-    if array.ndim not in (2, 3) or 0 in array.shape:
-        raise UserError(
-            f"{path}: an array of shape {array.shape}; expected (pictures, regions, channels) or (pictures, channels)"
+    if dtype.kind != "f" or dtype.itemsize not in (2, 4, 8):
+        raise ValueError(f"numbers of type {dtype}; expected float32 or float16, as .astype('float32') gives")
+    if by_columns and sum(length > 1 for length in shape) > 1:
+        raise ValueError("saved column by column; save numpy.ascontiguousarray of it")
+    start = file.tell()
+    needed = math.prod(shape) * dtype.itemsize
+    if min(shape, default=0) < 0 or size - start < needed:
+        raise ValueError(
+            f"cut short or damaged: its header says an array of shape {shape}, {needed} bytes, and {size - start} are there;"
+            " copy it again"
         )
-    if not array.flags.c_contiguous:
-        raise UserError(f"{path}: saved column by column; save numpy.ascontiguousarray of it")
-    return array
+    return shape, dtype, start
 
 
 def _read_split(folder: Path, name: str, problems: Problems) -> PairData:
@@ -249,6 +279,8 @@ def _ids(path: Path, rows: int, of_line: np.ndarray) -> list[str] | None:
         ids = [line.decode("utf-8").strip() for line in _lines(path)]
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
+    if "" in ids:
+        raise UserError(f"{path}:{ids.index('') + 1}: a line without an id; give every row one, or every caption")
     if len(ids) == rows:
         return ids
     if len(ids) != len(of_line):
@@ -263,12 +295,9 @@ def _ids(path: Path, rows: int, of_line: np.ndarray) -> list[str] | None:
 def _first_of_equal(file: RegionFile) -> np.ndarray:
     """(n,) for each row the first of the run of equal rows that it belongs to."""
     first = np.arange(file.n)
-    before = file.row(0)
     for row in range(1, file.n):
-        features = file.row(row)
-        if np.array_equal(features, before):
+        if file.same(row, row - 1):
             first[row] = first[row - 1]
-        before = features
     return first
 
 

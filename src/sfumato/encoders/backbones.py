@@ -6,6 +6,7 @@ Each turns raw items into token features; :mod:`sfumato.encoders.features` keeps
 import hashlib
 import importlib.util
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ class EfficientNetLite0:
     def __init__(self, size: int = 224, *, grid: int | None = None) -> None:
         if size < 32:
             raise ValueError(f"EfficientNetLite0: size must be at least 32 pixels, got {size}")
+        _check_grid(grid, math.ceil(size / 32))
         from sfumato.encoders.efficientnet import CHANNELS, efficientnet_lite0, weights_file
 
         self.size, self.grid, self.channels = size, grid, CHANNELS
@@ -220,8 +222,17 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _check_grid(grid: int | None, side: int) -> None:
+    if grid is not None and not 1 <= grid <= side:
+        raise UserError(
+            f"a grid of {grid} x {grid} does not fit the backbone's map, whose side is {side}: cells would be copies;"
+            f" give at most {side} (--grid, model.image.grid), or larger pictures (--size, model.image.size)"
+        )
+
+
 def _map_tokens(maps: Tensor, grid: int | None) -> Tensor:
     """(n, c, h, w) -> (n, h * w or grid * grid, c)."""
+    _check_grid(grid, min(maps.shape[2:]))
     if grid is not None:
         maps = functional.adaptive_avg_pool2d(maps, grid)
     return maps.flatten(2).transpose(1, 2)

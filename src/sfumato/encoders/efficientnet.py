@@ -42,10 +42,17 @@ class EfficientNetEncoder(nn.Module):
 
     Args:
         pretrained: start from the weights of ImageNet.
+
+    Attributes:
+        resting: beginnings of the names of parameters that rest while the image network does; None for all. Set it to () where nothing
+            came pre-trained.
     """
+
+    resting: tuple[str, ...] | None
 
     def __init__(self, *, pretrained: bool = True) -> None:
         super().__init__()
+        self.resting = None
         # AdamP takes no weights in another order of memory.
         self.network = efficientnet_lite0(pretrained=pretrained).to(memory_format=torch.contiguous_format)
         for unused in ("_avg_pooling", "_dropout", "_fc"):

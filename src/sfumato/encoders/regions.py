@@ -90,7 +90,8 @@ class GraphLayer(nn.Module):
 
         relation_ij = <theta(v_i), phi(v_j)> / r,    v_i <- v_i + BatchNorm(out(sum_j relation_ij g(v_j)))
 
-    r counts the regions that are there; what the mask hides has no influence, on the batch statistics neither. The weight and bias
+    r counts the regions that are there; what the mask hides has no influence, on the batch statistics neither. A single region has
+    no statistics: while training it is normalised by the running ones, and these stay as they are. The weight and bias
     of the norm start at 0, as in the released code, so that the layer starts as the identity.
 
     Args:
@@ -110,8 +111,14 @@ class GraphLayer(nn.Module):
         count = mask.sum(1).to(regions.dtype).view(-1, 1, 1)
         relation = self.theta(regions) @ self.phi(regions).transpose(1, 2) / count
         moved = self.out(relation.masked_fill(~mask.unsqueeze(1), 0) @ self.g(regions))
-        normal = self.norm(moved[mask])
+        normal = self._normalised(moved[mask])
         return regions + torch.zeros_like(moved, dtype=normal.dtype).index_put((mask,), normal)
+
+    def _normalised(self, rows: Tensor) -> Tensor:
+        norm = self.norm
+        if len(rows) != 1:
+            return norm(rows)  # type: ignore[no-any-return]
+        return functional.batch_norm(rows, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
 
 
 class RegionReasoning(nn.Module):
@@ -161,7 +168,12 @@ class RegionEncoder(nn.Module):
         variance: the log variance has all of these layers for itself, without sharing; else it starts from the mean's.
         dropout: share of the features dropped while training.
         region_dropout: rate of SizeAugment: regions dropped while training, see :func:`~sfumato.data.size_augment.drop_tokens`.
+
+    Attributes:
+        resting: beginnings of the names of parameters that rest while the image network does: none, for nothing is pre-trained.
     """
+
+    resting: tuple[str, ...] = ()
 
     def __init__(
         self,

@@ -30,8 +30,13 @@ class ResNetEncoder(nn.Module):
     Args:
         network: ResNetModel of transformers.
         pixel_mean, pixel_std: by which pixels in [0, 1] are standardised.
+
+    Attributes:
+        resting: beginnings of the names of parameters that rest while the image network does; None for all. Set it to () where nothing
+            came pre-trained.
     """
 
+    resting: tuple[str, ...] | None
     pixel_mean: Tensor
     pixel_std: Tensor
 
@@ -43,6 +48,7 @@ class ResNetEncoder(nn.Module):
         pixel_std: Sequence[float] = IMAGENET_STD,
     ) -> None:
         super().__init__()
+        self.resting = None
         self.network = network
         self.channels = int(network.config.hidden_sizes[-1])
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(3, 1, 1), persistent=False)

@@ -15,7 +15,12 @@ class SmallImageEncoder(nn.Module):
 
     Args:
         width: w, channels of the first stage.
+
+    Attributes:
+        resting: beginnings of the names of parameters that rest while the image network does: none, for nothing is pre-trained.
     """
+
+    resting: tuple[str, ...] = ()
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -179,7 +179,9 @@ def _image_side(config: ModelConfig, assets: Assets, augment: AugmentConfig) -> 
     if isinstance(image, EfficientNetImageConfig):
         reader = PixelReader(image.size) if image.in_memory else PictureReader(image.size)
         # The weights of a run replace those of ImageNet anyway.
-        return reader, EfficientNetEncoder(pretrained=image.pretrained and not assets.trained)
+        efficient = EfficientNetEncoder(pretrained=image.pretrained and not assets.trained)
+        efficient.resting = None if image.starts_pretrained else ()
+        return reader, efficient
     if isinstance(image, RegionImageConfig):
         return RegionReader(image.channels), RegionEncoder(
             image.channels,
@@ -198,6 +200,7 @@ def _image_side(config: ModelConfig, assets: Assets, augment: AugmentConfig) -> 
             width=image.width,
             description=assets.encoders.get("image"),
         )
+        residual.resting = None if image.starts_pretrained else ()
         return (PixelReader if image.in_memory else PictureReader)(image.size, fit=image.fit), residual
     own_blocks = config.variance and not image.variance_token
     encoder = clip_image_encoder(

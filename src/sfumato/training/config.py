@@ -191,6 +191,11 @@ class EfficientNetImageConfig(_Section):
         """How pictures are changed at random while training."""
         return self.augment
 
+    @property
+    def starts_pretrained(self) -> bool:
+        """Whether its weights come from elsewhere, so that they may rest while what is new learns."""
+        return self.pretrained
+
 
 class ResNetImageConfig(_Section):
     """A residual network of transformers, trained from pixels."""
@@ -217,6 +222,11 @@ class ResNetImageConfig(_Section):
     def augment_mode(self) -> Literal["none", "crop", "style"]:
         """How pictures are changed at random while training."""
         return self.augment
+
+    @property
+    def starts_pretrained(self) -> bool:
+        """Whether its weights come from elsewhere, so that they may rest while what is new learns."""
+        return bool(self.weights)
 
     def check(self) -> None:
         """Refuse values that would have no effect."""
@@ -301,6 +311,15 @@ class RegionImageConfig(_Section):
     def augment_mode(self) -> Literal["none", "crop", "style"]:
         """Features are what they are."""
         return "none"
+
+    def check(self) -> None:
+        """Refuse values that would have no effect."""
+        for key in ("width", "variance_layers"):
+            if not self.graph_layers and not self.recurrent and getattr(self, key) != _default(self, key):
+                raise ValueError(
+                    f"model.image.{key} has no effect with model.image.graph_layers=0 and recurrent=false, where the regions go to"
+                    " the head as they are; leave it out"
+                )
 
 
 class ClipTextConfig(_ClipConfig):
@@ -521,12 +540,14 @@ class OptimConfig(_Section):
         1.0, gt=0, le=1, description="clip: learning rate of a block relative to the one above it"
     )
     freeze_image_epochs: int = Field(
-        0, ge=0, description="epochs in which the image network below its head, its variance blocks excepted, is frozen"
+        0,
+        ge=0,
+        description="epochs in which a pre-trained image network below its head, its variance blocks excepted, is frozen",
     )
     first_stage_epochs: int = Field(
         0,
         ge=0,
-        description="epochs in which both networks below the heads rest (of a gru its vectors from a file, of small texts nothing);"
+        description="epochs in which what came pre-trained below the heads rests (of a gru its vectors from a file);"
         " the rest of the run is a second stage, in which all learns; 0 for one stage",
     )
     second_stage_factor: PositiveFloat = Field(0.1, description="of all learning rates in the second stage")
@@ -653,7 +674,7 @@ class Recipe(_Section):
         if regions and self.data.source not in ("scan", "manifest"):
             raise ValueError(
                 f"model.image.kind='regions' reads features, and data.source={self.data.source!r} has pictures; make a folder of"
-                " features from them with `sfumato regions`, for data.source=scan"
+                " features from them with `sfumato regions`, for data.source=scan, or take model.image.kind=frozen"
             )
         if self.data.source == "scan" and not regions:
             raise ValueError(
@@ -673,8 +694,13 @@ class Recipe(_Section):
         for name, side in sides.items():
             if isinstance(side, ClipImageConfig | ClipTextConfig):
                 side.check(f"model.{name}")
-            elif isinstance(side, WordTextConfig | ResNetImageConfig):
+            elif isinstance(side, WordTextConfig | ResNetImageConfig | RegionImageConfig):
                 side.check()
+        if self.optim.freeze_image_epochs and not _may_rest(self.model.image):
+            raise ValueError(
+                f"optim.freeze_image_epochs={self.optim.freeze_image_epochs} lets a pre-trained image network rest, and nothing of"
+                f" model.image.kind={self.model.image.kind!r} as it is here came pre-trained; set it to 0"
+            )
         if self.optim.first_stage_epochs >= self.train.epochs:
             raise ValueError(
                 f"optim.first_stage_epochs={self.optim.first_stage_epochs} leaves none of train.epochs={self.train.epochs} to the"
@@ -685,6 +711,12 @@ class Recipe(_Section):
         if self.train.swa_epochs > self.train.epochs:
             raise ValueError(f"train.swa_epochs={self.train.swa_epochs} is more than train.epochs={self.train.epochs}")
         return self
+
+
+def _may_rest(image: ImageConfig) -> bool:
+    if isinstance(image, ResNetImageConfig | EfficientNetImageConfig):
+        return image.starts_pretrained
+    return not isinstance(image, SmallImageConfig | RegionImageConfig)
 
 
 _TAG_KEYS = ("loss.name", "model.image.kind", "model.text.kind")

@@ -178,6 +178,7 @@ def model_card(run: Run) -> str:
     logits = "fitted on held-out pairs" if run.calibrated else "as the loss learnt them, not calibrated"
     data = recipe.data.source + (f" ({Path(recipe.data.path).name})" if recipe.data.path else "")
     bases = _backbones(model)
+    photo = "regions-of-a-photo.npy" if model.image.kind == "regions" else "photo.jpg"
     needs = [f"- Frozen backbone, loaded by its name: `{name}`" for name in _backbones(model, frozen=True)]
     return "\n".join(
         [
@@ -206,7 +207,7 @@ def model_card(run: Run) -> str:
             "from sfumato.training.export import load_model",
             "",
             'published = load_model(".")  # this folder, or its name on the hub',
-            'images = published.model.embed_images([open("photo.jpg", "rb").read()])',
+            f'images = published.model.embed_images([open("{photo}", "rb").read()])',
             'texts = published.model.embed_texts(["a giraffe", "two people on a bench"])',
             "distances = get_distance(published.distance).matrix(images, texts)",
             "print(match_probability(distances, published.logit_scale, published.logit_bias))",

@@ -59,11 +59,15 @@ def freeze_encoder(encoder: nn.Module, frozen: bool) -> None:
     variance blocks, which always learn. Call it after ``model.train()``.
     """
     resting: tuple[str, ...] | None = getattr(encoder, "resting", None)
-    for module in encoder.modules():
-        if frozen and isinstance(module, nn.modules.batchnorm._BatchNorm):
+
+    def rests(name: str) -> bool:
+        return not name.startswith("variance_") if resting is None else name.startswith(resting)
+
+    for name, module in encoder.named_modules():
+        if frozen and isinstance(module, nn.modules.batchnorm._BatchNorm) and rests(f"{name}."):
             module.eval()
     for name, parameter in encoder.named_parameters():
-        if not name.startswith("variance_") if resting is None else name.startswith(resting):
+        if rests(name):
             parameter.requires_grad_(not frozen)
             if frozen:
                 parameter.grad = None

@@ -19,7 +19,7 @@ from sfumato.encoders.backbones import image_backbone
 from sfumato.encoders.dual import FrozenReader, Item
 from sfumato.encoders.features import FrozenBackbone, Store
 from sfumato.errors import UserError
-from sfumato.files import sync_folder, write_atomically
+from sfumato.files import is_plain_name, sync_folder, write_atomically
 from sfumato.progress import progress_bar
 from sfumato.training.build import cache_folder, load_splits
 from sfumato.training.config import DataConfig
@@ -50,14 +50,16 @@ def write_regions(
         out: a new or empty folder.
         backbone: gives the regions of a picture, see :func:`~sfumato.encoders.backbones.image_backbone`.
         layout: "scan": NAME_ims.npy, NAME_caps.txt and NAME_ids.txt, for data with as many captions for every picture. "manifest":
-            a .npy file for each picture and a manifest.jsonl of them, for any data.
+            a .npy file for each picture and a manifest.jsonl of them, for any numbers of captions. Neither can say that pictures
+            share a text.
         splits: names of those to write; all if None.
 
     Returns:
         (split -> shape of its features, what was left out).
 
     Raises:
-        UserError: the folder holds something, the data cannot be used, have no such split, or do not fit the layout.
+        UserError: the folder holds something, the data cannot be used, have no such split, or do not fit the layout; a split's name
+            cannot be a file's.
     """
     if layout not in get_args(Layout):
         raise UserError(f"--layout {layout}: unknown; known: {', '.join(get_args(Layout))}")
@@ -68,12 +70,15 @@ def write_regions(
     found = load_splits(data, problems)
     if unknown := [name for name in splits or () if name not in found] or ([] if found else ["train"]):
         raise UserError(f"the data ({data.source}) has no split {unknown[0]!r}; it has {', '.join(found) or 'none'}")
+    chosen = list(dict.fromkeys(found if splits is None else splits))
+    for name in chosen:
+        _check(name, found[name])
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     unfinished.mkdir()
     shapes = {}
     try:
-        for name in found if splits is None else splits:
+        for name in chosen:
             usable, store = _features(backbone, name, found[name], problems)
             write = _write_scan if layout == "scan" else _write_manifest
             shapes[name] = write(unfinished, name, usable, store)
@@ -101,6 +106,22 @@ def regions_of_pictures(
     return write_regions(data, out, image_backbone(backbone, size=size, grid=grid), layout=layout, splits=splits)
 
 
+def _check(name: str, split: PairData) -> None:
+    """Refuse what would be written elsewhere, or come back as something else."""
+    if not is_plain_name(name) or name == MANIFEST:
+        raise UserError(f"split {name!r}: files get the names of splits, and this cannot be one; rename it in the data")
+    lost = {
+        "texts of several pictures": (np.bincount(split.pairs[:, 1]) > 1).any(),
+        "kinds of texts": set(split.text_kinds) - {"caption"},
+        "groups of pictures": len(np.unique(split.groups)) < len(split.groups),
+    }
+    if any(lost.values()):
+        raise UserError(
+            f"split {name!r} has {' and '.join(what for what, there in lost.items() if there)}, which no layout of region features can"
+            " say; train on these data with model.image.kind=frozen, which keeps the features of a frozen backbone too"
+        )
+
+
 def _features(backbone: FrozenBackbone, name: str, split: PairData, problems: Problems) -> tuple[PairData, Store]:
     items: list[Item] = [source.read_bytes for source in split.images]
     with progress_bar(f"features of {name}", len(items)) as advance:
@@ -116,7 +137,7 @@ def _write_scan(folder: Path, name: str, split: PairData, store: Store) -> tuple
     captions = equal_captions(split)
     if captions is None:
         raise UserError(
-            f"split {name!r}: the pictures have different numbers of captions, or share some, which this layout cannot say;"
+            f"split {name!r}: the pictures have different numbers of captions, which this layout cannot say;"
             " write a manifest instead: --layout manifest"
         )
     name = _SCAN_NAMES.get(name, name)
