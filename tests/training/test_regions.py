@@ -275,8 +275,10 @@ def test_a_grid_of_copies_is_refused(tmp_path, sfumato):
     settings = [make_toy(tmp_path), "--size", "64", "--out", tmp_path / "out"]
     status, _, err = sfumato("regions", *settings, "--grid", "3")
     assert status == 2 and "a grid of 3 x 3 does not fit the backbone's map, whose side is 2" in err
-    status, _, err = sfumato("regions", *settings, "--grid", "2", "--splits", "val")
+    status, out, err = sfumato("regions", *settings, "--grid", "2", "--splits", "val")
     assert status == 0, err
+    path = tmp_path / "out"
+    assert f"RECIPE data.source=scan data.path={path} model.image.kind=regions model.image.channels=1280" in out
 
 
 def test_a_class_folder_of_regions_is_classified(run, scan, tmp_path, sfumato):

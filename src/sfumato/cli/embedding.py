@@ -31,14 +31,17 @@ def regions(
     """Write pictures as region features of a frozen backbone, to train from with model.image.kind=regions."""
     from sfumato.recipes import find_recipe
     from sfumato.training.config import load_recipe
-    from sfumato.training.regions import regions_of_pictures
+    from sfumato.training.regions import MANIFEST, regions_of_pictures
 
     config = load_recipe(find_recipe(data), overrides or []).data
     chosen = None if splits is None else parse_names(splits)
     shapes, problems = regions_of_pictures(config, out, backbone, size=size, grid=grid, layout=layout, splits=chosen)
     result = {"out": str(out), "splits": shapes, "problems": len(problems)}
     line = "\n".join(f"{name}: {n} x {r} x {c}" for name, (n, r, c) in shapes.items())
-    print_result(result, as_json, f"{line}\nwritten to {out}" + say_left_out(problems))
+    channels = next(iter(shapes.values()))[2]
+    path = out / MANIFEST if layout == "manifest" else out
+    keys = f"data.source={layout} data.path={path} model.image.kind=regions model.image.channels={channels}"
+    print_result(result, as_json, f"{line}\nto train from them: sfumato train RECIPE {keys}" + say_left_out(problems))
 
 
 @app.command()
