@@ -266,7 +266,10 @@ def test_the_command_writes_tables_and_a_page(work, sfumato):
     page = (folder / "audit.html").read_text()
     assert page.count('<li class="card">') == 6 and "data:image/webp;base64," in page and pairs[0]["text"] in page
     assert "http" not in page and "<script" not in page
-    assert str(result["n_pairs"]) in summary(result)
+    lines = summary(result)
+    assert str(result["n_pairs"]) in lines and "the likeliest of" in lines and " wrong  " in lines
+    long = result | {"pairs": [result["pairs"][0] | {"text": "a" * 71, "better_text": "b" * 51}]}
+    assert f"'{'a' * 69}…'  (better: '{'b' * 49}…')" in summary(long)
 
 
 def test_other_data_another_model_and_a_split_it_was_trained_on(work, sfumato, tmp_path, monkeypatch):
@@ -292,6 +295,10 @@ def test_an_uncalibrated_model_gives_no_probabilities(work, sfumato, tmp_path):
     shutil.copytree(work / "run", tmp_path / "run")
     (tmp_path / "run" / "calibration.json").unlink()
     result = json.loads(sfumato("audit", "--run", tmp_path / "run", "--json")[1])
+    lines = summary(result)
+    assert "–" not in lines and "wrong  " not in lines and "the closest of" in lines
+    page = (tmp_path / "run" / "audit-test" / "audit.html").read_text()
+    assert "wrong · excess" not in page and "In per cent" not in page and ">–<" not in page and ">excess" in page
     assert result["wrong_share"] is None and result["pairs"][0]["wrong_probability"] is None
     assert "not calibrated" in result["notes"][0]
     distance = [row["distance"] for row in result["missing"]]

@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
         *("data", "distances", "encoders", "errors", "evaluation", "files", "gaussian", "losses", "metrics"),
         *("progress", "search", "training"),
     },
-    "audit": {"data", "errors", "files", "gaussian", "metrics", "progress", "search", "training"},
+    "audit": {"data", "errors", "evaluation", "files", "gaussian", "metrics", "progress", "search", "training"},
     "console": {"evaluation", "metrics"},
     "demo": {
         "console",

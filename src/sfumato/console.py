@@ -73,19 +73,21 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
 
 def print_crops(study: Mapping[str, Any]) -> None:
     """Two tables of what :meth:`CropStudy.to_json` holds: uncertainties, and binary selection beside what was published."""
-    table = Table(
-        title=f"{study['model']}: mean {study['uncertainty']} of {study['n_pictures']:,} pictures' crops and captions",
-        title_justify="left",
-    )
-    for name in ("area below", "n", "of", "A", "B", "C", "C above A"):
-        table.add_column(name, justify="left" if name == "of" else "right")
-    for row in study["thresholds"]:
-        for side in ("crops", "captions"):
-            found = row[side]
-            means = found["mean"] or {}
-            cells = [_with_error(means[r]["value"], found["standard_error"][r]) for r in means] or ["-"] * 3
-            table.add_row(f"{row['threshold']:.0%}", f"{row['n']:,}", side, *cells, _bounded(found["c_above_a"]))
-    _wide().print(table)
+    title = f"{study['model']}: mean {study['uncertainty']} of {study['n_pictures']:,} pictures' crops and captions"
+    rows = [(row, side) for row in study["thresholds"] for side in ("crops", "captions") if row[side]["mean"]]
+    if rows:
+        table = Table(title=title, title_justify="left")
+        for name in ("area below", "n", "of", "A", "B", "C", "C above A"):
+            table.add_column(name, justify="left" if name == "of" else "right")
+        for row, side in rows:
+            means, errors = row[side]["mean"], row[side]["standard_error"]
+            cells = [_with_error(means[r]["value"], errors[r]) for r in means]
+            table.add_row(f"{row['threshold']:.0%}", f"{row['n']:,}", side, *cells, _bounded(row[side]["c_above_a"]))
+        _wide().print(table)
+        brackets = f"; in brackets: {study['level']:.0%} intervals, as below" if study["n_resamples"] else ""
+        print(f"±: one standard error of the mean{brackets}")
+    else:
+        print(f"{study['model']} embeds points, which have no uncertainty: there are no means of it")
     table = Table(title="share that chooses its own partner", title_justify="left")
     first = next(iter(study["published"].values()))
     for name in ("area below", "by", *first):
@@ -96,6 +98,10 @@ def print_crops(study: Mapping[str, Any]) -> None:
     for name, cells in study["published"].items():
         table.add_row("published", name, *(f"{cells[cell]:.1%}" for cell in first))
     _wide().print(table)
+    if study["n_resamples"]:
+        print(
+            f"In brackets: {study['level']:.0%} intervals from {study['n_resamples']:,} bootstrap resamples of the pictures."
+        )
     for reason, count in study["problems"].items():
         print(f"{count:,}: {reason}")
 
@@ -365,8 +371,6 @@ def print_analyses(found: Mapping[str, Any]) -> None:
         )
         what = "t-SNE" if study["explained"] is None else "the first two principal components"
         print(f"map: {len(study['items'])} images and texts by {what}{held}")
-    for note in found["notes"]:
-        print(f"note: {note}")
 
 
 def _print_curves(console: Console, study: Mapping[str, Any], title: str) -> None:

@@ -12,6 +12,8 @@ from PIL import Image
 from toy import make_toy
 
 from sfumato.analysis.sets import MADE, PictureSets, choose_pairs, measure_sets, read_pictures
+from sfumato.analysis.studies import AnalysisOptions, analyse_model
+from sfumato.errors import UserError
 from sfumato.recipes import find_recipe
 from sfumato.training.config import load_recipe
 from sfumato.training.loop import fit, load_split
@@ -141,6 +143,8 @@ def test_the_report_shows_what_was_found_with_these_weights(run, work, sfumato):
 
 def test_points_have_a_map_and_whatever_looks_at_the_gallery(work, sfumato, tmp_path):
     status, out, err = sfumato("analyse", work / "points", *QUICK, "--out", tmp_path / "found", "--json")
+    plain, told = sfumato("analyse", work / "points", *QUICK, "--out", tmp_path / "again")[1:]
+    assert (plain + told).count("sets is left out") == 1
     found = json.loads(out)
     assert status == 0 and "map" in found and not {"corruption", "sets", "words"} & set(found)
     assert len(found["notes"]) == 3 and "points" in err
@@ -172,11 +176,12 @@ def test_other_data_are_analysed_here(work, sfumato, tmp_path, monkeypatch):
     ("arguments", "says"),
     [
         (["{run}", "--only", "map,algebra"], "unknown study 'algebra'; known: corruption, sets, words, map"),
-        (["{run}", "--uncertainty", "doubt"], "unknown uncertainty 'doubt'; known: total_variance"),
+        (["{run}", "--uncertainty", "doubt"], "--uncertainty doubt: unknown; known: total_variance"),
         (["{run}", "--only", "words", "--bins", "100"], "too few for 100 bins"),
-        (["{run}", "--only", "words", "--corpus", "all"], "one of bin, split"),
-        (["{run}", "--only", "map", "--method", "umap"], "one of pca, tsne"),
-        (["{run}", "--only", "sets", "--pairs", "1"], "1 pairs of pictures are too few"),
+        (["{run}", "--only", "corruption,words", "--bins", "100"], "too few for 100 bins"),
+        (["{run}", "--corpus", "all"], "--corpus all: unknown; known: bin, split"),
+        (["{run}", "--method", "tnse"], "--method tnse: unknown; known: pca, tsne"),
+        (["{run}", "--pairs", "1"], "'--pairs': Input should be greater than or equal to 3"),
         (["{points}", "--only", "sets"], "are points: set algebra needs variances"),
         (["{points}", "--only", "words"], "take an --uncertainty that looks at the gallery: expected_matches"),
         (["{run}", "--split", "dev"], "has no split 'dev'"),
@@ -190,6 +195,55 @@ def test_mistakes_are_one_line_and_status_two(work, sfumato, arguments, says):
     assert status == 2 and out == "" and says in err and "Traceback" not in err
     if "--data" not in arguments and "dev" not in arguments:
         assert not (work / "run" / "analysis-test").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--method", "tnse"), "--method tnse: unknown; known: pca, tsne"),
+        (("--corpus", "x"), "--corpus x: unknown; known: bin, split"),
+        (("--only", "algebra"), "unknown study 'algebra'"),
+    ],
+)
+def test_wrong_words_are_refused_before_the_model_is_loaded(run, sfumato, arguments, says):
+    (run / "model.safetensors").unlink()
+    status, _, err = sfumato("analyse", run, *arguments)
+    assert status == 2 and says in err and "safetensors" not in err
+
+
+def test_too_few_items_are_refused_before_anything_is_embedded(run, sfumato, monkeypatch):
+    def embed(*_):
+        raise AssertionError("embedded")
+
+    monkeypatch.setattr("sfumato.analysis.studies.embed_split", embed)
+    status, _, err = sfumato("analyse", run, "--only", "corruption,words", "--bins", "100")
+    assert status == 2 and "too few for 100 bins of uncertainty; ask for fewer with --bins" in err
+    loaded = load_run(run)
+    with pytest.raises(UserError, match="2 pairs of pictures are too few"):
+        analyse_model(loaded, loaded.recipe.data, "test", studies=["sets"], options=AnalysisOptions(n_pairs=2))
+    with pytest.raises(UserError, match="2 items are too few for a map, which takes 3 or more"):
+        analyse_model(loaded, loaded.recipe.data, "test", studies=["map"], options=AnalysisOptions(n_mapped=1))
+
+
+def test_the_report_does_what_is_missing_and_keeps_the_rest(run, sfumato):
+    folder = run / "analysis-test"
+    sfumato("analyse", run, *QUICK, "--only", "words,sets", "--corpus", "split")
+    sfumato("analyse", run, *QUICK, "--only", "corruption")
+    before = {name: (folder / f"{name}.json").read_bytes() for name in ("corruption", "words", "sets")}
+    status, _, err = sfumato("report", run, "--analyses")
+    assert status == 0 and "corruption, sets, words: done before with this model and split, and kept" in err
+    assert before == {name: (folder / f"{name}.json").read_bytes() for name in before}
+    assert json.loads(before["words"])["corpus"] == "split" and (folder / "map.json").exists()
+    page = (folder / "analysis.html").stat().st_mtime_ns
+    status, _, err = sfumato("report", run, "--analyses")
+    assert (
+        status == 0 and "sets, words, map: done before" in err and page == (folder / "analysis.html").stat().st_mtime_ns
+    )
+    # Another model's is done anew.
+    (folder / "words.json").write_text(before["words"].decode().replace('"weights": "', '"weights": "0'))
+    status, _, err = sfumato("report", run, "--analyses")
+    assert status == 0 and "corruption, sets, map: done before" in err
+    assert json.loads((folder / "words.json").read_text())["corpus"] == "bin"
 
 
 def test_region_features_leave_what_needs_no_pictures(tmp_path, sfumato):

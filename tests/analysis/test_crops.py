@@ -14,6 +14,7 @@ from toy import make_toy
 
 from sfumato import cli
 from sfumato.analysis.crops import CANDIDATES, ROLES, Triplet, choose_triplet, join_captions, measure_crops, overlap
+from sfumato.console import print_crops
 from sfumato.data import boxes as boxes_module
 from sfumato.data.boxes import read_boxed_pictures
 from sfumato.data.problems import Problems
@@ -265,7 +266,7 @@ def work(tmp_path_factory):
     return folder
 
 
-def test_the_command_measures_writes_and_says(work, sfumato, tmp_path):
+def test_the_command_measures_writes_and_says(work, sfumato, tmp_path, capsys):
     arguments = "crops", work / "run", "--regions", work / "region_descriptions.json", "--images", work
     status, out, err = sfumato(
         *arguments, "--thresholds", "0.02,0.08,0.3", "--bootstrap", "20", "--out", tmp_path / "out", "--json"
@@ -294,7 +295,21 @@ def test_the_command_measures_writes_and_says(work, sfumato, tmp_path):
         and "a red square and a" in page
         and "<script" not in page
     )
+    printed = json.loads((tmp_path / "out" / "crops.json").read_text())
+    print_crops(printed)
+    said = capsys.readouterr().out
+    assert (
+        "±: one standard error of the mean; in brackets: 95% intervals" in said and "bootstrap resamples of the" in said
+    )
+    for row in printed["thresholds"]:  # As of points.
+        for side in ("crops", "captions"):
+            row[side] = dict.fromkeys(row[side])
+    print_crops(printed)
+    said = capsys.readouterr().out
+    assert "embeds points, which have no uncertainty" in said and "area below" in said and "±" not in said
+    assert "C above A" not in said and "In brackets: 95% intervals" in said
     status, out, err = sfumato(*arguments, "--bootstrap", "0", "--uncertainty", "log_det")
+    assert "±: one standard error of the mean\n" in out and "brackets" not in out
     assert (
         status == 0 and "published" in out and "sticks out" in out and (work / "run" / "crops" / "crops.html").is_file()
     ), err

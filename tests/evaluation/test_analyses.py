@@ -7,7 +7,7 @@ import pytest
 from evaluation.test_report import EVIL, Checker, picture, scene
 
 from sfumato.evaluation.analyses import analysis_views, interval
-from sfumato.evaluation.drawing import Plane, magnification
+from sfumato.evaluation.drawing import Axes, Plane, magnification, place_marks
 from sfumato.evaluation.report import make_report
 
 
@@ -100,3 +100,48 @@ def test_what_users_wrote_cannot_become_markup():
         checked = Checker(page)
         assert {"map", "sets", "words"} <= set(checked.ids) and sum("<script>" in text for text in checked.text) > 6
         assert ("data:image/png" in page[page.index('id="sets"') : page.index('id="words"')]) == (content is not None)
+
+
+def test_labels_of_one_place_stand_apart_and_outside():
+    """Two pictures at one place, a third near the edge: no letter on another, on a dot, within its ellipse or cut."""
+    shapes = [
+        (0.0, 0.0, 0.3, 0.2, 0.4),
+        (0.01, 0.0, 0.3, 0.3, 0.0),
+        (4.0, 0.0, 0.4, 0.1, 0.0),
+        (2.0, 3.0, 0.0, 0.0, 0.0),
+    ]
+    plane = Plane(shapes, width=380, height=300, margin=24)
+    drawn = [plane.ellipse(e) for e in shapes]
+    marks = place_marks(drawn, 380, 300)
+    assert len(marks) == 4 and place_marks([], 380, 300) == []
+    for k, (x, y) in enumerate(marks):
+        assert 7 <= x <= 373 and 7 <= y <= 293
+        assert all(abs(x - u) >= 15 or abs(y - v) >= 14 for u, v in marks[:k])
+        assert all(math.hypot(x - e["cx"], y - e["cy"]) >= 9 for e in drawn)
+        for e in drawn:  # The letter's middle, in the axes of the ellipse.
+            turn = math.radians(e["turn"])
+            dx, dy = x - e["cx"], y - e["cy"]
+            u, v = dx * math.cos(turn) + dy * math.sin(turn), dy * math.cos(turn) - dx * math.sin(turn)
+            assert (u / max(e["rx"], 0.1)) ** 2 + (v / max(e["ry"], 0.1)) ** 2 > 1.1
+
+
+@pytest.mark.parametrize(("tick", "left"), [("0.5", 54), ("0.0025", 63), ("0.00125", 70)])
+def test_long_ticks_move_the_axis(tick, left):
+    axes = Axes((0.0, 1.0), (0.0, 1.0))
+    chart = axes.chart(x_ticks=[(0.0, "0")], y_ticks=[(0.0, "0"), (1.0, tick)], x_label="", y_label="y", label="")
+    assert axes.left == axes.x(0.0) == chart["x_ticks"][0]["at"] == left
+
+
+def test_a_column_has_one_precision():
+    value = {
+        f: {"value": v, "low": 0.0123, "high": 0.5} for f, v in zip("abcd", (0.0692, 0.54, 1.0, 0.004), strict=True)
+    }
+    mean = [{"value": v, "low": None, "high": None} for v in (0.003, 0.0228)]
+    curve = {"n": 3, "strengths": [0, 0.5], "mean": mean, "recall": [1.0, 0.5]}
+    curve |= dict(zip(("spearman", "rises", "monotone", "auroc"), value.values(), strict=True))
+    study = {"uncertainty": "log_det", "sides": {"image": {"erased": curve}}}
+    view = analysis_views({"corruption": study}, lambda name: None)["corruption"]
+    assert [cell["text"] for cell in view["rows"][0][2:]] == [
+        f"{v} (0.01 to 0.50)" for v in ("0.07", "0.54", "1.00", "0.00")
+    ]
+    assert [row[1] for row in view["charts"][0]["rows"]] == ["0.0030", "0.0228"]

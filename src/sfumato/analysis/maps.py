@@ -21,7 +21,9 @@ Method = Literal["pca", "tsne"]
 FAMILIES = 5
 """Images that a map shows together with their texts, in a colour of their own."""
 
-_LEAST = 3
+LEAST_ITEMS = 3
+"""Fewer images and texts together have no plane."""
+
 _DISC = 0.02
 """Radius of a t-SNE disc of mean total variance, as a share of the map's wider side."""
 
@@ -114,8 +116,8 @@ def map_items(
     chosen = GaussianEmbedding.cat(
         [_on_host(images, shown_images), _on_host(texts, shown_texts)]
     )  # (k, d), images first
-    if chosen.n < _LEAST:
-        raise ValueError(f"map_items: {chosen.n} items are too few for a map; it takes {_LEAST} or more")
+    if chosen.n < LEAST_ITEMS:
+        raise ValueError(f"map_items: {chosen.n} items are too few for a map; it takes {LEAST_ITEMS} or more")
     if method == "pca":
         plane = fit_map(chosen)
         explained, ellipses = plane.explained, plane.ellipses(chosen)

@@ -5,7 +5,7 @@ from typing import Any
 
 import jinja2
 
-from sfumato.analysis.studies import STUDIES, Analyses
+from sfumato.analysis.studies import STUDIES, Analyses, same_model_and_data
 from sfumato.evaluation.analyses import analysis_views
 from sfumato.files import write_atomically, write_json
 from sfumato.training.reporting import read_object, read_picture
@@ -29,7 +29,12 @@ def write_analyses(analyses: Analyses, folder: Path, version: str) -> Path:
         write_atomically(folder / name, content)
     for name in analyses.studies:
         write_json(folder / f"{name}.json", analyses.to_json(name))
-    found = {name: analyses.to_json(name) for name in analyses.studies} | _earlier(analyses, folder)
+    earlier = {
+        name: study
+        for name, study in read_studies(folder).items()
+        if name not in analyses.studies and same_model_and_data(study, analyses.about)
+    }
+    found = {name: analyses.to_json(name) for name in analyses.studies} | earlier
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("sfumato"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -43,14 +48,7 @@ def write_analyses(analyses: Analyses, folder: Path, version: str) -> Path:
     return folder / PAGE
 
 
-def _earlier(analyses: Analyses, folder: Path) -> dict[str, dict[str, Any]]:
-    """Studies of the same model and split that were done before, by name."""
-    found = {}
-    for name in STUDIES:
-        study = None if name in analyses.studies else read_object(folder / f"{name}.json")
-        if study is None:
-            continue
-        same = ("format", "weights", "split", "distance", "n_images", "n_texts")
-        if all(study.get(key) == analyses.about[key] for key in same):
-            found[name] = study
-    return found
+def read_studies(folder: Path) -> dict[str, dict[str, Any]]:
+    """What earlier calls left in a folder, by name, of whatever model and split."""
+    found = {name: read_object(folder / f"{name}.json") for name in STUDIES}
+    return {name: study for name, study in found.items() if study is not None}

@@ -6,13 +6,13 @@ What a study measures is in the module of its name.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 
 from sfumato.analysis.corruption import corruption_curves
-from sfumato.analysis.maps import map_items
+from sfumato.analysis.maps import LEAST_ITEMS, Method, map_items
 from sfumato.analysis.sets import (
     ERASED,
     ERASED_FIGURES,
@@ -25,7 +25,7 @@ from sfumato.analysis.sets import (
     read_pictures,
     square_picture,
 )
-from sfumato.analysis.words import words_by_uncertainty
+from sfumato.analysis.words import Corpus, words_by_uncertainty
 from sfumato.data.pairs import MemoryImage, PairData
 from sfumato.encoders.regions import reads_regions
 from sfumato.errors import UserError
@@ -37,7 +37,7 @@ from sfumato.metrics.relevance import Relevance
 from sfumato.progress import progress_bar, say
 from sfumato.training.config import DataConfig
 from sfumato.training.inference import Matcher
-from sfumato.training.loop import embed_split, load_split
+from sfumato.training.loop import PreparedSplit, embed_split, load_split
 from sfumato.training.reporting import thumbnail, weights_digest
 from sfumato.training.trust import corrupted_images, corrupted_texts, resampled_together
 
@@ -73,7 +73,7 @@ class AnalysisOptions:
         seed: of everything random.
 
     Raises:
-        ValueError: a number is out of range, or there is no such uncertainty.
+        ValueError: a number is out of range, or there is no such uncertainty, corpus or method.
     """
 
     uncertainty: str = "total_variance"
@@ -89,7 +89,10 @@ class AnalysisOptions:
 
     def __post_init__(self) -> None:
         if self.uncertainty not in ESTIMATORS:
-            raise ValueError(f"unknown uncertainty {self.uncertainty!r}; known: {', '.join(ESTIMATORS)}")
+            raise ValueError(f"--uncertainty {self.uncertainty}: unknown; known: {', '.join(ESTIMATORS)}")
+        for option, value, known in (("corpus", self.corpus, Corpus), ("method", self.method, Method)):
+            if value not in get_args(known):
+                raise ValueError(f"--{option} {value}: unknown; known: {', '.join(get_args(known))}")
         for name in ("n_corrupted", "n_pairs", "n_bins", "top_words", "n_mapped"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -125,12 +128,37 @@ class _Split:
     """What a study sees."""
 
     matcher: Matcher
-    data: PairData
-    images: GaussianEmbedding
-    texts: GaussianEmbedding
+    prepared: PreparedSplit
     relevance: Relevance
     options: AnalysisOptions
     notes: list[str] = field(default_factory=list)
+
+    def impossible(self, study: str) -> str | None:
+        """Why a study cannot be done on such data, whatever their embeddings are; None if it can."""
+        options, data = self.options, self.data
+        if study == "sets":
+            if reads_regions(self.matcher.model):
+                return "set algebra needs pictures; the images of this model are region features"
+            n_pairs = len(choose_pairs(data.groups, options.n_pairs, options.seed))
+            if n_pairs < LEAST_PAIRS:
+                return (
+                    f"{n_pairs} pairs of pictures are too few for set algebra: {len(data.images)} pictures, three for each pair,"
+                    f" and at least {LEAST_PAIRS} pairs"
+                )
+        if study == "words":
+            sides = {"image": int((self.relevance.counts > 0).sum()), "text": len(data.texts)}
+            for side, n in sides.items():
+                if n < options.n_bins:
+                    return (
+                        f"{n} {side}s are too few for {options.n_bins} bins of uncertainty; ask for fewer with --bins"
+                    )
+        if study == "map":
+            n = sum(min(options.n_mapped, len(some)) for some in (data.images, data.texts))
+            if n < LEAST_ITEMS:
+                return (
+                    f"{n} items are too few for a map, which takes {LEAST_ITEMS} or more; --items is {options.n_mapped}"
+                )
+        return None
 
     def sides(self) -> dict[str, tuple[GaussianEmbedding, GaussianEmbedding, Relevance, Matching]]:
         """(queries, gallery, truth, matching) of images and texts as queries."""
@@ -151,6 +179,25 @@ class _Split:
             )
         return chosen
 
+    @property
+    def data(self) -> PairData:
+        """Ids, pictures and texts."""
+        return self.prepared.data
+
+    @property
+    def images(self) -> GaussianEmbedding:
+        """(n, d)."""
+        return self._embedded[0]
+
+    @property
+    def texts(self) -> GaussianEmbedding:
+        """(m, d)."""
+        return self._embedded[1]
+
+    @cached_property
+    def _embedded(self) -> tuple[GaussianEmbedding, GaussianEmbedding]:
+        return embed_split(self.matcher.model, self.prepared)
+
     @cached_property
     def breadth(self) -> np.ndarray:
         """(m,) number of images that each text is true of."""
@@ -166,6 +213,17 @@ class _Split:
         return Matching(matcher.distance, matcher.logit_scale, matcher.logit_bias, queries_first=queries_first)
 
 
+def known_studies(names: Sequence[str]) -> tuple[str, ...]:
+    """The names, each once.
+
+    Raises:
+        ValueError: there is no such study.
+    """
+    if unknown := [name for name in names if name not in STUDIES]:
+        raise ValueError(f"unknown study {unknown[0]!r}; known: {', '.join(STUDIES)}")
+    return tuple(dict.fromkeys(names))
+
+
 def analyse_model(
     matcher: Matcher,
     data: DataConfig,
@@ -174,6 +232,7 @@ def analyse_model(
     studies: Sequence[str] | None = None,
     options: AnalysisOptions | None = None,
     name: str = "",
+    earlier: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Analyses:
     """Do studies of any model on a split of any data.
 
@@ -184,47 +243,61 @@ def analyse_model(
         studies: some of STUDIES; None for all that this model and data allow, with a note of the others.
         options: sizes and choices.
         name: of the model, for titles.
+        earlier: by name, studies that were written before; those of the same model and data are not done again, whatever their
+            options were.
 
     Returns:
-        What they found.
+        What they found, without earlier ones.
 
     Raises:
         UserError: the data has no such split, or a study that was asked for needs what this model or data has not.
-        ValueError: an option is out of range, or there are too few items.
+        ValueError: there is no such study.
     """
     options = options or AnalysisOptions()
-    chosen = tuple(STUDIES) if studies is None else tuple(dict.fromkeys(studies))
-    if unknown := [s for s in chosen if s not in STUDIES]:
-        raise ValueError(f"unknown study {unknown[0]!r}; known: {', '.join(STUDIES)}")
+    chosen = tuple(STUDIES) if studies is None else known_studies(studies)
     prepared = load_split(matcher.model, data, split)
-    images, texts = embed_split(matcher.model, prepared)
-    scene = _Split(matcher, prepared.data, images, texts, prepared.data.relevance(), options)
-    found: dict[str, dict[str, Any]] = {}
-    pictures: dict[str, bytes] = {}
-    for study in chosen:
-        try:
-            found[study], own = STUDIES[study](scene)
-            pictures |= own
-        except UserError as error:
-            if studies is not None:
-                raise
-            scene.notes.append(f"{study} is left out: {error}")
-    if not found:
-        raise UserError("; ".join(scene.notes))
-    for note in scene.notes:
-        say(note)
     about = {
         "format": FORMAT,
         "model": name,
         "weights": weights_digest(matcher.model),
         "split": split,
         "distance": matcher.distance,
-        "n_images": images.n,
-        "n_texts": texts.n,
+        "n_images": len(prepared.data.images),
+        "n_texts": len(prepared.data.texts),
         "level": LEVEL,
         "options": asdict(options),
     }
+    kept = [study for study in chosen if same_model_and_data((earlier or {}).get(study), about)]
+    if kept:
+        say(f"{', '.join(kept)}: done before with this model and split, and kept")
+    chosen = tuple(study for study in chosen if study not in kept)
+    scene = _Split(matcher, prepared, prepared.data.relevance(), options)
+    reasons = {study: reason for study in chosen if (reason := scene.impossible(study))}
+    if reasons and studies is not None:
+        raise UserError("; ".join(reasons.values()))
+    found: dict[str, dict[str, Any]] = {}
+    pictures: dict[str, bytes] = {}
+    for study in chosen:
+        try:
+            if study in reasons:
+                raise UserError(reasons[study])
+            found[study], own = STUDIES[study](scene)
+            pictures |= own
+        except UserError as error:
+            if studies is not None:
+                raise
+            scene.notes.append(f"{study} is left out: {error}")
+    if not found and not kept:
+        raise UserError("; ".join(scene.notes))
+    for note in scene.notes:
+        say(note)
     return Analyses(about, found, pictures, tuple(scene.notes))
+
+
+def same_model_and_data(study: Mapping[str, Any] | None, about: Mapping[str, Any]) -> bool:
+    """Whether a study was done with the weights, the distance and as many items of the split as this one; its options may differ."""
+    same = ("format", "weights", "split", "distance", "n_images", "n_texts")
+    return study is not None and all(study.get(key) == about[key] for key in same)
 
 
 def _corruption(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -248,15 +321,8 @@ def _corruption(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
 def _sets(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
     if scene.points:
         raise UserError("this model's embeddings are points: set algebra needs variances")
-    if reads_regions(scene.matcher.model):
-        raise UserError("set algebra needs pictures; the images of this model are region features")
     options, data = scene.options, scene.data
     rows = choose_pairs(data.groups, options.n_pairs, options.seed)
-    if len(rows) < LEAST_PAIRS:
-        raise UserError(
-            f"{len(rows)} pairs of pictures are too few for set algebra: {len(data.images)} pictures, three for each pair, and at least"
-            f" {LEAST_PAIRS} pairs"
-        )
     names = (*MADE, "other")
     parts: dict[str, list[GaussianEmbedding]] = {name: [] for name in names}
     with progress_bar("mixing and erasing pictures", len(rows)) as advance:
@@ -299,10 +365,6 @@ def _words(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
     estimator, result = scene.estimator(), {}
     for side, (queries, gallery, truth, matching) in scene.sides().items():
         usable = np.flatnonzero(truth.counts > 0) if side == "image" else np.arange(queries.n)
-        if len(usable) < options.n_bins:
-            raise UserError(
-                f"{len(usable)} {side}s are too few for {options.n_bins} bins of uncertainty; ask for fewer with --bins"
-            )
         uncertainty = estimator(queries, gallery, matching)[usable]
         if side == "text":
             captions: list[list[str]] = [[text] for text in data.texts]

@@ -1,6 +1,5 @@
 """What an audit leaves behind: two tables, a page with the pictures to look at, and a few lines for a person."""
 
-import base64
 import csv
 import io
 from collections.abc import Mapping, Sequence
@@ -10,13 +9,13 @@ from typing import Any
 import jinja2
 
 from sfumato.audit.review import Audit, varied
+from sfumato.evaluation.drawing import clipped, data_address
 from sfumato.files import write_atomically, write_json
 from sfumato.training.reporting import thumbnail
 
 PAIRS, MISSING, PAGE, FIGURES = "pairs.csv", "missing.csv", "audit.html", "audit.json"
 
 _SHOWN_TEXTS = 4
-_CLIPPED = 240
 
 
 def write_audit(audit: Audit, folder: Path, top: int, version: str) -> dict[str, Any]:
@@ -40,18 +39,26 @@ def summary(figures: Mapping[str, Any], shown: int = 5) -> str:
         lines.append(
             f"estimated share of wrong pairs: {figures['wrong_share']:.1%}; {figures['suspects']:,} pairs are wrong rather than right"
         )
-    lines.append("listed, and probably wrong:")
+    lines.append(
+        "listed, and probably wrong, by how much farther apart they are than from their closest unlisted items:"
+    )
     lines += [
-        f"  {_percent(row['wrong_probability'])} wrong  {row['image']}  {row['text'][:70]!r}"
-        f"  (better: {(row['better_text'] or '-')[:50]!r})"
+        f"  {_likely(row['wrong_probability'], 'wrong')}{row['image']}  {clipped(row['text'], 70)!r}"
+        f"  (better: {clipped(row['better_text'] or '-', 50)!r})"
         for row in figures["pairs"][:shown]
     ]
-    lines.append(f"not listed, and probably a match, of {figures['candidates']:,} candidates:")
+    first = "the closest" if all(row["match_probability"] is None for row in figures["missing"]) else "the likeliest"
+    lines.append(f"not listed, and probably a match, {first} of {figures['candidates']:,} candidates first:")
     lines += [
-        f"  {_percent(row['match_probability'])} match  {row['image']}  {row['text'][:70]!r}"
+        f"  {_likely(row['match_probability'], 'match')}{row['image']}  {clipped(row['text'], 70)!r}"
         for row in figures["missing"][:shown]
     ]
     return "\n".join([*lines, *figures["notes"]])
+
+
+def _likely(value: float | None, what: str) -> str:
+    """How likely it is what it is listed as; nothing without a calibration."""
+    return "" if value is None else f"{_percent(value)} {what}  "
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -74,14 +81,14 @@ def _page(audit: Audit, figures: Mapping[str, Any], version: str) -> str:
             return None
         if position not in read:
             content, name = thumbnail(data.images[position]), data.image_ids[position]
-            address = None if content is None else "data:image/webp;base64," + base64.b64encode(content).decode()
+            address = None if content is None else data_address(content)
             read[position] = {"src": address, "name": name}
         return read[position]
 
     def texts(image: int, but: int) -> list[str]:
         """What else is listed of an image."""
         own = relevance.indices[relevance.indptr[image] : relevance.indptr[image + 1]]
-        return [data.texts[t][:_CLIPPED] for t in own if t != but][:_SHOWN_TEXTS]
+        return [clipped(data.texts[t]) for t in own if t != but][:_SHOWN_TEXTS]
 
     wrong, unlisted = [], []
     for k, row in zip(varied(listed, len(figures["pairs"])), figures["pairs"], strict=True):

@@ -28,13 +28,13 @@ def analyse(
         str, typer.Option(help="of corruption and words, e.g. log_det, or any other that `sfumato trust` lists")
     ] = "total_variance",
     corrupted: Annotated[int, typer.Option(min=1, help="corruption: items to corrupt in each way")] = 200,
-    pairs: Annotated[int, typer.Option(min=1, help="sets: pairs of pictures to mix and to erase in part")] = 100,
+    pairs: Annotated[int, typer.Option(min=3, help="sets: pairs of pictures to mix and to erase in part")] = 100,
     bins: Annotated[int, typer.Option(min=1, help="words: bins of uncertainty")] = 10,
     corpus: Annotated[
         str, typer.Option(help="words: what they are weighed against: the captions of their bin, or of the split")
     ] = "bin",
     method: Annotated[str, typer.Option(help="map: pca, or with the extra analysis: tsne")] = "pca",
-    items: Annotated[int, typer.Option(min=1, help="map: most images, and most texts")] = 200,
+    items: Annotated[int, typer.Option(min=2, help="map: most images, and most texts")] = 200,
     bootstrap: Annotated[int, typer.Option(min=0, help="resamples of the confidence intervals")] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="of everything random")] = 0,
     out: Annotated[
@@ -47,10 +47,11 @@ def analyse(
 
     corruption: does uncertainty rise as pictures are erased or blurred and words dropped? sets: do mixtures of pictures lie between
     their parts, and erased ones grow? words: which go with certainty, and which with doubt? map: images and texts as areas in a plane.
+    What lies in the folder of the studies asked for is replaced.
     """
     from sfumato import __version__
     from sfumato.analysis.pages import write_analyses
-    from sfumato.analysis.studies import AnalysisOptions, analyse_model
+    from sfumato.analysis.studies import AnalysisOptions, analyse_model, known_studies
     from sfumato.console import print_analyses
     from sfumato.recipes import find_recipe
     from sfumato.training.build import choose_device
@@ -63,6 +64,7 @@ def analyse(
         uncertainty=uncertainty, n_corrupted=corrupted, n_pairs=pairs, n_bins=bins, corpus=corpus, method=method,
         n_mapped=items, n_resamples=bootstrap, seed=seed,
     )  # fmt: skip
+    studies = None if only is None else known_studies(parse_names(only))
     folder, chosen = out or Path(f"analysis-{split}"), choose_device(device)
     if data is not None:
         config, name = load_recipe(find_recipe(data), overrides or []).data, Path(model).name
@@ -74,7 +76,6 @@ def analyse(
         config, name, folder = run.recipe.data, run.recipe.name or run.folder.name, out or run.folder / folder
     else:
         raise no_run(model, "analyse")
-    studies = None if only is None else parse_names(only)
     found = analyse_model(matcher, config, split, studies=studies, options=options, name=name)
     page = write_analyses(found, folder, __version__)
     if as_json:
@@ -227,7 +228,8 @@ def report(
     analyses: Annotated[
         bool,
         typer.Option(
-            "--analyses", help="of a run: do the studies of `sfumato analyse` first; those done are shown anyway"
+            "--analyses",
+            help="of a run: do first those studies of `sfumato analyse` that are missing or of other weights; all done are shown",
         ),
     ] = False,
     device: Device = "auto",
@@ -235,7 +237,7 @@ def report(
 ) -> None:
     """Write one HTML page: figures, uncertainty, calibration, and with pictures what was found, right and wrong."""
     from sfumato import __version__
-    from sfumato.analysis.pages import write_analyses
+    from sfumato.analysis.pages import read_studies, write_analyses
     from sfumato.analysis.studies import analyse_model
     from sfumato.recipes import find_recipe
     from sfumato.training.build import choose_device
@@ -256,8 +258,10 @@ def report(
     elif (Path(model) / RECIPE).is_file():
         run = load_run(model, device=chosen)
         if analyses:
-            found = analyse_model(run, run.recipe.data, split, name=run.recipe.name or run.folder.name)
-            write_analyses(found, run.folder / f"analysis-{split}", __version__)
+            folder, name = run.folder / f"analysis-{split}", run.recipe.name or run.folder.name
+            found = analyse_model(run, run.recipe.data, split, name=name, earlier=read_studies(folder))
+            if found.studies:
+                write_analyses(found, folder, __version__)
         page, path = report_run(run, split, out)
     else:
         raise no_run(model, "report on")

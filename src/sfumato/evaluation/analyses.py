@@ -3,10 +3,20 @@
 It reads the plain values that the studies write, so that their page and the report show the same; it computes nothing anew.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from sfumato.evaluation.drawing import Axes, Ellipse, Plane, clipped, data_address, magnification, round_steps
+from sfumato.evaluation.drawing import (
+    Axes,
+    Ellipse,
+    Plane,
+    clipped,
+    data_address,
+    magnification,
+    place_marks,
+    round_steps,
+)
 
 FORMAT = "sfumato-analysis-1"
 """What every file of a study says."""
@@ -78,10 +88,11 @@ def _corruption(study: Mapping[str, Any]) -> dict[str, Any]:
             title, strength = CORRUPTIONS[name]
             strengths, mean = curve["strengths"], curve["mean"]
             rows.append(
-                [title, f"{curve['n']:,}", *(interval(curve[f]) for f in ("spearman", "rises", "monotone", "auroc"))]
+                [title, f"{curve['n']:,}", *(interval(curve[f], 2) for f in ("spearman", "rises", "monotone", "auroc"))]
             )
+            digits = _decimals(m["value"] for m in mean)
             numbers = [
-                [f"{s:g}", interval(m)["text"], f"{r:.1%}"]
+                [f"{s:g}", interval(m, digits)["text"], f"{r:.1%}"]
                 for s, m, r in zip(strengths, mean, curve["recall"], strict=True)
             ]
             known = [(s, m) for s, m in zip(strengths, mean, strict=True) if m["value"] is not None]
@@ -125,14 +136,17 @@ def _sets(study: Mapping[str, Any], picture: Callable[[str], bytes | None]) -> d
     for pair in study["shown"]:
         ellipses = _ellipses(pair)
         times = magnification(ellipses, 0.14 / DRAWN_SIGMAS)
-        plane = Plane(ellipses, width=380, height=300, reach=DRAWN_SIGMAS * times)
+        plane = Plane(ellipses, width=380, height=300, reach=DRAWN_SIGMAS * times, margin=24)
+        drawn = [plane.ellipse(e) for e in ellipses]
+        marks = place_marks(drawn, plane.width, plane.height)
         items = []
-        for item, ellipse in zip(pair["items"], ellipses, strict=True):
+        for item, ellipse, mark in zip(pair["items"], drawn, marks, strict=True):
             name = item["name"]
             content = picture(item["picture"])
             items.append(
                 {
-                    **plane.ellipse(ellipse),
+                    **ellipse,
+                    "mark": mark,
                     "class": name,
                     "letter": _LETTERS[name],
                     "about": _MADE[name],
@@ -158,11 +172,11 @@ def _sets(study: Mapping[str, Any], picture: Callable[[str], bytes | None]) -> d
         "erased_share": f"{study['erased_share']:.0%}",
         "columns": [_MIXED[name] for name in mixes],
         "rows": [
-            {"name": spelt(f), "about": about, "cells": [interval(study["mixes"][name][f]) for name in mixes]}
+            {"name": spelt(f), "about": about, "cells": [interval(study["mixes"][name][f], 2) for name in mixes]}
             for f, about in told["mixes"].items()
         ],
         "erased": [
-            {"name": spelt(f), "about": about, "cells": [interval(study["erased"][f])]} for f, about in told["erased"].items()
+            {"name": spelt(f), "about": about, "cells": [interval(study["erased"][f], 2)]} for f, about in told["erased"].items()
         ],
         "shown": shown,
         "sigmas": DRAWN_SIGMAS,
@@ -225,17 +239,25 @@ def _ellipses(study: Mapping[str, Any]) -> list[Ellipse]:
     return [(item["x"], item["y"], item["a"], item["b"], item["angle"]) for item in study["items"]]
 
 
-def interval(value: Mapping[str, float | None]) -> dict[str, str]:
-    """{"value", "low", "high"} as texts: the value, the interval, and both together."""
+def interval(value: Mapping[str, float | None], decimals: int | None = None) -> dict[str, str]:
+    """{"value", "low", "high"} as texts: the value, the interval, and both together; with as many decimals as its column has."""
     number, low, high = (value.get(k) for k in ("value", "low", "high"))
     if number is None:
         return {"value": "–", "interval": "", "text": "–"}
-    said = _plain(number)
-    span = "" if low is None or high is None else f"{_plain(low)} to {_plain(high)}"
+    said = _plain(number, decimals)
+    span = "" if low is None or high is None else f"{_plain(low, decimals)} to {_plain(high, decimals)}"
     return {"value": said, "interval": span, "text": f"{said} ({span})" if span else said}
 
 
-def _plain(value: float) -> str:
-    """Two decimals, of small or large numbers three digits."""
+def _decimals(values: Iterable[float | None]) -> int:
+    """Decimals of a column that give its largest number three digits; two at least."""
+    largest = max((abs(v) for v in values if v), default=1.0)
+    return max(2, 2 - math.floor(math.log10(largest)))
+
+
+def _plain(value: float, decimals: int | None) -> str:
+    """As many decimals; without a number of them two, and of small or large numbers three digits."""
+    if decimals is not None:
+        return f"{value:.{decimals}f}".replace("-", "−")
     text = f"{value:.2f}" if 0.1 <= abs(value) < 100 or value == 0 else f"{value:.3g}"
     return text.replace("-", "−")

@@ -10,6 +10,12 @@ CLIPPED = 240
 
 _MARGIN = 14
 
+_LABEL, _LETTER = 25, 6.4
+"""Room for the label of a vertical axis beside its ticks, and for a letter of these, in units of a drawing."""
+
+_MARK = 15, 14
+"""Width and height that a letter beside an ellipse is given, in units of a drawing."""
+
 
 class Axes:
     """From values to the coordinates of a drawing, whose size in its own units fits a phone."""
@@ -42,7 +48,13 @@ class Axes:
         y_label: str,
         label: str,
     ) -> dict[str, Any]:
-        """An empty drawing; label is what is read out in its place."""
+        """An empty drawing, with room for the longest tick on the left; label is what is read out in its place.
+
+        Called before anything is placed with these axes.
+        """
+        x_ticks, y_ticks = list(x_ticks), list(y_ticks)
+        longest = max((len(name) for _, name in y_ticks), default=0)
+        self.left = max(self.left, round(_LABEL + _LETTER * longest))
         return {
             "axes": self,
             "x_ticks": [{"at": self.x(v), "label": name} for v, name in x_ticks],
@@ -107,6 +119,7 @@ class Plane:
         ellipses: all fit into the drawing.
         width, height: of the drawing.
         reach: half axes are drawn this many times as long.
+        margin: on all sides.
     """
 
     def __init__(
@@ -116,6 +129,7 @@ class Plane:
         width: int = 720,
         height: int = 540,
         reach: float = 1.0,
+        margin: int = _MARGIN,
     ) -> None:
         self.width, self.height, self._reach = width, height, reach
         sides = []
@@ -125,7 +139,7 @@ class Plane:
             sides.append((low, high))
         (self._left, right), (low, self._top) = sides
         across, down = right - self._left, self._top - low
-        room = self.width - 2 * _MARGIN, self.height - 2 * _MARGIN
+        room = self.width - 2 * margin, self.height - 2 * margin
         scales = [have / need for have, need in zip(room, (across, down), strict=True) if need > 0]
         self._scale = min(scales, default=1.0)
         self._x0 = (self.width - self._scale * across) / 2
@@ -142,6 +156,52 @@ class Plane:
             "ry": round(k * b, 2),
             "turn": round(-math.degrees(angle), 1),  # Down is positive in a drawing.
         }
+
+
+def place_marks(ellipses: Sequence[dict[str, float]], width: int, height: int) -> list[tuple[float, float]]:
+    """Places for a letter beside each drawn ellipse: outside of it, apart from each other, away from the middle of all.
+
+    Args:
+        ellipses: as :meth:`Plane.ellipse` gives them.
+        width, height: of the drawing.
+
+    Returns:
+        (x, y) of the middle of each letter; they overlap only where there is no room.
+    """
+    if not ellipses:
+        return []
+    middle = tuple(sum(e[key] for e in ellipses) / len(ellipses) for key in ("cx", "cy"))
+    wide, high = _MARK
+    placed: list[tuple[float, float]] = []
+    for one in ellipses:
+        outward = math.atan2(one["cy"] - middle[1], one["cx"] - middle[0])
+        best = (math.inf, one["cx"], one["cy"])
+        for away in (0, 8, 16, 26, 38):
+            for k in range(24):
+                angle = outward + k * math.pi / 12
+                reach = _radius(one, angle) + 11 + away
+                x, y = one["cx"] + reach * math.cos(angle), one["cy"] + reach * math.sin(angle)
+                hidden = sum(abs(x - other[0]) < wide and abs(y - other[1]) < high for other in placed)
+                hidden += sum(math.hypot(x - e["cx"], y - e["cy"]) < 9 for e in ellipses)  # On a dot.
+                cut = not (wide / 2 <= x <= width - wide / 2 and high / 2 <= y <= height - high / 2)
+                within = sum(_within(e, x, y) for e in ellipses)
+                cost = 100 * (hidden + cut) + 3 * within + away / 8 + 1 - math.cos(angle - outward)
+                best = min(best, (cost, x, y))
+        placed.append((round(best[1], 1), round(best[2], 1)))
+    return placed
+
+
+def _radius(ellipse: dict[str, float], angle: float) -> float:
+    """From its centre to its edge."""
+    rx, ry = max(ellipse["rx"], 0.1), max(ellipse["ry"], 0.1)
+    turned = angle - math.radians(ellipse["turn"])
+    return 1 / math.hypot(math.cos(turned) / rx, math.sin(turned) / ry)
+
+
+def _within(ellipse: dict[str, float], x: float, y: float) -> bool:
+    """Whether a letter at this place touches the ellipse's inside."""
+    dx, dy = x - ellipse["cx"], y - ellipse["cy"]
+    return math.hypot(dx, dy) < _radius(ellipse, math.atan2(dy, dx)) + 9
 
 
 def round_steps(low: float, high: float, most: int) -> list[float]:
