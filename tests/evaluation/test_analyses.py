@@ -125,6 +125,20 @@ def test_labels_of_one_place_stand_apart_and_outside():
             assert (u / max(e["rx"], 0.1)) ** 2 + (v / max(e["ry"], 0.1)) ** 2 > 1.1
 
 
+def test_a_letter_keeps_out_of_the_next_ellipse():
+    """A point between a large disc and the middle of all, whose letter would lie within the disc, away from the middle."""
+    shapes = [
+        (-1.0, 0.0, 0.5, 0.5, 0.0),
+        (-0.45, 0.0, 0.0, 0.0, 0.0),
+        (2.0, 0.1, 0.1, 0.1, 0.0),
+        (2.0, -0.9, 0.1, 0.1, 0.0),
+    ]
+    plane = Plane(shapes, width=380, height=300, margin=24)
+    drawn = [plane.ellipse(e) for e in shapes]
+    x, y = place_marks(drawn, 380, 300)[1]
+    assert math.hypot(x - drawn[0]["cx"], y - drawn[0]["cy"]) > drawn[0]["rx"] + 7
+
+
 @pytest.mark.parametrize(("tick", "left"), [("0.5", 54), ("0.0025", 63), ("0.00125", 70)])
 def test_long_ticks_move_the_axis(tick, left):
     axes = Axes((0.0, 1.0), (0.0, 1.0))
