@@ -632,6 +632,7 @@ def test_who_interrupts_is_told_what_is_left(sfumato, monkeypatch):
         (["index", "{run}", "--split", "val", "--engine", "magic", "--out", "{new}3"], "unknown engine 'magic'"),
         (["search", "{data}", "x"], "holds neither an index nor a collection"),
         (["search", "{data}"], "nothing to search for"),
+        (["search", "{data}", "x", " "], "a text to search for is empty"),
         (["calibrate", "{data}"], "is not a run folder"),
         (["calibrate", "{run}", "--method", "magic"], "unknown method 'magic'; known: platt, isotonic"),
         (["calibrate", "{run}", "--split", "dev"], "has no split 'dev'"),

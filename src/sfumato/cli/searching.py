@@ -118,6 +118,8 @@ def search(
 
     if not query and not image:
         raise UserError("nothing to search for: give a text, or --image FILE")
+    if any(not text.strip() for text in query or []):
+        raise UserError("a text to search for is empty; leave it out")
     results = search_index(
         folder,
         query or [],
