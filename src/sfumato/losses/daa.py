@@ -115,8 +115,9 @@ class DAALoss(TripletLoss):
 
     def part(self, share: PairShare, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`~sfumato.losses.base.MatchLoss`."""
-        triplet = super().part(share, counts, epoch=epoch)
-        sides = zip(share.distances(self.distance), (share.match_i2t, share.match_t2i), strict=True)
+        distances = share.distances(self.distance)
+        triplet = self._hinges(share, distances, counts, epoch)
+        sides = zip(distances, (share.match_i2t, share.match_t2i), strict=True)
         i2t, t2i = (_disagreement(distance, label, self.temperature) for distance, label in sides)
         asp = self.asp_weight * (i2t / share.images.n + t2i / share.texts.n)
         return LossOutput(triplet.total + asp, {**triplet.terms, "asp": asp}, triplet.stats)

@@ -51,19 +51,24 @@ def triplet_loss(
     if mining not in get_args(Mining):
         raise ValueError(f"triplet_loss: unknown mining {mining!r}; known: {', '.join(get_args(Mining))}")
     share = PairShare.whole(image, text, match, "triplet_loss")
-    return _part(share, share.n_positives(), margin, mining, distance, soft_margin)
+    distances = share.distances(get_distance(distance))
+    return _part(share, distances, share.n_positives(), margin, mining, soft_margin)
 
 
 def _part(
-    share: PairShare, counts: Tensor, margin: float, mining: Mining, distance: str, soft_margin: bool
+    share: PairShare,
+    distances: tuple[Tensor, Tensor],
+    counts: Tensor,
+    margin: float,
+    mining: Mining,
+    soft_margin: bool,
 ) -> LossOutput:
     if not counts[0] > 0:
         raise ValueError("triplet_loss: no pair of the batch matches; a triplet needs at least one positive")
-    i2t, t2i = share.distances(get_distance(distance))
-    positives = counts[0].to(i2t.dtype)
+    positives = counts[0].to(distances[0].dtype)
     sums = [
         _direction(pairs, match >= 0.5, margin * (1 - 2 * match.to(pairs.dtype)) if soft_margin else margin, mining)
-        for pairs, match in ((i2t, share.match_i2t), (t2i, share.match_t2i))
+        for pairs, match in zip(distances, (share.match_i2t, share.match_t2i), strict=True)
     ]
     terms = {name: hinges / positives for name, (hinges, _) in zip(("i2t", "t2i"), sums, strict=True)}
     return LossOutput(terms["i2t"] + terms["t2i"], terms, {"active": (sums[0][1] + sums[1][1]) / (2 * positives)})
@@ -109,6 +114,11 @@ class TripletLoss(MatchLoss):
 
     def part(self, share: PairShare, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`MatchLoss`."""
+        return self._hinges(share, share.distances(self.distance), counts, epoch)
+
+    def _hinges(
+        self, share: PairShare, distances: tuple[Tensor, Tensor], counts: Tensor, epoch: int | None
+    ) -> LossOutput:
         early = epoch is not None and epoch < self.sum_epochs
         mining: Mining = "sum" if early else self.mining
-        return _part(share, counts, self.margin, mining, self.distance.name, self.soft_margin)
+        return _part(share, distances, counts, self.margin, mining, self.soft_margin)
