@@ -22,24 +22,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from sfumato.audit.review import prepare_listed
-from sfumato.audit.scoring import NEIGHBOURS, ListedScores, audit_pairs, wrong_probability, wrong_share
 from sfumato.data.folds import images_of_part, parse_part
 from sfumato.data.noise import noisy_pairs, shuffle_pairs
 from sfumato.data.pairs import PairData
 from sfumato.data.problems import Problems
 from sfumato.distances import get_distance
-from sfumato.encoders.backbones import text_backbone
 from sfumato.encoders.features import cached_features
-from sfumato.encoders.pooling import AveragePool
-from sfumato.evaluation.truths import eccv_caption
+from sfumato.encoders.frozen import text_backbone
+from sfumato.encoders.heads import AveragePool
+from sfumato.evaluation.benchmark_truths import eccv_caption
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.calibration import expected_calibration_error
 from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.reliability import expected_calibration_error
 from sfumato.metrics.selective import Interval, Statistic, auroc, auroc_statistic, bootstrap, mean_statistic
-from sfumato.training.build import cache_folder, load_splits
-from sfumato.training.loop import embed_split, load_split
-from sfumato.training.run import Run, load_run
+from sfumato.models.build import cache_folder
+from sfumato.models.run import Run, load_run
+from sfumato.models.splits import embed_split, load_split, load_splits
+from sfumato.studies.audit import prepare_listed
+from sfumato.studies.audit_scores import NEIGHBOURS, ListedScores, audit_pairs, wrong_probability, wrong_share
 
 ASKED = 1_000
 """Most images whose missing matches are asked for among all captions."""

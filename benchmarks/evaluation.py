@@ -38,10 +38,11 @@ from torch import Tensor
 
 from sfumato.distances import get_distance
 from sfumato.evaluation import benchmarks
+from sfumato.evaluation.benchmark_truths import eccv_caption
 from sfumato.evaluation.benchmarks import evaluate_benchmarks, evaluate_score_matrix
-from sfumato.evaluation.truths import Truth, eccv_caption
+from sfumato.evaluation.ground_truth import Truth
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.ranking import distance_blocks
+from sfumato.search.exact import distance_blocks
 
 SECONDS, MEGABYTES, ROUNDING = 3.0, 1024.0, 1e-12
 NAMES = {"r1": "recall@1", "r5": "recall@5", "r10": "recall@10", "map_at_r": "map@r", "rprecision": "r_precision"}

@@ -35,8 +35,8 @@ from sfumato.encoders.features import Inputs
 from sfumato.encoders.heads import GaussianHead
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import MatchLoss, PCMELoss, PCMEPPLoss
-from sfumato.training.config import OptimConfig
-from sfumato.training.distributed import World, alone
+from sfumato.models.process_group import World, alone
+from sfumato.models.recipe import OptimConfig
 from sfumato.training.optim import build_optimiser, clip_gradients
 from sfumato.training.step import TrainBatch, forward_backward
 

@@ -22,7 +22,7 @@ from match_loss import inputs, peak_mb
 
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import PairShare, PCMEPPLoss, loss_of_share
-from sfumato.training.distributed import World, join_world
+from sfumato.models.process_group import World, join_world
 
 
 def step(world: World, b: int, d: int, max_pairs: int) -> float:

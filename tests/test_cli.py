@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from toy import make_toy
+from support.toy import make_toy
 
 from sfumato import cli, load_embeddings
 from sfumato.errors import UserError
@@ -584,7 +584,7 @@ def test_who_interrupts_is_told_what_is_left(sfumato, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sfumato.recipes.recipe_files", interrupted)
+    monkeypatch.setattr("sfumato.models.recipe.recipe_files", interrupted)
     status, out, err = sfumato("recipes")
     assert status == 130 and not out and "interrupted. Nothing is half written" in err
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pairs import captions, many_to_many
 from scipy import stats
+from support.pairs import captions, many_to_many
 
+from sfumato.data.images import FileImage
 from sfumato.data.noise import apply_noise, load_noise, noisy_pairs, save_noise, shuffle_pairs
-from sfumato.data.pairs import FileImage, PairData, PairSampler, make_pair_data
+from sfumato.data.pairs import PairData, PairSampler, make_pair_data
 
 
 def in_text_order(data):

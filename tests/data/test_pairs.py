@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from pairs import captions, many_to_many
+from support.pairs import captions, many_to_many
 
-from sfumato.data.pairs import FileImage, PairData, PairSampler, TarArchive, TarImage, ZipImage, make_pair_data
+from sfumato.data.images import FileImage, TarArchive, TarImage, ZipImage
+from sfumato.data.pairs import PairData, PairSampler, make_pair_data
 from sfumato.data.problems import Problem, Problems
 from sfumato.errors import UserError
 

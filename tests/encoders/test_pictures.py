@@ -10,10 +10,10 @@ import torch
 from PIL import Image
 
 from sfumato.data.transforms import decode_image, random_crop_box
-from sfumato.encoders.dual import DualEncoder, PixelReader, Reader, Tower
+from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Store
 from sfumato.encoders.heads import GaussianHead
-from sfumato.encoders.pictures import PictureReader, PictureStore
+from sfumato.encoders.processors import PictureReader, PictureStore, PixelReader, Reader
 from sfumato.encoders.small import SmallImageEncoder
 
 

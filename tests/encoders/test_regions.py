@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from sfumato.data.regions import regions_to_bytes
+from sfumato.data.region_features import regions_to_bytes
 from sfumato.encoders.features import Inputs
 from sfumato.encoders.regions import GraphLayer, RegionEncoder, RegionReader, RegionReasoning
 

@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
 import torch
-from references_metrics import metrics_by_definition
+from support.references_metrics import metrics_by_definition
 
 from sfumato.distances import csd_matrix, kl_matrix
+from sfumato.evaluation.benchmark_truths import coco_1k
 from sfumato.evaluation.benchmarks import (
     benchmark_metrics,
     evaluate_benchmarks,
@@ -12,10 +13,10 @@ from sfumato.evaluation.benchmarks import (
     rank_truths,
     rank_truths_by_scores,
 )
-from sfumato.evaluation.truths import ALL_METRICS, RECALLS, Truth, coco_1k, truth_from_pairs
+from sfumato.evaluation.ground_truth import ALL_METRICS, RECALLS, Truth, truth_from_pairs
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
-from sfumato.search.ranking import rank_relevant
+from sfumato.search.exact import rank_relevant
 
 IMAGES = tuple(f"{i}" for i in range(20))
 TEXTS = tuple(f"{100 + i}" for i in range(50))

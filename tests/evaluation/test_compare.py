@@ -20,8 +20,8 @@ from sfumato.evaluation.compare import (
     swap_test,
     write_per_query,
 )
+from sfumato.evaluation.ground_truth import truth_from_pairs
 from sfumato.evaluation.strategies import STRATEGIES, FaissRanker
-from sfumato.evaluation.truths import truth_from_pairs
 from sfumato.gaussian import GaussianEmbedding
 
 # Three images and four texts on a line. Distances: a to t1..t4 = 1, 4, 9, 16; b: 1, 0, 1, 4 ...

@@ -3,8 +3,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from references_metrics import csd_by_loops, metrics_by_definition
 from scipy import stats
+from support.references_metrics import csd_by_loops, metrics_by_definition
 
 from sfumato.distances import DISTANCES
 from sfumato.evaluation.protocols import evaluate_retrieval, table_rows

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from references_metrics import csd_by_loops, metrics_by_definition, squared_l2_by_broadcast
+from support.references_metrics import csd_by_loops, metrics_by_definition, squared_l2_by_broadcast
 
 from sfumato.distances import wasserstein2_matrix
 from sfumato.evaluation.benchmarks import benchmark_metrics
+from sfumato.evaluation.ground_truth import in_folds, truth_from_pairs
 from sfumato.evaluation.strategies import (
     SCORES,
     STRATEGIES,
@@ -16,7 +17,6 @@ from sfumato.evaluation.strategies import (
     evaluate_strategies,
     rank_truths_by,
 )
-from sfumato.evaluation.truths import in_folds, truth_from_pairs
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import UNLISTED, per_query_metrics, ranks_from_lists

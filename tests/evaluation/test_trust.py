@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from references_metrics import csd_by_loops
 from scipy import stats
+from support.references_metrics import csd_by_loops
 
 from sfumato.distances import DISTANCES
 from sfumato.evaluation.estimators import ESTIMATORS, Estimator, Matching, estimate_uncertainty, usable_estimators

@@ -1,9 +1,9 @@
 """InfoNCE against slow loops and the loss of CLIP."""
 
 import pytest
-import references
 import torch
-from batches import MATCH, batch
+from support import references
+from support.batches import MATCH, batch
 
 from sfumato.distances import DISTANCES
 from sfumato.gaussian import GaussianEmbedding

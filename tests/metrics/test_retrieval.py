@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from references_metrics import metrics_by_definition, ranks_by_sorting
+from support.references_metrics import metrics_by_definition, ranks_by_sorting
 
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import (

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 import torch
-from references_metrics import squared_l2_by_broadcast
+from support.references_metrics import squared_l2_by_broadcast
 
 from sfumato.errors import UserError
 from sfumato.search.stores.faiss import FAISS_ENGINES, FaissOptions, FaissStore

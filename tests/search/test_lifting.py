@@ -1,6 +1,6 @@
 import pytest
 import torch
-from references_metrics import csd_by_loops, squared_l2_by_broadcast
+from support.references_metrics import csd_by_loops, squared_l2_by_broadcast
 
 from sfumato.distances import DISTANCES, get_distance
 from sfumato.gaussian import GaussianEmbedding

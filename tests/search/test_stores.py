@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from search.stores_contract import (
+from support.stores_contract import (
     FINGERPRINT,
     StoreContract,
     assert_holds,
@@ -25,8 +25,8 @@ from search.stores_contract import (
 
 from sfumato.errors import UserError
 from sfumato.search.stores import local
-from sfumato.search.stores.base import Filter, Records
-from sfumato.search.stores.open import create_store, open_store
+from sfumato.search.stores.protocol import Filter, Records
+from sfumato.search.stores.store_url import create_store, open_store
 
 APPROXIMATE = ("hnsw", "ivf", "ivf-pq")
 
@@ -214,8 +214,8 @@ import sys
 sys.modules["faiss"] = None
 import torch
 from sfumato.errors import UserError
-from sfumato.search.stores.base import Records
-from sfumato.search.stores.open import create_store
+from sfumato.search.stores.protocol import Records
+from sfumato.search.stores.store_url import create_store
 store = create_store(sys.argv[1] + "/flat", 2, "")
 store.upsert(Records(("a", "b"), torch.tensor([[0., 1.], [5., 5.]]), torch.zeros(2), ({}, {})))
 store.optimise()
@@ -392,7 +392,7 @@ def test_indexes_are_mapped_not_read(tmp_path):
         pytest.skip("memory is measured by /proc")
     code = """
 import sys, torch
-from sfumato.search.stores.open import open_store
+from sfumato.search.stores.store_url import open_store
 def anonymous():
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("RssAnon")) // 1024
 store = open_store(sys.argv[1])
@@ -446,8 +446,8 @@ def test_a_folder_may_have_a_hash_mark_and_brackets(tmp_path):
 WRITER = """
 import random, sys, torch
 from sfumato.search.stores import local
-from sfumato.search.stores.base import Records
-from sfumato.search.stores.open import open_store
+from sfumato.search.stores.protocol import Records
+from sfumato.search.stores.store_url import open_store
 local._FEW = 100
 store, run = open_store(sys.argv[1]), int(sys.argv[2])
 chance = random.Random(run)

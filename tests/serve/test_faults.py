@@ -14,13 +14,13 @@ from pathlib import Path
 import httpx
 import pytest
 from PIL import Image
-from serve.world import SlowModel, bomb, in_base64, picture, read_only, served
+from support.serving import SlowModel, bomb, in_base64, picture, read_only, served
 
 from sfumato.errors import UserError
 from sfumato.serve.batching import Batcher, Closed, Full
-from sfumato.serve.pictures import POINTER, FolderPictures, UploadedPictures, to_show, to_store
-from sfumato.serve.problems import Refusal
-from sfumato.serve.sources import Sources
+from sfumato.serve.images import POINTER, FolderPictures, UploadedPictures, to_show, to_store
+from sfumato.serve.schemas import Refusal
+from sfumato.serve.served import Sources
 
 
 def problem(answer, status):

@@ -13,19 +13,19 @@ import time
 import httpx
 import pytest
 import torch
-from serve.world import KEY, SlowModel, in_base64, picture, served, wait_until_ready
+from support.serving import KEY, SlowModel, in_base64, picture, served, wait_until_ready
 
 from sfumato.data.transforms import decode_image
 from sfumato.errors import UserError
-from sfumato.search.stores.base import Filter
+from sfumato.models.galleries import Source, build_index, create_collection
+from sfumato.models.run import load_run
+from sfumato.search.stores.protocol import Filter
 from sfumato.serve import writing
 from sfumato.serve.app import create_app
-from sfumato.serve.pictures import SplitPictures, UploadedPictures
+from sfumato.serve.images import SplitPictures, UploadedPictures
+from sfumato.serve.served import Sources, open_sources
 from sfumato.serve.server import check_host, check_names, hosts_of, is_loopback, run_app
 from sfumato.serve.settings import Settings, read_keys
-from sfumato.serve.sources import Sources, open_sources
-from sfumato.training.galleries import Source, build_index, create_collection
-from sfumato.training.run import load_run
 
 
 def search(client, *queries, status=200, **options):

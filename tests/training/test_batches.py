@@ -12,18 +12,20 @@ import pytest
 import torch
 from PIL import Image
 
-from sfumato.data.mixing import MixPlan
-from sfumato.data.pairs import FileImage, PairBatch, PairData, PairSampler
+from sfumato.data.augment import MixPlan
+from sfumato.data.images import FileImage
+from sfumato.data.pairs import PairBatch, PairData, PairSampler
 from sfumato.data.shards import ShardBatch
-from sfumato.encoders.dual import DualEncoder, FeatureInput, PixelReader, TokenReader, Tower
+from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
 from sfumato.encoders.features import Inputs, PixelStore, RaggedStore
 from sfumato.encoders.heads import GaussianHead
+from sfumato.encoders.processors import PixelReader, TokenReader
 from sfumato.encoders.small import add_begin_and_end, train_tokenizer
 from sfumato.errors import UserError
+from sfumato.models.process_group import World, alone
+from sfumato.models.recipe import check_recipe
 from sfumato.training import batches as module
 from sfumato.training.batches import Augmentation, IndexedBatches, ShardBatches, epoch_seed
-from sfumato.training.config import check_recipe
-from sfumato.training.distributed import World, alone
 
 CPU = torch.device("cpu")
 WORDS = [f"{a}{b}" for a in "abcd" for b in "efgh"]

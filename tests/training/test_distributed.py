@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from toy import make_toy
+from support.toy import make_toy
 
 from sfumato.losses import LOSSES
-from sfumato.training.distributed import PeerLostError, World, _answered, alone
+from sfumato.models.process_group import PeerLostError, World, _answered, alone
 
 HERE = Path(__file__).parent
 
@@ -61,7 +61,7 @@ def worlds(tmp_path_factory):
     """{processes: (measured, gradients) of each process}."""
     out = tmp_path_factory.mktemp("worlds")
     for size in (1, 2, 4):
-        succeed(size, [sys.executable, str(HERE / "world.py"), str(out), SIZES])
+        succeed(size, [sys.executable, str(HERE.parent / "support" / "process_group.py"), str(out), SIZES])
     read = lambda name: (json.loads((out / f"{name}.json").read_text()), load_file(out / f"{name}.safetensors"))
     return {size: [read(f"{size}-{rank}") for rank in range(size)] for size in (1, 2, 4)}
 

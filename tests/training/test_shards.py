@@ -7,16 +7,16 @@ import tarfile
 import numpy as np
 import pytest
 import torch
-from toy import make_toy
+from support.toy import make_toy
 
 from sfumato.data.problems import Problems
 from sfumato.data.shards import expand_shards, read_shards, write_shards
 from sfumato.errors import UserError
-from sfumato.training.build import load_splits
-from sfumato.training.config import load_recipe
-from sfumato.training.distributed import alone
+from sfumato.models.process_group import alone
+from sfumato.models.recipe import load_recipe
+from sfumato.models.run import load_run
+from sfumato.models.splits import load_splits
 from sfumato.training.loop import fit
-from sfumato.training.run import load_run
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ def parse_names(listed: str) -> list[str]:
 
 def no_run(model: str, wanted: str) -> UserError:
     """Why a model without a recipe needs --data."""
-    from sfumato.training.run import RECIPE
+    from sfumato.models.run import RECIPE
 
     if not Path(model).exists():
         return UserError(

@@ -28,9 +28,8 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train a model as a recipe says; an interrupted run in the same folder is resumed."""
+    from sfumato.models.recipe import find_recipe, load_recipe
     from sfumato.progress import first_process
-    from sfumato.recipes import find_recipe
-    from sfumato.training.config import load_recipe
     from sfumato.training.loop import fit
 
     resolved = load_recipe(find_recipe(recipe), overrides or [])
@@ -116,7 +115,6 @@ def evaluate(
     from dataclasses import asdict
     from functools import partial
 
-    from sfumato.console import print_evaluation, print_measured, print_more, print_over_seeds
     from sfumato.evaluation.compare import (
         PER_QUERY_ENDINGS,
         main_figures,
@@ -124,15 +122,15 @@ def evaluate(
         per_query_table,
         read_per_query,
     )
-    from sfumato.evaluation.embedded import Files, More, measure, measure_files, more_results
+    from sfumato.evaluation.embedded_input import Files, More, measure, measure_files, more_results
+    from sfumato.models.build import choose_device
+    from sfumato.models.embed import embed_for_evaluation, evaluate_model, evaluate_run
+    from sfumato.models.export import load_model
+    from sfumato.models.process_group import join_world
+    from sfumato.models.recipe import find_recipe, load_recipe
+    from sfumato.models.run import RECIPE, load_run
     from sfumato.progress import say
-    from sfumato.recipes import find_recipe
-    from sfumato.training.build import choose_device
-    from sfumato.training.config import load_recipe
-    from sfumato.training.distributed import join_world
-    from sfumato.training.export import load_model
-    from sfumato.training.inference import embed_for_evaluation, evaluate_model, evaluate_run
-    from sfumato.training.run import RECIPE, load_run
+    from sfumato.reports.console import print_evaluation, print_measured, print_more, print_over_seeds
 
     more = More(strategies, engine, candidates, per_query, compare, published)
     a_file = compare is not None and Path(compare).suffix in PER_QUERY_ENDINGS
@@ -242,11 +240,10 @@ def ablate(
 
     The runs are OUT/DISTANCE-SEED; one that `sfumato train` has made there counts too.
     """
-    from sfumato.console import print_ablation
-    from sfumato.recipes import find_recipe
+    from sfumato.models.build import choose_device
+    from sfumato.models.recipe import find_recipe, load_recipe
+    from sfumato.reports.console import print_ablation
     from sfumato.training.ablation import ABLATED, ablate, ablation_file
-    from sfumato.training.build import choose_device
-    from sfumato.training.config import load_recipe
 
     resolved = load_recipe(find_recipe(recipe), overrides or [])
     folder = out or Path("runs") / f"ablation-{resolved.name}"
@@ -282,13 +279,12 @@ def trust(
     as_json: AsJson = False,
 ) -> None:
     """Measure what each estimator of uncertainty is worth; of a run on its own data, writes trust-SPLIT.json into its folder."""
-    from sfumato.console import print_trust
-    from sfumato.recipes import find_recipe
-    from sfumato.training.build import choose_device
-    from sfumato.training.config import load_recipe
-    from sfumato.training.export import load_model
-    from sfumato.training.run import RECIPE, load_run
-    from sfumato.training.trust import trust_model, trust_run
+    from sfumato.models.build import choose_device
+    from sfumato.models.export import load_model
+    from sfumato.models.recipe import find_recipe, load_recipe
+    from sfumato.models.run import RECIPE, load_run
+    from sfumato.models.trust_run import trust_model, trust_run
+    from sfumato.reports.console import print_trust
 
     path, chosen = None, choose_device(device)
     options: dict[str, Any] = {

@@ -37,12 +37,12 @@ def index(
     as_json: AsJson = False,
 ) -> None:
     """Build an index over pictures or texts, or fill a collection in a vector store."""
+    from sfumato.models.build import choose_device
+    from sfumato.models.embed import Matcher
+    from sfumato.models.export import load_model
+    from sfumato.models.galleries import build_index, check_new, embed_source, fill_collection, whole
+    from sfumato.models.run import load_run
     from sfumato.search.index import check_settings
-    from sfumato.training.build import choose_device
-    from sfumato.training.export import load_model
-    from sfumato.training.galleries import build_index, check_new, embed_source, fill_collection, whole
-    from sfumato.training.inference import Matcher
-    from sfumato.training.run import load_run
 
     if sum(source is not None for source in (images, split, texts, embeddings)) != 1:
         raise UserError("give one of --images FOLDER, --split NAME, --texts FILE and --embeddings FOLDER")
@@ -83,7 +83,7 @@ def copy(
     as_json: AsJson = False,
 ) -> None:
     """Copy an index or a collection into another store: a snapshot, or the move from a laptop to a cluster."""
-    from sfumato.training.galleries import copy_index
+    from sfumato.models.galleries import copy_index
 
     url, n = copy_index(folder, out, store, source_store=source_store)
     print_result({"out": str(out), "store": url, "items": n}, as_json, f"{n} items copied to {url}: {out}")
@@ -113,8 +113,8 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """Search an index by text or picture: ids, distances, match probabilities and uncertainties."""
-    from sfumato.console import print_search
-    from sfumato.training.galleries import search_index
+    from sfumato.models.galleries import search_index
+    from sfumato.reports.console import print_search
 
     if not query and not image:
         raise UserError("nothing to search for: give a text, or --image FILE")
@@ -181,10 +181,10 @@ def serve(
     from sfumato.serve.settings import Settings, read_keys, require_extra
 
     require_extra()
+    from sfumato.models.build import choose_device
     from sfumato.serve.app import create_app
+    from sfumato.serve.served import open_sources
     from sfumato.serve.server import check_address, check_host, check_names, hosts_of, run_app
-    from sfumato.serve.sources import open_sources
-    from sfumato.training.build import choose_device
 
     keys = read_keys(api_key_file, os.environ.get("SFUMATO_API_KEY"))
     check_host(host, keys, no_key)

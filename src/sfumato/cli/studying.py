@@ -50,15 +50,14 @@ def analyse(
     What lies in the folder of the studies asked for is replaced.
     """
     from sfumato import __version__
-    from sfumato.analysis.pages import write_analyses
-    from sfumato.analysis.studies import AnalysisOptions, analyse_model, known_studies
-    from sfumato.console import print_analyses
-    from sfumato.recipes import find_recipe
-    from sfumato.training.build import choose_device
-    from sfumato.training.config import load_recipe
-    from sfumato.training.export import load_model
-    from sfumato.training.inference import Matcher
-    from sfumato.training.run import RECIPE, load_run
+    from sfumato.models.build import choose_device
+    from sfumato.models.embed import Matcher
+    from sfumato.models.export import load_model
+    from sfumato.models.recipe import find_recipe, load_recipe
+    from sfumato.models.run import RECIPE, load_run
+    from sfumato.reports.analysis_page import write_analyses
+    from sfumato.reports.console import print_analyses
+    from sfumato.studies.analyse import AnalysisOptions, analyse_model, known_studies
 
     options = AnalysisOptions(
         uncertainty=uncertainty, n_corrupted=corrupted, n_pairs=pairs, n_bins=bins, corpus=corpus, method=method,
@@ -110,12 +109,12 @@ def crops(
     Of each picture A is its largest box below a threshold, B one that overlaps little with it, C the crop around both.
     """
     from sfumato import __version__
-    from sfumato.analysis.crop_pages import write_crops
-    from sfumato.analysis.crop_study import study_crops
-    from sfumato.console import print_crops
-    from sfumato.training.build import choose_device
-    from sfumato.training.export import load_model
-    from sfumato.training.run import RECIPE
+    from sfumato.models.build import choose_device
+    from sfumato.models.export import load_model
+    from sfumato.models.run import RECIPE
+    from sfumato.reports.console import print_crops
+    from sfumato.reports.crop_page import write_crops
+    from sfumato.studies.crop_study import study_crops
 
     try:
         shares = [float(share) for share in parse_names(thresholds)]
@@ -171,13 +170,12 @@ def zeroshot(
 ) -> None:
     """Classify pictures by class names in templates, and measure what keeping only the most certain prompts is worth."""
     from sfumato.data.labelled import emoji_labelled, read_class_folder, read_class_names
-    from sfumato.prompts import read_templates
-    from sfumato.recipes import find_recipe
-    from sfumato.training.build import choose_device
-    from sfumato.training.config import load_recipe
-    from sfumato.training.export import load_model
-    from sfumato.training.ingest import file_endings
-    from sfumato.zeroshot import evaluate_zeroshot, labelled_split
+    from sfumato.models.build import choose_device
+    from sfumato.models.export import load_model
+    from sfumato.models.ingest import file_endings
+    from sfumato.models.recipe import find_recipe, load_recipe
+    from sfumato.studies.prompts import read_templates
+    from sfumato.studies.zeroshot import evaluate_zeroshot, labelled_split
 
     if sum(source is not None for source in (images, emoji, data)) != 1:
         raise UserError("give one of --images FOLDER, --emoji group or subgroup, and --data RECIPE")
@@ -237,14 +235,13 @@ def report(
 ) -> None:
     """Write one HTML page: figures, uncertainty, calibration, and with pictures what was found, right and wrong."""
     from sfumato import __version__
-    from sfumato.analysis.pages import read_studies, write_analyses
-    from sfumato.analysis.studies import analyse_model
-    from sfumato.recipes import find_recipe
-    from sfumato.training.build import choose_device
-    from sfumato.training.config import load_recipe
-    from sfumato.training.export import load_model
-    from sfumato.training.reporting import report_model, report_run
-    from sfumato.training.run import RECIPE, load_run
+    from sfumato.models.build import choose_device
+    from sfumato.models.export import load_model
+    from sfumato.models.recipe import find_recipe, load_recipe
+    from sfumato.models.run import RECIPE, load_run
+    from sfumato.reports.analysis_page import read_studies, write_analyses
+    from sfumato.reports.model_report import report_model, report_run
+    from sfumato.studies.analyse import analyse_model
 
     chosen = choose_device(device)
     if data is not None:
@@ -295,13 +292,12 @@ def audit(
 ) -> None:
     """Find listed pairs that are probably wrong and unlisted ones that probably match: tables, and a page with the pictures."""
     from sfumato import __version__
-    from sfumato.audit.pages import PAGE, summary, write_audit
-    from sfumato.audit.review import audit_model, cross_fit
-    from sfumato.recipes import find_recipe
-    from sfumato.training.build import choose_device
-    from sfumato.training.config import load_recipe
-    from sfumato.training.export import load_model
-    from sfumato.training.run import RECIPE, load_run
+    from sfumato.models.build import choose_device
+    from sfumato.models.export import load_model
+    from sfumato.models.recipe import find_recipe, load_recipe
+    from sfumato.models.run import RECIPE, load_run
+    from sfumato.reports.audit_page import PAGE, summary, write_audit
+    from sfumato.studies.audit import audit_model, cross_fit
 
     if parts and split not in (None, "train"):
         raise UserError(f"--cross-fit audits the split train, which it trains on in parts; leave --split {split} out")
@@ -336,9 +332,9 @@ def calibrate(
     as_json: AsJson = False,
 ) -> None:
     """Calibrate a run again: match probabilities, thresholds, abstention and conformal sets, into its calibration.json."""
-    from sfumato.console import print_calibration
-    from sfumato.training.build import choose_device
-    from sfumato.training.inference import calibrate_run, describe_calibration
+    from sfumato.models.build import choose_device
+    from sfumato.models.calibrate import calibrate_run, describe_calibration
+    from sfumato.reports.console import print_calibration
 
     result = describe_calibration(calibrate_run(run, split, method=method, device=choose_device(device)))
     if as_json:

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.evaluation.benchmark_truths import coco_image_id
+from sfumato.evaluation.ground_truth import RECALLS, Truth
 from sfumato.evaluation.protocols import Ranker
-from sfumato.evaluation.truths import RECALLS, Truth, coco_image_id
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import (
@@ -26,7 +27,7 @@ from sfumato.metrics.retrieval import (
     retrieval_metrics,
     score_blocks,
 )
-from sfumato.search.ranking import distance_blocks
+from sfumato.search.exact import distance_blocks
 
 Direction = Literal["i2t", "t2i"]
 

@@ -23,10 +23,10 @@ from torch.nn import functional
 from sfumato.distances import squared_l2_matrix
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.inclusion import inclusion_test, log_inclusion
+from sfumato.inclusion import inclusion_test, log_inclusion
 from sfumato.matching import match_logit
 from sfumato.metrics.relevance import Relevance
-from sfumato.search.ranking import distance_blocks
+from sfumato.search.exact import distance_blocks
 
 NEAREST = 10
 """Number of nearest gallery items of the estimators that look at a few."""

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from sfumato.distances import DISTANCES, get_distance
 from sfumato.evaluation.benchmarks import BenchmarkRanks, benchmark_metrics, rank_truths, rank_truths_by_scores
-from sfumato.evaluation.truths import Truth
+from sfumato.evaluation.ground_truth import Truth
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import RANK_METRICS, UNLISTED, Better, ranks_from_lists
+from sfumato.search.exact import closest_candidates
 from sfumato.search.index import ENGINES, GaussianIndex
-from sfumato.search.ranking import closest_candidates
 from sfumato.search.stores.faiss import FaissOptions
 
 Similarity = Literal["cosine", "dot"]

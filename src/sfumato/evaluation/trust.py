@@ -33,7 +33,7 @@ from sfumato.metrics.selective import (
     spearman_statistic,
 )
 from sfumato.metrics.uncertainty import average_ranks, balanced_spearman, recall_by_uncertainty, spearman
-from sfumato.search.ranking import rank_relevant
+from sfumato.search.exact import rank_relevant
 
 FIGURES: dict[str, str] = {
     "wrong_auroc": "AUROC of wrong against right best items: 0.5 chance, 1 perfect",

@@ -1,16 +1,15 @@
 """Losses over (images, texts, match): pure functions, and modules that hold their learnable logits."""
 
-from sfumato.losses.base import LossOutput, MatchLoss, PairShare, loss_of_share
+from sfumato.inclusion import inclusion_loss, inclusion_test, log_inclusion
+from sfumato.losses.base import LossOutput, MatchLoss, PairShare, loss_of_share, vib_loss
 from sfumato.losses.daa import DAALoss, daa_loss
-from sfumato.losses.inclusion import inclusion_loss, inclusion_test, log_inclusion
+from sfumato.losses.dispersion import match_spread, spread_loss
 from sfumato.losses.infonce import InfoNCELoss, infonce_loss
 from sfumato.losses.pcme import PCMELoss, pcme_loss
 from sfumato.losses.pcmepp import PCMEPPLoss, pcmepp_loss, pseudo_positives
 from sfumato.losses.prolip import ProLIPLoss, prolip_loss
 from sfumato.losses.pvse import PVSELoss, pvse_loss
-from sfumato.losses.spread import match_spread, spread_loss
 from sfumato.losses.triplet import TripletLoss, triplet_loss
-from sfumato.losses.vib import vib_loss
 
 LOSSES: dict[str, type[MatchLoss]] = {
     "pcmepp": PCMEPPLoss,

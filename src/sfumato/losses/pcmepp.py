@@ -6,9 +6,8 @@ from torch.nn import functional
 
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.base import LossOutput, MatchLoss, PairShare
+from sfumato.losses.base import LossOutput, MatchLoss, PairShare, vib_sums
 from sfumato.losses.infonce import InfoNCELoss
-from sfumato.losses.vib import vib_sums
 from sfumato.matching import MatchingLogits, match_logit
 
 VIB_LIMIT = 1e4

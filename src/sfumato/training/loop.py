@@ -15,40 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import filelock
-import numpy as np
 import torch
 
 from sfumato.data.folds import parse_part, without_part
 from sfumato.data.grading import Grades
 from sfumato.data.noise import apply_noise, load_noise, save_noise, shuffle_pairs
 from sfumato.data.pairs import PairData, PairSampler
-from sfumato.data.prefetch import prefetch
 from sfumato.data.problems import Problems
 from sfumato.data.shards import ShardStream, expand_shards
 from sfumato.distances import Distance
-from sfumato.encoders.dual import DualEncoder, FrozenReader, Item, Tower
-from sfumato.encoders.features import Store
+from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.losses import MatchLoss, match_spread
-from sfumato.progress import progress_bar, say
-from sfumato.training.average import WeightAverage, averaged
-from sfumato.training.batches import Augmentation, Batches, IndexedBatches, ShardBatches, epoch_seed
-from sfumato.training.build import Assets, build_loss, build_model, choose_device, fresh_tokenizer, load_splits
-from sfumato.training.calibrating import calibrate_split
-from sfumato.training.checkpoint import load_state, save_state
-from sfumato.training.config import DataConfig, Recipe, load_recipe, save_recipe
-from sfumato.training.distributed import World, alone, join_world
-from sfumato.training.optim import (
-    build_optimiser,
-    clip_gradients,
-    freeze_for_epoch,
-    learning_rate_factor,
-    set_learning_rate,
-)
-from sfumato.training.run import (
+from sfumato.models.build import Assets, build_loss, build_model, choose_device, fresh_tokenizer
+from sfumato.models.calibrate import calibrate_split
+from sfumato.models.process_group import World, alone, join_world
+from sfumato.models.recipe import DataConfig, Recipe, load_recipe, save_recipe
+from sfumato.models.run import (
     CALIBRATION,
     ENCODERS,
     LAST,
@@ -60,27 +46,27 @@ from sfumato.training.run import (
     TOKENIZER,
     learnt_logits,
     load_assets,
+    load_state,
     save_assets,
+    save_state,
 )
-from sfumato.training.spread import fit_spread
+from sfumato.models.splits import PreparedSplit, embed_split, load_splits, prepare_split
+from sfumato.progress import progress_bar, say
+from sfumato.training.batches import Augmentation, Batches, IndexedBatches, ShardBatches, epoch_seed, prefetch
+from sfumato.training.optim import (
+    WeightAverage,
+    averaged,
+    build_optimiser,
+    clip_gradients,
+    freeze_for_epoch,
+    learning_rate_factor,
+    set_learning_rate,
+)
 from sfumato.training.step import DivergedError, forward_backward
+from sfumato.training.variance_stage import fit_spread
 
 _LOCK = ".lock"
 _VOCABULARY_TEXTS = 100_000
-
-
-@dataclass(frozen=True)
-class PreparedSplit:
-    """A split whose images and texts are ready to be fed to the towers.
-
-    Attributes:
-        data: the usable items.
-        images, texts: their inputs, in the same order.
-    """
-
-    data: PairData
-    images: Store
-    texts: Store
 
 
 @dataclass
@@ -357,69 +343,6 @@ def _with_noise(config: DataConfig, data: PairData, folder: Path, world: World) 
     return apply_noise(data, load_noise(path, data))
 
 
-def prepare_split(
-    model: DualEncoder, data: PairData, problems: Problems, name: str, world: World | None = None
-) -> PreparedSplit:
-    """Read every image and text of a split for the model's towers; items that cannot be used are left out and reported.
-
-    Of several processes each computes the frozen features of its part first; all then find them in the cache.
-    """
-    items: list[Item] = [source.read_bytes for source in data.images]
-    if world is not None and world.size > 1:
-        for reader, source in ((model.image.reader, items), (model.text.reader, [_text(t) for t in data.texts])):
-            if isinstance(reader, FrozenReader):
-                reader.read([source[i] for i in world.part(len(source))], on_error=lambda i, error: None)
-        world.wait()
-    with progress_bar(f"reading {name} images", len(items)) as advance:
-        images, kept = model.image.reader.read(
-            items, progress=advance, on_error=lambda i, error: problems.add(data.images[i].place, str(error))
-        )
-    if len(kept) < len(items):
-        data = data.keep_images(kept)
-    if not len(data.image_ids) or not len(data.text_ids):
-        raise UserError(f"split {name!r} has no usable pair left:\n{problems.summary()}")
-    texts, _ = model.text.reader.read([_text(t) for t in data.texts])
-    return PreparedSplit(data, images, texts)
-
-
-def load_split(
-    model: DualEncoder, config: DataConfig, name: str, problems: Problems | None = None, world: World | None = None
-) -> PreparedSplit:
-    """A split of some data, ready for a model; problems are noted, and told on standard error.
-
-    Raises:
-        UserError: the data has no such split.
-    """
-    problems = Problems() if problems is None else problems
-    splits = load_splits(config, problems)
-    if name not in splits:
-        raise UserError(f"the data ({config.source}) has no split {name!r}; it has {', '.join(splits)}")
-    prepared = prepare_split(model, splits[name], problems, name, world)
-    if len(problems):
-        say(f"{len(problems)} items left out:\n{problems.summary()}")
-    return prepared
-
-
-def embed_split(
-    model: DualEncoder, split: PreparedSplit, world: World | None = None
-) -> tuple[GaussianEmbedding, GaussianEmbedding]:
-    """Embeddings of the images and of the texts of a split; each process computes its part, all get the whole."""
-    world = world or alone()
-    image, text = (
-        _embed_part(tower, store, world) for tower, store in ((model.image, split.images), (model.text, split.texts))
-    )
-    return image, text
-
-
-def _embed_part(tower: Tower, store: Store, world: World) -> GaussianEmbedding:
-    own = world.part(len(store))
-    if not len(own):  # Fewer items than processes: one is computed for nothing.
-        mine = tower.embed(store, np.arange(1))[:0]
-    else:
-        mine = tower.embed(store, own)
-    return world.gather_embeddings(mine, world.counts(len(own)))
-
-
 def validate(
     embedded: tuple[GaussianEmbedding, GaussianEmbedding],
     split: PreparedSplit,
@@ -557,7 +480,3 @@ def _forget_after(path: Path, epoch: int) -> None:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     whole = [line for line in lines if line.endswith("\n")]
     write_atomically(path, "".join(line for line in whole if json.loads(line)["epoch"] < epoch))
-
-
-def _text(value: str) -> Item:
-    return lambda: value

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sfumato.data.mixing import MixPlan
+from sfumato.data.augment import MixPlan
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.features import Inputs
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import LossOutput, MatchLoss, PairShare, loss_of_share
-from sfumato.training.distributed import World
+from sfumato.models.process_group import World
 
 
 class DivergedError(ArithmeticError):

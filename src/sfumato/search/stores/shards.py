@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sfumato.search.stores.base import Filter, Records
+from sfumato.search.stores.protocol import Filter, Records
 
 ROW_BITS = 32
 """A position is shard << ROW_BITS | row."""
