@@ -15,7 +15,7 @@ from sfumato.models.build import Assets, build_model
 from sfumato.models.recipe import ModelConfig
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import GaussianIndex
-from sfumato.serve.images import UploadedPictures
+from sfumato.serve.image_files import UploadedPictures
 from sfumato.serve.served import Shelf, Sources
 
 WORDS = (

@@ -218,9 +218,9 @@ def test_every_official_figure_from_the_command_line(shared, sfumato, tmp_path):
     names = {"r1": "recall@1", "r5": "recall@5", "r10": "recall@10", "map_at_r": "map@r", "rprecision": "r_precision"}
     checked = 0
     for name, values in official.items():
-        truth, _, metric = name.partition("_") if not name.startswith("coco") else (name[:7], "", name[8:])
+        ground_truth, _, metric = name.partition("_") if not name.startswith("coco") else (name[:7], "", name[8:])
         for direction, value in values.items():
-            ours = found["truths"][truth][direction][names[metric]]
+            ours = found["truths"][ground_truth][direction][names[metric]]
             assert ours == pytest.approx(value, abs=1e-12), (name, direction)
             checked += 1
     assert status == 0 and checked == 2 * len(official) >= 28

@@ -143,20 +143,20 @@ FLOORS: dict[str, list[str]] = {
     ],
     "search": [
         "atomic_folder exact lifting parts stores stores.faiss stores.protocol",
-        "gallery stores.shards stores.store_url",
+        "gallery stores.segments stores.store_url",
         "collection index stores.local stores.milvus stores.pgvector",
         "stores.rerank",
     ],
     "evaluation": [
         "estimators ground_truth protocols published",
-        "benchmark_truths trust",
+        "benchmark_ground_truths trust",
         "benchmarks",
         "compare strategies",
         "embedded_input",
     ],
     "models": [
-        "ingest process_group published_layouts recipe",
-        "build published splits",
+        "ingest process_group pretrained_layouts recipe",
+        "build pretrained splits",
         "extract_regions run",
         "calibrate embed export",
         "galleries trust_run",
@@ -181,7 +181,7 @@ FLOORS: dict[str, list[str]] = {
     ],
     "serve": [
         "schemas",
-        "documentation images settings",
+        "documentation image_files settings",
         "guard served",
         "answering batching",
         "service",
@@ -189,7 +189,7 @@ FLOORS: dict[str, list[str]] = {
         "app",
     ],
     "cli": [
-        "app",
+        "common",
         "embedding evaluating searching studying trying",
     ],
 }

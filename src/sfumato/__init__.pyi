@@ -145,10 +145,10 @@ from .evaluation.estimators import (
     estimate_uncertainty as estimate_uncertainty,
 )
 from .evaluation.ground_truth import (
-    Truth as Truth,
+    GroundTruth as GroundTruth,
 )
 from .evaluation.ground_truth import (
-    read_truth as read_truth,
+    read_ground_truth as read_ground_truth,
 )
 from .evaluation.protocols import (
     evaluate_retrieval as evaluate_retrieval,
@@ -252,13 +252,13 @@ from .models.export import (
 from .models.export import (
     load_model as load_model,
 )
-from .models.published import (
-    Published as Published,
+from .models.pretrained import (
+    PretrainedModel as PretrainedModel,
 )
-from .models.published import (
-    load_published as load_published,
+from .models.pretrained import (
+    load_pretrained as load_pretrained,
 )
-from .models.published import (
+from .models.pretrained import (
     read_checkpoint as read_checkpoint,
 )
 from .models.recipe import (

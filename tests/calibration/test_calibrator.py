@@ -176,12 +176,12 @@ def test_isotonic_falls_everywhere_and_fits_what_platt_cannot():
     pytest.importorskip("sklearn", reason="the extra calibration is not installed")
     generator = torch.Generator().manual_seed(3)
     distance = torch.rand(60_000, generator=generator)
-    truth = torch.where(distance < 0.5, 0.9 - 0.2 * distance, 0.02)
-    match = (torch.rand(60_000, generator=generator) < truth).float()
+    ground_truth = torch.where(distance < 0.5, 0.9 - 0.2 * distance, 0.02)
+    match = (torch.rand(60_000, generator=generator) < ground_truth).float()
     fitted = {m: Calibration.fit(distance, match, method=m) for m in ("platt", "isotonic")}
     grid = torch.linspace(-1, 2, 5000)
     assert (fitted["isotonic"].logit(grid).diff() < 0).all()
-    error = {m: float((c.probability(distance) - truth).abs().mean()) for m, c in fitted.items()}
+    error = {m: float((c.probability(distance) - ground_truth).abs().mean()) for m, c in fitted.items()}
     assert error["isotonic"] < 0.01 < 0.05 < error["platt"]
 
 
@@ -322,11 +322,11 @@ DRAWS = 300
 
 def test_risk_and_precision_are_kept_on_new_queries():
     generator = torch.Generator().manual_seed(5)
-    new, truth = scene(generator, 20_000, 40, n_matches=2, shift=3.5)
+    new, ground_truth = scene(generator, 20_000, 40, n_matches=2, shift=3.5)
     # A third of all queries is hard: nothing of theirs is close.
     new[::3] = torch.randn(new[::3].shape, generator=generator) + 3.5
     nearest, place = new.min(1)
-    right = truth.gather(1, place[:, None])[:, 0].bool()
+    right = ground_truth.gather(1, place[:, None])[:, 0].bool()
     broken, answered, spoilt = 0, [], 0
     for _ in range(DRAWS):
         distance, match = scene(generator, 400, 40, n_matches=2, shift=3.5)
@@ -337,7 +337,7 @@ def test_risk_and_precision_are_kept_on_new_queries():
         answered.append(float(answer.double().mean()))
         below = calibration.probability(new.double()) > calibration.threshold(0.8)
         some = below.any(1)
-        precision = (below & truth.bool()).sum(1)[some] / below.sum(1)[some]
+        precision = (below & ground_truth.bool()).sum(1)[some] / below.sum(1)[some]
         spoilt += bool(precision.mean() < 0.8)
     assert broken <= 53 and spoilt <= 53
     assert np.mean(answered) > 0.3, "kept, and not by answering nothing"

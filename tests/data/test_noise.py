@@ -71,7 +71,7 @@ def test_every_pair_is_as_likely_to_be_noisy_and_every_wrong_image_as_likely_to_
 
 def test_every_process_draws_the_same():
     code = (
-        "from pairs import captions, many_to_many; from sfumato.data.noise import shuffle_pairs;"
+        "from support.pairs import captions, many_to_many; from sfumato.data.noise import shuffle_pairs;"
         "print([shuffle_pairs(d, 0.5, 3)[1].tolist() for d in (captions(20, 5), many_to_many())])"
     )
     here = [shuffle_pairs(d, 0.5, 3)[1].tolist() for d in (captions(20, 5), many_to_many())]

@@ -11,7 +11,7 @@ from PIL import Image
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Inputs, TokenFeatures
 from sfumato.encoders.heads import GPO, POOLINGS, AveragePool, GaussianHead, MaxPool
-from sfumato.encoders.processors import PixelReader, TokenReader
+from sfumato.encoders.processors import PixelProcessor, TokenProcessor
 from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder, tokenize, train_tokenizer
 from sfumato.errors import UserError
 
@@ -82,8 +82,8 @@ def small_model():
     tokenizer = train_tokenizer(["a red circle", "a blue square"], 100)
     image, text = SmallImageEncoder(4), SmallTextEncoder(tokenizer.get_vocab_size(), 8, 0.5)
     return DualEncoder(
-        Tower(PixelReader(32), image, GaussianHead(image.channels, 6)),
-        Tower(TokenReader(tokenizer, 5), text, GaussianHead(text.channels, 6)),
+        Tower(PixelProcessor(32), image, GaussianHead(image.channels, 6)),
+        Tower(TokenProcessor(tokenizer, 5), text, GaussianHead(text.channels, 6)),
     )
 
 
@@ -109,7 +109,7 @@ def test_towers_work_in_half_precision_and_heads_stay_in_float32():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         image, _ = model(
             Inputs(torch.zeros(2, 3, 32, 32, dtype=torch.uint8)),
-            model.text.reader.read([lambda: "a"])[0].batch(np.array([0])),
+            model.text.processor.read([lambda: "a"])[0].batch(np.array([0])),
         )
     assert image.dtype == torch.float32
 

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from sfumato.encoders.processors import CLEANINGS, BilinearReader, SpecialTokenReader
+from sfumato.encoders.processors import CLEANINGS, BilinearProcessor, SpecialTokenProcessor
 
 
 @pytest.mark.parametrize(
@@ -26,9 +26,9 @@ def test_cleaning(text, whitespace, lower, canonicalize):
     assert CLEANINGS["canonicalize"](text) == canonicalize
 
 
-def reader(tokenizer, **options):
+def processor(tokenizer, **options):
     defaults = {"vocabulary": 10, "max_tokens": 5, "begin": "<b>", "end": "<e>", "pad_to_max": False}
-    return SpecialTokenReader(lambda: tokenizer, **{**defaults, "clean": str.lower, **options})
+    return SpecialTokenProcessor(lambda: tokenizer, **{**defaults, "clean": str.lower, **options})
 
 
 @pytest.fixture
@@ -38,24 +38,24 @@ def tokenizer():
     return tokenizer
 
 
-def ids(reader, *texts):
-    store, kept = reader.read([lambda t=t: t for t in texts])
+def ids(processor, *texts):
+    store, kept = processor.read([lambda t=t: t for t in texts])
     inputs = store.batch(kept)
     return [row[mask].tolist() for row, mask in zip(inputs.values, inputs.mask, strict=True)]
 
 
 def test_begin_and_end_survive_cutting(tokenizer):
     texts = ("A b", "a b c", "a b c a b c", "", "x")
-    assert ids(reader(tokenizer), *texts) == [[2, 3, 4, 1], [2, 3, 4, 5, 1], [2, 3, 4, 5, 1], [2, 1], [2, 6, 1]]
-    assert ids(reader(tokenizer, begin=""), *texts[:3]) == [[3, 4, 1], [3, 4, 5, 1], [3, 4, 5, 3, 1]]
+    assert ids(processor(tokenizer), *texts) == [[2, 3, 4, 1], [2, 3, 4, 5, 1], [2, 3, 4, 5, 1], [2, 1], [2, 6, 1]]
+    assert ids(processor(tokenizer, begin=""), *texts[:3]) == [[3, 4, 1], [3, 4, 5, 1], [3, 4, 5, 3, 1]]
 
 
 def test_padding_to_the_full_length_is_in_the_mask(tokenizer):
-    assert ids(reader(tokenizer, pad_to_max=True), "a", "a b c a") == [[2, 3, 1, 1, 1], [2, 3, 4, 5, 1]]
+    assert ids(processor(tokenizer, pad_to_max=True), "a", "a b c a") == [[2, 3, 1, 1, 1], [2, 3, 4, 5, 1]]
 
 
 def test_a_text_that_spells_the_end_ends_there(tokenizer):
-    assert ids(reader(tokenizer), "a <e> b") == [[2, 3, 1]]
+    assert ids(processor(tokenizer), "a <e> b") == [[2, 3, 1]]
 
 
 def test_the_tokenizer_is_looked_for_once_with_the_first_text(tokenizer):
@@ -65,7 +65,7 @@ def test_the_tokenizer_is_looked_for_once_with_the_first_text(tokenizer):
         asked.append(1)
         return tokenizer
 
-    lazy = reader(tokenizer)
+    lazy = processor(tokenizer)
     lazy.find = find
     assert not asked
     ids(lazy, "a")
@@ -83,7 +83,7 @@ def test_ids_are_those_of_transformers_clip_tokenizer():
     special = ["<|startoftext|>", "<|endoftext|>"]
     pieces = [*letters, *(f"{c}</w>" for c in letters), *("".join(m) for m in merges), *special]
     theirs = transformers.CLIPTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges)
-    ours = reader(
+    ours = processor(
         theirs.backend_tokenizer,
         **{"vocabulary": len(pieces), "max_tokens": 12, "begin": special[0], "end": special[1]},
         clean=CLEANINGS["lower"],
@@ -97,7 +97,7 @@ def test_ids_are_those_of_transformers_t5_tokenizer():
     theirs = transformers.T5Tokenizer(
         vocab=[(piece, -float(i)) for i, piece in enumerate(pieces)], extra_ids=0, pad_token="</s>"
     )
-    ours = reader(
+    ours = processor(
         theirs.backend_tokenizer,
         **{"vocabulary": len(pieces), "max_tokens": 12, "begin": "", "end": "</s>", "pad_to_max": True},
         clean=CLEANINGS["canonicalize"],
@@ -129,7 +129,7 @@ def test_pictures_are_squashed_bilinearly_without_smoothing(width, height):
     picture = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(picture).save(buffer, "PNG")
-    store, kept = BilinearReader(12).read([buffer.getvalue])
+    store, kept = BilinearProcessor(12).read([buffer.getvalue])
     ours = store.batch(kept).values[0].permute(1, 2, 0).numpy()
     assert ours.shape == (12, 12, 3) and ours.dtype == np.uint8
     expected = bilinear_loops(picture.astype(np.float64), 12)
@@ -141,7 +141,7 @@ def test_pictures_are_squashed_bilinearly_without_smoothing(width, height):
 
 def test_damaged_pictures_are_reported():
     problems = []
-    store, kept = BilinearReader(8).read(
+    store, kept = BilinearProcessor(8).read(
         [lambda: b"nonsense"], on_error=lambda i, error: problems.append((i, str(error)))
     )
     assert len(store) == len(kept) == 0 and problems[0][0] == 0 and "not a picture" in problems[0][1]

@@ -18,7 +18,7 @@ from sfumato.evaluation.embedded_input import (
     measure_lists,
     more_results,
     read_embedded_set,
-    read_truths,
+    read_ground_truths,
 )
 from sfumato.evaluation.published import common_figures
 from sfumato.gaussian import GaussianEmbedding, save_embeddings
@@ -51,23 +51,27 @@ def folder(tmp_path):
 
 
 def test_rows_without_ids_are_in_the_order_of_the_truth(folder):
-    truths = read_truths(truth=folder / "truth.json")
-    plain = read_embedded_set(f"{folder}/i.npy", f"{folder}/t.npy", truths)
-    assert plain.text_ids == truths[0].text_ids and plain.uncertainty() is None
+    ground_truths = read_ground_truths(ground_truth=folder / "truth.json")
+    plain = read_embedded_set(f"{folder}/i.npy", f"{folder}/t.npy", ground_truths)
+    assert plain.text_ids == ground_truths[0].text_ids and plain.uncertainty() is None
     # float64 images and float32 texts meet in float64.
     assert plain.images.dtype == plain.texts.dtype == torch.float64
-    shuffled = read_embedded_set(f"{folder}/i.npy", f"{folder}/shuffled.npy", truths, text_ids=folder / "shuffled.txt")
+    shuffled = read_embedded_set(
+        f"{folder}/i.npy", f"{folder}/shuffled.npy", ground_truths, text_ids=folder / "shuffled.txt"
+    )
     assert measure(plain).figures == measure(shuffled).figures
-    wrong = read_embedded_set(f"{folder}/i.npy", f"{folder}/shuffled.npy", truths)
+    wrong = read_embedded_set(f"{folder}/i.npy", f"{folder}/shuffled.npy", ground_truths)
     assert measure(wrong).figures != measure(plain).figures
-    expected = evaluate_benchmarks(plain.images, plain.texts, plain.image_ids, plain.text_ids, truths, distance="csd")
+    expected = evaluate_benchmarks(
+        plain.images, plain.texts, plain.image_ids, plain.text_ids, ground_truths, distance="csd"
+    )
     assert measure(plain).figures == expected
 
 
 def test_log_variances_from_a_file_are_those_of_a_file_of_ours(folder):
-    truths = read_truths(truth=folder / "truth.json")
-    a = read_embedded_set(f"{folder}/i.npy", f"{folder}/t.npy", truths, text_log_var=folder / "t_log_var.npy")
-    b = read_embedded_set(f"{folder}/i.npy", f"{folder}/ours.safetensors", truths)
+    ground_truths = read_ground_truths(ground_truth=folder / "truth.json")
+    a = read_embedded_set(f"{folder}/i.npy", f"{folder}/t.npy", ground_truths, text_log_var=folder / "t_log_var.npy")
+    b = read_embedded_set(f"{folder}/i.npy", f"{folder}/ours.safetensors", ground_truths)
     assert b.text_ids != a.text_ids and measure(a).figures == measure(b).figures != measure(a, "squared_l2").figures
     expected = dict(zip(a.text_ids, np.exp(np.load(folder / "t_log_var.npy")).sum(1), strict=True))
     for found in (a, b):
@@ -77,7 +81,9 @@ def test_log_variances_from_a_file_are_those_of_a_file_of_ours(folder):
 
 def test_half_precision_is_widened(folder):
     np.save(folder / "half.npy", np.float16(np.load(folder / "i.npy")))
-    found = read_embedded_set(f"{folder}/half.npy", f"{folder}/t.npy", read_truths(truth=folder / "truth.json"))
+    found = read_embedded_set(
+        f"{folder}/half.npy", f"{folder}/t.npy", read_ground_truths(ground_truth=folder / "truth.json")
+    )
     assert found.images.dtype == torch.float32
 
 
@@ -88,17 +94,17 @@ def test_cocos_file_names_find_their_uncertainty():
 
 
 def test_lists_are_measured_as_they_are(folder):
-    truths = read_truths(truth=folder / "truth.json", metrics=["recall@1", "r_precision"])
-    embedded = read_embedded_set(f"{folder}/i.npy", f"{folder}/t.npy", truths)
+    ground_truths = read_ground_truths(ground_truth=folder / "truth.json", metrics=["recall@1", "r_precision"])
+    embedded = read_embedded_set(f"{folder}/i.npy", f"{folder}/t.npy", ground_truths)
     distance = torch.cdist(embedded.images.mean, embedded.texts.mean)
-    images, texts = truths[0].image_ids, truths[0].text_ids
+    images, texts = ground_truths[0].image_ids, ground_truths[0].text_ids
     lists = {
         "i2t": {images[i]: [texts[j] for j in row[:3]] for i, row in enumerate(distance.argsort(1).tolist())},
         "t2i": {texts[j]: [images[i] for i in row[:2]] for j, row in enumerate(distance.T.argsort(1).tolist())},
     }
     (folder / "lists.json").write_text(json.dumps(lists))
-    found = measure_lists(folder / "lists.json", truths)
-    assert found.figures == evaluate_ranked_lists(lists["i2t"], lists["t2i"], images, texts, truths)
+    found = measure_lists(folder / "lists.json", ground_truths)
+    assert found.figures == evaluate_ranked_lists(lists["i2t"], lists["t2i"], images, texts, ground_truths)
     assert found.figures == measure(embedded, "squared_l2").figures and found.score == "lists"
     more = More(per_query=folder / "q.csv", compared_with="x")
     results = more_results(found, None, more, per_query_table(found.ranks))
@@ -107,7 +113,9 @@ def test_lists_are_measured_as_they_are(folder):
     with pytest.raises(UserError, match="ranked lists are ranked already; strategies need embeddings"):
         more_results(found, None, More(strategies="csd"))
     with pytest.raises(ValueError, match="recall@5 needs 5"):
-        measure_lists(folder / "lists.json", read_truths(truth=folder / "truth.json", metrics=["recall@5"]))
+        measure_lists(
+            folder / "lists.json", read_ground_truths(ground_truth=folder / "truth.json", metrics=["recall@5"])
+        )
 
 
 @pytest.mark.parametrize(
@@ -122,12 +130,12 @@ def test_lists_are_measured_as_they_are(folder):
 def test_files_that_are_no_lists(folder, content, message):
     (folder / "lists.json").write_text(content)
     with pytest.raises(UserError, match=message):
-        measure_lists(folder / "lists.json", read_truths(truth=folder / "truth.json"))
+        measure_lists(folder / "lists.json", read_ground_truths(ground_truth=folder / "truth.json"))
 
 
 def test_more_is_only_what_was_asked_for(folder):
     embedded = read_embedded_set(
-        f"{folder}/i.npy", f"{folder}/ours.safetensors", read_truths(truth=folder / "truth.json")
+        f"{folder}/i.npy", f"{folder}/ours.safetensors", read_ground_truths(ground_truth=folder / "truth.json")
     )
     measured = measure(embedded)
     assert not More().anything and more_results(measured, embedded, More()).to_json() == {}
@@ -160,26 +168,26 @@ def test_figures_in_the_form_of_the_published_ones():
 
 
 def test_mistakes_are_named(folder, tmp_path):
-    truths = read_truths(truth=folder / "truth.json")
+    ground_truths = read_ground_truths(ground_truth=folder / "truth.json")
     for arguments in ({}, {"benchmark": "coco", "truth": folder / "truth.json"}):
         with pytest.raises(UserError, match=r"either --truth FILE or --benchmark NAME \(coco, flickr30k"):
-            read_truths(**arguments)
+            read_ground_truths(**arguments)
     with pytest.raises(UserError, match="unknown benchmark 'cocoa'; known: coco"):
-        read_truths("cocoa")
+        read_ground_truths("cocoa")
     for name, wanted in (("flickr8k", "dataset_flickr8k.json"), ("cub", "the folder of captions")):
         with pytest.raises(UserError, match=f"--benchmark {name} is read from {wanted}; name it with --annotations"):
-            read_truths(name)
+            read_ground_truths(name)
     with pytest.raises(UserError, match="instances are COCO's"):
-        read_truths("emoji", instances=[folder / "x.json"])
+        read_ground_truths("emoji", instances=[folder / "x.json"])
     with pytest.raises(ValueError, match="unknown metric 'recal@1'"):
-        read_truths(truth=folder / "truth.json", metrics=["recal@1"])
+        read_ground_truths(ground_truth=folder / "truth.json", metrics=["recal@1"])
     with pytest.raises(
         UserError, match=r"12 image embeddings without ids for a truth \(truth\) of 6 images; give --image-ids"
     ):
-        read_embedded_set(f"{folder}/t.npy", f"{folder}/t.npy", truths)
+        read_embedded_set(f"{folder}/t.npy", f"{folder}/t.npy", ground_truths)
     np.save(folder / "wide.npy", np.zeros((M, D + 1)))
     with pytest.raises(ValueError, match=r"i.npy has 3 dimensions, .*wide.npy has 4"):
-        read_embedded_set(f"{folder}/i.npy", f"{folder}/wide.npy", truths)
+        read_embedded_set(f"{folder}/i.npy", f"{folder}/wide.npy", ground_truths)
     for nothing in (
         Files(),
         Files(images="x.npy"),
@@ -190,7 +198,7 @@ def test_mistakes_are_named(folder, tmp_path):
         with pytest.raises(UserError, match="give a model, or --images and --texts, or --ranked"):
             measure_files(nothing)
     with pytest.raises(UserError, match="leave out --score and log variances"):
-        measure_files(Files(ranked=folder / "l.json", truth=folder / "truth.json"), "csd")
+        measure_files(Files(ranked=folder / "l.json", ground_truth=folder / "truth.json"), "csd")
     with pytest.raises(UserError, match="name one strategy, or none"):
         More(strategies="mean,csd", per_query=folder / "x.csv")
     with pytest.raises(UserError, match="are .parquet or .csv files"):
@@ -201,8 +209,8 @@ def test_mistakes_are_named(folder, tmp_path):
 
 
 def test_named_benchmarks(shared):
-    found = read_truths("coco", annotations=shared / "data" / "coco5k_text")
+    found = read_ground_truths("coco", annotations=shared / "data" / "coco5k_text")
     assert [t.name for t in found] == ["coco_5k", "coco_1k", "cxc", "rpc2", "eccv"]
-    only = read_truths("coco", annotations=shared / "data" / "coco5k_text", metrics=["recall@1"])
+    only = read_ground_truths("coco", annotations=shared / "data" / "coco5k_text", metrics=["recall@1"])
     assert {t.metrics for t in only} == {("recall@1",)}
-    assert read_truths("emoji", split="val")[0].name == "emoji"
+    assert read_ground_truths("emoji", split="val")[0].name == "emoji"

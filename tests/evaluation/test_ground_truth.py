@@ -8,7 +8,7 @@ import pytest
 
 from sfumato.data.emoji import load_emoji
 from sfumato.errors import UserError
-from sfumato.evaluation.benchmark_truths import (
+from sfumato.evaluation.benchmark_ground_truths import (
     coco_1k,
     coco_5k,
     coco_image_id,
@@ -23,7 +23,14 @@ from sfumato.evaluation.benchmark_truths import (
     read_coco,
     rpc2,
 )
-from sfumato.evaluation.ground_truth import RECALLS, Truth, in_folds, read_truth, truth_from_data, truth_from_pairs
+from sfumato.evaluation.ground_truth import (
+    RECALLS,
+    GroundTruth,
+    ground_truth_from_data,
+    ground_truth_from_pairs,
+    in_folds,
+    read_ground_truth,
+)
 from sfumato.metrics.relevance import Relevance
 
 SHARED = Path(os.environ.get("SFUMATO_SHARED", Path(__file__).resolve().parents[2].parent / "shared")) / "data"
@@ -36,12 +43,12 @@ def shared(*parts):
     return path
 
 
-def matches(truth):
+def matches(ground_truth):
     """{image id: text ids} and {text id: image ids} of a truth."""
     rows = {}
     for side, relevance, queries, gallery in (
-        ("i2t", truth.i2t, truth.image_ids, truth.text_ids),
-        ("t2i", truth.t2i, truth.text_ids, truth.image_ids),
+        ("i2t", ground_truth.i2t, ground_truth.image_ids, ground_truth.text_ids),
+        ("t2i", ground_truth.t2i, ground_truth.text_ids, ground_truth.image_ids),
     ):
         rows[side] = {q: set() for q in queries}
         for i, j in zip(relevance.query_of_item, relevance.indices, strict=True):
@@ -53,35 +60,35 @@ def matches(truth):
 
 
 def test_pairs_make_both_directions():
-    truth = truth_from_pairs("mine", ["b", "a"], [7, "x", 8], [("a", 7), ("b", "x"), ("a", 8), ("a", 7)])
-    assert matches(truth) == ({"b": {"x"}, "a": {"7", "8"}}, {"7": {"a"}, "x": {"b"}, "8": {"a"}})
-    assert truth.with_metrics("recall@3").metrics == ("recall@3",)
+    ground_truth = ground_truth_from_pairs("mine", ["b", "a"], [7, "x", 8], [("a", 7), ("b", "x"), ("a", 8), ("a", 7)])
+    assert matches(ground_truth) == ({"b": {"x"}, "a": {"7", "8"}}, {"7": {"a"}, "x": {"b"}, "8": {"a"}})
+    assert ground_truth.with_metrics("recall@3").metrics == ("recall@3",)
     with pytest.raises(ValueError, match="mine: pair 1 names text 'y', which is not among the text ids"):
-        truth_from_pairs("mine", ["a"], ["x"], [("a", "x"), ("a", "y")])
+        ground_truth_from_pairs("mine", ["a"], ["x"], [("a", "x"), ("a", "y")])
 
 
 def test_truths_that_do_not_fit_are_refused():
     one, other = Relevance.from_lists([[0], [1]], n_gallery=3), Relevance.from_lists([[0], [1], []], n_gallery=2)
     images, texts = ("a", "b"), ("x", "y", "z")
-    Truth("t", images, texts, one, other)
+    GroundTruth("t", images, texts, one, other)
     with pytest.raises(ValueError, match="t2i is 2 by 3, but there are 2 images and 3 texts; expected 3 by 2"):
-        Truth("t", images, texts, one, one)
+        GroundTruth("t", images, texts, one, one)
     with pytest.raises(ValueError, match="text id 'x' occurs more than once"):
-        Truth("t", images, ("x", "y", "x"), one, other)
+        GroundTruth("t", images, ("x", "y", "x"), one, other)
     with pytest.raises(ValueError, match="unknown metric 'recall'"):
-        Truth("t", images, texts, one, other, ("recall",))
+        GroundTruth("t", images, texts, one, other, ("recall",))
     with pytest.raises(ValueError, match=r"fold 0 needs distinct text positions in 0\.\.2"):
-        Truth("t", images, texts, one, other, folds=((np.array([0]), np.array([3])),))
+        GroundTruth("t", images, texts, one, other, folds=((np.array([0]), np.array([3])),))
 
 
 def test_folds_are_consecutive_images_with_their_texts():
     images, texts = list("abcdefghij"), [f"{c}{k}" for c in "abcdefghij" for k in (0, 1)]
     texts = texts[1:] + texts[:1]
     pairs = [(text[0], text) for text in texts]
-    truth = coco_1k(images, texts, pairs)
-    assert truth.name == "coco_1k" and truth.metrics == RECALLS and len(truth.folds) == 5
-    assert [texts[i] for i in truth.folds[0][1]] == ["a1", "b0", "b1", "a0"]
-    assert truth.folds[3][0].tolist() == [6, 7]
+    ground_truth = coco_1k(images, texts, pairs)
+    assert ground_truth.name == "coco_1k" and ground_truth.metrics == RECALLS and len(ground_truth.folds) == 5
+    assert [texts[i] for i in ground_truth.folds[0][1]] == ["a1", "b0", "b1", "a0"]
+    assert ground_truth.folds[3][0].tolist() == [6, 7]
     with pytest.raises(ValueError, match="10 images do not make 3 equal folds"):
         in_folds(coco_5k(images, texts, pairs), 3, name="thirds")
     with pytest.raises(ValueError, match="text 'a1' does not belong to the images of exactly one fold"):
@@ -92,9 +99,11 @@ def test_folds_are_consecutive_images_with_their_texts():
 
 def test_emoji_and_any_split_of_pairs():
     data = load_emoji()["test"]
-    for truth in (emoji(), truth_from_data(data, name="mine")):
-        assert truth.image_ids == data.image_ids and truth.text_ids == data.text_ids
-        assert (truth.i2t.indices == data.relevance().indices).all() and len(truth.i2t.indices) == len(data.pairs)
+    for ground_truth in (emoji(), ground_truth_from_data(data, name="mine")):
+        assert ground_truth.image_ids == data.image_ids and ground_truth.text_ids == data.text_ids
+        assert (ground_truth.i2t.indices == data.relevance().indices).all() and len(ground_truth.i2t.indices) == len(
+            data.pairs
+        )
     assert len(emoji("style").image_ids) > len(data.images)
     with pytest.raises(ValueError, match="unknown split 'dev'; known: train, val, test, style"):
         emoji("dev")
@@ -104,26 +113,28 @@ def test_emoji_and_any_split_of_pairs():
 
 
 def test_eccv_caption_has_the_published_numbers():
-    truths = eccv_caption(shared("coco5k_text"))
-    assert list(truths) == ["coco_5k", "coco_1k", "cxc", "rpc2", "eccv"]
+    ground_truths = eccv_caption(shared("coco5k_text"))
+    assert list(ground_truths) == ["coco_5k", "coco_1k", "cxc", "rpc2", "eccv"]
     expected = {
         "coco_5k": ((5000, 25000), (25000, 25000)),
         "cxc": ((5000, 35585), (24972, 35585)),
         "eccv": ((1261, 22550), (1332, 11279)),
     }
     for name, sides in expected.items():
-        for relevance, (queries, positives) in zip((truths[name].i2t, truths[name].t2i), sides, strict=True):
+        for relevance, (queries, positives) in zip(
+            (ground_truths[name].i2t, ground_truths[name].t2i), sides, strict=True
+        ):
             assert ((relevance.totals > 0).sum(), relevance.totals.sum()) == (queries, positives), name
-    assert truths["eccv"].i2t.n_outside.sum() == 2 and truths["eccv"].t2i.n_outside is None
+    assert ground_truths["eccv"].i2t.n_outside.sum() == 2 and ground_truths["eccv"].t2i.n_outside is None
     for image in ("575916", "421999"):
-        assert truths["eccv"].i2t.n_outside[truths["eccv"].image_ids.index(image)] == 1
-    assert truths["coco_5k"].image_ids[:3] == ("391895", "60623", "483108")
-    assert truths["coco_5k"].text_ids[:2] == ("770337", "771687")
-    assert [len(images) for images, _ in truths["coco_1k"].folds] == [1000] * 5
-    assert (truths["coco_1k"].folds[4][1] == np.arange(20000, 25000)).all()
-    assert truths["rpc2"].i2t is truths["cxc"].i2t and truths["rpc2"].metrics == ("r_precision",)
+        assert ground_truths["eccv"].i2t.n_outside[ground_truths["eccv"].image_ids.index(image)] == 1
+    assert ground_truths["coco_5k"].image_ids[:3] == ("391895", "60623", "483108")
+    assert ground_truths["coco_5k"].text_ids[:2] == ("770337", "771687")
+    assert [len(images) for images, _ in ground_truths["coco_1k"].folds] == [1000] * 5
+    assert (ground_truths["coco_1k"].folds[4][1] == np.arange(20000, 25000)).all()
+    assert ground_truths["rpc2"].i2t is ground_truths["cxc"].i2t and ground_truths["rpc2"].metrics == ("r_precision",)
     listed = json.loads(shared("coco5k_text", "cxc_image_to_caption.json").read_text())
-    assert matches(truths["cxc"])[0] == {image: set(map(str, texts)) for image, texts in listed.items()}
+    assert matches(ground_truths["cxc"])[0] == {image: set(map(str, texts)) for image, texts in listed.items()}
     assert cxc(SHARED / "coco5k_text").name == "cxc" and eccv(SHARED / "coco5k_text").name == "eccv"
     assert rpc2(SHARED / "coco5k_text").name == "rpc2"
 
@@ -153,10 +164,14 @@ def test_the_installed_package_is_read_but_not_run(tmp_path, monkeypatch):
     (package / "__init__.py").write_text("raise RuntimeError('run')")
     small_eccv(package / "data", pm_image_to_caption={"1": [10]}, pm_caption_to_image={"10": [1, 2]})
     monkeypatch.syspath_prepend(tmp_path)
-    truths = eccv_caption()
-    assert matches(truths["eccv"])[0]["2"] == {"20", "30"} and matches(truths["eccv"])[1]["51"] == {"1", "2", "3"}
-    assert (truths["eccv"].i2t.totals > 0).sum() == 1
-    assert matches(truths["pmrp_eccv_caption"])[1]["10"] == {"1", "2"}
+    ground_truths = eccv_caption()
+    assert matches(ground_truths["eccv"])[0]["2"] == {"20", "30"} and matches(ground_truths["eccv"])[1]["51"] == {
+        "1",
+        "2",
+        "3",
+    }
+    assert (ground_truths["eccv"].i2t.totals > 0).sum() == 1
+    assert matches(ground_truths["pmrp_eccv_caption"])[1]["10"] == {"1", "2"}
     assert "eccv_caption" not in sys.modules
 
 
@@ -202,21 +217,27 @@ def test_karpathy_splits_without_any_picture(tmp_path):
     path = karpathy(
         tmp_path / "d.json", [entry("a.jpg", "test", 5, 3), entry("b.jpg", "val", 4), entry("c.jpg", "test", 9)]
     )
-    truth = flickr30k(path)
-    assert truth.name == "flickr30k" and truth.image_ids == ("a.jpg", "c.jpg") and truth.text_ids == ("5", "3", "9")
-    assert matches(truth)[1] == {"5": {"a.jpg"}, "3": {"a.jpg"}, "9": {"c.jpg"}}
+    ground_truth = flickr30k(path)
+    assert (
+        ground_truth.name == "flickr30k"
+        and ground_truth.image_ids == ("a.jpg", "c.jpg")
+        and ground_truth.text_ids == ("5", "3", "9")
+    )
+    assert matches(ground_truth)[1] == {"5": {"a.jpg"}, "3": {"a.jpg"}, "9": {"c.jpg"}}
     assert flickr8k(path, split="val").image_ids == ("b.jpg",)
 
 
 def test_flickr8k_has_its_thousand():
-    truth = flickr8k(shared("flickr8k", "dataset_flickr8k.json"))
-    assert (len(truth.image_ids), len(truth.text_ids)) == (1000, 5000) and set(truth.i2t.counts) == {5}
+    ground_truth = flickr8k(shared("flickr8k", "dataset_flickr8k.json"))
+    assert (len(ground_truth.image_ids), len(ground_truth.text_ids)) == (1000, 5000) and set(
+        ground_truth.i2t.counts
+    ) == {5}
 
 
 def test_coco_from_karpathy_has_cocos_numbers(tmp_path):
     names = [f"COCO_val2014_{i:012d}.jpg" for i in range(391895, 391900)]
-    truths = read_coco(karpathy(tmp_path / "d.json", [entry(name, "test", i) for i, name in enumerate(names)]))
-    assert truths["coco_5k"].image_ids[0] == "391895" and len(truths["coco_1k"].folds) == 5
+    ground_truths = read_coco(karpathy(tmp_path / "d.json", [entry(name, "test", i) for i, name in enumerate(names)]))
+    assert ground_truths["coco_5k"].image_ids[0] == "391895" and len(ground_truths["coco_1k"].folds) == 5
     with pytest.raises(UserError, match=r"d\.json: coco_1k: 4 images do not make 5 equal folds"):
         read_coco(karpathy(tmp_path / "d.json", [entry(name, "test", i) for i, name in enumerate(names[:4])]))
 
@@ -245,7 +266,7 @@ def test_malformed_karpathy_files(tmp_path, images, message):
 
 # ---------------------------------------------------------------- PMRP
 
-CAPTIONS = truth_from_pairs(
+CAPTIONS = ground_truth_from_pairs(
     "captions",
     ["COCO_val2014_000000000001.jpg", "2", "3", "4"],
     ["1a", "1b", "2a", "3a", "4a"],
@@ -262,12 +283,14 @@ def instances(path, classes):
 def test_pmrp_by_hand(tmp_path):
     # Classes {1, 2}, {2}, {3, 4}, none: the first two differ in one class, the others in four and three.
     path = instances(tmp_path / "instances.json", {1: [1, 2, 2], 2: [2], 3: [3, 4], 4: []})
-    truths = pmrp(path, CAPTIONS, zetas=(0, 1, 3))
-    assert list(truths) == ["pmrp@0", "pmrp@1", "pmrp@3"] and {t.averaged_as for t in truths.values()} == {"pmrp"}
+    ground_truths = pmrp(path, CAPTIONS, zetas=(0, 1, 3))
+    assert list(ground_truths) == ["pmrp@0", "pmrp@1", "pmrp@3"] and {
+        t.averaged_as for t in ground_truths.values()
+    } == {"pmrp"}
     first = CAPTIONS.image_ids[0]
-    assert matches(truths["pmrp@0"])[0] == {first: {"1a", "1b"}, "2": {"2a"}, "3": {"3a"}}
-    assert matches(truths["pmrp@1"])[0] == {first: {"1a", "1b", "2a"}, "2": {"1a", "1b", "2a"}, "3": {"3a"}}
-    assert matches(truths["pmrp@3"])[1] == {
+    assert matches(ground_truths["pmrp@0"])[0] == {first: {"1a", "1b"}, "2": {"2a"}, "3": {"3a"}}
+    assert matches(ground_truths["pmrp@1"])[0] == {first: {"1a", "1b", "2a"}, "2": {"1a", "1b", "2a"}, "3": {"3a"}}
+    assert matches(ground_truths["pmrp@3"])[1] == {
         "1a": {first, "2"},
         "1b": {first, "2"},
         "2a": {first, "2", "3"},
@@ -285,12 +308,12 @@ def test_pmrp_on_real_annotations_agrees_with_loops():
         captions = json.loads((root / f"captions_{part}2017.json").read_text())["annotations"]
         pairs += [(str(a["image_id"]), str(a["id"])) for a in captions]
     images = list(dict.fromkeys(image for image, _ in pairs))
-    base = truth_from_pairs("tiny", images, [text for _, text in pairs], pairs)
-    truths = pmrp([root / "instances_train2017.json", root / "instances_val2017.json"], base)
-    assert len(images) == 100 and len(truths["pmrp@0"].image_ids) == 97 == len(classes)
-    assert {len(t.text_ids) for t in truths.values()} == {97 * 5}
+    base = ground_truth_from_pairs("tiny", images, [text for _, text in pairs], pairs)
+    ground_truths = pmrp([root / "instances_train2017.json", root / "instances_val2017.json"], base)
+    assert len(images) == 100 and len(ground_truths["pmrp@0"].image_ids) == 97 == len(classes)
+    assert {len(t.text_ids) for t in ground_truths.values()} == {97 * 5}
     for zeta in (0, 1, 2):
-        i2t, t2i = matches(truths[f"pmrp@{zeta}"])
+        i2t, t2i = matches(ground_truths[f"pmrp@{zeta}"])
         for image in classes:
             near = {text for other, text in pairs if other in classes and len(classes[image] ^ classes[other]) <= zeta}
             assert i2t[image] == near
@@ -307,7 +330,7 @@ def test_pmrp_refuses_what_it_cannot_know(tmp_path):
         with pytest.raises(ValueError, match="zetas must be distinct and at least 0"):
             pmrp(path, CAPTIONS, zetas=zetas)
     with pytest.raises(ValueError, match="text 'x' does not belong to exactly one image"):
-        pmrp(path, truth_from_pairs("two", ["1", "2"], ["x"], [("1", "x"), ("2", "x")]))
+        pmrp(path, ground_truth_from_pairs("two", ["1", "2"], ["x"], [("1", "x"), ("2", "x")]))
     path.write_text('{"images": [{"id": 1}], "annotations": [{"image_id": 1}]}')
     with pytest.raises(UserError, match=r"annotations\[0\]: expected an object with image_id and category_id"):
         pmrp(path, CAPTIONS)
@@ -330,11 +353,14 @@ def birds(tmp_path):
 
 
 def test_birds_match_by_class(birds):
-    truth = cub_captions(birds)
-    assert truth.image_ids[:3] == ("001.Wren/Wren_0.jpg", "001.Wren/Wren_1.jpg", "002.Owl/Owl_0.jpg")
-    assert truth.text_ids[:3] == ("001.Wren/Wren_0.jpg#0", "001.Wren/Wren_0.jpg#1", "001.Wren/Wren_1.jpg#0")
-    assert truth.i2t.counts.tolist() == [4, 4, 2, 4, 4] and truth.t2i.counts.tolist() == [2] * 4 + [1] * 2 + [2] * 4
-    i2t, t2i = matches(truth)
+    ground_truth = cub_captions(birds)
+    assert ground_truth.image_ids[:3] == ("001.Wren/Wren_0.jpg", "001.Wren/Wren_1.jpg", "002.Owl/Owl_0.jpg")
+    assert ground_truth.text_ids[:3] == ("001.Wren/Wren_0.jpg#0", "001.Wren/Wren_0.jpg#1", "001.Wren/Wren_1.jpg#0")
+    assert (
+        ground_truth.i2t.counts.tolist() == [4, 4, 2, 4, 4]
+        and ground_truth.t2i.counts.tolist() == [2] * 4 + [1] * 2 + [2] * 4
+    )
+    i2t, t2i = matches(ground_truth)
     assert all({t.split("/")[0] for t in texts} == {image.split("/")[0]} for image, texts in i2t.items())
     assert t2i["003.Kite/Kite_1.jpg#1"] == {"003.Kite/Kite_0.jpg", "003.Kite/Kite_1.jpg"}
 
@@ -386,16 +412,16 @@ def test_the_public_splits_of_classes_do_not_overlap():
 )
 def test_own_truths_in_three_layouts(tmp_path, name, content):
     (tmp_path / name).write_text(content, encoding="utf-8")
-    truth = read_truth(tmp_path / name, metrics=["recall@1"])
-    assert matches(truth)[0] == {"a": {"1", "3"}, "b": {"2"}}
-    assert truth.name == "t" and truth.metrics == ("recall@1",) and truth.source.endswith(name)
-    assert read_truth(tmp_path / name, name="other").name == "other"
+    ground_truth = read_ground_truth(tmp_path / name, metrics=["recall@1"])
+    assert matches(ground_truth)[0] == {"a": {"1", "3"}, "b": {"2"}}
+    assert ground_truth.name == "t" and ground_truth.metrics == ("recall@1",) and ground_truth.source.endswith(name)
+    assert read_ground_truth(tmp_path / name, name="other").name == "other"
 
 
 def test_images_without_texts_stay_in_the_gallery(tmp_path):
     (tmp_path / "t.json").write_text('{"a": [1], "b": []}')
-    truth = read_truth(tmp_path / "t.json")
-    assert truth.image_ids == ("a", "b") and truth.i2t.counts.tolist() == [1, 0]
+    ground_truth = read_ground_truth(tmp_path / "t.json")
+    assert ground_truth.image_ids == ("a", "b") and ground_truth.i2t.counts.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -425,10 +451,10 @@ def test_images_without_texts_stay_in_the_gallery(tmp_path):
 def test_bad_truths_of_ones_own(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=message):
-        read_truth(tmp_path / name)
+        read_ground_truth(tmp_path / name)
 
 
 def test_a_missing_truth_is_named(tmp_path):
     for name in ("t.json", "t.csv"):
         with pytest.raises(UserError, match=f"cannot read .*{name}"):
-            read_truth(tmp_path / name)
+            read_ground_truth(tmp_path / name)

@@ -7,7 +7,7 @@ import torch
 from support import references
 from torch.distributions import Independent, Normal
 
-from sfumato.losses import match_spread, spread_loss
+from sfumato.losses import dispersion_loss, match_dispersion
 
 ITEM, PARTNER = torch.tensor([3, 0, 1, 0, 3, 1, 0, 3]), torch.tensor([6, 2, 0, 5, 1, 4, 0, 2])
 
@@ -18,9 +18,10 @@ def partners(n=7, d=5, seed=0):
 
 def test_spread_is_the_loops_and_not_something_like_it():
     x = partners()
-    spread, count = match_spread(x, ITEM, PARTNER, 5, whiten=False)
+    spread, count = match_dispersion(x, ITEM, PARTNER, 5, whiten=False)
     expected = [
-        references.match_spread([x[j].tolist() for i, j in zip(ITEM, PARTNER, strict=True) if i == k]) for k in range(5)
+        references.match_dispersion([x[j].tolist() for i, j in zip(ITEM, PARTNER, strict=True) if i == k])
+        for k in range(5)
     ]
     assert spread.tolist() == pytest.approx(expected, rel=1e-12) and count.tolist() == [3, 2, 0, 3, 0]
     assert spread[2] == spread[4] == 0
@@ -34,7 +35,7 @@ def test_spread_is_the_loops_and_not_something_like_it():
 def test_k_things_at_right_angles_have_a_spread_of_one_less_a_kth_whatever_their_copies(k):
     x = torch.eye(6).repeat(3, 1)
     matches = torch.cat([torch.arange(k) + 6 * copy for copy in range(3)])
-    spread, _ = match_spread(x, torch.zeros_like(matches), matches, 1, whiten=False)
+    spread, _ = match_dispersion(x, torch.zeros_like(matches), matches, 1, whiten=False)
     assert spread.item() == pytest.approx(1 - 1 / k, abs=1e-6)
 
 
@@ -42,32 +43,32 @@ def test_whitened_spread_does_not_depend_on_the_axes_or_scales_of_the_space():
     x = partners(40)
     change = partners(5, 5, seed=1) @ torch.diag(torch.tensor([1.0, 20.0, 0.1, 3.0, 1.0], dtype=torch.float64))
     item, partner = torch.arange(40) // 5, torch.arange(40).flip(0)
-    whitened, moved = (match_spread(y, item, partner, 8, shrinkage=1e-12)[0] for y in (x, x @ change + 2))
+    whitened, moved = (match_dispersion(y, item, partner, 8, shrinkage=1e-12)[0] for y in (x, x @ change + 2))
     torch.testing.assert_close(whitened, moved, rtol=1e-5, atol=1e-5)
-    plain, moved = (match_spread(y, item, partner, 8, whiten=False)[0] for y in (x, x @ change + 2))
+    plain, moved = (match_dispersion(y, item, partner, 8, whiten=False)[0] for y in (x, x @ change + 2))
     assert (plain - moved).abs().max() > 0.1
 
 
 def test_near_twins_count_as_many_only_where_the_space_is_whitened():
     crowd = torch.eye(8, dtype=torch.float64) + 10
     item, partner = torch.zeros(4, dtype=torch.int64), torch.arange(4)
-    assert match_spread(crowd, item, partner, 1, whiten=False)[0] < 0.01
-    assert match_spread(crowd, item, partner, 1)[0] > 1 - 1 / 4
+    assert match_dispersion(crowd, item, partner, 1, whiten=False)[0] < 0.01
+    assert match_dispersion(crowd, item, partner, 1)[0] > 1 - 1 / 4
 
 
 def test_fewer_partners_than_dimensions_and_half_precision_stay_finite():
-    spread, _ = match_spread(partners(7, 20).half(), ITEM, PARTNER, 4)
+    spread, _ = match_dispersion(partners(7, 20).half(), ITEM, PARTNER, 4)
     assert spread.dtype == torch.float32 and torch.isfinite(spread).all() and (spread[[0, 1, 3]] > 0.1).all()
 
 
 def test_the_loss_is_the_likelihood_of_the_matches_and_least_at_their_spread():
     x = torch.nn.functional.normalize(partners(), dim=1)
-    spread, count = match_spread(x, ITEM, PARTNER, 4, whiten=False)
+    spread, count = match_dispersion(x, ITEM, PARTNER, 4, whiten=False)
     kept = count > 0
 
     def loss(shift):
         log_var = ((spread + 0.1) / 5).log()[:, None].expand(-1, 5) + shift
-        return spread_loss(log_var[kept], spread[kept], floor=0.1)
+        return dispersion_loss(log_var[kept], spread[kept], floor=0.1)
 
     def negative_log_likelihood(shift):
         values = []
@@ -86,7 +87,7 @@ def test_the_loss_is_the_likelihood_of_the_matches_and_least_at_their_spread():
 def test_gradient_vanishes_at_the_wanted_total_variance():
     spread = torch.tensor([0.0, 0.4, 0.9], dtype=torch.float64)
     log_var = ((spread + 0.02) / 6).log()[:, None].repeat(1, 6).requires_grad_()
-    spread_loss(log_var, spread).backward()
+    dispersion_loss(log_var, spread).backward()
     assert log_var.grad.abs().max() < 1e-12
     assert log_var.exp().sum(1).tolist() == pytest.approx([0.02, 0.42, 0.92])
 
@@ -94,11 +95,11 @@ def test_gradient_vanishes_at_the_wanted_total_variance():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: match_spread(torch.zeros(3), ITEM, PARTNER, 4), r"partners must be \(n, d\)"),
-        (lambda: match_spread(partners(), ITEM, PARTNER[1:], 4), r"item and partner \(p,\)"),
-        (lambda: match_spread(partners(), ITEM, PARTNER, 4, shrinkage=-1), "shrinkage must not be negative"),
-        (lambda: spread_loss(torch.zeros(3, 2), torch.zeros(2)), r"got \(3, 2\) and \(2,\)"),
-        (lambda: spread_loss(torch.zeros(3, 2), torch.zeros(3), floor=0), "floor must be positive"),
+        (lambda: match_dispersion(torch.zeros(3), ITEM, PARTNER, 4), r"partners must be \(n, d\)"),
+        (lambda: match_dispersion(partners(), ITEM, PARTNER[1:], 4), r"item and partner \(p,\)"),
+        (lambda: match_dispersion(partners(), ITEM, PARTNER, 4, shrinkage=-1), "shrinkage must not be negative"),
+        (lambda: dispersion_loss(torch.zeros(3, 2), torch.zeros(2)), r"got \(3, 2\) and \(2,\)"),
+        (lambda: dispersion_loss(torch.zeros(3, 2), torch.zeros(3), floor=0), "floor must be positive"),
     ],
 )
 def test_bad_input_is_named(call, message):

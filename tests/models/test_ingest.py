@@ -24,7 +24,13 @@ from tokenizers.pre_tokenizers import Whitespace
 from sfumato.data.listings import Entry, list_folder, list_manifest, list_shards, list_texts
 from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
 from sfumato.encoders.heads import GaussianHead
-from sfumato.encoders.processors import BilinearReader, FrozenReader, PictureReader, PixelReader, TokenReader
+from sfumato.encoders.processors import (
+    BilinearProcessor,
+    FrozenProcessor,
+    ImageFileProcessor,
+    PixelProcessor,
+    TokenProcessor,
+)
 from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
@@ -35,15 +41,15 @@ from sfumato.search.parts import check_complete, read_about, read_manifest, read
 WORDS = ("[UNK]", "red", "green", "blue", "circle", "square")
 
 
-def tiny_matcher(seed=0, reader=None):
+def tiny_retrieval_model(seed=0, processor=None):
     """A model of a few thousand weights for pictures of 16 pixels and texts of a few words."""
     torch.manual_seed(seed)
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
     image, text = SmallImageEncoder(4), SmallTextEncoder(len(WORDS), 8, 0.0)
     model = DualEncoder(
-        Tower(reader or PixelReader(16), image, GaussianHead(image.channels, 7)),
-        Tower(TokenReader(tokenizer, 5), text, GaussianHead(text.channels, 7)),
+        Tower(processor or PixelProcessor(16), image, GaussianHead(image.channels, 7)),
+        Tower(TokenProcessor(tokenizer, 5), text, GaussianHead(text.channels, 7)),
     )
     return SimpleNamespace(model=model.eval(), distance="csd")
 
@@ -97,9 +103,11 @@ def pictures(tmp_path):
 
 
 def test_parts_hold_what_embed_folder_gives(tmp_path, pictures):
-    matcher = tiny_matcher()
-    expected, ids, _ = embed_folder(matcher, pictures)
-    done = embed_collection(matcher, list_folder(pictures, part_size=5), tmp_path / "out", batch_size=3, home=tmp_path)
+    retrieval_model = tiny_retrieval_model()
+    expected, ids, _ = embed_folder(retrieval_model, pictures)
+    done = embed_collection(
+        retrieval_model, list_folder(pictures, part_size=5), tmp_path / "out", batch_size=3, home=tmp_path
+    )
     found_ids, found, payloads = together(tmp_path / "out")
     assert found_ids == ids and done.n == done.new == 23 and done.parts == 5 and done.per_second > 0
     assert_close(found, expected)
@@ -113,16 +121,16 @@ def test_parts_hold_what_embed_folder_gives(tmp_path, pictures):
 @pytest.mark.parametrize("of", [2, 3, 7])
 def test_any_number_of_jobs_and_workers_gives_the_same_bytes(tmp_path, pictures, of):
     (pictures / "a" / "broken.png").write_bytes(b"no picture")
-    matcher, listing = tiny_matcher(), list_folder(pictures, part_size=4)
-    embed_collection(matcher, listing, tmp_path / "one", batch_size=3, workers=1)
+    retrieval_model, listing = tiny_retrieval_model(), list_folder(pictures, part_size=4)
+    embed_collection(retrieval_model, listing, tmp_path / "one", batch_size=3, workers=1)
     done = [
-        embed_collection(matcher, listing, tmp_path / "many", job=job, of=of, batch_size=3, workers=1 + job)
+        embed_collection(retrieval_model, listing, tmp_path / "many", job=job, of=of, batch_size=3, workers=1 + job)
         for job in reversed(range(of))
     ]
     assert files(tmp_path / "one") == files(tmp_path / "many") and len(files(tmp_path / "one")) == 6
     assert sum(job.n for job in done) == 23 and sum(len(job.problems) for job in done) == 1
     # Another batch size may differ in the last bits, and in nothing else.
-    embed_collection(matcher, listing, tmp_path / "batch", batch_size=64)
+    embed_collection(retrieval_model, listing, tmp_path / "batch", batch_size=64)
     ids, found, payloads = together(tmp_path / "batch")
     expected = together(tmp_path / "one")
     assert (ids, payloads) == (expected[0], expected[2])
@@ -130,12 +138,12 @@ def test_any_number_of_jobs_and_workers_gives_the_same_bytes(tmp_path, pictures,
 
 
 def test_a_missing_job_is_named_and_another_number_of_jobs_finishes(tmp_path, pictures):
-    matcher, listing, out = tiny_matcher(), list_folder(pictures, part_size=4), tmp_path / "out"
+    retrieval_model, listing, out = tiny_retrieval_model(), list_folder(pictures, part_size=4), tmp_path / "out"
     for job in (0, 2):
-        embed_collection(matcher, listing, out, job=job, of=3)
+        embed_collection(retrieval_model, listing, out, job=job, of=3)
     with pytest.raises(UserError, match=r"2 of 6 parts .* part-000001 of job 1/3, part-000004 of job 1/3.*--shard 1/3"):
         read_parts(out)
-    done = embed_collection(matcher, listing, out)
+    done = embed_collection(retrieval_model, listing, out)
     assert done.n == 23 and done.new == 8 and len(together(out)[0]) == 23
     (out / "part-000003.safetensors").unlink()
     with pytest.raises(UserError, match=r"1 of 6 parts .* part-000003; start the same `sfumato embed` again, and"):
@@ -147,13 +155,13 @@ import os, sys, threading
 from pathlib import Path
 import torch
 sys.path.insert(0, {here!r})
-from test_ingest import tiny_matcher
+from test_ingest import tiny_retrieval_model
 from sfumato import files
 from sfumato.data.listings import list_folder
 from sfumato.models.ingest import embed_collection
 torch.set_num_threads(1)
 moment, folder, out = sys.argv[1:]
-matcher = tiny_matcher()
+matcher = tiny_retrieval_model()
 kind, _, count = moment.partition(":")
 left = int(count or 0)
 
@@ -183,7 +191,7 @@ embed_collection(matcher, list_folder(folder, part_size=4), out, batch_size=3)
 @pytest.mark.parametrize("moment", ["encode:0", "encode:5", "rename:0", "rename:2", "rename:4", "written:3"])
 def test_a_killed_job_goes_on_to_the_same_bytes(tmp_path, pictures, moment):
     (pictures / "a" / "broken.png").write_bytes(b"no picture")
-    matcher, listing, out = tiny_matcher(), list_folder(pictures, part_size=4), tmp_path / "out"
+    retrieval_model, listing, out = tiny_retrieval_model(), list_folder(pictures, part_size=4), tmp_path / "out"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     code = KILLED.format(here=os.path.dirname(__file__))
@@ -199,10 +207,10 @@ def test_a_killed_job_goes_on_to_the_same_bytes(tmp_path, pictures, moment):
         with pytest.raises(UserError, match="is not complete"):
             read_parts(out)
     stamps = {name: (out / name).stat().st_mtime_ns for name in there}
-    done = embed_collection(matcher, listing, out, batch_size=3)
+    done = embed_collection(retrieval_model, listing, out, batch_size=3)
     assert {name: (out / name).stat().st_mtime_ns for name in there} == stamps, "a whole part was made again"
     assert done.n == 23 and done.new == 23 - sum(read_about(out, n).n for n in check_complete(out) if n.file in there)
-    whole = embed_collection(matcher, listing, tmp_path / "whole", batch_size=3)
+    whole = embed_collection(retrieval_model, listing, tmp_path / "whole", batch_size=3)
     torch.set_num_threads(threads)
     assert files(out) == files(tmp_path / "whole") and not list(out.glob(".part-*"))
     assert files(out, "problems*") == files(tmp_path / "whole", "problems*") and len(done.problems) == 1
@@ -211,10 +219,10 @@ def test_a_killed_job_goes_on_to_the_same_bytes(tmp_path, pictures, moment):
 
 def test_the_command_killed_at_any_time_goes_on(tmp_path, pictures):
     """The clock chooses the moment, as a cluster would."""
-    matcher, listing = tiny_matcher(), list_folder(pictures, part_size=1)
+    retrieval_model, listing = tiny_retrieval_model(), list_folder(pictures, part_size=1)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    embed_collection(matcher, listing, tmp_path / "whole", batch_size=3)
+    embed_collection(retrieval_model, listing, tmp_path / "whole", batch_size=3)
     torch.set_num_threads(threads)
     code = KILLED.format(here=os.path.dirname(__file__)).replace("part_size=4", "part_size=1")
     seen = set()
@@ -234,50 +242,50 @@ def test_the_command_killed_at_any_time_goes_on(tmp_path, pictures):
 
 def test_something_else_in_the_same_folder_is_refused(tmp_path, pictures):
     out = tmp_path / "out"
-    embed_collection(tiny_matcher(), list_folder(pictures, part_size=5), out)
+    embed_collection(tiny_retrieval_model(), list_folder(pictures, part_size=5), out)
     before = files(out, "*")
     with pytest.raises(UserError, match="embeddings with another model"):
-        embed_collection(tiny_matcher(seed=1), list_folder(pictures, part_size=5), out)
+        embed_collection(tiny_retrieval_model(seed=1), list_folder(pictures, part_size=5), out)
     with pytest.raises(UserError, match="embeddings with --part-size 5; give another --out"):
-        embed_collection(tiny_matcher(), list_folder(pictures, part_size=6), out)
+        embed_collection(tiny_retrieval_model(), list_folder(pictures, part_size=6), out)
     (pictures / "new.png").write_bytes(encoded(99))
     with pytest.raises(UserError, match="with other data, 23 items of the folder .*pictures"):
-        embed_collection(tiny_matcher(), list_folder(pictures, part_size=5), out)
+        embed_collection(tiny_retrieval_model(), list_folder(pictures, part_size=5), out)
     assert files(out, "*") == before
     # A part from another folder, copied by mistake.
-    embed_collection(tiny_matcher(seed=1), list_folder(pictures, part_size=5), tmp_path / "other")
+    embed_collection(tiny_retrieval_model(seed=1), list_folder(pictures, part_size=5), tmp_path / "other")
     (pictures / "new.png").unlink()
     (out / "part-000001.safetensors").write_bytes((tmp_path / "other" / "part-000001.safetensors").read_bytes())
     for run in (
         lambda: read_parts(out),
-        lambda: embed_collection(tiny_matcher(), list_folder(pictures, part_size=5), out),
+        lambda: embed_collection(tiny_retrieval_model(), list_folder(pictures, part_size=5), out),
     ):
         with pytest.raises(UserError, match="part-000001.safetensors belongs to another collection"):
             run()
 
 
 def test_a_damaged_part_is_made_again(tmp_path, pictures):
-    matcher, listing, out = tiny_matcher(), list_folder(pictures, part_size=5), tmp_path / "out"
-    embed_collection(matcher, listing, out)
+    retrieval_model, listing, out = tiny_retrieval_model(), list_folder(pictures, part_size=5), tmp_path / "out"
+    embed_collection(retrieval_model, listing, out)
     before = files(out)
     (out / "part-000002.safetensors").write_bytes(before["part-000002.safetensors"][:-100])
     with pytest.raises(UserError, match="part-000002"):
         read_parts(out)
-    assert embed_collection(matcher, listing, out).new == 5
+    assert embed_collection(retrieval_model, listing, out).new == 5
     assert files(out) == before
 
 
 def test_the_digest_of_a_model_is_of_what_it_computes():
-    matcher = tiny_matcher()
-    digest = model_digest(matcher.model)
-    assert digest == model_digest(tiny_matcher().model) == model_digest(matcher.model.train())
-    assert digest == model_digest(tiny_matcher(reader=PixelReader(16)).model)
-    assert digest != model_digest(tiny_matcher(seed=1).model)
-    assert digest != model_digest(tiny_matcher(reader=PixelReader(17)).model)
-    assert digest != model_digest(tiny_matcher(reader=PixelReader(16, fit="crop")).model)
-    matcher.model.image.head.normalize = False
-    assert digest != model_digest(matcher.model)
-    one, two = (tiny_matcher(reader=PictureReader(16, workers=k)) for k in (1, 2))
+    retrieval_model = tiny_retrieval_model()
+    digest = model_digest(retrieval_model.model)
+    assert digest == model_digest(tiny_retrieval_model().model) == model_digest(retrieval_model.model.train())
+    assert digest == model_digest(tiny_retrieval_model(processor=PixelProcessor(16)).model)
+    assert digest != model_digest(tiny_retrieval_model(seed=1).model)
+    assert digest != model_digest(tiny_retrieval_model(processor=PixelProcessor(17)).model)
+    assert digest != model_digest(tiny_retrieval_model(processor=PixelProcessor(16, fit="crop")).model)
+    retrieval_model.model.image.head.normalize = False
+    assert digest != model_digest(retrieval_model.model)
+    one, two = (tiny_retrieval_model(processor=ImageFileProcessor(16, workers=k)) for k in (1, 2))
     assert model_digest(one.model) == model_digest(two.model) != digest
 
 
@@ -292,32 +300,32 @@ def test_bad_pictures_are_reported_and_left_out(tmp_path, pictures):
     good = encoded(7, size=(200, 150), form="JPEG")
     for name, data in {"bomb.png": bomb(), "cut.jpg": good[: len(good) // 2], "empty.gif": b""}.items():
         (pictures / name).write_bytes(data)
-    matcher, listing, out = tiny_matcher(), list_folder(pictures, part_size=6), tmp_path / "out"
-    done = embed_collection(matcher, listing, out)
+    retrieval_model, listing, out = tiny_retrieval_model(), list_folder(pictures, part_size=6), tmp_path / "out"
+    done = embed_collection(retrieval_model, listing, out)
     assert [os.path.basename(p.place) for p in done.problems.items] == ["bomb.png", "cut.jpg", "empty.gif"]
     assert "pixels" in done.problems.items[0].reason
     listed = [json.loads(line) for line in (out / "problems.jsonl").read_text().splitlines()]
     assert [p["place"] for p in listed] == [str(pictures / n) for n in ("bomb.png", "cut.jpg", "empty.gif")]
-    expected, ids, problems = embed_folder(matcher, pictures)
+    expected, ids, problems = embed_folder(retrieval_model, pictures)
     assert together(out)[0] == ids and [p.place for p in problems.items] == [p["place"] for p in listed]
     assert_close(together(out)[1], expected)
-    again = embed_collection(matcher, listing, out)
+    again = embed_collection(retrieval_model, listing, out)
     assert again.new == 0 and again.problems.items == done.problems.items
 
 
 def test_too_many_bad_pictures_stop_it_and_it_goes_on_once_mended(tmp_path, pictures):
-    matcher, out = tiny_matcher(), tmp_path / "out"
+    retrieval_model, out = tiny_retrieval_model(), tmp_path / "out"
     for k in range(4):
         (pictures / f"z{k}.png").write_bytes(b"no")
     listing = list_folder(pictures, part_size=9)
     with pytest.raises(UserError, match=r"4 of 27 items are unusable, more than --max-problem-share 0.1"):
-        embed_collection(matcher, listing, out, max_problem_share=0.1)
+        embed_collection(retrieval_model, listing, out, max_problem_share=0.1)
     assert set(files(out)) == {"part-000000.safetensors", "part-000001.safetensors"}
     assert len((out / "problems.jsonl").read_text().splitlines()) == 4
     for k in range(4):
         (pictures / f"z{k}.png").write_bytes(encoded(50 + k))
-    assert embed_collection(matcher, listing, out, max_problem_share=0.1).n == 27
-    assert embed_collection(matcher, listing, tmp_path / "lenient", max_problem_share=1).n == 27
+    assert embed_collection(retrieval_model, listing, out, max_problem_share=0.1).n == 27
+    assert embed_collection(retrieval_model, listing, tmp_path / "lenient", max_problem_share=1).n == 27
 
 
 def test_from_a_thousand_on_too_many_stop_it_at_once(tmp_path):
@@ -325,18 +333,18 @@ def test_from_a_thousand_on_too_many_stop_it_at_once(tmp_path):
     read = []
 
     def entries(section):
-        def reader(k):
+        def processor(k):
             def bad():
                 read.append(k)
                 raise OSError("gone")
 
             return bad
 
-        return [Entry(str(k), str(k), {}, reader(k)) for k in range(5000)]
+        return [Entry(str(k), str(k), {}, processor(k)) for k in range(5000)]
 
     listing = replace(list_texts_of(tmp_path, 1), n=5000, part_size=5000, entries=entries, modality="images")
     with pytest.raises(UserError, match="1000 of 1000 items are unusable"):
-        embed_collection(tiny_matcher(), listing, tmp_path / "out", batch_size=16)
+        embed_collection(tiny_retrieval_model(), listing, tmp_path / "out", batch_size=16)
     assert len(read) < 1100 and not files(tmp_path / "out")
 
 
@@ -349,23 +357,25 @@ def test_nothing_usable_is_an_error(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "x.png").write_bytes(b"no")
     with pytest.raises(UserError, match="none of 1 images can be used"):
-        embed_collection(tiny_matcher(), list_folder(tmp_path / "in", part_size=5), tmp_path / "out")
+        embed_collection(tiny_retrieval_model(), list_folder(tmp_path / "in", part_size=5), tmp_path / "out")
     assert not files(tmp_path / "out")
 
 
 def test_a_part_without_a_usable_picture_does_not_appear(tmp_path, pictures):
     (pictures / "zz.png").write_bytes(b"no")
     listing = list_folder(pictures, part_size=23)
-    done = embed_collection(tiny_matcher(), listing, tmp_path / "out")
+    done = embed_collection(tiny_retrieval_model(), listing, tmp_path / "out")
     assert len(files(tmp_path / "out")) == 2 and len(list(read_parts(tmp_path / "out"))) == 1
-    assert done.n == 23 and embed_collection(tiny_matcher(), listing, tmp_path / "out").new == 0
+    assert done.n == 23 and embed_collection(tiny_retrieval_model(), listing, tmp_path / "out").new == 0
 
 
 def test_a_picture_that_spoils_its_batch_or_has_no_embedding_is_left_out(tmp_path, pictures):
-    matcher = tiny_matcher()
-    forward, bad = matcher.model.image.forward, {}
-    pixels = matcher.model.image.reader.read([lambda: (pictures / "a" / "001.png").read_bytes()])[0].pixels[0]
-    other = matcher.model.image.reader.read([lambda: (pictures / "a" / "002.jpg").read_bytes()])[0].pixels[0]
+    retrieval_model = tiny_retrieval_model()
+    forward, bad = retrieval_model.model.image.forward, {}
+    pixels = retrieval_model.model.image.processor.read([lambda: (pictures / "a" / "001.png").read_bytes()])[0].pixels[
+        0
+    ]
+    other = retrieval_model.model.image.processor.read([lambda: (pictures / "a" / "002.jpg").read_bytes()])[0].pixels[0]
 
     def spoilt(inputs):
         embedding = forward(inputs)
@@ -377,14 +387,14 @@ def test_a_picture_that_spoils_its_batch_or_has_no_embedding_is_left_out(tmp_pat
                 embedding.mean[row, 0] = torch.nan
         return embedding
 
-    matcher.model.image.forward = spoilt
-    done = embed_collection(matcher, list_folder(pictures, part_size=50), tmp_path / "out", batch_size=8)
+    retrieval_model.model.image.forward = spoilt
+    done = embed_collection(retrieval_model, list_folder(pictures, part_size=50), tmp_path / "out", batch_size=8)
     assert bad["refused"] == 2, "once in its batch and once alone"
     assert {(os.path.basename(p.place), p.reason) for p in done.problems.items} == {
         ("001.png", "a strange shape"),
         ("002.jpg", "its embedding holds NaN or infinity"),
     }
-    expected, ids, _ = embed_folder(tiny_matcher(), pictures)
+    expected, ids, _ = embed_folder(tiny_retrieval_model(), pictures)
     keep = [k for k, i in enumerate(ids) if i not in ("a/001.png", "a/002.jpg")]
     assert together(tmp_path / "out")[0] == [ids[k] for k in keep]
     assert_close(together(tmp_path / "out")[1], expected[torch.tensor(keep)])
@@ -405,8 +415,8 @@ def test_memory_is_bounded_whatever_the_size(tmp_path):
         state["listed"].append((section, state["embedded"]))
         return [Entry(f"{section}/{k}", f"{section}/{k}", {}, read) for k in range(25)]
 
-    matcher = tiny_matcher()
-    forward = matcher.model.image.forward
+    retrieval_model = tiny_retrieval_model()
+    forward = retrieval_model.model.image.forward
 
     def slow(inputs):
         time.sleep(0.002)  # The workers could run far ahead.
@@ -414,9 +424,9 @@ def test_memory_is_bounded_whatever_the_size(tmp_path):
             state["embedded"] += len(inputs)
         return forward(inputs)
 
-    matcher.model.image.forward = slow
+    retrieval_model.model.image.forward = slow
     listing = replace(list_texts_of(tmp_path, 1), n=500, part_size=25, sections=20, entries=entries, modality="images")
-    done = embed_collection(matcher, listing, tmp_path / "out", batch_size=batch, workers=workers)
+    done = embed_collection(retrieval_model, listing, tmp_path / "out", batch_size=batch, workers=workers)
     assert done.n == 500 and batch < state["most"] <= 3 * batch
     assert [section for section, _ in state["listed"]] == list(range(20))
     assert all(25 * section - embedded <= 3 * batch for section, embedded in state["listed"])
@@ -426,17 +436,17 @@ def test_texts_are_those_of_embed_lines(tmp_path):
     path = tmp_path / "lines.txt"
     lines = ["red circle", "", "green square", "blue", " red  ", "circle square red green blue red", "é"]
     path.write_bytes(b"\xef\xbb\xbf" + "\n".join(lines).encode() + b"\n")
-    matcher, out = tiny_matcher(), tmp_path / "out"
-    expected, ids, problems = embed_lines(matcher, path)
-    done = embed_collection(matcher, list_texts(path, part_size=3), out)
+    retrieval_model, out = tiny_retrieval_model(), tmp_path / "out"
+    expected, ids, problems = embed_lines(retrieval_model, path)
+    done = embed_collection(retrieval_model, list_texts(path, part_size=3), out)
     found_ids, found, payloads = together(out)
     assert found_ids == ids == ["1", "3", "4", "5", "6", "7"] and payloads[3] == {"text": "red"}
     assert done.problems.items == problems.items
     assert_close(found, expected)
     path.write_bytes(path.read_bytes().replace(b"blue\n", b"bl\xffe\n", 1))
     with pytest.raises(UserError, match="other data, 7 items of the texts"):
-        embed_collection(matcher, list_texts(path, part_size=3), out)
-    done = embed_collection(matcher, list_texts(path, part_size=3), tmp_path / "other")
+        embed_collection(retrieval_model, list_texts(path, part_size=3), out)
+    done = embed_collection(retrieval_model, list_texts(path, part_size=3), tmp_path / "other")
     assert [(p.place, p.reason.split(":")[0]) for p in done.problems.items] == [
         (f"{path}:2", "empty line"),
         (f"{path}:4", "not UTF-8"),
@@ -451,13 +461,15 @@ def test_shards_in_parts_of_a_shard(tmp_path):
     make_shard(tmp_path / "s" / "a-1.tar", [("x/9.jpg", encoded(9, form="JPEG")), ("y.txt", b"no picture")])
     make_shard(tmp_path / "s" / "a-2.tar", [("0.png", encoded(0)), ("0.json", b"{}"), ("5.png", b"broken")])
     (tmp_path / "s" / "a-3.tar").write_bytes(b"no tar")
-    matcher, out = tiny_matcher(), tmp_path / "out"
+    retrieval_model, out = tiny_retrieval_model(), tmp_path / "out"
     listing = list_shards(str(tmp_path / "s" / "a-{0..3}.tar"), part_size=3)
-    done = embed_collection(matcher, listing, out, max_problem_share=0.5)
+    done = embed_collection(retrieval_model, listing, out, max_problem_share=0.5)
     ids, found, payloads = together(out)
     assert ids == [*(f"a-0.tar!{k}" for k in range(7)), "a-1.tar!x/9", "a-2.tar!0"]
     assert payloads[7] == {"path": f"{tmp_path / 's' / 'a-1.tar'}!x/9.jpg"}
-    expected = matcher.model.embed_images([encoded(k, form="JPEG" if k == 9 else "PNG") for k in (*range(7), 9, 0)])
+    expected = retrieval_model.model.embed_images(
+        [encoded(k, form="JPEG" if k == 9 else "PNG") for k in (*range(7), 9, 0)]
+    )
     assert_close(found, expected)
     assert set(files(out)) == {
         f"part-{n}.safetensors" for n in ("000000", "000000-0001", "000000-0002", "000001", "000002", "000003")
@@ -467,18 +479,18 @@ def test_shards_in_parts_of_a_shard(tmp_path):
     assert reasons["a-1.tar!y"] == "no picture: there is only .txt" and "not an uncompressed tar" in reasons["a-3.tar"]
     # By two jobs, the second part of the first shard lost in between.
     for job in range(2):
-        embed_collection(matcher, listing, tmp_path / "two", job=job, of=2, max_problem_share=0.5)
+        embed_collection(retrieval_model, listing, tmp_path / "two", job=job, of=2, max_problem_share=0.5)
     assert files(tmp_path / "two") == files(out)
     (out / "part-000000-0001.safetensors").unlink()
     with pytest.raises(UserError, match="part-000000-0001"):
         read_parts(out)
-    assert embed_collection(matcher, listing, out, max_problem_share=0.5).new == 3
+    assert embed_collection(retrieval_model, listing, out, max_problem_share=0.5).new == 3
     assert files(out) == files(tmp_path / "two")
     # A shard that has grown since does not slip in half.
     (out / "part-000000-0001.safetensors").unlink()
     make_shard(tmp_path / "s" / "a-0.tar", [*first, ("7.png", encoded(7)), ("8.png", encoded(8)), ("9.png", b"")])
     with pytest.raises(UserError, match="section 0 of .* has changed: it had 3 parts, and now has 4"):
-        embed_collection(matcher, listing, out, max_problem_share=0.5)
+        embed_collection(retrieval_model, listing, out, max_problem_share=0.5)
 
 
 def test_damaged_shards_and_repeated_keys_are_reported(tmp_path):
@@ -487,7 +499,7 @@ def test_damaged_shards_and_repeated_keys_are_reported(tmp_path):
     second = (tmp_path / "b.tar").read_bytes()
     (tmp_path / "b.tar").write_bytes(second.replace(b"1.png", b"2.png", 1))
     done = embed_collection(
-        tiny_matcher(), list_shards(str(tmp_path), part_size=9), tmp_path / "out", max_problem_share=0.9
+        tiny_retrieval_model(), list_shards(str(tmp_path), part_size=9), tmp_path / "out", max_problem_share=0.9
     )
     assert together(tmp_path / "out")[0] == ["a.tar!0", "a.tar!1", "a.tar!2", "b.tar!0"]
     assert [p.reason.split(":")[0] for p in done.problems.items] == [
@@ -502,8 +514,8 @@ def test_a_shard_that_cannot_be_read_leaves_no_hole(tmp_path, when):
     for number in range(4):
         members = [(f"{k}.png", encoded(10 * number + k)) for k in range(6)]
         make_shard(tmp_path / f"a-{number}.tar", [("bad.png", b"no"), *members] if number in (1, 2) else members)
-    listing, matcher = list_shards(str(tmp_path / "a-{0..3}.tar"), part_size=4), tiny_matcher()
-    embed_collection(matcher, listing, tmp_path / "whole", batch_size=3)
+    listing, retrieval_model = list_shards(str(tmp_path / "a-{0..3}.tar"), part_size=4), tiny_retrieval_model()
+    embed_collection(retrieval_model, listing, tmp_path / "whole", batch_size=3)
     path, out = tmp_path / "a-2.tar", tmp_path / "out"
     data = path.read_bytes()
 
@@ -526,7 +538,7 @@ def test_a_shard_that_cannot_be_read_leaves_no_hole(tmp_path, when):
         UserError,
         match="(?s)1 of 4 shards could not be read.* start the same command again.*a-2.tar: (cut|cannot be|.*empty)",
     ):
-        embed_collection(matcher, spoilt, out, batch_size=3)
+        embed_collection(retrieval_model, spoilt, out, batch_size=3)
     expected = {
         name: bytes_ for name, bytes_ in files(tmp_path / "whole").items() if not name.startswith("part-000002")
     }
@@ -538,24 +550,24 @@ def test_a_shard_that_cannot_be_read_leaves_no_hole(tmp_path, when):
     with pytest.raises(UserError, match="is not complete"):
         read_parts(out)
     path.write_bytes(data)
-    assert embed_collection(matcher, listing, out, batch_size=3).n == 24
+    assert embed_collection(retrieval_model, listing, out, batch_size=3).n == 24
     assert files(out) == files(tmp_path / "whole")
     assert files(out, "problems*") == files(tmp_path / "whole", "problems*")
 
 
 def test_a_picture_that_was_gone_is_tried_again_when_its_part_is_deleted(tmp_path, pictures):
     """By the command of docs/ingest.md."""
-    matcher, listing, out = tiny_matcher(), list_folder(pictures, part_size=5), tmp_path / "out"
+    retrieval_model, listing, out = tiny_retrieval_model(), list_folder(pictures, part_size=5), tmp_path / "out"
     data = (pictures / "a" / "001.png").read_bytes()
     (pictures / "a" / "001.png").unlink()
-    assert embed_collection(matcher, listing, out).n == 22
+    assert embed_collection(retrieval_model, listing, out).n == 22
     (pictures / "a" / "001.png").write_bytes(data)
-    assert embed_collection(matcher, listing, out).new == 0
+    assert embed_collection(retrieval_model, listing, out).new == 0
     command = 'grep -lF "No such file" embedded/part-*.safetensors | xargs rm'
     assert command in (Path(__file__).parents[2] / "docs" / "ingest.md").read_text()
     subprocess.run(command.replace("embedded", str(out)), shell=True, check=True)
     assert len(files(out)) == 4
-    done = embed_collection(matcher, listing, out)
+    done = embed_collection(retrieval_model, listing, out)
     assert done.n == 23 and not done.problems.items
 
 
@@ -574,22 +586,22 @@ def test_manifests_with_or_without_captions(tmp_path, pictures, ending):
         pytest.importorskip("pyarrow.parquet").write_table(
             pyarrow.table({"image": [r[0] for r in rows], "id": [r[1] for r in rows]}), path
         )
-    matcher, out = tiny_matcher(), tmp_path / "out"
-    done = embed_collection(matcher, list_manifest(path, part_size=2), out, max_problem_share=0.8)
+    retrieval_model, out = tiny_retrieval_model(), tmp_path / "out"
+    done = embed_collection(retrieval_model, list_manifest(path, part_size=2), out, max_problem_share=0.8)
     ids, found, payloads = together(out)
     assert ids == ["one", "two"] and payloads[0] == {"path": str(pictures / "a" / "001.png")}
-    assert_close(found, matcher.model.embed_images([(pictures / rows[k][0]).read_bytes() for k in range(2)]))
+    assert_close(found, retrieval_model.model.embed_images([(pictures / rows[k][0]).read_bytes() for k in range(2)]))
     reasons = " | ".join(p.reason for p in done.problems.items)
     assert "No such file" in reasons and "no image: found ''" in reasons and "id 'two' occurs before" in reasons
     assert ("not JSON" in reasons) == (ending == "jsonl")
-    assert embed_collection(matcher, list_manifest(path, part_size=2), out, max_problem_share=0.8).new == 0
+    assert embed_collection(retrieval_model, list_manifest(path, part_size=2), out, max_problem_share=0.8).new == 0
 
 
-@pytest.mark.parametrize("reader", [PictureReader(16, fit="crop"), BilinearReader(16)])
-def test_other_readers_give_what_they_give_elsewhere(tmp_path, pictures, reader):
-    matcher = tiny_matcher(reader=reader)
-    expected, ids, _ = embed_folder(matcher, pictures)
-    embed_collection(matcher, list_folder(pictures, part_size=9), tmp_path / "out")
+@pytest.mark.parametrize("reader", [ImageFileProcessor(16, fit="crop"), BilinearProcessor(16)])
+def test_other_readers_give_what_they_give_elsewhere(tmp_path, pictures, processor):
+    retrieval_model = tiny_retrieval_model(processor=processor)
+    expected, ids, _ = embed_folder(retrieval_model, pictures)
+    embed_collection(retrieval_model, list_folder(pictures, part_size=9), tmp_path / "out")
     assert together(tmp_path / "out")[0] == ids
     assert_close(together(tmp_path / "out")[1], expected)
 
@@ -608,17 +620,19 @@ def test_frozen_backbones_are_asked_without_their_cache(tmp_path, pictures):
     torch.manual_seed(0)
     (pictures / "wide.png").write_bytes(encoded(77, size=(60, 20)))
     (pictures / "broken.png").write_bytes(b"no")
-    tower = Tower(FrozenReader(Colours(), tmp_path / "cache"), FeatureInput(3, 0.0), GaussianHead(3, 7))
-    matcher = SimpleNamespace(model=DualEncoder(tower, tiny_matcher().model.text).eval(), distance="csd")
-    done = embed_collection(matcher, list_folder(pictures, part_size=9), tmp_path / "out", batch_size=4)
+    tower = Tower(FrozenProcessor(Colours(), tmp_path / "cache"), FeatureInput(3, 0.0), GaussianHead(3, 7))
+    retrieval_model = SimpleNamespace(
+        model=DualEncoder(tower, tiny_retrieval_model().model.text).eval(), distance="csd"
+    )
+    done = embed_collection(retrieval_model, list_folder(pictures, part_size=9), tmp_path / "out", batch_size=4)
     assert not (tmp_path / "cache").exists() and len(done.problems) == 1
-    expected, ids, _ = embed_folder(matcher, pictures)
+    expected, ids, _ = embed_folder(retrieval_model, pictures)
     assert together(tmp_path / "out")[0] == ids
     assert_close(together(tmp_path / "out")[1], expected)
 
 
 def test_names_that_are_no_unicode_and_links(tmp_path, pictures):
-    matcher = tiny_matcher()
+    retrieval_model = tiny_retrieval_model()
     (pictures / "link.png").symlink_to(pictures / "a" / "001.png")
     (pictures / "loop").symlink_to(pictures)
     (pictures / "nowhere.png").symlink_to(pictures / "gone.png")
@@ -627,7 +641,7 @@ def test_names_that_are_no_unicode_and_links(tmp_path, pictures):
             file.write(encoded(3))
     except OSError:
         pytest.skip("this file system takes only Unicode")
-    done = embed_collection(matcher, list_folder(pictures, part_size=9), tmp_path / "out")
+    done = embed_collection(retrieval_model, list_folder(pictures, part_size=9), tmp_path / "out")
     assert [(p.place.rsplit("/")[-1], p.reason) for p in done.problems.items] == [
         ("\\udcff.png", "the name is not valid UTF-8")
     ]
@@ -655,7 +669,7 @@ def test_numbers_out_of_range(tmp_path, pictures):
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            embed_collection(tiny_matcher(), listing, tmp_path / "out", **options)
+            embed_collection(tiny_retrieval_model(), listing, tmp_path / "out", **options)
     for make in (list_folder, list_texts, list_manifest):
         (tmp_path / "m.csv").write_text("image\nx.png\n")
         with pytest.raises(ValueError, match="part_size must be at least 1, got 0"):

@@ -1,4 +1,4 @@
-"""Published models: agreement with what the released implementations computed, and what is refused.
+"""PretrainedModel models: agreement with what the released implementations computed, and what is refused.
 
 The reference values come with randomised norms and biases, so that a norm too many or a wrong token shows.
 """
@@ -22,8 +22,8 @@ from sfumato.encoders.features import Inputs
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_logit
-from sfumato.models.published import load_published
-from sfumato.models.published_layouts import IMAGENET_MEAN, pcmepp_hub, pcmepp_training, prolip_hub
+from sfumato.models.pretrained import load_pretrained
+from sfumato.models.pretrained_layouts import IMAGENET_MEAN, pcmepp_hub, pcmepp_training, prolip_hub
 
 SINGLE, DOUBLE = {"rtol": 0, "atol": 1e-5}, {"rtol": 0, "atol": 1e-9}
 
@@ -100,7 +100,7 @@ def pcmepp(parity):
 
 def test_parity_pcmepp_hub(pcmepp):
     folder, _, _, values = pcmepp
-    published = load_published(folder)
+    published = load_pretrained(folder)
     assert not published.model.training and published.distance == "csd" and "PCME++" in published.source
     assert (published.logit_scale, published.logit_bias) == (
         values["out/negative_scale"].item(),
@@ -138,7 +138,7 @@ CONTEXT = torch.full((4,), 10)
 
 def test_parity_prolip(prolip):
     folder, config, tensors, values = prolip
-    published = load_published(folder)
+    published = load_pretrained(folder)
     assert_same(embed(published.model, values, lengths=CONTEXT), values, "out", SINGLE)
     assert_same(
         embed(without_unit_length(published.model), values, lengths=CONTEXT), values, "out", SINGLE, suffix="_raw"
@@ -158,7 +158,7 @@ def test_parity_prolip_with_the_other_activation(prolip):
 
 def test_parity_prolip_of_some_patches(prolip):
     folder, _, _, values = prolip
-    model = load_published(folder).model
+    model = load_pretrained(folder).model
     ours = embed(model, values, lengths=CONTEXT, patches=values["masked/indices_to_keep"])
     assert_same(ours, values, "masked", SINGLE)
 
@@ -166,7 +166,7 @@ def test_parity_prolip_of_some_patches(prolip):
 def test_prolip_as_it_was_meant_is_another_model(prolip):
     """One norm instead of two on the image mean; a text log variance from [UNC]: neither agrees with the released outputs."""
     folder, _, _, values = prolip
-    model = load_published(folder).model
+    model = load_pretrained(folder).model
     model.image.encoder.released = False
     once = embed(model, values, lengths=CONTEXT)
     assert (once["image_mean"] - values["out/image_mean"]).abs().max() > 1e-2
@@ -181,7 +181,7 @@ def test_parity_prolip_class_statistics(prolip):
     """Mean over templates of unit means, scaled to unit length, and mean of the variances, for 3 classes of 2 templates."""
     folder, _, _, values = prolip
     with torch.no_grad():
-        texts = load_published(folder).model.text(Inputs(values["zeroshot/token_ids"]))
+        texts = load_pretrained(folder).model.text(Inputs(values["zeroshot/token_ids"]))
     mean = torch.nn.functional.normalize(texts.mean.unflatten(0, (3, 2)).mean(1), dim=-1)
     torch.testing.assert_close(mean.T, values["zeroshot/class_mean"], **SINGLE)
     torch.testing.assert_close(texts.var.unflatten(0, (3, 2)).mean(1).T, values["zeroshot/class_var"], **SINGLE)
@@ -208,7 +208,7 @@ def test_parity_prolip_logits_are_logits_of_csd(parity, prolip):
     torch.testing.assert_close(match_logit(of_unit, scale / 2, bias + scale), exact, rtol=1e-12, atol=1e-12)
 
     folder, _, _, outputs = prolip
-    published = load_published(folder)
+    published = load_pretrained(folder)
     assert published.logit_scale == pytest.approx(outputs["out64/logit_scale"].item() / 2, rel=1e-12)
     assert published.logit_bias == pytest.approx(
         (outputs["out64/logit_bias"] + outputs["out64/logit_scale"]).item(), rel=1e-12
@@ -366,7 +366,7 @@ def test_a_lightning_checkpoint_a_bare_state_dict_and_safetensors_are_the_same_m
     checkpoint = {"state_dict": inside, "epoch": 24, "hyper_parameters": {"opt": {"model": {"embed_size": 12}}}}
     torch.save(checkpoint, tmp_path / "last.ckpt")
     loaded = [
-        load_published(tmp_path / name) for name in ("plain.safetensors", "plain.pth", "parallel.pt", "last.ckpt")
+        load_pretrained(tmp_path / name) for name in ("plain.safetensors", "plain.pth", "parallel.pt", "last.ckpt")
     ]
     assert all(same_weights(loaded[0].model, other.model) for other in loaded[1:])
     assert loaded[0].source.endswith("plain.safetensors (PCME++ training, last weights)")
@@ -377,37 +377,37 @@ def test_averaged_weights_are_taken_unless_told_otherwise(state, tmp_path):
     averaged = {f"swa_{key.replace('.', '.module.', 1)}": value + 0.5 for key, value in state.items()}
     counts = {f"swa_{part}.n_averaged": torch.tensor(3) for part in ("img_enc", "txt_enc", "criterion")}
     torch.save({"state_dict": state | averaged | counts}, tmp_path / "swa.ckpt")
-    average, last = load_published(tmp_path / "swa.ckpt"), load_published(tmp_path / "swa.ckpt", average=False)
+    average, last = load_pretrained(tmp_path / "swa.ckpt"), load_pretrained(tmp_path / "swa.ckpt", average=False)
     assert (average.logit_scale, last.logit_scale) == (5.75, 5.25) and "averaged" in average.source
     shifted, plain = average.model.state_dict(), last.model.state_dict()
     assert all(torch.equal(shifted[key], plain[key] + 0.5) for key in plain)
     torch.save({"state_dict": state | averaged | {key: torch.tensor(0) for key in counts}}, tmp_path / "early.ckpt")
-    assert load_published(tmp_path / "early.ckpt").logit_scale == 5.25
+    assert load_pretrained(tmp_path / "early.ckpt").logit_scale == 5.25
 
 
 def test_settings_of_the_run_are_honoured(state, tmp_path):
     options = {"model": {"no_imgnorm": True}, "criterion": {"name": "pcmepp", "prob_distance": "wdist"}}
     torch.save({"state_dict": state, "hyper_parameters": {"opt": options}}, tmp_path / "run.ckpt")
-    published = load_published(tmp_path / "run.ckpt")
+    published = load_pretrained(tmp_path / "run.ckpt")
     assert published.distance == "wasserstein2"
     assert not published.model.image.head.normalize and published.model.text.head.normalize
     options["criterion"] = {"name": "pcme"}
     torch.save({"state_dict": state, "hyper_parameters": {"opt": options}}, tmp_path / "run.ckpt")
     with pytest.raises(UserError, match="PCME's loss"):
-        load_published(tmp_path / "run.ckpt")
+        load_pretrained(tmp_path / "run.ckpt")
 
 
 def test_the_training_code_has_pictures_of_its_own(towers):
     state, _ = towers
     model = training_model(state)
     torch.testing.assert_close(model.image.encoder.pixel_mean.flatten(), torch.tensor(IMAGENET_MEAN))
-    assert type(model.image.reader).__name__ == "BilinearReader"
+    assert type(model.image.processor).__name__ == "BilinearProcessor"
 
 
 def test_the_original_pcme_is_named_as_such(tmp_path):
     torch.save({"model": {"img_enc.cnn.conv1.weight": torch.ones(2)}, "word2idx": {"a": 0}}, tmp_path / "pcme_coco.pth")
     with pytest.raises(UserError, match="original PCME"):
-        load_published(tmp_path / "pcme_coco.pth")
+        load_pretrained(tmp_path / "pcme_coco.pth")
 
 
 # What does not fit ------------------------------------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ def test_wrong_tensors_are_counted_and_the_first_ones_named(state, tmp_path, pcm
     state["criterion.shift"] = torch.ones(2)
     torch.save(state, tmp_path / "wrong.pt")
     with pytest.raises(UserError) as error:
-        load_published(tmp_path / "wrong.pt")
+        load_pretrained(tmp_path / "wrong.pt")
     assert "3 tensors do not fit" in str(error.value)
     for part in (
         "'txt_enc.linear.bias' is missing",
@@ -438,10 +438,10 @@ def test_wrong_tensors_are_counted_and_the_first_ones_named(state, tmp_path, pcm
 def test_files_of_something_else(tmp_path):
     torch.save({"weight": torch.ones(2)}, tmp_path / "other.pt")
     with pytest.raises(UserError, match=r"no img_enc.* in it.*it holds 'weight'"):
-        load_published(tmp_path / "other.pt")
+        load_pretrained(tmp_path / "other.pt")
     torch.save({"img_enc.other": torch.ones(2)}, tmp_path / "half.pt")
     with pytest.raises(UserError, match=r"'img_enc.backbone.conv1.weight' is missing; not a whole model"):
-        load_published(tmp_path / "half.pt")
+        load_pretrained(tmp_path / "half.pt")
 
 
 @pytest.mark.parametrize(
@@ -456,13 +456,13 @@ def test_files_of_something_else(tmp_path):
 def test_folders_of_something_else(config, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"no model\.safetensors"):
-        load_published(tmp_path)
+        load_pretrained(tmp_path)
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=message):
-        load_published(tmp_path)
+        load_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
-        load_published(tmp_path)
+        load_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -495,9 +495,9 @@ def test_without_a_network_a_hub_name_is_one_clear_error():
         UserError,
         match=r"no folder 'nobody/nothing-at-all', and it cannot be got from the Hugging Face hub.*Give a local folder",
     ):
-        load_published("nobody/nothing-at-all")
+        load_pretrained("nobody/nothing-at-all")
     with pytest.raises(UserError, match="looks like owner/model"):
-        load_published("no such/folder/anywhere")
+        load_pretrained("no such/folder/anywhere")
 
 
 # From pictures and words ------------------------------------------------------------------------------------------------------
@@ -516,7 +516,7 @@ def words_tokenizer(vocabulary, special):
 def test_pcmepp_embeds_words(pcmepp):
     folder, *_ = pcmepp
     tokenizer = words_tokenizer(64, {"<|startoftext|>": 62, "<|endoftext|>": 63})
-    model = load_published(folder, tokenizer=tokenizer).model
+    model = load_pretrained(folder, tokenizer=tokenizer).model
     ids = torch.tensor([[62, 7, 8, 9, 63, *[0] * 7], [62, 4, 63, *[0] * 9], [62, *range(10, 20), 63]])
     texts = ["W7 w8  w9", "w4", " ".join(f"w{i}" for i in range(10, 40))]
     expected = model.text(Inputs(ids, torch.arange(12) < torch.tensor([[5], [3], [12]])))
@@ -531,7 +531,7 @@ def test_prolip_embeds_words_padded_to_the_context(prolip, tmp_path):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     words_tokenizer(48, {"</s>": 1}).save(str(tmp_path / "tokenizer.json"))
-    model = load_published(tmp_path).model
+    model = load_pretrained(tmp_path).model
     ids = torch.tensor([[7, 8, 1, *[1] * 7], [*range(10, 19), 1]])
     ours = model.embed_texts(["W7, w8!", " ".join(f"w{i}" for i in range(10, 40))])
     expected = model.text(Inputs(ids))
@@ -548,7 +548,7 @@ def picture(width=50, height=37):
 
 def test_pictures_need_no_tokenizer_and_are_prepared_like_clips(pcmepp):
     folder, *_ = pcmepp
-    model = load_published(folder).model
+    model = load_pretrained(folder).model
     data, image = picture()
     ours = model.embed_images([data])
     module = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
@@ -568,6 +568,6 @@ def test_the_tokenizer_must_belong_to_the_model(pcmepp):
     folder, *_ = pcmepp
     empty = Tokenizer(models.WordLevel({"<|startoftext|>": 0, "<|endoftext|>": 1}, unk_token="<|endoftext|>"))
     with pytest.raises(UserError, match="the tokenizer has 2 tokens; the model expects 64"):
-        load_published(folder, tokenizer=empty).model.embed_texts(["a"])
+        load_pretrained(folder, tokenizer=empty).model.embed_texts(["a"])
     with pytest.raises(UserError, match=r"none of them '<\|startoftext\|>'"):
-        load_published(folder, tokenizer=words_tokenizer(64, {})).model.embed_texts(["a"])
+        load_pretrained(folder, tokenizer=words_tokenizer(64, {})).model.embed_texts(["a"])

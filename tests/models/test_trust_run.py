@@ -7,7 +7,7 @@ from support.toy import make_toy
 
 from sfumato.data.corruptions import TEXT_CORRUPTIONS, erase_squares
 from sfumato.evaluation import trust as measures
-from sfumato.evaluation.estimators import ESTIMATORS, Matching, MissHead, estimate_uncertainty
+from sfumato.evaluation.estimators import ESTIMATORS, FailurePredictor, Matching, estimate_uncertainty
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.metrics.selective import auroc
 from sfumato.models import trust_run as trust
@@ -31,11 +31,11 @@ def run(tmp_path_factory):
 def embedded(run, split, of_text):
     prepared = load_split(run.model, run.recipe.data, split)
     images, texts = embed_split(run.model, prepared)
-    truth = prepared.data.relevance()
+    ground_truth = prepared.data.relevance()
     queries, gallery = (texts, images) if of_text else (images, texts)
-    truth = truth.transpose() if of_text else truth
-    ranks = rank_relevant(queries, gallery, truth, run.distance, queries_first=not of_text)
-    return prepared.data, queries, gallery, truth, 1 - per_query_metrics(ranks, truth)["recall@1"]
+    ground_truth = ground_truth.transpose() if of_text else ground_truth
+    ranks = rank_relevant(queries, gallery, ground_truth, run.distance, queries_first=not of_text)
+    return prepared.data, queries, gallery, ground_truth, 1 - per_query_metrics(ranks, ground_truth)["recall@1"]
 
 
 @pytest.mark.parametrize("side", ["text", "image"])
@@ -43,12 +43,12 @@ def test_the_learnt_estimator_saw_the_validation_split_and_no_other(run, side):
     of_text = side == "text"
     _, val, _, _, missed_val = embedded(run, "val", of_text)
     _, test, _, _, missed = embedded(run, "test", of_text)
-    head = MissHead.fit(val, missed_val, seed=3)
+    head = FailurePredictor.fit(val, missed_val, seed=3)
     report = trust_model(run, run.recipe.data, "test", queries=side, seed=3, **QUICK)
     (direction,) = report.directions.values()
     found = direction.estimators["predicted_miss"]["wrong_auroc"].value
     assert found == pytest.approx(auroc(head.score(test).numpy(), missed), abs=1e-9)
-    of_itself = auroc(MissHead.fit(test, missed, seed=3).score(test).numpy(), missed)
+    of_itself = auroc(FailurePredictor.fit(test, missed, seed=3).score(test).numpy(), missed)
     assert abs(found - of_itself) > 0.02  # What it would be if it had seen the answers.
 
 

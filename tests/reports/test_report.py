@@ -127,9 +127,9 @@ def test_what_users_wrote_cannot_become_markup():
 def test_mistakes_are_counted_as_loops_count_them():
     data = scene(seed=3)
     distance = csd_matrix(data.images, data.texts)
-    truth = torch.from_numpy(np.asarray(data.relevance.to_dense())) > 0
+    ground_truth = torch.from_numpy(np.asarray(data.relevance.to_dense())) > 0
     report = make_report(data)
-    for key, d, t in (("i2t", distance, truth), ("t2i", distance.T, truth.T)):
+    for key, d, t in (("i2t", distance, ground_truth), ("t2i", distance.T, ground_truth.T)):
         wrong, plausible, judged = 0, 0, 0
         for i in range(len(d)):
             if t[i].any():
@@ -146,13 +146,13 @@ def test_mistakes_are_counted_as_loops_count_them():
 def test_calibration_is_that_of_loops_before_and_after():
     data = scene(seed=1)
     distance = csd_matrix(data.images, data.texts).double()
-    truth = torch.from_numpy(np.asarray(data.relevance.to_dense())).double()
+    ground_truth = torch.from_numpy(np.asarray(data.relevance.to_dense())).double()
     found = make_report(data).calibration
     has = data.relevance.counts > 0
     first = distance.argmin(1)
     sets = {
-        "pairs": (distance.flatten(), truth.flatten()),
-        "i2t": (distance.amin(1)[has], truth[torch.arange(len(first)), first][has]),
+        "pairs": (distance.flatten(), ground_truth.flatten()),
+        "i2t": (distance.amin(1)[has], ground_truth[torch.arange(len(first)), first][has]),
     }
     for key, (d, match) in sets.items():
         assert found[key]["n"] == len(d) and found[key]["matches"] == pytest.approx(match.mean().item())
@@ -184,8 +184,10 @@ def test_the_most_uncertain_come_with_what_they_retrieved():
     expected = match_probability(d, *data.logits).sum().item()
     assert f"total variance <b>{float(data.texts.total_variance[most]):.3g}</b>" in card
     assert (f"{expected:.1f}" if expected < 10 else f"{expected:.0f}") + " matches expected" in card
-    truth = data.relevance.to_dense()[:, most] > 0
-    assert card.count(">right<") == sum(truth[i] for i in order) and card.count(">wrong<") == 5 - card.count(">right<")
+    ground_truth = data.relevance.to_dense()[:, most] > 0
+    assert card.count(">right<") == sum(ground_truth[i] for i in order) and card.count(">wrong<") == 5 - card.count(
+        ">right<"
+    )
 
 
 def test_wilson_interval_is_scipys():
@@ -198,8 +200,8 @@ def test_wilson_interval_is_scipys():
 def test_words_about_the_uncertainty_follow_its_sign():
     """Queries whose variance grows with their distance from their match, and the same turned round."""
     data = scene(n=40, m=300, seed=5)
-    truth = torch.from_numpy(np.asarray(data.relevance.to_dense())) > 0
-    right = truth.T[torch.arange(300), csd_matrix(data.images, data.texts).argmin(0)]
+    ground_truth = torch.from_numpy(np.asarray(data.relevance.to_dense())) > 0
+    right = ground_truth.T[torch.arange(300), csd_matrix(data.images, data.texts).argmin(0)]
     sizes = torch.where(right, -12.0, -10.0) + 0.01 * torch.arange(300) / 300
     for sign, words in ((1, "fail clearly more often"), (-1, "fail clearly less often")):
         log_var = (sizes if sign > 0 else -22 - sizes)[:, None].expand(300, 5)

@@ -60,10 +60,10 @@ def test_top_k_of_nothing():
 
 def test_rank_relevant_by_loops_with_ties():
     x, y = grid(31, 3, 4), grid(64, 3, 5)
-    truths = [np.flatnonzero(row).tolist() for row in np.random.default_rng(0).random((31, 64)) < 0.2]
-    relevance, done = Relevance.from_lists(truths, n_gallery=64), []
+    ground_truths = [np.flatnonzero(row).tolist() for row in np.random.default_rng(0).random((31, 64)) < 0.2]
+    relevance, done = Relevance.from_lists(ground_truths, n_gallery=64), []
     ranks = rank_relevant(x, y, relevance, "squared_l2", progress=done.append)
-    np.testing.assert_array_equal(ranks, ranks_by_sorting(DISTANCES["squared_l2"].matrix(x, y).numpy(), truths))
+    np.testing.assert_array_equal(ranks, ranks_by_sorting(DISTANCES["squared_l2"].matrix(x, y).numpy(), ground_truths))
     assert sum(done) == 31
     with pytest.raises(ValueError, match="31 queries and 64 gallery items, but a truth of 64 by 31"):
         rank_relevant(x, y, relevance.transpose())

@@ -43,8 +43,10 @@ def true_top(queries, gallery, k):
     return np.argsort(gap, axis=1, kind="stable")[:, :k]
 
 
-def recall(found, truth):
-    return float(np.mean([len(set(f) & set(t)) / len(t) for f, t in zip(found.tolist(), truth.tolist(), strict=True)]))
+def recall(found, ground_truth):
+    return float(
+        np.mean([len(set(f) & set(t)) / len(t) for f, t in zip(found.tolist(), ground_truth.tolist(), strict=True)])
+    )
 
 
 def faiss_or_skip(engine):

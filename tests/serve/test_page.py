@@ -11,7 +11,7 @@ from sfumato.models.galleries import build_index
 from sfumato.models.run import load_run
 from sfumato.search.gallery import verdict
 from sfumato.serve.app import PAGE
-from sfumato.serve.images import FolderPictures
+from sfumato.serve.image_files import FolderPictures
 from sfumato.serve.served import Shelf, Sources, open_sources
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")

@@ -27,16 +27,16 @@ def scene(n=12, k=7, d=4, seed=0):
         )
         for s in (0.5, 1.0, 2.0)
     )
-    truth = Relevance.from_pairs(np.arange(n), np.arange(n), n_queries=n, n_gallery=n)
-    return queries, gallery, truth, Corrupted("made up", index, (0.5, 1.0, 2.0), worse)
+    ground_truth = Relevance.from_pairs(np.arange(n), np.arange(n), n_queries=n, n_gallery=n)
+    return queries, gallery, ground_truth, Corrupted("made up", index, (0.5, 1.0, 2.0), worse)
 
 
 @pytest.mark.parametrize("name", ["total_variance", "expected_matches"])
 def test_curves_are_those_of_loops(name):
-    queries, gallery, truth, corrupted = scene()
+    queries, gallery, ground_truth, corrupted = scene()
     matching = Matching("csd", 2.0, 3.0)
     found = corruption_curves(
-        queries, gallery, truth, matching, [corrupted], estimator=ESTIMATORS[name], n_resamples=400, seed=1
+        queries, gallery, ground_truth, matching, [corrupted], estimator=ESTIMATORS[name], n_resamples=400, seed=1
     )["made up"]
     steps = [queries[torch.from_numpy(corrupted.index)], *corrupted.embeddings]
     u = np.array([ESTIMATORS[name](e, gallery, matching) for e in steps])  # (s, k)
@@ -60,13 +60,13 @@ def test_curves_are_those_of_loops(name):
 
 @pytest.mark.parametrize("groups", [None, np.arange(12) // 4])
 def test_curves_and_the_benchmark_of_trust_say_the_same(groups):
-    queries, gallery, truth, corrupted = scene(seed=3)
+    queries, gallery, ground_truth, corrupted = scene(seed=3)
     matching, options = Matching("csd", 2.0, 3.0), {"n_resamples": 50, "seed": 2, "groups": groups}
     chosen = {name: ESTIMATORS[name] for name in ("total_variance", "margin")}
-    trust = measure_trust(queries, gallery, truth, matching, estimators=chosen, corrupted=[corrupted], **options)
+    trust = measure_trust(queries, gallery, ground_truth, matching, estimators=chosen, corrupted=[corrupted], **options)
     theirs = trust.corruptions["made up"]
     for name, estimator in chosen.items():
-        own = corruption_curves(queries, gallery, truth, matching, [corrupted], estimator=estimator, **options)[
+        own = corruption_curves(queries, gallery, ground_truth, matching, [corrupted], estimator=estimator, **options)[
             "made up"
         ]
         for figure in ("spearman", "rises", "monotone", "auroc"):
@@ -77,7 +77,7 @@ def test_curves_and_the_benchmark_of_trust_say_the_same(groups):
 
 def test_items_of_a_group_are_resampled_together():
     """Every item twice, in one group with itself, tells no more than every item once."""
-    queries, gallery, truth, once = scene(seed=4)
+    queries, gallery, ground_truth, once = scene(seed=4)
     rows = np.repeat(np.arange(len(once.index)), 2)
     worse = tuple(e[torch.from_numpy(rows)] for e in once.embeddings)
     twice = Corrupted("made up", once.index[rows], once.strengths, worse)
@@ -85,12 +85,12 @@ def test_items_of_a_group_are_resampled_together():
 
     def curve(corrupted, groups):
         return corruption_curves(
-            queries, gallery, truth, Matching(), [corrupted], estimator=estimator, groups=groups, n_resamples=200
+            queries, gallery, ground_truth, Matching(), [corrupted], estimator=estimator, groups=groups, n_resamples=200
         )["made up"]
 
     def benchmark(corrupted, groups):
         found = measure_trust(
-            queries, gallery, truth, Matching(), estimators={"total_variance": estimator}, corrupted=[corrupted],
+            queries, gallery, ground_truth, Matching(), estimators={"total_variance": estimator}, corrupted=[corrupted],
             groups=groups, n_resamples=200,
         )  # fmt: skip
         return found.corruptions["made up"].estimators["total_variance"]
@@ -104,10 +104,16 @@ def test_items_of_a_group_are_resampled_together():
 
 
 def test_an_infinite_mean_is_undefined():
-    queries, gallery, truth, corrupted = scene()
+    queries, gallery, ground_truth, corrupted = scene()
     points = Corrupted("made up", corrupted.index, (1.0,), (GaussianEmbedding.point(corrupted.embeddings[0].mean),))
     found = corruption_curves(
-        queries, gallery, truth, Matching("csd", 2.0, 3.0), [points], estimator=ESTIMATORS["log_det"], n_resamples=9
+        queries,
+        gallery,
+        ground_truth,
+        Matching("csd", 2.0, 3.0),
+        [points],
+        estimator=ESTIMATORS["log_det"],
+        n_resamples=9,
     )["made up"]
     assert found.mean[1].value is None and found.mean[0].value == pytest.approx(
         float(

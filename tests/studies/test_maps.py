@@ -25,8 +25,8 @@ def split(n=30, per=3, d=6, seed=0):
 
 
 def test_ellipses_are_the_covariance_of_projected_draws():
-    images, texts, truth = split()
-    found = map_items(images, texts, truth, n=1000)
+    images, texts, ground_truth = split()
+    found = map_items(images, texts, ground_truth, n=1000)
     both = GaussianEmbedding.cat([images, texts])
     mean = both.mean.double().numpy()
     axes = np.linalg.svd(mean - mean.mean(0))[2][:2].T
@@ -47,8 +47,8 @@ def test_ellipses_are_the_covariance_of_projected_draws():
 
 
 def test_a_large_split_is_sampled_with_texts_of_the_shown_images():
-    images, texts, truth = split()
-    first, again, other = (map_items(images, texts, truth, n=8, seed=seed) for seed in (1, 1, 2))
+    images, texts, ground_truth = split()
+    first, again, other = (map_items(images, texts, ground_truth, n=8, seed=seed) for seed in (1, 1, 2))
     assert first == again != other
     sides = [[item.index for item in first.items if item.side == side] for side in ("image", "text")]
     assert [len(s) for s in sides] == [8, 8] and all(s == sorted(set(s)) for s in sides)
@@ -56,9 +56,9 @@ def test_a_large_split_is_sampled_with_texts_of_the_shown_images():
 
 
 def test_families_are_images_with_the_texts_that_match_them_alone():
-    images, texts, truth = split(n=7)
+    images, texts, ground_truth = split(n=7)
     pairs = np.concatenate(
-        [np.stack([truth.query_of_item, truth.indices], 1), [[1, 0]]]
+        [np.stack([ground_truth.query_of_item, ground_truth.indices], 1), [[1, 0]]]
     )  # The first text is true of two.
     shared = Relevance.from_pairs(*pairs.T, n_queries=7, n_gallery=21)
     found = map_items(images, texts, shared, n=50, seed=6)
@@ -71,8 +71,8 @@ def test_families_are_images_with_the_texts_that_match_them_alone():
 
 def test_tsne_is_scikit_learns_and_areas_are_in_proportion_to_variances():
     manifold = pytest.importorskip("sklearn.manifold", reason="the extra analysis is not installed")
-    images, texts, truth = split(n=10)
-    found = map_items(images, texts, truth, method="tsne", seed=4)
+    images, texts, ground_truth = split(n=10)
+    found = map_items(images, texts, ground_truth, method="tsne", seed=4)
     both = GaussianEmbedding.cat([images, texts])
     expected = manifold.TSNE(2, perplexity=13.0, init="pca", random_state=4).fit_transform(both.mean.double().numpy())
     np.testing.assert_allclose([(item.x, item.y) for item in found.items], expected, rtol=1e-5)
@@ -91,19 +91,21 @@ def test_tsne_without_scikit_learn_names_the_extra(monkeypatch):
 @pytest.mark.parametrize("method", ["pca", "tsne"])
 def test_points_have_places_and_no_areas(method):
     pytest.importorskip("sklearn", reason="the extra analysis is not installed")
-    images, texts, truth = split(n=8)
-    found = map_items(GaussianEmbedding.point(images.mean), GaussianEmbedding.point(texts.mean), truth, method=method)
+    images, texts, ground_truth = split(n=8)
+    found = map_items(
+        GaussianEmbedding.point(images.mean), GaussianEmbedding.point(texts.mean), ground_truth, method=method
+    )
     assert all(item.a == item.b == item.total_variance == 0 for item in found.items)
     assert len({(item.x, item.y) for item in found.items}) == 32
 
 
 def test_bad_input_is_named():
-    images, texts, truth = split()
+    images, texts, ground_truth = split()
     with pytest.raises(ValueError, match="one of pca, tsne, got 'umap'"):
-        map_items(images, texts, truth, method="umap")
+        map_items(images, texts, ground_truth, method="umap")
     with pytest.raises(ValueError, match="at least 1, got 0"):
-        map_items(images, texts, truth, n=0)
+        map_items(images, texts, ground_truth, n=0)
     with pytest.raises(ValueError, match="2 items are too few for a map"):
-        map_items(images, texts, truth, n=1)
+        map_items(images, texts, ground_truth, n=1)
     with pytest.raises(ValueError, match="6 dimensions, texts 5"):
-        map_items(images, split(d=5)[1], truth)
+        map_items(images, split(d=5)[1], ground_truth)

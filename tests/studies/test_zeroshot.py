@@ -222,7 +222,9 @@ class Table:
 
     def __init__(self, texts, distance="squared_l2"):
         self.texts, self.distance = texts, distance
-        self.model = SimpleNamespace(image=SimpleNamespace(reader=self, embed=self.embed), embed_texts=self.embed_texts)
+        self.model = SimpleNamespace(
+            image=SimpleNamespace(processor=self, embed=self.embed), embed_texts=self.embed_texts
+        )
 
     def read(self, items, *, progress=None, on_error=None):
         kept, means = [], []

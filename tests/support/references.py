@@ -93,9 +93,12 @@ def pseudo_positives(logits, match):
     """Per row: whatever is at least as likely as the row's own match takes its label."""
     labels = []
     for row_logits, row in zip(logits, match, strict=True):
-        truth = row.index(max(row))
+        ground_truth = row.index(max(row))
         labels.append(
-            [max(row) if logit >= row_logits[truth] else label for logit, label in zip(row_logits, row, strict=True)]
+            [
+                max(row) if logit >= row_logits[ground_truth] else label
+                for logit, label in zip(row_logits, row, strict=True)
+            ]
         )
     return labels
 
@@ -134,7 +137,7 @@ def uniformity(vectors):
     return math.log(sum(values) / len(values))
 
 
-def match_spread(vectors):
+def match_dispersion(vectors):
     unit = [[a / math.sqrt(sum(b * b for b in v)) for a in v] for v in vectors]
     values = [1 - sum(a * b for a, b in zip(x, y, strict=True)) for x in unit for y in unit]
     return sum(values) / len(values) if values else 0.0

@@ -8,24 +8,24 @@ def order_of(distances):
     return sorted(range(len(distances)), key=lambda j: (distances[j], j))
 
 
-def ranks_by_sorting(distance, truths):
+def ranks_by_sorting(distance, ground_truths):
     """Ranks of the relevant items, query by query, items in ascending order."""
     ranks = []
-    for row, truth in zip(distance, truths, strict=True):
+    for row, ground_truth in zip(distance, ground_truths, strict=True):
         order = order_of(list(row))
-        ranks += [order.index(j) for j in sorted(set(truth))]
+        ranks += [order.index(j) for j in sorted(set(ground_truth))]
     return np.array(ranks, dtype=np.int64)
 
 
-def metrics_by_definition(distance, truths, ks=(1, 5, 10)):
+def metrics_by_definition(distance, ground_truths, ks=(1, 5, 10)):
     """Averages over the queries with a relevant item, straight from the definitions."""
     values = {name: [] for name in [*(f"recall@{k}" for k in ks), "r_precision", "map@r", "best"]}
-    for row, truth in zip(distance, truths, strict=True):
-        truth = set(truth)
-        if not truth:
+    for row, ground_truth in zip(distance, ground_truths, strict=True):
+        ground_truth = set(ground_truth)
+        if not ground_truth:
             continue
-        relevant = [j in truth for j in order_of(list(row))]
-        r = len(truth)
+        relevant = [j in ground_truth for j in order_of(list(row))]
+        r = len(ground_truth)
         for k in ks:
             values[f"recall@{k}"].append(any(relevant[:k]))
         values["r_precision"].append(sum(relevant[:r]) / r)

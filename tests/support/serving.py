@@ -19,7 +19,7 @@ from sfumato.models.galleries import Source, build_index, create_collection
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.serve.app import create_app
-from sfumato.serve.images import FolderPictures
+from sfumato.serve.image_files import FolderPictures
 from sfumato.serve.served import Shelf, Sources
 from sfumato.serve.settings import Settings
 from sfumato.training.loop import fit

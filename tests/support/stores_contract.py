@@ -90,8 +90,8 @@ def assert_nearest(store, kept, wanted, k, filter=None):
         if not fitting:
             continue
         assert_are(found, kept, found.ids)
-        truth = np.sort(squared_l2(query[None], torch.stack([kept[key][0] for key in fitting]))[0])[: len(found)]
-        np.testing.assert_allclose(squared_l2(query[None], found.vectors)[0], truth, rtol=1e-5, atol=1e-6)
+        ground_truth = np.sort(squared_l2(query[None], torch.stack([kept[key][0] for key in fitting]))[0])[: len(found)]
+        np.testing.assert_allclose(squared_l2(query[None], found.vectors)[0], ground_truth, rtol=1e-5, atol=1e-6)
 
 
 class StoreContract:

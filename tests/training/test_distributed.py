@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from support.toy import make_toy
 
 from sfumato.losses import LOSSES
-from sfumato.models.process_group import PeerLostError, World, _answered, alone
+from sfumato.models.process_group import PeerLostError, ProcessGroup, _answered, alone
 
 HERE = Path(__file__).parent
 
@@ -87,7 +87,7 @@ def test_the_processes_agree_to_the_bit(worlds):
 
 def test_parts_cover_everything_once():
     for n in (0, 1, 3, 10):
-        parts = [World(rank, 4, torch.device("cpu")).part(n) for rank in range(4)]
+        parts = [ProcessGroup(rank, 4, torch.device("cpu")).part(n) for rank in range(4)]
         assert [int(i) for part in parts for i in part] == list(range(n))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
     assert alone().main and alone().part(3).tolist() == [0, 1, 2]

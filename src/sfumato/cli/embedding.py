@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from sfumato.cli.app import AsJson, Device, ModelName, app, parse_names, print_result, say_left_out, say_speed
+from sfumato.cli.common import AsJson, Device, ModelName, app, parse_names, print_result, say_left_out, say_speed
 from sfumato.errors import UserError
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sfumato.cli.app import (
+from sfumato.cli.common import (
     TIMEOUT_MINUTES,
     AsJson,
     Device,
@@ -126,7 +126,7 @@ def evaluate(
     from sfumato.models.build import choose_device
     from sfumato.models.embed import embed_for_evaluation, evaluate_model, evaluate_run
     from sfumato.models.export import load_model
-    from sfumato.models.process_group import join_world
+    from sfumato.models.process_group import join_process_group
     from sfumato.models.recipe import find_recipe, load_recipe
     from sfumato.models.run import RECIPE, load_run
     from sfumato.progress import say
@@ -164,35 +164,41 @@ def evaluate(
     if files.given():
         raise UserError(f"{files.given()[0]} goes without a model; a model is evaluated on its own data or with --data")
     path, embedded, embedded_other, results = None, None, None, []
-    with join_world(partial(choose_device, device), TIMEOUT_MINUTES) as world:
+    with join_process_group(partial(choose_device, device), TIMEOUT_MINUTES) as process_group:
         if compare is not None and not a_file:
             if not (Path(compare) / RECIPE).is_file():
                 raise UserError(f"--compare {compare}: neither a run folder nor a file of single queries")
-            run = load_run(compare, device=world.device)
+            run = load_run(compare, device=process_group.device)
             embedded_other, other_distance = (
-                embed_for_evaluation(run, run.recipe.data, split, world=world),
+                embed_for_evaluation(run, run.recipe.data, split, process_group=process_group),
                 run.distance,
             )
         if data is not None:
-            config, matcher = (
+            config, retrieval_model = (
                 load_recipe(find_recipe(data), overrides or []).data,
-                load_model(model, device=world.device),
+                load_model(model, device=process_group.device),
             )
             if more.anything:
-                embedded = embed_for_evaluation(matcher, config, split, world=world)
-            result = evaluate_model(matcher, config, split, distance, world=world, embedded=embedded)
+                embedded = embed_for_evaluation(retrieval_model, config, split, process_group=process_group)
+            result = evaluate_model(
+                retrieval_model, config, split, distance, process_group=process_group, embedded=embedded
+            )
         elif overrides:
             raise UserError(f"{overrides[0]!r} changes a recipe; name it with --data RECIPE")
         elif (Path(model) / RECIPE).is_file():
-            run = load_run(model, device=world.device)
+            run = load_run(model, device=process_group.device)
             if more.anything:
-                embedded = embed_for_evaluation(run, run.recipe.data, split, world=world)
-            result, path = evaluate_run(run, split, distance, world=world, embedded=embedded)
+                embedded = embed_for_evaluation(run, run.recipe.data, split, process_group=process_group)
+            result, path = evaluate_run(run, split, distance, process_group=process_group, embedded=embedded)
             for folder in seeds or ():
-                results.append(evaluate_run(load_run(folder, device=world.device), split, distance, world=world)[0])
+                results.append(
+                    evaluate_run(
+                        load_run(folder, device=process_group.device), split, distance, process_group=process_group
+                    )[0]
+                )
         else:
             raise no_run(model, "evaluate it on")
-    if not world.main:
+    if not process_group.main:
         return
     if results:
         summary = over_seeds([main_figures(one.to_json()) for one in [result, *results]])

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sfumato.cli.app import AsJson, Device, ModelName, app, print_result, say_left_out
+from sfumato.cli.common import AsJson, Device, ModelName, app, print_result, say_left_out
 from sfumato.errors import UserError
 
 
@@ -38,7 +38,7 @@ def index(
 ) -> None:
     """Build an index over pictures or texts, or fill a collection in a vector store."""
     from sfumato.models.build import choose_device
-    from sfumato.models.embed import Matcher
+    from sfumato.models.embed import RetrievalModel
     from sfumato.models.export import load_model
     from sfumato.models.galleries import build_index, check_new, embed_source, fill_collection, whole
     from sfumato.models.run import load_run
@@ -52,21 +52,23 @@ def index(
         )
     if add and store is not None:
         raise UserError("the collection knows its store; leave --store out with --add")
-    matcher: Matcher = (load_run if split is not None else load_model)(model, device=choose_device(device))
+    retrieval_model: RetrievalModel = (load_run if split is not None else load_model)(
+        model, device=choose_device(device)
+    )
     if store is not None:
-        check_new(out, matcher.distance, store)
+        check_new(out, retrieval_model.distance, store)
     elif not add:
-        check_settings(matcher.distance, engine or "exact")
+        check_settings(retrieval_model.distance, engine or "exact")
     out.parent.mkdir(parents=True, exist_ok=True)
-    sources, problems = embed_source(matcher, images=images, split=split, texts=texts, parts=embeddings)
+    sources, problems = embed_source(retrieval_model, images=images, split=split, texts=texts, parts=embeddings)
     if store is None and not add:
         source, engine = whole(sources), engine or "exact"
-        build_index(matcher, source, home=model, engine=engine).save(out)
+        build_index(retrieval_model, source, home=model, engine=engine).save(out)
         n, kept = len(source.ids), {"engine": engine}
         line = f"indexed ({engine})"
         direction = source.direction
     else:
-        with fill_collection(matcher, sources, out, store, home=model) as collection:
+        with fill_collection(retrieval_model, sources, out, store, home=model) as collection:
             n, kept = len(collection), {"store": collection.store.url}
             line, direction = f"in {collection.store.url}", collection.answers.direction
     what = "pictures" if direction == "t2i" else "texts"

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from sfumato.cli.app import AsJson, Device, ModelName, app, no_run, parse_names, print_result
+from sfumato.cli.common import AsJson, Device, ModelName, app, no_run, parse_names, print_result
 from sfumato.errors import UserError
 
 
@@ -51,7 +51,7 @@ def analyse(
     """
     from sfumato import __version__
     from sfumato.models.build import choose_device
-    from sfumato.models.embed import Matcher
+    from sfumato.models.embed import RetrievalModel
     from sfumato.models.export import load_model
     from sfumato.models.recipe import find_recipe, load_recipe
     from sfumato.models.run import RECIPE, load_run
@@ -67,15 +67,15 @@ def analyse(
     folder, chosen = out or Path(f"analysis-{split}"), choose_device(device)
     if data is not None:
         config, name = load_recipe(find_recipe(data), overrides or []).data, Path(model).name
-        matcher: Matcher = load_model(model, device=chosen)
+        retrieval_model: RetrievalModel = load_model(model, device=chosen)
     elif overrides:
         raise UserError(f"{overrides[0]!r} changes a recipe; name it with --data RECIPE")
     elif (Path(model) / RECIPE).is_file():
-        matcher = run = load_run(model, device=chosen)
+        retrieval_model = run = load_run(model, device=chosen)
         config, name, folder = run.recipe.data, run.recipe.name or run.folder.name, out or run.folder / folder
     else:
         raise no_run(model, "analyse")
-    found = analyse_model(matcher, config, split, studies=studies, options=options, name=name)
+    found = analyse_model(retrieval_model, config, split, studies=studies, options=options, name=name)
     page = write_analyses(found, folder, __version__)
     if as_json:
         print(json.dumps(found.to_json() | {"out": str(folder)}, ensure_ascii=False))
@@ -183,8 +183,8 @@ def zeroshot(
         raise UserError(f"{overrides[0]!r} changes a recipe; name it with --data RECIPE")
     worded = read_templates(templates)
     names = read_class_names(classes) if classes is not None else None
-    matcher = load_model(model, device=choose_device(device))
-    endings = file_endings(matcher.model)
+    retrieval_model = load_model(model, device=choose_device(device))
+    endings = file_endings(retrieval_model.model)
     if images is not None:
         pictures = read_class_folder(images, names, endings=endings)
     elif emoji is not None:
@@ -197,7 +197,7 @@ def zeroshot(
             raise UserError("--choose-on is what is reported on; K chosen there is --filter oracle")
         others = read_class_folder(choose_on, dict(zip(pictures.keys, pictures.classes, strict=True)), endings=endings)
     report = evaluate_zeroshot(
-        matcher, pictures, worded, filters=filters or ("global", "per-class"),
+        retrieval_model, pictures, worded, filters=filters or ("global", "per-class"),
         choose_on=others, pooling=pooling, distance=distance, n_resamples=bootstrap, seed=seed,
     )  # fmt: skip
     if out is not None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from sfumato.cli.app import AsJson, app
+from sfumato.cli.common import AsJson, app
 
 
 @app.command()

@@ -10,7 +10,7 @@ from torch import nn
 from sfumato.data.augment import drop_tokens
 from sfumato.encoders.features import Inputs, Store, TokenFeatures
 from sfumato.encoders.heads import GaussianHead
-from sfumato.encoders.processors import Item, Progress, Reader
+from sfumato.encoders.processors import Item, Processor, Progress
 from sfumato.gaussian import GaussianEmbedding
 
 
@@ -43,9 +43,11 @@ class Tower(nn.Module):
             not see some of the tokens.
     """
 
-    def __init__(self, reader: Reader, encoder: nn.Module, head: GaussianHead, *, token_dropout: float = 0.0) -> None:
+    def __init__(
+        self, processor: Processor, encoder: nn.Module, head: GaussianHead, *, token_dropout: float = 0.0
+    ) -> None:
         super().__init__()
-        self.reader, self.encoder, self.head = reader, encoder, head
+        self.processor, self.encoder, self.head = processor, encoder, head
         self.token_dropout = token_dropout
 
     def forward(self, inputs: Inputs) -> GaussianEmbedding:
@@ -113,14 +115,14 @@ class DualEncoder(nn.Module):
 
     def embed_images(self, pictures: Sequence[bytes], *, batch_size: int = 256) -> GaussianEmbedding:
         """Encoded pictures (the bytes of PNG, JPEG ... files) -> (n, d) embeddings; a bad picture raises its ValueError."""
-        store, _ = self.image.reader.read([_constant(p) for p in pictures])
+        store, _ = self.image.processor.read([_constant(p) for p in pictures])
         return self.image.embed(store, batch_size=batch_size)
 
     def embed_texts(self, texts: Sequence[str], *, batch_size: int = 256) -> GaussianEmbedding:
         """Texts -> (n, d) embeddings."""
         if isinstance(texts, str):
             raise TypeError(f"embed_texts: got one string {texts!r}, expected a list of them: [{texts!r}]")
-        store, _ = self.text.reader.read([_constant(t) for t in texts])
+        store, _ = self.text.processor.read([_constant(t) for t in texts])
         return self.text.embed(store, batch_size=batch_size)
 
 

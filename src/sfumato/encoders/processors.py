@@ -30,7 +30,7 @@ OnError = Callable[[int, Exception], None]
 """Called with the position and the error of an item that cannot be used."""
 
 
-class Reader(Protocol):
+class Processor(Protocol):
     """Turns raw items into a store of inputs for a tower."""
 
     def read(
@@ -40,7 +40,7 @@ class Reader(Protocol):
         ...
 
 
-class PixelReader:
+class PixelProcessor:
     """Decodes pictures to squares of one size.
 
     Args:
@@ -54,7 +54,7 @@ class PixelReader:
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[Store, np.ndarray]:
-        """See :class:`Reader`."""
+        """See :class:`Processor`."""
         pixels = np.empty((len(items), 3, self.size, self.size), np.uint8)
         errors: dict[int, Exception] = {}
 
@@ -78,7 +78,7 @@ class PixelReader:
         return PixelStore(torch.from_numpy(pixels if not errors else pixels[kept])), kept
 
 
-class FrozenReader:
+class FrozenProcessor:
     """Token features of a frozen backbone, through the cache on disk.
 
     Args:
@@ -92,11 +92,11 @@ class FrozenReader:
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[Store, np.ndarray]:
-        """See :class:`Reader`."""
+        """See :class:`Processor`."""
         return cached_features(self.backbone, items, self.cache, progress=progress, on_error=on_error)
 
 
-class TokenReader:
+class TokenProcessor:
     """Word pieces of texts.
 
     Args:
@@ -122,7 +122,7 @@ class TokenReader:
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[Store, np.ndarray]:
-        """See :class:`Reader`."""
+        """See :class:`Processor`."""
         store = RaggedStore.from_list(tokenize(self.tokenizer, [str(item()) for item in items], self.max_tokens))
         if progress:
             progress(len(items))
@@ -132,7 +132,7 @@ class TokenReader:
 _CHECKED_TOGETHER = 512
 
 
-class PictureStore:
+class ImageFileStore:
     """Encoded pictures, decoded batch by batch; only the batch is in memory.
 
     Args:
@@ -159,9 +159,9 @@ class PictureStore:
         workers = processors() if workers is None else workers
         for name, value in (("size", size), ("workers", workers)):
             if value < 1:
-                raise ValueError(f"PictureStore: {name} must be at least 1, got {value}")
+                raise ValueError(f"ImageFileStore: {name} must be at least 1, got {value}")
         if not 0 < crop_low <= 1:
-            raise ValueError(f"PictureStore: crop_low must be in (0, 1], got {crop_low}")
+            raise ValueError(f"ImageFileStore: crop_low must be in (0, 1], got {crop_low}")
         self.items, self.size, self.fit, self.crop_low, self.workers = items, size, fit, crop_low, workers
 
     def __len__(self) -> int:
@@ -226,7 +226,7 @@ class PictureStore:
         return Inputs(torch.from_numpy(pixels))
 
 
-class PictureReader:
+class ImageFileProcessor:
     """Checks pictures once and leaves them where they are, to be decoded batch by batch.
 
     Args:
@@ -236,17 +236,19 @@ class PictureReader:
         workers: threads that check and decode; None for as many as this process has processors.
 
     Raises:
-        ValueError: as :class:`PictureStore`.
+        ValueError: as :class:`ImageFileStore`.
     """
 
     def __init__(self, size: int, *, fit: Fit = "squash", crop_low: float = 0.6, workers: int | None = None) -> None:
-        store = PictureStore([], size, fit=fit, crop_low=crop_low, workers=workers)  # Refuses what makes no sense, now.
+        store = ImageFileStore(
+            [], size, fit=fit, crop_low=crop_low, workers=workers
+        )  # Refuses what makes no sense, now.
         self.size, self.fit, self.crop_low, self.workers = size, fit, crop_low, store.workers
 
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
-    ) -> tuple[PictureStore, np.ndarray]:
-        """See :class:`sfumato.encoders.processors.Reader`; every file is read once, and no picture is kept."""
+    ) -> tuple[ImageFileStore, np.ndarray]:
+        """See :class:`sfumato.encoders.processors.Processor`; every file is read once, and no picture is kept."""
 
         def check(position: int) -> Exception | None:
             try:
@@ -269,7 +271,7 @@ class PictureReader:
                         on_error(position, error)
                     if progress:
                         progress(1)
-        store = PictureStore(
+        store = ImageFileStore(
             [items[i] for i in kept], self.size, fit=self.fit, crop_low=self.crop_low, workers=self.workers
         )
         return store, np.array(kept, dtype=np.int64)
@@ -311,7 +313,7 @@ CLEANINGS: dict[str, Callable[[str], str]] = {
 """By the names that configurations of open_clip models use."""
 
 
-class SpecialTokenReader:
+class SpecialTokenProcessor:
     """Texts as the ids that a pre-trained text transformer knows, with its begin and end tokens.
 
     Args:
@@ -342,7 +344,7 @@ class SpecialTokenReader:
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[Store, np.ndarray]:
-        """See :class:`~sfumato.encoders.processors.Reader`.
+        """See :class:`~sfumato.encoders.processors.Processor`.
 
         Raises:
             UserError: the tokenizer cannot be had, or belongs to another model.
@@ -382,7 +384,7 @@ def _id(tokenizer: Tokenizer, token: str) -> int:
     return tokenizer.get_vocab()[token]
 
 
-class BilinearReader:
+class BilinearProcessor:
     """Pictures as PCME++'s training code resizes them: to a square whatever their aspect, bilinearly without smoothing.
 
     Args:
@@ -391,12 +393,12 @@ class BilinearReader:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._squares = PictureReader(size)
+        self._squares = ImageFileProcessor(size)
 
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[Store, np.ndarray]:
-        """See :class:`~sfumato.encoders.processors.Reader`."""
+        """See :class:`~sfumato.encoders.processors.Processor`."""
         return self._squares.read([self._square(item) for item in items], progress=progress, on_error=on_error)
 
     def _square(self, item: Item) -> Item:

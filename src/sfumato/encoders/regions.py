@@ -51,7 +51,7 @@ class RegionStore:
         return stacked(found, self.channels).batch(np.arange(len(found)))
 
 
-class RegionReader:
+class RegionProcessor:
     """Checks region features once and leaves them where they are, to be read batch by batch.
 
     Args:
@@ -64,7 +64,7 @@ class RegionReader:
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[RegionStore, np.ndarray]:
-        """See :class:`sfumato.encoders.processors.Reader`; every item is read once, and none is kept."""
+        """See :class:`sfumato.encoders.processors.Processor`; every item is read once, and none is kept."""
         kept = []
         for position, item in enumerate(items):
             try:
@@ -214,15 +214,19 @@ class RegionEncoder(nn.Module):
         return TokenFeatures(mean, None if self.recurrent else mask, log_var)
 
 
-def reads_regions(model: DualEncoder) -> bool:
+def uses_regions(model: DualEncoder) -> bool:
     """Whether a model's images are region features, so that no picture can be given to it, nor shown."""
-    return isinstance(model.image.reader, RegionReader)
+    return isinstance(model.image.processor, RegionProcessor)
 
 
 def blank_features(model: DualEncoder) -> bytes | None:
     """Features of a single region of zeros, for a model that reads such; None for others."""
-    reader = model.image.reader
-    return regions_to_bytes(np.zeros((1, reader.channels), np.float32)) if isinstance(reader, RegionReader) else None
+    processor = model.image.processor
+    return (
+        regions_to_bytes(np.zeros((1, processor.channels), np.float32))
+        if isinstance(processor, RegionProcessor)
+        else None
+    )
 
 
 def _bytes(item: Item) -> bytes:

@@ -14,7 +14,7 @@ import torch
 
 from sfumato.data.embedding_files import read_embeddings, read_ids
 from sfumato.errors import UserError
-from sfumato.evaluation.benchmark_truths import (
+from sfumato.evaluation.benchmark_ground_truths import (
     coco_image_id,
     cub_captions,
     eccv_caption,
@@ -24,7 +24,7 @@ from sfumato.evaluation.benchmark_truths import (
     pmrp,
     read_coco,
 )
-from sfumato.evaluation.benchmarks import BenchmarkRanks, benchmark_metrics, rank_truths_by_lists
+from sfumato.evaluation.benchmarks import BenchmarkRanks, benchmark_metrics, rank_ground_truths_by_lists
 from sfumato.evaluation.compare import (
     Difference,
     PerQuery,
@@ -33,9 +33,9 @@ from sfumato.evaluation.compare import (
     per_query_table,
     write_per_query,
 )
-from sfumato.evaluation.ground_truth import Truth, read_truth
+from sfumato.evaluation.ground_truth import GroundTruth, read_ground_truth
 from sfumato.evaluation.published import PublishedRow, common_figures, published_rows
-from sfumato.evaluation.strategies import StrategyResult, choose_strategies, evaluate_strategies, rank_truths_by
+from sfumato.evaluation.strategies import StrategyResult, choose_strategies, evaluate_strategies, rank_ground_truths_by
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 
 BENCHMARKS = ("coco", "flickr30k", "flickr8k", "cub", "emoji")
@@ -58,7 +58,7 @@ class EmbeddedSet:
     texts: GaussianEmbedding
     image_ids: tuple[str, ...]
     text_ids: tuple[str, ...]
-    truths: tuple[Truth, ...]
+    ground_truths: tuple[GroundTruth, ...]
     text_kinds: tuple[str, ...] | None = None
 
     def to(self, device: torch.device) -> "EmbeddedSet":
@@ -74,20 +74,20 @@ class EmbeddedSet:
         return {name: {coco_image_id(i): v for i, v in side.items()} | side for name, side in found.items()}
 
 
-def read_truths(
+def read_ground_truths(
     benchmark: str | None = None,
     *,
-    truth: Path | None = None,
+    ground_truth: Path | None = None,
     annotations: Path | None = None,
     instances: Sequence[Path] = (),
     split: str = "test",
     metrics: Sequence[str] = (),
-) -> tuple[Truth, ...]:
+) -> tuple[GroundTruth, ...]:
     """Truths by the name of a benchmark, or from a file of one's own.
 
     Args:
         benchmark: one of BENCHMARKS.
-        truth: a file of :func:`~sfumato.evaluation.ground_truth.read_truth` instead.
+        truth: a file of :func:`~sfumato.evaluation.ground_truth.read_ground_truth` instead.
         annotations: what the benchmark is read from. coco: dataset_coco.json, or a folder with the files of eccv_caption, by default
             those of the installed package, which add CxC and ECCV Caption; flickr30k and flickr8k: their dataset_*.json; cub: the
             folder of captions.
@@ -99,10 +99,10 @@ def read_truths(
         UserError: neither or both are given, the name is unknown, annotations are missing, or as the readers.
         ValueError: a metric is unknown.
     """
-    if (benchmark is None) == (truth is None):
+    if (benchmark is None) == (ground_truth is None):
         raise UserError(f"say what is true: either --truth FILE or --benchmark NAME ({', '.join(BENCHMARKS)})")
-    if truth is not None:
-        found = [read_truth(truth)]
+    if ground_truth is not None:
+        found = [read_ground_truth(ground_truth)]
     elif benchmark == "coco":
         from_file = annotations is not None and annotations.is_file()
         by_name = read_coco(annotations, split=split) if annotations and from_file else eccv_caption(annotations)
@@ -129,7 +129,7 @@ def read_truths(
 def read_embedded_set(
     images: str,
     texts: str,
-    truths: Sequence[Truth],
+    ground_truths: Sequence[GroundTruth],
     *,
     image_ids: Path | None = None,
     text_ids: Path | None = None,
@@ -155,17 +155,20 @@ def read_embedded_set(
     ):
         embeddings, found = read_embeddings(path, ids=own, log_var=log_var)
         sides.append(embeddings)
-        ids.append(_ids_of_truths(truths, what, embeddings.n) if found is None else tuple(found))
+        ids.append(_ids_of_ground_truths(ground_truths, what, embeddings.n) if found is None else tuple(found))
     if sides[0].d != sides[1].d:
         raise ValueError(f"{images} has {sides[0].d} dimensions, {texts} has {sides[1].d}; they must have as many")
     dtype = torch.promote_types(*(accumulation_dtype(e.dtype) for e in sides))
     first, second = (e if e.dtype == dtype else e.to(dtype) for e in sides)
-    return EmbeddedSet(first, second, ids[0], ids[1], tuple(truths))
+    return EmbeddedSet(first, second, ids[0], ids[1], tuple(ground_truths))
 
 
-def _ids_of_truths(truths: Sequence[Truth], what: str, n: int | None = None) -> tuple[str, ...]:
+def _ids_of_ground_truths(ground_truths: Sequence[GroundTruth], what: str, n: int | None = None) -> tuple[str, ...]:
     """The ids of one side where all truths have the same, n of them if n is given."""
-    lists = {truth.name: truth.image_ids if what == "image" else truth.text_ids for truth in truths}
+    lists = {
+        ground_truth.name: ground_truth.image_ids if what == "image" else ground_truth.text_ids
+        for ground_truth in ground_truths
+    }
     first = next(iter(lists.values()))
     if any(own != first for own in lists.values()):
         raise UserError(f"the truths {', '.join(lists)} have different {what}s; give --{what}-ids")
@@ -200,14 +203,14 @@ class Measured:
 
 def measure(embedded: EmbeddedSet, score: str = "csd") -> Measured:
     """Evaluate embeddings by any of SCORES."""
-    ranks = rank_truths_by(
-        score, embedded.images, embedded.texts, embedded.image_ids, embedded.text_ids, embedded.truths
+    ranks = rank_ground_truths_by(
+        score, embedded.images, embedded.texts, embedded.image_ids, embedded.text_ids, embedded.ground_truths
     )
     return Measured(score, embedded.images.n, embedded.texts.n, benchmark_metrics(ranks), ranks)
 
 
 def measure_lists(
-    path: Path, truths: Sequence[Truth], *, image_ids: Path | None = None, text_ids: Path | None = None
+    path: Path, ground_truths: Sequence[GroundTruth], *, image_ids: Path | None = None, text_ids: Path | None = None
 ) -> Measured:
     """Evaluate ranked lists from a JSON file {"i2t": {image: [texts]}, "t2i": {text: [images]}}, best first.
 
@@ -234,9 +237,9 @@ def measure_lists(
     for direction, lists in loaded.items():
         if not isinstance(lists, dict) or not all(isinstance(items, list) for items in lists.values()):
             raise UserError(f"{path}: {direction} is no object of lists; {form}")
-    images = _ids_of_truths(truths, "image") if image_ids is None else tuple(read_ids(image_ids))
-    texts = _ids_of_truths(truths, "text") if text_ids is None else tuple(read_ids(text_ids))
-    ranks = rank_truths_by_lists(loaded["i2t"], loaded["t2i"], images, texts, truths)
+    images = _ids_of_ground_truths(ground_truths, "image") if image_ids is None else tuple(read_ids(image_ids))
+    texts = _ids_of_ground_truths(ground_truths, "text") if text_ids is None else tuple(read_ids(text_ids))
+    ranks = rank_ground_truths_by_lists(loaded["i2t"], loaded["t2i"], images, texts, ground_truths)
     return Measured("lists", len(images), len(texts), benchmark_metrics(ranks), ranks)
 
 
@@ -247,7 +250,7 @@ class Files:
     Attributes:
         images, texts, image_ids, text_ids, image_log_var, text_log_var: see :func:`read_embedded_set`.
         ranked: a file of ranked lists instead, see :func:`measure_lists`.
-        truth, benchmark, annotations, instances: see :func:`read_truths`.
+        truth, benchmark, annotations, instances: see :func:`read_ground_truths`.
         metrics: names with commas between them.
     """
 
@@ -258,7 +261,7 @@ class Files:
     image_log_var: Path | None = None
     text_log_var: Path | None = None
     ranked: Path | None = None
-    truth: Path | None = None
+    ground_truth: Path | None = None
     benchmark: str | None = None
     annotations: Path | None = None
     instances: tuple[Path, ...] = ()
@@ -290,16 +293,16 @@ def measure_files(
     if (files.ranked is not None) == pair or (files.images is None) != (files.texts is None):
         raise UserError("nothing to evaluate: give a model, or --images and --texts, or --ranked")
     metrics = [name.strip() for name in files.metrics.split(",")] if files.metrics else []
-    truths = read_truths(
-        files.benchmark, truth=files.truth, annotations=files.annotations, instances=files.instances, split=split,
+    ground_truths = read_ground_truths(
+        files.benchmark, ground_truth=files.ground_truth, annotations=files.annotations, instances=files.instances, split=split,
         metrics=metrics,
     )  # fmt: skip
     if files.ranked is not None:
         if score is not None or files.image_log_var or files.text_log_var:
             raise UserError("ranked lists are ranked already: leave out --score and log variances")
-        return measure_lists(files.ranked, truths, image_ids=files.image_ids, text_ids=files.text_ids), None
+        return measure_lists(files.ranked, ground_truths, image_ids=files.image_ids, text_ids=files.text_ids), None
     embedded = read_embedded_set(
-        files.images or "", files.texts or "", truths, image_ids=files.image_ids, text_ids=files.text_ids,
+        files.images or "", files.texts or "", ground_truths, image_ids=files.image_ids, text_ids=files.text_ids,
         image_log_var=files.image_log_var, text_log_var=files.text_log_var,
     )  # fmt: skip
     if device is not None:
@@ -405,7 +408,7 @@ def more_results(
         if embedded is None:
             raise UserError("ranked lists are ranked already; strategies need embeddings")
         strategies = evaluate_strategies(
-            embedded.images, embedded.texts, embedded.image_ids, embedded.text_ids, embedded.truths,
+            embedded.images, embedded.texts, embedded.image_ids, embedded.text_ids, embedded.ground_truths,
             choose_strategies(more.strategies), engine=more.engine, candidates=more.candidates,
         )  # fmt: skip
         if len(strategies) == 1:
@@ -420,7 +423,7 @@ def more_results(
             differences = [
                 d
                 for d in compare_per_query(other, table, n_resamples=more.n_resamples)
-                if d.metric in next(iter(ranks[d.truth].values())).truth.metrics
+                if d.metric in next(iter(ranks[d.truth].values())).ground_truth.metrics
             ]
     rows: list[PublishedRow] = []
     own: dict[str, float] = {}

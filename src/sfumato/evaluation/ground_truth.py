@@ -25,7 +25,7 @@ ALL_METRICS = (*RECALLS, "r_precision", "map@r", "median_rank", "mean_rank")
 
 
 @dataclass(frozen=True, eq=False)
-class Truth:
+class GroundTruth:
     """What an evaluation is measured against.
 
     Queries without a relevant item are not evaluated, so that a benchmark with fewer queries has the whole gallery all the same.
@@ -59,25 +59,29 @@ class Truth:
         for what, relevance, size in (("i2t", self.i2t, (n, m)), ("t2i", self.t2i, (m, n))):
             if (relevance.n_queries, relevance.n_gallery) != size:
                 raise ValueError(
-                    f"Truth {self.name}: {what} is {relevance.n_queries} by {relevance.n_gallery}, but there are"
+                    f"GroundTruth {self.name}: {what} is {relevance.n_queries} by {relevance.n_gallery}, but there are"
                     f" {n} images and {m} texts; expected {size[0]} by {size[1]}"
                 )
         for what, ids in (("image", self.image_ids), ("text", self.text_ids)):
             if (twice := first_twice(ids)) is not None:
-                raise ValueError(f"Truth {self.name}: {what} id {twice!r} occurs more than once; ids must be distinct")
+                raise ValueError(
+                    f"GroundTruth {self.name}: {what} id {twice!r} occurs more than once; ids must be distinct"
+                )
         for metric in self.metrics:
             check_metric(metric)
         for f, fold in enumerate(self.folds):
             for what, index, count in zip(("image", "text"), fold, (n, m), strict=True):
                 if len(np.unique(index)) != len(index) or (len(index) and not (min(index) >= 0 and max(index) < count)):
-                    raise ValueError(f"Truth {self.name}: fold {f} needs distinct {what} positions in 0..{count - 1}")
+                    raise ValueError(
+                        f"GroundTruth {self.name}: fold {f} needs distinct {what} positions in 0..{count - 1}"
+                    )
 
-    def with_metrics(self, *metrics: str) -> "Truth":
+    def with_metrics(self, *metrics: str) -> "GroundTruth":
         """The same truth, reporting these metrics."""
         return replace(self, metrics=metrics)
 
 
-def truth_from_pairs(
+def ground_truth_from_pairs(
     name: str,
     image_ids: Sequence[str | int],
     text_ids: Sequence[str | int],
@@ -85,7 +89,7 @@ def truth_from_pairs(
     *,
     metrics: Sequence[str] = ALL_METRICS,
     source: str = "",
-) -> Truth:
+) -> GroundTruth:
     """A truth from ids and the pairs that match, the same in both directions.
 
     Args:
@@ -99,7 +103,7 @@ def truth_from_pairs(
         ValueError: a pair names an unknown id, or an id occurs twice.
 
     Example:
-        >>> truth = truth_from_pairs("mine", ["a", "b"], [1, 2, 3], [("a", 1), ("a", 2), ("b", 3)])
+        >>> truth = ground_truth_from_pairs("mine", ["a", "b"], [1, 2, 3], [("a", 1), ("a", 2), ("b", 3)])
         >>> truth.i2t.counts
         array([2, 1])
     """
@@ -113,16 +117,16 @@ def truth_from_pairs(
         rows.append((places[0][str(image)], places[1][str(text)]))
     index = np.array(rows, np.int64).reshape(-1, 2)
     i2t = Relevance.from_pairs(index[:, 0], index[:, 1], n_queries=len(images), n_gallery=len(texts))
-    return Truth(name, images, texts, i2t, i2t.transpose(), tuple(metrics), source=source)
+    return GroundTruth(name, images, texts, i2t, i2t.transpose(), tuple(metrics), source=source)
 
 
-def truth_from_data(data: PairData, *, name: str, metrics: Sequence[str] = ALL_METRICS) -> Truth:
+def ground_truth_from_data(data: PairData, *, name: str, metrics: Sequence[str] = ALL_METRICS) -> GroundTruth:
     """The truth of a split of any data set that the package reads."""
     i2t = data.relevance()
-    return Truth(name, tuple(data.image_ids), tuple(data.text_ids), i2t, i2t.transpose(), tuple(metrics))
+    return GroundTruth(name, tuple(data.image_ids), tuple(data.text_ids), i2t, i2t.transpose(), tuple(metrics))
 
 
-def in_folds(truth: Truth, n_folds: int = 5, *, name: str) -> Truth:
+def in_folds(ground_truth: GroundTruth, n_folds: int = 5, *, name: str) -> GroundTruth:
     """The same truth in equal parts of consecutive images, each with the texts of its images.
 
     Args:
@@ -133,25 +137,27 @@ def in_folds(truth: Truth, n_folds: int = 5, *, name: str) -> Truth:
     Raises:
         ValueError: the images do not make equal parts, or a text matches images of two parts or of none.
     """
-    n = len(truth.image_ids)
+    n = len(ground_truth.image_ids)
     if n_folds < 1 or n % n_folds:
         raise ValueError(f"{name}: {n} images do not make {n_folds} equal folds")
-    first, last = np.full(len(truth.text_ids), n_folds), np.full(len(truth.text_ids), -1)
-    fold = truth.t2i.indices // max(n // n_folds, 1)
-    np.minimum.at(first, truth.t2i.query_of_item, fold)
-    np.maximum.at(last, truth.t2i.query_of_item, fold)
+    first, last = np.full(len(ground_truth.text_ids), n_folds), np.full(len(ground_truth.text_ids), -1)
+    fold = ground_truth.t2i.indices // max(n // n_folds, 1)
+    np.minimum.at(first, ground_truth.t2i.query_of_item, fold)
+    np.maximum.at(last, ground_truth.t2i.query_of_item, fold)
     if (first != last).any():
-        text = truth.text_ids[int(np.flatnonzero(first != last)[0])]
+        text = ground_truth.text_ids[int(np.flatnonzero(first != last)[0])]
         raise ValueError(f"{name}: text {text!r} does not belong to the images of exactly one fold")
     size = n // n_folds
     folds = tuple((np.arange(f * size, (f + 1) * size), np.flatnonzero(first == f)) for f in range(n_folds))
-    return replace(truth, name=name, folds=folds)
+    return replace(ground_truth, name=name, folds=folds)
 
 
 # ---------------------------------------------------------------- a user's own
 
 
-def read_truth(path: str | Path, *, name: str | None = None, metrics: Sequence[str] = ALL_METRICS) -> Truth:
+def read_ground_truth(
+    path: str | Path, *, name: str | None = None, metrics: Sequence[str] = ALL_METRICS
+) -> GroundTruth:
     """A truth of one's own.
 
     Args:
@@ -177,7 +183,7 @@ def read_truth(path: str | Path, *, name: str | None = None, metrics: Sequence[s
     if not pairs:
         raise UserError(f"{path}: no image matches any text")
     try:
-        return truth_from_pairs(name or path.stem, images, texts, pairs, metrics=metrics, source=str(path))
+        return ground_truth_from_pairs(name or path.stem, images, texts, pairs, metrics=metrics, source=str(path))
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
 
@@ -220,7 +226,9 @@ def _read_csv(path: Path) -> _Ids:
                 if not row["image"] or not row["text"]:
                     raise UserError(f"{path}:{reader.line_num}: image or text is empty")
                 if None in row:
-                    raise UserError(f"{path}:{reader.line_num}: more values than columns; quote ids that hold commas")
+                    raise UserError(
+                        f"{path}:{reader.line_num}: more values than columns; quote ids that hold commas"
+                    )
                 pairs.append((row["image"], row["text"]))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error

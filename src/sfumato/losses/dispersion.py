@@ -7,7 +7,7 @@ from torch.nn import functional
 from sfumato.gaussian import accumulation_dtype
 
 
-def match_spread(
+def match_dispersion(
     partners: Tensor, item: Tensor, partner: Tensor, n_items: int, *, whiten: bool = True, shrinkage: float = 0.01
 ) -> tuple[Tensor, Tensor]:
     r"""How widely the matches of each item lie apart: the mean of 1 - cosine over all pairs of its matches.
@@ -35,16 +35,16 @@ def match_spread(
 
     Example:
         >>> two_things = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
-        >>> match_spread(two_things, torch.tensor([0, 1, 1, 2, 2]), torch.tensor([0, 0, 1, 1, 2]), 3, whiten=False)
+        >>> match_dispersion(two_things, torch.tensor([0, 1, 1, 2, 2]), torch.tensor([0, 0, 1, 1, 2]), 3, whiten=False)
         (tensor([0.0000, 0.5000, 0.0000]), tensor([1, 2, 2]))
     """
     if partners.ndim != 2 or item.shape != partner.shape or item.ndim != 1:
         raise ValueError(
-            f"match_spread: partners must be (n, d), item and partner (p,); got {tuple(partners.shape)},"
+            f"match_dispersion: partners must be (n, d), item and partner (p,); got {tuple(partners.shape)},"
             f" {tuple(item.shape)} and {tuple(partner.shape)}"
         )
     if shrinkage < 0:
-        raise ValueError(f"match_spread: shrinkage must not be negative, got {shrinkage}")
+        raise ValueError(f"match_dispersion: shrinkage must not be negative, got {shrinkage}")
     w = partners.detach().to(accumulation_dtype(partners.dtype))
     if whiten:
         w = w - w.mean(0)
@@ -58,7 +58,7 @@ def match_spread(
     return torch.where(count > 0, spread, 0), count
 
 
-def spread_loss(log_var: Tensor, spread: Tensor, *, floor: float = 0.02) -> Tensor:
+def dispersion_loss(log_var: Tensor, spread: Tensor, *, floor: float = 0.02) -> Tensor:
     r"""A proper scoring rule of the total variance: least where every log_var is log((spread + floor) / d).
 
         mean over items and dimensions of [ (spread + floor) / (d var) + log_var ] / 2
@@ -68,7 +68,7 @@ def spread_loss(log_var: Tensor, spread: Tensor, *, floor: float = 0.02) -> Tens
 
     Args:
         log_var: (n, d).
-        spread: (n,) of :func:`match_spread`.
+        spread: (n,) of :func:`match_dispersion`.
         floor: what the total variance of an item with a single match goes to; positive.
 
     Returns:
@@ -79,11 +79,11 @@ def spread_loss(log_var: Tensor, spread: Tensor, *, floor: float = 0.02) -> Tens
     """
     if log_var.ndim != 2 or spread.shape != log_var.shape[:1]:
         raise ValueError(
-            f"spread_loss: log_var must be (n, d) and spread (n,), got {tuple(log_var.shape)} and {tuple(spread.shape)}"
+            f"dispersion_loss: log_var must be (n, d) and spread (n,), got {tuple(log_var.shape)} and {tuple(spread.shape)}"
         )
     if not floor > 0:
         raise ValueError(
-            f"spread_loss: floor must be positive, got {floor}; the best variance of a single match would be 0"
+            f"dispersion_loss: floor must be positive, got {floor}; the best variance of a single match would be 0"
         )
     wanted = (spread + floor)[:, None] / log_var.shape[1]
     return (wanted * (-log_var).exp() + log_var).mean() / 2

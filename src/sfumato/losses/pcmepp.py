@@ -29,8 +29,8 @@ def pseudo_positives(distance: Tensor, match: Tensor) -> Tensor:
 
     Paper: Chun 2024, section 2.3. Its pseudo-code compares along the wrong axis; the threshold belongs to the row.
     """
-    label, truth = match.detach().max(dim=1, keepdim=True)
-    closer = distance.detach() <= distance.detach().gather(1, truth)
+    label, ground_truth = match.detach().max(dim=1, keepdim=True)
+    closer = distance.detach() <= distance.detach().gather(1, ground_truth)
     return torch.where(closer, label, match.detach())
 
 

@@ -17,8 +17,8 @@ from sfumato.encoders.frozen import image_backbone, text_backbone
 from sfumato.encoders.gru import WordEncoder, read_word_vectors, word_tokenizer
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.package_weights import pretrained_tokenizer
-from sfumato.encoders.processors import FrozenReader, PictureReader, PixelReader, Reader, TokenReader
-from sfumato.encoders.regions import RegionEncoder, RegionReader
+from sfumato.encoders.processors import FrozenProcessor, ImageFileProcessor, PixelProcessor, Processor, TokenProcessor
+from sfumato.encoders.regions import RegionEncoder, RegionProcessor
 from sfumato.encoders.resnet import resnet_encoder
 from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder, add_begin_and_end, train_tokenizer
 from sfumato.encoders.unc_token import UncTokenImageEncoder, UncTokenTextEncoder
@@ -112,7 +112,7 @@ def build_model(config: ModelConfig, assets: Assets, augment: AugmentConfig | No
     )
 
 
-def _tower(config: ModelConfig, reader: Reader, encoder: Any, token: str, token_dropout: float) -> Tower:
+def _tower(config: ModelConfig, processor: Processor, encoder: Any, token: str, token_dropout: float) -> Tower:
     head = GaussianHead(
         encoder.channels,
         config.dim,
@@ -129,24 +129,24 @@ def _tower(config: ModelConfig, reader: Reader, encoder: Any, token: str, token_
         local_attention=config.local_attention,
         local_channels=getattr(encoder, "local_channels", None),
     )
-    return Tower(reader, encoder, head, token_dropout=token_dropout)
+    return Tower(processor, encoder, head, token_dropout=token_dropout)
 
 
-def _image_side(config: ModelConfig, assets: Assets, augment: AugmentConfig) -> tuple[Reader, nn.Module]:
+def _image_side(config: ModelConfig, assets: Assets, augment: AugmentConfig) -> tuple[Processor, nn.Module]:
     image = config.image
     if isinstance(image, SmallImageConfig):
-        return PixelReader(image.size), SmallImageEncoder(image.width)
+        return PixelProcessor(image.size), SmallImageEncoder(image.width)
     if isinstance(image, FrozenImageConfig):
         backbone = image_backbone(image.backbone, size=image.size, grid=image.grid)
-        return FrozenReader(backbone, cache_folder()), FeatureInput(backbone.channels, config.feature_dropout)
+        return FrozenProcessor(backbone, cache_folder()), FeatureInput(backbone.channels, config.feature_dropout)
     if isinstance(image, EfficientNetImageConfig):
-        reader = PixelReader(image.size) if image.in_memory else PictureReader(image.size)
+        processor = PixelProcessor(image.size) if image.in_memory else ImageFileProcessor(image.size)
         # The weights of a run replace those of ImageNet anyway.
         efficient = EfficientNetEncoder(pretrained=image.pretrained and not assets.trained)
         efficient.resting = None if image.starts_pretrained else ()
-        return reader, efficient
+        return processor, efficient
     if isinstance(image, RegionImageConfig):
-        return RegionReader(image.channels), RegionEncoder(
+        return RegionProcessor(image.channels), RegionEncoder(
             image.channels,
             image.width or config.dim,
             layers=image.graph_layers,
@@ -164,7 +164,7 @@ def _image_side(config: ModelConfig, assets: Assets, augment: AugmentConfig) -> 
             description=assets.encoders.get("image"),
         )
         residual.resting = None if image.starts_pretrained else ()
-        return (PixelReader if image.in_memory else PictureReader)(image.size, fit=image.fit), residual
+        return (PixelProcessor if image.in_memory else ImageFileProcessor)(image.size, fit=image.fit), residual
     own_blocks = config.variance and not image.variance_token
     encoder = clip_image_encoder(
         image.weights,
@@ -178,22 +178,22 @@ def _image_side(config: ModelConfig, assets: Assets, augment: AugmentConfig) -> 
         variance_start=image.variance_start,
         checkpointing=image.checkpointing,
     )
-    reader = (PixelReader if image.in_memory else PictureReader)(encoder.size, fit=image.fit)
-    return reader, UncTokenImageEncoder(encoder) if image.variance_token and config.variance else encoder
+    processor = (PixelProcessor if image.in_memory else ImageFileProcessor)(encoder.size, fit=image.fit)
+    return processor, UncTokenImageEncoder(encoder) if image.variance_token and config.variance else encoder
 
 
-def _text_side(config: ModelConfig, assets: Assets) -> tuple[Reader, nn.Module]:
+def _text_side(config: ModelConfig, assets: Assets) -> tuple[Processor, nn.Module]:
     text = config.text
     if isinstance(text, FrozenTextConfig):
         backbone = text_backbone(text.backbone, max_tokens=text.max_tokens)
-        return FrozenReader(backbone, cache_folder()), FeatureInput(backbone.channels, config.feature_dropout)
+        return FrozenProcessor(backbone, cache_folder()), FeatureInput(backbone.channels, config.feature_dropout)
     if assets.tokenizer is None:
         raise ValueError(f"build_model: the text encoder of kind {text.kind!r} needs its tokenizer")
     vocabulary = assets.tokenizer.get_vocab_size()
     if isinstance(text, SmallTextConfig):
-        return TokenReader(assets.tokenizer, text.max_tokens), SmallTextEncoder(vocabulary, text.width, text.dropout)
+        return TokenProcessor(assets.tokenizer, text.max_tokens), SmallTextEncoder(vocabulary, text.width, text.dropout)
     if isinstance(text, WordTextConfig):
-        return TokenReader(assets.tokenizer, text.max_tokens), _word_encoder(config, text, assets.tokenizer, assets)
+        return TokenProcessor(assets.tokenizer, text.max_tokens), _word_encoder(config, text, assets.tokenizer, assets)
     own_blocks = config.variance and not text.variance_token
     encoder = clip_text_encoder(
         text.weights,
@@ -207,8 +207,8 @@ def _text_side(config: ModelConfig, assets: Assets) -> tuple[Reader, nn.Module]:
         variance_start=text.variance_start,
         checkpointing=text.checkpointing,
     )
-    reader = TokenReader(assets.tokenizer, min(text.max_tokens or encoder.max_tokens, encoder.max_tokens))
-    return reader, UncTokenTextEncoder(encoder) if text.variance_token and config.variance else encoder
+    processor = TokenProcessor(assets.tokenizer, min(text.max_tokens or encoder.max_tokens, encoder.max_tokens))
+    return processor, UncTokenTextEncoder(encoder) if text.variance_token and config.variance else encoder
 
 
 def _word_encoder(config: ModelConfig, text: WordTextConfig, tokenizer: Tokenizer, assets: Assets) -> WordEncoder:

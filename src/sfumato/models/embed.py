@@ -12,19 +12,19 @@ from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.processors import Item
 from sfumato.errors import UserError
 from sfumato.evaluation.embedded_input import EmbeddedSet
-from sfumato.evaluation.ground_truth import truth_from_data
+from sfumato.evaluation.ground_truth import ground_truth_from_data
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.ingest import file_endings
-from sfumato.models.process_group import World, alone
+from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.recipe import DataConfig
 from sfumato.models.run import Run
 from sfumato.models.splits import embed_split, load_split
 from sfumato.progress import progress_bar
 
 
-class Matcher(Protocol):
+class RetrievalModel(Protocol):
     """A dual encoder that knows how likely a match is: a :class:`~sfumato.models.run.Run` or a published model."""
 
     @property
@@ -58,7 +58,7 @@ class Matcher(Protocol):
         ...
 
 
-def embed_folder(matcher: Matcher, folder: Path) -> tuple[GaussianEmbedding, list[str], Problems]:
+def embed_folder(retrieval_model: RetrievalModel, folder: Path) -> tuple[GaussianEmbedding, list[str], Problems]:
     """Embed every picture below a folder; for a model that reads region features, every .npy file.
 
     Returns:
@@ -69,34 +69,36 @@ def embed_folder(matcher: Matcher, folder: Path) -> tuple[GaussianEmbedding, lis
     """
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
-    endings = file_endings(matcher.model)
+    endings = file_endings(retrieval_model.model)
     paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in endings and p.is_file())
     if not paths:
         raise UserError(f"no pictures in {folder} (looked for {', '.join(sorted(endings))})")
-    return embed_sources(matcher, [FileImage(p) for p in paths], [p.relative_to(folder).as_posix() for p in paths])
+    return embed_sources(
+        retrieval_model, [FileImage(p) for p in paths], [p.relative_to(folder).as_posix() for p in paths]
+    )
 
 
 def embed_sources(
-    matcher: Matcher, sources: Sequence[ImageSource], ids: Sequence[str]
+    retrieval_model: RetrievalModel, sources: Sequence[ImageSource], ids: Sequence[str]
 ) -> tuple[GaussianEmbedding, list[str], Problems]:
     """Embed pictures; those that cannot be used are left out and reported."""
     problems = Problems()
     items: list[Item] = [source.read_bytes for source in sources]
     with progress_bar("reading pictures", len(items)) as advance:
-        store, kept = matcher.model.image.reader.read(
+        store, kept = retrieval_model.model.image.processor.read(
             items, progress=advance, on_error=lambda i, error: problems.add(sources[i].place, str(error))
         )
     if not len(kept):
         raise UserError(f"none of {len(items)} pictures can be used:\n{problems.summary()}")
     with progress_bar("embedding pictures", len(kept)) as advance:
-        embeddings = matcher.model.image.embed(store, progress=advance)
+        embeddings = retrieval_model.model.image.embed(store, progress=advance)
     return embeddings, [ids[i] for i in kept], problems
 
 
-def embed_lines(matcher: Matcher, path: Path) -> tuple[GaussianEmbedding, list[str], Problems]:
+def embed_lines(retrieval_model: RetrievalModel, path: Path) -> tuple[GaussianEmbedding, list[str], Problems]:
     """Embed the texts of :func:`read_lines`."""
     texts, ids, problems = read_lines(path)
-    return matcher.model.embed_texts(texts), ids, problems
+    return retrieval_model.model.embed_texts(texts), ids, problems
 
 
 def read_lines(path: Path) -> tuple[list[str], list[str], Problems]:
@@ -126,14 +128,18 @@ def read_lines(path: Path) -> tuple[list[str], list[str], Problems]:
     return texts, ids, problems
 
 
-def embed_split_images(matcher: Matcher, data: DataConfig, split: str) -> tuple[GaussianEmbedding, list[str], Problems]:
+def embed_split_images(
+    retrieval_model: RetrievalModel, data: DataConfig, split: str
+) -> tuple[GaussianEmbedding, list[str], Problems]:
     """Embed the pictures of a split of some data."""
     problems = Problems()
-    prepared = load_split(matcher.model, data, split, problems)
-    return matcher.model.image.embed(prepared.images), list(prepared.data.image_ids), problems
+    prepared = load_split(retrieval_model.model, data, split, problems)
+    return retrieval_model.model.image.embed(prepared.images), list(prepared.data.image_ids), problems
 
 
-def embed_for_evaluation(matcher: Matcher, data: DataConfig, split: str, *, world: World | None = None) -> EmbeddedSet:
+def embed_for_evaluation(
+    retrieval_model: RetrievalModel, data: DataConfig, split: str, *, process_group: ProcessGroup | None = None
+) -> EmbeddedSet:
     """Embed a split of any data; its truth is named after the split.
 
     Args:
@@ -142,20 +148,22 @@ def embed_for_evaluation(matcher: Matcher, data: DataConfig, split: str, *, worl
         split: its name.
         world: the processes that share the work; each gets the whole result.
     """
-    world = world or alone()
-    prepared = load_split(matcher.model, data, split, world=world)
-    images, texts = embed_split(matcher.model, prepared, world)
-    truth, kinds = truth_from_data(prepared.data, name=split), prepared.data.text_kinds
-    return EmbeddedSet(images, texts, truth.image_ids, truth.text_ids, (truth,), tuple(kinds) if kinds else None)
+    process_group = process_group or alone()
+    prepared = load_split(retrieval_model.model, data, split, process_group=process_group)
+    images, texts = embed_split(retrieval_model.model, prepared, process_group)
+    ground_truth, kinds = ground_truth_from_data(prepared.data, name=split), prepared.data.text_kinds
+    return EmbeddedSet(
+        images, texts, ground_truth.image_ids, ground_truth.text_ids, (ground_truth,), tuple(kinds) if kinds else None
+    )
 
 
 def evaluate_model(
-    matcher: Matcher,
+    retrieval_model: RetrievalModel,
     data: DataConfig,
     split: str,
     distance: str | None = None,
     *,
-    world: World | None = None,
+    process_group: ProcessGroup | None = None,
     embedded: EmbeddedSet | None = None,
 ) -> Evaluation:
     """Evaluate any model on a split of any data.
@@ -168,17 +176,17 @@ def evaluate_model(
         world: the processes that share the work; each returns the whole result.
         embedded: of :func:`embed_for_evaluation`, if the split is embedded already.
     """
-    world = world or alone()
-    name = get_distance(distance or matcher.distance).name
-    embedded = embedded or embed_for_evaluation(matcher, data, split, world=world)
-    (truth,) = embedded.truths
+    process_group = process_group or alone()
+    name = get_distance(distance or retrieval_model.distance).name
+    embedded = embedded or embed_for_evaluation(retrieval_model, data, split, process_group=process_group)
+    (ground_truth,) = embedded.ground_truths
     return evaluate_retrieval(
         embedded.images,
         embedded.texts,
-        truth.i2t,
+        ground_truth.i2t,
         distance=name,
         text_kinds=embedded.text_kinds,
-        rank=world.rank_relevant,
+        rank=process_group.rank_relevant,
     )
 
 
@@ -187,7 +195,7 @@ def evaluate_run(
     split: str,
     distance: str | None = None,
     *,
-    world: World | None = None,
+    process_group: ProcessGroup | None = None,
     embedded: EmbeddedSet | None = None,
 ) -> tuple[Evaluation, Path]:
     """Evaluate a split of the run's data by its own distance or another, and write the figures into its folder.
@@ -198,8 +206,8 @@ def evaluate_run(
     Returns:
         (the figures, the file evaluation-SPLIT-DISTANCE.json).
     """
-    result = evaluate_model(run, run.recipe.data, split, distance, world=world, embedded=embedded)
+    result = evaluate_model(run, run.recipe.data, split, distance, process_group=process_group, embedded=embedded)
     path = run.folder / f"evaluation-{split}-{result.distance}.json"
-    if world is None or world.main:
+    if process_group is None or process_group.main:
         write_json(path, result.to_json())
     return result, path

@@ -24,14 +24,14 @@ from sfumato.calibration.calibrator import Calibration
 from sfumato.errors import UserError
 from sfumato.files import sync_folder, write_atomically, write_json
 from sfumato.models.build import Assets, build_model
-from sfumato.models.published import (
+from sfumato.models.pretrained import (
     CALIBRATION,
     CONFIG,
     TOKENIZER,
     WEIGHTS,
-    Published,
+    PretrainedModel,
     download,
-    load_published,
+    load_pretrained,
     read_checkpoint,
     read_config,
 )
@@ -91,7 +91,7 @@ def export_run(run_folder: str | Path, out_folder: str | Path) -> Path:
     return out
 
 
-def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> Published:
+def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> PretrainedModel:
     """Load a folder that :func:`export_run` wrote.
 
     Args:
@@ -124,7 +124,7 @@ def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> 
     own = Tokenizer.from_file(str(tokenizer)) if tokenizer.is_file() else None
     model = build_model(model_config, Assets(own, known["encoders"], trained=True))
     _load(model, read_checkpoint(folder / WEIGHTS), folder / WEIGHTS)
-    return Published(
+    return PretrainedModel(
         model.to(device).eval(),
         known["logit_scale"],
         known["logit_bias"],
@@ -137,7 +137,7 @@ def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> 
 
 def load_model(
     name_or_folder: str | Path, *, tokenizer: Tokenizer | None = None, device: torch.device | str = "cpu"
-) -> Published:
+) -> PretrainedModel:
     """Load any model: a run folder, one that sfumato exported, or a published one of PCME++ or ProLIP.
 
     Args:
@@ -146,12 +146,12 @@ def load_model(
         device: where the model goes.
 
     Raises:
-        UserError: see :func:`load_exported` and :func:`~sfumato.models.published.load_published`.
+        UserError: see :func:`load_exported` and :func:`~sfumato.models.pretrained.load_pretrained`.
     """
     folder = Path(name_or_folder)
     if (folder / RECIPE).is_file():
         run = load_run(folder, device=device)
-        return Published(
+        return PretrainedModel(
             run.model,
             run.logit_scale,
             run.logit_bias,
@@ -164,7 +164,7 @@ def load_model(
         folder = download(str(name_or_folder))
     if folder.is_dir() and "sfumato" in read_config(folder, str(name_or_folder)):
         return load_exported(folder, device=device)
-    return load_published(name_or_folder, tokenizer=tokenizer, device=device)
+    return load_pretrained(name_or_folder, tokenizer=tokenizer, device=device)
 
 
 def model_card(run: Run) -> str:

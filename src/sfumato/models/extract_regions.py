@@ -17,7 +17,7 @@ from sfumato.data.problems import Problems
 from sfumato.data.region_features import equal_captions, regions_to_bytes
 from sfumato.encoders.features import FrozenBackbone, Store
 from sfumato.encoders.frozen import image_backbone
-from sfumato.encoders.processors import FrozenReader, Item
+from sfumato.encoders.processors import FrozenProcessor, Item
 from sfumato.errors import UserError
 from sfumato.files import is_plain_name, sync_folder, write_atomically
 from sfumato.models.build import cache_folder
@@ -126,7 +126,7 @@ def _check(name: str, split: PairData) -> None:
 def _features(backbone: FrozenBackbone, name: str, split: PairData, problems: Problems) -> tuple[PairData, Store]:
     items: list[Item] = [source.read_bytes for source in split.images]
     with progress_bar(f"features of {name}", len(items)) as advance:
-        store, kept = FrozenReader(backbone, cache_folder()).read(
+        store, kept = FrozenProcessor(backbone, cache_folder()).read(
             items, progress=advance, on_error=lambda i, error: problems.add(split.images[i].place, str(error))
         )
     if not len(kept):

@@ -12,10 +12,10 @@ from sfumato.data.problems import Problems
 from sfumato.direction import Direction
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.embed import Matcher, embed_folder, embed_split_images, read_lines
+from sfumato.models.embed import RetrievalModel, embed_folder, embed_split_images, read_lines
 from sfumato.models.export import load_model
 from sfumato.models.ingest import model_digest
-from sfumato.models.published import Published
+from sfumato.models.pretrained import PretrainedModel
 from sfumato.models.run import Run
 from sfumato.progress import progress_bar
 from sfumato.search.collection import GaussianCollection, check_empty, copy_gallery
@@ -59,7 +59,9 @@ class Source:
         return {**self.kept, **({"label": labels} if all(labels) else {})}
 
 
-def build_index(matcher: Matcher, source: Source, *, home: str | Path, engine: str = "exact") -> GaussianIndex:
+def build_index(
+    retrieval_model: RetrievalModel, source: Source, *, home: str | Path, engine: str = "exact"
+) -> GaussianIndex:
     """An index that knows the model's distance, its calibration, and where the model is.
 
     Args:
@@ -71,20 +73,20 @@ def build_index(matcher: Matcher, source: Source, *, home: str | Path, engine: s
     return GaussianIndex.build(
         source.embeddings,
         source.ids,
-        distance=matcher.distance,
+        distance=retrieval_model.distance,
         engine=engine,
-        logit_scale=matcher.logit_scale,
-        logit_bias=matcher.logit_bias,
+        logit_scale=retrieval_model.logit_scale,
+        logit_bias=retrieval_model.logit_bias,
         queries_first=source.direction == "i2t",
         payload=source.payload,
-        calibration=matcher.calibration,
+        calibration=retrieval_model.calibration,
         direction=source.direction,
-        about=_about(matcher, home, source),
+        about=_about(retrieval_model, home, source),
     )
 
 
 def create_collection(
-    matcher: Matcher, like: Source, folder: str | Path, store: str = "store", *, home: str | Path
+    retrieval_model: RetrievalModel, like: Source, folder: str | Path, store: str = "store", *, home: str | Path
 ) -> GaussianCollection:
     """An empty collection for what a model embeds.
 
@@ -98,18 +100,18 @@ def create_collection(
         folder,
         store,
         d=like.embeddings.d,
-        distance=matcher.distance,
+        distance=retrieval_model.distance,
         centre=gallery_centre(like.embeddings),
-        logit_scale=matcher.logit_scale,
-        logit_bias=matcher.logit_bias,
-        calibration=matcher.calibration,
+        logit_scale=retrieval_model.logit_scale,
+        logit_bias=retrieval_model.logit_bias,
+        calibration=retrieval_model.calibration,
         direction=like.direction,
-        about=_about(matcher, home, like),
+        about=_about(retrieval_model, home, like),
     )
 
 
 def embed_source(
-    matcher: Matcher,
+    retrieval_model: RetrievalModel,
     *,
     images: Path | None = None,
     split: str | None = None,
@@ -132,24 +134,24 @@ def embed_source(
         UserError: it is not there, not whole, or nothing in it can be used.
     """
     if parts is not None:
-        return _embedded_parts(matcher, parts), Problems()
+        return _embedded_parts(retrieval_model, parts), Problems()
     if images is not None:
-        embeddings, ids, problems = embed_folder(matcher, images)
+        embeddings, ids, problems = embed_folder(retrieval_model, images)
         source = Source(embeddings, ids, pictures={"folder": str(images.resolve())})
     elif texts is not None:
         lines, ids, problems = read_lines(texts)
-        source = Source(matcher.model.embed_texts(lines), ids, lines)
+        source = Source(retrieval_model.model.embed_texts(lines), ids, lines)
     else:
-        assert isinstance(matcher, Run) and split is not None, "a split is of a run's data"
-        embeddings, ids, problems = embed_split_images(matcher, matcher.recipe.data, split)
+        assert isinstance(retrieval_model, Run) and split is not None, "a split is of a run's data"
+        embeddings, ids, problems = embed_split_images(retrieval_model, retrieval_model.recipe.data, split)
         source = Source(embeddings, ids, pictures={"split": split})
     return iter([source]), problems
 
 
-def _embedded_parts(matcher: Matcher, folder: Path) -> Iterator[Source]:
+def _embedded_parts(retrieval_model: RetrievalModel, folder: Path) -> Iterator[Source]:
     """What jobs of `sfumato embed` have written, part by part; refused at once if another model did."""
     about, parts = read_manifest(folder), read_parts(folder)
-    if about.model != model_digest(matcher.model):
+    if about.model != model_digest(retrieval_model.model):
         raise UserError(f"{folder} holds embeddings by another model, {about.home}; give that one, or embed again")
     pictures = {"folder": about.path} if about.kind == "folder" else {}
 
@@ -184,7 +186,7 @@ def whole(sources: Iterable[Source]) -> Source:
 
 
 def fill_collection(
-    matcher: Matcher, sources: Iterator[Source], folder: Path, store: str | None, *, home: str | Path
+    retrieval_model: RetrievalModel, sources: Iterator[Source], folder: Path, store: str | None, *, home: str | Path
 ) -> GaussianCollection:
     """Store what was embedded: in a new collection, or without a store in the one that is there.
 
@@ -210,7 +212,7 @@ def fill_collection(
                 f"there is no collection in {folder} to add to; make one with --store, or of an index with sfumato copy"
             )
         collection = GaussianCollection.open(folder, unfinished=True)
-        about = _about(matcher, home, first)
+        about = _about(retrieval_model, home, first)
         if collection.about.get("model") != about["model"] or collection.answers.direction != first.direction:
             collection.close()
             raise UserError(
@@ -218,7 +220,7 @@ def fill_collection(
             )
         start = _below(collection.about.get("pictures") or {}, first.pictures, folder)
     else:
-        collection, start = create_collection(matcher, first, folder, own_or_anchored(store), home=home), ""
+        collection, start = create_collection(retrieval_model, first, folder, own_or_anchored(store), home=home), ""
     stored = 0
     try:
         with collection.filling("it was interrupted while being filled; index the same again with --add"):
@@ -289,11 +291,11 @@ def copy_index(folder: str | Path, out: str | Path, store: str, *, source_store:
         return copied.store.url, len(copied)
 
 
-def _about(matcher: Matcher, home: str | Path, source: Source) -> dict[str, Any]:
+def _about(retrieval_model: RetrievalModel, home: str | Path, source: Source) -> dict[str, Any]:
     return {
         "run": str(Path(home).resolve()) if Path(home).exists() else str(home),
-        "model": model_digest(matcher.model),
-        "calibrated": matcher.calibrated,
+        "model": model_digest(retrieval_model.model),
+        "calibrated": retrieval_model.calibrated,
         "pictures": dict(source.pictures),
     }
 
@@ -334,7 +336,7 @@ def search_index(
                 f"a least probability, a coverage and a risk are known of {native} as queries of this index, not of others; search by"
                 f" {native} alone, or leave them out"
             )
-        loaded = load_matcher(gallery, folder, run)
+        loaded = load_retrieval_model(gallery, folder, run)
         results = []
         if texts:
             queries = loaded.model.embed_texts(texts)
@@ -381,7 +383,7 @@ def is_gallery(folder: str | Path) -> bool:
     return (Path(folder) / "manifest.json").is_file()
 
 
-def load_matcher(gallery: Gallery, folder: str | Path, run: str | Path | None = None) -> Published:
+def load_retrieval_model(gallery: Gallery, folder: str | Path, run: str | Path | None = None) -> PretrainedModel:
     """The model that a gallery was made with.
 
     Args:

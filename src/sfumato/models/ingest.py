@@ -31,8 +31,8 @@ from sfumato.data.shards import ShardError
 from sfumato.data.transforms import check_image, decode_image
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import PixelStore, RaggedStore
-from sfumato.encoders.processors import FrozenReader, PictureReader, PixelReader, processors
-from sfumato.encoders.regions import RegionReader, reads_regions, stacked
+from sfumato.encoders.processors import FrozenProcessor, ImageFileProcessor, PixelProcessor, processors
+from sfumato.encoders.regions import RegionProcessor, stacked, uses_regions
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.progress import progress_bar
@@ -98,7 +98,7 @@ class Ingested:
 
 
 def embed_collection(
-    matcher: Embedder,
+    retrieval_model: Embedder,
     listing: Listing,
     out: str | Path,
     *,
@@ -154,18 +154,18 @@ def embed_collection(
         if value < 1:
             raise ValueError(f"embed_collection: {name} must be at least 1, got {value}")
     out = Path(out)
-    digest = model_digest(matcher.model)
+    digest = model_digest(retrieval_model.model)
     embedded = Embedded(
         listing.modality, digest, listing.kind, listing.n, listing.digest, listing.part_size, listing.sections,
         home=str(Path(home).resolve()) if home and Path(home).exists() else str(home),
         path=os.path.abspath(listing.path) if os.path.exists(listing.path) else listing.path,
-        distance=matcher.distance,
+        distance=retrieval_model.distance,
     )  # fmt: skip
     begin(out, embedded)
     write_job(out, job, of, {"finished": False})
     _remove_unfinished(out, job, of)
     share = _Share(listing, out, embedded.identity, job, of, max_problem_share)
-    tower = matcher.model.image if listing.modality == "images" else matcher.model.text
+    tower = retrieval_model.model.image if listing.modality == "images" else retrieval_model.model.text
     prepare, encode = embedding_steps(tower, listing.modality)
     in_shards = listing.kind == "shards"
     start, there = time.perf_counter(), share.usable
@@ -233,7 +233,7 @@ def list_source(
 
 def file_endings(model: DualEncoder) -> frozenset[str]:
     """Endings of the files that a model embeds as images: pictures, or region features."""
-    return REGION_ENDINGS if reads_regions(model) else PICTURE_ENDINGS
+    return REGION_ENDINGS if uses_regions(model) else PICTURE_ENDINGS
 
 
 def which_job(shard: str | None) -> tuple[int, int]:
@@ -256,9 +256,9 @@ def model_digest(model: DualEncoder) -> str:
     for key, value in sorted(model.state_dict().items()):
         digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    for part in (model.image.reader, model.image.head, model.text.reader, model.text.head):
+    for part in (model.image.processor, model.image.head, model.text.processor, model.text.head):
         digest.update(type(part).__name__.encode())
-        known = {"backbone": part.backbone.fingerprint} if isinstance(part, FrozenReader) else vars(part)
+        known = {"backbone": part.backbone.fingerprint} if isinstance(part, FrozenProcessor) else vars(part)
         for key, value in sorted(known.items()):
             if key.startswith("_") or key in ("training", "workers"):
                 continue
@@ -478,9 +478,9 @@ def embedding_steps(
     Returns:
         (from the bytes of a picture, or a text, to what the encoder takes; from a list of n of these to (n, d) embeddings).
     """
-    reader = tower.reader
-    if isinstance(reader, FrozenReader):
-        backbone = reader.backbone
+    processor = tower.processor
+    if isinstance(processor, FrozenProcessor):
+        backbone = processor.backbone
 
         def features(values: list[Any]) -> GaussianEmbedding:
             found = backbone(values)
@@ -490,8 +490,8 @@ def embedding_steps(
 
         return _checked if modality == "images" else _same, features
 
-    if isinstance(reader, RegionReader):
-        channels = reader.channels
+    if isinstance(processor, RegionProcessor):
+        channels = processor.channels
 
         def regions(values: list[Any]) -> GaussianEmbedding:
             return tower.embed(stacked(values, channels), batch_size=len(values))
@@ -499,7 +499,7 @@ def embedding_steps(
         return partial(_regions, channels), regions
 
     def texts(values: list[Any]) -> GaussianEmbedding:
-        store, _ = reader.read([partial(_same, value) for value in values])
+        store, _ = processor.read([partial(_same, value) for value in values])
         return tower.embed(store, batch_size=len(values))
 
     def pixels(values: list[Any]) -> GaussianEmbedding:
@@ -507,9 +507,9 @@ def embedding_steps(
 
     def decoded(data: bytes | str) -> Any:
         assert isinstance(data, bytes)
-        if isinstance(reader, PixelReader | PictureReader):
-            return decode_image(data, reader.size, fit=reader.fit)
-        store, _ = reader.read([lambda: data])
+        if isinstance(processor, PixelProcessor | ImageFileProcessor):
+            return decode_image(data, processor.size, fit=processor.fit)
+        store, _ = processor.read([lambda: data])
         return store.batch(np.zeros(1, np.int64)).values[0].numpy()
 
     return (_same, texts) if modality == "texts" else (decoded, pixels)

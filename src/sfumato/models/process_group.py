@@ -32,7 +32,7 @@ class PeerLostError(RunFailedError):
 
 
 @dataclass(frozen=True)
-class World:
+class ProcessGroup:
     """The processes of a run, seen from one of them.
 
     Attributes:
@@ -141,13 +141,13 @@ class World:
         self.total(torch.zeros(1))
 
 
-def alone(device: torch.device | str = "cpu") -> World:
+def alone(device: torch.device | str = "cpu") -> ProcessGroup:
     """The world of a single process."""
-    return World(0, 1, torch.device(device))
+    return ProcessGroup(0, 1, torch.device(device))
 
 
 @contextmanager
-def join_world(choose_device: Callable[[int], torch.device], timeout_minutes: float) -> Iterator[World]:
+def join_process_group(choose_device: Callable[[int], torch.device], timeout_minutes: float) -> Iterator[ProcessGroup]:
     """The processes that torchrun has started, or this one alone without it.
 
     Args:
@@ -159,15 +159,15 @@ def join_world(choose_device: Callable[[int], torch.device], timeout_minutes: fl
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     device = choose_device(int(os.environ.get("LOCAL_RANK", "0")))
-    world = alone(device)
+    process_group = alone(device)
     if size == 1:
-        yield world
+        yield process_group
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=timeout_minutes))
     try:
-        yield replace(world, rank=dist.get_rank(), size=dist.get_world_size())
+        yield replace(process_group, rank=dist.get_rank(), size=dist.get_world_size())
     finally:
         dist.destroy_process_group()
 

@@ -14,10 +14,10 @@ from sfumato.data.region_features import read_scan
 from sfumato.data.shards import expand_shards, read_shards
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Store
-from sfumato.encoders.processors import FrozenReader, Item
+from sfumato.encoders.processors import FrozenProcessor, Item
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.process_group import World, alone
+from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.recipe import DataConfig
 from sfumato.progress import progress_bar, say
 
@@ -37,32 +37,39 @@ class PreparedSplit:
 
 
 def prepare_split(
-    model: DualEncoder, data: PairData, problems: Problems, name: str, world: World | None = None
+    model: DualEncoder, data: PairData, problems: Problems, name: str, process_group: ProcessGroup | None = None
 ) -> PreparedSplit:
     """Read every image and text of a split for the model's towers; items that cannot be used are left out and reported.
 
     Of several processes each computes the frozen features of its part first; all then find them in the cache.
     """
     items: list[Item] = [source.read_bytes for source in data.images]
-    if world is not None and world.size > 1:
-        for reader, source in ((model.image.reader, items), (model.text.reader, [_text(t) for t in data.texts])):
-            if isinstance(reader, FrozenReader):
-                reader.read([source[i] for i in world.part(len(source))], on_error=lambda i, error: None)
-        world.wait()
+    if process_group is not None and process_group.size > 1:
+        for processor, source in (
+            (model.image.processor, items),
+            (model.text.processor, [_text(t) for t in data.texts]),
+        ):
+            if isinstance(processor, FrozenProcessor):
+                processor.read([source[i] for i in process_group.part(len(source))], on_error=lambda i, error: None)
+        process_group.wait()
     with progress_bar(f"reading {name} images", len(items)) as advance:
-        images, kept = model.image.reader.read(
+        images, kept = model.image.processor.read(
             items, progress=advance, on_error=lambda i, error: problems.add(data.images[i].place, str(error))
         )
     if len(kept) < len(items):
         data = data.keep_images(kept)
     if not len(data.image_ids) or not len(data.text_ids):
         raise UserError(f"split {name!r} has no usable pair left:\n{problems.summary()}")
-    texts, _ = model.text.reader.read([_text(t) for t in data.texts])
+    texts, _ = model.text.processor.read([_text(t) for t in data.texts])
     return PreparedSplit(data, images, texts)
 
 
 def load_split(
-    model: DualEncoder, config: DataConfig, name: str, problems: Problems | None = None, world: World | None = None
+    model: DualEncoder,
+    config: DataConfig,
+    name: str,
+    problems: Problems | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> PreparedSplit:
     """A split of some data, ready for a model; problems are noted, and told on standard error.
 
@@ -73,30 +80,31 @@ def load_split(
     splits = load_splits(config, problems)
     if name not in splits:
         raise UserError(f"the data ({config.source}) has no split {name!r}; it has {', '.join(splits)}")
-    prepared = prepare_split(model, splits[name], problems, name, world)
+    prepared = prepare_split(model, splits[name], problems, name, process_group)
     if len(problems):
         say(f"{len(problems)} items left out:\n{problems.summary()}")
     return prepared
 
 
 def embed_split(
-    model: DualEncoder, split: PreparedSplit, world: World | None = None
+    model: DualEncoder, split: PreparedSplit, process_group: ProcessGroup | None = None
 ) -> tuple[GaussianEmbedding, GaussianEmbedding]:
     """Embeddings of the images and of the texts of a split; each process computes its part, all get the whole."""
-    world = world or alone()
+    process_group = process_group or alone()
     image, text = (
-        _embed_part(tower, store, world) for tower, store in ((model.image, split.images), (model.text, split.texts))
+        _embed_part(tower, store, process_group)
+        for tower, store in ((model.image, split.images), (model.text, split.texts))
     )
     return image, text
 
 
-def _embed_part(tower: Tower, store: Store, world: World) -> GaussianEmbedding:
-    own = world.part(len(store))
+def _embed_part(tower: Tower, store: Store, process_group: ProcessGroup) -> GaussianEmbedding:
+    own = process_group.part(len(store))
     if not len(own):  # Fewer items than processes: one is computed for nothing.
         mine = tower.embed(store, np.arange(1))[:0]
     else:
         mine = tower.embed(store, own)
-    return world.gather_embeddings(mine, world.counts(len(own)))
+    return process_group.gather_embeddings(mine, process_group.counts(len(own)))
 
 
 def _text(value: str) -> Item:

@@ -13,9 +13,9 @@ import torch
 from sfumato.data.corruptions import PICTURE_CORRUPTIONS, TEXT_CORRUPTIONS
 from sfumato.data.pairs import PairData
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.regions import reads_regions
+from sfumato.encoders.regions import uses_regions
 from sfumato.errors import UserError
-from sfumato.evaluation.estimators import Matching, MissHead, usable_estimators
+from sfumato.evaluation.estimators import FailurePredictor, Matching, usable_estimators
 from sfumato.evaluation.trust import (
     Corrupted,
     DirectionTrust,
@@ -29,7 +29,7 @@ from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics
-from sfumato.models.embed import Matcher
+from sfumato.models.embed import RetrievalModel
 from sfumato.models.recipe import DataConfig
 from sfumato.models.run import Run
 from sfumato.models.splits import embed_split, load_split
@@ -45,7 +45,7 @@ _LEVEL = 0.95
 
 
 def trust_model(
-    matcher: Matcher,
+    retrieval_model: RetrievalModel,
     data: DataConfig,
     split: str,
     *,
@@ -79,14 +79,14 @@ def trust_model(
         raise ValueError(
             f"bootstrap, n_corrupted and seed must not be negative, got {n_resamples}, {n_corrupted} and {seed}"
         )
-    prepared = load_split(matcher.model, data, split)
-    images, texts = embed_split(matcher.model, prepared)
+    prepared = load_split(retrieval_model.model, data, split)
+    images, texts = embed_split(retrieval_model.model, prepared)
     relevance = prepared.data.relevance()
-    heads, notes = _heads(matcher, data, split, DIRECTIONS[queries], seed)
+    heads, notes = _heads(retrieval_model, data, split, DIRECTIONS[queries], seed)
     estimators = usable_estimators(images, texts)
     if len(estimators) < len(usable_estimators()):
         notes.append("estimators that need variances are left out: some embeddings are points")
-    features = reads_regions(matcher.model)
+    features = uses_regions(retrieval_model.model)
     if features and n_corrupted and "i2t" in DIRECTIONS[queries]:
         notes.append("images are not corrupted: they are region features, and what is corrupted is pictures")
     counts = relevance.transpose().counts
@@ -102,7 +102,7 @@ def trust_model(
     directions: dict[str, DirectionTrust] = {}
     for name in DIRECTIONS[queries]:
         of_text = name == "t2i"
-        truth = relevance.transpose() if of_text else relevance
+        ground_truth = relevance.transpose() if of_text else relevance
         own = estimators | ({"predicted_miss": heads[name].estimator()} if name in heads else {})
         values, groups = proxies, resampled_together(relevance, prepared.data.groups, of_text)
         if of_text and groups is not None:  # A caption has the proxies of its image; none without one.
@@ -110,14 +110,14 @@ def trust_model(
         corrupt = corrupted_texts if of_text else corrupted_images
         directions[name] = measure_trust(
             *((texts, images) if of_text else (images, texts)),
-            truth,
-            _matching(matcher, of_text),
+            ground_truth,
+            _matching(retrieval_model, of_text),
             estimators=own,
             multiplicity=many,
             proxies=values,
             corrupted=[]
             if features and not of_text
-            else corrupt(matcher.model, prepared.data, truth.counts > 0, n_corrupted, seed),
+            else corrupt(retrieval_model.model, prepared.data, ground_truth.counts > 0, n_corrupted, seed),
             groups=groups,
             n_resamples=n_resamples,
             level=_LEVEL,
@@ -125,8 +125,8 @@ def trust_model(
         )
     return TrustReport(
         split=split,
-        distance=matcher.distance,
-        calibrated=matcher.calibrated,
+        distance=retrieval_model.distance,
+        calibrated=retrieval_model.calibrated,
         n_images=images.n,
         n_texts=texts.n,
         n_resamples=n_resamples,
@@ -152,11 +152,11 @@ def resampled_together(relevance: Relevance, groups: np.ndarray, of_text: bool) 
     """
     if not of_text:
         return groups
-    truth = relevance.transpose()
-    if truth.counts.max() > 1:
+    ground_truth = relevance.transpose()
+    if ground_truth.counts.max() > 1:
         return None
-    together = truth.n_gallery + np.arange(truth.n_queries)
-    together[truth.query_of_item] = truth.indices
+    together = ground_truth.n_gallery + np.arange(ground_truth.n_queries)
+    together[ground_truth.query_of_item] = ground_truth.indices
     return together
 
 
@@ -185,31 +185,33 @@ def trust_run(
     return report, path
 
 
-def _matching(matcher: Matcher, of_text: bool) -> Matching:
-    return Matching(matcher.distance, matcher.logit_scale, matcher.logit_bias, queries_first=not of_text)
+def _matching(retrieval_model: RetrievalModel, of_text: bool) -> Matching:
+    return Matching(
+        retrieval_model.distance, retrieval_model.logit_scale, retrieval_model.logit_bias, queries_first=not of_text
+    )
 
 
 def _heads(
-    matcher: Matcher, data: DataConfig, split: str, directions: Sequence[str], seed: int
-) -> tuple[dict[str, MissHead], list[str]]:
+    retrieval_model: RetrievalModel, data: DataConfig, split: str, directions: Sequence[str], seed: int
+) -> tuple[dict[str, FailurePredictor], list[str]]:
     """Heads by direction, fitted on the validation split, and why there is none."""
     if split == "val":
         return {}, ["predicted_miss is left out: it is fitted on the split val itself"]
     try:
-        prepared = load_split(matcher.model, data, "val")
+        prepared = load_split(retrieval_model.model, data, "val")
     except UserError as error:
         return {}, [f"predicted_miss is left out: {error}"]
-    images, texts = embed_split(matcher.model, prepared)
+    images, texts = embed_split(retrieval_model.model, prepared)
     relevance, heads, notes = prepared.data.relevance(), {}, []
     for name in directions:
         of_text = name == "t2i"
         queries, gallery = (texts, images) if of_text else (images, texts)
-        truth: Relevance = relevance.transpose() if of_text else relevance
-        ranks = rank_relevant(queries, gallery, truth, matcher.distance, queries_first=not of_text)
-        hit = per_query_metrics(ranks, truth)["recall@1"]
+        ground_truth: Relevance = relevance.transpose() if of_text else relevance
+        ranks = rank_relevant(queries, gallery, ground_truth, retrieval_model.distance, queries_first=not of_text)
+        hit = per_query_metrics(ranks, ground_truth)["recall@1"]
         known = np.flatnonzero(~np.isnan(hit))
         try:
-            heads[name] = MissHead.fit(_rows(queries, known), 1 - hit[known], seed=seed)
+            heads[name] = FailurePredictor.fit(_rows(queries, known), 1 - hit[known], seed=seed)
         except ValueError as error:
             notes.append(f"predicted_miss is left out of {name}: {error}")
     return heads, notes

@@ -127,12 +127,16 @@ def print_measured(measured: Measured, title: str) -> None:
     table.add_column("direction")
     for name in [*names, "n_queries"]:
         table.add_column(name, justify="right")
-    for truth, one in measured.figures.items():
+    for ground_truth, one in measured.figures.items():
         for direction in ("i2t", "t2i"):
             shown = [_metric(name, one[direction].get(name)) for name in names]
-            table.add_row(truth, direction, *shown, f"{one[direction]['n_queries']:g}")
+            table.add_row(ground_truth, direction, *shown, f"{one[direction]['n_queries']:g}")
     _wide().print(table)
-    sums = [f"{truth} rsum {one['rsum'] * 100:.1f} of 600" for truth, one in measured.figures.items() if "rsum" in one]
+    sums = [
+        f"{ground_truth} rsum {one['rsum'] * 100:.1f} of 600"
+        for ground_truth, one in measured.figures.items()
+        if "rsum" in one
+    ]
     print(" | ".join([*sums, f"images {measured.n_images}, texts {measured.n_texts}"]))
 
 
@@ -171,10 +175,10 @@ def _print_strategies(more: MoreResults) -> None:
         for name in ("strategy", "truth", "direction", *metrics, "seconds"):
             table.add_column(name, justify="left" if name in ("strategy", "truth", "direction") else "right")
         for result in more.strategies.values():
-            for truth, one in result.figures.items():
+            for ground_truth, one in result.figures.items():
                 for direction in ("i2t", "t2i"):
                     shown = [_metric(name, one[direction].get(name)) for name in metrics]
-                    table.add_row(result.strategy.label, truth, direction, *shown, f"{result.seconds:.2f}")
+                    table.add_row(result.strategy.label, ground_truth, direction, *shown, f"{result.seconds:.2f}")
     _wide().print(table)
 
 

@@ -9,11 +9,11 @@ from typing import Any
 from sfumato import __version__
 from sfumato.data.images import thumbnail
 from sfumato.data.problems import Problems
-from sfumato.encoders.regions import reads_regions
+from sfumato.encoders.regions import uses_regions
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import MatchingLogits
-from sfumato.models.embed import Matcher
+from sfumato.models.embed import RetrievalModel
 from sfumato.models.recipe import DataConfig
 from sfumato.models.run import LOG, RECIPE, Run, weights_digest
 from sfumato.models.splits import embed_split, load_split
@@ -21,7 +21,7 @@ from sfumato.reports.report import Report, ReportData, make_report
 from sfumato.studies.analyse import FORMAT, NAMES
 
 
-def report_model(matcher: Matcher, data: DataConfig, split: str, out: Path, *, name: str) -> Report:
+def report_model(retrieval_model: RetrievalModel, data: DataConfig, split: str, out: Path, *, name: str) -> Report:
     """Evaluate any model on a split of any data and write a page about it.
 
     Args:
@@ -34,7 +34,7 @@ def report_model(matcher: Matcher, data: DataConfig, split: str, out: Path, *, n
     Returns:
         The page and its figures.
     """
-    return _report(matcher, data, split, out, name, run=None)
+    return _report(retrieval_model, data, split, out, name, run=None)
 
 
 def report_run(run: Run, split: str, out: Path | None = None) -> tuple[Report, Path]:
@@ -54,13 +54,15 @@ def report_run(run: Run, split: str, out: Path | None = None) -> tuple[Report, P
     return _report(run, run.recipe.data, split, path, run.recipe.name or run.folder.name, run=run), path
 
 
-def _report(matcher: Matcher, data: DataConfig, split: str, out: Path, name: str, *, run: Run | None) -> Report:
+def _report(
+    retrieval_model: RetrievalModel, data: DataConfig, split: str, out: Path, name: str, *, run: Run | None
+) -> Report:
     if not out.parent.is_dir():
         raise FileNotFoundError(f"cannot write {out}: the folder {out.parent} does not exist; create it first")
     problems = Problems()
-    prepared = load_split(matcher.model, data, split, problems)
+    prepared = load_split(retrieval_model.model, data, split, problems)
     pairs = prepared.data
-    images, texts = (_on_host(e) for e in embed_split(matcher.model, prepared))
+    images, texts = (_on_host(e) for e in embed_split(retrieval_model.model, prepared))
     report = make_report(
         ReportData(
             model=name,
@@ -68,9 +70,9 @@ def _report(matcher: Matcher, data: DataConfig, split: str, out: Path, name: str
             images=images,
             texts=texts,
             relevance=pairs.relevance(),
-            distance=matcher.distance,
-            logits=(matcher.logit_scale, matcher.logit_bias),
-            calibrated=matcher.calibrated,
+            distance=retrieval_model.distance,
+            logits=(retrieval_model.logit_scale, retrieval_model.logit_bias),
+            calibrated=retrieval_model.calibrated,
             captions=pairs.texts,
             picture_names=pairs.image_ids,
             picture=lambda i: thumbnail(pairs.images[i]),
@@ -82,7 +84,7 @@ def _report(matcher: Matcher, data: DataConfig, split: str, out: Path, name: str
             analysis_picture=lambda name: None if run is None else read_picture(run.folder / f"analysis-{split}", name),
             recipe="" if run is None else (run.folder / RECIPE).read_text(encoding="utf-8"),
             log=[] if run is None else _log(run.folder / LOG),
-            notes=_notes(len(problems), reads_regions(matcher.model)),
+            notes=_notes(len(problems), uses_regions(retrieval_model.model)),
             version=__version__,
         )
     )

@@ -145,21 +145,21 @@ class _Direction:
     key: str
     queries: GaussianEmbedding
     gallery: GaussianEmbedding
-    truth: Relevance
+    ground_truth: Relevance
     ranks: np.ndarray
     hits: np.ndarray
     distances: Tensor
 
     def true_items(self, query: int) -> np.ndarray:
         """Positions of a query's true items, the best-ranked first."""
-        start, stop = self.truth.indptr[query : query + 2]
-        items: np.ndarray = self.truth.indices[start:stop][np.argsort(self.ranks[start:stop], kind="stable")]
+        start, stop = self.ground_truth.indptr[query : query + 2]
+        items: np.ndarray = self.ground_truth.indices[start:stop][np.argsort(self.ranks[start:stop], kind="stable")]
         return items
 
     @property
     def first_is_right(self) -> np.ndarray:
         """(n,) 1 where the first hit is true, 0 where not, NaN for queries without a true item."""
-        return per_query_metrics(self.ranks, self.truth)["recall@1"]
+        return per_query_metrics(self.ranks, self.ground_truth)["recall@1"]
 
 
 def make_report(data: ReportData) -> Report:
@@ -258,10 +258,15 @@ def wilson_interval(hits: float, n: int, z: float = 1.96) -> tuple[float, float]
 
 
 def _direction(
-    key: str, queries: GaussianEmbedding, gallery: GaussianEmbedding, truth: Relevance, ranks: np.ndarray, distance: str
+    key: str,
+    queries: GaussianEmbedding,
+    gallery: GaussianEmbedding,
+    ground_truth: Relevance,
+    ranks: np.ndarray,
+    distance: str,
 ) -> _Direction:
     distances, hits = top_k(queries, gallery, HITS, distance, queries_first=key == "i2t")
-    return _Direction(key, queries, gallery, truth, ranks, hits.cpu().numpy(), distances.cpu())
+    return _Direction(key, queries, gallery, ground_truth, ranks, hits.cpu().numpy(), distances.cpu())
 
 
 # Figures and tables
@@ -289,7 +294,9 @@ def _summary(
     said = []
     for direction in directions:
         key, metrics = direction.key, getattr(evaluation, direction.key)
-        chance = float(np.mean(direction.truth.counts[direction.truth.counts > 0])) / max(direction.gallery.n, 1)
+        chance = float(np.mean(direction.ground_truth.counts[direction.ground_truth.counts > 0])) / max(
+            direction.gallery.n, 1
+        )
         side, other = ("pictures", "texts") if key == "i2t" else ("texts", "pictures")
         said.append(
             f"{metrics['recall@1']:.1%} of {metrics['n_queries']:,} {side} have a true match as their first hit among"
@@ -317,7 +324,7 @@ def _worth(direction: _Direction, correlation: float | None) -> str:
     side = "pictures" if direction.key == "i2t" else "texts"
     if correlation is None:
         return f"Every one of the {side} fares alike, so their total variance cannot tell which fail."
-    n = int((direction.truth.totals > 0).sum())
+    n = int((direction.ground_truth.totals > 0).sum())
     number = f"Spearman {signed(correlation)} over {n:,} {side}"
     if abs(correlation) < 2 / math.sqrt(max(n, 1)):
         return f"Total variance says next to nothing about which {side} fail ({number}, within chance)."
@@ -571,7 +578,9 @@ def _answered(
         hits.append(
             shown | {"true": item in true, "pct": _percent(p), "width": round(100 * p), "distance": f"{distance:#.3g}"}
         )
-    best = int(direction.ranks[slice(*direction.truth.indptr[query : query + 2])].min()) + 1 if len(true) else None
+    best = (
+        int(direction.ranks[slice(*direction.ground_truth.indptr[query : query + 2])].min()) + 1 if len(true) else None
+    )
     return {
         "picture": pictures[query] if direction.key == "i2t" else None,
         "text": clipped(data.captions[query]) if direction.key == "t2i" else None,
@@ -603,7 +612,7 @@ def _mistakes(
         seen: set[int] = set()
         for query in wrong[np.argsort(direction.distances[wrong, 0].numpy(), kind="stable")].tolist():
             item = int(direction.hits[query, 0])
-            if item not in seen and direction.truth.counts[query]:
+            if item not in seen and direction.ground_truth.counts[query]:
                 seen.add(item)
                 rows.append(
                     {"query": query, "item": item, "distance": float(direction.distances[query, 0]),
@@ -618,7 +627,7 @@ def _mistakes(
 def _best_true(data: ReportData, direction: _Direction, query: int) -> dict[str, Any]:
     """The best-ranked true item of a query, its rank and its distance."""
     item = int(direction.true_items(query)[0])
-    rank = int(direction.ranks[slice(*direction.truth.indptr[query : query + 2])].min()) + 1
+    rank = int(direction.ranks[slice(*direction.ground_truth.indptr[query : query + 2])].min()) + 1
     one = direction.queries[query : query + 1]
     blocks = distance_blocks(one, direction.gallery, data.distance, queries_first=direction.key == "i2t")
     distance = float(next(block for _, block in blocks)[0, item])

@@ -11,7 +11,7 @@ import torch
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.gallery import Gallery, SearchHit, verdict
 from sfumato.search.stores.protocol import Filter
-from sfumato.serve.images import handed_out
+from sfumato.serve.image_files import handed_out
 from sfumato.serve.schemas import (
     Answer,
     ConformalSet,

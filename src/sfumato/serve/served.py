@@ -7,14 +7,14 @@ import torch
 
 from sfumato.data.problems import Problems
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.regions import reads_regions
+from sfumato.encoders.regions import uses_regions
 from sfumato.errors import UserError
-from sfumato.models.galleries import Source, build_index, load_matcher, open_gallery
+from sfumato.models.galleries import Source, build_index, load_retrieval_model, open_gallery
 from sfumato.models.run import RECIPE, Run, load_run
 from sfumato.models.splits import embed_split, load_split, load_splits
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery
-from sfumato.serve.images import FolderPictures, Pictures, SplitPictures, UploadedPictures
+from sfumato.serve.image_files import FolderPictures, Pictures, SplitPictures, UploadedPictures
 from sfumato.serve.schemas import GalleryName
 
 
@@ -144,16 +144,16 @@ def kind(gallery: Gallery) -> GalleryName:
 def _from_gallery(folder: Path, run: str | None, store: str | None) -> Sources:
     gallery = open_gallery(folder, store)
     try:
-        matcher = load_matcher(gallery, folder, run)
-        if matcher.distance != gallery.distance:
+        retrieval_model = load_retrieval_model(gallery, folder, run)
+        if retrieval_model.distance != gallery.distance:
             raise UserError(
-                f"{folder} is ranked by {gallery.distance}, the model {matcher.source} by {matcher.distance}: not the one that it was"
+                f"{folder} is ranked by {gallery.distance}, the model {retrieval_model.source} by {retrieval_model.distance}: not the one that it was"
                 " built with"
             )
         home = str(run or gallery.about["run"])
-        shown = kind(gallery) == "images" and not reads_regions(matcher.model)
+        shown = kind(gallery) == "images" and not uses_regions(retrieval_model.model)
         shelf = Shelf(gallery, _pictures(gallery, home) if shown else None)
-        return Sources(matcher.model, Path(home).name, {kind(gallery): shelf})
+        return Sources(retrieval_model.model, Path(home).name, {kind(gallery): shelf})
     except BaseException:
         gallery.close()
         raise
@@ -183,7 +183,7 @@ def _from_run(run: Run, folder: Path, split: str, *, images_alone: bool) -> Sour
         "texts": Source(texts, data.text_ids, data.texts),
     }
     shown = SplitPictures(dict(zip(data.image_ids, data.images, strict=True)))
-    pictures = None if reads_regions(run.model) else shown
+    pictures = None if uses_regions(run.model) else shown
     shelves: dict[GalleryName, Shelf] = {
         name: Shelf(build_index(run, source, home=folder), pictures if name == "images" else None)
         for name, source in sources.items()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
-from sfumato.serve.images import POINTER, to_store
+from sfumato.serve.image_files import POINTER, to_store
 from sfumato.serve.schemas import AddResponse, DeleteResponse, GalleryName, Refusal, busy
 from sfumato.serve.served import Shelf
 from sfumato.serve.service import Service, good

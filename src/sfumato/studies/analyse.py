@@ -14,12 +14,12 @@ import torch
 
 from sfumato.data.images import MemoryImage, thumbnail
 from sfumato.data.pairs import PairData
-from sfumato.encoders.regions import reads_regions
+from sfumato.encoders.regions import uses_regions
 from sfumato.errors import UserError
 from sfumato.evaluation.estimators import ESTIMATORS, Estimator, Matching
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
-from sfumato.models.embed import Matcher
+from sfumato.models.embed import RetrievalModel
 from sfumato.models.recipe import DataConfig
 from sfumato.models.run import weights_digest
 from sfumato.models.splits import PreparedSplit, embed_split, load_split
@@ -133,7 +133,7 @@ class Analyses:
 class _Split:
     """What a study sees."""
 
-    matcher: Matcher
+    retrieval_model: RetrievalModel
     prepared: PreparedSplit
     relevance: Relevance
     options: AnalysisOptions
@@ -143,7 +143,7 @@ class _Split:
         """Why a study cannot be done on such data, whatever their embeddings are; None if it can."""
         options, data = self.options, self.data
         if study == "sets":
-            if reads_regions(self.matcher.model):
+            if uses_regions(self.retrieval_model.model):
                 return "set algebra needs pictures; the images of this model are region features"
             n_pairs = len(choose_pairs(data.groups, options.n_pairs, options.seed))
             if n_pairs < LEAST_PAIRS:
@@ -168,7 +168,7 @@ class _Split:
 
     def sides(self) -> dict[str, tuple[GaussianEmbedding, GaussianEmbedding, Relevance, Matching]]:
         """(queries, gallery, truth, matching) of images and texts as queries."""
-        m = self.matcher
+        m = self.retrieval_model
         return {
             "image": (self.images, self.texts, self.relevance, self._matching(m, True)),
             "text": (self.texts, self.images, self.relevance.transpose(), self._matching(m, False)),
@@ -202,7 +202,7 @@ class _Split:
 
     @cached_property
     def _embedded(self) -> tuple[GaussianEmbedding, GaussianEmbedding]:
-        return embed_split(self.matcher.model, self.prepared)
+        return embed_split(self.retrieval_model.model, self.prepared)
 
     @cached_property
     def breadth(self) -> np.ndarray:
@@ -215,8 +215,13 @@ class _Split:
         return any(bool(torch.isneginf(e.log_var).any()) for e in (self.images, self.texts))
 
     @staticmethod
-    def _matching(matcher: Matcher, queries_first: bool) -> Matching:
-        return Matching(matcher.distance, matcher.logit_scale, matcher.logit_bias, queries_first=queries_first)
+    def _matching(retrieval_model: RetrievalModel, queries_first: bool) -> Matching:
+        return Matching(
+            retrieval_model.distance,
+            retrieval_model.logit_scale,
+            retrieval_model.logit_bias,
+            queries_first=queries_first,
+        )
 
 
 def known_studies(names: Sequence[str]) -> tuple[str, ...]:
@@ -231,7 +236,7 @@ def known_studies(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def analyse_model(
-    matcher: Matcher,
+    retrieval_model: RetrievalModel,
     data: DataConfig,
     split: str,
     *,
@@ -261,13 +266,13 @@ def analyse_model(
     """
     options = options or AnalysisOptions()
     chosen = tuple(STUDIES) if studies is None else known_studies(studies)
-    prepared = load_split(matcher.model, data, split)
+    prepared = load_split(retrieval_model.model, data, split)
     about = {
         "format": FORMAT,
         "model": name,
-        "weights": weights_digest(matcher.model),
+        "weights": weights_digest(retrieval_model.model),
         "split": split,
-        "distance": matcher.distance,
+        "distance": retrieval_model.distance,
         "n_images": len(prepared.data.images),
         "n_texts": len(prepared.data.texts),
         "level": LEVEL,
@@ -277,7 +282,7 @@ def analyse_model(
     if kept:
         say(f"{', '.join(kept)}: done before with this model and split, and kept")
     chosen = tuple(study for study in chosen if study not in kept)
-    scene = _Split(matcher, prepared, prepared.data.relevance(), options)
+    scene = _Split(retrieval_model, prepared, prepared.data.relevance(), options)
     reasons = {study: reason for study in chosen if (reason := scene.impossible(study))}
     if reasons and studies is not None:
         raise UserError("; ".join(reasons.values()))
@@ -307,16 +312,16 @@ def same_model_and_data(study: Mapping[str, Any] | None, about: Mapping[str, Any
 
 
 def _corruption(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
-    options, model, result = scene.options, scene.matcher.model, {}
+    options, model, result = scene.options, scene.retrieval_model.model, {}
     estimator = scene.estimator()
-    for side, (queries, gallery, truth, matching) in scene.sides().items():
+    for side, (queries, gallery, ground_truth, matching) in scene.sides().items():
         corrupt = corrupted_images if side == "image" else corrupted_texts
-        if side == "image" and reads_regions(model):
+        if side == "image" and uses_regions(model):
             scene.notes.append("corrupted pictures are left out: the images are region features")
             continue
-        corrupted = corrupt(model, scene.data, truth.counts > 0, options.n_corrupted, options.seed)
+        corrupted = corrupt(model, scene.data, ground_truth.counts > 0, options.n_corrupted, options.seed)
         curves = corruption_curves(
-            queries, gallery, truth, matching, corrupted,
+            queries, gallery, ground_truth, matching, corrupted,
             estimator=estimator, groups=resampled_together(scene.relevance, scene.data.groups, side == "text"),
             n_resamples=options.n_resamples, level=LEVEL, seed=options.seed,
         )  # fmt: skip
@@ -339,7 +344,7 @@ def _sets(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
                 | {"other": square_picture(data.images[row[2]].read_bytes())}
                 for row in few.tolist()
             ]
-            embedded = scene.matcher.model.embed_images([one[name] for name in names for one in made])
+            embedded = scene.retrieval_model.model.embed_images([one[name] for name in names for one in made])
             for k, name in enumerate(names):
                 parts[name].append(embedded[k * len(few) : (k + 1) * len(few)])
             advance(len(few))
@@ -369,13 +374,13 @@ def _sets(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
 def _words(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
     options, data = scene.options, scene.data
     estimator, result = scene.estimator(), {}
-    for side, (queries, gallery, truth, matching) in scene.sides().items():
-        usable = np.flatnonzero(truth.counts > 0) if side == "image" else np.arange(queries.n)
+    for side, (queries, gallery, ground_truth, matching) in scene.sides().items():
+        usable = np.flatnonzero(ground_truth.counts > 0) if side == "image" else np.arange(queries.n)
         uncertainty = estimator(queries, gallery, matching)[usable]
         if side == "text":
             captions: list[list[str]] = [[text] for text in data.texts]
         else:
-            own = np.split(truth.indices, truth.indptr[1:-1])
+            own = np.split(ground_truth.indices, ground_truth.indptr[1:-1])
             captions = [[data.texts[t] for t in own[i]] for i in usable]
         bins = words_by_uncertainty(
             uncertainty, captions, n_bins=options.n_bins, top=options.top_words, corpus=options.corpus

@@ -19,7 +19,7 @@ from sfumato.data.noise import apply_noise, load_noise, shuffle_pairs
 from sfumato.data.pairs import PairData
 from sfumato.data.problems import Problems
 from sfumato.errors import UserError
-from sfumato.models.embed import Matcher
+from sfumato.models.embed import RetrievalModel
 from sfumato.models.recipe import DataConfig
 from sfumato.models.run import Run, load_run
 from sfumato.models.splits import PreparedSplit, embed_split, load_split, load_splits, prepare_split
@@ -112,7 +112,9 @@ def varied(scores: Scored, most: int) -> list[int]:
     return chosen
 
 
-def audit_model(matcher: Matcher, config: DataConfig, split: str, *, name: str, seen: bool = False) -> Audit:
+def audit_model(
+    retrieval_model: RetrievalModel, config: DataConfig, split: str, *, name: str, seen: bool = False
+) -> Audit:
     """Audit a split of some data with a model.
 
     Args:
@@ -125,12 +127,14 @@ def audit_model(matcher: Matcher, config: DataConfig, split: str, *, name: str, 
     Raises:
         UserError: the data has no such split.
     """
-    prepared = prepare_listed(matcher, config, split)
-    scored = _score(matcher, prepared, np.arange(len(prepared.data.image_ids)))
+    prepared = prepare_listed(retrieval_model, config, split)
+    scored = _score(retrieval_model, prepared, np.arange(len(prepared.data.image_ids)))
     notes = [] if not seen else [
         "The model was trained on these very pairs and may have memorised wrong ones; --cross-fit 2 asks models that saw other pairs."
     ]  # fmt: skip
-    return _joined(matcher, prepared.data, [scored], {"split": split, "model": name, "cross_fit": 0, "notes": notes})
+    return _joined(
+        retrieval_model, prepared.data, [scored], {"split": split, "model": name, "cross_fit": 0, "notes": notes}
+    )
 
 
 def cross_fit(run: Run, config: DataConfig, n_parts: int, folder: Path) -> Audit:
@@ -148,28 +152,28 @@ def cross_fit(run: Run, config: DataConfig, n_parts: int, folder: Path) -> Audit
     """
     if n_parts < 2:
         raise UserError(f"--cross-fit takes a number of parts, at least 2, got {n_parts}")
-    scored, matcher, data = [], None, None
+    scored, retrieval_model, data = [], None, None
     for part in range(n_parts):
         own = config.model_copy(update={"leave_out": f"{part}/{n_parts}"})
         say(f"part {part + 1} of {n_parts}: training on the others")
         fit(run.recipe.model_copy(update={"data": own}), folder / f"part-{part}")
-        matcher = load_run(folder / f"part-{part}", device=next(run.model.parameters()).device)
-        prepared = prepare_listed(matcher, config, "train")
+        retrieval_model = load_run(folder / f"part-{part}", device=next(run.model.parameters()).device)
+        prepared = prepare_listed(retrieval_model, config, "train")
         data = prepared.data
-        scored.append(_score(matcher, prepared, images_of_part(data, part, n_parts)))
-    assert matcher is not None and data is not None
+        scored.append(_score(retrieval_model, prepared, images_of_part(data, part, n_parts)))
+    assert retrieval_model is not None and data is not None
     about = {"split": "train", "model": run.recipe.name or run.folder.name, "cross_fit": n_parts, "notes": []}
-    return _joined(matcher, data, scored, about)
+    return _joined(retrieval_model, data, scored, about)
 
 
-def prepare_listed(matcher: Matcher, config: DataConfig, split: str) -> PreparedSplit:
+def prepare_listed(retrieval_model: RetrievalModel, config: DataConfig, split: str) -> PreparedSplit:
     """A split as a training sees it: `train` noisy if the data say so.
 
     Raises:
         UserError: the data has no such split.
     """
     if split != "train" or not (config.noise_rate or config.noise_file):
-        return load_split(matcher.model, config, split)
+        return load_split(retrieval_model.model, config, split)
     problems = Problems()
     splits = load_splits(config, problems)
     if "train" not in splits:
@@ -179,7 +183,7 @@ def prepare_listed(matcher: Matcher, config: DataConfig, split: str) -> Prepared
         image_of_pair = load_noise(config.noise_file, data)
     else:
         _, image_of_pair = shuffle_pairs(data, config.noise_rate, config.noise_seed)
-    return prepare_split(matcher.model, apply_noise(data, image_of_pair), problems, split)
+    return prepare_split(retrieval_model.model, apply_noise(data, image_of_pair), problems, split)
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,9 +196,9 @@ class _Part:
     match_probability: np.ndarray | None
 
 
-def _score(matcher: Matcher, prepared: PreparedSplit, chosen: np.ndarray) -> _Part:
+def _score(retrieval_model: RetrievalModel, prepared: PreparedSplit, chosen: np.ndarray) -> _Part:
     data = prepared.data
-    images, texts = embed_split(matcher.model, prepared)
+    images, texts = embed_split(retrieval_model.model, prepared)
     kept = np.unique(data.pairs[np.isin(data.pairs[:, 0], chosen), 1])
     if not len(kept):
         raise UserError("the data lists no pair; there is nothing to audit")
@@ -202,9 +206,14 @@ def _score(matcher: Matcher, prepared: PreparedSplit, chosen: np.ndarray) -> _Pa
     relevance = data.relevance().select_queries(chosen).select_gallery(kept)
     with progress_bar("comparing", len(chosen) + len(kept)) as advance:
         listed, missing = audit_pairs(
-            images, texts, relevance, distance=matcher.distance, wording=[data.texts[t] for t in kept], progress=advance
+            images,
+            texts,
+            relevance,
+            distance=retrieval_model.distance,
+            wording=[data.texts[t] for t in kept],
+            progress=advance,
         )
-    fitted, log_odds, probability = matcher.calibration, None, None
+    fitted, log_odds, probability = retrieval_model.calibration, None, None
     if fitted is not None and fitted.share is not None:
         log_odds = fitted.logit(torch.from_numpy(listed.distance), share=0.5).numpy()
         size = None if fitted.t2i is None else len(chosen)
@@ -212,12 +221,12 @@ def _score(matcher: Matcher, prepared: PreparedSplit, chosen: np.ndarray) -> _Pa
     whole = {"image": chosen[listed.image], "text": kept[listed.text]}
     whole["better_text"] = np.where(listed.better_text >= 0, kept[listed.better_text], -1)
     whole["better_image"] = np.where(listed.better_image >= 0, chosen[listed.better_image], -1)
-    listed = dataclasses.replace(listed, excess=matcher.logit_scale * listed.excess, **whole)
+    listed = dataclasses.replace(listed, excess=retrieval_model.logit_scale * listed.excess, **whole)
     missing = dataclasses.replace(missing, image=chosen[missing.image], text=kept[missing.text])
     return _Part(listed, log_odds, missing, probability)
 
 
-def _joined(matcher: Matcher, data: PairData, parts: Sequence[_Part], about: Mapping[str, Any]) -> Audit:
+def _joined(retrieval_model: RetrievalModel, data: PairData, parts: Sequence[_Part], about: Mapping[str, Any]) -> Audit:
     """Both lists in their order, with probabilities where all parts have them."""
     listed, missing = _join([p.listed for p in parts]), _join([p.missing for p in parts])
     log_odds = _if_all([p.log_odds for p in parts])
@@ -238,7 +247,7 @@ def _joined(matcher: Matcher, data: PairData, parts: Sequence[_Part], about: Map
         share,
         _take(missing, close),
         None if probability is None else probability[close],
-        {**about, "distance": matcher.distance, "notes": notes},
+        {**about, "distance": retrieval_model.distance, "notes": notes},
     )
 
 

@@ -196,7 +196,7 @@ def wrong_probability(log_odds: np.ndarray, share: float) -> np.ndarray:
 def _side(
     queries: GaussianEmbedding,
     gallery: GaussianEmbedding,
-    truth: Relevance,
+    ground_truth: Relevance,
     distance: str,
     queries_first: bool,
     memory_mb: float,
@@ -206,7 +206,7 @@ def _side(
     parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
     for start, block in distance_blocks(queries, gallery, distance, queries_first=queries_first, memory_mb=memory_mb):
         rows = np.arange(start, start + len(block))
-        own = truth.select_queries(rows)
+        own = ground_truth.select_queries(rows)
         at = tuple(torch.from_numpy(i).to(block.device) for i in (own.query_of_item, own.indices))
         listed = block[at]
         rank = _among_unlisted(relevant_ranks(block, own), own)
@@ -219,11 +219,11 @@ def _side(
     return _Side(*(np.concatenate(each) for each in zip(*parts, strict=True)))
 
 
-def _among_unlisted(rank: np.ndarray, truth: Relevance) -> np.ndarray:
+def _among_unlisted(rank: np.ndarray, ground_truth: Relevance) -> np.ndarray:
     """Ranks among all items -> ranks among those that are not listed."""
-    order = np.lexsort((rank, truth.query_of_item))
+    order = np.lexsort((rank, ground_truth.query_of_item))
     own = np.empty_like(rank)
-    own[order] = np.arange(len(rank)) - np.repeat(truth.indptr[:-1], truth.counts)
+    own[order] = np.arange(len(rank)) - np.repeat(ground_truth.indptr[:-1], ground_truth.counts)
     unlisted: np.ndarray = rank - own
     return unlisted
 

@@ -82,16 +82,16 @@ def corruption_curves(
     estimators: Mapping[str, Estimator] = {estimator.name: estimator}
     resample = partial(bootstrap, n_resamples=n_resamples, level=level, seed=seed)
     for c in corrupted:
-        own, truth = queries[torch.from_numpy(c.index)], relevance.select_queries(c.index)
-        ranks = rank_relevant(own, gallery, truth, matching.distance, queries_first=matching.queries_first)
+        own, ground_truth = queries[torch.from_numpy(c.index)], relevance.select_queries(c.index)
+        ranks = rank_relevant(own, gallery, ground_truth, matching.distance, queries_first=matching.queries_first)
         found = follow_corruption(
             c,
             estimate_uncertainty(own, gallery, matching, estimators=estimators),
             gallery,
-            truth,
+            ground_truth,
             matching,
             estimators=estimators,
-            recall=float(np.mean(per_query_metrics(ranks, truth)["recall@1"])),
+            recall=float(np.mean(per_query_metrics(ranks, ground_truth)["recall@1"])),
             resample=partial(resample, groups=None if groups is None else groups[c.index]),
         )
         figures = found.estimators[estimator.name]

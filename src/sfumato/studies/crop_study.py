@@ -19,7 +19,7 @@ from sfumato.data.transforms import decode_image
 from sfumato.errors import UserError
 from sfumato.files import is_plain_name
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.embed import Matcher
+from sfumato.models.embed import RetrievalModel
 from sfumato.models.ingest import embedding_steps, file_endings
 from sfumato.progress import progress_bar
 from sfumato.studies.crops import (
@@ -243,7 +243,7 @@ class _Chosen:
 
 
 def study_crops(
-    matcher: Matcher,
+    retrieval_model: RetrievalModel,
     regions: str | Path,
     images: str | Path,
     *,
@@ -279,11 +279,11 @@ def study_crops(
         raise ValueError(f"--uncertainty {uncertainty}: unknown; known: {', '.join(get_args(Uncertainty))}")
     if not thresholds or not all(0 < t <= 1 for t in thresholds) or len(set(thresholds)) < len(thresholds):
         raise ValueError(f"thresholds must be different shares in (0, 1], got {', '.join(map(str, thresholds))}")
-    if file_endings(matcher.model) != PICTURE_ENDINGS:
+    if file_endings(retrieval_model.model) != PICTURE_ENDINGS:
         raise UserError("the model reads region features, and crops are cut out of pictures")
     problems = Problems()
     pictures = read_boxed_pictures(regions, images, problems, sample=sample, seed=seed)
-    embedder = _Crops(matcher)
+    embedder = _Crops(retrieval_model)
     chosen: dict[float, list[_Chosen]] = {threshold: [] for threshold in thresholds}
     examples: list[Example] = []
     with progress_bar("embedding crops", len(pictures)) as advance:
@@ -298,7 +298,7 @@ def study_crops(
         )
     texts = list(dict.fromkeys(text for found in chosen.values() for one in found for text in one.captions))
     places = {text: place for place, text in enumerate(texts)}
-    captions = matcher.model.embed_texts(texts)
+    captions = retrieval_model.model.embed_texts(texts)
     figures: list[CropFigures] = []
     for threshold, found in chosen.items():
         if not found:
@@ -311,7 +311,7 @@ def study_crops(
                 np.array([one.area for one in found]),
                 threshold=threshold,
                 left_out=len(pictures) - len(found),
-                distance=matcher.distance,
+                distance=retrieval_model.distance,
                 uncertainty=uncertainty,
                 n_resamples=n_resamples,
                 level=_LEVEL,
@@ -319,7 +319,15 @@ def study_crops(
             )
         )
     study = CropStudy(
-        name, matcher.distance, uncertainty, len(pictures), figures, n_resamples, _LEVEL, seed, _reasons(problems)
+        name,
+        retrieval_model.distance,
+        uncertainty,
+        len(pictures),
+        figures,
+        n_resamples,
+        _LEVEL,
+        seed,
+        _reasons(problems),
     )
     return study, examples, problems
 
@@ -377,8 +385,8 @@ def _cut(pixels: np.ndarray, box: np.ndarray) -> bytes:
 class _Crops:
     """Embeds crops a batch at a time, without a frozen backbone's cache on disk, which other pictures live in."""
 
-    def __init__(self, matcher: Matcher) -> None:
-        self._prepare, self._encode = embedding_steps(matcher.model.image, "images")
+    def __init__(self, retrieval_model: RetrievalModel) -> None:
+        self._prepare, self._encode = embedding_steps(retrieval_model.model.image, "images")
         self._place: dict[tuple[object, ...], int] = {}
         self._waiting: list[bytes] = []
         self._done: list[GaussianEmbedding] = []

@@ -19,7 +19,7 @@ from sfumato.files import write_atomically, write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.selective import Interval, bootstrap, mean_statistic
 from sfumato.metrics.uncertainty import spearman
-from sfumato.models.embed import Matcher, embed_sources
+from sfumato.models.embed import RetrievalModel, embed_sources
 from sfumato.models.recipe import DataConfig
 from sfumato.models.splits import load_splits
 from sfumato.progress import progress_bar, say
@@ -176,7 +176,7 @@ _DRAWS = 5
 
 
 def evaluate_zeroshot(
-    matcher: Matcher,
+    retrieval_model: RetrievalModel,
     pictures: Labelled,
     templates: Sequence[str],
     *,
@@ -208,11 +208,11 @@ def evaluate_zeroshot(
     if pooling not in PROMPT_POOLINGS:
         raise UserError(f"unknown pooling {pooling!r}; known: {', '.join(PROMPT_POOLINGS)}")
     wanted, problems = set(filters), Problems()
-    distance = get_distance(distance or matcher.distance).name
-    images, labels = _embed(matcher, pictures, problems)
+    distance = get_distance(distance or retrieval_model.distance).name
+    images, labels = _embed(retrieval_model, pictures, problems)
     held, held_labels = images[:0], labels[:0]
     if choose_on is not None:
-        held, held_labels = _embed(matcher, choose_on, problems)
+        held, held_labels = _embed(retrieval_model, choose_on, problems)
     elif wanted & {"global", "per-class"}:
         first, second = halves(labels, seed)
         held, held_labels = images[torch.from_numpy(first)], labels[first]
@@ -222,7 +222,7 @@ def evaluate_zeroshot(
                 "no class has two pictures, so none can be set aside to choose K on; give pictures for that"
             )
     c, p = len(pictures.classes), len(templates)
-    prompts = embed_prompts(matcher.model, pictures.classes, templates)
+    prompts = embed_prompts(retrieval_model.model, pictures.classes, templates)
     uncertainty = prompts.total_variance.view(c, p)
     if wanted - {"none"} and not (uncertainty > 0).all():
         raise UserError("the model has no variances, so there is nothing to filter by; leave only the filter none")
@@ -343,8 +343,10 @@ def labelled_split(data: DataConfig, split: str, names: Mapping[str, str] | None
     return data_labelled(splits[split], names, where=data.path)
 
 
-def _embed(matcher: Matcher, pictures: Labelled, problems: Problems) -> tuple[GaussianEmbedding, np.ndarray]:
-    embeddings, ids, left_out = embed_sources(matcher, pictures.sources, pictures.ids)
+def _embed(
+    retrieval_model: RetrievalModel, pictures: Labelled, problems: Problems
+) -> tuple[GaussianEmbedding, np.ndarray]:
+    embeddings, ids, left_out = embed_sources(retrieval_model, pictures.sources, pictures.ids)
     problems.items += left_out.items
     label_of = dict(zip(pictures.ids, pictures.labels.tolist(), strict=True))
     return embeddings, np.array([label_of[i] for i in ids], np.int64)

@@ -22,9 +22,9 @@ from sfumato.data.shards import ShardBatch, ShardStream
 from sfumato.data.transforms import augment, crop_and_mirror, erase_rectangles
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.features import Inputs, Store
-from sfumato.encoders.processors import PictureStore, TokenReader
+from sfumato.encoders.processors import ImageFileStore, TokenProcessor
 from sfumato.errors import UserError
-from sfumato.models.process_group import World
+from sfumato.models.process_group import ProcessGroup
 from sfumato.models.recipe import AugmentConfig, Recipe
 from sfumato.training.step import TrainBatch
 
@@ -53,13 +53,13 @@ class Augmentation:
         world: this process among the others.
     """
 
-    def __init__(self, recipe: Recipe, model: DualEncoder, world: World) -> None:
+    def __init__(self, recipe: Recipe, model: DualEncoder, process_group: ProcessGroup) -> None:
         self.config: AugmentConfig = recipe.augment
-        self.seed, self.world = recipe.train.seed, world
+        self.seed, self.process_group = recipe.train.seed, process_group
         self.pictures = recipe.model.image.augment_mode
-        reader = model.text.reader
+        processor = model.text.processor
         changes = [key for key in ("text_tokens", "drop_words") if getattr(self.config, key)]
-        self.words = reader if isinstance(reader, TokenReader) and changes else None
+        self.words = processor if isinstance(processor, TokenProcessor) and changes else None
         if self.words is not None and self.words.tokenizer.padding is not None:
             raise UserError(
                 f"augment.{changes[0]} is not for texts that are padded to one length for an encoder that looks at the padding"
@@ -68,7 +68,7 @@ class Augmentation:
 
     def generator(self, epoch: int) -> torch.Generator:
         """The source of an epoch's changes on this process."""
-        own = (self.world.rank,) if self.world.rank else ()
+        own = (self.process_group.rank,) if self.process_group.rank else ()
         return torch.Generator().manual_seed(epoch_seed(self.seed, epoch, 1, *own))
 
     def images(self, store: Store, index: np.ndarray, generator: torch.Generator) -> Inputs:
@@ -80,7 +80,7 @@ class Augmentation:
 
     def _reshaped(self, store: Store, index: np.ndarray, generator: torch.Generator) -> Inputs:
         """With other geometry and colours."""
-        if self.pictures == "crop" and isinstance(store, PictureStore):
+        if self.pictures == "crop" and isinstance(store, ImageFileStore):
             return store.training_batch(index, [int(torch.randint(2**62, (), generator=generator))])
         inputs = store.batch(index)
         if self.pictures == "none" or not len(index):  # More processes than pairs in a last batch.
@@ -130,7 +130,7 @@ class Augmentation:
     def labels(self, match_i2t: Tensor, match_t2i: Tensor, plans: list[MixPlan] | None) -> tuple[Tensor, Tensor]:
         """Labels of own images with all texts, and of own texts with all images, as mixing and smoothing leave them."""
         if plans is not None:
-            match_i2t = plans[self.world.rank].match(match_i2t)
+            match_i2t = plans[self.process_group.rank].match(match_i2t)
             match_t2i = MixPlan.cat(plans).match(match_t2i.T).T
         if self.config.label_smoothing:
             match_i2t, match_t2i = (smooth_match(m, self.config.label_smoothing) for m in (match_i2t, match_t2i))
@@ -148,10 +148,10 @@ class IndexedBatches:
     """
 
     def __init__(
-        self, images: Store, texts: Store, sampler: PairSampler, augmentation: Augmentation, world: World
+        self, images: Store, texts: Store, sampler: PairSampler, augmentation: Augmentation, process_group: ProcessGroup
     ) -> None:
         self.images, self.texts, self.sampler = images, texts, sampler
-        self.augmentation, self.world = augmentation, world
+        self.augmentation, self.process_group = augmentation, process_group
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -163,16 +163,16 @@ class IndexedBatches:
             yield self._batch(batch, epoch, step, generator)
 
     def _batch(self, batch: PairBatch, epoch: int, step: int, generator: torch.Generator) -> TrainBatch:
-        own, everything = self.world.part(len(batch)), np.arange(len(batch))
+        own, everything = self.process_group.part(len(batch)), np.arange(len(batch))
         images = self.augmentation.images(self.images, batch.image_index[own], generator)
         texts = self.augmentation.texts(self.texts.batch(batch.text_index[own]), generator)
-        counts = [len(self.world.part(len(batch), rank)) for rank in range(self.world.size)]
+        counts = [len(self.process_group.part(len(batch), rank)) for rank in range(self.process_group.size)]
         height, width = images.values.shape[-2:]
         plans = self.augmentation.plans(counts, (height, width), epoch, step)
         labels = self.augmentation.labels(
             torch.from_numpy(batch.labels(own, everything)), torch.from_numpy(batch.labels(everything, own)).T, plans
         )
-        return TrainBatch(images, texts, lambda _: labels, plans[self.world.rank] if plans else None)
+        return TrainBatch(images, texts, lambda _: labels, plans[self.process_group.rank] if plans else None)
 
 
 class ShardBatches:
@@ -185,8 +185,10 @@ class ShardBatches:
         world: this process among the others.
     """
 
-    def __init__(self, stream: ShardStream, model: DualEncoder, augmentation: Augmentation, world: World) -> None:
-        self.stream, self.model, self.augmentation, self.world = stream, model, augmentation, world
+    def __init__(
+        self, stream: ShardStream, model: DualEncoder, augmentation: Augmentation, process_group: ProcessGroup
+    ) -> None:
+        self.stream, self.model, self.augmentation, self.process_group = stream, model, augmentation, process_group
 
     def __len__(self) -> int:
         return len(self.stream)
@@ -199,11 +201,11 @@ class ShardBatches:
                 yield self._batch(batch, epoch, step, generator)
 
     def _batch(self, batch: ShardBatch, epoch: int, step: int, generator: torch.Generator) -> TrainBatch:
-        pictures, kept = self.model.image.reader.read(
+        pictures, kept = self.model.image.processor.read(
             [partial(bytes, picture) for picture in batch.pictures],
             on_error=lambda i, error: self.stream.skip(batch.keys[i], str(error)),
         )
-        words, _ = self.model.text.reader.read([partial(str, text) for text in batch.texts])
+        words, _ = self.model.text.processor.read([partial(str, text) for text in batch.texts])
         images = self.augmentation.images(pictures, np.arange(len(kept)), generator)
         texts = self.augmentation.texts(words.batch(kept), generator)
         keys = torch.stack(
@@ -211,14 +213,14 @@ class ShardBatches:
         )
         height, width = images.values.shape[-2:]
 
-        def labels(world: World) -> tuple[Tensor, Tensor]:
-            counts = world.counts(len(kept))
-            match = (keys[:, None] == world.gather(keys, counts)).any(-1).float()
+        def labels(process_group: ProcessGroup) -> tuple[Tensor, Tensor]:
+            counts = process_group.counts(len(kept))
+            match = (keys[:, None] == process_group.gather(keys, counts)).any(-1).float()
             return self.augmentation.labels(match, match, self.augmentation.plans(counts, (height, width), epoch, step))
 
-        alone_counts = [len(kept) if rank == self.world.rank else 0 for rank in range(self.world.size)]
+        alone_counts = [len(kept) if rank == self.process_group.rank else 0 for rank in range(self.process_group.size)]
         plans = self.augmentation.plans(alone_counts, (height, width), epoch, step)
-        return TrainBatch(images, texts, labels, plans[self.world.rank] if plans else None)
+        return TrainBatch(images, texts, labels, plans[self.process_group.rank] if plans else None)
 
 
 def _digests(contents: Sequence[bytes]) -> Tensor:

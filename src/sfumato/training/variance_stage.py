@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sfumato.encoders.dual import Tower
 from sfumato.encoders.features import Store
-from sfumato.losses import spread_loss
+from sfumato.losses import dispersion_loss
 from sfumato.metrics.uncertainty import spearman
 from sfumato.models.recipe import SpreadConfig
 from sfumato.progress import progress_bar
@@ -17,7 +17,7 @@ from sfumato.training.optim import clip_gradients
 _LARGEST_GRADIENT = 2.0
 
 
-def fit_spread(
+def fit_variance_stage(
     tower: Tower, store: Store, spread: Tensor, index: np.ndarray, config: SpreadConfig, *, seed: int
 ) -> float:
     """Fit a tower's log variances to the spreads of items; its means and all that they depend on stay as they are to the bit.
@@ -39,7 +39,7 @@ def fit_spread(
     branches = [tower.head.log_var, tower.head.log_var_local, tower.head.log_var_norm]
     learnt = [p for branch in branches if branch is not None for p in branch.parameters()]
     if not learnt:
-        raise ValueError("fit_spread: the tower gives points, it has no log variance to fit")
+        raise ValueError("fit_variance_stage: the tower gives points, it has no log variance to fit")
     training, device = tower.training, next(tower.parameters()).device
     tower.eval()  # Neither dropout nor running statistics: what is not learnt here stays as it is.
     random = np.random.default_rng([seed, len(index)])
@@ -55,7 +55,7 @@ def fit_spread(
                 group["lr"] = config.lr * min(1.0, (step + 1) / batches) * (1 + math.cos(math.pi * step / steps)) / 2
             with torch.no_grad():
                 tokens = tower.encoder(store.batch(chosen).to(device)).float()
-            loss = spread_loss(
+            loss = dispersion_loss(
                 tower.head.log_variance(tokens), spread[torch.from_numpy(chosen)].to(device), floor=config.floor
             )
             optimiser.zero_grad(set_to_none=True)

@@ -31,7 +31,7 @@ from sfumato.errors import UserError
 from sfumato.files import sync_folder
 from sfumato.search.stores.faiss import STORE_ENGINES, FaissOptions, FaissStore, require_faiss
 from sfumato.search.stores.protocol import Filter, Records
-from sfumato.search.stores.shards import (
+from sfumato.search.stores.segments import (
     BLOCK,
     LIST,
     NO_ROWS,

@@ -12,18 +12,18 @@ from sfumato.data.emoji import Style, load_emoji
 from sfumato.errors import UserError
 from sfumato.evaluation.ground_truth import (
     RECALLS,
-    Truth,
+    GroundTruth,
     first_twice,
+    ground_truth_from_data,
+    ground_truth_from_pairs,
     in_folds,
     read_json,
     read_lists,
-    truth_from_data,
-    truth_from_pairs,
 )
 from sfumato.metrics.relevance import Relevance
 
 
-def emoji(split: str = "test", *, held_out_style: Style = "fluent3d") -> Truth:
+def emoji(split: str = "test", *, held_out_style: Style = "fluent3d") -> GroundTruth:
     """The truth of the embedded emoji set: names, tags, subgroups and groups, many to many.
 
     Args:
@@ -36,7 +36,7 @@ def emoji(split: str = "test", *, held_out_style: Style = "fluent3d") -> Truth:
     splits = load_emoji(held_out_style=held_out_style)
     if split not in splits:
         raise ValueError(f"emoji: unknown split {split!r}; known: {', '.join(splits)}")
-    return replace(truth_from_data(splits[split], name="emoji"), source=f"emoji, {split}")
+    return replace(ground_truth_from_data(splits[split], name="emoji"), source=f"emoji, {split}")
 
 
 # ---------------------------------------------------------------- COCO, CxC, ECCV Caption
@@ -48,9 +48,9 @@ def coco_5k(
     pairs: Iterable[tuple[str | int, str | int]],
     *,
     source: str = "",
-) -> Truth:
-    """COCO's 5,000 test images and 25,000 captions, recall@1, 5, 10; arguments as of :func:`truth_from_pairs`."""
-    return truth_from_pairs("coco_5k", image_ids, text_ids, pairs, metrics=RECALLS, source=source)
+) -> GroundTruth:
+    """COCO's 5,000 test images and 25,000 captions, recall@1, 5, 10; arguments as of :func:`ground_truth_from_pairs`."""
+    return ground_truth_from_pairs("coco_5k", image_ids, text_ids, pairs, metrics=RECALLS, source=source)
 
 
 def coco_1k(
@@ -59,8 +59,8 @@ def coco_1k(
     pairs: Iterable[tuple[str | int, str | int]],
     *,
     source: str = "",
-) -> Truth:
-    """The mean of COCO's five folds of 1,000 images, in the order of the ids; arguments as of :func:`truth_from_pairs`.
+) -> GroundTruth:
+    """The mean of COCO's five folds of 1,000 images, in the order of the ids; arguments as of :func:`ground_truth_from_pairs`.
 
     Raises:
         ValueError: the images do not make five equal folds, or a text matches images of two folds or of none.
@@ -71,7 +71,7 @@ def coco_1k(
 _MOST_OUTSIDE = 0.01
 
 
-def eccv_caption(folder: str | Path | None = None) -> dict[str, Truth]:
+def eccv_caption(folder: str | Path | None = None) -> dict[str, GroundTruth]:
     """The truths of the ``eccv_caption`` package: COCO 5K and 1K, CxC, RPC2, ECCV Caption, and PMRP where its files are.
 
     Its files are read, its code is never run. ECCV Caption has 1,261 image and 1,332 text queries, and two texts among its
@@ -101,28 +101,30 @@ def eccv_caption(folder: str | Path | None = None) -> dict[str, Truth]:
     images = tuple(dict.fromkeys(own[text][0] for text in texts))
     five = coco_5k(images, texts, ((own[text][0], text) for text in texts), source=str(root))
     try:
-        truths = {"coco_5k": five, "coco_1k": in_folds(five, name="coco_1k")}
+        ground_truths = {"coco_5k": five, "coco_1k": in_folds(five, name="coco_1k")}
     except ValueError as error:
         raise UserError(f"{root / 'coco_test_ids.npy'}: {error}") from error
-    truths["cxc"] = _from_lists(root, "cxc", five, RECALLS)
-    truths["rpc2"] = replace(truths["cxc"], name="rpc2", metrics=("r_precision",))
-    truths["eccv"] = _from_lists(root, "eccv", five, ("map@r", "r_precision", *RECALLS))
+    ground_truths["cxc"] = _from_lists(root, "cxc", five, RECALLS)
+    ground_truths["rpc2"] = replace(ground_truths["cxc"], name="rpc2", metrics=("r_precision",))
+    ground_truths["eccv"] = _from_lists(root, "eccv", five, ("map@r", "r_precision", *RECALLS))
     if (root / "pm_image_to_caption.json").is_file():
-        truths["pmrp_eccv_caption"] = replace(_from_lists(root, "pm", five, ("r_precision",)), name="pmrp_eccv_caption")
-    return truths
+        ground_truths["pmrp_eccv_caption"] = replace(
+            _from_lists(root, "pm", five, ("r_precision",)), name="pmrp_eccv_caption"
+        )
+    return ground_truths
 
 
-def cxc(folder: str | Path | None = None) -> Truth:
+def cxc(folder: str | Path | None = None) -> GroundTruth:
     """CxC: more positives than COCO, 24,972 text queries; see :func:`eccv_caption`."""
     return eccv_caption(folder)["cxc"]
 
 
-def rpc2(folder: str | Path | None = None) -> Truth:
+def rpc2(folder: str | Path | None = None) -> GroundTruth:
     """RPC2: R-Precision on the positives of CxC (Pishdad et al., 4.3); see :func:`eccv_caption`."""
     return eccv_caption(folder)["rpc2"]
 
 
-def eccv(folder: str | Path | None = None) -> Truth:
+def eccv(folder: str | Path | None = None) -> GroundTruth:
     """ECCV Caption: mAP@R, R-Precision and recalls; see :func:`eccv_caption`."""
     return eccv_caption(folder)["eccv"]
 
@@ -137,7 +139,7 @@ def _installed() -> Path:
     return Path(spec.submodule_search_locations[0]) / "data"
 
 
-def _from_lists(root: Path, prefix: str, base: Truth, metrics: tuple[str, ...]) -> Truth:
+def _from_lists(root: Path, prefix: str, base: GroundTruth, metrics: tuple[str, ...]) -> GroundTruth:
     directions = (
         ("image_to_caption", "image", base.image_ids, base.text_ids),
         ("caption_to_image", "caption", base.text_ids, base.image_ids),
@@ -159,7 +161,7 @@ def _from_lists(root: Path, prefix: str, base: Truth, metrics: tuple[str, ...]) 
                 f"{path}: {outside.sum()} of its positives are not in the gallery; is it another benchmark's?"
             )
         sides.append(Relevance.from_lists(index, n_gallery=len(gallery), n_outside=outside if outside.any() else None))
-    return Truth(prefix, base.image_ids, base.text_ids, sides[0], sides[1], metrics, source=str(root))
+    return GroundTruth(prefix, base.image_ids, base.text_ids, sides[0], sides[1], metrics, source=str(root))
 
 
 def coco_image_id(name: str) -> str:
@@ -176,7 +178,9 @@ def coco_image_id(name: str) -> str:
 # ---------------------------------------------------------------- Karpathy's split files
 
 
-def read_karpathy_truth(path: str | Path, *, split: str = "test", name: str, coco_ids: bool = False) -> Truth:
+def read_karpathy_ground_truth(
+    path: str | Path, *, split: str = "test", name: str, coco_ids: bool = False
+) -> GroundTruth:
     """The truth of a split of a dataset_coco.json, dataset_flickr30k.json or dataset_flickr8k.json; no picture is needed.
 
     Args:
@@ -216,10 +220,10 @@ def read_karpathy_truth(path: str | Path, *, split: str = "test", name: str, coc
     for what, ids in (("filename", images), ("sentid", texts)):
         if (twice := first_twice(ids)) is not None:
             raise UserError(f"{path}: {what} {twice} occurs more than once in the split {split!r}")
-    return truth_from_pairs(name, images, texts, pairs, metrics=RECALLS, source=f"{path}, {split}")
+    return ground_truth_from_pairs(name, images, texts, pairs, metrics=RECALLS, source=f"{path}, {split}")
 
 
-def read_coco(path: str | Path, *, split: str = "test") -> dict[str, Truth]:
+def read_coco(path: str | Path, *, split: str = "test") -> dict[str, GroundTruth]:
     """COCO 5K and 1K from Karpathy's dataset_coco.json.
 
     Args:
@@ -230,31 +234,31 @@ def read_coco(path: str | Path, *, split: str = "test") -> dict[str, Truth]:
         "coco_5k" and "coco_1k", image ids are COCO's numbers, text ids its caption ids.
 
     Raises:
-        UserError: as :func:`read_karpathy_truth`, or the images do not make five equal folds.
+        UserError: as :func:`read_karpathy_ground_truth`, or the images do not make five equal folds.
     """
-    five = read_karpathy_truth(path, split=split, name="coco_5k", coco_ids=True)
+    five = read_karpathy_ground_truth(path, split=split, name="coco_5k", coco_ids=True)
     try:
         return {"coco_5k": five, "coco_1k": in_folds(five, name="coco_1k")}
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
 
 
-def flickr30k(path: str | Path, *, split: str = "test") -> Truth:
-    """Flickr30k from Karpathy's dataset_flickr30k.json: 1,000 test images, 5,000 captions; see :func:`read_karpathy_truth`."""
-    return read_karpathy_truth(path, split=split, name="flickr30k")
+def flickr30k(path: str | Path, *, split: str = "test") -> GroundTruth:
+    """Flickr30k from Karpathy's dataset_flickr30k.json: 1,000 test images, 5,000 captions; see :func:`read_karpathy_ground_truth`."""
+    return read_karpathy_ground_truth(path, split=split, name="flickr30k")
 
 
-def flickr8k(path: str | Path, *, split: str = "test") -> Truth:
-    """Flickr8k from Karpathy's dataset_flickr8k.json: 1,000 test images, 5,000 captions; see :func:`read_karpathy_truth`."""
-    return read_karpathy_truth(path, split=split, name="flickr8k")
+def flickr8k(path: str | Path, *, split: str = "test") -> GroundTruth:
+    """Flickr8k from Karpathy's dataset_flickr8k.json: 1,000 test images, 5,000 captions; see :func:`read_karpathy_ground_truth`."""
+    return read_karpathy_ground_truth(path, split=split, name="flickr8k")
 
 
 # ---------------------------------------------------------------- PMRP
 
 
 def pmrp(
-    instances: str | Path | Sequence[str | Path], captions: Truth, *, zetas: Sequence[int] = (0, 1, 2)
-) -> dict[str, Truth]:
+    instances: str | Path | Sequence[str | Path], captions: GroundTruth, *, zetas: Sequence[int] = (0, 1, 2)
+) -> dict[str, GroundTruth]:
     """Plausible Match R-Precision (Chun et al., CVPR 2021, C.1) from COCO's instance annotations.
 
     An image and a text match when the sets of object classes of the image and of the text's image differ in at most zeta
@@ -296,12 +300,12 @@ def pmrp(
     image_of_text, code = image_of_text[kept_texts], code[kept_images]
     size = code.sum(1)
     difference = size[:, None] + size - 2 * (code @ code.T)
-    truths = {}
+    ground_truths = {}
     for zeta in zetas:
         near = difference <= zeta
         t2i = _dense(near[image_of_text])
         i2t = _dense(near[:, image_of_text])
-        truths[f"pmrp@{zeta}"] = Truth(
+        ground_truths[f"pmrp@{zeta}"] = GroundTruth(
             f"pmrp@{zeta}",
             tuple(captions.image_ids[i] for i in kept_images),
             tuple(captions.text_ids[i] for i in kept_texts),
@@ -311,7 +315,7 @@ def pmrp(
             averaged_as="pmrp" if len(zetas) > 1 else None,
             source=", ".join(map(str, paths)),
         )
-    return truths
+    return ground_truths
 
 
 def _dense(near: np.ndarray) -> Relevance:
@@ -350,7 +354,7 @@ def cub_captions(
     without: str | Path | Iterable[str] | None = None,
     images: str | Path | None = None,
     name: str = "cub",
-) -> Truth:
+) -> GroundTruth:
     """CUB Captions: an image and a text match when they are of one class of birds.
 
     The unseen split is ``classes="testclasses.txt"`` (50 of the 200 classes), the seen one ``classes="trainvalclasses.txt",
@@ -407,7 +411,7 @@ def cub_captions(
         raise UserError(f"{root}: no captions CLASS/IMAGE.txt for what was chosen")
     near = np.array(class_of_image)[:, None] == np.array(class_of_text)
     i2t, t2i = _dense(near), _dense(near.T)
-    return Truth(name, tuple(image_ids), tuple(text_ids), i2t, t2i, source=str(root))
+    return GroundTruth(name, tuple(image_ids), tuple(text_ids), i2t, t2i, source=str(root))
 
 
 def _names(given: str | Path | Iterable[str]) -> list[str]:

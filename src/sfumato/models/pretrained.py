@@ -1,4 +1,4 @@
-"""Published weights of probabilistic image-text models, as a :class:`~sfumato.encoders.dual.DualEncoder` ready to embed.
+"""PretrainedModel weights of probabilistic image-text models, as a :class:`~sfumato.encoders.dual.DualEncoder` ready to embed.
 
 Known are the PCME++ and ProLIP models of the Hugging Face hub, and the checkpoints of the released PCME++ training code (the COCO
 models). Which of them a folder or a file holds shows in its config.json and in the names of its tensors. What sfumato exported
@@ -25,7 +25,7 @@ from torch import Tensor
 from sfumato.calibration.calibrator import Calibration
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError, first_line
-from sfumato.models.published_layouts import Layout, TokenizerFinder, pcmepp_hub, pcmepp_training, prolip_hub
+from sfumato.models.pretrained_layouts import Layout, TokenizerFinder, pcmepp_hub, pcmepp_training, prolip_hub
 
 CONFIG, WEIGHTS, TOKENIZER, CALIBRATION = "config.json", "model.safetensors", "tokenizer.json", "calibration.json"
 
@@ -33,7 +33,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
-class Published:
+class PretrainedModel:
     """A model as somebody published it.
 
     Attributes:
@@ -54,13 +54,13 @@ class Published:
     calibration: Calibration | None = None
 
 
-def load_published(
+def load_pretrained(
     name_or_folder: str | Path,
     *,
     tokenizer: Tokenizer | None = None,
     device: torch.device | str = "cpu",
     average: bool = True,
-) -> Published:
+) -> PretrainedModel:
     """Load a published PCME++ or ProLIP model.
 
     Its tokenizer is looked for when the first text is embedded: pictures can be embedded without it.
@@ -83,7 +83,7 @@ def load_published(
         UserError: there is no such file or model, the hub is out of reach, the file would run code, the model is of another kind,
             or tensors are missing, left over or of the wrong shape (the first ones are named).
 
-    Source: https://github.com/naver-ai/pcmepp and https://github.com/naver-ai/prolip; see :mod:`sfumato.models.published_layouts`.
+    Source: https://github.com/naver-ai/pcmepp and https://github.com/naver-ai/prolip; see :mod:`sfumato.models.pretrained_layouts`.
     """
     path, name = Path(name_or_folder), str(name_or_folder)
     if path.is_file():
@@ -95,7 +95,7 @@ def load_published(
         build, what = _recognise(config, name)
         layout = build(config, read_checkpoint(folder / WEIGHTS), _finder(tokenizer, folder), name)
     layout.model.load_state_dict(layout.state)
-    return Published(
+    return PretrainedModel(
         layout.model.to(device).eval(),
         layout.logit_scale,
         layout.logit_bias,

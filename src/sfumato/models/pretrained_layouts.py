@@ -1,7 +1,7 @@
 """How published models are laid out: which of their tensors is which part of ours, and what their inputs look like.
 
 One function for each layout: configuration and tensors in, a model and its state dict out. All names and shapes are checked before
-anything is built. Nothing is read from files or the network here; :mod:`sfumato.models.published` does that.
+anything is built. Nothing is read from files or the network here; :mod:`sfumato.models.pretrained` does that.
 
 Source: https://github.com/naver-ai/pcmepp (hf_models for the models on the hub, pcmepp for the training code) and
 https://github.com/naver-ai/prolip.
@@ -28,7 +28,7 @@ from sfumato.encoders.clip import (
 )
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.heads import GaussianHead
-from sfumato.encoders.processors import CLEANINGS, BilinearReader, PictureReader, SpecialTokenReader
+from sfumato.encoders.processors import CLEANINGS, BilinearProcessor, ImageFileProcessor, SpecialTokenProcessor
 from sfumato.encoders.unc_token import UncTokenImageEncoder, UncTokenTextEncoder
 from sfumato.errors import UserError
 
@@ -95,7 +95,9 @@ def pcmepp_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
     image_encoder = vision.encoder(CLIP_MEAN, CLIP_STD, own, final_norm=True)
     text_encoder = text.encoder(text_own)
     model = DualEncoder(
-        Tower(PictureReader(vision.size, fit="crop"), image_encoder, GaussianHead(vision.width, dim, pooling="first")),
+        Tower(
+            ImageFileProcessor(vision.size, fit="crop"), image_encoder, GaussianHead(vision.width, dim, pooling="first")
+        ),
         Tower(_clip_reader(find, text), text_encoder, GaussianHead(text.width, dim, pooling="last")),
     )
     visual = _without(_below("visual.", tensors), ("proj", "uncertainty_proj"))
@@ -149,7 +151,7 @@ def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
     _check_tensors(tensors, expected, where)
     image_encoder = UncTokenImageEncoder(vision.encoder(CLIP_MEAN, CLIP_STD, 0, final_norm=True), released=True)
     text_encoder = UncTokenTextEncoder(text.encoder(0), released=True)
-    reader = SpecialTokenReader(
+    processor = SpecialTokenProcessor(
         find(text_section.given.get("hf_tokenizer_name") or PROLIP_TOKENIZER),
         vocabulary=text.vocabulary,
         max_tokens=text.context,
@@ -159,8 +161,10 @@ def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
         clean=CLEANINGS[cleaning],
     )
     model = DualEncoder(
-        Tower(PictureReader(vision.size, fit="crop"), image_encoder, GaussianHead(vision.width, dim, pooling="first")),
-        Tower(reader, text_encoder, GaussianHead(text.width, dim, pooling="first")),
+        Tower(
+            ImageFileProcessor(vision.size, fit="crop"), image_encoder, GaussianHead(vision.width, dim, pooling="first")
+        ),
+        Tower(processor, text_encoder, GaussianHead(text.width, dim, pooling="first")),
     )
     visual, words = _below("visual.", tensors), _below("text.", tensors)
     codes, word_codes = visual["positional_embedding"].double(), words["positional_embedding"].double()
@@ -261,7 +265,7 @@ def pcmepp_training(
     image_head = head(width, "average", not model_options.get("no_imgnorm"))
     text_head = head(words, "last", not model_options.get("no_txtnorm"))
     model = DualEncoder(
-        Tower(BilinearReader(vision.size), image_encoder, image_head),
+        Tower(BilinearProcessor(vision.size), image_encoder, image_head),
         Tower(_clip_reader(find, text), text_encoder, text_head),
     )
     state = {
@@ -459,8 +463,8 @@ def _check_heads(width: int, heads: int, name: str) -> None:
         raise UserError(f"{name}: width {width} cannot be shared among {heads} heads")
 
 
-def _clip_reader(find: TokenizerFinder, text: _Text) -> SpecialTokenReader:
-    return SpecialTokenReader(
+def _clip_reader(find: TokenizerFinder, text: _Text) -> SpecialTokenProcessor:
+    return SpecialTokenProcessor(
         find(CLIP_TOKENIZER),
         vocabulary=text.vocabulary,
         max_tokens=text.context,
