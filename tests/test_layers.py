@@ -150,6 +150,10 @@ FLOORS: dict[str, list[str]] = {
         "dual",
         "regions",
     ],
+    "distances": [
+        "distance inputs",
+        "blockwise separable",
+    ],
     "losses": [
         "base dispersion",
         "infonce pcme prolip triplet",
