@@ -133,7 +133,8 @@ FLOORS: dict[str, list[str]] = {
         "retrieval",
     ],
     "calibration": [
-        "platt",
+        "isotonic platt query_scores",
+        "abstention conformal",
         "calibrator",
     ],
     "data": [
