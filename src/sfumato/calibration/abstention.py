@@ -1,7 +1,7 @@
 """Limits on the distance under which a wanted precision or risk holds on new queries, with a stated confidence.
 
-Several limits are tried. Each passes a test at (1 - confidence) divided by their number, so that all that pass hold at once; the
-loosest of them is taken.
+Several limits are tried. Each passes a test at (1 - confidence) divided by their number, so that all that pass hold at
+once; the loosest of them is taken.
 """
 
 import numpy as np
@@ -49,8 +49,9 @@ def answer_limit(
 ) -> float:
     """The loosest distance of the closest item below which queries can be answered.
 
-    Risk is the fraction of answered queries whose closest item is no match. A limit passes with an exact binomial p-value.
-    A query farther from everything than any held-out one is never answered: no held-out query is evidence for it.
+    Risk is the fraction of answered queries whose closest item is no match. A limit passes with an exact binomial
+    p-value. A query farther from everything than any held-out one is never answered: no held-out query is evidence for
+    it.
 
     Args:
         scores: of held-out queries.

@@ -1,9 +1,10 @@
-r"""The calibration of a model: match probabilities, thresholds, abstention and conformal sets, fitted on held-out pairs.
+r"""The calibration of a model on held-out pairs: match probabilities, thresholds, abstention and conformal sets.
 
-It has two parts. The probability of a match is a function of the distance (Platt or isotonic) and of how rare matches are, so
-it changes with the size of the gallery. The guarantees use the scores of single held-out queries (:class:`QueryScores`) and
-nothing that was fitted: a wanted precision, a risk among answered queries, a set that contains a match. docs/math.md derives
-them and states for which queries they hold. This module knows distances and labels, and not where they come from.
+It has two parts. The probability of a match is a function of the distance (Platt or isotonic) and of how rare matches
+are, so it changes with the size of the gallery. The guarantees use the scores of single held-out queries
+(:class:`QueryScores`) and nothing that was fitted: a wanted precision, a risk among answered queries, a set that
+contains a match. docs/math.md derives them and states for which queries they hold. This module knows distances and
+labels, and not where they come from.
 """
 
 import json
@@ -39,8 +40,8 @@ class Calibration:
     Attributes:
         logit_scale, logit_bias: of the Platt probability sigmoid(logit_bias - logit_scale * distance).
         match_fraction: fraction of matches among the pairs of the fit; None in files of older versions.
-        knots: of an isotonic fit, (distance, logit) by ascending distance; the logit is linear between them, and falls with
-            slope -logit_scale outside of them. None is Platt.
+        knots: of an isotonic fit, (distance, logit) by ascending distance; the logit is linear between them, and falls
+            with slope -logit_scale outside of them. None is Platt.
         i2t, t2i: scores of held-out queries in either direction; None if there were none.
         metadata: JSON values that were given to the fit.
     """
@@ -69,8 +70,8 @@ class Calibration:
         Args:
             distance: of pairs, any shape.
             match: 0 and 1, the same shape.
-            method: "platt" fits two numbers. "isotonic" fits any falling curve; it needs thousands of matches and the extra
-                `calibration`.
+            method: "platt" fits two numbers. "isotonic" fits any falling curve; it needs thousands of matches and the
+                extra `calibration`.
             i2t, t2i: scores of held-out queries; without them there are probabilities as fitted, and no guarantees.
             metadata: JSON values to keep with it.
 
@@ -133,8 +134,8 @@ class Calibration:
 
         Args:
             distance: any shape.
-            n_gallery: size of the gallery that the item is taken from: the larger, the rarer a match at the same distance.
-                None is the size of the fit.
+            n_gallery: size of the gallery that the item is taken from: the larger, the rarer a match at the same
+                distance. None is the size of the fit.
             match_fraction: fraction of matches among the pairs, if it is known, in place of n_gallery.
             direction: of the query; with n_gallery.
 
@@ -163,8 +164,8 @@ class Calibration:
             The shift; 0 if neither n_gallery nor match_fraction is given.
 
         Raises:
-            ValueError: both are given, match_fraction is outside of (0, 1), n_gallery < 1, or the calibration does not know
-                the fraction of its fit.
+            ValueError: both are given, match_fraction is outside of (0, 1), n_gallery < 1, or the calibration does not
+                know the fraction of its fit.
         """
         if n_gallery is None and match_fraction is None:
             return 0.0
@@ -208,7 +209,8 @@ class Calibration:
             precision: wanted mean precision of the queries with an item above the threshold, in (0, 1); see
                 :func:`~sfumato.calibration.abstention.precision_limit`.
             direction: of the queries.
-            confidence: probability over held-out sets, at least, that the precision holds on new queries of the same kind.
+            confidence: probability over held-out sets, at least, that the precision holds on new queries of the same
+                kind.
 
         Returns:
             A probability in (0, 1) as :meth:`probability` gives it at the gallery of the fit; report items above it.
@@ -261,7 +263,8 @@ class Calibration:
 
         Args:
             distance: (n,) of each query to its closest item.
-            n_gallery: see :meth:`probability`. In a larger gallery than that of the fit the same distance is worth less.
+            n_gallery: see :meth:`probability`. In a larger gallery than that of the fit the same distance is worth
+                less.
             risk, direction, confidence, absent, seed: see :meth:`abstain_below`.
 
         Returns:
@@ -309,7 +312,8 @@ class Calibration:
             contains: "any", a set that holds at least one of the query's matches; "all", every one of them.
 
         Returns:
-            The radius: the set is every item at most as far; see :func:`~sfumato.calibration.conformal.conformal_radius`.
+            The radius: the set is every item at most as far; see
+            :func:`~sfumato.calibration.conformal.conformal_radius`.
 
         Raises:
             ValueError: alpha is outside of (0, 1), or contains is neither.

@@ -11,8 +11,8 @@ from sfumato.calibration.query_scores import QueryScores
 def conformal_radius(scores: QueryScores, alpha: float, *, contains: Literal["any", "all"] = "any") -> float:
     """Distance within which a query's match lies with a probability of at least 1 - alpha.
 
-    Split conformal prediction: the ceil((q + 1)(1 - alpha))-th smallest of q held-out scores. The probability is over the
-    held-out queries and the new one, which must be exchangeable; equal scores only raise it.
+    Split conformal prediction: the ceil((q + 1)(1 - alpha))-th smallest of q held-out scores. The probability is over
+    the held-out queries and the new one, which must be exchangeable; equal scores only raise it.
 
     Args:
         scores: of q held-out queries.

@@ -42,8 +42,8 @@ def fit_knots(distance: Tensor, match: Tensor) -> Knots:
     start = np.flatnonzero(np.append(True, np.diff(fitted) < 0))
     n, at = (np.add.reduceat(values, start) for values in (weight.astype(float), weight * x))
     hits = np.add.reduceat(np.bincount(position, y), start)
-    # Levels of 0 and 1 would have infinite odds: half a pair of the other kind is added. Levels that are no longer in order are
-    # pooled with their neighbours.
+    # Levels of 0 and 1 would have infinite odds: half a pair of the other kind is added. Levels that are no longer in
+    # order are pooled with their neighbours.
     pooled: list[tuple[float, float, float]] = []
     for level in zip((at / n).tolist(), hits.tolist(), n.tolist(), strict=True):
         pooled.append(level)

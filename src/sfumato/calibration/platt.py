@@ -10,8 +10,8 @@ from sfumato.matching import match_logit
 def fit_logits(distance: Tensor, match: Tensor, *, weight: Tensor | None = None) -> tuple[float, float]:
     """The (logit_scale, logit_bias) that maximise the likelihood of known matches (Platt scaling).
 
-    A convex problem in two numbers, solved by L-BFGS in float64. Fit on held-out pairs, never on the training pairs. The
-    probabilities hold for pairs that are sampled as these were; with another fraction of matches they need a shift.
+    A convex problem in two numbers, solved by L-BFGS in float64. Fit on held-out pairs, never on the training pairs.
+    The probabilities hold for pairs that are sampled as these were; with another fraction of matches they need a shift.
 
     Args:
         distance: (k,) or any shape; flattened.

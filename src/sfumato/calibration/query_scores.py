@@ -1,4 +1,4 @@
-"""What held-out queries of one direction found in a gallery: the numbers behind thresholds, abstention and conformal sets."""
+"""What held-out queries found in a gallery: the numbers behind thresholds, abstention and conformal sets."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -23,14 +23,15 @@ class QueryScores:
 
     Attributes:
         n_gallery: number of items m of the gallery.
-        n_left_out: number of queries without a match in it, which no search can answer; they are not in the lists below.
+        n_left_out: number of queries without a match in it, which no search can answer; they are not in the lists
+            below.
         matches_per_query: mean number of true matches R.
-        growth: exponent g of how R grows with the gallery, R ~ m^g: 0 if a larger gallery brings no further matches of a
-            query.
+        growth: exponent g of how R grows with the gallery, R ~ m^g: 0 if a larger gallery brings no further matches of
+            a query.
         closest_match, farthest_match: (q,) distance of each query to its closest and its farthest true match.
         closest_other: (q,) distance to the closest item that is no match; infinite if all are.
-        precision: (N_STEPS,) for each of :attr:`limits` the mean, over the queries with an item below it, of the fraction
-            of true matches among the items below it.
+        precision: (N_STEPS,) for each of :attr:`limits` the mean, over the queries with an item below it, of the
+            fraction of true matches among the items below it.
     """
 
     n_gallery: int

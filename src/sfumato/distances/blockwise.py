@@ -1,7 +1,7 @@
 r"""Distances in blocks under a stated memory budget: elk and bhattacharyya, which do not separate, and sampled ones.
 
-Each formula is here once, in row form (n,) and between all pairs, ``_matrix`` (n, m). No (n, m, d) array ever exists, not in
-the backward pass either: blocks are recomputed there.
+Each formula is here once, in row form (n,) and between all pairs, ``_matrix`` (n, m). No (n, m, d) array ever exists,
+not in the backward pass either: blocks are recomputed there.
 """
 
 import functools
@@ -84,7 +84,7 @@ def bhattacharyya(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
 def bhattacharyya_matrix(x: GaussianEmbedding, y: GaussianEmbedding, *, memory_mb: float = STREAM_MEMORY_MB) -> Tensor:
     r"""Bhattacharyya distance, -ln of the integral of sqrt(p_i(z) p_j(z)), between all pairs.
 
-        bhattacharyya(i, j) = sum [ 1/4 (mean_i - mean_j)^2 / (var_i + var_j) + 1/2 ln((var_i + var_j) / (2 std_i std_j)) ]
+        v = var_i + var_j:   bhattacharyya(i, j) = sum [ 1/4 (mean_i - mean_j)^2 / v + 1/2 ln(v / (2 std_i std_j)) ]
 
     Args:
         x: (n, d) embeddings with positive variances.
@@ -219,7 +219,22 @@ def blockwise(
     floats_per_row: int = 0,
     memory_mb: float,
 ) -> Tensor:
-    """function on square blocks of x and y, its (rows, columns) results put together; recomputed in the backward pass."""
+    """A function of all pairs in square blocks of x and y, recomputed in the backward pass.
+
+    Args:
+        function: (rows, ...) tensors of x and (columns, ...) tensors of y -> (rows, columns).
+        x: tensors with n rows each.
+        y: tensors with m rows each.
+        floats_per_pair: working memory of function for each pair, in values.
+        floats_per_row: for each row and each column of a block, in values.
+        memory_mb: working memory in MiB.
+
+    Returns:
+        (n, m) results.
+
+    Raises:
+        ValueError: memory_mb is not positive.
+    """
     n, m = len(x[0]), len(y[0])
     if n == 0 or m == 0:
         return x[0].new_zeros(n, m)

@@ -32,7 +32,8 @@ class Lift:
 class Distance:
     """The protocol of a distance: its row form, its matrix form, and what it needs and allows.
 
-    Everything that losses, search and evaluation ask about a distance is an attribute here; none of them asks for its name.
+    Everything that losses, search and evaluation ask about a distance is an attribute here; none of them asks for its
+    name.
 
     Attributes:
         name: key in DISTANCES and in recipes.

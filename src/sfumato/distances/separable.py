@@ -1,7 +1,7 @@
-r"""Distances that separate into matrix products: squared_l2, csd, wasserstein2, kl, min_kl, js, and the nearest of K embeddings.
+r"""Distances that separate into matrix products: squared_l2, nearest_of_K, csd, wasserstein2, kl, min_kl and js.
 
-Each formula is here once, in row form (n,) and between all pairs, ``_matrix`` (n, m). Sums run over d in float32 or better,
-whatever the dtype of the input and any autocast.
+Each formula is here once, in row form (n,) and between all pairs, ``_matrix`` (n, m). Sums run over d in float32 or
+better, whatever the dtype of the input and any autocast.
 """
 
 import functools
@@ -72,8 +72,8 @@ def nearest_matrix(x: GaussianEmbedding, y: GaussianEmbedding, *, embeddings: in
 
         nearest(i, j) = min over k, l < K of ||mean_i[k] - mean_j[l]||^2
 
-    An item's mean holds its K embeddings side by side. The variances play no part. Recipes name it nearest_of_K. It is the
-    distance of multiple-instance learning.
+    An item's mean holds its K embeddings side by side. The variances play no part. Recipes name it nearest_of_K. It is
+    the distance of multiple-instance learning.
 
     Args:
         x: (n, d) embeddings.

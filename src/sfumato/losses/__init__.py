@@ -1,6 +1,7 @@
 """Losses over (images, texts, match): pure functions, and modules that hold their learnable logits.
 
-To add a loss: a module with its options, its function and its class; an entry in LOSSES; a slow loop in the tests' references.
+To add a loss: a module with its options, its function and its class; an entry in LOSSES; a slow loop in the tests'
+references.
 """
 
 from dataclasses import dataclass

@@ -88,8 +88,8 @@ class LossOutput:
 class PairBlock:
     """A block of a batch's pairs that is computed together: some images with all texts, and some texts with all images.
 
-    The blocks of several processes, or blocks that fit into memory, add up to the batch. Every loss is a sum over images
-    (rows) and over texts (columns), so that none needs all n * m pairs at once.
+    The blocks of several processes, or blocks that fit into memory, add up to the batch. Every loss is a sum over
+    images (rows) and over texts (columns), so that none needs all n * m pairs at once.
 
     Attributes:
         image, text: (r, d) and (c, d) embeddings of this block.
@@ -180,9 +180,9 @@ class PairBlock:
 class MatchLoss(nn.Module, ABC):
     """The protocol of a loss over a batch of images and texts and the matrix of which pairs match.
 
-    A loss is a class derived from this one. It takes its options alone, holds its learnable logits, if any, and provides
-    :meth:`counts` and :meth:`part`: the loss of a batch is the sum of the parts of its blocks. A loss with a random
-    generator also provides :meth:`advance`.
+    A loss is a class derived from this one. It takes its options alone, holds its learnable logits, if any, and
+    provides :meth:`counts` and :meth:`part`: the loss of a batch is the sum of the parts of its blocks. A loss with a
+    random generator also provides :meth:`advance`.
 
     Args:
         options: of the loss; options.distance names the distance by which images and texts are compared.

@@ -25,8 +25,8 @@ def match_dispersion(
         partner: (p,) positions of their matches in partners.
         n_items: m.
         whiten: False takes the unit vectors of the partners themselves.
-        shrinkage: added to the eigenvalues of the covariance, in units of their mean; must be positive if there are fewer
-            partners than dimensions.
+        shrinkage: added to the eigenvalues of the covariance, in units of their mean; must be positive if there are
+            fewer partners than dimensions.
 
     Returns:
         (m,) dispersions in [0, 1], 0 for items without a match; (m,) numbers of matches. Without gradient.
@@ -65,8 +65,8 @@ def dispersion_loss(log_var: Tensor, dispersion: Tensor, *, floor: float = 0.02)
 
         mean over items and dimensions of [ (dispersion + floor) / (d var) + log_var ] / 2
 
-    Apart from a constant it is the negative log-likelihood of an item's matches under a Gaussian around their own centre
-    with the same variance in every dimension.
+    Apart from a constant it is the negative log-likelihood of an item's matches under a Gaussian around their own
+    centre with the same variance in every dimension.
 
     Args:
         log_var: (n, d).

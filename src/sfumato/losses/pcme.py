@@ -1,6 +1,7 @@
 """The PCME objective: soft contrastive loss of sampled match probabilities in log space, bottleneck and uniformity.
 
-What is random here follows from a seed and the number of the step, so that all processes and blocks use the same samples.
+What is random here follows from a seed and the number of the step, so that all processes and blocks use the same
+samples.
 """
 
 import math
@@ -97,7 +98,7 @@ def pcme_loss(
 
 
 def _noise(block: PairBlock, options: PCMEOptions, step: int) -> tuple[Tensor, Tensor]:
-    """(n, s, d) and (m, s, d) noise for all images and all texts of the batch, in float32 whatever the embeddings are."""
+    """(n, s, d) and (m, s, d) noise for all images and all texts of the batch, always in float32."""
     # A checksum of both: a generator on the CPU takes 32 bits of its seed.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{options.seed} {step}".encode()))
     image, text = (
@@ -188,9 +189,9 @@ def _part(
 class PCMELoss(MatchLoss):
     """:func:`pcme_loss` with learnable logits.
 
-    Samples follow from options.seed and ``step``, a buffer that :meth:`advance` increments after every training step and
-    that checkpoints keep. So within a step every process, block and recomputation uses the same samples, two equal runs
-    are bitwise equal, and so is a resumed one.
+    Samples follow from options.seed and ``step``, a buffer that :meth:`advance` increments after every training step
+    and that checkpoints keep. So within a step every process, block and recomputation uses the same samples, two equal
+    runs are bitwise equal, and so is a resumed one.
 
     Args:
         options: see :class:`PCMEOptions`.

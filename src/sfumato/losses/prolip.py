@@ -1,7 +1,7 @@
 """The ProLIP objective: the sigmoid loss of SigLIP on the logits of Gaussians, inclusion and information bottleneck.
 
-Two deviations of the released code are left out: a bottleneck that halves the log variance of a formula that was right, and
-the inclusion and bottleneck of other processes' mismatched pairs.
+Two deviations of the released code are left out: a bottleneck that halves the log variance of a formula that was right,
+and the inclusion and bottleneck of other processes' mismatched pairs.
 """
 
 from dataclasses import dataclass
@@ -55,8 +55,8 @@ def prolip_loss(
 
         logit_scale = scale / 2    and    logit_bias = bias + scale
 
-    The inclusion term is the mean over the pairs with a label of at least 1/2, and takes memory for their number times d;
-    it is 0 for a batch without such a pair.
+    The inclusion term is the mean over the pairs with a label of at least 1/2, and takes memory for their number times
+    d; it is 0 for a batch without such a pair.
 
     Args:
         image: (n, d) embeddings.
@@ -67,8 +67,8 @@ def prolip_loss(
         logit_bias: b; likewise.
 
     Returns:
-        Terms "match", "inclusion", "vib"; a term of weight 0 is left out. Stat "included", the fraction of the dimensions
-        in which an image's variance is below its text's.
+        Terms "match", "inclusion", "vib"; a term of weight 0 is left out. Stat "included", the fraction of the
+        dimensions in which an image's variance is below its text's.
 
     Raises:
         ValueError: shapes do not fit, or the batch is empty.

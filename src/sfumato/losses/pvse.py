@@ -46,8 +46,9 @@ def pvse_loss(
         mmd = mean k(a, a') - 2 mean k(a, b) + mean k(b, b'),   k(a, b) = exp(-1/2 ||a - b||^2)
         diversity = mean over items of 1/K^2 || U U^T - I ||_F
 
-    a runs over all embeddings of all images, b over those of all texts; U are an item's K embeddings at unit length. The
-    paper measures diversity on what each embedding adds to what all have in common; a loss sees the embeddings only.
+    a runs over all embeddings of all images, b over those of all texts; U are an item's K embeddings at unit length.
+    The paper measures diversity on what each embedding adds to what all have in common; a loss sees the embeddings
+    only.
 
     Args:
         image: (n, K d) embeddings, K of d dimensions side by side.

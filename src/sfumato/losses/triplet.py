@@ -37,7 +37,9 @@ def triplet_loss(
     *,
     epoch: int | None = None,
 ) -> LossOutput:
-    r"""Hinge [margin + d(anchor, positive) - d(anchor, negative)]_+ in both directions, averaged over the positive pairs.
+    r"""Hinge on how much farther a negative is than a positive, in both directions.
+
+        mean over positive pairs of [margin + d(anchor, positive) - d(anchor, negative)]_+
 
     A pair is positive when its label is at least 1/2, negative otherwise. Which negatives of an anchor count:
 
@@ -55,7 +57,8 @@ def triplet_loss(
         epoch: 0-based epoch; None means after every warm-up.
 
     Returns:
-        Terms "i2t" and "t2i"; stat "active", the fraction of anchors with a loss (1 with a loss of 2 * margin: collapsed).
+        Terms "i2t" and "t2i"; stat "active", the fraction of anchors with a loss (1 with a loss of 2 * margin:
+        collapsed).
 
     Raises:
         ValueError: shapes do not fit, the batch is empty, or no pair of it matches.
