@@ -129,8 +129,8 @@ PARTS: dict[str, set[str]] = {
 # The floors of each folder, lowest first. A module may import modules of lower floors of its folder, none of its own floor.
 FLOORS: dict[str, list[str]] = {
     "metrics": [
-        "relevance reliability selective uncertainty",
-        "retrieval",
+        "bootstrap relevance reliability uncertainty",
+        "retrieval selective",
     ],
     "calibration": [
         "isotonic platt query_scores",
