@@ -140,7 +140,7 @@ def estimates(log_odds: np.ndarray, wrong: np.ndarray) -> dict[str, float]:
 
 def log_odds(run: Run, distance: np.ndarray) -> np.ndarray:
     assert run.calibration is not None
-    return run.calibration.logit(torch.from_numpy(distance), share=0.5).numpy()
+    return run.calibration.logit(torch.from_numpy(distance), match_fraction=0.5).numpy()
 
 
 def is_wrong(clean: PairData, image: np.ndarray, text: np.ndarray) -> np.ndarray:

@@ -91,7 +91,9 @@ def test_before_and_after_side_by_side():
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
 def test_wilson_is_scipys(fraction, n, confidence):
     expected = stats.binomtest(round(fraction * n), n).proportion_ci(confidence, method="wilson")
-    assert wilson_interval(fraction, n, confidence=confidence) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    assert wilson_interval(fraction, n, confidence=confidence) == pytest.approx(
+        (expected.low, expected.high), abs=1e-12
+    )
     assert wilson_interval(fraction, 0, confidence=confidence) == (0.0, 1.0)
 
 

@@ -112,7 +112,7 @@ class Relevance:
 
     @property
     def totals(self) -> np.ndarray:
-        """(n,) number of relevant items of each query inside and outside of the gallery: the R of R-Precision and mAP@R."""
+        """(n,) number of relevant items inside and outside of the gallery: the R of R-Precision and mAP@R."""
         return self.counts if self.n_outside is None else self.counts + self.n_outside
 
     @property

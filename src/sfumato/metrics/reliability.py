@@ -92,7 +92,7 @@ def expected_calibration_error(
 
 
 def brier_score(probability: Tensor, match: Tensor) -> float:
-    """Mean squared gap between prediction and label: 0 for a perfect oracle, 0.25 for a constant prediction of one half.
+    """Mean squared gap between prediction and label: 0 is perfect, 0.25 is a constant prediction of one half.
 
     Args:
         probability: (k,) predictions in [0, 1].
@@ -197,7 +197,7 @@ def binomial_tail(k: int, n: int, p: float) -> float:
 
 
 def clopper_pearson_upper(errors: int, n: int, *, confidence: float = 0.95) -> float:
-    """The exact one-sided upper confidence bound of a binomial rate: the largest error rate that the errors do not refute.
+    """The exact one-sided upper confidence bound of a binomial error rate.
 
     Args:
         errors: observed number, 0 to n.

@@ -124,7 +124,9 @@ def ranks_from_scores(
     """
     n = int(scores.shape[0 if queries == "rows" else 1])
     if n != relevance.n_queries:
-        raise ValueError(f"ranks_from_scores: scores of {n} queries for a ground truth of {relevance.n_queries} queries")
+        raise ValueError(
+            f"ranks_from_scores: scores of {n} queries for a ground truth of {relevance.n_queries} queries"
+        )
     blocks = score_blocks(scores, better=better, queries=queries, memory_mb=memory_mb)
     parts = [relevant_ranks(block, relevance, start) for start, block in blocks]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
@@ -209,7 +211,7 @@ def relevant_ranks(distance: Tensor, relevance: Relevance, first_query: int = 0)
 
 
 def _ranks_on_host(distance: Tensor, relevance: Relevance, first_query: int) -> np.ndarray:
-    """:func:`relevant_ranks` of a few rows in NumPy, whose counting and sorting of plain values is several times faster."""
+    """:func:`relevant_ranks` of a few rows in NumPy, which counts and sorts plain values several times faster."""
     narrow = distance.dtype in (torch.float16, torch.bfloat16)
     block = (distance.float() if narrow else distance).detach().contiguous().numpy()
     # The minimum of anything with NaN is NaN.
@@ -235,7 +237,7 @@ def _count_before(row: np.ndarray, items: np.ndarray) -> list[int]:
 
 
 def _ranks_from_sorted(row: np.ndarray, items: np.ndarray) -> np.ndarray:
-    """Many relevant items: one sort of the plain values, which is some twenty times faster than sorting positions by them."""
+    """Many relevant items: one sort of the plain values, about twenty times faster than an argsort."""
     values, own = np.sort(row), row[items]
     ranks: np.ndarray = np.searchsorted(values, own)
     tied = np.flatnonzero(np.searchsorted(values, own, side="right") > ranks + 1)
@@ -430,6 +432,6 @@ def _check_depth(depth: np.ndarray, relevance: Relevance, at: dict[str, int | No
             metric = "the rank of its best item" if name == "best_rank" else name
             raise ShortListError(
                 i,
-                f"holds {depth[i]} of {m} items, but {metric} needs {needed[i]} ({short.sum()} of {has.sum()} lists are too"
-                " short): give longer lists, or ask for other metrics",
+                f"holds {depth[i]} of {m} items, but {metric} needs {needed[i]} ({short.sum()} of {has.sum()} lists are"
+                " too short): give longer lists, or ask for other metrics",
             )

@@ -65,7 +65,7 @@ def excess_aurc(uncertainty: np.ndarray, error: np.ndarray) -> float:
 
 
 def prediction_rejection_ratio(uncertainty: np.ndarray, error: np.ndarray) -> float:
-    """Prediction rejection ratio (PRR): what an order gains over a random one, as a fraction of what a perfect order gains.
+    """Prediction rejection ratio (PRR): the gain over a random order, as a fraction of that of a perfect order.
 
         PRR = (mean error - aurc) / (mean error - best aurc)
 
@@ -312,7 +312,7 @@ def _sums(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _first(w: np.ndarray, e: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """(b, g) sizes and totals of groups, (b, k) numbers of items -> (b, k) totals of as many first items, a group in even parts."""
+    """(b, g) sizes and totals of groups, (b, k) numbers of first items -> (b, k) their totals; a group in even parts."""
     end, total = np.cumsum(w, axis=1), np.cumsum(e, axis=1)
     rows = np.arange(len(w))
     result = np.zeros(wanted.shape)

@@ -123,7 +123,8 @@ def recall_by_uncertainty(uncertainty: np.ndarray, hit: np.ndarray, *, n_bins: i
     uncertainty, hit = np.asarray(uncertainty, float), np.asarray(hit, float)
     if uncertainty.shape != hit.shape:
         raise ValueError(
-            f"recall_by_uncertainty: got {uncertainty.shape} uncertainties for {hit.shape} hits; the shapes must be equal"
+            f"recall_by_uncertainty: got {uncertainty.shape} uncertainties for {hit.shape} hits;"
+            " the shapes must be equal"
         )
     uncertainty, hit = uncertainty[~np.isnan(hit)], hit[~np.isnan(hit)]
     order = np.argsort(uncertainty, kind="stable")
