@@ -22,24 +22,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from sfumato.audit.review import prepare_listed
-from sfumato.audit.scoring import NEIGHBOURS, ListedScores, audit_pairs, wrong_probability, wrong_share
 from sfumato.data.folds import images_of_part, parse_part
 from sfumato.data.noise import noisy_pairs, shuffle_pairs
 from sfumato.data.pairs import PairData
 from sfumato.data.problems import Problems
 from sfumato.distances import get_distance
-from sfumato.encoders.backbones import text_backbone
 from sfumato.encoders.features import cached_features
-from sfumato.encoders.pooling import AveragePool
-from sfumato.evaluation.truths import eccv_caption
+from sfumato.encoders.frozen import text_backbone
+from sfumato.encoders.heads import AveragePool
+from sfumato.evaluation.benchmark_ground_truths import eccv_caption
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.calibration import expected_calibration_error
 from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.reliability import expected_calibration_error
 from sfumato.metrics.selective import Interval, Statistic, auroc, auroc_statistic, bootstrap, mean_statistic
-from sfumato.training.build import cache_folder, load_splits
-from sfumato.training.loop import embed_split, load_split
-from sfumato.training.run import Run, load_run
+from sfumato.models.build import cache_folder
+from sfumato.models.run import Run, load_run
+from sfumato.models.splits import embed_split, load_split, load_splits
+from sfumato.studies.audit import prepare_listed
+from sfumato.studies.audit_scores import NEIGHBOURS, ListedScores, audit_pairs, wrong_probability, wrong_share
 
 ASKED = 1_000
 """Most images whose missing matches are asked for among all captions."""
@@ -86,10 +86,10 @@ def dense_scores(distance: np.ndarray, listed: np.ndarray, scale: float) -> dict
 
 
 def pair_scores(
-    images: GaussianEmbedding, texts: GaussianEmbedding, truth: Relevance, run: Run
+    images: GaussianEmbedding, texts: GaussianEmbedding, ground_truth: Relevance, run: Run
 ) -> tuple[ListedScores, dict[str, np.ndarray]]:
     """The package's scores of the listed pairs, and others, all high for suspects."""
-    listed, _ = audit_pairs(images, texts, truth, distance=run.distance)
+    listed, _ = audit_pairs(images, texts, ground_truth, distance=run.distance)
     image, text = torch.from_numpy(listed.image), torch.from_numpy(listed.text)
     d = listed.distance
     result = {
@@ -100,11 +100,11 @@ def pair_scores(
         "margin, text alone": d - listed.better_image_distance,
         "margin": d - (listed.better_text_distance + listed.better_image_distance) / 2,
         "excess": listed.excess,
-        "excess of means": audit_pairs(images, texts, truth, distance="squared_l2")[0].excess,
+        "excess of means": audit_pairs(images, texts, ground_truth, distance="squared_l2")[0].excess,
     }
     if images.n * texts.n <= DENSE:
         dense = get_distance(run.distance).matrix(images, texts).double().numpy()
-        for name, matrix in dense_scores(dense, truth.to_dense(), run.logit_scale).items():
+        for name, matrix in dense_scores(dense, ground_truth.to_dense(), run.logit_scale).items():
             result.setdefault(name, matrix[listed.image, listed.text])
     return listed, result
 
@@ -181,8 +181,8 @@ def trained(folder: Path, parts: Sequence[Path], resamples: int) -> dict[str, An
         if parts:
             chosen = images_of_part(data, *parse_part(run.recipe.data.leave_out))
         kept = np.unique(data.pairs[np.isin(data.pairs[:, 0], chosen), 1])
-        truth = data.relevance().select_queries(chosen).select_gallery(kept)
-        listed, scores = pair_scores(images[torch.from_numpy(chosen)], texts[torch.from_numpy(kept)], truth, run)
+        ground_truth = data.relevance().select_queries(chosen).select_gallery(kept)
+        listed, scores = pair_scores(images[torch.from_numpy(chosen)], texts[torch.from_numpy(kept)], ground_truth, run)
         for name, score in scores.items():
             every.setdefault(name, []).append(score if name.startswith("rank") else run.logit_scale * score)
         image, text = chosen[listed.image], kept[listed.text]
@@ -201,8 +201,8 @@ def hidden(folder: Path, split: str, share: float, resamples: int) -> dict[str, 
     random = np.random.default_rng(run.recipe.train.seed)
     gone = np.sort(random.permutation(len(pairs))[: round(share * len(pairs))])
     left = np.delete(pairs, gone, axis=0)
-    truth = Relevance.from_pairs(left[:, 0], left[:, 1], n_queries=images.n, n_gallery=texts.n)
-    listed, true = truth.to_dense(), prepared.data.relevance().to_dense()
+    ground_truth = Relevance.from_pairs(left[:, 0], left[:, 1], n_queries=images.n, n_gallery=texts.n)
+    listed, true = ground_truth.to_dense(), prepared.data.relevance().to_dense()
     distance = get_distance(run.distance).matrix(images, texts).double().numpy()
     scores = {"distance": distance, "distance of means": get_distance("squared_l2").matrix(images, texts).numpy()}
     scores |= dense_scores(distance, listed, run.logit_scale)
@@ -215,7 +215,7 @@ def hidden(folder: Path, split: str, share: float, resamples: int) -> dict[str, 
         at = {str(k): precision_at(score, y, k) for k in (100, 1000)}
         result["scores"][name] = {"auroc": auroc(score, y), "ap": as_list(ap), "precision": at}
     # What the command lists: the closest few of each item, each wording once.
-    _, found = audit_pairs(images, texts, truth, distance=run.distance, wording=prepared.data.texts)
+    _, found = audit_pairs(images, texts, ground_truth, distance=run.distance, wording=prepared.data.texts)
     hit = true[found.image, found.text]
     assert run.calibration is not None
     p = run.calibration.probability(torch.from_numpy(found.distance), n_gallery=images.n)
@@ -231,8 +231,8 @@ def hidden(folder: Path, split: str, share: float, resamples: int) -> dict[str, 
 
 def captions(folder: Path, resamples: int) -> dict[str, Any]:
     """Matches that COCO does not list, known from CxC and ECCV Caption, by images made of their own captions."""
-    truths = eccv_caption(folder)
-    listed = truths["coco_5k"].i2t
+    ground_truths = eccv_caption(folder)
+    listed = ground_truths["coco_5k"].i2t
     lines = (folder / "testall_caps.txt").read_text(encoding="utf-8").splitlines()
     texts = GaussianEmbedding.point(sentence_features(lines))
     own = torch.from_numpy(listed.indices).view(listed.n_queries, -1)
@@ -247,8 +247,8 @@ def captions(folder: Path, resamples: int) -> dict[str, Any]:
     del each
     result: dict[str, Any] = {}
     for name in ("cxc", "eccv"):
-        truth = truths[name].i2t
-        missing = truth.to_dense() & ~listed.to_dense()
+        ground_truth = ground_truths[name].i2t
+        missing = ground_truth.to_dense() & ~listed.to_dense()
         asked = np.flatnonzero(missing.any(1))
         asked = np.sort(np.random.default_rng(0).permutation(asked)[:ASKED])
         open_pairs = ~listed.to_dense()[asked]
@@ -268,7 +268,7 @@ def captions(folder: Path, resamples: int) -> dict[str, Any]:
                 "precision": {str(k): precision_at(score, y, k) for k in (100, 1000)},
             }
     _, found = audit_pairs(images, texts, listed, wording=lines)
-    known = truths["cxc"].i2t.to_dense() | truths["eccv"].i2t.to_dense()
+    known = ground_truths["cxc"].i2t.to_dense() | ground_truths["eccv"].i2t.to_dense()
     hit = known[found.image, found.text]
     result["candidates"] = {
         "n": len(found),

@@ -19,13 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.calibration import METHODS, N_STEPS, Calibration, Direction, QueryScores
+from sfumato.calibration.calibrator import METHODS, N_STEPS, Calibration, QueryScores
+from sfumato.direction import Direction
 from sfumato.distances import get_distance
 from sfumato.matching import match_probability
-from sfumato.metrics.calibration import compare_calibration
-from sfumato.training.calibrating import calibrate_split
-from sfumato.training.loop import embed_split, load_split
-from sfumato.training.run import Run, learnt_logits, load_run
+from sfumato.metrics.reliability import compare_calibration
+from sfumato.models.calibrate import calibrate_split
+from sfumato.models.run import Run, learnt_logits, load_run
+from sfumato.models.splits import embed_split, load_split
 
 LEVELS = (0.8, 0.9, 0.95)
 RISKS = (0.5, 0.3, 0.2, 0.1)

@@ -38,22 +38,23 @@ from torch import Tensor
 
 from sfumato.distances import get_distance
 from sfumato.evaluation import benchmarks
+from sfumato.evaluation.benchmark_ground_truths import eccv_caption
 from sfumato.evaluation.benchmarks import evaluate_benchmarks, evaluate_score_matrix
-from sfumato.evaluation.truths import Truth, eccv_caption
+from sfumato.evaluation.ground_truth import GroundTruth
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.ranking import distance_blocks
+from sfumato.search.exact import distance_blocks
 
 SECONDS, MEGABYTES, ROUNDING = 3.0, 1024.0, 1e-12
 NAMES = {"r1": "recall@1", "r5": "recall@5", "r10": "recall@10", "map_at_r": "map@r", "rprecision": "r_precision"}
 BENCHMARKS = ("coco_5k", "coco_1k", "cxc", "eccv")
 
 
-def synthetic(truth: Truth, d: int, seed: int) -> tuple[GaussianEmbedding, GaussianEmbedding]:
+def synthetic(ground_truth: GroundTruth, d: int, seed: int) -> tuple[GaussianEmbedding, GaussianEmbedding]:
     """Unit means, captions about as far from their image as a good model leaves them; total variances about 0.3."""
     generator = torch.Generator().manual_seed(seed)
-    n, m = len(truth.image_ids), len(truth.text_ids)
+    n, m = len(ground_truth.image_ids), len(ground_truth.text_ids)
     image = torch.nn.functional.normalize(torch.randn(n, d, generator=generator), dim=1)
-    own = torch.from_numpy(truth.t2i.indices)
+    own = torch.from_numpy(ground_truth.t2i.indices)
     text = image[own] + 4 * torch.randn(m, d, generator=generator) / d**0.5
     log_vars = [torch.randn(k, d, generator=generator) / 2 + torch.log(torch.tensor(0.3 / d)) for k in (n, m)]
     text = torch.nn.functional.normalize(text, dim=1)
@@ -97,10 +98,10 @@ def timed(function: Callable[[], Any], repeats: int) -> tuple[Any, dict[str, flo
     return result, {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
-def official(scores: np.ndarray, truth: Truth) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+def official(scores: np.ndarray, ground_truth: GroundTruth) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     """Figures and seconds of the official package: sorting, its dictionaries, its metrics."""
     metrics = importlib.import_module("eccv_caption").Metrics()
-    images, captions = (np.array(ids, np.int64) for ids in (truth.image_ids, truth.text_ids))
+    images, captions = (np.array(ids, np.int64) for ids in (ground_truth.image_ids, ground_truth.text_ids))
     seconds, lists = {"sort": 0.0, "dictionaries": 0.0, "metrics": 0.0}, []
     for rows, queries, gallery in ((scores, images, captions), (scores.T, captions, images)):
         start = time.perf_counter()
@@ -123,9 +124,9 @@ def official(scores: np.ndarray, truth: Truth) -> tuple[dict[str, dict[str, floa
 def measure(what: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One form, in this process."""
     torch.set_num_threads(arguments.threads)
-    truths = eccv_caption(arguments.folder)
-    chosen = [truths[name] for name in BENCHMARKS]
-    whole, scores = truths["coco_5k"], folder / "scores.npy"
+    ground_truths = eccv_caption(arguments.folder)
+    chosen = [ground_truths[name] for name in BENCHMARKS]
+    whole, scores = ground_truths["coco_5k"], folder / "scores.npy"
     images, texts = synthetic(whole, arguments.d, arguments.seed)
     if what == "write":
         stored = np.lib.format.open_memmap(scores, "w+", np.float32, (images.n, texts.n))

@@ -32,10 +32,11 @@ from PIL import Image
 from sfumato.data.listings import list_folder
 from sfumato.data.transforms import decode_image
 from sfumato.encoders.clip import clip_image_encoder
-from sfumato.encoders.dual import DualEncoder, FeatureInput, PixelReader, Tower
+from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
 from sfumato.encoders.efficientnet import EfficientNetEncoder
 from sfumato.encoders.heads import GaussianHead
-from sfumato.training.ingest import embed_collection
+from sfumato.encoders.processors import PixelProcessor
+from sfumato.models.ingest import embed_collection
 
 SIDE, DIM = 224, 512
 
@@ -58,10 +59,10 @@ def build(encoder_name: str, device: str) -> Any:
         if encoder_name == "efficientnet"
         else clip_image_encoder(architecture="ViT-B/32")
     )
-    reader = PixelReader(SIDE)
+    processor = PixelProcessor(SIDE)
     model = DualEncoder(
-        Tower(reader, encoder, GaussianHead(encoder.channels, DIM)),
-        Tower(reader, FeatureInput(3, 0.0), GaussianHead(3, DIM)),
+        Tower(processor, encoder, GaussianHead(encoder.channels, DIM)),
+        Tower(processor, FeatureInput(3, 0.0), GaussianHead(3, DIM)),
     )
     return SimpleNamespace(model=model.to(device).eval(), distance="csd")
 
@@ -102,7 +103,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    matcher = build(options.encoder, options.device)
+    retrieval_model = build(options.encoder, options.device)
     forms = ["bare", *(f"{workers} workers" for workers in options.workers)]
     rates: dict[str, list[float]] = {form: [] for form in forms}
     busy: dict[str, list[float]] = {form: [] for form in forms}
@@ -115,13 +116,13 @@ def main() -> None:
         for kind in ("threads", "processes"):
             for workers in options.workers:
                 decoding[f"{kind} {workers}"] = decode_rate(kind, workers, data)
-        tower = matcher.model.image
-        store, _ = tower.reader.read([partial(io.BytesIO.getvalue, io.BytesIO(item)) for item in data])
+        tower = retrieval_model.model.image
+        store, _ = tower.processor.read([partial(io.BytesIO.getvalue, io.BytesIO(item)) for item in data])
         tower.embed(store, np.arange(options.batch), batch_size=options.batch)
         listing = list_folder(folder, part_size=128)
 
         def whole(out: Path, workers: int) -> None:
-            embed_collection(matcher, listing, out, workers=workers, batch_size=options.batch)
+            embed_collection(retrieval_model, listing, out, workers=workers, batch_size=options.batch)
 
         for repeat in range(options.repeats):
             runs: list[Callable[[], Any]] = [lambda: tower.embed(store, batch_size=options.batch)]

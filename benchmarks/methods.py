@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.evaluation.compare import main_figures, over_seeds
-from sfumato.recipes import find_recipe
-from sfumato.training.config import Recipe, load_recipe
-from sfumato.training.inference import evaluate_run
+from sfumato.models.embed import evaluate_run
+from sfumato.models.recipe import Recipe, find_recipe, load_recipe
+from sfumato.models.run import LAST, RECIPE, load_run
 from sfumato.training.loop import fit
-from sfumato.training.run import LAST, RECIPE, load_run
 
 COST = "cost.json"
 """In a run's folder: what training took."""

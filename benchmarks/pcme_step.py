@@ -35,8 +35,8 @@ from sfumato.encoders.features import Inputs
 from sfumato.encoders.heads import GaussianHead
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import MatchLoss, PCMELoss, PCMEPPLoss
-from sfumato.training.config import OptimConfig
-from sfumato.training.distributed import World, alone
+from sfumato.models.process_group import ProcessGroup, alone
+from sfumato.models.recipe import OptimConfig
 from sfumato.training.optim import build_optimiser, clip_gradients
 from sfumato.training.step import TrainBatch, forward_backward
 
@@ -82,7 +82,7 @@ def stepper(
     loss: MatchLoss,
     optimiser: torch.optim.Optimizer,
     batch: TrainBatch,
-    world: World,
+    process_group: ProcessGroup,
     options: argparse.Namespace,
 ) -> Callable[[], None]:
     """One step of training."""
@@ -90,7 +90,7 @@ def stepper(
 
     def run() -> None:
         optimiser.zero_grad(set_to_none=True)
-        forward_backward(model, loss, batch, world, epoch=0, low_precision=options.bfloat16)
+        forward_backward(model, loss, batch, process_group, epoch=0, low_precision=options.bfloat16)
         clip_gradients(trained, 2.0)
         optimiser.step()
         if options.device == "cuda":
@@ -122,8 +122,8 @@ def prepared(forms: tuple[str, ...], options: argparse.Namespace) -> dict[str, C
     model, losses = build_model(options), {form: build_loss(form, options) for form in forms}
     everything = torch.nn.ModuleList(losses.values())
     optimiser = build_optimiser(model, everything, OptimConfig(name=options.optimiser, lr=1e-5))  # type: ignore[arg-type]
-    batch, world = batch_of(options), alone(torch.device(options.device))
-    return {form: stepper(model, loss, optimiser, batch, world, options) for form, loss in losses.items()}
+    batch, process_group = batch_of(options), alone(torch.device(options.device))
+    return {form: stepper(model, loss, optimiser, batch, process_group, options) for form, loss in losses.items()}
 
 
 def peak(form: str, options: argparse.Namespace) -> float:

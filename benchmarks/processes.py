@@ -22,43 +22,43 @@ from match_loss import inputs, peak_mb
 
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import PairShare, PCMEPPLoss, loss_of_share
-from sfumato.training.distributed import World, join_world
+from sfumato.models.process_group import ProcessGroup, join_process_group
 
 
-def step(world: World, b: int, d: int, max_pairs: int) -> float:
+def step(process_group: ProcessGroup, b: int, d: int, max_pairs: int) -> float:
     """One forward and backward pass of this process's share; its part of the loss."""
     parts = inputs(b, d)
-    own = torch.from_numpy(world.part(b))
-    counts = world.counts(len(own))
+    own = torch.from_numpy(process_group.part(b))
+    counts = process_group.counts(len(own))
     mine = [GaussianEmbedding(m[own].detach(), v[own].detach()) for m, v in (parts[:2], parts[2:])]
     del parts
-    image, text = (world.gather_embeddings(x, counts) for x in mine)
+    image, text = (process_group.gather_embeddings(x, counts) for x in mine)
     leaves = [value.requires_grad_() for x in (image, text) for value in (x.mean, x.log_var)]
     rows = slice(int(own[0]), int(own[-1]) + 1)
     match = torch.zeros(len(own), b)
     match[torch.arange(len(own)), own] = 1
-    alone = world.size == 1
+    alone = process_group.size == 1
     share = PairShare(image if alone else image[rows], text if alone else text[rows], image, text, match, match)
     loss = PCMEPPLoss()
-    output = loss_of_share(loss, share, max_pairs=max_pairs, total=world.total)
+    output = loss_of_share(loss, share, max_pairs=max_pairs, total=process_group.total)
     output.total.backward()
     for leaf in leaves:
         assert leaf.grad is not None
-        world.total(leaf.grad)
-    return float(world.total(output.total))
+        process_group.total(leaf.grad)
+    return float(process_group.total(output.total))
 
 
 def work(b: int, d: int, max_pairs: int, repeats: int) -> dict[str, Any]:
     """Median seconds and extra memory of this process."""
     torch.set_num_threads(1)
-    with join_world(lambda _: torch.device("cpu"), 5) as world:
-        step(world, 8, d, max_pairs)
+    with join_process_group(lambda _: torch.device("cpu"), 5) as process_group:
+        step(process_group, 8, d, max_pairs)
         before = peak_mb(reset=True)
-        value = step(world, b, d, max_pairs)
+        value = step(process_group, b, d, max_pairs)
         times = []
         for _ in range(repeats):
             start = time.perf_counter()
-            step(world, b, d, max_pairs)
+            step(process_group, b, d, max_pairs)
             times.append(time.perf_counter() - start)
         return {"seconds": sorted(times)[len(times) // 2], "extra_mb": peak_mb() - before, "value": value}
 

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.exact import closest_candidates, top_k
 from sfumato.search.index import GaussianIndex
 from sfumato.search.lifting import gallery_centre, lift_gallery, lift_queries
-from sfumato.search.ranking import closest_candidates, top_k
 from sfumato.search.stores.faiss import FaissOptions, FaissStore
 
 K = 10
@@ -54,9 +54,9 @@ def true_top(queries: GaussianEmbedding, gallery: GaussianEmbedding) -> Tensor:
     return top_k(queries.to(torch.float64), gallery.to(torch.float64), K)[1]
 
 
-def recall(found: Tensor, truth: Tensor) -> float:
+def recall(found: Tensor, ground_truth: Tensor) -> float:
     """Share of the truth among what was found."""
-    return float((truth.unsqueeze(2) == found.unsqueeze(1)).any(2).float().mean())
+    return float((ground_truth.unsqueeze(2) == found.unsqueeze(1)).any(2).float().mean())
 
 
 def search_and_rerank(
@@ -84,11 +84,15 @@ def timed(function: Callable[[], Tensor], repeats: int = 3) -> tuple[Tensor, flo
 def run(items: int, n_queries: int, d: int, tail: float, seed: int) -> dict[str, Any]:
     """All measurements."""
     gallery, queries = synthetic(items, d, tail, seed), synthetic(n_queries, d, tail, seed + 1)
-    truth, ids = true_top(queries, gallery), [str(i) for i in range(items)]
+    ground_truth, ids = true_top(queries, gallery), [str(i) for i in range(items)]
     index = GaussianIndex.build(gallery, ids)
     found, exact_seconds = timed(partial(nearest, index, queries))
     engines: dict[str, Any] = {
-        "exact": {"recall": recall(found, truth), "ms_per_query": 1000 * exact_seconds / n_queries, "speed_up": 1.0}
+        "exact": {
+            "recall": recall(found, ground_truth),
+            "ms_per_query": 1000 * exact_seconds / n_queries,
+            "speed_up": 1.0,
+        }
     }
     for engine in ("flat", "hnsw", "ivf"):
         start = time.perf_counter()
@@ -96,15 +100,15 @@ def run(items: int, n_queries: int, d: int, tail: float, seed: int) -> dict[str,
         built = time.perf_counter() - start
         found, seconds = timed(partial(nearest, index, queries))
         engines[engine] = {
-            "recall": recall(found, truth),
+            "recall": recall(found, ground_truth),
             "ms_per_query": 1000 * seconds / n_queries,
             "speed_up": exact_seconds / seconds,
             "build_seconds": built,
         }
-    return {"engines": engines, "equal_cost": equal_cost(queries, gallery, truth)}
+    return {"engines": engines, "equal_cost": equal_cost(queries, gallery, ground_truth)}
 
 
-def equal_cost(queries: GaussianEmbedding, gallery: GaussianEmbedding, truth: Tensor) -> list[dict[str, Any]]:
+def equal_cost(queries: GaussianEmbedding, gallery: GaussianEmbedding, ground_truth: Tensor) -> list[dict[str, Any]]:
     """Lifted against means and re-ranking: same engine, same effort, same number of candidates."""
     centre = gallery_centre(gallery)
     rows = []
@@ -120,7 +124,7 @@ def equal_cost(queries: GaussianEmbedding, gallery: GaussianEmbedding, truth: Te
                 store.options = FaissOptions(ef_search=c)
                 vectors = lift_queries(queries, distance, centre=centre)
                 found, seconds = timed(partial(search_and_rerank, store, vectors, queries, gallery, c))
-                row[name] = {"recall": recall(found, truth), "ms_per_query": 1000 * seconds / queries.n}
+                row[name] = {"recall": recall(found, ground_truth), "ms_per_query": 1000 * seconds / queries.n}
             row["recall_gain"] = row["lifted"]["recall"] - row["means"]["recall"]
             row["time_ratio"] = row["lifted"]["ms_per_query"] / row["means"]["ms_per_query"]
             rows.append(row)

@@ -11,12 +11,12 @@ from PIL import Image
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.small import train_tokenizer
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.models.build import Assets, build_model
+from sfumato.models.recipe import ModelConfig
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import GaussianIndex
-from sfumato.serve.pictures import UploadedPictures
-from sfumato.serve.sources import Shelf, Sources
-from sfumato.training.build import Assets, build_model
-from sfumato.training.config import ModelConfig
+from sfumato.serve.image_files import UploadedPictures
+from sfumato.serve.served import Shelf, Sources
 
 WORDS = (
     "red",

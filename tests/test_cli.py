@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from toy import make_toy
+from support.toy import make_toy
 
 from sfumato import cli, load_embeddings
 from sfumato.errors import UserError
@@ -218,9 +218,9 @@ def test_every_official_figure_from_the_command_line(shared, sfumato, tmp_path):
     names = {"r1": "recall@1", "r5": "recall@5", "r10": "recall@10", "map_at_r": "map@r", "rprecision": "r_precision"}
     checked = 0
     for name, values in official.items():
-        truth, _, metric = name.partition("_") if not name.startswith("coco") else (name[:7], "", name[8:])
+        ground_truth, _, metric = name.partition("_") if not name.startswith("coco") else (name[:7], "", name[8:])
         for direction, value in values.items():
-            ours = found["truths"][truth][direction][names[metric]]
+            ours = found["truths"][ground_truth][direction][names[metric]]
             assert ours == pytest.approx(value, abs=1e-12), (name, direction)
             checked += 1
     assert status == 0 and checked == 2 * len(official) >= 28
@@ -584,7 +584,7 @@ def test_who_interrupts_is_told_what_is_left(sfumato, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sfumato.recipes.recipe_files", interrupted)
+    monkeypatch.setattr("sfumato.models.recipe.recipe_files", interrupted)
     status, out, err = sfumato("recipes")
     assert status == 130 and not out and "interrupted. Nothing is half written" in err
 

@@ -10,9 +10,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import references
 import torch
-from largest import LargestTensor
+from support import references
+from support.largest import LargestTensor
 from torch.distributions import Independent, Normal, kl_divergence
 
 from sfumato.distances import DISTANCES, average_l2_matrix, csd_matrix, elk_matrix, get_distance

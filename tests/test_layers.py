@@ -1,4 +1,4 @@
-"""Which part of the package may import which: the arrows of the house go one way."""
+"""Which module may import which: part by part, and inside each folder module by module. The arrows go one way."""
 
 import ast
 from pathlib import Path
@@ -7,137 +7,271 @@ import sfumato
 
 SOURCE = Path(sfumato.__file__).parent
 
-# A part is a top-level module or folder. It may import the parts named here, and itself.
-ALLOWED: dict[str, set[str]] = {
+# A part is a top-level module or a folder. It may import the parts named here, and itself.
+PARTS: dict[str, set[str]] = {
     "errors": set(),
     "files": set(),
     "progress": set(),
+    "direction": set(),
     "gaussian": {"files"},
-    "foreign": {"gaussian"},
     "distances": {"gaussian"},
-    "densities": {"distances", "gaussian"},
+    "inclusion": {"gaussian"},
     "matching": {"distances", "gaussian"},
-    "losses": {"distances", "gaussian", "matching"},
     "metrics": set(),
-    "calibration": {"errors", "files", "matching", "metrics"},
-    "search": {"calibration", "distances", "errors", "files", "gaussian", "matching", "metrics"},
-    "evaluation": {
-        *("data", "distances", "errors", "files", "foreign", "gaussian", "losses", "matching", "metrics", "search"),
-    },
-    "data": {"errors", "files", "metrics"},
-    "encoders": {"calibration", "data", "errors", "files", "gaussian"},
-    "recipes": {"errors"},
-    "training": {
+    "calibration": {"direction", "errors", "files", "matching", "metrics"},
+    "data": {"errors", "files", "gaussian", "metrics"},
+    "encoders": {"data", "errors", "files", "gaussian"},
+    "losses": {"distances", "gaussian", "inclusion", "matching"},
+    "search": {"calibration", "direction", "distances", "errors", "files", "gaussian", "matching", "metrics"},
+    "evaluation": {"data", "distances", "errors", "files", "gaussian", "inclusion", "matching", "metrics", "search"},
+    "models": {
         "calibration",
-        *("data", "distances", "encoders", "errors", "evaluation", "files", "gaussian", "losses", "matching"),
-        *("metrics", "progress", "search"),
+        "data",
+        "direction",
+        "distances",
+        "encoders",
+        "errors",
+        "evaluation",
+        "files",
+        "gaussian",
+        "losses",
+        "matching",
+        "metrics",
+        "progress",
+        "search",
     },
-    "analysis": {
-        *("data", "distances", "encoders", "errors", "evaluation", "files", "gaussian", "losses", "metrics"),
-        *("progress", "search", "training"),
+    "training": {
+        "data",
+        "distances",
+        "encoders",
+        "errors",
+        "evaluation",
+        "files",
+        "gaussian",
+        "losses",
+        "metrics",
+        "models",
+        "progress",
     },
-    "audit": {"data", "errors", "evaluation", "files", "gaussian", "metrics", "progress", "search", "training"},
-    "console": {"evaluation", "metrics"},
+    "studies": {
+        "data",
+        "distances",
+        "encoders",
+        "errors",
+        "evaluation",
+        "files",
+        "gaussian",
+        "inclusion",
+        "losses",
+        "metrics",
+        "models",
+        "progress",
+        "search",
+        "training",
+    },
+    "reports": {
+        "data",
+        "encoders",
+        "evaluation",
+        "files",
+        "gaussian",
+        "matching",
+        "metrics",
+        "models",
+        "search",
+        "studies",
+    },
     "demo": {
-        "console",
         "data",
         "evaluation",
         "files",
         "gaussian",
         "matching",
         "metrics",
-        "recipes",
+        "models",
+        "reports",
         "search",
         "training",
     },
-    "serve": {"analysis", "data", "encoders", "errors", "files", "gaussian", "search", "training"},
-    "toy": {"files", "gaussian", "losses", "progress"},
-    "prompts": {"encoders", "errors", "gaussian", "progress", "search", "training"},
-    "zeroshot": {
-        *("data", "distances", "errors", "evaluation", "gaussian", "metrics", "progress", "prompts", "training"),
-    },
+    "serve": {"data", "encoders", "errors", "files", "gaussian", "models", "search", "studies"},
     "cli": {
-        "analysis",
-        "audit",
-        "console",
         "data",
         "demo",
         "errors",
         "evaluation",
         "gaussian",
+        "models",
         "progress",
-        "prompts",
-        "recipes",
+        "reports",
         "search",
         "serve",
-        "toy",
+        "studies",
         "training",
-        "zeroshot",
     },
     "__main__": {"cli"},
-    "__init__": {
-        "analysis",
-        "audit",
-        "calibration",
-        "data",
-        "densities",
-        "distances",
-        "encoders",
-        "evaluation",
-        "foreign",
-        "gaussian",
-        "losses",
-        "matching",
-        "metrics",
-        "prompts",
-        "search",
-        "training",
-        "zeroshot",
-    },
+    "__init__": set(),
 }
 
+# The floors of each folder, lowest first. A module may import modules of lower floors of its folder, none of its own floor.
+FLOORS: dict[str, list[str]] = {
+    "metrics": [
+        "relevance reliability selective uncertainty",
+        "retrieval",
+    ],
+    "calibration": [
+        "platt",
+        "calibrator",
+    ],
+    "data": [
+        "augment embedding_files problems transforms",
+        "corruptions images",
+        "pairs",
+        "emoji folds grading karpathy manifest noise region_features shards",
+        "labelled listings",
+    ],
+    "encoders": [
+        "features package_weights",
+        "clip efficientnet heads resnet small",
+        "frozen gru processors unc_token",
+        "dual",
+        "regions",
+    ],
+    "losses": [
+        "base dispersion",
+        "infonce pcme prolip triplet",
+        "daa pcmepp pvse",
+    ],
+    "search": [
+        "atomic_folder exact lifting parts stores stores.faiss stores.protocol",
+        "gallery stores.segments stores.store_url",
+        "collection index stores.local stores.milvus stores.pgvector",
+        "stores.rerank",
+    ],
+    "evaluation": [
+        "estimators ground_truth protocols published",
+        "benchmark_ground_truths trust",
+        "benchmarks",
+        "compare strategies",
+        "embedded_input",
+    ],
+    "models": [
+        "ingest process_group pretrained_layouts recipe",
+        "build pretrained splits",
+        "extract_regions run",
+        "calibrate embed export",
+        "galleries trust_run",
+    ],
+    "training": [
+        "optim step",
+        "batches variance_stage",
+        "loop",
+        "ablation",
+    ],
+    "studies": [
+        "audit_scores corruption crops maps prompts toy words",
+        "audit crop_study sets zeroshot",
+        "analyse",
+    ],
+    "reports": [
+        "console drawing",
+        "analysis_views audit_page crop_page",
+        "report",
+        "model_report",
+        "analysis_page",
+    ],
+    "serve": [
+        "schemas",
+        "documentation image_files settings",
+        "guard served",
+        "answering batching",
+        "service",
+        "forms server writing",
+        "app",
+    ],
+    "cli": [
+        "common",
+        "embedding evaluating searching studying trying",
+    ],
+}
 
-def part_of(path: Path) -> str:
-    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+# What must not be reached, through whatever lies between.
+NEVER = [("serve", "training"), ("evaluation", "training"), ("models", "training"), ("search", "models")]
+
+
+def name_of(path: Path) -> str:
+    """The dotted name below sfumato; a folder's __init__ is the folder."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+MODULES = {name_of(path): path for path in SOURCE.rglob("*.py")}
 
 
 def imports_of(path: Path) -> set[str]:
-    parts = set()
+    """The modules of sfumato that a file imports, inside functions too."""
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        names = []
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
-            names = [node.module or ""]
-            if node.module == "sfumato":
-                names = [f"sfumato.{alias.name}" for alias in node.names if alias.name != "__version__"]
+            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module else []
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        parts |= {name.split(".")[1] for name in names if name.startswith("sfumato.")}
-    return parts
+        else:
+            continue
+        for name in names:
+            inside = name.removeprefix("sfumato.")
+            if inside == name or inside == "__version__":
+                continue
+            known = inside if inside in MODULES else inside.rpartition(".")[0]
+            assert known in MODULES, f"{path}:{node.lineno}: there is no module sfumato.{inside}"
+            found.add(known)
+    return found
 
 
-def test_imports_follow_the_table():
-    wrong = {}
-    for path in SOURCE.rglob("*.py"):
-        part = part_of(path)
-        assert part in ALLOWED, f"{path}: a new part; give it a row in this table"
-        if extra := imports_of(path) - ALLOWED[part] - {part}:
-            wrong[str(path.relative_to(SOURCE))] = sorted(extra)
+IMPORTS = {name: imports_of(path) - {name} for name, path in MODULES.items()}
+
+
+def part_of(name: str) -> str:
+    return name.split(".")[0]
+
+
+def test_parts_import_what_the_table_says():
+    found: dict[str, set[str]] = {part_of(name): set() for name in MODULES}
+    for name, imported in IMPORTS.items():
+        found[part_of(name)] |= {part_of(other) for other in imported} - {part_of(name)}
+    assert found == PARTS, "a new part or a new arrow; say it in PARTS, or leave it out of the code"
+
+
+def test_modules_import_from_lower_floors_of_their_folder():
+    floor_of = {
+        f"{part}.{name}": k for part, rows in FLOORS.items() for k, row in enumerate(rows) for name in row.split()
+    }
+    inside = {name for name in MODULES if "." in name}
+    assert set(floor_of) == inside, f"modules without a floor, or floors without a module: {set(floor_of) ^ inside}"
+    wrong = {
+        name: sorted(up)
+        for name in inside
+        if (up := {o for o in IMPORTS[name] if part_of(o) == part_of(name) and floor_of.get(o, -1) >= floor_of[name]})
+    }
     assert not wrong
 
 
-def test_the_table_has_no_rows_and_no_arrows_to_spare():
-    found: dict[str, set[str]] = {}
-    for path in SOURCE.rglob("*.py"):
-        found.setdefault(part_of(path), set()).update(imports_of(path) - {part_of(path)})
-    assert {
-        part: arrows - found.get(part, set()) for part, arrows in ALLOWED.items() if arrows - found.get(part, set())
-    } == {}
+def test_no_module_imports_itself_through_others():
+    left = dict(IMPORTS)
+    while ready := [name for name, imported in left.items() if not imported & set(left)]:
+        for name in ready:
+            del left[name]
+    assert not left, f"a cycle among {sorted(left)}"
 
 
-def test_the_arrows_make_no_ring():
-    done: set[str] = set()
-    while len(done) < len(ALLOWED):
-        ready = {part for part, arrows in ALLOWED.items() if part not in done and arrows <= done}
-        assert ready, f"a ring among {sorted(set(ALLOWED) - done)}"
-        done |= ready
+def test_what_must_not_be_reached_is_not_reached():
+    for start, end in NEVER:
+        reached = {name for name in MODULES if part_of(name) == start}
+        while more := {other for name in reached for other in IMPORTS[name]} - reached:
+            reached |= more
+        assert not {name for name in reached if part_of(name) == end}, f"{start} reaches {end}"
+
+
+def test_no_two_modules_have_one_name():
+    last = [name.rpartition(".")[2] for name in MODULES]
+    assert sorted(set(last)) == sorted(last), sorted({name for name in last if last.count(name) > 1})

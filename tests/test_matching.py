@@ -6,8 +6,9 @@ import pytest
 import scipy.optimize
 import torch
 
+from sfumato.calibration.platt import fit_logits
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.matching import MatchingLogits, fit_logits, match_probability, sampled_match_log_probability
+from sfumato.matching import MatchingLogits, match_probability, sampled_match_log_probability
 
 
 def test_probability_falls_with_distance():

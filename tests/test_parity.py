@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
 
 from sfumato.distances import DISTANCES, reduce_sample_distances
-from sfumato.encoders.pooling import GPO
+from sfumato.encoders.heads import GPO
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import pcmepp_loss, pseudo_positives, vib_loss
 from sfumato.matching import match_logit, sampled_match_log_probability

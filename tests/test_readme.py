@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from toy import make_toy
+from support.toy import make_toy
 
 from sfumato.cli import app
-from sfumato.recipes import find_recipe
-from sfumato.training.config import load_recipe
+from sfumato.models.recipe import find_recipe, load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -7,9 +7,16 @@ from itertools import takewhile
 import pytest
 
 from sfumato.errors import UserError
-from sfumato.recipes import find_recipe, recipe_files, recipe_summary
-from sfumato.training.build import build_loss
-from sfumato.training.config import Recipe, check_recipe, load_recipe, save_recipe
+from sfumato.models.build import build_loss
+from sfumato.models.recipe import (
+    Recipe,
+    check_recipe,
+    find_recipe,
+    load_recipe,
+    recipe_files,
+    recipe_summary,
+    save_recipe,
+)
 
 PUBLISHED = [name for name in recipe_files() if name.startswith(("coco-", "pretrain-"))]
 MEASURES = 13  # columns of the tables of COCO: three of ECCV Caption, three recalls of CxC, 1K and 5K each, RSUM

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from sfumato import __version__
-from sfumato.console import print_evaluation, print_search
 from sfumato.data.emoji import emoji_names
 from sfumato.data.pairs import PairData
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval, table_rows
@@ -19,15 +18,16 @@ from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
 from sfumato.metrics.uncertainty import balanced_spearman, spearman
-from sfumato.recipes import find_recipe
+from sfumato.models.embed import evaluate_run
+from sfumato.models.galleries import Source, build_index, describe
+from sfumato.models.recipe import find_recipe, load_recipe
+from sfumato.models.run import Run, load_run
+from sfumato.models.splits import embed_split, load_split
+from sfumato.reports.console import print_evaluation, print_search
+from sfumato.search.exact import top_k
+from sfumato.search.gallery import MANY, verdict
 from sfumato.search.index import GaussianIndex
-from sfumato.search.ranking import top_k
-from sfumato.search.verdict import MANY, verdict
-from sfumato.training.config import load_recipe
-from sfumato.training.galleries import Source, build_index, describe
-from sfumato.training.inference import evaluate_run
-from sfumato.training.loop import embed_split, fit, load_split
-from sfumato.training.run import Run, load_run
+from sfumato.training.loop import fit
 
 RECIPE = "emoji-demo"
 
@@ -113,7 +113,7 @@ def _page(
     counts = data.relevance().transpose().counts
     variance = texts.total_variance.numpy()
     balanced = balanced_spearman(expected, counts), balanced_spearman(variance, counts)
-    environment = jinja2.Environment(loader=jinja2.PackageLoader("sfumato"), autoescape=True, trim_blocks=True)
+    environment = jinja2.Environment(loader=jinja2.PackageLoader("sfumato.reports"), autoescape=True, trim_blocks=True)
     page: str = environment.get_template("demo.html.j2").render(
         version=__version__,
         n_images=len(index),

@@ -63,17 +63,17 @@ def test_names_and_tags_are_true_of_exactly_the_concepts_that_carry_them(splits,
             carriers.setdefault(" ".join(wording.lower().split()), set()).add(code)
     for data in splits.values():
         shown = {concept_of(i) for i in data.image_ids}
-        truth: dict[str, set[str]] = {}
+        ground_truth: dict[str, set[str]] = {}
         for i, t in data.pairs.tolist():
-            truth.setdefault(data.texts[t], set()).add(concept_of(data.image_ids[i]))
+            ground_truth.setdefault(data.texts[t], set()).add(concept_of(data.image_ids[i]))
         for text, kind in zip(data.texts, data.text_kinds, strict=True):
             if kind in ("name", "tag"):
-                assert truth[text] >= carriers[text] & shown, text
+                assert ground_truth[text] >= carriers[text] & shown, text
             # A wording can be that of a group or subgroup as well: then whole ones of them are true besides.
-            besides = truth[text] - carriers.get(text, set())
+            besides = ground_truth[text] - carriers.get(text, set())
             for key in ("subgroup", "group"):
                 whole = {c: {o for o in shown if concepts[o][key] == concepts[c][key]} for c in besides}
-                besides -= {c for c, members in whole.items() if members <= truth[text]}
+                besides -= {c for c, members in whole.items() if members <= ground_truth[text]}
             assert not besides, text
         # No wording that is carried by something shown is left out.
         assert {w for w, own in carriers.items() if own & shown} <= set(data.texts)

@@ -5,10 +5,11 @@ import re
 
 import numpy as np
 import pytest
-from pairs import many_to_many
+from support.pairs import many_to_many
 
 from sfumato.data.grading import Grades
-from sfumato.data.pairs import FileImage, PairData, PairSampler, make_pair_data
+from sfumato.data.images import FileImage
+from sfumato.data.pairs import PairData, PairSampler, make_pair_data
 
 CAPTIONS = [
     ["A dog runs on the grass.", "The brown dog, running; a DOG!"],

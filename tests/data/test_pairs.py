@@ -8,21 +8,22 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from pairs import captions, many_to_many
+from support.pairs import captions, many_to_many
 
-from sfumato.data.pairs import FileImage, PairData, PairSampler, TarArchive, TarImage, ZipImage, make_pair_data
+from sfumato.data.images import FileImage, TarArchive, TarImage, ZipImage
+from sfumato.data.pairs import PairData, PairSampler, make_pair_data
 from sfumato.data.problems import Problem, Problems
 from sfumato.errors import UserError
 
 
 def test_match_equals_a_loop_over_the_pairs():
     data = many_to_many()
-    truth = {(int(i), int(t)) for i, t in data.pairs}
+    ground_truth = {(int(i), int(t)) for i, t in data.pairs}
     random = np.random.default_rng(1)
     images, texts = random.integers(0, 23, 11), random.integers(0, 17, 13)
     match = data.match(images, texts)
     assert match.shape == (11, 13) and match.dtype == np.float32
-    assert match.tolist() == [[float((i, t) in truth) for t in texts.tolist()] for i in images.tolist()]
+    assert match.tolist() == [[float((i, t) in ground_truth) for t in texts.tolist()] for i in images.tolist()]
     assert 0 < match.mean() < 1
     dense = data.match(np.arange(23), np.arange(17))
     assert np.array_equal(dense.astype(bool), data.relevance().to_dense())

@@ -14,7 +14,8 @@ import pytest
 from PIL import Image
 
 from sfumato.data.emoji import load_emoji
-from sfumato.data.pairs import FileImage, make_pair_data
+from sfumato.data.images import FileImage
+from sfumato.data.pairs import make_pair_data
 from sfumato.data.problems import Problems
 from sfumato.data.shards import ShardStream, expand_shards, write_shards
 from sfumato.errors import UserError

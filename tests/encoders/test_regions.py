@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from sfumato.data.regions import regions_to_bytes
+from sfumato.data.region_features import regions_to_bytes
 from sfumato.encoders.features import Inputs
-from sfumato.encoders.regions import GraphLayer, RegionEncoder, RegionReader, RegionReasoning
+from sfumato.encoders.regions import GraphLayer, RegionEncoder, RegionProcessor, RegionReasoning
 
 
 def layer_of(width, seed=0):
@@ -179,7 +179,7 @@ def test_a_store_reads_what_a_batch_needs_and_pads_it():
 
     failed = {}
     items = [item(0), lambda: b"no features", item(1), item(2)]
-    store, kept = RegionReader(5).read(items, on_error=lambda i, error: failed.update({i: str(error)}))
+    store, kept = RegionProcessor(5).read(items, on_error=lambda i, error: failed.update({i: str(error)}))
     assert kept.tolist() == [0, 2, 3] and len(store) == 3 and list(failed) == [1] and reads == [0, 1, 2]
     batch = store.batch(np.array([2, 1]))
     assert reads == [0, 1, 2, 2, 1]
@@ -187,7 +187,7 @@ def test_a_store_reads_what_a_batch_needs_and_pads_it():
     assert np.array_equal(batch.values[0, :1], features[2]) and not batch.values[0, 1:].any()
     assert store.batch(np.array([], np.int64)).values.shape[0] == 0
     with pytest.raises(ValueError, match="not a .npy file"):
-        RegionReader(5).read(items)
+        RegionProcessor(5).read(items)
 
 
 def test_features_that_go_away_are_an_error_with_their_position():
@@ -196,7 +196,7 @@ def test_features_that_go_away_are_an_error_with_their_position():
     def item():
         return regions_to_bytes(np.ones((2, 5), np.float32)) if there["now"] else b""
 
-    store, _ = RegionReader(5).read([item])
+    store, _ = RegionProcessor(5).read([item])
     there["now"] = False
     with pytest.raises(OSError, match="the features at position 0 can no longer be read"):
         store.batch(np.array([0]))

@@ -1,21 +1,22 @@
 import numpy as np
 import pytest
 import torch
-from references_metrics import metrics_by_definition
+from support.references_metrics import metrics_by_definition
 
 from sfumato.distances import csd_matrix, kl_matrix
+from sfumato.evaluation.benchmark_ground_truths import coco_1k
 from sfumato.evaluation.benchmarks import (
     benchmark_metrics,
     evaluate_benchmarks,
     evaluate_ranked_lists,
     evaluate_score_matrix,
-    rank_truths,
-    rank_truths_by_scores,
+    rank_ground_truths,
+    rank_ground_truths_by_scores,
 )
-from sfumato.evaluation.truths import ALL_METRICS, RECALLS, Truth, coco_1k, truth_from_pairs
+from sfumato.evaluation.ground_truth import ALL_METRICS, RECALLS, GroundTruth, ground_truth_from_pairs
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
-from sfumato.search.ranking import rank_relevant
+from sfumato.search.exact import rank_relevant
 
 IMAGES = tuple(f"{i}" for i in range(20))
 TEXTS = tuple(f"{100 + i}" for i in range(50))
@@ -29,7 +30,7 @@ def embeddings(n, seed):
 IMAGE, TEXT = embeddings(20, 1), embeddings(50, 2)
 
 
-def truths():
+def ground_truths():
     """Four truths: folds, directions that differ, queries left out, a smaller gallery in another order."""
     random = np.random.default_rng(3)
     own = [(IMAGES[j % 20], TEXTS[j]) for j in range(50)]
@@ -38,27 +39,30 @@ def truths():
     dense[3] = False
     i2t = Relevance.from_pairs(*np.nonzero(dense), n_queries=20, n_gallery=50, n_outside=np.arange(20) % 3 == 0)
     t2i = Relevance.from_pairs(*np.nonzero(random.random((50, 20)) < 0.2), n_queries=50, n_gallery=20)
-    differing = Truth("differing", IMAGES, TEXTS, i2t, t2i)
+    differing = GroundTruth("differing", IMAGES, TEXTS, i2t, t2i)
     few_images, few_texts = IMAGES[::-3], TEXTS[5:30][::-1]
-    few = truth_from_pairs(
+    few = ground_truth_from_pairs(
         "few",
         few_images,
         few_texts,
         [p for p in own if p[0] in few_images and p[1] in few_texts],
         metrics=("recall@2",),
     )
-    return [truth_from_pairs("whole", IMAGES, TEXTS, own), folded, differing, few]
+    return [ground_truth_from_pairs("whole", IMAGES, TEXTS, own), folded, differing, few]
 
 
-def by_definition(distance, truth):
+def by_definition(distance, ground_truth):
     """{direction: metrics}: a truth at a time, a fold at a time, by the slow definitions."""
-    image_place, text_place = [IMAGES.index(i) for i in truth.image_ids], [TEXTS.index(t) for t in truth.text_ids]
+    image_place, text_place = (
+        [IMAGES.index(i) for i in ground_truth.image_ids],
+        [TEXTS.index(t) for t in ground_truth.text_ids],
+    )
     distance = distance[np.ix_(image_place, text_place)]
     everything = (np.arange(len(image_place)), np.arange(len(text_place)))
     result = {}
-    for direction, relevance in (("i2t", truth.i2t), ("t2i", truth.t2i)):
+    for direction, relevance in (("i2t", ground_truth.i2t), ("t2i", ground_truth.t2i)):
         parts = []
-        for images, texts in truth.folds or [everything]:
+        for images, texts in ground_truth.folds or [everything]:
             rows, columns = (images, texts) if direction == "i2t" else (texts, images)
             block = (distance if direction == "i2t" else distance.T)[np.ix_(rows, columns)]
             dense = relevance.to_dense()[np.ix_(rows, columns)]
@@ -73,13 +77,13 @@ def by_definition(distance, truth):
     return result
 
 
-def check(result, distance, truth, metrics=None):
-    expected = by_definition(distance, truth)
+def check(result, distance, ground_truth, metrics=None):
+    expected = by_definition(distance, ground_truth)
     for direction in ("i2t", "t2i"):
-        for name in metrics or truth.metrics:
-            if name not in ("mean_rank", "median_rank") or truth.i2t.n_outside is None:
-                ours = result[truth.name][direction][name]
-                assert ours == pytest.approx(expected[direction][name], abs=1e-12), (truth.name, direction, name)
+        for name in metrics or ground_truth.metrics:
+            if name not in ("mean_rank", "median_rank") or ground_truth.i2t.n_outside is None:
+                ours = result[ground_truth.name][direction][name]
+                assert ours == pytest.approx(expected[direction][name], abs=1e-12), (ground_truth.name, direction, name)
 
 
 @pytest.mark.parametrize("blocks", ["one", "many"])
@@ -87,22 +91,22 @@ def test_embeddings_agree_with_the_definitions(monkeypatch, blocks):
     if blocks == "many":  # Blocks of 3 rows of texts and 7 of images.
         monkeypatch.setattr("sfumato.evaluation.benchmarks._MEMORY_MB", 4 * 150 / 2**20)
     done = []
-    result = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, truths(), progress=done.append)
+    result = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, ground_truths(), progress=done.append)
     assert sum(done) == 70
-    for truth in truths():
-        check(result, csd_matrix(IMAGE, TEXT).numpy(), truth)
+    for ground_truth in ground_truths():
+        check(result, csd_matrix(IMAGE, TEXT).numpy(), ground_truth)
     own = result["whole"]
     assert own["rsum"] == pytest.approx(sum(own[d][r] for d in ("i2t", "t2i") for r in RECALLS))
     assert list(result) == ["whole", "coco_1k", "differing", "few"] and "rsum" not in result["few"]
-    assert result["differing"]["i2t"]["n_queries"] == (truths()[2].i2t.totals > 0).sum()
+    assert result["differing"]["i2t"]["n_queries"] == (ground_truths()[2].i2t.totals > 0).sum()
     assert result["coco_1k"]["t2i"]["n_queries"] == 50
     assert result["coco_1k"]["i2t"]["recall@1"] != own["i2t"]["recall@1"]
 
 
 def test_an_unsymmetric_distance_is_from_image_to_text_both_ways():
-    result = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, truths()[:2], distance="kl")
-    for truth in truths()[:2]:
-        check(result, kl_matrix(IMAGE, TEXT).numpy(), truth)
+    result = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, ground_truths()[:2], distance="kl")
+    for ground_truth in ground_truths()[:2]:
+        check(result, kl_matrix(IMAGE, TEXT).numpy(), ground_truth)
 
 
 def test_another_ranker_gives_the_same_and_only_sees_galleries():
@@ -112,8 +116,8 @@ def test_another_ranker_gives_the_same_and_only_sees_galleries():
         sizes.append((queries.n, gallery.n))
         return rank_relevant(queries, gallery, relevance, distance, queries_first=queries_first)
 
-    ours = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, truths(), rank=rank)
-    plain = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, truths())
+    ours = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, ground_truths(), rank=rank)
+    plain = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, ground_truths())
     assert ours == plain
     assert len(sizes) == 2 * (1 + 5 + 1) and (4, 10) in sizes and (10, 4) in sizes
 
@@ -127,15 +131,15 @@ def test_order_of_the_embeddings_is_that_of_their_ids():
         torch.cat([IMAGE[torch.from_numpy(a)].log_var, more.log_var]),
     )
     ids = [IMAGES[i] for i in a] + ["x", "y", "z"]
-    ours = evaluate_benchmarks(images, TEXT[torch.from_numpy(b)], ids, [TEXTS[j] for j in b], truths())
-    for truth in truths():
-        check(ours, csd_matrix(IMAGE, TEXT).numpy(), truth)
+    ours = evaluate_benchmarks(images, TEXT[torch.from_numpy(b)], ids, [TEXTS[j] for j in b], ground_truths())
+    for ground_truth in ground_truths():
+        check(ours, csd_matrix(IMAGE, TEXT).numpy(), ground_truth)
 
 
 def test_coco_file_names_stand_for_its_numbers():
     names = [f"COCO_val2014_{int(i):012d}.jpg" for i in IMAGES]
-    assert evaluate_benchmarks(IMAGE, TEXT, names, TEXTS, truths()) == evaluate_benchmarks(
-        IMAGE, TEXT, IMAGES, TEXTS, truths()
+    assert evaluate_benchmarks(IMAGE, TEXT, names, TEXTS, ground_truths()) == evaluate_benchmarks(
+        IMAGE, TEXT, IMAGES, TEXTS, ground_truths()
     )
 
 
@@ -148,9 +152,9 @@ def coarse(seed=6):
 def test_scores_with_ties_agree_with_the_definitions(monkeypatch, better):
     for memory_mb in (64, 4 * 150 / 2**20):
         monkeypatch.setattr("sfumato.evaluation.benchmarks._MEMORY_MB", memory_mb)
-        result = evaluate_score_matrix(coarse(), IMAGES, TEXTS, truths(), better=better)
-        for truth in truths():
-            check(result, -coarse() if better == "larger" else coarse(), truth)
+        result = evaluate_score_matrix(coarse(), IMAGES, TEXTS, ground_truths(), better=better)
+        for ground_truth in ground_truths():
+            check(result, -coarse() if better == "larger" else coarse(), ground_truth)
 
 
 def whole_lists(scores):
@@ -171,22 +175,22 @@ def test_whole_lists_agree_with_the_scores_they_were_sorted_by(monkeypatch, layo
         i2t, t2i = ({int(q): np.array(row, np.int32) for q, row in lists.items()} for lists in (i2t, t2i))
     elif layout == "positions":
         i2t, t2i = scores.argsort(1), scores.T.argsort(1)
-    ours = evaluate_ranked_lists(i2t, t2i, IMAGES, TEXTS, truths())
-    assert ours == evaluate_score_matrix(scores, IMAGES, TEXTS, truths(), better="smaller")
+    ours = evaluate_ranked_lists(i2t, t2i, IMAGES, TEXTS, ground_truths())
+    assert ours == evaluate_score_matrix(scores, IMAGES, TEXTS, ground_truths(), better="smaller")
 
 
 def test_the_order_of_a_list_is_taken_as_it_is():
     # Ties are the lister's business: whoever sorted put the later item first.
-    truth = truth_from_pairs("t", ["0"], ["100", "101"], [("0", "101")], metrics=("recall@1",))
+    ground_truth = ground_truth_from_pairs("t", ["0"], ["100", "101"], [("0", "101")], metrics=("recall@1",))
     for row, hit in ((["101", "100"], 1.0), (["100", "101"], 0.0)):
-        result = evaluate_ranked_lists({"0": row}, {"101": ["0"]}, ["0"], ["100", "101"], [truth])
+        result = evaluate_ranked_lists({"0": row}, {"101": ["0"]}, ["0"], ["100", "101"], [ground_truth])
         assert result["t"]["i2t"]["recall@1"] == hit
 
 
 def test_short_lists_are_exact_or_refused_also_in_folds():
     scores = np.random.default_rng(5).permutation(1000).reshape(20, 50).astype(np.float32)
     i2t, t2i = whole_lists(scores)
-    whole, folded = (truth.with_metrics("recall@1", "recall@2") for truth in truths()[:2])
+    whole, folded = (ground_truth.with_metrics("recall@1", "recall@2") for ground_truth in ground_truths()[:2])
     expected = evaluate_ranked_lists(i2t, t2i, IMAGES, TEXTS, [whole, folded])
     for k in (2, 5, 15, 30, 45):
         short = {q: row[:k] for q, row in i2t.items()}
@@ -204,15 +208,15 @@ def test_short_lists_are_exact_or_refused_also_in_folds():
 
 
 def test_lists_are_only_needed_where_there_is_something_to_find():
-    truth = truths()[2]
+    ground_truth = ground_truths()[2]
     i2t, t2i = whole_lists(coarse())
-    needed = {q for q, total in zip(IMAGES, truth.i2t.totals, strict=True) if total}
+    needed = {q for q, total in zip(IMAGES, ground_truth.i2t.totals, strict=True) if total}
     some = {q: row for q, row in i2t.items() if q in needed}
     assert len(some) < 20
-    assert evaluate_ranked_lists(some, t2i, IMAGES, TEXTS, [truth])["differing"]["i2t"]["n_queries"] == len(some)
+    assert evaluate_ranked_lists(some, t2i, IMAGES, TEXTS, [ground_truth])["differing"]["i2t"]["n_queries"] == len(some)
     some.pop(min(needed))
     with pytest.raises(ValueError, match=f"i2t: there is no list for query '{min(needed)}'"):
-        evaluate_ranked_lists(some, t2i, IMAGES, TEXTS, [truth])
+        evaluate_ranked_lists(some, t2i, IMAGES, TEXTS, [ground_truth])
 
 
 @pytest.mark.parametrize(
@@ -227,26 +231,26 @@ def test_lists_are_only_needed_where_there_is_something_to_find():
 def test_bad_lists_are_refused_by_name(row, message):
     i2t, t2i = whole_lists(coarse())
     with pytest.raises(ValueError, match=message):
-        evaluate_ranked_lists(i2t | {"4": row}, t2i, IMAGES, TEXTS, truths()[:1])
+        evaluate_ranked_lists(i2t | {"4": row}, t2i, IMAGES, TEXTS, ground_truths()[:1])
 
 
 def test_bad_tables_of_lists_are_refused():
     i2t, t2i = whole_lists(coarse())
     order = coarse().argsort(1)
     with pytest.raises(ValueError, match="a list for 'nobody', which is not among the query ids"):
-        evaluate_ranked_lists(i2t | {"nobody": []}, t2i, IMAGES, TEXTS, truths()[:1])
+        evaluate_ranked_lists(i2t | {"nobody": []}, t2i, IMAGES, TEXTS, ground_truths()[:1])
     with pytest.raises(ValueError, match=r"lists of shape \(19, 50\)"):
-        evaluate_ranked_lists(order[1:], t2i, IMAGES, TEXTS, truths()[:1])
+        evaluate_ranked_lists(order[1:], t2i, IMAGES, TEXTS, ground_truths()[:1])
     with pytest.raises(ValueError, match=r"the list of '0' holds position 1\.\.50 of a gallery of 50"):
-        evaluate_ranked_lists(order + 1, t2i, IMAGES, TEXTS, truths()[:1])
+        evaluate_ranked_lists(order + 1, t2i, IMAGES, TEXTS, ground_truths()[:1])
 
 
 def test_averages_of_thresholds_and_sums():
     first, second = (
-        truth_from_pairs(name, IMAGES, TEXTS, pairs)
+        ground_truth_from_pairs(name, IMAGES, TEXTS, pairs)
         for name, pairs in (("p@0", [("0", "100")]), ("p@1", [("0", "100"), ("1", "101"), ("2", "101")]))
     )
-    grouped = [Truth(t.name, IMAGES, TEXTS, t.i2t, t.t2i, averaged_as="p") for t in (first, second)]
+    grouped = [GroundTruth(t.name, IMAGES, TEXTS, t.i2t, t.t2i, averaged_as="p") for t in (first, second)]
     result = evaluate_score_matrix(coarse(), IMAGES, TEXTS, grouped, better="larger")
     for direction in ("i2t", "t2i"):
         for name in ALL_METRICS:
@@ -254,30 +258,30 @@ def test_averages_of_thresholds_and_sums():
                 (result["p@0"][direction][name] + result["p@1"][direction][name]) / 2
             )
     assert result["p"]["rsum"] == pytest.approx((result["p@0"]["rsum"] + result["p@1"]["rsum"]) / 2)
-    clash = [*grouped, truth_from_pairs("p", IMAGES, TEXTS, [("0", "100")])]
+    clash = [*grouped, ground_truth_from_pairs("p", IMAGES, TEXTS, [("0", "100")])]
     with pytest.raises(ValueError, match="'p' is the name of a truth and of an average"):
         evaluate_score_matrix(coarse(), IMAGES, TEXTS, clash, better="larger")
 
 
 def test_single_queries_average_to_the_figures():
-    ranks = rank_truths(IMAGE, TEXT, IMAGES, TEXTS, truths())
+    ranks = rank_ground_truths(IMAGE, TEXT, IMAGES, TEXTS, ground_truths())
     result = benchmark_metrics(ranks)
-    for truth in truths():
+    for ground_truth in ground_truths():
         for direction in ("i2t", "t2i"):
-            ids, values = ranks[truth.name][direction].per_query()
-            assert len(ids) == result[truth.name][direction]["n_queries"] == len(values[truth.metrics[0]])
-            if truth.name != "coco_1k":
+            ids, values = ranks[ground_truth.name][direction].per_query()
+            assert len(ids) == result[ground_truth.name][direction]["n_queries"] == len(values[ground_truth.metrics[0]])
+            if ground_truth.name != "coco_1k":
                 for name in set(values) - {"best_rank"}:
-                    assert values[name].mean() == pytest.approx(result[truth.name][direction][name])
+                    assert values[name].mean() == pytest.approx(result[ground_truth.name][direction][name])
     ids, values = ranks["differing"]["i2t"].per_query(["map@r"])
-    assert ids == [i for i, total in zip(IMAGES, truths()[2].i2t.totals, strict=True) if total] and list(values) == [
-        "map@r"
-    ]
+    assert ids == [i for i, total in zip(IMAGES, ground_truths()[2].i2t.totals, strict=True) if total] and list(
+        values
+    ) == ["map@r"]
     assert ranks["whole"]["t2i"].metrics(["recall@7"]).keys() == {"recall@7", "n_queries", "n_without_positives"}
 
 
 def test_what_does_not_fit_is_refused():
-    chosen = truths()
+    chosen = ground_truths()
     with pytest.raises(ValueError, match="19 image_ids and 50 text_ids for 20 by 50 images and texts"):
         evaluate_benchmarks(IMAGE, TEXT, IMAGES[1:], TEXTS, chosen)
     with pytest.raises(ValueError, match="names must be distinct"):
@@ -288,9 +292,9 @@ def test_what_does_not_fit_is_refused():
         evaluate_benchmarks(IMAGE, TEXT, ("new", *IMAGES[1:]), TEXTS, chosen)
     with pytest.raises(ValueError, match="text_ids are 50, but only 49"):
         evaluate_benchmarks(IMAGE, TEXT, IMAGES, (TEXTS[1], *TEXTS[1:]), chosen)
-    nothing = truth_from_pairs("nothing", IMAGES, TEXTS, [])
+    nothing = ground_truth_from_pairs("nothing", IMAGES, TEXTS, [])
     with pytest.raises(ValueError, match="nothing, i2t: retrieval_metrics: no query has a relevant item"):
         evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, [nothing])
     with pytest.raises(ValueError, match="NaN"):
-        rank_truths_by_scores(np.full((20, 50), np.nan), IMAGES, TEXTS, chosen, better="larger")
+        rank_ground_truths_by_scores(np.full((20, 50), np.nan), IMAGES, TEXTS, chosen, better="larger")
     assert evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, []) == {}

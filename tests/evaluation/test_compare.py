@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 from sfumato.errors import UserError
-from sfumato.evaluation.benchmarks import rank_truths, rank_truths_by_lists
+from sfumato.evaluation.benchmarks import rank_ground_truths, rank_ground_truths_by_lists
 from sfumato.evaluation.compare import (
     COMPARED,
     PerQuery,
@@ -20,8 +20,8 @@ from sfumato.evaluation.compare import (
     swap_test,
     write_per_query,
 )
+from sfumato.evaluation.ground_truth import ground_truth_from_pairs
 from sfumato.evaluation.strategies import STRATEGIES, FaissRanker
-from sfumato.evaluation.truths import truth_from_pairs
 from sfumato.gaussian import GaussianEmbedding
 
 # Three images and four texts on a line. Distances: a to t1..t4 = 1, 4, 9, 16; b: 1, 0, 1, 4 ...
@@ -31,12 +31,12 @@ IMAGE_IDS, TEXT_IDS = ["a", "b", "c"], ["t1", "t2", "t3", "t4"]
 PAIRS = [("a", "t1"), ("a", "t3"), ("b", "t2"), ("c", "t1"), ("c", "t3")]
 
 
-def truth(metrics=("recall@1", "r_precision", "map@r")):
-    return truth_from_pairs("hand", IMAGE_IDS, TEXT_IDS, PAIRS, metrics=metrics)
+def ground_truth(metrics=("recall@1", "r_precision", "map@r")):
+    return ground_truth_from_pairs("hand", IMAGE_IDS, TEXT_IDS, PAIRS, metrics=metrics)
 
 
 def table():
-    ranks = rank_truths(IMAGES, TEXTS, IMAGE_IDS, TEXT_IDS, [truth()], distance="squared_l2")
+    ranks = rank_ground_truths(IMAGES, TEXTS, IMAGE_IDS, TEXT_IDS, [ground_truth()], distance="squared_l2")
     return per_query_table(ranks, {"i2t": dict(zip(IMAGE_IDS, (0.5, 0.25, 1.0), strict=True)), "t2i": {"t1": 7.0}})
 
 
@@ -62,32 +62,32 @@ def test_a_table_worked_by_hand():
 
 def test_lists_give_what_they_determine():
     lists = {"a": ["t1", "t2"], "b": ["t2"], "c": ["t4", "t3"]}, {"t1": ["b", "a"], "t2": ["b"], "t3": ["b", "a"]}
-    found = per_query_table(rank_truths_by_lists(*lists, IMAGE_IDS, TEXT_IDS, [truth()]))
+    found = per_query_table(rank_ground_truths_by_lists(*lists, IMAGE_IDS, TEXT_IDS, [ground_truth()]))
     whole = table()
     for name in ("recall@1", "r_precision", "map@r"):
         np.testing.assert_array_equal(found.figures[name], whole.figures[name])
     for name in ("recall@5", "best_rank", "uncertainty"):
         assert np.isnan(found.figures[name]).all()
     with pytest.raises(ValueError, match="recall@5 needs 4"):
-        per_query_table(rank_truths_by_lists(*lists, IMAGE_IDS, TEXT_IDS, [truth(("recall@5",))]))
+        per_query_table(rank_ground_truths_by_lists(*lists, IMAGE_IDS, TEXT_IDS, [ground_truth(("recall@5",))]))
 
 
 def test_ranks_beyond_a_list_of_faiss_are_undefined_not_huge():
     mean = torch.arange(40.0).unsqueeze(1)
     line, ids = GaussianEmbedding.point(mean), [str(i) for i in range(40)]
-    far = truth_from_pairs("far", ids, ids, [(i, str((int(i) + 30) % 40)) for i in ids], metrics=("recall@1",))
+    far = ground_truth_from_pairs("far", ids, ids, [(i, str((int(i) + 30) % 40)) for i in ids], metrics=("recall@1",))
     ranker = FaissRanker(STRATEGIES["faiss_mean"], "exact")
-    found = per_query_table(rank_truths(line, line, ids, ids, [far], distance="squared_l2", rank=ranker))
+    found = per_query_table(rank_ground_truths(line, line, ids, ids, [far], distance="squared_l2", rank=ranker))
     assert np.isnan(found.figures["best_rank"]).all() and (found.figures["recall@10"] == 0).all()
 
 
 def test_a_positive_outside_of_the_gallery_stands_alone_and_infinitely_far(tmp_path):
     from sfumato.metrics.relevance import Relevance
 
-    own = truth()
+    own = ground_truth()
     i2t = Relevance.from_lists([[0], [], []], n_gallery=4, n_outside=np.array([0, 1, 1]))
     outside = type(own)("out", own.image_ids, own.text_ids, i2t, own.t2i, ("map@r",))
-    found = per_query_table(rank_truths(IMAGES, TEXTS, IMAGE_IDS, TEXT_IDS, [outside]))
+    found = per_query_table(rank_ground_truths(IMAGES, TEXTS, IMAGE_IDS, TEXT_IDS, [outside]))
     assert found.group[:3].tolist() == ["a", "b", "c"]
     assert found.figures["best_rank"][:3].tolist() == [0, np.inf, np.inf]
     for ending in ("csv", "parquet"):

@@ -12,8 +12,8 @@ from sfumato.evaluation import estimators as module
 from sfumato.evaluation.estimators import (
     ESTIMATORS,
     NEAREST,
+    FailurePredictor,
     Matching,
-    MissHead,
     estimate_uncertainty,
     usable_estimators,
 )
@@ -217,27 +217,29 @@ def separable(seed, n, d=12, noise=1.0):
     queries = GaussianEmbedding(
         5 + 3 * torch.randn(n, d, generator=generator), torch.randn(n, d, generator=generator) - 4
     )
-    truth = (queries.mean[:, 0] - 5) / 3 + queries.log_var[:, 0] + 4 + noise * torch.randn(n, generator=generator)
-    return queries, (truth > 0).numpy().astype(float)
+    ground_truth = (
+        (queries.mean[:, 0] - 5) / 3 + queries.log_var[:, 0] + 4 + noise * torch.randn(n, generator=generator)
+    )
+    return queries, (ground_truth > 0).numpy().astype(float)
 
 
 def test_the_learnt_head_finds_what_there_is_and_nothing_where_there_is_nothing():
-    (queries, missed), (new, truth) = separable(0, 600), separable(1, 2000)
-    head = MissHead.fit(queries, missed)
+    (queries, missed), (new, ground_truth) = separable(0, 600), separable(1, 2000)
+    head = FailurePredictor.fit(queries, missed)
     probability = head.score(new).numpy()
     # The best possible score is the noiseless sum of two standard normals against noise 1: AUROC 0.892 for known weights.
-    assert auroc(probability, truth) > 0.86
-    assert probability.mean() == pytest.approx(truth.mean(), abs=0.05)
+    assert auroc(probability, ground_truth) > 0.86
+    assert probability.mean() == pytest.approx(ground_truth.mean(), abs=0.05)
     assert head.weight[[0, 12]].min() > 3 * head.weight[torch.arange(24) % 12 != 0].abs().max()
-    shuffled = MissHead.fit(queries, np.random.default_rng(0).permutation(missed))
+    shuffled = FailurePredictor.fit(queries, np.random.default_rng(0).permutation(missed))
     # Nothing to learn: 2,000 new queries give an AUROC of 0.5 with a deviation of about 0.013 beside the luck of the weights.
-    assert abs(auroc(shuffled.score(new).numpy(), truth) - 0.5) < 0.2 and shuffled.penalty >= head.penalty
+    assert abs(auroc(shuffled.score(new).numpy(), ground_truth) - 0.5) < 0.2 and shuffled.penalty >= head.penalty
 
 
 def test_the_learnt_head_is_scikit_learns():
     linear = pytest.importorskip("sklearn.linear_model", reason="scikit-learn is not installed")
     queries, missed = separable(2, 200)
-    head = MissHead.fit(queries, missed, penalties=(0.1,))
+    head = FailurePredictor.fit(queries, missed, penalties=(0.1,))
     z = torch.cat([queries.mean, queries.log_var], 1).double().numpy()
     z = (z - z.mean(0)) / z.std(0)
     theirs = linear.LogisticRegression(C=1 / (0.1 * 200), tol=1e-10, max_iter=1000).fit(z, missed)
@@ -246,15 +248,15 @@ def test_the_learnt_head_is_scikit_learns():
 
 def test_the_learnt_head_stands_beside_the_others_and_is_saved(tmp_path):
     queries, gallery = scene(9, n=40)
-    head = MissHead.fit(queries, (torch.arange(40) % 3 == 0).numpy(), seed=4)
+    head = FailurePredictor.fit(queries, (torch.arange(40) % 3 == 0).numpy(), seed=4)
     head.save(tmp_path / "head.safetensors")
-    again = MissHead.load(tmp_path / "head.safetensors")
+    again = FailurePredictor.load(tmp_path / "head.safetensors")
     assert again.score(queries).equal(head.score(queries)) and (again.bias, again.penalty) == (head.bias, head.penalty)
     found = estimate_uncertainty(queries, gallery, MATCHING, estimators=ESTIMATORS | {"miss": again.estimator("miss")})
     np.testing.assert_array_equal(found["miss"], head.score(queries).numpy())
     assert stats.spearmanr(found["miss"], found["total_variance"]).statistic < 0.999
     points = GaussianEmbedding.point(queries.mean)
-    of_means = MissHead.fit(points, (torch.arange(40) % 2).numpy())
+    of_means = FailurePredictor.fit(points, (torch.arange(40) % 2).numpy())
     assert len(of_means.weight) == D
     assert of_means.score(queries).equal(of_means.score(points))
     with pytest.raises(ValueError, match="got points"):
@@ -271,16 +273,16 @@ def test_bad_input_is_named(tmp_path):
     with pytest.raises(ValueError, match="fewer than 10 items"):
         estimate_uncertainty(queries, gallery, MATCHING, without=Relevance.from_lists(lists, n_gallery=M))
     with pytest.raises(ValueError, match="got .2,. outcomes for 13 queries"):
-        MissHead.fit(queries, np.zeros(2))
+        FailurePredictor.fit(queries, np.zeros(2))
     with pytest.raises(ValueError, match="both must occur"):
-        MissHead.fit(queries, np.zeros(N))
+        FailurePredictor.fit(queries, np.zeros(N))
     with pytest.raises(ValueError, match="folds must be between 2"):
-        MissHead.fit(queries, np.arange(N) % 2, folds=14)
-    head = MissHead.fit(queries, np.arange(N) % 2)
+        FailurePredictor.fit(queries, np.arange(N) % 2, folds=14)
+    head = FailurePredictor.fit(queries, np.arange(N) % 2)
     with pytest.raises(ValueError, match="which 3 dimensions do not give"):
         head.score(scene(d=3)[0])
     with pytest.raises(FileNotFoundError, match="no head at"):
-        MissHead.load(tmp_path / "nowhere")
+        FailurePredictor.load(tmp_path / "nowhere")
     (tmp_path / "bad").write_bytes(b"{}")
     with pytest.raises(ValueError, match="damaged or not a head"):
-        MissHead.load(tmp_path / "bad")
+        FailurePredictor.load(tmp_path / "bad")

@@ -3,8 +3,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from references_metrics import csd_by_loops, metrics_by_definition
 from scipy import stats
+from support.references_metrics import csd_by_loops, metrics_by_definition
 
 from sfumato.distances import DISTANCES
 from sfumato.evaluation.protocols import evaluate_retrieval, table_rows
@@ -18,45 +18,45 @@ KINDS = ["name"] * 23 + ["tag"] * 6 + ["rumour"] * 2
 def scene(seed=0):
     """Each image has its own name; tags match about a third of the images; rumours match nothing."""
     random = np.random.default_rng(seed)
-    truth = np.zeros((N, M), bool)
-    truth[np.arange(N), np.arange(N)] = True
-    truth[:, 23:29] = random.random((N, 6)) < 0.3
-    truth[0, 23:29] = True
+    ground_truth = np.zeros((N, M), bool)
+    ground_truth[np.arange(N), np.arange(N)] = True
+    ground_truth[:, 23:29] = random.random((N, 6)) < 0.3
+    ground_truth[0, 23:29] = True
     generator = torch.Generator().manual_seed(seed)
     image = torch.randn(N, D, generator=generator)
     text = torch.cat([image, torch.randn(M - N, D, generator=generator)]) + 0.8 * torch.randn(M, D, generator=generator)
     log_vars = [torch.randn(n, D, generator=generator) - 1 for n in (N, M)]
-    relevance = Relevance.from_pairs(*np.nonzero(truth), n_queries=N, n_gallery=M)
-    return GaussianEmbedding(image, log_vars[0]), GaussianEmbedding(text, log_vars[1]), relevance, truth
+    relevance = Relevance.from_pairs(*np.nonzero(ground_truth), n_queries=N, n_gallery=M)
+    return GaussianEmbedding(image, log_vars[0]), GaussianEmbedding(text, log_vars[1]), relevance, ground_truth
 
 
-def assert_metrics(ours, distance, truth):
-    for name, value in metrics_by_definition(distance, [np.flatnonzero(row) for row in truth]).items():
+def assert_metrics(ours, distance, ground_truth):
+    for name, value in metrics_by_definition(distance, [np.flatnonzero(row) for row in ground_truth]).items():
         assert ours[name] == pytest.approx(value, abs=1e-12), name
 
 
 def test_every_figure_by_loops():
-    images, texts, relevance, truth = scene()
+    images, texts, relevance, ground_truth = scene()
     distance = csd_by_loops(images.mean.numpy(), images.var.numpy(), texts.mean.numpy(), texts.var.numpy())
     result = evaluate_retrieval(images, texts, relevance, text_kinds=KINDS)
     assert (result.distance, result.n_images, result.n_texts) == ("csd", N, M)
-    assert_metrics(result.i2t, distance, truth)
-    assert_metrics(result.t2i, distance.T, truth.T)
+    assert_metrics(result.i2t, distance, ground_truth)
+    assert_metrics(result.t2i, distance.T, ground_truth.T)
     assert result.t2i["n_queries"] == 29 and result.t2i["n_without_positives"] == 2
     assert result.rsum == pytest.approx(sum(d[f"recall@{k}"] for d in (result.i2t, result.t2i) for k in (1, 5, 10)))
     assert list(result.t2i_by_kind) == list(result.i2t_by_kind) == ["name", "tag"]
     for kind in ("name", "tag"):
         columns = [j for j, k in enumerate(KINDS) if k == kind]
-        assert_metrics(result.t2i_by_kind[kind], distance.T[columns], truth.T[columns])
-        assert_metrics(result.i2t_by_kind[kind], distance[:, columns], truth[:, columns])
+        assert_metrics(result.t2i_by_kind[kind], distance.T[columns], ground_truth.T[columns])
+        assert_metrics(result.i2t_by_kind[kind], distance[:, columns], ground_truth[:, columns])
     assert result.total_variance["text"] == pytest.approx(float(texts.var.sum(1).mean()), rel=1e-5)
 
 
 def test_uncertainty_by_scipy():
-    images, texts, relevance, truth = scene(1)
+    images, texts, relevance, ground_truth = scene(1)
     distance = csd_by_loops(images.mean.numpy(), images.var.numpy(), texts.mean.numpy(), texts.var.numpy())
     result = evaluate_retrieval(images, texts, relevance)
-    for name, embeddings, d, t in (("i2t", images, distance, truth), ("t2i", texts, distance.T, truth.T)):
+    for name, embeddings, d, t in (("i2t", images, distance, ground_truth), ("t2i", texts, distance.T, ground_truth.T)):
         has = t.any(1)
         hit = t[np.arange(len(t)), d.argmin(1)][has]
         variance = embeddings.total_variance.numpy()[has]
@@ -65,18 +65,18 @@ def test_uncertainty_by_scipy():
         parts = np.array_split(hit[np.argsort(variance)], 10)
         assert [b["recall"] for b in found["bins"]] == pytest.approx([p.mean() for p in parts])
         assert found["correlation"] == pytest.approx(stats.pearsonr(range(10), [p.mean() for p in parts]).statistic)
-    has = truth.any(0)
-    expected = stats.spearmanr(texts.total_variance.numpy()[has], truth.sum(0)[has]).statistic
+    has = ground_truth.any(0)
+    expected = stats.spearmanr(texts.total_variance.numpy()[has], ground_truth.sum(0)[has]).statistic
     assert result.multiplicity["all"] == pytest.approx(expected) and result.multiplicity["n_texts"] == 29
     assert -1 <= result.multiplicity["balanced"] <= 1
 
 
 def test_kl_goes_from_image_to_text_in_both_directions():
-    images, texts, relevance, truth = scene(2)
+    images, texts, relevance, ground_truth = scene(2)
     distance = DISTANCES["kl"].matrix(images, texts).numpy()
     result = evaluate_retrieval(images, texts, relevance, distance="kl")
-    assert_metrics(result.i2t, distance, truth)
-    assert_metrics(result.t2i, distance.T, truth.T)
+    assert_metrics(result.i2t, distance, ground_truth)
+    assert_metrics(result.t2i, distance.T, ground_truth.T)
 
 
 def test_points_and_one_to_one_truth_leave_out_what_has_no_meaning():

@@ -1,4 +1,4 @@
-"""Published figures are those of the papers: each row stands there, and tables that tell the same agree."""
+"""PretrainedModel figures are those of the papers: each row stands there, and tables that tell the same agree."""
 
 import re
 

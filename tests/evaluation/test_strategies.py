@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from references_metrics import csd_by_loops, metrics_by_definition, squared_l2_by_broadcast
+from support.references_metrics import csd_by_loops, metrics_by_definition, squared_l2_by_broadcast
 
 from sfumato.distances import wasserstein2_matrix
 from sfumato.evaluation.benchmarks import benchmark_metrics
+from sfumato.evaluation.ground_truth import ground_truth_from_pairs, in_folds
 from sfumato.evaluation.strategies import (
     SCORES,
     STRATEGIES,
@@ -14,9 +15,8 @@ from sfumato.evaluation.strategies import (
     SimilarityMatrix,
     choose_strategies,
     evaluate_strategies,
-    rank_truths_by,
+    rank_ground_truths_by,
 )
-from sfumato.evaluation.truths import in_folds, truth_from_pairs
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import UNLISTED, per_query_metrics, ranks_from_lists
@@ -37,8 +37,8 @@ def scene(seed=0, n=N, m=M):
         GaussianEmbedding(torch.from_numpy(a), torch.from_numpy(b)) for a, b in zip((mean, text), spread, strict=True)
     )
     names = [[f"{letter}{i}" for i in range(k)] for letter, k in (("i", n), ("t", m))]
-    truth = truth_from_pairs("all", *names, [(f"i{i}", f"t{j}") for j, i in enumerate(own)])
-    return images, texts, *names, truth
+    ground_truth = ground_truth_from_pairs("all", *names, [(f"i{i}", f"t{j}") for j, i in enumerate(own)])
+    return images, texts, *names, ground_truth
 
 
 def rows(relevance):
@@ -75,16 +75,16 @@ def test_every_strategy_by_loops(engine, candidates):
         pytest.importorskip("faiss", reason="needs the extra faiss")
     from sfumato.search.stores.faiss import FaissOptions
 
-    images, texts, image_ids, text_ids, truth = scene()
-    assert truth.i2t.counts.max() > 12 and truth.i2t.counts.min() == 1
+    images, texts, image_ids, text_ids, ground_truth = scene()
+    assert ground_truth.i2t.counts.max() > 12 and ground_truth.i2t.counts.min() == 1
     options = {"ivf": FaissOptions(n_lists=2, n_probe=2), "hnsw": FaissOptions(ef_search=100)}.get(engine)
     results = evaluate_strategies(
-        images, texts, image_ids, text_ids, [truth], engine=engine, candidates=candidates, options=options
+        images, texts, image_ids, text_ids, [ground_truth], engine=engine, candidates=candidates, options=options
     )
     assert list(results) == list(STRATEGIES)
     for name, result in results.items():
         assert result.seconds > 0 and result.strategy is STRATEGIES[name]
-        for direction, relevance in (("i2t", truth.i2t), ("t2i", truth.t2i)):
+        for direction, relevance in (("i2t", ground_truth.i2t), ("t2i", ground_truth.t2i)):
             order = expected_order(name, images, texts, candidates, direction)
             expected = metrics_by_definition(order, rows(relevance))
             found = result.figures["all"][direction]
@@ -97,11 +97,11 @@ def test_every_strategy_by_loops(engine, candidates):
 
 
 def test_the_strategies_differ_where_they_should():
-    images, texts, image_ids, text_ids, truth = scene()
+    images, texts, image_ids, text_ids, ground_truth = scene()
     figures = {
         name: tuple(result.figures["all"][d]["map@r"] for d in ("i2t", "t2i"))
         for name, result in evaluate_strategies(
-            images, texts, image_ids, text_ids, [truth], engine="exact", candidates=7
+            images, texts, image_ids, text_ids, [ground_truth], engine="exact", candidates=7
         ).items()
     }
     assert figures["mean"] == figures["faiss_mean"] and figures["csd"] == figures["faiss_lifted"]
@@ -110,34 +110,36 @@ def test_the_strategies_differ_where_they_should():
 
 def test_folds_have_lists_of_their_own():
     """Ten items of a whole list may hold none of a fold: each fold is searched by itself."""
-    images, texts, image_ids, text_ids, truth = scene()
-    folds = in_folds(truth, 4, name="folds")
-    results = evaluate_strategies(images, texts, image_ids, text_ids, [truth, folds], engine="exact", candidates=5)
+    images, texts, image_ids, text_ids, ground_truth = scene()
+    folds = in_folds(ground_truth, 4, name="folds")
+    results = evaluate_strategies(
+        images, texts, image_ids, text_ids, [ground_truth, folds], engine="exact", candidates=5
+    )
     for name, result in results.items():
         expected = []
         for own_images, own_texts in folds.folds:
             a, b = images[torch.from_numpy(own_images)], texts[torch.from_numpy(own_texts)]
             order = expected_order(name, a, b, 5, "i2t")
-            inside = truth.i2t.select_queries(own_images).select_gallery(own_texts)
+            inside = ground_truth.i2t.select_queries(own_images).select_gallery(own_texts)
             expected.append(metrics_by_definition(order, rows(inside))["recall@5"])
         assert result.figures["folds"]["i2t"]["recall@5"] == pytest.approx(np.mean(expected)), name
 
 
 def test_a_list_is_as_long_as_the_longest_metric_needs():
     """Whatever K: a query with 21 positives has an R-Precision over 21 items; a list of K would under-count it."""
-    images, texts, _, _, truth = scene()
+    images, texts, _, _, ground_truth = scene()
     strategy = STRATEGIES["faiss_rerank"]
     ranker = FaissRanker(strategy, "exact", candidates=3)
-    ranks = ranker(images, texts, truth.i2t, "csd")
-    longest = int(truth.i2t.counts.max())
+    ranks = ranker(images, texts, ground_truth.i2t, "csd")
+    longest = int(ground_truth.i2t.counts.max())
     assert (ranks[ranks != UNLISTED] < longest).all() and (ranks == UNLISTED).any()
     short = ranker.lists(images, texts, 3)
     assert short.shape == (N, 3)
-    cut, depth = ranks_from_lists(list(short.numpy()), truth.i2t)
-    right = np.nanmean(per_query_metrics(ranks, truth.i2t)["r_precision"])
-    assert np.nanmean(per_query_metrics(cut, truth.i2t)["r_precision"]) < right - 0.01
+    cut, depth = ranks_from_lists(list(short.numpy()), ground_truth.i2t)
+    right = np.nanmean(per_query_metrics(ranks, ground_truth.i2t)["r_precision"])
+    assert np.nanmean(per_query_metrics(cut, ground_truth.i2t)["r_precision"]) < right - 0.01
     with pytest.raises(ValueError, match="holds 3 of 80 items, but r_precision needs"):
-        per_query_metrics(cut, truth.i2t, depth=depth, names=["r_precision"])
+        per_query_metrics(cut, ground_truth.i2t, depth=depth, names=["r_precision"])
 
 
 def test_what_is_outside_of_the_gallery_counts_in_the_length_of_a_list():
@@ -148,9 +150,11 @@ def test_what_is_outside_of_the_gallery_counts_in_the_length_of_a_list():
     ranks = FaissRanker(STRATEGIES["faiss_mean"], "exact", at_least=1)(query, gallery, outside, "squared_l2")
     assert ranks.tolist() == [0, 5, 11]
     assert per_query_metrics(ranks, outside)["r_precision"] == pytest.approx(3 / 12)
-    truth = truth_from_pairs("x", ["q"], range(30), [("q", j) for j in (0, 5, 11)])
-    truth = type(truth)("x", truth.image_ids, truth.text_ids, outside, truth.t2i, ("r_precision",))
-    found = evaluate_strategies(query, gallery, ["q"], truth.text_ids, [truth], engine="exact")
+    ground_truth = ground_truth_from_pairs("x", ["q"], range(30), [("q", j) for j in (0, 5, 11)])
+    ground_truth = type(ground_truth)(
+        "x", ground_truth.image_ids, ground_truth.text_ids, outside, ground_truth.t2i, ("r_precision",)
+    )
+    found = evaluate_strategies(query, gallery, ["q"], ground_truth.text_ids, [ground_truth], engine="exact")
     for result in found.values():
         assert result.figures["x"]["i2t"]["r_precision"] == pytest.approx(3 / 12)
 
@@ -160,12 +164,14 @@ def test_ivf_is_approximate_and_repeatable():
     pytest.importorskip("faiss", reason="needs the extra faiss")
     from sfumato.search.stores.faiss import FaissOptions
 
-    images, texts, image_ids, text_ids, truth = scene(1, 800, 2000)
-    truth = truth.with_metrics("recall@1", "recall@10")
+    images, texts, image_ids, text_ids, ground_truth = scene(1, 800, 2000)
+    ground_truth = ground_truth.with_metrics("recall@1", "recall@10")
     few = FaissOptions(n_lists=10, n_probe=1)
     chosen = choose_strategies("faiss_mean, faiss_lifted")
-    a, b = (evaluate_strategies(images, texts, image_ids, text_ids, [truth], chosen, options=few) for _ in range(2))
-    exact = evaluate_strategies(images, texts, image_ids, text_ids, [truth], engine="exact")
+    a, b = (
+        evaluate_strategies(images, texts, image_ids, text_ids, [ground_truth], chosen, options=few) for _ in range(2)
+    )
+    exact = evaluate_strategies(images, texts, image_ids, text_ids, [ground_truth], engine="exact")
     for name in a:
         assert a[name].figures == b[name].figures
         assert a[name].figures["all"]["t2i"]["recall@10"] != exact[name].figures["all"]["t2i"]["recall@10"]
@@ -173,7 +179,7 @@ def test_ivf_is_approximate_and_repeatable():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_similarities_by_loops(dtype):
-    images, texts, image_ids, text_ids, truth = scene(2)
+    images, texts, image_ids, text_ids, ground_truth = scene(2)
     images, texts = images.to(dtype), texts.to(dtype)
     a, b = images.mean.double().numpy(), texts.mean.double().numpy()
     dot = np.array([[sum(x * y for x, y in zip(p, q, strict=True)) for q in b] for p in a])
@@ -184,44 +190,46 @@ def test_similarities_by_loops(dtype):
         assert matrix.shape == (N, M)
         np.testing.assert_allclose(matrix[:].double().numpy(), expected, atol=2e-6)
         np.testing.assert_allclose(matrix[3:5, 7:9].double().numpy(), expected[3:5, 7:9], atol=2e-6)
-        figures = benchmark_metrics(rank_truths_by(score, images, texts, image_ids, text_ids, [truth]))["all"]
-        for direction, d, relevance in (("i2t", -expected, truth.i2t), ("t2i", -expected.T, truth.t2i)):
+        figures = benchmark_metrics(rank_ground_truths_by(score, images, texts, image_ids, text_ids, [ground_truth]))[
+            "all"
+        ]
+        for direction, d, relevance in (("i2t", -expected, ground_truth.i2t), ("t2i", -expected.T, ground_truth.t2i)):
             for metric, value in metrics_by_definition(d, rows(relevance)).items():
                 assert figures[direction][metric] == pytest.approx(value), (score, direction, metric)
         found[score] = figures["i2t"]["map@r"]
-    found["mean"] = benchmark_metrics(rank_truths_by("squared_l2", images, texts, image_ids, text_ids, [truth]))["all"][
-        "i2t"
-    ]["map@r"]
+    found["mean"] = benchmark_metrics(
+        rank_ground_truths_by("squared_l2", images, texts, image_ids, text_ids, [ground_truth])
+    )["all"]["i2t"]["map@r"]
     assert len(set(found.values())) == 3, "on means of different lengths the three differ"
 
 
 def test_any_distance_is_a_score():
-    images, texts, image_ids, text_ids, truth = scene(3)
+    images, texts, image_ids, text_ids, ground_truth = scene(3)
     assert {"csd", "cosine", "dot", "wasserstein2", "kl"} <= set(SCORES)
-    found = benchmark_metrics(rank_truths_by("wasserstein2", images, texts, image_ids, text_ids, [truth]))
-    expected = metrics_by_definition(wasserstein2_matrix(images, texts).numpy(), rows(truth.i2t))
+    found = benchmark_metrics(rank_ground_truths_by("wasserstein2", images, texts, image_ids, text_ids, [ground_truth]))
+    expected = metrics_by_definition(wasserstein2_matrix(images, texts).numpy(), rows(ground_truth.i2t))
     assert found["all"]["i2t"]["map@r"] == pytest.approx(expected["map@r"])
 
 
 def test_mistakes_are_named():
-    images, texts, image_ids, text_ids, truth = scene(4)
-    everything = (images, texts, image_ids, text_ids, [truth])
+    images, texts, image_ids, text_ids, ground_truth = scene(4)
+    everything = (images, texts, image_ids, text_ids, [ground_truth])
     with pytest.raises(ValueError, match="unknown score 'manhattan'; known: csd,.*cosine, dot"):
-        rank_truths_by("manhattan", *everything)
+        rank_ground_truths_by("manhattan", *everything)
     with pytest.raises(ValueError, match="unknown strategy 'fiass'; known: all, mean, wasserstein2, csd, faiss_mean"):
         choose_strategies("csd,fiass")
     for nothing in ("", " , ", "csd,csd"):
         with pytest.raises(ValueError, match="name at least one, each once"):
             choose_strategies(nothing)
     with pytest.raises(ValueError, match="its lists are in the order of csd, not of 'kl'"):
-        FaissRanker(STRATEGIES["faiss_lifted"], "exact")(images, texts, truth.i2t, "kl")
+        FaissRanker(STRATEGIES["faiss_lifted"], "exact")(images, texts, ground_truth.i2t, "kl")
     with pytest.raises(ValueError, match="csd ranks exactly and has no index"):
         FaissRanker(STRATEGIES["csd"])
     with pytest.raises(ValueError, match="unknown engine 'magic'; known: exact, flat"):
         evaluate_strategies(*everything, engine="magic")
     with pytest.raises(ValueError, match="candidates must be at least 1, got 0"):
         evaluate_strategies(*everything, candidates=0)
-    only_ranks = truth.with_metrics("median_rank")
+    only_ranks = ground_truth.with_metrics("median_rank")
     with pytest.raises(ValueError, match=r"all reports median_rank alone, which lists of FAISS do not determine"):
         evaluate_strategies(images, texts, image_ids, text_ids, [only_ranks], choose_strategies("faiss_mean"))
     with pytest.raises(ValueError, match="images have 4 dimensions, texts 3"):

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from references_metrics import csd_by_loops
 from scipy import stats
+from support.references_metrics import csd_by_loops
 
 from sfumato.distances import DISTANCES
 from sfumato.evaluation.estimators import ESTIMATORS, Estimator, Matching, estimate_uncertainty, usable_estimators
@@ -34,15 +34,15 @@ QUICK = {"n_resamples": 20}
 def scene(seed=0):
     """Queries near the mean of their true items; a fifth of them has none; some have many."""
     random = np.random.default_rng(seed)
-    truth = random.random((N, M)) < random.choice([0.04, 0.1, 0.4], size=(N, 1))
-    truth[::5] = False
+    ground_truth = random.random((N, M)) < random.choice([0.04, 0.1, 0.4], size=(N, 1))
+    ground_truth[::5] = False
     generator = torch.Generator().manual_seed(seed)
     items = 2 * torch.randn(M, D, generator=generator)
-    share = torch.from_numpy(truth / np.maximum(truth.sum(1, keepdims=True), 1)).float()
+    share = torch.from_numpy(ground_truth / np.maximum(ground_truth.sum(1, keepdims=True), 1)).float()
     mean = share @ items + torch.randn(N, D, generator=generator)
     queries = GaussianEmbedding(mean, torch.randn(N, D, generator=generator) - 1)
     gallery = GaussianEmbedding(items, torch.randn(M, D, generator=generator) - 1)
-    return queries, gallery, Relevance.from_pairs(*np.nonzero(truth), n_queries=N, n_gallery=M), truth
+    return queries, gallery, Relevance.from_pairs(*np.nonzero(ground_truth), n_queries=N, n_gallery=M), ground_truth
 
 
 def by_pairs(low, high):
@@ -50,10 +50,10 @@ def by_pairs(low, high):
 
 
 def test_every_figure_of_every_estimator_by_loops():
-    queries, gallery, relevance, truth = scene()
-    has = truth.any(1)
+    queries, gallery, relevance, ground_truth = scene()
+    has = ground_truth.any(1)
     distance = csd_by_loops(gallery.mean.numpy(), gallery.var.numpy(), queries.mean.numpy(), queries.var.numpy()).T
-    hit = truth[np.arange(N), distance.argmin(1)][has].astype(float)
+    hit = ground_truth[np.arange(N), distance.argmin(1)][has].astype(float)
     assert 0.2 < hit.mean() < 0.8
     result = measure_trust(queries, gallery, relevance, MATCHING, multiplicity=True, **QUICK)
     scores = estimate_uncertainty(queries[torch.from_numpy(has)], gallery, MATCHING)
@@ -61,7 +61,7 @@ def test_every_figure_of_every_estimator_by_loops():
     assert result.recall.value == pytest.approx(hit.mean())
     order = np.sort(1 - hit)
     assert result.risk_best.value == pytest.approx((np.cumsum(order) / np.arange(1, len(hit) + 1)).mean())
-    enough = M - truth[has].sum(1) >= 10
+    enough = M - ground_truth[has].sum(1) >= 10
     assert result.n_out_of_gallery == enough.sum()
     for name, u in scores.items():
         figures = result.estimators[name]
@@ -76,14 +76,14 @@ def test_every_figure_of_every_estimator_by_loops():
         expected = recall_by_uncertainty(u, hit)
         assert figures["deciles"].value == pytest.approx(expected["correlation"]), name
         assert result.deciles[name] == pytest.approx([b["recall"] for b in expected["bins"]]), name
-        counts = truth[has].sum(1)
+        counts = ground_truth[has].sum(1)
         assert figures["multiplicity"].value == pytest.approx(stats.spearmanr(u, counts).statistic), name
         assert figures["multiplicity_balanced"].value == pytest.approx(balanced_spearman(u, counts)), name
         assert ("out_of_gallery" in figures) == ESTIMATORS[name].needs_gallery
         if ESTIMATORS[name].needs_gallery:
             absent = []
             for i in np.flatnonzero(has)[enough]:
-                rest = gallery[torch.from_numpy(np.flatnonzero(~truth[i]))]
+                rest = gallery[torch.from_numpy(np.flatnonzero(~ground_truth[i]))]
                 absent.append(ESTIMATORS[name](queries[i : i + 1], rest, MATCHING)[0])
             assert figures["out_of_gallery"].value == pytest.approx(by_pairs(u[enough], absent), abs=0.01), name
         for figure, interval in figures.items():
@@ -103,10 +103,10 @@ def planted(values, name="planted"):
 
 
 def test_an_oracle_its_opposite_and_a_blind_estimator():
-    queries, gallery, relevance, truth = scene(1)
-    has = truth.any(1)
+    queries, gallery, relevance, ground_truth = scene(1)
+    has = ground_truth.any(1)
     distance = csd_by_loops(gallery.mean.numpy(), gallery.var.numpy(), queries.mean.numpy(), queries.var.numpy()).T
-    wrong = ~truth[np.arange(N), distance.argmin(1)][has]
+    wrong = ~ground_truth[np.arange(N), distance.argmin(1)][has]
     measure = lambda u: measure_trust(queries, gallery, relevance, MATCHING, estimators=planted(u), **QUICK)
     oracle = measure(wrong.astype(float)).estimators["planted"]
     assert oracle["wrong_auroc"].value == 1 and oracle["wrong_gain"].value == pytest.approx(1)
@@ -120,12 +120,12 @@ def test_an_oracle_its_opposite_and_a_blind_estimator():
 
 
 def test_right_pairs_of_a_model_that_knows_and_of_one_that_does_not():
-    truth = Relevance.from_lists([[i, (i + 1) % 30] for i in range(30)], n_gallery=30)
+    ground_truth = Relevance.from_lists([[i, (i + 1) % 30] for i in range(30)], n_gallery=30)
     angle = torch.arange(30) * (2 * torch.pi / 30)
     circle = torch.stack([angle.cos(), angle.sin()], 1)
     items = GaussianEmbedding(circle, torch.full((30, 2), -6.0))
     between = GaussianEmbedding(circle + circle.roll(-1, 0), torch.full((30, 2), -6.0))
-    knows = measure_trust(between, items, truth, MATCHING, **QUICK)
+    knows = measure_trust(between, items, ground_truth, MATCHING, **QUICK)
     assert knows.right_pairs.value == 1 and knows.recall.value == 1
     # All embeddings alike up to noise: 500 queries, the AUROC of chance has a deviation of about 0.02; 0.1 is five of them.
     generator = torch.Generator().manual_seed(0)
@@ -140,36 +140,36 @@ def test_the_wrong_one_of_a_pair_is_never_a_true_item():
     # All but one item is true and that one is far away: whatever is drawn, the right pair is the closer one.
     items = torch.zeros(12, 2)
     items[7] = 50
-    truth = Relevance.from_lists([[i for i in range(12) if i != 7]] * 9, n_gallery=12)
+    ground_truth = Relevance.from_lists([[i for i in range(12) if i != 7]] * 9, n_gallery=12)
     gallery = GaussianEmbedding(items, torch.zeros(12, 2))
     queries = GaussianEmbedding(torch.randn(9, 2, generator=torch.Generator().manual_seed(0)), torch.zeros(9, 2))
     for seed in range(5):
-        result = measure_trust(queries, gallery, truth, MATCHING, seed=seed, **QUICK)
+        result = measure_trust(queries, gallery, ground_truth, MATCHING, seed=seed, **QUICK)
         assert result.right_pairs.value == 1 and result.n_out_of_gallery == 0
     everything = Relevance.from_lists([list(range(12))] * 9, n_gallery=12)
     assert measure_trust(queries, gallery, everything, MATCHING, **QUICK).right_pairs.value is None
 
 
 def test_kl_goes_from_image_to_text_whoever_asks():
-    texts, images, relevance, truth = scene(6)
-    has = truth.any(1)
+    texts, images, relevance, ground_truth = scene(6)
+    has = ground_truth.any(1)
     matrix = DISTANCES["kl"].matrix(images, texts).numpy().T
     chosen = {"knn_distance": ESTIMATORS["knn_distance"]}
     found = measure_trust(texts, images, relevance, Matching("kl", 1, 0, False), estimators=chosen, **QUICK)
-    assert found.recall.value == pytest.approx(truth[np.arange(N), matrix.argmin(1)][has].mean())
+    assert found.recall.value == pytest.approx(ground_truth[np.arange(N), matrix.argmin(1)][has].mean())
     other = measure_trust(texts, images, relevance, Matching("kl", 1, 0, True), estimators=chosen, **QUICK)
     assert other.right_pairs.value != found.right_pairs.value
     # The pairs are drawn with the same seed: true and random distances from the matrix of the right direction.
     pairs = _random_pairs(relevance.select_queries(np.flatnonzero(has)), np.random.default_rng(0))
     own = matrix[has]
-    assert truth[has][pairs[:, 0], pairs[:, 1]].all() and not truth[has][pairs[:, 0], pairs[:, 2]].any()
+    assert ground_truth[has][pairs[:, 0], pairs[:, 1]].all() and not ground_truth[has][pairs[:, 0], pairs[:, 2]].any()
     expected = by_pairs(own[pairs[:, 0], pairs[:, 1]], own[pairs[:, 0], pairs[:, 2]])
     assert found.right_pairs.value == pytest.approx(expected, abs=0.002)
 
 
 def test_corruptions_that_widen_shrink_or_do_nothing():
-    queries, gallery, relevance, truth = scene(2)
-    index = np.flatnonzero(truth.any(1))[[1, 4, 5, 9, 20]]
+    queries, gallery, relevance, ground_truth = scene(2)
+    index = np.flatnonzero(ground_truth.any(1))[[1, 4, 5, 9, 20]]
     part = queries[torch.from_numpy(index)]
     step = lambda x: GaussianEmbedding(part.mean, part.log_var + x)
     corrupted = [
@@ -193,7 +193,7 @@ def test_corruptions_that_widen_shrink_or_do_nothing():
     )
     # Under csd a query's own variance does not change what it finds.
     assert len(set(found["widens"].recall)) == 1
-    without = np.flatnonzero(~truth.any(1))[:2]
+    without = np.flatnonzero(~ground_truth.any(1))[:2]
     with pytest.raises(ValueError, match="a query of the corruption 'lost' has no true item"):
         lost = Corrupted("lost", without, (0.1,), (queries[torch.from_numpy(without)],))
         measure_trust(queries, gallery, relevance, MATCHING, corrupted=[lost], **QUICK)
@@ -202,21 +202,21 @@ def test_corruptions_that_widen_shrink_or_do_nothing():
 def test_recall_of_corrupted_queries_falls_when_they_are_swapped():
     means = 5 * torch.eye(12)
     gallery = GaussianEmbedding(means, torch.zeros(12, 12))
-    truth = Relevance.from_lists([[i] for i in range(12)], n_gallery=12)
+    ground_truth = Relevance.from_lists([[i] for i in range(12)], n_gallery=12)
     index = np.array([2, 3, 7, 8])
     swapped = GaussianEmbedding(means[[3, 3, 8, 8]], torch.zeros(4, 12))
     found = measure_trust(
-        gallery, gallery, truth, MATCHING, corrupted=[Corrupted("swapped", index, (1.0,), (swapped,))], **QUICK
+        gallery, gallery, ground_truth, MATCHING, corrupted=[Corrupted("swapped", index, (1.0,), (swapped,))], **QUICK
     )
     assert found.corruptions["swapped"].recall == [1.0, 0.5]
 
 
 def test_proxies_are_judged_by_spearman_and_undefined_ones_left_out():
-    queries, gallery, relevance, truth = scene(3)
+    queries, gallery, relevance, ground_truth = scene(3)
     values = np.random.default_rng(0).random(N)
     values[[1, 2]] = np.nan
     result = measure_trust(queries, gallery, relevance, MATCHING, proxies={"caption_words": values}, **QUICK)
-    use = truth.any(1) & ~np.isnan(values)
+    use = ground_truth.any(1) & ~np.isnan(values)
     u = queries.total_variance.numpy()[use]
     found = result.estimators["total_variance"]["caption_words"]
     assert found.value == pytest.approx(stats.spearmanr(u, values[use]).statistic)
@@ -240,10 +240,10 @@ def test_groups_widen_the_intervals():
     noisy = (items + 0.8 * torch.randn(25, 3, generator=generator)).repeat_interleave(5, 0)
     queries = GaussianEmbedding(noisy, torch.zeros(125, 3))
     gallery = GaussianEmbedding(items, torch.zeros(25, 3))
-    truth = Relevance.from_lists([[i // 5] for i in range(125)], n_gallery=25)
+    ground_truth = Relevance.from_lists([[i // 5] for i in range(125)], n_gallery=25)
     widths = []
     for groups in (None, np.arange(125) // 5):
-        r = measure_trust(queries, gallery, truth, MATCHING, groups=groups, n_resamples=1000).recall
+        r = measure_trust(queries, gallery, ground_truth, MATCHING, groups=groups, n_resamples=1000).recall
         widths.append(r.high - r.low)
     assert widths[1] / widths[0] == pytest.approx(np.sqrt(5), rel=0.2)
 

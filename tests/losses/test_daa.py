@@ -1,9 +1,9 @@
 """DAA: the agreement of ranks against loops, in blocks, and whether it teaches an order."""
 
 import pytest
-import references
 import torch
-from batches import MATCH, batch
+from support import references
+from support.batches import MATCH, batch
 
 from sfumato.distances import get_distance, squared_l2_matrix
 from sfumato.gaussian import GaussianEmbedding

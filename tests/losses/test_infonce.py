@@ -1,9 +1,9 @@
 """InfoNCE against slow loops and the loss of CLIP."""
 
 import pytest
-import references
 import torch
-from batches import MATCH, batch
+from support import references
+from support.batches import MATCH, batch
 
 from sfumato.distances import DISTANCES
 from sfumato.gaussian import GaussianEmbedding
@@ -23,8 +23,11 @@ def test_infonce_of_one_hot_unit_means_is_that_of_clip():
     image, text = batch(5, 5)
     image, text = (GaussianEmbedding.point(torch.nn.functional.normalize(e.mean, dim=1)) for e in (image, text))
     logits = 2 * 3.0 * image.mean @ text.mean.T
-    truth = torch.arange(5)
-    clip = (torch.nn.functional.cross_entropy(logits, truth) + torch.nn.functional.cross_entropy(logits.T, truth)) / 2
+    ground_truth = torch.arange(5)
+    clip = (
+        torch.nn.functional.cross_entropy(logits, ground_truth)
+        + torch.nn.functional.cross_entropy(logits.T, ground_truth)
+    ) / 2
     torch.testing.assert_close(infonce_loss(image, text, torch.eye(5), logit_scale=3.0).total, clip)
 
 

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-import references
 import torch
-from batches import MATCH, batch
 from safetensors.torch import load_file
+from support import references
+from support.batches import MATCH, batch
 
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import PairShare, PCMELoss, loss_of_share, pcme_loss, vib_loss

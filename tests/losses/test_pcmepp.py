@@ -3,10 +3,10 @@
 import math
 
 import pytest
-import references
 import torch
-from batches import MATCH, batch
-from largest import LargestTensor
+from support import references
+from support.batches import MATCH, batch
+from support.largest import LargestTensor
 
 from sfumato.distances import DISTANCES, csd_matrix
 from sfumato.gaussian import GaussianEmbedding

@@ -4,15 +4,15 @@ import json
 import math
 
 import pytest
-import references
 import torch
-from batches import MATCH, batch
 from safetensors.torch import load_file
+from support import references
+from support.batches import MATCH, batch
 
 from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.inclusion import inclusion_loss, inclusion_test
 from sfumato.losses import PairShare, loss_of_share, vib_loss
-from sfumato.losses.inclusion import inclusion_loss, inclusion_test
 from sfumato.losses.prolip import ProLIPLoss, prolip_loss
 
 NOTHING_ELSE = {"beta": 0.0, "inclusion_weight": 0.0}

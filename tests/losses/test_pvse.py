@@ -1,9 +1,9 @@
 """PVSE: the nearest of K x K embeddings, discrepancy and diversity against loops."""
 
 import pytest
-import references
 import torch
-from batches import MATCH, batch
+from support import references
+from support.batches import MATCH, batch
 
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from batches import MATCH, batch
+from support.batches import MATCH, batch
 
 from sfumato.distances import DISTANCES
 from sfumato.gaussian import GaussianEmbedding

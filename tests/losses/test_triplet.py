@@ -1,9 +1,9 @@
 """The triplet losses against slow loops, and where they collapse."""
 
 import pytest
-import references
 import torch
-from batches import MATCH, batch
+from support import references
+from support.batches import MATCH, batch
 
 from sfumato.distances import squared_l2_matrix
 from sfumato.gaussian import GaussianEmbedding

@@ -1,9 +1,9 @@
 """The bottleneck against torch's own divergence, and the guard around it."""
 
 import pytest
-import references
 import torch
-from batches import MATCH, batch
+from support import references
+from support.batches import MATCH, batch
 from torch.distributions import Normal, kl_divergence
 
 from sfumato.gaussian import GaussianEmbedding

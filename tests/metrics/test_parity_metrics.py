@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from sfumato.distances import csd_matrix, squared_l2_matrix
+from sfumato.evaluation.benchmark_ground_truths import eccv_caption
 from sfumato.evaluation.benchmarks import evaluate_benchmarks, evaluate_ranked_lists, evaluate_score_matrix
-from sfumato.evaluation.truths import eccv_caption
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
 from sfumato.metrics.relevance import Relevance
@@ -53,10 +53,10 @@ def test_parity_pcmepp_validation(kind):
     described, tensors = fixture("pcmepp_eval")
     n, m = tensors[f"out/{kind}"].shape
     relevance = Relevance.from_pairs(np.arange(m) // (m // n), np.arange(m), n_queries=n, n_gallery=m)
-    for direction, (ranks, truth) in ranks_both_ways(-tensors[f"out/{kind}"], relevance).items():
-        best = np.minimum.reduceat(ranks, truth.indptr[:-1])
+    for direction, (ranks, ground_truth) in ranks_both_ways(-tensors[f"out/{kind}"], relevance).items():
+        best = np.minimum.reduceat(ranks, ground_truth.indptr[:-1])
         np.testing.assert_array_equal(best, tensors[f"ranks/{kind}/{direction}"].numpy())
-        ours, official = retrieval_metrics(ranks, truth), described["metrics"][kind][direction]
+        ours, official = retrieval_metrics(ranks, ground_truth), described["metrics"][kind][direction]
         for k in (1, 5, 10):
             assert 100 * ours[f"recall@{k}"] == pytest.approx(official[f"r{k}"], abs=1e-10)
         assert ours["mean_rank"] == pytest.approx(official["meanr"], abs=1e-12)
@@ -92,13 +92,13 @@ def coco():
     if not COCO.is_dir():
         pytest.skip(f"no id lists in {COCO}; set SFUMATO_SHARED")
     described, tensors = fixture("eccv_metrics")
-    truths = eccv_caption(COCO)
-    images, captions = truths["coco_5k"].image_ids, truths["coco_5k"].text_ids
+    ground_truths = eccv_caption(COCO)
+    images, captions = ground_truths["coco_5k"].image_ids, ground_truths["coco_5k"].text_ids
     for ids, what in ((images, "image"), (captions, "caption")):
         digest = hashlib.sha256(np.array(ids, dtype="<i8").tobytes()).hexdigest()
         assert digest == described["recipe"][f"{what}_ids_sha256_int64_le"]
     embeddings = [tensors[f"{side}_embeddings"].float() for side in ("image", "caption")]
-    return described, embeddings, truths, images, captions
+    return described, embeddings, ground_truths, images, captions
 
 
 NAMES = {"r1": "recall@1", "r5": "recall@5", "r10": "recall@10", "map_at_r": "map@r", "rprecision": "r_precision"}
@@ -107,18 +107,18 @@ NAMES = {"r1": "recall@1", "r5": "recall@5", "r10": "recall@10", "map_at_r": "ma
 def check(official, result):
     """Every official value, to the last digit but for the order in which a mean is added up."""
     for key, both in official.items():
-        truth, metric = re.fullmatch(r"(coco_1k|coco_5k|cxc|eccv)_(\w+)", key).groups()
+        ground_truth, metric = re.fullmatch(r"(coco_1k|coco_5k|cxc|eccv)_(\w+)", key).groups()
         for direction in DIRECTIONS:
-            assert result[truth][direction][NAMES[metric]] == pytest.approx(both[direction], rel=4e-16), (
+            assert result[ground_truth][direction][NAMES[metric]] == pytest.approx(both[direction], rel=4e-16), (
                 key,
                 direction,
             )
 
 
 def test_parity_scores():
-    described, (image, text), truths, images, captions = coco()
+    described, (image, text), ground_truths, images, captions = coco()
     scores = (image @ text.T).numpy()
-    result = evaluate_score_matrix(scores, images, captions, truths.values(), better="larger")
+    result = evaluate_score_matrix(scores, images, captions, ground_truths.values(), better="larger")
     official = described["metrics_full_ranking"]
     assert len(official) == 14
     check(official, result)
@@ -131,7 +131,7 @@ def test_parity_scores():
 def test_parity_embeddings():
     # One more dimension for each side gives all its points one length: then squared distances order as the scores do. Float64
     # rounds far below the steps of the scores, and no positive is tied.
-    described, embeddings, truths, images, captions = coco()
+    described, embeddings, ground_truths, images, captions = coco()
     points = []
     for column, side in enumerate(embeddings):
         side = side.double()
@@ -140,27 +140,29 @@ def test_parity_embeddings():
         points.append(GaussianEmbedding.point(torch.cat([side, further], dim=1)))
     check(
         described["metrics_full_ranking"],
-        evaluate_benchmarks(*points, images, captions, truths.values(), distance="squared_l2"),
+        evaluate_benchmarks(*points, images, captions, ground_truths.values(), distance="squared_l2"),
     )
 
 
 @pytest.mark.parametrize("k", [500, 50])
 def test_parity_ranked_lists(k):
-    described, (image, text), truths, images, captions = coco()
+    described, (image, text), ground_truths, images, captions = coco()
     lists = []
     for scores, queries, gallery in ((image @ text.T, images, captions), (text @ image.T, captions, images)):
         order = scores.topk(k, dim=1).indices.numpy()
         ids = np.array(gallery, np.int64)
         lists.append({int(q): ids[row] for q, row in zip(queries, order, strict=True)})
-    truths = [truths[name] for name in ("coco_1k", "coco_5k", "cxc", "eccv")]
+    ground_truths = [ground_truths[name] for name in ("coco_1k", "coco_5k", "cxc", "eccv")]
     if k == 500:
-        check(described["metrics_lists_truncated_to_500"], evaluate_ranked_lists(*lists, images, captions, truths))
+        check(
+            described["metrics_lists_truncated_to_500"], evaluate_ranked_lists(*lists, images, captions, ground_truths)
+        )
         return
     # Here the official package counts what is left of a fold: less than there is from recall@5 of captions on.
     shortened = described["metrics_lists_truncated_to_50"]
     assert shortened["coco_1k_r5"]["t2i"] < described["metrics_full_ranking"]["coco_1k_r5"]["t2i"]
     with pytest.raises(ValueError, match=r"coco_1k, i2t: the list of '\d+' holds \d of 5000 items, but recall@"):
-        evaluate_ranked_lists(*lists, images, captions, truths)
+        evaluate_ranked_lists(*lists, images, captions, ground_truths)
     # Lists of 50 are enough for all others: no query of ECCV Caption has more positives.
-    others = evaluate_ranked_lists(*lists, images, captions, truths[1:])
+    others = evaluate_ranked_lists(*lists, images, captions, ground_truths[1:])
     check({name: v for name, v in described["metrics_full_ranking"].items() if not name.startswith("coco_1k")}, others)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from references_metrics import metrics_by_definition, ranks_by_sorting
+from support.references_metrics import metrics_by_definition, ranks_by_sorting
 
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import (
@@ -46,12 +46,12 @@ def test_agrees_with_sorting_with_and_without_ties(levels, share):
     random = np.random.default_rng([levels, int(share * 100)])
     distance = random.integers(0, levels, (23, 41)).astype(np.float32)
     dense = random.random((23, 41)) < share
-    truths = [np.flatnonzero(row).tolist() for row in dense]
-    truths[0] = [40]
-    relevance = Relevance.from_lists(truths, n_gallery=41)
+    ground_truths = [np.flatnonzero(row).tolist() for row in dense]
+    ground_truths[0] = [40]
+    relevance = Relevance.from_lists(ground_truths, n_gallery=41)
     ranks = relevant_ranks(torch.from_numpy(distance), relevance)
-    np.testing.assert_array_equal(ranks, ranks_by_sorting(distance, truths))
-    ours, theirs = retrieval_metrics(ranks, relevance), metrics_by_definition(distance, truths)
+    np.testing.assert_array_equal(ranks, ranks_by_sorting(distance, ground_truths))
+    ours, theirs = retrieval_metrics(ranks, relevance), metrics_by_definition(distance, ground_truths)
     for name, value in theirs.items():
         assert ours[name] == pytest.approx(value, abs=1e-12), name
 
@@ -72,12 +72,14 @@ def test_what_an_accelerator_runs_agrees_with_sorting(levels):
     # The form for accelerators, on the processor: with it, half of the rows are sorted and half are counted.
     random = np.random.default_rng(levels)
     distance = random.integers(0, levels, (21, 37)).astype(np.float32)
-    truths = [np.flatnonzero(row).tolist() for row in random.random((21, 37)) < random.choice([0.1, 0.7], (21, 1))]
-    relevance = Relevance.from_lists(truths, n_gallery=37)
+    ground_truths = [
+        np.flatnonzero(row).tolist() for row in random.random((21, 37)) < random.choice([0.1, 0.7], (21, 1))
+    ]
+    relevance = Relevance.from_lists(ground_truths, n_gallery=37)
     ours = np.concatenate(
         [_ranks_on_device(torch.from_numpy(distance[s : s + 6]), relevance, s) for s in range(0, 21, 6)]
     )
-    np.testing.assert_array_equal(ours, ranks_by_sorting(distance, truths))
+    np.testing.assert_array_equal(ours, ranks_by_sorting(distance, ground_truths))
 
 
 @pytest.mark.gpu
@@ -108,10 +110,12 @@ def test_blocks_with_an_uneven_last_one_equal_the_whole():
 def test_chunks_of_rows_change_nothing(monkeypatch, elements):
     random = np.random.default_rng(3)
     distance = torch.from_numpy(random.integers(0, 5, (19, 17)).astype(np.float32)).T  # not contiguous
-    truths = [np.flatnonzero(row).tolist() for row in random.random((17, 19)) < 0.2]
-    relevance = Relevance.from_lists(truths, n_gallery=19)
+    ground_truths = [np.flatnonzero(row).tolist() for row in random.random((17, 19)) < 0.2]
+    relevance = Relevance.from_lists(ground_truths, n_gallery=19)
     monkeypatch.setattr("sfumato.metrics.retrieval._CPU_CHUNK", elements)
-    np.testing.assert_array_equal(relevant_ranks(distance, relevance), ranks_by_sorting(distance.numpy(), truths))
+    np.testing.assert_array_equal(
+        relevant_ranks(distance, relevance), ranks_by_sorting(distance.numpy(), ground_truths)
+    )
     assert len(relevant_ranks(distance[:0], relevance)) == 0
 
 
@@ -158,12 +162,12 @@ def test_score_matrices_of_any_kind_both_ways(better, kind, tmp_path):
     else:
         given = np.asfortranarray(scores) if kind == "fortran" else scores.astype(kind)
     distance = -scores if better == "larger" else scores
-    for queries, matrix, truth in (("rows", distance, dense), ("columns", distance.T, dense.T)):
-        truths = [np.flatnonzero(row).tolist() for row in truth]
-        relevance = Relevance.from_lists(truths, n_gallery=truth.shape[1])
+    for queries, matrix, ground_truth in (("rows", distance, dense), ("columns", distance.T, dense.T)):
+        ground_truths = [np.flatnonzero(row).tolist() for row in ground_truth]
+        relevance = Relevance.from_lists(ground_truths, n_gallery=ground_truth.shape[1])
         for memory_mb in (64, 3 * 4 * 11 / 2**20):  # in one block, and in blocks with an uneven last one
             ours = ranks_from_scores(given, relevance, better=better, queries=queries, memory_mb=memory_mb)
-            np.testing.assert_array_equal(ours, ranks_by_sorting(matrix, truths))
+            np.testing.assert_array_equal(ours, ranks_by_sorting(matrix, ground_truths))
 
 
 def test_extreme_integers_keep_their_order():

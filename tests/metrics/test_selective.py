@@ -140,12 +140,12 @@ def test_intervals_of_a_mean_are_scipys_and_those_of_theory():
 def test_95_percent_intervals_hold_the_truth_95_times_in_a_hundred():
     # 300 data sets; a binomial with p = 0.95 (0.94 for the percentile method at n = 150) has a deviation of 1.3 %: outside of
     # [0.90, 0.985] in fewer than 1 of 1,000 seeds (and the seed is fixed). The true AUROC of N(1,1) against N(0,1) is 0.7602.
-    truth, random, held = stats.norm.cdf(1 / np.sqrt(2)), np.random.default_rng(0), 0
+    ground_truth, random, held = stats.norm.cdf(1 / np.sqrt(2)), np.random.default_rng(0), 0
     for _ in range(300):
         positive = random.random(150) < 0.4
         score = random.normal(size=150) + positive
         found = bootstrap({"a": selective.auroc_statistic(score, positive)}, 150, n_resamples=400)["a"]
-        held += found.low <= truth <= found.high
+        held += found.low <= ground_truth <= found.high
     assert 0.90 <= held / 300 <= 0.985
 
 

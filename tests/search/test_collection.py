@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from sfumato.calibration import Calibration, QueryScores
+from sfumato.calibration.calibrator import Calibration, QueryScores
 from sfumato.distances import csd_matrix
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.lifting import LIFTED_DISTANCES, gallery_centre, lift_gallery, lowered
-from sfumato.search.stores.base import Filter, Records
 from sfumato.search.stores.local import LocalStore
-from sfumato.search.stores.open import anchored, create_store, redacted, without_password
+from sfumato.search.stores.protocol import Filter, Records
+from sfumato.search.stores.store_url import anchored, create_store, redacted, without_password
 
 D = 11
 

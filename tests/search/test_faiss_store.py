@@ -2,7 +2,7 @@ import sys
 
 import pytest
 import torch
-from references_metrics import squared_l2_by_broadcast
+from support.references_metrics import squared_l2_by_broadcast
 
 from sfumato.errors import UserError
 from sfumato.search.stores.faiss import FAISS_ENGINES, FaissOptions, FaissStore
@@ -38,11 +38,11 @@ def test_ivf_is_seeded_and_reports_what_it_did_not_find():
 
 def test_more_effort_finds_more():
     data, queries = vectors(3000, 4), vectors(100, 5)
-    truth = FaissStore.build(data, "flat").search(queries, 10)[1]
+    ground_truth = FaissStore.build(data, "flat").search(queries, 10)[1]
 
     def recall(engine, **numbers):
         found = FaissStore.build(data, engine, FaissOptions(**numbers)).search(queries, 10)[1]
-        return (found.unsqueeze(2) == truth.unsqueeze(1)).any(2).float().mean().item()
+        return (found.unsqueeze(2) == ground_truth.unsqueeze(1)).any(2).float().mean().item()
 
     assert (
         recall("ivf", n_lists=50, n_probe=1)

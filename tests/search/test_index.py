@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from references_metrics import csd_by_loops, order_of
+from support.references_metrics import csd_by_loops, order_of
 
 import sfumato
-from sfumato.calibration import Calibration, QueryScores
+from sfumato.calibration.calibrator import Calibration, QueryScores
 from sfumato.distances import DISTANCES, csd_matrix
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.folders import _digest_of
+from sfumato.search.atomic_folder import _digest_of
 from sfumato.search.index import ENGINES, GaussianIndex
-from sfumato.search.stores.base import Filter
 from sfumato.search.stores.faiss import FaissOptions
+from sfumato.search.stores.protocol import Filter
 
 SOURCE = Path(sfumato.__file__).parents[1]
 
@@ -43,8 +43,10 @@ def true_top(queries, gallery, k):
     return np.argsort(gap, axis=1, kind="stable")[:, :k]
 
 
-def recall(found, truth):
-    return float(np.mean([len(set(f) & set(t)) / len(t) for f, t in zip(found.tolist(), truth.tolist(), strict=True)]))
+def recall(found, ground_truth):
+    return float(
+        np.mean([len(set(f) & set(t)) / len(t) for f, t in zip(found.tolist(), ground_truth.tolist(), strict=True)])
+    )
 
 
 def faiss_or_skip(engine):

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from references_metrics import csd_by_loops, squared_l2_by_broadcast
+from support.references_metrics import csd_by_loops, squared_l2_by_broadcast
 
 from sfumato.distances import DISTANCES, get_distance
 from sfumato.gaussian import GaussianEmbedding
@@ -39,20 +39,20 @@ def test_squared_l2_of_lifted_vectors_is_the_distance(distance, dtype, centred):
 
 def test_csd_by_loops_and_the_tempting_mistakes():
     x, y = gaussians(4, 2), gaussians(7, 3)
-    truth = torch.from_numpy(csd_by_loops(x.mean.numpy(), x.var.numpy(), y.mean.numpy(), y.var.numpy()))
+    ground_truth = torch.from_numpy(csd_by_loops(x.mean.numpy(), x.var.numpy(), y.mean.numpy(), y.var.numpy()))
     a, b = lift_queries(x), lift_gallery(y)
 
     def lifted(a, b):
         return unlift(torch.from_numpy(squared_l2_by_broadcast(a, b)), x)
 
-    torch.testing.assert_close(lifted(a, b), truth, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lifted(a, b), ground_truth, rtol=1e-6, atol=1e-6)
     wrong = {
         "the variance itself instead of its root": (a, torch.cat([b[:, :-1], b[:, -1:].square()], 1)),
         "the gallery's lifting for the queries too": (lift_gallery(x), b),
         "the norm of sigma summed, not squared": (a, torch.cat([y.mean, y.var.sqrt().sum(1, keepdim=True)], 1)),
     }
     for what, (p, q) in wrong.items():
-        assert not torch.allclose(lifted(p, q), truth, rtol=0.01), what
+        assert not torch.allclose(lifted(p, q), ground_truth, rtol=0.01), what
 
 
 def test_a_point_needs_nothing_and_its_constant_is_zero():

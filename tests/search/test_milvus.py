@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from search.stores_contract import FINGERPRINT, StoreContract, assert_holds, assert_nearest, by_id, queries, records
+from support.stores_contract import FINGERPRINT, StoreContract, assert_holds, assert_nearest, by_id, queries, records
 
 from sfumato.errors import UserError
 from sfumato.search.stores import milvus
-from sfumato.search.stores.base import Filter, Records
-from sfumato.search.stores.open import create_store, open_store, without_password
+from sfumato.search.stores.protocol import Filter, Records
+from sfumato.search.stores.store_url import create_store, open_store, without_password
 
 if not all(map(importlib.util.find_spec, ("pymilvus", "milvus_lite"))):
     pytest.skip("needs the extra milvus", allow_module_level=True)
@@ -278,8 +278,8 @@ def test_servers_that_are_not_there_and_passwords(monkeypatch):
 WRITER = """
 import sys
 sys.path.insert(0, sys.argv[2])
-from search.stores_contract import records
-from sfumato.search.stores.open import open_store
+from support.stores_contract import records
+from sfumato.search.stores.store_url import open_store
 store = open_store(sys.argv[1])
 for i in range(100_000):
     store.upsert(records(25, 6, i, prefix=f"batch{i}"))

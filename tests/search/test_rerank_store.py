@@ -13,14 +13,14 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from search.stores_contract import FINGERPRINT, StoreContract, assert_holds, by_id, queries, records, squared_l2
+from support.stores_contract import FINGERPRINT, StoreContract, assert_holds, by_id, queries, records, squared_l2
 
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.lifting import lift_gallery, lift_queries
-from sfumato.search.stores.base import Filter, Records
-from sfumato.search.stores.open import create_store, open_store
+from sfumato.search.stores.protocol import Filter, Records
+from sfumato.search.stores.store_url import create_store, open_store
 
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
 
@@ -311,8 +311,8 @@ def test_nothing_acknowledged_is_lost_when_redis_is_killed(tmp_path, redis_serve
 
 KILLED = """
 import sys, torch
-from sfumato.search.stores.base import Records
-from sfumato.search.stores.open import open_store
+from sfumato.search.stores.protocol import Records
+from sfumato.search.stores.store_url import open_store
 store = open_store(sys.argv[1])
 print("open", flush=True)
 step = int(sys.argv[2])

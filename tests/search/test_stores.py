@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from search.stores_contract import (
+from support.stores_contract import (
     FINGERPRINT,
     StoreContract,
     assert_holds,
@@ -25,8 +25,8 @@ from search.stores_contract import (
 
 from sfumato.errors import UserError
 from sfumato.search.stores import local
-from sfumato.search.stores.base import Filter, Records
-from sfumato.search.stores.open import create_store, open_store
+from sfumato.search.stores.protocol import Filter, Records
+from sfumato.search.stores.store_url import create_store, open_store
 
 APPROXIMATE = ("hnsw", "ivf", "ivf-pq")
 
@@ -85,10 +85,10 @@ def clustered(n, dim, seed, clusters=50):
 def recall(store, kept, wanted, k, filter=None):
     ids = [key for key, (_, u, payload) in kept.items() if filter is None or filter.accepts(payload, u)]
     distance = squared_l2(wanted, torch.stack([kept[key][0] for key in ids]))
-    truth = [{ids[j] for j in row[:k]} for row in np.argsort(distance, axis=1)]
+    ground_truth = [{ids[j] for j in row[:k]} for row in np.argsort(distance, axis=1)]
     found = [set(result.ids) for result in store.search(wanted, k, filter)]
     assert all(len(some) == min(k, len(ids)) for some in found)
-    return sum(len(a & b) for a, b in zip(truth, found, strict=True)) / sum(map(len, truth))
+    return sum(len(a & b) for a, b in zip(ground_truth, found, strict=True)) / sum(map(len, ground_truth))
 
 
 def uses_index(store):
@@ -214,8 +214,8 @@ import sys
 sys.modules["faiss"] = None
 import torch
 from sfumato.errors import UserError
-from sfumato.search.stores.base import Records
-from sfumato.search.stores.open import create_store
+from sfumato.search.stores.protocol import Records
+from sfumato.search.stores.store_url import create_store
 store = create_store(sys.argv[1] + "/flat", 2, "")
 store.upsert(Records(("a", "b"), torch.tensor([[0., 1.], [5., 5.]]), torch.zeros(2), ({}, {})))
 store.optimise()
@@ -305,7 +305,7 @@ def test_optimise_drops_dead_rows_and_joins_small_shards(tmp_path):
 
 def test_what_filters_let_through_is_kept_up_to_date(tmp_path):
     store, kept = create_store(f"{tmp_path}/store?shard_size=40", 5, FINGERPRINT), {}
-    reader = open_store(f"{tmp_path}/store")
+    processor = open_store(f"{tmp_path}/store")
     filters = [Filter({"colour": (c,)}, u) for c in "rgb" for u in (0.3, 0.6, None)]
     for step in range(12):
         batch = records(30, 5, step, prefix=f"{step % 5}")
@@ -317,32 +317,32 @@ def test_what_filters_let_through_is_kept_up_to_date(tmp_path):
         if step % 4 == 3:
             store.optimise()
         for filter in filters[step % 2 :: 1 + step % 3]:
-            for each in (store, reader):
+            for each in (store, processor):
                 assert_nearest(each, kept, queries(2, 5, step), 7, filter)
     store.close()
-    reader.close()
+    processor.close()
 
 
 def test_one_writes_and_others_read(tmp_path):
     writer = create_store(f"{tmp_path}/store?shard_size=8", 4, FINGERPRINT)
-    reader = open_store(f"{tmp_path}/store")
+    processor = open_store(f"{tmp_path}/store")
     first, second = records(20, 4, 1), records(30, 4, 2)
     writer.upsert(first)
-    assert_holds(reader, by_id(first))
+    assert_holds(processor, by_id(first))
     with pytest.raises(UserError, match="another process, or another opening in this one, writes to it; wait until"):
-        reader.upsert(second)
+        processor.upsert(second)
     with pytest.raises(UserError, match="wait until"):
-        reader.optimise()
+        processor.optimise()
     writer.upsert(second)
     writer.delete(["item-0"])
     writer.optimise()
     kept = {key: value for key, value in by_id(first, second).items() if key != "item-0"}
-    assert_holds(reader, kept)
-    assert_nearest(reader, kept, queries(3, 4, 3), 5)
+    assert_holds(processor, kept)
+    assert_nearest(processor, kept, queries(3, 4, 3), 5)
     writer.close()
-    reader.upsert(first)
-    assert_holds(reader, by_id(second, first))
-    reader.close()
+    processor.upsert(first)
+    assert_holds(processor, by_id(second, first))
+    processor.close()
 
 
 def test_damaged_files_are_named(tmp_path, indexed_from):
@@ -392,7 +392,7 @@ def test_indexes_are_mapped_not_read(tmp_path):
         pytest.skip("memory is measured by /proc")
     code = """
 import sys, torch
-from sfumato.search.stores.open import open_store
+from sfumato.search.stores.store_url import open_store
 def anonymous():
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("RssAnon")) // 1024
 store = open_store(sys.argv[1])
@@ -446,8 +446,8 @@ def test_a_folder_may_have_a_hash_mark_and_brackets(tmp_path):
 WRITER = """
 import random, sys, torch
 from sfumato.search.stores import local
-from sfumato.search.stores.base import Records
-from sfumato.search.stores.open import open_store
+from sfumato.search.stores.protocol import Records
+from sfumato.search.stores.store_url import open_store
 local._FEW = 100
 store, run = open_store(sys.argv[1]), int(sys.argv[2])
 chance = random.Random(run)
@@ -482,12 +482,12 @@ def test_what_was_acknowledged_survives_kill_9(engine, tmp_path):
         )
         assert child.stdout.readline() == "open\n", child.stderr.read()
         lines = []
-        reader = threading.Thread(target=lambda out=child.stdout, to=lines: to.extend(out))
-        reader.start()
+        processor = threading.Thread(target=lambda out=child.stdout, to=lines: to.extend(out))
+        processor.start()
         time.sleep(chance.uniform(0.05, 0.9))
         child.send_signal(signal.SIGKILL)
         child.wait()
-        reader.join()
+        processor.join()
         assert child.stderr.read() == ""
         child.stdout.close(), child.stderr.close()
         for line in (whole for whole in lines if whole.endswith("\n")):  # the last may be torn

@@ -1,7 +1,7 @@
 import pytest
-from serve.world import make_collection, make_run, read_only, served
+from support.serving import make_collection, make_run, read_only, served
 
-from sfumato.serve.sources import open_sources
+from sfumato.serve.served import open_sources
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import time
 import pytest
 from PIL import Image
 from serve.test_faults import problem
-from serve.world import KEY, in_base64, picture, served
+from support.serving import KEY, in_base64, picture, served
 
 from sfumato.errors import UserError
 from sfumato.serve.settings import Settings

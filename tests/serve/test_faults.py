@@ -14,13 +14,13 @@ from pathlib import Path
 import httpx
 import pytest
 from PIL import Image
-from serve.world import SlowModel, bomb, in_base64, picture, read_only, served
+from support.serving import SlowModel, bomb, in_base64, picture, read_only, served
 
 from sfumato.errors import UserError
 from sfumato.serve.batching import Batcher, Closed, Full
-from sfumato.serve.pictures import POINTER, FolderPictures, UploadedPictures, to_show, to_store
-from sfumato.serve.problems import Refusal
-from sfumato.serve.sources import Sources
+from sfumato.serve.image_files import POINTER, FolderPictures, UploadedPictures, to_show, to_store
+from sfumato.serve.schemas import Refusal
+from sfumato.serve.served import Sources
 
 
 def problem(answer, status):
@@ -283,12 +283,12 @@ def slow(sources, seconds=0.0):
 
 
 def test_a_full_queue_sends_clients_away_and_recovers(sources):
-    world = slow(sources)
+    process_group = slow(sources)
     with (
-        served(world, batch_size=1, max_waiting=3, max_batch=3, batch_window=0) as client,
+        served(process_group, batch_size=1, max_waiting=3, max_batch=3, batch_window=0) as client,
         concurrent.futures.ThreadPoolExecutor(10) as pool,
     ):
-        world.model.go.clear()
+        process_group.model.go.clear()
         asked = [pool.submit(client.get, "/v1/search?q=a") for _ in range(10)]
         for _ in range(100):
             if (
@@ -298,7 +298,7 @@ def test_a_full_queue_sends_clients_away_and_recovers(sources):
                 break
             time.sleep(0.1)
         assert client.get("/healthz").status_code == 200
-        world.model.go.set()
+        process_group.model.go.set()
         answers = [one.result() for one in asked]
         for answer in (a for a in answers if a.status_code != 200):
             assert problem(answer, 503) and answer.headers["retry-after"] == "1"
@@ -307,24 +307,24 @@ def test_a_full_queue_sends_clients_away_and_recovers(sources):
 
 
 def test_too_many_requests_at_work(sources):
-    world = slow(sources)
-    with served(world, max_requests=2) as client, concurrent.futures.ThreadPoolExecutor(2) as pool:
-        world.model.go.clear()
+    process_group = slow(sources)
+    with served(process_group, max_requests=2) as client, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        process_group.model.go.clear()
         asked = [pool.submit(client.get, "/v1/search?q=a") for _ in range(2)]
         time.sleep(0.5)
         assert problem(client.get("/v1/info"), 503)
         assert client.get("/readyz").status_code == 200
-        world.model.go.set()
+        process_group.model.go.set()
         assert [one.result().status_code for one in asked] == [200, 200]
 
 
 def test_what_takes_too_long_is_504_and_the_next_is_answered(sources):
-    world = slow(sources)
-    with served(world, timeout=0.5) as client:
-        world.model.go.clear()
+    process_group = slow(sources)
+    with served(process_group, timeout=0.5) as client:
+        process_group.model.go.clear()
         told = problem(client.get("/v1/search?q=a"), 504)
         assert "No answer within 0.5 seconds" in told["detail"]
-        world.model.go.set()
+        process_group.model.go.set()
         assert client.get("/v1/search?q=a").status_code == 200
 
 
@@ -340,35 +340,35 @@ def test_a_body_that_does_not_come_is_408(sources):
 
 
 def test_clients_that_leave_take_their_queries_along(sources):
-    world = slow(sources)
-    with served(world, batch_size=4) as client:
-        world.model.go.clear()
+    process_group = slow(sources)
+    with served(process_group, batch_size=4) as client:
+        process_group.model.go.clear()
         for _ in range(6):
             with pytest.raises(httpx.ReadTimeout):
                 httpx.get(f"{client.base_url}/v1/search?q=gone", timeout=0.2, trust_env=False)
         time.sleep(0.3)
-        world.model.sizes.clear()
-        world.model.go.set()
+        process_group.model.sizes.clear()
+        process_group.model.go.set()
         assert client.get("/v1/search?q=here").status_code == 200
-        assert sum(world.model.sizes) <= 2 + 4  # What was at work went on; of the rest nothing was computed.
+        assert sum(process_group.model.sizes) <= 2 + 4  # What was at work went on; of the rest nothing was computed.
         text = client.get("/metrics").text
         assert 'route="/v1/search",status="499"} 6.0' in text
 
 
 def test_a_model_that_fails_is_a_500_without_particulars(sources, caplog):
-    world = slow(sources)
-    with served(world) as client:
-        world.model.embed_texts = lambda texts: 1 / 0
-        client.app.state.service.embedder.model = world.model
+    process_group = slow(sources)
+    with served(process_group) as client:
+        process_group.model.embed_texts = lambda texts: 1 / 0
+        client.app.state.service.embedder.model = process_group.model
         told = problem(client.get("/v1/search?q=a"), 500)
         assert "division" not in told["detail"]
         assert told["detail"].split()[-1] in caplog.text and "ZeroDivisionError" in caplog.text
 
 
 def test_not_ready_before_and_after(sources):
-    world = slow(sources)
-    world.model.go.clear()
-    ready = threading.Timer(1.0, world.model.go.set)
+    process_group = slow(sources)
+    process_group.model.go.clear()
+    ready = threading.Timer(1.0, process_group.model.go.set)
     ready.start()
     seen = []
     original = httpx.Client.get
@@ -381,7 +381,7 @@ def test_not_ready_before_and_after(sources):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(httpx.Client, "get", watch)
-        with served(world) as client:
+        with served(process_group) as client:
             client.app.state.service.ready.clear()
             problem(client.get("/readyz"), 503)
     assert seen[0] == 503 and 200 in seen

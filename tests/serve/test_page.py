@@ -5,14 +5,14 @@ import shutil
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from serve.world import KEY, embedded, make_collection, make_run, picture, read_only, served
+from support.serving import KEY, embedded, make_collection, make_run, picture, read_only, served
 
-from sfumato.search.verdict import verdict
+from sfumato.models.galleries import build_index
+from sfumato.models.run import load_run
+from sfumato.search.gallery import verdict
 from sfumato.serve.app import PAGE
-from sfumato.serve.pictures import FolderPictures
-from sfumato.serve.sources import Shelf, Sources, open_sources
-from sfumato.training.galleries import build_index
-from sfumato.training.run import load_run
+from sfumato.serve.image_files import FolderPictures
+from sfumato.serve.served import Shelf, Sources, open_sources
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -13,19 +13,19 @@ import time
 import httpx
 import pytest
 import torch
-from serve.world import KEY, SlowModel, in_base64, picture, served, wait_until_ready
+from support.serving import KEY, SlowModel, in_base64, picture, served, wait_until_ready
 
 from sfumato.data.transforms import decode_image
 from sfumato.errors import UserError
-from sfumato.search.stores.base import Filter
+from sfumato.models.galleries import Source, build_index, create_collection
+from sfumato.models.run import load_run
+from sfumato.search.stores.protocol import Filter
 from sfumato.serve import writing
 from sfumato.serve.app import create_app
-from sfumato.serve.pictures import SplitPictures, UploadedPictures
+from sfumato.serve.image_files import SplitPictures, UploadedPictures
+from sfumato.serve.served import Sources, open_sources
 from sfumato.serve.server import check_host, check_names, hosts_of, is_loopback, run_app
 from sfumato.serve.settings import Settings, read_keys
-from sfumato.serve.sources import Sources, open_sources
-from sfumato.training.galleries import Source, build_index, create_collection
-from sfumato.training.run import load_run
 
 
 def search(client, *queries, status=200, **options):
@@ -352,15 +352,15 @@ def test_reading_goes_on_while_many_write(writable):
                 writable.post("/v1/search", json={"queries": [{"text": "red"}], "position": True}).status_code
             )
 
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    for reader in readers:
-        reader.start()
+    processors = [threading.Thread(target=read) for _ in range(2)]
+    for processor in processors:
+        processor.start()
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         new = [{"items": [{"id": f"w{i}-{j}", "image": in_base64(picture())} for j in range(3)]} for i in range(12)]
         written = list(pool.map(lambda body: writable.post("/v1/items", json=body).status_code, new))
     stop.set()
-    for reader in readers:
-        reader.join()
+    for processor in processors:
+        processor.join()
     assert written == [200] * 12 and set(statuses) == {200}
     assert writable.get("/v1/info").json()["galleries"]["images"]["n"] == 48 + 36
 

@@ -7,16 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from toy import make_toy
+from support.toy import make_toy
 
 from sfumato import cli
 from sfumato.errors import UserError
+from sfumato.models.embed import evaluate_run
+from sfumato.models.recipe import load_recipe
+from sfumato.models.run import load_run
 from sfumato.training import ablation
 from sfumato.training.ablation import ABLATED, ablate
-from sfumato.training.config import load_recipe
-from sfumato.training.inference import evaluate_run
 from sfumato.training.loop import fit
-from sfumato.training.run import load_run
 from sfumato.training.step import DivergedError
 
 NAMES = ["csd", "wasserstein2"]

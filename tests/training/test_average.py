@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from toy import make_toy
+from support.toy import make_toy
 
 from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
 from sfumato.encoders.features import Inputs
@@ -13,10 +13,10 @@ from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.small import SmallImageEncoder
 from sfumato.errors import UserError
 from sfumato.evaluation.protocols import evaluate_retrieval
+from sfumato.models.recipe import load_recipe
+from sfumato.models.run import load_run
 from sfumato.training import loop
-from sfumato.training.average import WeightAverage, averaged
-from sfumato.training.config import load_recipe
-from sfumato.training.run import load_run
+from sfumato.training.optim import WeightAverage, averaged
 
 
 def build():

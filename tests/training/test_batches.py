@@ -12,18 +12,20 @@ import pytest
 import torch
 from PIL import Image
 
-from sfumato.data.mixing import MixPlan
-from sfumato.data.pairs import FileImage, PairBatch, PairData, PairSampler
+from sfumato.data.augment import MixPlan
+from sfumato.data.images import FileImage
+from sfumato.data.pairs import PairBatch, PairData, PairSampler
 from sfumato.data.shards import ShardBatch
-from sfumato.encoders.dual import DualEncoder, FeatureInput, PixelReader, TokenReader, Tower
+from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
 from sfumato.encoders.features import Inputs, PixelStore, RaggedStore
 from sfumato.encoders.heads import GaussianHead
+from sfumato.encoders.processors import PixelProcessor, TokenProcessor
 from sfumato.encoders.small import add_begin_and_end, train_tokenizer
 from sfumato.errors import UserError
+from sfumato.models.process_group import ProcessGroup, alone
+from sfumato.models.recipe import check_recipe
 from sfumato.training import batches as module
 from sfumato.training.batches import Augmentation, IndexedBatches, ShardBatches, epoch_seed
-from sfumato.training.config import check_recipe
-from sfumato.training.distributed import World, alone
 
 CPU = torch.device("cpu")
 WORDS = [f"{a}{b}" for a in "abcd" for b in "efgh"]
@@ -36,7 +38,9 @@ def recipe(*, style=False, seed=0, **augment):
 
 
 def model(tokenizer=TOKENIZER):
-    towers = [Tower(r, FeatureInput(4, 0.0), GaussianHead(4, 3)) for r in (PixelReader(16), TokenReader(tokenizer, 9))]
+    towers = [
+        Tower(r, FeatureInput(4, 0.0), GaussianHead(4, 3)) for r in (PixelProcessor(16), TokenProcessor(tokenizer, 9))
+    ]
     return DualEncoder(*towers)
 
 
@@ -53,13 +57,15 @@ def shared_captions():
     )
 
 
-def indexed(settings, world, *, data=None, batch_size=7):
+def indexed(settings, process_group, *, data=None, batch_size=7):
     data = shared_captions() if data is None else data
     n, m = len(data.image_ids), len(data.text_ids)
     pixels = torch.arange(n, dtype=torch.uint8).view(-1, 1, 1, 1).expand(n, 3, 16, 16).clone()
     texts = RaggedStore.from_list([[k] * (1 + k % 3) for k in range(m)])
     sampler = PairSampler(data, batch_size, settings.train.seed, epoch_over="pairs")
-    return IndexedBatches(PixelStore(pixels), texts, sampler, Augmentation(settings, model(), world), world)
+    return IndexedBatches(
+        PixelStore(pixels), texts, sampler, Augmentation(settings, model(), process_group), process_group
+    )
 
 
 def drawn(batch):
@@ -155,10 +161,10 @@ def test_labels_are_loops_over_the_pairs_the_plans_and_the_smoothing(kind):
     data, settings = shared_captions(), recipe(mixed_share=0.8, label_smoothing=0.05, seed=4)
     batches = indexed(settings, alone(), data=data)
     batches.sampler = PairSampler(data, 7, 4, epoch_over="pairs", positives=kind)
-    truth, mixed = {(int(i), int(t)) for i, t in data.pairs}, 0
+    ground_truth, mixed = {(int(i), int(t)) for i, t in data.pairs}, 0
     for batch in batches.epoch(2):
         images, texts = drawn(batch)
-        pairs = truth if kind == "listed" else set(zip(images, texts, strict=True))
+        pairs = ground_truth if kind == "listed" else set(zip(images, texts, strict=True))
         partner, share = batch.mix.partner.tolist(), batch.mix.own_share.double().tolist()
         mixed += sum(s < 1 for s in share)
         expected = [
@@ -265,7 +271,7 @@ def test_a_process_without_a_pair_has_an_empty_part(style):
     """A last batch of five pairs for eight processes."""
     settings, sizes = recipe(style=style, mixed_share=0.8, label_smoothing=0.05, text_tokens=0.5), []
     for rank in range(8):
-        _, last = indexed(settings, World(rank, 8, CPU)).epoch(3)
+        _, last = indexed(settings, ProcessGroup(rank, 8, CPU)).epoch(3)
         i2t, t2i = last.labels(alone())
         assert len(last.images) == len(last.texts) == len(last.mix)
         assert i2t.shape == t2i.shape == (len(last.images), 5)
@@ -278,7 +284,7 @@ def test_a_process_without_a_pair_has_an_empty_part(style):
 def test_processes_share_the_batches_of_one_without_gaps_or_doubles(size):
     settings = recipe(mixed_share=0.8, label_smoothing=0.05)
     whole = list(indexed(settings, alone()).epoch(3))
-    parts = [list(indexed(settings, World(rank, size, CPU)).epoch(3)) for rank in range(size)]
+    parts = [list(indexed(settings, ProcessGroup(rank, size, CPU)).epoch(3)) for rank in range(size)]
     assert [len(b.images) for b in whole] == [7, 5]  # No multiple of the processes.
     mixed = 0
     for batch, shares in zip(whole, zip(*parts, strict=True), strict=True):
@@ -302,7 +308,7 @@ def test_processes_share_the_batches_of_one_without_gaps_or_doubles(size):
 
 def test_every_process_knows_the_plans_of_all():
     settings = recipe(mixed_share=0.8)
-    sides = [Augmentation(settings, model(), World(rank, 3, CPU)) for rank in range(3)]
+    sides = [Augmentation(settings, model(), ProcessGroup(rank, 3, CPU)) for rank in range(3)]
     for step in range(3):
         plans = [side.plans([4, 3, 4], (16, 16), 1, step) for side in sides]
         for mine, theirs in zip(plans[0], plans[2], strict=True):
@@ -318,7 +324,7 @@ def test_processes_change_their_pictures_and_words_independently():
     settings = recipe(style=True, text_tokens=0.5)
     images, texts = [], []
     for rank in range(3):
-        augmentation = Augmentation(settings, model(), World(rank, 3, CPU))
+        augmentation = Augmentation(settings, model(), ProcessGroup(rank, 3, CPU))
         generator = augmentation.generator(0)
         images.append(
             augmentation.images(PixelStore(torch.full((4, 3, 16, 16), 90, dtype=torch.uint8)), np.arange(4), generator)
@@ -372,12 +378,14 @@ def test_processes_of_a_stream_match_equal_captions_across_each_other():
 
     shares = []
     for rank in range(2):
-        world = World(rank, 2, CPU)
-        (batch,) = ShardBatches(Stream(rank), model(), Augmentation(settings, model(), world), world).epoch(5)
+        process_group = ProcessGroup(rank, 2, CPU)
+        (batch,) = ShardBatches(
+            Stream(rank), model(), Augmentation(settings, model(), process_group), process_group
+        ).epoch(5)
         shares.append(batch)
     assert skipped == ["11"] and [len(s.images) for s in shares] == [4, 3]
     assert shares[1].images.values[:, 0, 0, 0].tolist() == [1, 21, 31]
-    read, _ = model().text.reader.read([lambda c=c: c for c in ("bf", "dh", "ae")])
+    read, _ = model().text.processor.read([lambda c=c: c for c in ("bf", "dh", "ae")])
     assert torch.equal(shares[1].texts.values, read.batch(np.arange(3)).values), (
         "the words of the pictures that are left"
     )

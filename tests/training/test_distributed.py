@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from toy import make_toy
+from support.toy import make_toy
 
 from sfumato.losses import LOSSES
-from sfumato.training.distributed import PeerLostError, World, _answered, alone
+from sfumato.models.process_group import PeerLostError, ProcessGroup, _answered, alone
 
 HERE = Path(__file__).parent
 
@@ -61,7 +61,7 @@ def worlds(tmp_path_factory):
     """{processes: (measured, gradients) of each process}."""
     out = tmp_path_factory.mktemp("worlds")
     for size in (1, 2, 4):
-        succeed(size, [sys.executable, str(HERE / "world.py"), str(out), SIZES])
+        succeed(size, [sys.executable, str(HERE.parent / "support" / "process_group.py"), str(out), SIZES])
     read = lambda name: (json.loads((out / f"{name}.json").read_text()), load_file(out / f"{name}.safetensors"))
     return {size: [read(f"{size}-{rank}") for rank in range(size)] for size in (1, 2, 4)}
 
@@ -87,7 +87,7 @@ def test_the_processes_agree_to_the_bit(worlds):
 
 def test_parts_cover_everything_once():
     for n in (0, 1, 3, 10):
-        parts = [World(rank, 4, torch.device("cpu")).part(n) for rank in range(4)]
+        parts = [ProcessGroup(rank, 4, torch.device("cpu")).part(n) for rank in range(4)]
         assert [int(i) for part in parts for i in part] == list(range(n))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
     assert alone().main and alone().part(3).tolist() == [0, 1, 2]

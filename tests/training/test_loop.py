@@ -11,13 +11,14 @@ from pathlib import Path
 import filelock
 import pytest
 import torch
-from toy import assert_same_tensors, make_toy, stop_after_checkpoint_of
+from support.toy import assert_same_tensors, make_toy, stop_after_checkpoint_of
 
 from sfumato.errors import UserError
-from sfumato.training.average import WeightAverage
-from sfumato.training.config import load_recipe
-from sfumato.training.loop import DivergedError, fit, load_split
-from sfumato.training.run import load_run
+from sfumato.models.recipe import load_recipe
+from sfumato.models.run import load_run
+from sfumato.models.splits import load_split
+from sfumato.training.loop import DivergedError, fit
+from sfumato.training.optim import WeightAverage
 
 
 @pytest.fixture(scope="module")

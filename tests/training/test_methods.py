@@ -7,11 +7,10 @@ import torch
 
 from sfumato.encoders.features import TokenFeatures
 from sfumato.encoders.heads import GaussianHead
-from sfumato.recipes import find_recipe
-from sfumato.training.build import build_loss
-from sfumato.training.config import load_recipe
+from sfumato.models.build import build_loss
+from sfumato.models.recipe import find_recipe, load_recipe
+from sfumato.models.run import load_run
 from sfumato.training.loop import fit
-from sfumato.training.run import load_run
 
 SMALL = [
     'model.image={ kind = "small", size = 16, width = 4 }',

@@ -6,22 +6,22 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from toy import make_toy
+from support.toy import make_toy
 
 pytest.importorskip("transformers", reason="the extra backbones is not installed")
 
 from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
 from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
 from sfumato.encoders.features import Inputs
+from sfumato.encoders.gru import WordEncoder
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.regions import RegionEncoder
 from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder
-from sfumato.encoders.words import WordEncoder
 from sfumato.errors import UserError
 from sfumato.losses import LOSSES
+from sfumato.models.build import Assets, build_model, fresh_tokenizer
+from sfumato.models.recipe import OptimConfig, check_recipe, load_recipe
 from sfumato.training import loop
-from sfumato.training.build import Assets, build_model, fresh_tokenizer
-from sfumato.training.config import OptimConfig, check_recipe, load_recipe
 from sfumato.training.optim import (
     build_optimiser,
     clip_gradients,

@@ -7,16 +7,16 @@ import tarfile
 import numpy as np
 import pytest
 import torch
-from toy import make_toy
+from support.toy import make_toy
 
 from sfumato.data.problems import Problems
 from sfumato.data.shards import expand_shards, read_shards, write_shards
 from sfumato.errors import UserError
-from sfumato.training.build import load_splits
-from sfumato.training.config import load_recipe
-from sfumato.training.distributed import alone
+from sfumato.models.process_group import alone
+from sfumato.models.recipe import load_recipe
+from sfumato.models.run import load_run
+from sfumato.models.splits import load_splits
 from sfumato.training.loop import fit
-from sfumato.training.run import load_run
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_a_stream_trains_validates_and_resumes(toy):
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert result["best_score"] > 0 and lines[-1]["loss/match"] < lines[0]["loss/match"]
     assert load_run(folder).calibrated
-    assert load_run(folder).model.text.reader.tokenizer.token_to_id("circle") is not None
+    assert load_run(folder).model.text.processor.tokenizer.token_to_id("circle") is not None
 
 
 def test_equal_captions_match_and_bad_pictures_are_left_out(toy):
@@ -75,7 +75,9 @@ def test_equal_captions_match_and_bad_pictures_are_left_out(toy):
     torch.testing.assert_close(i2t, torch.tensor([[1.0, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]]))
     torch.testing.assert_close(t2i, i2t.T)
     assert len(batch.images) == 4 and len(batch.texts) == 4 and [key for key, _ in skipped] == ["b"]
-    expected = model.text.reader.read([lambda t=t: t for t in ("one", "three", "one", "four")])[0].batch(np.arange(4))
+    expected = model.text.processor.read([lambda t=t: t for t in ("one", "three", "one", "four")])[0].batch(
+        np.arange(4)
+    )
     torch.testing.assert_close(batch.texts.values, expected.values)
 
 

@@ -5,18 +5,18 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.toy import make_toy
 from torch import nn
-from toy import make_toy
 
-from sfumato.data.mixing import plan_mixing
+from sfumato.data.augment import plan_mixing
 from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
 from sfumato.encoders.features import Inputs, TokenFeatures
 from sfumato.encoders.heads import GaussianHead
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import LOSSES
+from sfumato.models.process_group import alone
+from sfumato.models.recipe import load_recipe
 from sfumato.training import loop, step
-from sfumato.training.config import load_recipe
-from sfumato.training.distributed import alone
 from sfumato.training.step import DivergedError, TrainBatch, forward_backward
 
 N = 7

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from toy import assert_same_tensors, make_toy, stop_after_checkpoint_of
+from support.toy import assert_same_tensors, make_toy, stop_after_checkpoint_of
 
-from sfumato.encoders.words import WordEncoder
+from sfumato.encoders.gru import WordEncoder
 from sfumato.errors import UserError
+from sfumato.models.export import export_run, load_exported
+from sfumato.models.process_group import ProcessGroup
+from sfumato.models.recipe import load_recipe
+from sfumato.models.run import load_run
 from sfumato.training import loop
-from sfumato.training.config import load_recipe
-from sfumato.training.distributed import World
-from sfumato.training.export import export_run, load_exported
 from sfumato.training.loop import fit
 from sfumato.training.optim import build_optimiser, set_learning_rate
-from sfumato.training.run import load_run
 
 GRU = 'model.text={ kind = "gru", width = 3, hidden = 8, bidirectional = true }'
 RED, SOME = [0.5, -0.25, 1.0], [2.0, 4.0, 8.0]
@@ -38,7 +38,7 @@ def test_a_run_needs_its_file_of_word_vectors_once(tmp_path, capsys):
     assert f"2 of 13 words of the training texts start from {path}" in capsys.readouterr().err
     path.unlink()
     model = load_run(tmp_path / "run").model
-    id_of = model.text.reader.tokenizer.token_to_id
+    id_of = model.text.processor.tokenizer.token_to_id
     vectors = model.text.encoder.words.weight
     torch.testing.assert_close(vectors[[id_of("red"), id_of("some")]], torch.tensor([RED, SOME]), rtol=0, atol=0)
     exported = load_exported(export_run(tmp_path / "run", tmp_path / "given"))
@@ -51,7 +51,7 @@ def test_word_vectors_that_learn_start_from_the_file(tmp_path):
     toy, path = make_toy(tmp_path), vectors_file(tmp_path)
     fit(load_recipe(toy, [GRU, f"model.text.vectors={path}", "train.epochs=1"]), tmp_path / "run")
     model = load_run(tmp_path / "run").model
-    red = model.text.encoder.words.weight[model.text.reader.tokenizer.token_to_id("red")]
+    red = model.text.encoder.words.weight[model.text.processor.tokenizer.token_to_id("red")]
     assert 0 < (red - torch.tensor(RED)).abs().max() < 0.1
 
 
@@ -65,10 +65,10 @@ def test_files_of_word_vectors_that_do_not_fit_stop_before_training(tmp_path):
 
 def test_several_processes_average_running_statistics_and_no_word_vectors(monkeypatch):
     """(3 x + 3) / 3 in the place of a sum over three processes."""
-    monkeypatch.setattr(World, "total", lambda world, value: 3 * value + 3)
+    monkeypatch.setattr(ProcessGroup, "total", lambda process_group, value: 3 * value + 3)
     model = torch.nn.ModuleDict({"words": WordEncoder(9, 4, 3, freeze=True), "norm": torch.nn.BatchNorm1d(4)})
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    World(0, 3, torch.device("cpu")).average_buffers(model)
+    ProcessGroup(0, 3, torch.device("cpu")).average_buffers(model)
     changed = {name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])}
     assert "words.words.weight" in before and changed == {"norm.running_mean", "norm.running_var"}
 

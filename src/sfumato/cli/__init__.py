@@ -8,8 +8,8 @@ import os
 import sys
 
 # In the order of the help.
-from sfumato.cli import evaluating, studying, embedding, searching, trying  # isort: skip
-from sfumato.cli.app import app
+from sfumato.cli import embedding, evaluating, searching, studying, trying
+from sfumato.cli.common import app
 from sfumato.errors import RunFailedError, UserError
 
 __all__ = ["app", "embedding", "evaluating", "main", "searching", "studying", "trying"]

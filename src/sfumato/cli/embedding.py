@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from sfumato.cli.app import AsJson, Device, ModelName, app, parse_names, print_result, say_left_out, say_speed
+from sfumato.cli.common import AsJson, Device, ModelName, app, parse_names, print_result, say_left_out, say_speed
 from sfumato.errors import UserError
 
 
@@ -29,9 +29,8 @@ def regions(
     as_json: AsJson = False,
 ) -> None:
     """Write pictures as region features of a frozen backbone, to train from with model.image.kind=regions."""
-    from sfumato.recipes import find_recipe
-    from sfumato.training.config import load_recipe
-    from sfumato.training.regions import MANIFEST, regions_of_pictures
+    from sfumato.models.extract_regions import MANIFEST, regions_of_pictures
+    from sfumato.models.recipe import find_recipe, load_recipe
 
     config = load_recipe(find_recipe(data), overrides or []).data
     chosen = None if splits is None else parse_names(splits)
@@ -80,10 +79,10 @@ def embed(
     import time
 
     from sfumato.gaussian import save_embeddings
-    from sfumato.training.build import choose_device
-    from sfumato.training.export import load_model
-    from sfumato.training.inference import embed_folder, embed_lines
-    from sfumato.training.ingest import embed_collection, file_endings, list_source, which_job
+    from sfumato.models.build import choose_device
+    from sfumato.models.embed import embed_folder, embed_lines
+    from sfumato.models.export import load_model
+    from sfumato.models.ingest import embed_collection, file_endings, list_source, which_job
 
     if out.suffix != ".safetensors":
         job, of = which_job(shard)
@@ -123,7 +122,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a run's model in the layout of the Hugging Face hub: weights, config.json and a model card with its scores."""
-    from sfumato.training.export import export_run
+    from sfumato.models.export import export_run
 
     written = export_run(run, out)
     size = sum(file.stat().st_size for file in written.iterdir())

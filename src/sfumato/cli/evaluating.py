@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sfumato.cli.app import (
+from sfumato.cli.common import (
     TIMEOUT_MINUTES,
     AsJson,
     Device,
@@ -28,9 +28,8 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train a model as a recipe says; an interrupted run in the same folder is resumed."""
+    from sfumato.models.recipe import find_recipe, load_recipe
     from sfumato.progress import first_process
-    from sfumato.recipes import find_recipe
-    from sfumato.training.config import load_recipe
     from sfumato.training.loop import fit
 
     resolved = load_recipe(find_recipe(recipe), overrides or [])
@@ -116,7 +115,6 @@ def evaluate(
     from dataclasses import asdict
     from functools import partial
 
-    from sfumato.console import print_evaluation, print_measured, print_more, print_over_seeds
     from sfumato.evaluation.compare import (
         PER_QUERY_ENDINGS,
         main_figures,
@@ -124,15 +122,15 @@ def evaluate(
         per_query_table,
         read_per_query,
     )
-    from sfumato.evaluation.embedded import Files, More, measure, measure_files, more_results
+    from sfumato.evaluation.embedded_input import Files, More, measure, measure_files, more_results
+    from sfumato.models.build import choose_device
+    from sfumato.models.embed import embed_for_evaluation, evaluate_model, evaluate_run
+    from sfumato.models.export import load_model
+    from sfumato.models.process_group import join_process_group
+    from sfumato.models.recipe import find_recipe, load_recipe
+    from sfumato.models.run import RECIPE, load_run
     from sfumato.progress import say
-    from sfumato.recipes import find_recipe
-    from sfumato.training.build import choose_device
-    from sfumato.training.config import load_recipe
-    from sfumato.training.distributed import join_world
-    from sfumato.training.export import load_model
-    from sfumato.training.inference import embed_for_evaluation, evaluate_model, evaluate_run
-    from sfumato.training.run import RECIPE, load_run
+    from sfumato.reports.console import print_evaluation, print_measured, print_more, print_over_seeds
 
     more = More(strategies, engine, candidates, per_query, compare, published)
     a_file = compare is not None and Path(compare).suffix in PER_QUERY_ENDINGS
@@ -166,35 +164,41 @@ def evaluate(
     if files.given():
         raise UserError(f"{files.given()[0]} goes without a model; a model is evaluated on its own data or with --data")
     path, embedded, embedded_other, results = None, None, None, []
-    with join_world(partial(choose_device, device), TIMEOUT_MINUTES) as world:
+    with join_process_group(partial(choose_device, device), TIMEOUT_MINUTES) as process_group:
         if compare is not None and not a_file:
             if not (Path(compare) / RECIPE).is_file():
                 raise UserError(f"--compare {compare}: neither a run folder nor a file of single queries")
-            run = load_run(compare, device=world.device)
+            run = load_run(compare, device=process_group.device)
             embedded_other, other_distance = (
-                embed_for_evaluation(run, run.recipe.data, split, world=world),
+                embed_for_evaluation(run, run.recipe.data, split, process_group=process_group),
                 run.distance,
             )
         if data is not None:
-            config, matcher = (
+            config, retrieval_model = (
                 load_recipe(find_recipe(data), overrides or []).data,
-                load_model(model, device=world.device),
+                load_model(model, device=process_group.device),
             )
             if more.anything:
-                embedded = embed_for_evaluation(matcher, config, split, world=world)
-            result = evaluate_model(matcher, config, split, distance, world=world, embedded=embedded)
+                embedded = embed_for_evaluation(retrieval_model, config, split, process_group=process_group)
+            result = evaluate_model(
+                retrieval_model, config, split, distance, process_group=process_group, embedded=embedded
+            )
         elif overrides:
             raise UserError(f"{overrides[0]!r} changes a recipe; name it with --data RECIPE")
         elif (Path(model) / RECIPE).is_file():
-            run = load_run(model, device=world.device)
+            run = load_run(model, device=process_group.device)
             if more.anything:
-                embedded = embed_for_evaluation(run, run.recipe.data, split, world=world)
-            result, path = evaluate_run(run, split, distance, world=world, embedded=embedded)
+                embedded = embed_for_evaluation(run, run.recipe.data, split, process_group=process_group)
+            result, path = evaluate_run(run, split, distance, process_group=process_group, embedded=embedded)
             for folder in seeds or ():
-                results.append(evaluate_run(load_run(folder, device=world.device), split, distance, world=world)[0])
+                results.append(
+                    evaluate_run(
+                        load_run(folder, device=process_group.device), split, distance, process_group=process_group
+                    )[0]
+                )
         else:
             raise no_run(model, "evaluate it on")
-    if not world.main:
+    if not process_group.main:
         return
     if results:
         summary = over_seeds([main_figures(one.to_json()) for one in [result, *results]])
@@ -242,11 +246,10 @@ def ablate(
 
     The runs are OUT/DISTANCE-SEED; one that `sfumato train` has made there counts too.
     """
-    from sfumato.console import print_ablation
-    from sfumato.recipes import find_recipe
+    from sfumato.models.build import choose_device
+    from sfumato.models.recipe import find_recipe, load_recipe
+    from sfumato.reports.console import print_ablation
     from sfumato.training.ablation import ABLATED, ablate, ablation_file
-    from sfumato.training.build import choose_device
-    from sfumato.training.config import load_recipe
 
     resolved = load_recipe(find_recipe(recipe), overrides or [])
     folder = out or Path("runs") / f"ablation-{resolved.name}"
@@ -282,13 +285,12 @@ def trust(
     as_json: AsJson = False,
 ) -> None:
     """Measure what each estimator of uncertainty is worth; of a run on its own data, writes trust-SPLIT.json into its folder."""
-    from sfumato.console import print_trust
-    from sfumato.recipes import find_recipe
-    from sfumato.training.build import choose_device
-    from sfumato.training.config import load_recipe
-    from sfumato.training.export import load_model
-    from sfumato.training.run import RECIPE, load_run
-    from sfumato.training.trust import trust_model, trust_run
+    from sfumato.models.build import choose_device
+    from sfumato.models.export import load_model
+    from sfumato.models.recipe import find_recipe, load_recipe
+    from sfumato.models.run import RECIPE, load_run
+    from sfumato.models.trust_run import trust_model, trust_run
+    from sfumato.reports.console import print_trust
 
     path, chosen = None, choose_device(device)
     options: dict[str, Any] = {

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sfumato.cli.app import AsJson, Device, ModelName, app, print_result, say_left_out
+from sfumato.cli.common import AsJson, Device, ModelName, app, print_result, say_left_out
 from sfumato.errors import UserError
 
 
@@ -37,12 +37,12 @@ def index(
     as_json: AsJson = False,
 ) -> None:
     """Build an index over pictures or texts, or fill a collection in a vector store."""
+    from sfumato.models.build import choose_device
+    from sfumato.models.embed import RetrievalModel
+    from sfumato.models.export import load_model
+    from sfumato.models.galleries import build_index, check_new, embed_source, fill_collection, whole
+    from sfumato.models.run import load_run
     from sfumato.search.index import check_settings
-    from sfumato.training.build import choose_device
-    from sfumato.training.export import load_model
-    from sfumato.training.galleries import build_index, check_new, embed_source, fill_collection, whole
-    from sfumato.training.inference import Matcher
-    from sfumato.training.run import load_run
 
     if sum(source is not None for source in (images, split, texts, embeddings)) != 1:
         raise UserError("give one of --images FOLDER, --split NAME, --texts FILE and --embeddings FOLDER")
@@ -52,21 +52,23 @@ def index(
         )
     if add and store is not None:
         raise UserError("the collection knows its store; leave --store out with --add")
-    matcher: Matcher = (load_run if split is not None else load_model)(model, device=choose_device(device))
+    retrieval_model: RetrievalModel = (load_run if split is not None else load_model)(
+        model, device=choose_device(device)
+    )
     if store is not None:
-        check_new(out, matcher.distance, store)
+        check_new(out, retrieval_model.distance, store)
     elif not add:
-        check_settings(matcher.distance, engine or "exact")
+        check_settings(retrieval_model.distance, engine or "exact")
     out.parent.mkdir(parents=True, exist_ok=True)
-    sources, problems = embed_source(matcher, images=images, split=split, texts=texts, parts=embeddings)
+    sources, problems = embed_source(retrieval_model, images=images, split=split, texts=texts, parts=embeddings)
     if store is None and not add:
         source, engine = whole(sources), engine or "exact"
-        build_index(matcher, source, home=model, engine=engine).save(out)
+        build_index(retrieval_model, source, home=model, engine=engine).save(out)
         n, kept = len(source.ids), {"engine": engine}
         line = f"indexed ({engine})"
         direction = source.direction
     else:
-        with fill_collection(matcher, sources, out, store, home=model) as collection:
+        with fill_collection(retrieval_model, sources, out, store, home=model) as collection:
             n, kept = len(collection), {"store": collection.store.url}
             line, direction = f"in {collection.store.url}", collection.answers.direction
     what = "pictures" if direction == "t2i" else "texts"
@@ -83,7 +85,7 @@ def copy(
     as_json: AsJson = False,
 ) -> None:
     """Copy an index or a collection into another store: a snapshot, or the move from a laptop to a cluster."""
-    from sfumato.training.galleries import copy_index
+    from sfumato.models.galleries import copy_index
 
     url, n = copy_index(folder, out, store, source_store=source_store)
     print_result({"out": str(out), "store": url, "items": n}, as_json, f"{n} items copied to {url}: {out}")
@@ -113,8 +115,8 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """Search an index by text or picture: ids, distances, match probabilities and uncertainties."""
-    from sfumato.console import print_search
-    from sfumato.training.galleries import search_index
+    from sfumato.models.galleries import search_index
+    from sfumato.reports.console import print_search
 
     if not query and not image:
         raise UserError("nothing to search for: give a text, or --image FILE")
@@ -181,10 +183,10 @@ def serve(
     from sfumato.serve.settings import Settings, read_keys, require_extra
 
     require_extra()
+    from sfumato.models.build import choose_device
     from sfumato.serve.app import create_app
+    from sfumato.serve.served import open_sources
     from sfumato.serve.server import check_address, check_host, check_names, hosts_of, run_app
-    from sfumato.serve.sources import open_sources
-    from sfumato.training.build import choose_device
 
     keys = read_keys(api_key_file, os.environ.get("SFUMATO_API_KEY"))
     check_host(host, keys, no_key)

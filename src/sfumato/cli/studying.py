@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from sfumato.cli.app import AsJson, Device, ModelName, app, no_run, parse_names, print_result
+from sfumato.cli.common import AsJson, Device, ModelName, app, no_run, parse_names, print_result
 from sfumato.errors import UserError
 
 
@@ -50,15 +50,14 @@ def analyse(
     What lies in the folder of the studies asked for is replaced.
     """
     from sfumato import __version__
-    from sfumato.analysis.pages import write_analyses
-    from sfumato.analysis.studies import AnalysisOptions, analyse_model, known_studies
-    from sfumato.console import print_analyses
-    from sfumato.recipes import find_recipe
-    from sfumato.training.build import choose_device
-    from sfumato.training.config import load_recipe
-    from sfumato.training.export import load_model
-    from sfumato.training.inference import Matcher
-    from sfumato.training.run import RECIPE, load_run
+    from sfumato.models.build import choose_device
+    from sfumato.models.embed import RetrievalModel
+    from sfumato.models.export import load_model
+    from sfumato.models.recipe import find_recipe, load_recipe
+    from sfumato.models.run import RECIPE, load_run
+    from sfumato.reports.analysis_page import write_analyses
+    from sfumato.reports.console import print_analyses
+    from sfumato.studies.analyse import AnalysisOptions, analyse_model, known_studies
 
     options = AnalysisOptions(
         uncertainty=uncertainty, n_corrupted=corrupted, n_pairs=pairs, n_bins=bins, corpus=corpus, method=method,
@@ -68,15 +67,15 @@ def analyse(
     folder, chosen = out or Path(f"analysis-{split}"), choose_device(device)
     if data is not None:
         config, name = load_recipe(find_recipe(data), overrides or []).data, Path(model).name
-        matcher: Matcher = load_model(model, device=chosen)
+        retrieval_model: RetrievalModel = load_model(model, device=chosen)
     elif overrides:
         raise UserError(f"{overrides[0]!r} changes a recipe; name it with --data RECIPE")
     elif (Path(model) / RECIPE).is_file():
-        matcher = run = load_run(model, device=chosen)
+        retrieval_model = run = load_run(model, device=chosen)
         config, name, folder = run.recipe.data, run.recipe.name or run.folder.name, out or run.folder / folder
     else:
         raise no_run(model, "analyse")
-    found = analyse_model(matcher, config, split, studies=studies, options=options, name=name)
+    found = analyse_model(retrieval_model, config, split, studies=studies, options=options, name=name)
     page = write_analyses(found, folder, __version__)
     if as_json:
         print(json.dumps(found.to_json() | {"out": str(folder)}, ensure_ascii=False))
@@ -110,12 +109,12 @@ def crops(
     Of each picture A is its largest box below a threshold, B one that overlaps little with it, C the crop around both.
     """
     from sfumato import __version__
-    from sfumato.analysis.crop_pages import write_crops
-    from sfumato.analysis.crop_study import study_crops
-    from sfumato.console import print_crops
-    from sfumato.training.build import choose_device
-    from sfumato.training.export import load_model
-    from sfumato.training.run import RECIPE
+    from sfumato.models.build import choose_device
+    from sfumato.models.export import load_model
+    from sfumato.models.run import RECIPE
+    from sfumato.reports.console import print_crops
+    from sfumato.reports.crop_page import write_crops
+    from sfumato.studies.crop_study import study_crops
 
     try:
         shares = [float(share) for share in parse_names(thresholds)]
@@ -171,13 +170,12 @@ def zeroshot(
 ) -> None:
     """Classify pictures by class names in templates, and measure what keeping only the most certain prompts is worth."""
     from sfumato.data.labelled import emoji_labelled, read_class_folder, read_class_names
-    from sfumato.prompts import read_templates
-    from sfumato.recipes import find_recipe
-    from sfumato.training.build import choose_device
-    from sfumato.training.config import load_recipe
-    from sfumato.training.export import load_model
-    from sfumato.training.ingest import file_endings
-    from sfumato.zeroshot import evaluate_zeroshot, labelled_split
+    from sfumato.models.build import choose_device
+    from sfumato.models.export import load_model
+    from sfumato.models.ingest import file_endings
+    from sfumato.models.recipe import find_recipe, load_recipe
+    from sfumato.studies.prompts import read_templates
+    from sfumato.studies.zeroshot import evaluate_zeroshot, labelled_split
 
     if sum(source is not None for source in (images, emoji, data)) != 1:
         raise UserError("give one of --images FOLDER, --emoji group or subgroup, and --data RECIPE")
@@ -185,8 +183,8 @@ def zeroshot(
         raise UserError(f"{overrides[0]!r} changes a recipe; name it with --data RECIPE")
     worded = read_templates(templates)
     names = read_class_names(classes) if classes is not None else None
-    matcher = load_model(model, device=choose_device(device))
-    endings = file_endings(matcher.model)
+    retrieval_model = load_model(model, device=choose_device(device))
+    endings = file_endings(retrieval_model.model)
     if images is not None:
         pictures = read_class_folder(images, names, endings=endings)
     elif emoji is not None:
@@ -199,7 +197,7 @@ def zeroshot(
             raise UserError("--choose-on is what is reported on; K chosen there is --filter oracle")
         others = read_class_folder(choose_on, dict(zip(pictures.keys, pictures.classes, strict=True)), endings=endings)
     report = evaluate_zeroshot(
-        matcher, pictures, worded, filters=filters or ("global", "per-class"),
+        retrieval_model, pictures, worded, filters=filters or ("global", "per-class"),
         choose_on=others, pooling=pooling, distance=distance, n_resamples=bootstrap, seed=seed,
     )  # fmt: skip
     if out is not None:
@@ -237,14 +235,13 @@ def report(
 ) -> None:
     """Write one HTML page: figures, uncertainty, calibration, and with pictures what was found, right and wrong."""
     from sfumato import __version__
-    from sfumato.analysis.pages import read_studies, write_analyses
-    from sfumato.analysis.studies import analyse_model
-    from sfumato.recipes import find_recipe
-    from sfumato.training.build import choose_device
-    from sfumato.training.config import load_recipe
-    from sfumato.training.export import load_model
-    from sfumato.training.reporting import report_model, report_run
-    from sfumato.training.run import RECIPE, load_run
+    from sfumato.models.build import choose_device
+    from sfumato.models.export import load_model
+    from sfumato.models.recipe import find_recipe, load_recipe
+    from sfumato.models.run import RECIPE, load_run
+    from sfumato.reports.analysis_page import read_studies, write_analyses
+    from sfumato.reports.model_report import report_model, report_run
+    from sfumato.studies.analyse import analyse_model
 
     chosen = choose_device(device)
     if data is not None:
@@ -295,13 +292,12 @@ def audit(
 ) -> None:
     """Find listed pairs that are probably wrong and unlisted ones that probably match: tables, and a page with the pictures."""
     from sfumato import __version__
-    from sfumato.audit.pages import PAGE, summary, write_audit
-    from sfumato.audit.review import audit_model, cross_fit
-    from sfumato.recipes import find_recipe
-    from sfumato.training.build import choose_device
-    from sfumato.training.config import load_recipe
-    from sfumato.training.export import load_model
-    from sfumato.training.run import RECIPE, load_run
+    from sfumato.models.build import choose_device
+    from sfumato.models.export import load_model
+    from sfumato.models.recipe import find_recipe, load_recipe
+    from sfumato.models.run import RECIPE, load_run
+    from sfumato.reports.audit_page import PAGE, summary, write_audit
+    from sfumato.studies.audit import audit_model, cross_fit
 
     if parts and split not in (None, "train"):
         raise UserError(f"--cross-fit audits the split train, which it trains on in parts; leave --split {split} out")
@@ -336,9 +332,9 @@ def calibrate(
     as_json: AsJson = False,
 ) -> None:
     """Calibrate a run again: match probabilities, thresholds, abstention and conformal sets, into its calibration.json."""
-    from sfumato.console import print_calibration
-    from sfumato.training.build import choose_device
-    from sfumato.training.inference import calibrate_run, describe_calibration
+    from sfumato.models.build import choose_device
+    from sfumato.models.calibrate import calibrate_run, describe_calibration
+    from sfumato.reports.console import print_calibration
 
     result = describe_calibration(calibrate_run(run, split, method=method, device=choose_device(device)))
     if as_json:

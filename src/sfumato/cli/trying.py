@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from sfumato.cli.app import AsJson, app
+from sfumato.cli.common import AsJson, app
 
 
 @app.command()
@@ -33,7 +33,7 @@ def toy(
     as_json: AsJson = False,
 ) -> None:
     """The 2-D study of the PCME++ paper: variances of uncertain over certain samples, a picture and an animation."""
-    from sfumato.toy import run_toy
+    from sfumato.studies.toy import run_toy
 
     result = run_toy(out, seed=seed, updates=updates)
     if as_json:
@@ -51,7 +51,7 @@ def toy(
 @app.command()
 def recipes(name: Annotated[str | None, typer.Argument(help="print this recipe")] = None) -> None:
     """List the recipes that come with the package, or print one."""
-    from sfumato.recipes import find_recipe, recipe_files, recipe_summary
+    from sfumato.models.recipe import find_recipe, recipe_files, recipe_summary
 
     if name:
         print(find_recipe(name).read_text(encoding="utf-8"), end="")

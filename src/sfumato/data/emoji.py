@@ -14,7 +14,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from sfumato.data.pairs import PairData, ZipImage
+from sfumato.data.images import ZipImage
+from sfumato.data.pairs import PairData
 
 Style = Literal["noto", "twemoji", "fluent3d"]
 EmojiClasses = Literal["group", "subgroup"]

@@ -8,8 +8,9 @@ from typing import cast, get_args
 import numpy as np
 
 from sfumato.data.emoji import EmojiClasses, Style, emoji_classes, load_emoji
+from sfumato.data.images import FileImage, ImageSource
 from sfumato.data.manifest import PICTURE_ENDINGS
-from sfumato.data.pairs import FileImage, ImageSource, PairData
+from sfumato.data.pairs import PairData
 from sfumato.errors import UserError
 
 

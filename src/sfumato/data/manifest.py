@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sfumato.data.pairs import FileImage, PairData, make_pair_data
+from sfumato.data.images import FileImage
+from sfumato.data.pairs import PairData, make_pair_data
 from sfumato.data.problems import Problems
 from sfumato.errors import UserError
 

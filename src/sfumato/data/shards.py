@@ -24,7 +24,8 @@ from typing import IO
 
 import numpy as np
 
-from sfumato.data.pairs import MemoryImage, PairData, make_pair_data
+from sfumato.data.images import MemoryImage
+from sfumato.data.pairs import PairData, make_pair_data
 from sfumato.data.problems import Problems
 from sfumato.errors import UserError
 from sfumato.files import sync_folder

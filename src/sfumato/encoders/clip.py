@@ -2,7 +2,7 @@
 
 PCME++ shares all blocks but the last one: the mean goes on through the pre-trained last block, the log variance through a new
 one beside it. The layers are those of transformers (CLIP, SigLIP, SigLIP 2 of fixed size); what is done with them is here. Which
-weights a published model holds, is known in :mod:`sfumato.encoders.hub`.
+weights a published model holds, is known in :mod:`sfumato.models.pretrained`.
 """
 
 import re
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sfumato.encoders.backbones import from_pretrained, import_transformers
 from sfumato.encoders.features import Inputs, TokenFeatures
+from sfumato.encoders.package_weights import from_pretrained, import_transformers
 from sfumato.errors import UserError
 
 VarianceStart = Literal["random", "copy"]

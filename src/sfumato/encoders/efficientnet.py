@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfumato.encoders.backbones import package_folder
 from sfumato.encoders.features import Inputs, TokenFeatures
+from sfumato.encoders.package_weights import package_folder
 
 CHANNELS = 1280
 """c of its token features."""

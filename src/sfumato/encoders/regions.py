@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from sfumato.data.regions import regions_from_bytes, regions_to_bytes
-from sfumato.data.size_augment import drop_tokens
-from sfumato.encoders.dual import DualEncoder, Item, OnError, Progress
+from sfumato.data.augment import drop_tokens
+from sfumato.data.region_features import regions_from_bytes, regions_to_bytes
+from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.features import Inputs, RaggedStore, TokenFeatures
+from sfumato.encoders.processors import Item, OnError, Progress
 
 
 class RegionStore:
@@ -50,7 +51,7 @@ class RegionStore:
         return stacked(found, self.channels).batch(np.arange(len(found)))
 
 
-class RegionReader:
+class RegionProcessor:
     """Checks region features once and leaves them where they are, to be read batch by batch.
 
     Args:
@@ -63,7 +64,7 @@ class RegionReader:
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[RegionStore, np.ndarray]:
-        """See :class:`sfumato.encoders.dual.Reader`; every item is read once, and none is kept."""
+        """See :class:`sfumato.encoders.processors.Processor`; every item is read once, and none is kept."""
         kept = []
         for position, item in enumerate(items):
             try:
@@ -167,7 +168,7 @@ class RegionEncoder(nn.Module):
         recurrent: end in the last state of a GRU.
         variance: the log variance has all of these layers for itself, without sharing; else it starts from the mean's.
         dropout: share of the features dropped while training.
-        region_dropout: rate of SizeAugment: regions dropped while training, see :func:`~sfumato.data.size_augment.drop_tokens`.
+        region_dropout: rate of SizeAugment: regions dropped while training, see :func:`~sfumato.data.augment.drop_tokens`.
 
     Attributes:
         resting: beginnings of the names of parameters that rest while the image network does: none, for nothing is pre-trained.
@@ -213,15 +214,19 @@ class RegionEncoder(nn.Module):
         return TokenFeatures(mean, None if self.recurrent else mask, log_var)
 
 
-def reads_regions(model: DualEncoder) -> bool:
+def uses_regions(model: DualEncoder) -> bool:
     """Whether a model's images are region features, so that no picture can be given to it, nor shown."""
-    return isinstance(model.image.reader, RegionReader)
+    return isinstance(model.image.processor, RegionProcessor)
 
 
 def blank_features(model: DualEncoder) -> bytes | None:
     """Features of a single region of zeros, for a model that reads such; None for others."""
-    reader = model.image.reader
-    return regions_to_bytes(np.zeros((1, reader.channels), np.float32)) if isinstance(reader, RegionReader) else None
+    processor = model.image.processor
+    return (
+        regions_to_bytes(np.zeros((1, processor.channels), np.float32))
+        if isinstance(processor, RegionProcessor)
+        else None
+    )
 
 
 def _bytes(item: Item) -> bytes:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
-from sfumato.encoders.backbones import from_pretrained, import_transformers
 from sfumato.encoders.features import Inputs, TokenFeatures
+from sfumato.encoders.package_weights import from_pretrained, import_transformers
 from sfumato.errors import UserError
 
 RESNETS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.evaluation.benchmark_ground_truths import coco_image_id
+from sfumato.evaluation.ground_truth import RECALLS, GroundTruth
 from sfumato.evaluation.protocols import Ranker
-from sfumato.evaluation.truths import RECALLS, Truth, coco_image_id
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import (
@@ -26,7 +27,7 @@ from sfumato.metrics.retrieval import (
     retrieval_metrics,
     score_blocks,
 )
-from sfumato.search.ranking import distance_blocks
+from sfumato.search.exact import distance_blocks
 
 Direction = Literal["i2t", "t2i"]
 
@@ -55,7 +56,7 @@ class RankedPart:
 
 
 @dataclass(frozen=True, eq=False)
-class TruthRanks:
+class GroundTruthRanks:
     """What all metrics of a truth come from, in one direction.
 
     Attributes:
@@ -64,13 +65,13 @@ class TruthRanks:
         parts: the whole, or the folds.
     """
 
-    truth: Truth
+    ground_truth: GroundTruth
     direction: Direction
     parts: tuple[RankedPart, ...]
 
     @property
     def _ids(self) -> tuple[str, ...]:
-        return self.truth.image_ids if self.direction == "i2t" else self.truth.text_ids
+        return self.ground_truth.image_ids if self.direction == "i2t" else self.ground_truth.text_ids
 
     def metrics(self, names: Sequence[str] | None = None) -> dict[str, float]:
         """The figures of ``retrieval_metrics``, averaged over folds; "n_queries" and "n_without_positives" are added up.
@@ -81,16 +82,18 @@ class TruthRanks:
         Raises:
             ValueError: a list is too short for a metric, or no query has a relevant item.
         """
-        names = self.truth.metrics if names is None else names
+        names = self.ground_truth.metrics if names is None else names
         parts = []
         for part in self.parts:
             try:
                 parts.append(retrieval_metrics(part.ranks, part.relevance, depth=part.depth, names=names))
             except ShortListError as error:
                 name = self._ids[part.queries[error.query]]
-                raise ValueError(f"{self.truth.name}, {self.direction}: the list of {name!r} {error.reason}") from error
+                raise ValueError(
+                    f"{self.ground_truth.name}, {self.direction}: the list of {name!r} {error.reason}"
+                ) from error
             except ValueError as error:
-                raise ValueError(f"{self.truth.name}, {self.direction}: {error}") from error
+                raise ValueError(f"{self.ground_truth.name}, {self.direction}: {error}") from error
         counted = ("n_queries", "n_without_positives")
         return {
             name: sum(p[name] for p in parts) if name in counted else float(np.mean([p[name] for p in parts]))
@@ -106,7 +109,7 @@ class TruthRanks:
         Raises:
             ValueError: a list is too short for a metric.
         """
-        given = self.truth.metrics if names is None else names
+        given = self.ground_truth.metrics if names is None else names
         names = list(dict.fromkeys("best_rank" if name in ("median_rank", "mean_rank") else name for name in given))
         kept: list[str] = []
         values: dict[str, list[np.ndarray]] = {name: [] for name in names}
@@ -119,7 +122,7 @@ class TruthRanks:
         return kept, {name: np.concatenate(parts) for name, parts in values.items()}
 
 
-BenchmarkRanks = dict[str, dict[Direction, TruthRanks]]
+BenchmarkRanks = dict[str, dict[Direction, GroundTruthRanks]]
 """{truth name: {"i2t": ..., "t2i": ...}}"""
 
 
@@ -128,7 +131,7 @@ def evaluate_benchmarks(
     texts: GaussianEmbedding,
     image_ids: Sequence[str],
     text_ids: Sequence[str],
-    truths: Iterable[Truth],
+    ground_truths: Iterable[GroundTruth],
     *,
     distance: str = "csd",
     rank: Ranker | None = None,
@@ -155,12 +158,19 @@ def evaluate_benchmarks(
         ValueError: sizes do not fit, names or ids repeat, or an id of a truth is missing.
     """
     return benchmark_metrics(
-        rank_truths(images, texts, image_ids, text_ids, truths, distance=distance, rank=rank, progress=progress)
+        rank_ground_truths(
+            images, texts, image_ids, text_ids, ground_truths, distance=distance, rank=rank, progress=progress
+        )
     )
 
 
 def evaluate_score_matrix(
-    scores: ScoreMatrix, image_ids: Sequence[str], text_ids: Sequence[str], truths: Iterable[Truth], *, better: Better
+    scores: ScoreMatrix,
+    image_ids: Sequence[str],
+    text_ids: Sequence[str],
+    ground_truths: Iterable[GroundTruth],
+    *,
+    better: Better,
 ) -> dict[str, dict[str, Any]]:
     """Evaluate a matrix of scores against several truths; arguments and result as of :func:`evaluate_benchmarks`.
 
@@ -172,11 +182,15 @@ def evaluate_score_matrix(
     Raises:
         ValueError: as there, and where a score is NaN.
     """
-    return benchmark_metrics(rank_truths_by_scores(scores, image_ids, text_ids, truths, better=better))
+    return benchmark_metrics(rank_ground_truths_by_scores(scores, image_ids, text_ids, ground_truths, better=better))
 
 
 def evaluate_ranked_lists(
-    i2t: RankedLists, t2i: RankedLists, image_ids: Sequence[str], text_ids: Sequence[str], truths: Iterable[Truth]
+    i2t: RankedLists,
+    t2i: RankedLists,
+    image_ids: Sequence[str],
+    text_ids: Sequence[str],
+    ground_truths: Iterable[GroundTruth],
 ) -> dict[str, dict[str, Any]]:
     """Evaluate ranked lists against several truths; result as of :func:`evaluate_benchmarks`.
 
@@ -190,7 +204,7 @@ def evaluate_ranked_lists(
         ValueError: as there, and where a query has no list, or a list repeats an item, holds an unknown one, or does not determine
             a metric that a truth reports (recall@K needs K items of the fold, R-Precision and mAP@R as many as are relevant).
     """
-    return benchmark_metrics(rank_truths_by_lists(i2t, t2i, image_ids, text_ids, truths))
+    return benchmark_metrics(rank_ground_truths_by_lists(i2t, t2i, image_ids, text_ids, ground_truths))
 
 
 def benchmark_metrics(ranks: BenchmarkRanks) -> dict[str, dict[str, Any]]:
@@ -202,7 +216,7 @@ def benchmark_metrics(ranks: BenchmarkRanks) -> dict[str, dict[str, Any]]:
         if all(set(RECALLS) <= set(found[direction]) for direction in both):
             found["rsum"] = sum(found[direction][recall] for direction in both for recall in RECALLS)
         result[name] = found
-        if (average := next(iter(both.values())).truth.averaged_as) is not None:
+        if (average := next(iter(both.values())).ground_truth.averaged_as) is not None:
             averages.setdefault(average, []).append(found)
     for name, members in averages.items():
         if name in result:
@@ -217,12 +231,12 @@ def benchmark_metrics(ranks: BenchmarkRanks) -> dict[str, dict[str, Any]]:
 
 
 @torch.no_grad()
-def rank_truths(
+def rank_ground_truths(
     images: GaussianEmbedding,
     texts: GaussianEmbedding,
     image_ids: Sequence[str],
     text_ids: Sequence[str],
-    truths: Iterable[Truth],
+    ground_truths: Iterable[GroundTruth],
     *,
     distance: str = "csd",
     rank: Ranker | None = None,
@@ -232,9 +246,9 @@ def rank_truths(
 
     Args and errors: see :func:`evaluate_benchmarks`.
     """
-    truths = _checked(truths, image_ids, text_ids, (images.n, texts.n))
-    result: BenchmarkRanks = {truth.name: {} for truth in truths}
-    for plan in _plans(truths, image_ids, text_ids):
+    ground_truths = _checked(ground_truths, image_ids, text_ids, (images.n, texts.n))
+    result: BenchmarkRanks = {ground_truth.name: {} for ground_truth in ground_truths}
+    for plan in _plans(ground_truths, image_ids, text_ids):
         first = plan.direction == "i2t"
         queries, gallery = (images, texts) if first else (texts, images)
         if rank is not None:
@@ -254,13 +268,18 @@ def rank_truths(
     return result
 
 
-def rank_truths_by_scores(
-    scores: ScoreMatrix, image_ids: Sequence[str], text_ids: Sequence[str], truths: Iterable[Truth], *, better: Better
+def rank_ground_truths_by_scores(
+    scores: ScoreMatrix,
+    image_ids: Sequence[str],
+    text_ids: Sequence[str],
+    ground_truths: Iterable[GroundTruth],
+    *,
+    better: Better,
 ) -> BenchmarkRanks:
-    """As :func:`rank_truths`, from a score matrix; see :func:`evaluate_score_matrix`."""
-    truths = _checked(truths, image_ids, text_ids, tuple(int(size) for size in scores.shape))
-    result: BenchmarkRanks = {truth.name: {} for truth in truths}
-    for plan in _plans(truths, image_ids, text_ids):
+    """As :func:`rank_ground_truths`, from a score matrix; see :func:`evaluate_score_matrix`."""
+    ground_truths = _checked(ground_truths, image_ids, text_ids, tuple(int(size) for size in scores.shape))
+    result: BenchmarkRanks = {ground_truth.name: {} for ground_truth in ground_truths}
+    for plan in _plans(ground_truths, image_ids, text_ids):
         side: Literal["rows", "columns"] = "rows" if plan.direction == "i2t" else "columns"
         for start, block in score_blocks(scores, better=better, queries=side, memory_mb=_MEMORY_MB):
             plan.count(start, block)
@@ -268,13 +287,17 @@ def rank_truths_by_scores(
     return result
 
 
-def rank_truths_by_lists(
-    i2t: RankedLists, t2i: RankedLists, image_ids: Sequence[str], text_ids: Sequence[str], truths: Iterable[Truth]
+def rank_ground_truths_by_lists(
+    i2t: RankedLists,
+    t2i: RankedLists,
+    image_ids: Sequence[str],
+    text_ids: Sequence[str],
+    ground_truths: Iterable[GroundTruth],
 ) -> BenchmarkRanks:
-    """As :func:`rank_truths`, from ranked lists; see :func:`evaluate_ranked_lists`."""
-    truths = _checked(truths, image_ids, text_ids, (len(image_ids), len(text_ids)))
-    result: BenchmarkRanks = {truth.name: {} for truth in truths}
-    for plan in _plans(truths, image_ids, text_ids):
+    """As :func:`rank_ground_truths`, from ranked lists; see :func:`evaluate_ranked_lists`."""
+    ground_truths = _checked(ground_truths, image_ids, text_ids, (len(image_ids), len(text_ids)))
+    result: BenchmarkRanks = {ground_truth.name: {} for ground_truth in ground_truths}
+    for plan in _plans(ground_truths, image_ids, text_ids):
         lists, queries, gallery = (i2t, image_ids, text_ids) if plan.direction == "i2t" else (t2i, text_ids, image_ids)
         _Lists(lists, queries, gallery, plan.direction).rank(plan)
         plan.collect(result)
@@ -319,9 +342,9 @@ def _as_slice(index: np.ndarray) -> slice | np.ndarray:
 class _Plan:
     """All groups of one direction."""
 
-    def __init__(self, direction: Direction, groups: list[_Group], truths: dict[str, Truth]) -> None:
+    def __init__(self, direction: Direction, groups: list[_Group], ground_truths: dict[str, GroundTruth]) -> None:
         self.direction: Direction = direction
-        self.groups, self.truths = groups, truths
+        self.groups, self.ground_truths = groups, ground_truths
 
     def count(self, start: int, block: Tensor) -> None:
         """Count the ranks of a block of queries in every gallery."""
@@ -351,30 +374,32 @@ class _Plan:
                 found.setdefault(name, {})[fold] = RankedPart(queries, relevance, group.ranks[pick], depth)
         for name, folds in found.items():
             parts = tuple(folds[fold] for fold in sorted(folds))
-            result[name][self.direction] = TruthRanks(self.truths[name], self.direction, parts)
+            result[name][self.direction] = GroundTruthRanks(self.ground_truths[name], self.direction, parts)
 
 
-def _plans(truths: list[Truth], image_ids: Sequence[str], text_ids: Sequence[str]) -> list[_Plan]:
+def _plans(ground_truths: list[GroundTruth], image_ids: Sequence[str], text_ids: Sequence[str]) -> list[_Plan]:
     images, texts = _Places(image_ids, "image", coco_image_id), _Places(text_ids, "text")
     plans = []
     for direction in ("i2t", "t2i"):
         groups: dict[bytes, _Group] = {}
         n_queries, n_gallery = (images.n, texts.n) if direction == "i2t" else (texts.n, images.n)
-        for truth in truths:
-            here = (images.of(truth.image_ids, truth), texts.of(truth.text_ids, truth))
+        for ground_truth in ground_truths:
+            here = (images.of(ground_truth.image_ids, ground_truth), texts.of(ground_truth.text_ids, ground_truth))
             query_place, gallery_place = here if direction == "i2t" else here[::-1]
-            relevance = truth.i2t if direction == "i2t" else truth.t2i
+            relevance = ground_truth.i2t if direction == "i2t" else ground_truth.t2i
             everything = np.arange(relevance.n_queries), np.arange(relevance.n_gallery)
-            folds = [fold if direction == "i2t" else fold[::-1] for fold in truth.folds] or [everything]
+            folds = [fold if direction == "i2t" else fold[::-1] for fold in ground_truth.folds] or [everything]
             for f, (queries, gallery) in enumerate(folds):
                 queries, gallery = np.asarray(queries, np.int64), np.asarray(gallery, np.int64)
-                part = relevance.select_queries(queries).select_gallery(gallery) if truth.folds else relevance
+                part = relevance.select_queries(queries).select_gallery(gallery) if ground_truth.folds else relevance
                 position = gallery_place[gallery]
                 group = groups.setdefault(position.tobytes(), _Group(position))
-                group.parts.append((truth.name, f, queries, query_place[queries], part))
+                group.parts.append((ground_truth.name, f, queries, query_place[queries], part))
         for group in groups.values():
             group.close(n_queries, n_gallery)
-        plans.append(_Plan("i2t" if direction == "i2t" else "t2i", list(groups.values()), {t.name: t for t in truths}))
+        plans.append(
+            _Plan("i2t" if direction == "i2t" else "t2i", list(groups.values()), {t.name: t for t in ground_truths})
+        )
     return plans
 
 
@@ -391,25 +416,25 @@ class _Places:
                 self.place.setdefault(other_name(identity), i)
         self.known: dict[tuple[str, ...], np.ndarray] = {}
 
-    def of(self, ids: tuple[str, ...], truth: Truth) -> np.ndarray:
+    def of(self, ids: tuple[str, ...], ground_truth: GroundTruth) -> np.ndarray:
         """(k,) positions of a truth's ids."""
         if ids not in self.known:
             if missing := [identity for identity in ids if identity not in self.place]:
                 raise ValueError(
-                    f"benchmarks: {len(missing)} of the {len(ids)} {self.what}s of {truth.name} are not among the {self.n}"
+                    f"benchmarks: {len(missing)} of the {len(ids)} {self.what}s of {ground_truth.name} are not among the {self.n}"
                     f" {self.what}_ids, for instance {missing[0]!r} (given, for instance: {next(iter(self.place), None)!r})"
                 )
             self.known[ids] = np.array([self.place[identity] for identity in ids], np.int64)
             if len(np.unique(self.known[ids])) != len(ids):
-                raise ValueError(f"benchmarks: two {self.what}s of {truth.name} are one of the {self.what}_ids")
+                raise ValueError(f"benchmarks: two {self.what}s of {ground_truth.name} are one of the {self.what}_ids")
         return self.known[ids]
 
 
 def _checked(
-    truths: Iterable[Truth], image_ids: Sequence[str], text_ids: Sequence[str], shape: tuple[int, ...]
-) -> list[Truth]:
-    chosen = list(truths)
-    names = [truth.name for truth in chosen]
+    ground_truths: Iterable[GroundTruth], image_ids: Sequence[str], text_ids: Sequence[str], shape: tuple[int, ...]
+) -> list[GroundTruth]:
+    chosen = list(ground_truths)
+    names = [ground_truth.name for ground_truth in chosen]
     if len(set(names)) != len(names):
         raise ValueError(f"benchmarks: the truths are named {', '.join(names)}; names must be distinct")
     if shape != (len(image_ids), len(text_ids)):

@@ -90,7 +90,7 @@ def per_query_table(ranks: BenchmarkRanks, uncertainty: Mapping[str, Mapping[str
     """The table of single queries of one evaluation.
 
     Args:
-        ranks: by truth and direction, of rank_truths and its like.
+        ranks: by truth and direction, of rank_ground_truths and its like.
         uncertainty: {"i2t": {image id: number}, "t2i": {text id: number}}; None leaves the column undefined.
 
     Returns:
@@ -112,7 +112,7 @@ def per_query_table(ranks: BenchmarkRanks, uncertainty: Mapping[str, Mapping[str
             spread = missing if own is None else np.array([own.get(i, math.nan) for i in ids], float)
             columns = {metric: figures.get(metric, missing) for metric in _METRICS} | {"uncertainty": spread}
             groups = [group for part in of.parts for group in _groups(part.relevance, part.queries)]
-            names = of.truth.image_ids if direction == "i2t" else of.truth.text_ids
+            names = of.ground_truth.image_ids if direction == "i2t" else of.ground_truth.text_ids
             parts.append(
                 PerQuery(
                     np.full(len(ids), name), np.full(len(ids), direction), _strings(ids),
@@ -313,8 +313,10 @@ def compare_per_query(
             f" {str(second.group[i])!r} of the second; were they evaluated against the same truth?"
         )
     results = []
-    for truth, direction in dict.fromkeys(zip(first.truth.tolist(), first.direction.tolist(), strict=True)):
-        chosen = np.flatnonzero((first.truth == truth) & (first.direction == direction))
+    for ground_truth, direction in dict.fromkeys(
+        zip(first.truth.tolist(), first.direction.tolist(), strict=True)
+    ):
+        chosen = np.flatnonzero((first.truth == ground_truth) & (first.direction == direction))
         groups = np.unique(first.group[chosen], return_inverse=True)[1]
         pairs = {}
         for metric in metrics:
@@ -332,7 +334,7 @@ def compare_per_query(
         p_values = swap_test(gaps, groups, n_resamples=n_resamples, seed=seed)
         results += [
             Difference(
-                truth, direction, metric, len(chosen), int(groups.max()) + 1,
+                ground_truth, direction, metric, len(chosen), int(groups.max()) + 1,
                 float(a.mean()), float(b.mean()), intervals[metric], p_values[metric],
             )
             for metric, (a, b) in pairs.items()

@@ -1,6 +1,6 @@
 """Estimators of how uncertain a query is, on one interface: queries against a gallery in, one number for each query out.
 
-Higher is less certain, everywhere. No estimator sees a label when it is asked; one that is learnt (:class:`MissHead`) saw labels of
+Higher is less certain, everywhere. No estimator sees a label when it is asked; one that is learnt (:class:`FailurePredictor`) saw labels of
 other queries before. Which of them is worth what, is measured by evaluation/trust.py.
 
 Two sources of doubt are told apart by name. *Aleatoric*: the query itself leaves open what is meant, as the text "animal" does.
@@ -23,10 +23,10 @@ from torch.nn import functional
 from sfumato.distances import squared_l2_matrix
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.inclusion import inclusion_test, log_inclusion
+from sfumato.inclusion import inclusion_test, log_inclusion
 from sfumato.matching import match_logit
 from sfumato.metrics.relevance import Relevance
-from sfumato.search.ranking import distance_blocks
+from sfumato.search.exact import distance_blocks
 
 NEAREST = 10
 """Number of nearest gallery items of the estimators that look at a few."""
@@ -319,7 +319,7 @@ def usable_estimators(
 
 
 @dataclass(frozen=True, eq=False)
-class MissHead:
+class FailurePredictor:
     """A loss-prediction head: from a query's embedding, the probability that its best item is wrong.
 
     A logistic regression on the standardised means and log variances, fitted on queries whose truth is known; it needs no gallery
@@ -347,7 +347,7 @@ class MissHead:
         penalties: Sequence[float] = (0.01, 0.1, 1.0, 10.0),
         folds: int = 5,
         seed: int = 0,
-    ) -> "MissHead":
+    ) -> "FailurePredictor":
         """Fit on queries with known outcome, never on those that are to be judged.
 
         Args:
@@ -362,11 +362,15 @@ class MissHead:
         """
         target = torch.from_numpy(np.asarray(missed, float))
         if target.shape != (queries.n,):
-            raise ValueError(f"MissHead: got {tuple(target.shape)} outcomes for {queries.n} queries; give one for each")
+            raise ValueError(
+                f"FailurePredictor: got {tuple(target.shape)} outcomes for {queries.n} queries; give one for each"
+            )
         if not ((target == 0) | (target == 1)).all() or target.min() == target.max():
-            raise ValueError("MissHead: outcomes must be 0 and 1, and both must occur")
+            raise ValueError("FailurePredictor: outcomes must be 0 and 1, and both must occur")
         if not 2 <= folds <= queries.n:
-            raise ValueError(f"MissHead: folds must be between 2 and the number of queries {queries.n}, got {folds}")
+            raise ValueError(
+                f"FailurePredictor: folds must be between 2 and the number of queries {queries.n}, got {folds}"
+            )
         with_variance = bool(torch.isfinite(queries.log_var).all())
         features = _features(queries, with_variance)
         centre, spread = features.mean(0), features.std(0, correction=0)
@@ -393,11 +397,11 @@ class MissHead:
         with_variance = len(self.weight) == 2 * queries.d
         if not with_variance and len(self.weight) != queries.d:
             raise ValueError(
-                f"MissHead: fitted on {len(self.weight)} features, which {queries.d} dimensions do not give; use its own model's embeddings"
+                f"FailurePredictor: fitted on {len(self.weight)} features, which {queries.d} dimensions do not give; use its own model's embeddings"
             )
         features = _features(queries, with_variance)
         if not torch.isfinite(features).all():
-            raise ValueError("MissHead: fitted on Gaussians with variances, got points or NaN")
+            raise ValueError("FailurePredictor: fitted on Gaussians with variances, got points or NaN")
         device = features.device
         z = (features - self.centre.to(device)) / self.spread.to(device)
         return torch.sigmoid(z @ self.weight.to(device) + self.bias)
@@ -420,7 +424,7 @@ class MissHead:
         write_atomically(path, safetensors_bytes(tensors, {"format": _HEAD_FORMAT}))
 
     @classmethod
-    def load(cls, path: str | Path) -> "MissHead":
+    def load(cls, path: str | Path) -> "FailurePredictor":
         """Read a file of :meth:`save`.
 
         Raises:
@@ -428,7 +432,7 @@ class MissHead:
             ValueError: it is not one of ours, or damaged.
         """
         if not Path(path).is_file():
-            raise FileNotFoundError(f"no head at {path}; write one with MissHead.save()")
+            raise FileNotFoundError(f"no head at {path}; write one with FailurePredictor.save()")
         try:
             with safe_open(path, framework="pt") as file:
                 if (file.metadata() or {}).get("format") != _HEAD_FORMAT:

@@ -11,11 +11,11 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics, retrieval_metrics
 from sfumato.metrics.uncertainty import balanced_spearman, none_if_nan, recall_by_uncertainty, spearman
-from sfumato.search.ranking import rank_relevant
+from sfumato.search.exact import rank_relevant
 
 
 class Ranker(Protocol):
-    """Whatever ranks as :func:`~sfumato.search.ranking.rank_relevant` does: over several processes, or by another search."""
+    """Whatever ranks as :func:`~sfumato.search.exact.rank_relevant` does: over several processes, or by another search."""
 
     def __call__(
         self,

@@ -83,8 +83,8 @@ def common_figures(figures: Mapping[str, Mapping[str, Any]], direction: str = "b
     known = dict.fromkeys(name for row in _rows() if row.direction == direction for name in row.figures)
     found = {}
     for name in known:
-        truth, _, metric = name.partition(" ")
-        both = figures.get(truth, {})
+        ground_truth, _, metric = name.partition(" ")
+        both = figures.get(ground_truth, {})
         if all(metric in both.get(side, {}) for side in sides):
             found[name] = 100 * sum(both[side][metric] for side in sides) / len(sides)
     if "rsum" in known and "rsum" in figures.get("coco_1k", {}):

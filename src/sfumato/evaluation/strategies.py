@@ -17,13 +17,18 @@ import torch
 from torch import Tensor
 
 from sfumato.distances import DISTANCES, get_distance
-from sfumato.evaluation.benchmarks import BenchmarkRanks, benchmark_metrics, rank_truths, rank_truths_by_scores
-from sfumato.evaluation.truths import Truth
+from sfumato.evaluation.benchmarks import (
+    BenchmarkRanks,
+    benchmark_metrics,
+    rank_ground_truths,
+    rank_ground_truths_by_scores,
+)
+from sfumato.evaluation.ground_truth import GroundTruth
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import RANK_METRICS, UNLISTED, Better, ranks_from_lists
+from sfumato.search.exact import closest_candidates
 from sfumato.search.index import ENGINES, GaussianIndex
-from sfumato.search.ranking import closest_candidates
 from sfumato.search.stores.faiss import FaissOptions
 
 Similarity = Literal["cosine", "dot"]
@@ -189,15 +194,15 @@ class SimilarityMatrix:
 
 
 @torch.no_grad()
-def rank_truths_by(
+def rank_ground_truths_by(
     score: str,
     images: GaussianEmbedding,
     texts: GaussianEmbedding,
     image_ids: Sequence[str],
     text_ids: Sequence[str],
-    truths: Iterable[Truth],
+    ground_truths: Iterable[GroundTruth],
 ) -> BenchmarkRanks:
-    """:func:`~sfumato.evaluation.benchmarks.rank_truths` by any of SCORES.
+    """:func:`~sfumato.evaluation.benchmarks.rank_ground_truths` by any of SCORES.
 
     Args:
         score: a name in DISTANCES, "cosine" or "dot".
@@ -209,10 +214,10 @@ def rank_truths_by(
     if score in get_args(Similarity):
         matrix = SimilarityMatrix(images, texts, "cosine" if score == "cosine" else "dot")
         better: Better = "larger"
-        return rank_truths_by_scores(matrix, image_ids, text_ids, truths, better=better)
+        return rank_ground_truths_by_scores(matrix, image_ids, text_ids, ground_truths, better=better)
     if score not in SCORES:
         raise ValueError(f"unknown score {score!r}; known: {', '.join(SCORES)}")
-    return rank_truths(images, texts, image_ids, text_ids, truths, distance=get_distance(score).name)
+    return rank_ground_truths(images, texts, image_ids, text_ids, ground_truths, distance=get_distance(score).name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,7 +261,7 @@ def evaluate_strategies(
     texts: GaussianEmbedding,
     image_ids: Sequence[str],
     text_ids: Sequence[str],
-    truths: Iterable[Truth],
+    ground_truths: Iterable[GroundTruth],
     strategies: Iterable[Strategy] = tuple(STRATEGIES.values()),
     *,
     engine: str = "ivf",
@@ -277,32 +282,32 @@ def evaluate_strategies(
         ValueError: as there, or an engine or number does not fit.
         UserError: FAISS is not installed.
     """
-    chosen, results = list(truths), {}
+    chosen, results = list(ground_truths), {}
     ids = (image_ids, text_ids)
     for strategy in strategies:
         start = time.perf_counter()
         if strategy.indexed is None:
-            ranks = rank_truths(images, texts, *ids, chosen, distance=strategy.distance)
+            ranks = rank_ground_truths(images, texts, *ids, chosen, distance=strategy.distance)
         else:
-            listed = [_without_rank_metrics(truth) for truth in chosen]
-            at_least = max(LISTED_AT_LEAST, *(_needed(truth) for truth in listed))
+            listed = [_without_rank_metrics(ground_truth) for ground_truth in chosen]
+            at_least = max(LISTED_AT_LEAST, *(_needed(ground_truth) for ground_truth in listed))
             ranker = FaissRanker(strategy, engine, candidates, at_least, options)
-            ranks = rank_truths(images, texts, *ids, listed, distance=strategy.distance, rank=ranker)
+            ranks = rank_ground_truths(images, texts, *ids, listed, distance=strategy.distance, rank=ranker)
         seconds = time.perf_counter() - start
         results[strategy.name] = StrategyResult(strategy, ranks, benchmark_metrics(ranks), seconds)
     return results
 
 
-def _without_rank_metrics(truth: Truth) -> Truth:
-    kept = [name for name in truth.metrics if name not in RANK_METRICS]
+def _without_rank_metrics(ground_truth: GroundTruth) -> GroundTruth:
+    kept = [name for name in ground_truth.metrics if name not in RANK_METRICS]
     if not kept:
         raise ValueError(
-            f"{truth.name} reports {', '.join(truth.metrics)} alone, which lists of FAISS do not determine; add recall@K"
+            f"{ground_truth.name} reports {', '.join(ground_truth.metrics)} alone, which lists of FAISS do not determine; add recall@K"
         )
-    return truth.with_metrics(*kept)
+    return ground_truth.with_metrics(*kept)
 
 
-def _needed(truth: Truth) -> int:
+def _needed(ground_truth: GroundTruth) -> int:
     """How many items of a list any figure of the truth looks at: those it reports, and R-Precision and mAP@R of single queries."""
-    ks = [int(name.removeprefix("recall@")) for name in truth.metrics if name.startswith("recall@")]
-    return max(*ks, *(int(side.totals.max(initial=1)) for side in (truth.i2t, truth.t2i)))
+    ks = [int(name.removeprefix("recall@")) for name in ground_truth.metrics if name.startswith("recall@")]
+    return max(*ks, *(int(side.totals.max(initial=1)) for side in (ground_truth.i2t, ground_truth.t2i)))

@@ -33,7 +33,7 @@ from sfumato.metrics.selective import (
     spearman_statistic,
 )
 from sfumato.metrics.uncertainty import average_ranks, balanced_spearman, recall_by_uncertainty, spearman
-from sfumato.search.ranking import rank_relevant
+from sfumato.search.exact import rank_relevant
 
 FIGURES: dict[str, str] = {
     "wrong_auroc": "AUROC of wrong against right best items: 0.5 chance, 1 perfect",
@@ -243,7 +243,7 @@ def measure_trust(
     kept = np.flatnonzero(~np.isnan(hit))
     if not len(kept):
         raise ValueError("measure_trust: no query has a true item; check that ids of images and texts fit together")
-    own, truth, hit = queries[torch.from_numpy(kept)], relevance.select_queries(kept), hit[kept]
+    own, ground_truth, hit = queries[torch.from_numpy(kept)], relevance.select_queries(kept), hit[kept]
     resample = partial(bootstrap, n_resamples=n_resamples, level=level, seed=seed)
     within = None if groups is None else groups[kept]
     estimate = partial(estimate_uncertainty, gallery=gallery, matching=matching, estimators=estimators)
@@ -254,12 +254,12 @@ def measure_trust(
     for name, u in told.items():
         statistics |= {f"{name}/{figure}": s for figure, s in _of_errors(u, 1 - hit).items()}
         if multiplicity:
-            statistics[f"{name}/multiplicity"] = spearman_statistic(u, truth.counts)
+            statistics[f"{name}/multiplicity"] = spearman_statistic(u, ground_truth.counts)
     found = resample(statistics, len(kept), groups=within)
     if multiplicity:
-        drawn = balanced_spearman_draws(told, truth.counts, n_resamples=n_resamples, seed=seed)
+        drawn = balanced_spearman_draws(told, ground_truth.counts, n_resamples=n_resamples, seed=seed)
         for name, u in told.items():
-            value = balanced_spearman(u, truth.counts)
+            value = balanced_spearman(u, ground_truth.counts)
             found[f"{name}/multiplicity_balanced"] = percentile_interval(value, drawn[name], level)
     for proxy, values in (proxies or {}).items():
         known = np.flatnonzero(~np.isnan(values[kept]))
@@ -267,8 +267,8 @@ def measure_trust(
         found |= resample(statistics, len(known), groups=None if within is None else within[known])
 
     # Without their true items: only queries that keep enough of a gallery.
-    enough = np.flatnonzero(gallery.n - truth.counts >= NEAREST)
-    absent = estimate(own[torch.from_numpy(enough)], without=truth.select_queries(enough)) if len(enough) else {}
+    enough = np.flatnonzero(gallery.n - ground_truth.counts >= NEAREST)
+    absent = estimate(own[torch.from_numpy(enough)], without=ground_truth.select_queries(enough)) if len(enough) else {}
     statistics = {
         f"{name}/out_of_gallery": _paired(told[name][enough], values)
         for name, values in absent.items()
@@ -287,7 +287,7 @@ def measure_trust(
             c,
             {name: u[chosen] for name, u in told.items()},
             gallery,
-            truth.select_queries(chosen),
+            ground_truth.select_queries(chosen),
             matching,
             estimators={name: estimators[name] for name in told},
             recall=float(hit[chosen].mean()),
@@ -295,7 +295,7 @@ def measure_trust(
         )
 
     statistics = {}
-    pairs = _random_pairs(truth, np.random.default_rng(seed))
+    pairs = _random_pairs(ground_truth, np.random.default_rng(seed))
     if len(pairs):
         row = get_distance(matching.distance).row
         # A sampled distance draws anew for each call: the same seed for both.
@@ -393,12 +393,14 @@ def follow_corruption(
     )
 
 
-def _random_pairs(truth: Relevance, random: np.random.Generator) -> np.ndarray:
+def _random_pairs(ground_truth: Relevance, random: np.random.Generator) -> np.ndarray:
     """(p, 3): each query that has wrong items, one of its true items, and one of its wrong ones, at random."""
-    m, counts = truth.n_gallery, truth.counts
+    m, counts = ground_truth.n_gallery, ground_truth.counts
     usable = np.flatnonzero(counts < m)
-    right = truth.indices[truth.indptr[usable] + (random.random(len(usable)) * counts[usable]).astype(np.int64)]
-    keys = truth.query_of_item * m + truth.indices
+    right = ground_truth.indices[
+        ground_truth.indptr[usable] + (random.random(len(usable)) * counts[usable]).astype(np.int64)
+    ]
+    keys = ground_truth.query_of_item * m + ground_truth.indices
     wrong = random.integers(m, size=len(usable))
     while (again := np.isin(usable * m + wrong, keys)).any():
         wrong[again] = random.integers(m, size=int(again.sum()))

@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from sfumato.distances import reduce_sample_distances
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
-from sfumato.losses.base import LossOutput, MatchLoss, PairShare
-from sfumato.losses.vib import vib_of_share
+from sfumato.losses.base import LossOutput, MatchLoss, PairShare, vib_of_share
 from sfumato.matching import MatchingLogits, match_logit
 
 SIGMOIDS = {"plain": 1.0, "compressed": 2.0}

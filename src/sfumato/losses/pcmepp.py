@@ -6,9 +6,8 @@ from torch.nn import functional
 
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.base import LossOutput, MatchLoss, PairShare
+from sfumato.losses.base import LossOutput, MatchLoss, PairShare, vib_sums
 from sfumato.losses.infonce import InfoNCELoss
-from sfumato.losses.vib import vib_sums
 from sfumato.matching import MatchingLogits, match_logit
 
 VIB_LIMIT = 1e4
@@ -30,8 +29,8 @@ def pseudo_positives(distance: Tensor, match: Tensor) -> Tensor:
 
     Paper: Chun 2024, section 2.3. Its pseudo-code compares along the wrong axis; the threshold belongs to the row.
     """
-    label, truth = match.detach().max(dim=1, keepdim=True)
-    closer = distance.detach() <= distance.detach().gather(1, truth)
+    label, ground_truth = match.detach().max(dim=1, keepdim=True)
+    closer = distance.detach() <= distance.detach().gather(1, ground_truth)
     return torch.where(closer, label, match.detach())
 
 

@@ -10,9 +10,8 @@ from torch.nn import functional
 
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.base import LossOutput, MatchLoss, PairShare
-from sfumato.losses.inclusion import inclusion_losses
-from sfumato.losses.vib import vib_of_share
+from sfumato.inclusion import inclusion_losses
+from sfumato.losses.base import LossOutput, MatchLoss, PairShare, vib_of_share
 from sfumato.matching import MatchingLogits, match_logit
 
 
@@ -49,7 +48,7 @@ def prolip_loss(
         distance: name of any differentiable distance.
         beta: weight of the information bottleneck; 0 leaves it out, as points need.
         inclusion_weight: of the inclusion of images in their texts; 0 leaves it out, as points need. 1e-7 as published.
-        inclusion_scale, released_eps: see :func:`sfumato.losses.inclusion.inclusion_loss`.
+        inclusion_scale, released_eps: see :func:`sfumato.inclusion.inclusion_loss`.
 
     Returns:
         Terms "match", "inclusion", "vib"; stat "included", the share of the dimensions in which an image's variance is below

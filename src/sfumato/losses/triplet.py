@@ -76,8 +76,8 @@ def _part(
 
 def _direction(distance: Tensor, positive: Tensor, margin: Tensor | float, mining: Mining) -> tuple[Tensor, Tensor]:
     """(sum of the hinges of the p positive pairs, number of them with a loss); anchors are rows, of a margin too."""
-    anchor, truth = positive.nonzero(as_tuple=True)
-    own = distance[anchor, truth].unsqueeze(1)  # (p, 1)
+    anchor, ground_truth = positive.nonzero(as_tuple=True)
+    own = distance[anchor, ground_truth].unsqueeze(1)  # (p, 1)
     others = distance[anchor].masked_fill(positive[anchor], torch.inf)  # (p, m)
     reached = others - (margin[anchor] if isinstance(margin, Tensor) else margin)  # a negative as far as own counts
     if mining == "hardest":

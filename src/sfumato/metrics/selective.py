@@ -364,9 +364,9 @@ def balanced_spearman_draws(
         places = (np.arange(n_draws)[:, None] * size + np.arange(size)) % len(own)
         parts.append(resample[:, places])
     chosen = np.concatenate(parts, axis=2).reshape(n_resamples * n_draws, -1)
-    truth = _row_ranks(multiplicity[chosen])
+    ground_truth = _row_ranks(multiplicity[chosen])
     return {
-        name: _row_pearson(_row_ranks(np.asarray(x, float)[chosen]), truth).reshape(n_resamples, n_draws).mean(1)
+        name: _row_pearson(_row_ranks(np.asarray(x, float)[chosen]), ground_truth).reshape(n_resamples, n_draws).mean(1)
         for name, x in scores.items()
     }
 

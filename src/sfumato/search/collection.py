@@ -26,15 +26,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sfumato.calibration import Calibration, Direction
+from sfumato.calibration.calibrator import Calibration
+from sfumato.direction import Direction
 from sfumato.errors import UserError
 from sfumato.files import sync_folder, write_atomically
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.folders import load_folder, save_folder
+from sfumato.search.atomic_folder import load_folder, save_folder
 from sfumato.search.gallery import Answers, Found, Gallery, Items, with_margin
 from sfumato.search.lifting import lift_gallery, lift_queries, lifted_dim, lowered, query_constant
-from sfumato.search.stores.base import Filter, Records, VectorStore
-from sfumato.search.stores.open import anchored, create_store, open_store, without_password
+from sfumato.search.stores.protocol import Filter, Records, VectorStore
+from sfumato.search.stores.store_url import anchored, create_store, open_store, without_password
 
 _KIND = "sfumato-collection-1"
 _CENTRE, _CALIBRATION, _UNFINISHED = "centre.safetensors", "calibration.json", "unfinished.txt"
@@ -91,7 +92,7 @@ class GaussianCollection(Gallery):
 
         Args:
             folder: for the settings; new or empty.
-            store: URL of a new store, see sfumato.search.stores.open; a relative path starts at the folder. A password in it is used,
+            store: URL of a new store, see sfumato.search.stores.store_url; a relative path starts at the folder. A password in it is used,
                 but not kept: to open the collection again it comes from the environment.
             d: dimensions of the embeddings.
             distance: one of LIFTED_DISTANCES.

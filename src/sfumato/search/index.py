@@ -19,15 +19,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sfumato.calibration import Calibration, Direction
+from sfumato.calibration.calibrator import Calibration
+from sfumato.direction import Direction
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding, check_finite
-from sfumato.search.folders import load_folder, save_folder
+from sfumato.search.atomic_folder import load_folder, save_folder
+from sfumato.search.exact import closest_candidates, closest_in_blocks, distance_blocks, top_k
 from sfumato.search.gallery import Answers, Found, Gallery, Items, with_margin
 from sfumato.search.lifting import LIFTED_DISTANCES, LiftedGallery, gallery_centre, lift_gallery, lift_queries
-from sfumato.search.ranking import closest_candidates, closest_in_blocks, distance_blocks, top_k
-from sfumato.search.stores.base import Filter
 from sfumato.search.stores.faiss import FAISS_ENGINES, FaissOptions, FaissStore
+from sfumato.search.stores.protocol import Filter
 
 ENGINES = ("exact", *FAISS_ENGINES)
 """Engines of :class:`GaussianIndex`."""

@@ -8,13 +8,10 @@ from urllib.parse import quote
 
 import torch
 
-from sfumato.analysis.projection import Projection
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.gallery import Gallery, SearchHit
-from sfumato.search.stores.base import Filter
-from sfumato.search.verdict import verdict
-from sfumato.serve.pictures import handed_out
-from sfumato.serve.problems import Refusal
+from sfumato.search.gallery import Gallery, SearchHit, verdict
+from sfumato.search.stores.protocol import Filter
+from sfumato.serve.image_files import handed_out
 from sfumato.serve.schemas import (
     Answer,
     ConformalSet,
@@ -23,10 +20,12 @@ from sfumato.serve.schemas import (
     GalleryName,
     Hit,
     Position,
+    Refusal,
     Said,
     SearchOptions,
 )
-from sfumato.serve.sources import Shelf, kind
+from sfumato.serve.served import Shelf, kind
+from sfumato.studies.maps import Projection
 
 RISKS, COVERAGES = (0.5, 0.3, 0.2, 0.1, 0.05), (0.5, 0.8, 0.9, 0.95)
 """The usual ones, of which the service says whether the calibration can vouch for them."""

@@ -22,9 +22,7 @@ from sfumato.errors import UserError
 from sfumato.serve.answering import Asked
 from sfumato.serve.documentation import INTRODUCTION, documented, page_of, route_extras
 from sfumato.serve.forms import read_form, read_json
-from sfumato.serve.guard import Guard
-from sfumato.serve.metrics import TEXT
-from sfumato.serve.problems import Refusal, busy, invalid
+from sfumato.serve.guard import TEXT, Guard
 from sfumato.serve.schemas import (
     AddRequest,
     AddResponse,
@@ -36,15 +34,18 @@ from sfumato.serve.schemas import (
     Map,
     NewItem,
     Query,
+    Refusal,
     SearchParameters,
     SearchRequest,
     SearchResponse,
     State,
     TextSearch,
+    busy,
+    invalid,
 )
+from sfumato.serve.served import Sources
 from sfumato.serve.service import Service
 from sfumato.serve.settings import Settings
-from sfumato.serve.sources import Sources
 from sfumato.serve.writing import New, Writer
 
 HERE = Path(__file__).parent

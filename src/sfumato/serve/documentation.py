@@ -14,8 +14,7 @@ from markupsafe import Markup, escape
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from sfumato.serve.problems import PROBLEM
-from sfumato.serve.schemas import AddRequest, DeleteRequest, NewItem, Problem, SearchParameters, SearchRequest
+from sfumato.serve.schemas import PROBLEM, AddRequest, DeleteRequest, NewItem, Problem, SearchParameters, SearchRequest
 
 INTRODUCTION = (
     "Search among images and texts with match probabilities. Every error is a problem document (RFC 9457). Where the service has a key,"

@@ -9,7 +9,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import UploadFile
 
-from sfumato.serve.problems import Refusal, invalid
+from sfumato.serve.schemas import Refusal, invalid
 from sfumato.serve.service import Service
 
 Model = TypeVar("Model", bound=BaseModel)

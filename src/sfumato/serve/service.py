@@ -15,16 +15,13 @@ import torch
 from PIL import Image
 
 from sfumato import __version__
-from sfumato.analysis.projection import Projection, fit_map
-from sfumato.encoders.regions import blank_features, reads_regions
+from sfumato.encoders.regions import blank_features, uses_regions
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.gallery import Gallery, Items
 from sfumato.serve.answering import Asked, Search, check_promises, ellipse_of, picture_path, search_together, told_of
-from sfumato.serve.batching import Batcher, Closed
-from sfumato.serve.embedding import Embedder, submitted
-from sfumato.serve.metrics import Metrics
-from sfumato.serve.pictures import check_picture, handed_out, to_show
-from sfumato.serve.problems import Refusal, busy
+from sfumato.serve.batching import Batcher, Closed, Embedder, submitted
+from sfumato.serve.guard import Metrics
+from sfumato.serve.image_files import check_picture, handed_out, to_show
 from sfumato.serve.schemas import (
     Answer,
     GalleryInfo,
@@ -34,11 +31,14 @@ from sfumato.serve.schemas import (
     Limits,
     Map,
     MapPoint,
+    Refusal,
     SearchOptions,
     SearchResponse,
+    busy,
 )
+from sfumato.serve.served import Shelf, Sources
 from sfumato.serve.settings import Settings
-from sfumato.serve.sources import Shelf, Sources
+from sfumato.studies.maps import Projection, fit_map
 
 Done = TypeVar("Done")
 
@@ -138,12 +138,12 @@ class Service:
         return SearchResponse(gallery=options.gallery, answers=[one for one in found if isinstance(one, Answer)])
 
     async def check_pictures(self, pictures: Sequence[tuple[str, bytes]]) -> list[str]:
-        """(where, bytes) of all pictures of a request -> formats; see :func:`~sfumato.serve.pictures.check_picture`.
+        """(where, bytes) of all pictures of a request -> formats; see :func:`~sfumato.serve.image_files.check_picture`.
 
         Raises:
             Refusal: one of them is none, together they have too many pixels, or the model reads region features.
         """
-        if pictures and reads_regions(self.sources.model):
+        if pictures and uses_regions(self.sources.model):
             where = pictures[0][0]
             said = (
                 f"{where}: the model of this service reads region features and no pictures; search by text or by item"

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
-from sfumato.serve.pictures import POINTER, to_store
-from sfumato.serve.problems import Refusal, busy
-from sfumato.serve.schemas import AddResponse, DeleteResponse, GalleryName
+from sfumato.serve.image_files import POINTER, to_store
+from sfumato.serve.schemas import AddResponse, DeleteResponse, GalleryName, Refusal, busy
+from sfumato.serve.served import Shelf
 from sfumato.serve.service import Service, good
-from sfumato.serve.sources import Shelf
 
 _MANY = 10_000
 """Items written after which a store is optimised while the service runs."""

@@ -16,11 +16,11 @@ from sfumato.distances import DISTANCES, get_distance
 from sfumato.errors import UserError
 from sfumato.evaluation.compare import OverSeeds, main_figures, over_seeds
 from sfumato.files import write_json
+from sfumato.models.embed import embed_for_evaluation, evaluate_run
+from sfumato.models.recipe import Recipe, check_recipe, load_recipe
+from sfumato.models.run import LOG, MODEL, RECIPE, load_run
 from sfumato.progress import say
-from sfumato.training.config import Recipe, check_recipe, load_recipe
-from sfumato.training.inference import embed_for_evaluation, evaluate_run
 from sfumato.training.loop import fit
-from sfumato.training.run import LOG, MODEL, RECIPE, load_run
 from sfumato.training.step import DivergedError
 
 ABLATED = tuple(d.name for d in DISTANCES.values() if not d.sampled and d.name != "wasserstein2_printed")

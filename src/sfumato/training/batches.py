@@ -4,26 +4,28 @@ Everything random follows from (seed, epoch, process), so that an interrupted ru
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import queue
+import sys
+import threading
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.data.mixing import MixPlan, plan_mixing, smooth_match
+from sfumato.data.augment import MixPlan, augment_token_ids, plan_mixing, smooth_match
 from sfumato.data.pairs import PairBatch, PairSampler
 from sfumato.data.shards import ShardBatch, ShardStream
-from sfumato.data.size_augment import augment_token_ids
 from sfumato.data.transforms import augment, crop_and_mirror, erase_rectangles
-from sfumato.encoders.dual import DualEncoder, TokenReader
+from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.features import Inputs, Store
-from sfumato.encoders.pictures import PictureStore
+from sfumato.encoders.processors import ImageFileStore, TokenProcessor
 from sfumato.errors import UserError
-from sfumato.training.config import AugmentConfig, Recipe
-from sfumato.training.distributed import World
+from sfumato.models.process_group import ProcessGroup
+from sfumato.models.recipe import AugmentConfig, Recipe
 from sfumato.training.step import TrainBatch
 
 
@@ -51,13 +53,13 @@ class Augmentation:
         world: this process among the others.
     """
 
-    def __init__(self, recipe: Recipe, model: DualEncoder, world: World) -> None:
+    def __init__(self, recipe: Recipe, model: DualEncoder, process_group: ProcessGroup) -> None:
         self.config: AugmentConfig = recipe.augment
-        self.seed, self.world = recipe.train.seed, world
+        self.seed, self.process_group = recipe.train.seed, process_group
         self.pictures = recipe.model.image.augment_mode
-        reader = model.text.reader
+        processor = model.text.processor
         changes = [key for key in ("text_tokens", "drop_words") if getattr(self.config, key)]
-        self.words = reader if isinstance(reader, TokenReader) and changes else None
+        self.words = processor if isinstance(processor, TokenProcessor) and changes else None
         if self.words is not None and self.words.tokenizer.padding is not None:
             raise UserError(
                 f"augment.{changes[0]} is not for texts that are padded to one length for an encoder that looks at the padding"
@@ -66,7 +68,7 @@ class Augmentation:
 
     def generator(self, epoch: int) -> torch.Generator:
         """The source of an epoch's changes on this process."""
-        own = (self.world.rank,) if self.world.rank else ()
+        own = (self.process_group.rank,) if self.process_group.rank else ()
         return torch.Generator().manual_seed(epoch_seed(self.seed, epoch, 1, *own))
 
     def images(self, store: Store, index: np.ndarray, generator: torch.Generator) -> Inputs:
@@ -78,7 +80,7 @@ class Augmentation:
 
     def _reshaped(self, store: Store, index: np.ndarray, generator: torch.Generator) -> Inputs:
         """With other geometry and colours."""
-        if self.pictures == "crop" and isinstance(store, PictureStore):
+        if self.pictures == "crop" and isinstance(store, ImageFileStore):
             return store.training_batch(index, [int(torch.randint(2**62, (), generator=generator))])
         inputs = store.batch(index)
         if self.pictures == "none" or not len(index):  # More processes than pairs in a last batch.
@@ -128,7 +130,7 @@ class Augmentation:
     def labels(self, match_i2t: Tensor, match_t2i: Tensor, plans: list[MixPlan] | None) -> tuple[Tensor, Tensor]:
         """Labels of own images with all texts, and of own texts with all images, as mixing and smoothing leave them."""
         if plans is not None:
-            match_i2t = plans[self.world.rank].match(match_i2t)
+            match_i2t = plans[self.process_group.rank].match(match_i2t)
             match_t2i = MixPlan.cat(plans).match(match_t2i.T).T
         if self.config.label_smoothing:
             match_i2t, match_t2i = (smooth_match(m, self.config.label_smoothing) for m in (match_i2t, match_t2i))
@@ -146,10 +148,10 @@ class IndexedBatches:
     """
 
     def __init__(
-        self, images: Store, texts: Store, sampler: PairSampler, augmentation: Augmentation, world: World
+        self, images: Store, texts: Store, sampler: PairSampler, augmentation: Augmentation, process_group: ProcessGroup
     ) -> None:
         self.images, self.texts, self.sampler = images, texts, sampler
-        self.augmentation, self.world = augmentation, world
+        self.augmentation, self.process_group = augmentation, process_group
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -161,16 +163,16 @@ class IndexedBatches:
             yield self._batch(batch, epoch, step, generator)
 
     def _batch(self, batch: PairBatch, epoch: int, step: int, generator: torch.Generator) -> TrainBatch:
-        own, everything = self.world.part(len(batch)), np.arange(len(batch))
+        own, everything = self.process_group.part(len(batch)), np.arange(len(batch))
         images = self.augmentation.images(self.images, batch.image_index[own], generator)
         texts = self.augmentation.texts(self.texts.batch(batch.text_index[own]), generator)
-        counts = [len(self.world.part(len(batch), rank)) for rank in range(self.world.size)]
+        counts = [len(self.process_group.part(len(batch), rank)) for rank in range(self.process_group.size)]
         height, width = images.values.shape[-2:]
         plans = self.augmentation.plans(counts, (height, width), epoch, step)
         labels = self.augmentation.labels(
             torch.from_numpy(batch.labels(own, everything)), torch.from_numpy(batch.labels(everything, own)).T, plans
         )
-        return TrainBatch(images, texts, lambda _: labels, plans[self.world.rank] if plans else None)
+        return TrainBatch(images, texts, lambda _: labels, plans[self.process_group.rank] if plans else None)
 
 
 class ShardBatches:
@@ -183,8 +185,10 @@ class ShardBatches:
         world: this process among the others.
     """
 
-    def __init__(self, stream: ShardStream, model: DualEncoder, augmentation: Augmentation, world: World) -> None:
-        self.stream, self.model, self.augmentation, self.world = stream, model, augmentation, world
+    def __init__(
+        self, stream: ShardStream, model: DualEncoder, augmentation: Augmentation, process_group: ProcessGroup
+    ) -> None:
+        self.stream, self.model, self.augmentation, self.process_group = stream, model, augmentation, process_group
 
     def __len__(self) -> int:
         return len(self.stream)
@@ -197,11 +201,11 @@ class ShardBatches:
                 yield self._batch(batch, epoch, step, generator)
 
     def _batch(self, batch: ShardBatch, epoch: int, step: int, generator: torch.Generator) -> TrainBatch:
-        pictures, kept = self.model.image.reader.read(
+        pictures, kept = self.model.image.processor.read(
             [partial(bytes, picture) for picture in batch.pictures],
             on_error=lambda i, error: self.stream.skip(batch.keys[i], str(error)),
         )
-        words, _ = self.model.text.reader.read([partial(str, text) for text in batch.texts])
+        words, _ = self.model.text.processor.read([partial(str, text) for text in batch.texts])
         images = self.augmentation.images(pictures, np.arange(len(kept)), generator)
         texts = self.augmentation.texts(words.batch(kept), generator)
         keys = torch.stack(
@@ -209,16 +213,80 @@ class ShardBatches:
         )
         height, width = images.values.shape[-2:]
 
-        def labels(world: World) -> tuple[Tensor, Tensor]:
-            counts = world.counts(len(kept))
-            match = (keys[:, None] == world.gather(keys, counts)).any(-1).float()
+        def labels(process_group: ProcessGroup) -> tuple[Tensor, Tensor]:
+            counts = process_group.counts(len(kept))
+            match = (keys[:, None] == process_group.gather(keys, counts)).any(-1).float()
             return self.augmentation.labels(match, match, self.augmentation.plans(counts, (height, width), epoch, step))
 
-        alone_counts = [len(kept) if rank == self.world.rank else 0 for rank in range(self.world.size)]
+        alone_counts = [len(kept) if rank == self.process_group.rank else 0 for rank in range(self.process_group.size)]
         plans = self.augmentation.plans(alone_counts, (height, width), epoch, step)
-        return TrainBatch(images, texts, labels, plans[self.world.rank] if plans else None)
+        return TrainBatch(images, texts, labels, plans[self.process_group.rank] if plans else None)
 
 
 def _digests(contents: Sequence[bytes]) -> Tensor:
     """(n,) int64, equal for equal contents."""
     return torch.from_numpy(np.frombuffer(b"".join(hashlib.sha256(c).digest()[:8] for c in contents), "<i8").copy())
+
+
+T = TypeVar("T")
+
+
+def prefetch(source: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
+    """Run an iterator in a background thread, at most ``depth`` items ahead of whoever takes them.
+
+    The thread starts with the first item that is asked for. It ends with the source, with the source's exception, or when the
+    consumer closes the generator (a loop that is left does that): then the item that is being made is finished, the source is
+    closed in its own thread, and only after that does ``close`` return.
+
+    Args:
+        source: makes the items; from then on used in the thread alone.
+        depth: items that wait or are being made while the consumer works on one; at least 1.
+
+    Yields:
+        The items in their order.
+
+    Raises:
+        ValueError: depth is less than 1.
+        BaseException: what the source raises, after the items before it.
+    """
+    if depth < 1:
+        raise ValueError(f"prefetch: depth must be at least 1, got {depth}")
+    return _prefetched(source, depth)
+
+
+def _prefetched(source: Iterable[T], depth: int) -> Generator[T, None, None]:
+    made: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
+    room = threading.Semaphore(depth)
+    stop = threading.Event()
+
+    def make() -> None:
+        end: BaseException | None = None
+        try:
+            items = iter(source)
+            try:
+                while room.acquire() and not stop.is_set():
+                    made.put((next(items),))
+            finally:
+                if isinstance(items, Generator):
+                    items.close()
+        except StopIteration:
+            pass
+        except BaseException as error:
+            end = error
+        made.put(end)
+
+    thread = threading.Thread(target=make, name="prefetch", daemon=True)
+    thread.start()
+    try:
+        while isinstance(item := made.get(), tuple):
+            room.release()
+            yield item[0]
+            del item  # Or it would be kept alive until the next one is there.
+        if item is not None:
+            raise item
+    finally:
+        stop.set()
+        room.release()
+        # An interpreter that is going down may have stopped the thread where it stood.
+        if not sys.is_finalizing():
+            thread.join()

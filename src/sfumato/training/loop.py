@@ -15,40 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import filelock
-import numpy as np
 import torch
 
 from sfumato.data.folds import parse_part, without_part
 from sfumato.data.grading import Grades
 from sfumato.data.noise import apply_noise, load_noise, save_noise, shuffle_pairs
 from sfumato.data.pairs import PairData, PairSampler
-from sfumato.data.prefetch import prefetch
 from sfumato.data.problems import Problems
 from sfumato.data.shards import ShardStream, expand_shards
 from sfumato.distances import Distance
-from sfumato.encoders.dual import DualEncoder, FrozenReader, Item, Tower
-from sfumato.encoders.features import Store
+from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding, check_finite
-from sfumato.losses import MatchLoss, match_spread
-from sfumato.progress import progress_bar, say
-from sfumato.training.average import WeightAverage, averaged
-from sfumato.training.batches import Augmentation, Batches, IndexedBatches, ShardBatches, epoch_seed
-from sfumato.training.build import Assets, build_loss, build_model, choose_device, fresh_tokenizer, load_splits
-from sfumato.training.calibrating import calibrate_split
-from sfumato.training.checkpoint import load_state, save_state
-from sfumato.training.config import DataConfig, Recipe, load_recipe, save_recipe
-from sfumato.training.distributed import World, alone, join_world
-from sfumato.training.optim import (
-    build_optimiser,
-    clip_gradients,
-    freeze_for_epoch,
-    learning_rate_factor,
-    set_learning_rate,
-)
-from sfumato.training.run import (
+from sfumato.losses import MatchLoss, match_dispersion
+from sfumato.models.build import Assets, build_loss, build_model, choose_device, fresh_tokenizer
+from sfumato.models.calibrate import calibrate_split
+from sfumato.models.process_group import ProcessGroup, alone, join_process_group
+from sfumato.models.recipe import DataConfig, Recipe, load_recipe, save_recipe
+from sfumato.models.run import (
     CALIBRATION,
     ENCODERS,
     LAST,
@@ -60,27 +46,27 @@ from sfumato.training.run import (
     TOKENIZER,
     learnt_logits,
     load_assets,
+    load_state,
     save_assets,
+    save_state,
 )
-from sfumato.training.spread import fit_spread
+from sfumato.models.splits import PreparedSplit, embed_split, load_splits, prepare_split
+from sfumato.progress import progress_bar, say
+from sfumato.training.batches import Augmentation, Batches, IndexedBatches, ShardBatches, epoch_seed, prefetch
+from sfumato.training.optim import (
+    WeightAverage,
+    averaged,
+    build_optimiser,
+    clip_gradients,
+    freeze_for_epoch,
+    learning_rate_factor,
+    set_learning_rate,
+)
 from sfumato.training.step import DivergedError, forward_backward
+from sfumato.training.variance_stage import fit_variance_stage
 
 _LOCK = ".lock"
 _VOCABULARY_TEXTS = 100_000
-
-
-@dataclass(frozen=True)
-class PreparedSplit:
-    """A split whose images and texts are ready to be fed to the towers.
-
-    Attributes:
-        data: the usable items.
-        images, texts: their inputs, in the same order.
-    """
-
-    data: PairData
-    images: Store
-    texts: Store
 
 
 @dataclass
@@ -124,39 +110,39 @@ def fit(recipe: Recipe, folder: str | Path) -> dict[str, Any]:
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with join_world(partial(choose_device, recipe.train.device), recipe.train.timeout_minutes) as world:
-        if not world.main:
-            return _fit(recipe, folder, world)
+    with join_process_group(partial(choose_device, recipe.train.device), recipe.train.timeout_minutes) as process_group:
+        if not process_group.main:
+            return _fit(recipe, folder, process_group)
         try:
             with filelock.FileLock(folder / _LOCK, timeout=0):
-                return _fit(recipe, folder, world)
+                return _fit(recipe, folder, process_group)
         except filelock.Timeout as error:
             raise UserError(
                 f"another process is training in {folder}; wait for it, or give another folder with --out"
             ) from error
 
 
-def _fit(recipe: Recipe, folder: Path, world: World) -> dict[str, Any]:
-    if world.main:
+def _fit(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> dict[str, Any]:
+    if process_group.main:
         _claim(folder, recipe)
-    world.wait()
+    process_group.wait()
     config = recipe.train
     if config.threads:
         torch.set_num_threads(config.threads)
     problems = Problems()
     splits = load_splits(recipe.data, problems)
     if "train" in splits:
-        splits["train"] = _with_noise(recipe.data, splits["train"], folder, world)
+        splits["train"] = _with_noise(recipe.data, splits["train"], folder, process_group)
         if recipe.data.leave_out:
             splits["train"] = without_part(splits["train"], *parse_part(recipe.data.leave_out))
     if recipe.data.source == "shards":
-        _stream(recipe, Problems(), world)  # Refused on all processes alike, before any of them works.
+        _stream(recipe, Problems(), process_group)  # Refused on all processes alike, before any of them works.
     torch.manual_seed(config.seed)
-    model = _model(recipe, folder, splits, world)
-    loss = build_loss(recipe).to(world.device)
-    val = prepare_split(model, splits["val"], problems, "val", world) if "val" in splits else None
-    batches = _batches(recipe, model, splits, problems, world)
-    if world.main:
+    model = _model(recipe, folder, splits, process_group)
+    loss = build_loss(recipe).to(process_group.device)
+    val = prepare_split(model, splits["val"], problems, "val", process_group) if "val" in splits else None
+    batches = _batches(recipe, model, splits, problems, process_group)
+    if process_group.main:
         problems.write(folder / PROBLEMS)
     used = {"train": batches.sampler.data} if isinstance(batches, IndexedBatches) else {}
     used |= {"val": val.data} if val is not None else {}
@@ -175,38 +161,41 @@ def _fit(recipe: Recipe, folder: Path, world: World) -> dict[str, Any]:
         state = load_state(folder / LAST, modules, optimiser)
         start, best = state["epoch"] + 1, _Best(state["best_score"], state["best_epoch"])
         say(f"resuming after epoch {start} of {config.epochs}" if start < config.epochs else "all epochs are done")
-    if world.main:
+    if process_group.main:
         _forget_after(folder / LOG, start)
     if config.compile:
         model.image.encoder.compile()
         model.text.encoder.compile()
 
     for epoch in range(start, config.epochs):
-        own = (world.rank,) if world.rank else ()
+        own = (process_group.rank,) if process_group.rank else ()
         torch.manual_seed(epoch_seed(config.seed, epoch, 0, *own))
         started = time.monotonic()
         model.train()
         freeze_for_epoch(model, epoch, recipe.optim)
         each_step = average if config.ema_decay else None
-        line = {"epoch": epoch, **_train_epoch(recipe, epoch, model, loss, batches, optimiser, each_step, world)}
-        world.average_buffers(model)
+        line = {
+            "epoch": epoch,
+            **_train_epoch(recipe, epoch, model, loss, batches, optimiser, each_step, process_group),
+        }
+        process_group.average_buffers(model)
         if average is not None and epoch >= config.epochs - config.swa_epochs:
             average.update(model)
         last = epoch == config.epochs - 1
         if val is not None and (last or (epoch + 1) % config.evaluate_every == 0):
             with averaged(model, average):
-                embedded = embed_split(model, val, world)
-                evaluation, score = validate(embedded, val, loss.distance, config.select, world)
+                embedded = embed_split(model, val, process_group)
+                evaluation, score = validate(embedded, val, loss.distance, config.select, process_group)
                 line |= _summary(evaluation, score)
                 # A mean of weights does not compete with single ones from before it.
                 first_mean = epoch >= config.epochs - config.swa_epochs > best.epoch
                 if score > best.score or first_mean or config.select == "last":
                     best = _Best(score, epoch)
-                    if world.main:
+                    if process_group.main:
                         about = {"epoch": epoch, "score": score}
                         save_state(folder / MODEL, {"model": model, "loss": loss}, None, about)
         line["seconds"] = time.monotonic() - started
-        if world.main:
+        if process_group.main:
             problems.write(folder / PROBLEMS)
             _append_line(folder / LOG, line)
             about = {"epoch": epoch, "best_score": best.score, "best_epoch": best.epoch}
@@ -218,21 +207,21 @@ def _fit(recipe: Recipe, folder: Path, world: World) -> dict[str, Any]:
             " with few pictures give data.val_share a larger share, with shards data.val_path"
         )
         with averaged(model, average):
-            if world.main:
+            if process_group.main:
                 save_state(folder / MODEL, {"model": model, "loss": loss}, None, {"epoch": config.epochs - 1})
     if val is not None or recipe.spread.epochs:
-        world.wait()
+        process_group.wait()
         about = load_state(folder / MODEL, {"model": model, "loss": loss})
-        world.wait()  # Before the first process writes it anew.
+        process_group.wait()  # Before the first process writes it anew.
         if recipe.spread.epochs and not about.get("spread"):
-            _fit_variances(recipe, model, batches, world)
-            if world.main:
+            _fit_variances(recipe, model, batches, process_group)
+            if process_group.main:
                 save_state(folder / MODEL, {"model": model, "loss": loss}, None, about | {"spread": True})
     if val is not None:
-        embedded = embed_split(model, val, world)
-        if world.main:
+        embedded = embed_split(model, val, process_group)
+        if process_group.main:
             calibrate(embedded, val.data, loss, folder)
-    world.wait()
+    process_group.wait()
     return {
         "run": str(folder),
         "epochs": config.epochs,
@@ -252,7 +241,7 @@ def _train_epoch(
     batches: Batches,
     optimiser: torch.optim.Optimizer,
     average: WeightAverage | None,
-    world: World,
+    process_group: ProcessGroup,
 ) -> dict[str, Any]:
     """One pass over the data; the means of what was measured at its steps."""
     trained = [p for group in optimiser.param_groups for p in group["params"]]
@@ -270,7 +259,7 @@ def _train_epoch(
                     model,
                     loss,
                     batch,
-                    world,
+                    process_group,
                     epoch=epoch,
                     low_precision=recipe.train.precision == "bfloat16",
                     micro_batch=recipe.train.micro_batch,
@@ -296,7 +285,7 @@ def _train_epoch(
     return {**log.means(), **learnt}
 
 
-def _fit_variances(recipe: Recipe, model: DualEncoder, batches: Batches, world: World) -> None:
+def _fit_variances(recipe: Recipe, model: DualEncoder, batches: Batches, process_group: ProcessGroup) -> None:
     """The second stage, the same on all processes: the log variances of either side learn the spread of its matches."""
     assert isinstance(batches, IndexedBatches)  # As the recipe was checked for.
     data, stores = batches.sampler.data, (batches.images, batches.texts)
@@ -309,27 +298,27 @@ def _fit_variances(recipe: Recipe, model: DualEncoder, batches: Batches, world: 
     for name, (tower, store, partners, item, partner) in sides.items():
         if recipe.spread.sides not in ("both", name):
             continue
-        spread, count = match_spread(partners, item, partner, len(store), whiten=recipe.spread.whiten)
+        spread, count = match_dispersion(partners, item, partner, len(store), whiten=recipe.spread.whiten)
         if count.max() < 2:
             say(f"variances of {name} stay as they are: each has a single match, which has no spread")
             continue
         index = count.nonzero()[:, 0].numpy()
-        rank = fit_spread(tower, store, spread, index, recipe.spread, seed=recipe.train.seed)
+        rank = fit_variance_stage(tower, store, spread, index, recipe.spread, seed=recipe.train.seed)
         say(f"variances of {len(index)} {name} fitted to the spread of their matches: rank correlation {rank:.3f}")
-    world.copy_from_main(model)
+    process_group.copy_from_main(model)
 
 
 def _batches(
-    recipe: Recipe, model: DualEncoder, splits: dict[str, PairData], problems: Problems, world: World
+    recipe: Recipe, model: DualEncoder, splits: dict[str, PairData], problems: Problems, process_group: ProcessGroup
 ) -> Batches:
     """What the model is trained on, split "train" or a stream of shards."""
-    augmentation = Augmentation(recipe, model, world)
+    augmentation = Augmentation(recipe, model, process_group)
     if recipe.data.source == "shards":
-        stream = _stream(recipe, problems, world)
-        return ShardBatches(stream, model, augmentation, world)
+        stream = _stream(recipe, problems, process_group)
+        return ShardBatches(stream, model, augmentation, process_group)
     if "train" not in splits:
         raise UserError(f"the data has no split 'train'; it has {', '.join(splits)}")
-    train = prepare_split(model, splits["train"], problems, "train", world)
+    train = prepare_split(model, splits["train"], problems, "train", process_group)
     sampler = PairSampler(
         train.data,
         recipe.train.batch_size,
@@ -339,85 +328,22 @@ def _batches(
         kind_weights=recipe.data.kind_weights or None,
         grades=Grades(train.data) if recipe.data.graded else None,
     )
-    return IndexedBatches(train.images, train.texts, sampler, augmentation, world)
+    return IndexedBatches(train.images, train.texts, sampler, augmentation, process_group)
 
 
-def _with_noise(config: DataConfig, data: PairData, folder: Path, world: World) -> PairData:
+def _with_noise(config: DataConfig, data: PairData, folder: Path, process_group: ProcessGroup) -> PairData:
     """The training pairs as noisy as the recipe says; which are, is kept in the run folder and read from there again."""
     if not (config.noise_rate or config.noise_file):
         return data
     path = folder / NOISE
-    if world.main and not path.exists():
+    if process_group.main and not path.exists():
         if config.noise_file:
             image_of_pair = load_noise(config.noise_file, data)
         else:
             _, image_of_pair = shuffle_pairs(data, config.noise_rate, config.noise_seed)
         save_noise(path, image_of_pair)
-    world.wait()
+    process_group.wait()
     return apply_noise(data, load_noise(path, data))
-
-
-def prepare_split(
-    model: DualEncoder, data: PairData, problems: Problems, name: str, world: World | None = None
-) -> PreparedSplit:
-    """Read every image and text of a split for the model's towers; items that cannot be used are left out and reported.
-
-    Of several processes each computes the frozen features of its part first; all then find them in the cache.
-    """
-    items: list[Item] = [source.read_bytes for source in data.images]
-    if world is not None and world.size > 1:
-        for reader, source in ((model.image.reader, items), (model.text.reader, [_text(t) for t in data.texts])):
-            if isinstance(reader, FrozenReader):
-                reader.read([source[i] for i in world.part(len(source))], on_error=lambda i, error: None)
-        world.wait()
-    with progress_bar(f"reading {name} images", len(items)) as advance:
-        images, kept = model.image.reader.read(
-            items, progress=advance, on_error=lambda i, error: problems.add(data.images[i].place, str(error))
-        )
-    if len(kept) < len(items):
-        data = data.keep_images(kept)
-    if not len(data.image_ids) or not len(data.text_ids):
-        raise UserError(f"split {name!r} has no usable pair left:\n{problems.summary()}")
-    texts, _ = model.text.reader.read([_text(t) for t in data.texts])
-    return PreparedSplit(data, images, texts)
-
-
-def load_split(
-    model: DualEncoder, config: DataConfig, name: str, problems: Problems | None = None, world: World | None = None
-) -> PreparedSplit:
-    """A split of some data, ready for a model; problems are noted, and told on standard error.
-
-    Raises:
-        UserError: the data has no such split.
-    """
-    problems = Problems() if problems is None else problems
-    splits = load_splits(config, problems)
-    if name not in splits:
-        raise UserError(f"the data ({config.source}) has no split {name!r}; it has {', '.join(splits)}")
-    prepared = prepare_split(model, splits[name], problems, name, world)
-    if len(problems):
-        say(f"{len(problems)} items left out:\n{problems.summary()}")
-    return prepared
-
-
-def embed_split(
-    model: DualEncoder, split: PreparedSplit, world: World | None = None
-) -> tuple[GaussianEmbedding, GaussianEmbedding]:
-    """Embeddings of the images and of the texts of a split; each process computes its part, all get the whole."""
-    world = world or alone()
-    image, text = (
-        _embed_part(tower, store, world) for tower, store in ((model.image, split.images), (model.text, split.texts))
-    )
-    return image, text
-
-
-def _embed_part(tower: Tower, store: Store, world: World) -> GaussianEmbedding:
-    own = world.part(len(store))
-    if not len(own):  # Fewer items than processes: one is computed for nothing.
-        mine = tower.embed(store, np.arange(1))[:0]
-    else:
-        mine = tower.embed(store, own)
-    return world.gather_embeddings(mine, world.counts(len(own)))
 
 
 def validate(
@@ -425,7 +351,7 @@ def validate(
     split: PreparedSplit,
     distance: Distance,
     select: str,
-    world: World,
+    process_group: ProcessGroup,
 ) -> tuple[Evaluation, float]:
     """Evaluate the embeddings of a split; the score by which the best epoch is chosen, as TrainConfig.select says.
 
@@ -439,7 +365,7 @@ def validate(
         except ValueError as error:
             raise DivergedError(f"{error}; lower optim.lr or lengthen optim.warmup_epochs") from error
     evaluation = evaluate_retrieval(
-        *embedded, relevance, distance=distance.name, text_kinds=split.data.text_kinds, rank=world.rank_relevant
+        *embedded, relevance, distance=distance.name, text_kinds=split.data.text_kinds, rank=process_group.rank_relevant
     )
     many = relevance.transpose().counts.max() > 1
     if select == "map@r" or (select == "auto" and many):
@@ -481,22 +407,22 @@ def _claim(folder: Path, recipe: Recipe) -> None:
     save_recipe(recipe, folder / RECIPE)
 
 
-def _model(recipe: Recipe, folder: Path, splits: dict[str, PairData], world: World) -> DualEncoder:
+def _model(recipe: Recipe, folder: Path, splits: dict[str, PairData], process_group: ProcessGroup) -> DualEncoder:
     """A new model, equal on all processes, what it needs beside its weights put into the run folder; or that of a run before.
 
     The weights of the latter are still to be loaded.
     """
     if (folder / LAST).exists():
-        return build_model(recipe.model, load_assets(folder, recipe), recipe.augment).to(world.device)
-    if world.main:
+        return build_model(recipe.model, load_assets(folder, recipe), recipe.augment).to(process_group.device)
+    if process_group.main:
         tokenizer = fresh_tokenizer(recipe.model, _training_texts(recipe, splits))
         model = build_model(recipe.model, Assets(tokenizer), recipe.augment)
         save_assets(folder, tokenizer, model)
-    world.wait()
-    if not world.main:
+    process_group.wait()
+    if not process_group.main:
         model = build_model(recipe.model, load_assets(folder, recipe), recipe.augment)
-    model = model.to(world.device)
-    world.copy_from_main(model)
+    model = model.to(process_group.device)
+    process_group.copy_from_main(model)
     return model
 
 
@@ -510,16 +436,16 @@ def _training_texts(recipe: Recipe, splits: dict[str, PairData]) -> Iterator[str
         yield from (s.text for s in itertools.islice(samples, min(_VOCABULARY_TEXTS, stream.samples_per_epoch)))
 
 
-def _stream(recipe: Recipe, problems: Problems, world: World) -> ShardStream:
+def _stream(recipe: Recipe, problems: Problems, process_group: ProcessGroup) -> ShardStream:
     paths = expand_shards(recipe.data.path)
     try:
         return ShardStream(
             paths,
-            batch_size=max(1, recipe.train.batch_size // world.size),
+            batch_size=max(1, recipe.train.batch_size // process_group.size),
             seed=recipe.train.seed,
             samples_per_epoch=recipe.data.samples_per_epoch,
-            rank=world.rank,
-            world=world.size,
+            rank=process_group.rank,
+            world=process_group.size,
             shuffle_buffer=recipe.data.shuffle_buffer,
             problems=problems,
             max_problem_share=recipe.data.max_problem_share,
@@ -557,7 +483,3 @@ def _forget_after(path: Path, epoch: int) -> None:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     whole = [line for line in lines if line.endswith("\n")]
     write_atomically(path, "".join(line for line in whole if json.loads(line)["epoch"] < epoch))
-
-
-def _text(value: str) -> Item:
-    return lambda: value

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sfumato.data.mixing import MixPlan
+from sfumato.data.augment import MixPlan
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.features import Inputs
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import LossOutput, MatchLoss, PairShare, loss_of_share
-from sfumato.training.distributed import World
+from sfumato.models.process_group import ProcessGroup
 
 
 class DivergedError(ArithmeticError):
@@ -38,7 +38,7 @@ class TrainBatch:
 
     images: Inputs
     texts: Inputs
-    labels: Callable[[World], tuple[Tensor, Tensor]]
+    labels: Callable[[ProcessGroup], tuple[Tensor, Tensor]]
     mix: MixPlan | None = None
 
 
@@ -46,7 +46,7 @@ def forward_backward(
     model: DualEncoder,
     loss: MatchLoss,
     batch: TrainBatch,
-    world: World,
+    process_group: ProcessGroup,
     *,
     epoch: int,
     low_precision: bool = False,
@@ -70,7 +70,7 @@ def forward_backward(
     Raises:
         DivergedError: a term is NaN or infinite; no gradient has been computed.
     """
-    images, texts = batch.images.to(world.device), batch.texts.to(world.device)
+    images, texts = batch.images.to(process_group.device), batch.texts.to(process_group.device)
     if batch.mix is not None:
         images = Inputs(batch.mix.apply(images.values))
 
@@ -79,32 +79,35 @@ def forward_backward(
     encoded: list[_Pair] = []
     with torch.set_grad_enabled(len(pieces) == 1):
         for piece in pieces:
-            states.append(_random_state(world.device))
+            states.append(_random_state(process_group.device))
             encoded.append(_encode(model, images, texts, piece, low_precision))
 
-    counts = world.counts(len(images))
-    first = sum(counts[: world.rank])
+    counts = process_group.counts(len(images))
+    first = sum(counts[: process_group.rank])
     own = slice(first, first + len(images))
-    leaves = _leaves(model, encoded, world, counts)
-    labels = batch.labels(world)
+    leaves = _leaves(model, encoded, process_group, counts)
+    labels = batch.labels(process_group)
     output = loss_of_share(
-        loss, _share(leaves, own, *(label.to(world.device) for label in labels)), epoch=epoch, total=world.total
+        loss,
+        _share(leaves, own, *(label.to(process_group.device) for label in labels)),
+        epoch=epoch,
+        total=process_group.total,
     )
-    measured = _measured(output, leaves, labels[0], world)
+    measured = _measured(output, leaves, labels[0], process_group)
     _check_terms(measured)
     output.total.backward()
-    gradients = [_own_gradients(leaf, own, world) for leaf in leaves]
+    gradients = [_own_gradients(leaf, own, process_group) for leaf in leaves]
 
     for k, piece in enumerate(pieces):
         if len(pieces) > 1:
-            _set_random_state(states[k], world.device)
+            _set_random_state(states[k], process_group.device)
             encoded[k] = _encode(model, images, texts, piece, low_precision)
         for embeddings, (mean, log_var) in zip(encoded[k], gradients, strict=True):
             outputs, theirs = [embeddings.mean], [mean[piece]]
             if log_var is not None:
                 outputs, theirs = [*outputs, embeddings.log_var], [*theirs, log_var[piece]]
             torch.autograd.backward(outputs, theirs)
-    world.sum_gradients([*model.parameters(), *loss.parameters()])
+    process_group.sum_gradients([*model.parameters(), *loss.parameters()])
     loss.advance()
     return measured
 
@@ -123,13 +126,13 @@ def _encode(model: DualEncoder, images: Inputs, texts: Inputs, piece: slice, low
     return image, text
 
 
-def _leaves(model: DualEncoder, encoded: Sequence[_Pair], world: World, counts: Sequence[int]) -> _Pair:
+def _leaves(model: DualEncoder, encoded: Sequence[_Pair], process_group: ProcessGroup, counts: Sequence[int]) -> _Pair:
     """The embeddings of the batch, cut off from the networks; they collect gradients."""
     leaves = []
     for side, tower in enumerate((model.image, model.text)):
         nothing = GaussianEmbedding.point(next(tower.head.parameters()).new_zeros(0, tower.head.dim))
         mine = GaussianEmbedding.cat([pair[side] for pair in encoded]) if encoded else nothing
-        leaf = world.gather_embeddings(mine, counts)
+        leaf = process_group.gather_embeddings(mine, counts)
         leaf.mean.requires_grad_()
         leaf.log_var.requires_grad_(tower.head.log_var is not None)
         leaves.append(leaf)
@@ -143,17 +146,17 @@ def _share(leaves: _Pair, own: slice, match_i2t: Tensor, match_t2i: Tensor) -> P
     return PairShare(image[own], text[own], image, text, match_i2t, match_t2i, own.start, own.start)
 
 
-def _own_gradients(leaf: GaussianEmbedding, own: slice, world: World) -> tuple[Tensor, Tensor | None]:
+def _own_gradients(leaf: GaussianEmbedding, own: slice, process_group: ProcessGroup) -> tuple[Tensor, Tensor | None]:
     """Of means and log variances (None for points): summed over the processes, the rows of this one."""
     gradients = [
-        world.total(torch.zeros_like(value) if value.grad is None else value.grad)[own]
+        process_group.total(torch.zeros_like(value) if value.grad is None else value.grad)[own]
         for value in (leaf.mean, leaf.log_var)
         if value.requires_grad
     ]
     return gradients[0], gradients[1] if len(gradients) > 1 else None
 
 
-def _measured(output: LossOutput, leaves: _Pair, match_i2t: Tensor, world: World) -> dict[str, float]:
+def _measured(output: LossOutput, leaves: _Pair, match_i2t: Tensor, process_group: ProcessGroup) -> dict[str, float]:
     """The numbers of the whole batch; terms and statistics of the processes add up."""
     parts = {
         "loss": output.total,
@@ -161,7 +164,7 @@ def _measured(output: LossOutput, leaves: _Pair, match_i2t: Tensor, world: World
         **output.stats,
         "positives_per_row": match_i2t.double().sum() / leaves[0].n,
     }
-    values = world.total(torch.stack([value.detach().double().cpu() for value in parts.values()]))
+    values = process_group.total(torch.stack([value.detach().double().cpu() for value in parts.values()]))
     return dict(zip(parts, values.tolist(), strict=True)) | {
         f"total_variance/{side}": float(leaf.total_variance.detach().mean())
         for side, leaf in zip(("image", "text"), leaves, strict=True)

@@ -29,10 +29,9 @@ from torch import Tensor
 
 from sfumato.errors import UserError
 from sfumato.files import sync_folder
-from sfumato.search.stores.base import Filter, Records
 from sfumato.search.stores.faiss import STORE_ENGINES, FaissOptions, FaissStore, require_faiss
-from sfumato.search.stores.open import options
-from sfumato.search.stores.shards import (
+from sfumato.search.stores.protocol import Filter, Records
+from sfumato.search.stores.segments import (
     BLOCK,
     LIST,
     NO_ROWS,
@@ -47,6 +46,7 @@ from sfumato.search.stores.shards import (
     scan,
     squared_l2,
 )
+from sfumato.search.stores.store_url import options
 
 if sys.platform != "win32":
     import fcntl
@@ -138,7 +138,7 @@ def open(url: str) -> "LocalStore":
 
 
 class LocalStore:
-    """A :class:`~sfumato.search.stores.base.VectorStore` in a folder. Made by :func:`create`, opened by :func:`open`.
+    """A :class:`~sfumato.search.stores.protocol.VectorStore` in a folder. Made by :func:`create`, opened by :func:`open`.
 
     Each search, get, count and scan sees everything that was acknowledged, by any process, before it began, and nothing half done.
     A second process that writes gets a UserError from its first write.

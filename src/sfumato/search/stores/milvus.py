@@ -37,8 +37,8 @@ import torch
 from torch import Tensor
 
 from sfumato.errors import UserError, first_line
-from sfumato.search.stores.base import Filter, Records
-from sfumato.search.stores.open import options, redacted
+from sfumato.search.stores.protocol import Filter, Records
+from sfumato.search.stores.store_url import options, redacted
 
 _OPTIONS = {
     "index": "FLAT, HNSW, IVF_FLAT or AUTOINDEX",
@@ -75,7 +75,7 @@ _one_at_a_time = threading.RLock()
 
 
 def create(url: str, dim: int, fingerprint: str) -> "MilvusStore":
-    """Make an empty collection; see :func:`~sfumato.search.stores.open.create_store`."""
+    """Make an empty collection; see :func:`~sfumato.search.stores.store_url.create_store`."""
     place = _Place(url)
     if place.file is not None:
         place.file.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def create(url: str, dim: int, fingerprint: str) -> "MilvusStore":
 
 
 def open(url: str) -> "MilvusStore":
-    """Open a collection made before; see :func:`~sfumato.search.stores.open.open_store`."""
+    """Open a collection made before; see :func:`~sfumato.search.stores.store_url.open_store`."""
     place = _Place(url)
     if place.file is not None and not place.file.exists():
         raise UserError(f"store {place.url}: there is no file {place.file}")

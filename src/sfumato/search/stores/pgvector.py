@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from sfumato.errors import UserError, first_line
-from sfumato.search.stores.base import Filter, Records
-from sfumato.search.stores.open import options, redacted
+from sfumato.search.stores.protocol import Filter, Records
+from sfumato.search.stores.store_url import options, redacted
 
 _OPTIONS = {
     "table": "name or schema.name",
@@ -57,7 +57,7 @@ _COLUMNS = "id, embedding, uncertainty, payload"
 
 
 def create(url: str, dim: int, fingerprint: str) -> "PgVectorStore":
-    """Make an empty table; see :func:`~sfumato.search.stores.open.create_store`."""
+    """Make an empty table; see :func:`~sfumato.search.stores.store_url.create_store`."""
     store = PgVectorStore(url, _read_options(url), dim, fingerprint)
     if dim > _MOST_STORED or (dim > _MOST_INDEXED and store.index != "none"):
         raise UserError(
@@ -69,7 +69,7 @@ def create(url: str, dim: int, fingerprint: str) -> "PgVectorStore":
 
 
 def open(url: str) -> "PgVectorStore":
-    """Open a table made before; see :func:`~sfumato.search.stores.open.open_store`."""
+    """Open a table made before; see :func:`~sfumato.search.stores.store_url.open_store`."""
     given = _read_options(url)
     note = PgVectorStore(url, given, 0, "").note()
     return PgVectorStore(url, {**note["options"], **given}, note["dim"], note["fingerprint"])

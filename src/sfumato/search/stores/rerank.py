@@ -35,8 +35,8 @@ from torch import Tensor
 
 from sfumato.errors import UserError, first_line
 from sfumato.search.stores import local
-from sfumato.search.stores.base import Filter, Records
-from sfumato.search.stores.open import options, redacted, scheme
+from sfumato.search.stores.protocol import Filter, Records
+from sfumato.search.stores.store_url import options, redacted, scheme
 
 _OWN = {
     "candidates": "items nearest by their means that are ranked again, 100 if left out",
@@ -107,7 +107,7 @@ def open(url: str) -> "RerankStore":
 
 
 class RerankStore:
-    """A :class:`~sfumato.search.stores.base.VectorStore` in two parts. Made by :func:`create`, opened by :func:`open`.
+    """A :class:`~sfumato.search.stores.protocol.VectorStore` in two parts. Made by :func:`create`, opened by :func:`open`.
 
     A search is exact among the candidates; an item whose mean is not among the K nearest is not found, however small its spread.
     """

@@ -1,0 +1,340 @@
+"""Public names of sfumato and the modules that define them. ``__init__.py`` imports each on first use."""
+
+from .calibration.calibrator import (
+    Calibration as Calibration,
+)
+from .calibration.platt import (
+    fit_logits as fit_logits,
+)
+from .data.embedding_files import (
+    read_embeddings as read_embeddings,
+)
+from .data.emoji import (
+    load_emoji as load_emoji,
+)
+from .data.karpathy import (
+    read_karpathy as read_karpathy,
+)
+from .data.manifest import (
+    read_image_folder as read_image_folder,
+)
+from .data.manifest import (
+    read_manifest as read_manifest,
+)
+from .data.noise import (
+    noisy_pairs as noisy_pairs,
+)
+from .data.pairs import (
+    PairData as PairData,
+)
+from .data.problems import (
+    Problems as Problems,
+)
+from .data.shards import (
+    ShardStream as ShardStream,
+)
+from .data.shards import (
+    read_shards as read_shards,
+)
+from .data.shards import (
+    write_shards as write_shards,
+)
+from .distances import (
+    DISTANCES as DISTANCES,
+)
+from .distances import (
+    average_l2 as average_l2,
+)
+from .distances import (
+    average_l2_matrix as average_l2_matrix,
+)
+from .distances import (
+    bhattacharyya as bhattacharyya,
+)
+from .distances import (
+    bhattacharyya_matrix as bhattacharyya_matrix,
+)
+from .distances import (
+    csd as csd,
+)
+from .distances import (
+    csd_matrix as csd_matrix,
+)
+from .distances import (
+    elk as elk,
+)
+from .distances import (
+    elk_matrix as elk_matrix,
+)
+from .distances import (
+    get_distance as get_distance,
+)
+from .distances import (
+    js as js,
+)
+from .distances import (
+    js_matrix as js_matrix,
+)
+from .distances import (
+    kl as kl,
+)
+from .distances import (
+    kl_matrix as kl_matrix,
+)
+from .distances import (
+    min_kl as min_kl,
+)
+from .distances import (
+    min_kl_matrix as min_kl_matrix,
+)
+from .distances import (
+    squared_l2 as squared_l2,
+)
+from .distances import (
+    squared_l2_matrix as squared_l2_matrix,
+)
+from .distances import (
+    wasserstein2 as wasserstein2,
+)
+from .distances import (
+    wasserstein2_matrix as wasserstein2_matrix,
+)
+from .distances import (
+    wasserstein2_printed as wasserstein2_printed,
+)
+from .distances import (
+    wasserstein2_printed_matrix as wasserstein2_printed_matrix,
+)
+from .encoders.clip import (
+    ClipImageEncoder as ClipImageEncoder,
+)
+from .encoders.clip import (
+    ClipTextEncoder as ClipTextEncoder,
+)
+from .encoders.dual import (
+    DualEncoder as DualEncoder,
+)
+from .encoders.heads import (
+    GPO as GPO,
+)
+from .encoders.heads import (
+    POOLINGS as POOLINGS,
+)
+from .encoders.heads import (
+    GaussianHead as GaussianHead,
+)
+from .evaluation.benchmarks import (
+    evaluate_benchmarks as evaluate_benchmarks,
+)
+from .evaluation.benchmarks import (
+    evaluate_ranked_lists as evaluate_ranked_lists,
+)
+from .evaluation.benchmarks import (
+    evaluate_score_matrix as evaluate_score_matrix,
+)
+from .evaluation.compare import (
+    compare_per_query as compare_per_query,
+)
+from .evaluation.estimators import (
+    ESTIMATORS as ESTIMATORS,
+)
+from .evaluation.estimators import (
+    Estimator as Estimator,
+)
+from .evaluation.estimators import (
+    estimate_uncertainty as estimate_uncertainty,
+)
+from .evaluation.ground_truth import (
+    GroundTruth as GroundTruth,
+)
+from .evaluation.ground_truth import (
+    read_ground_truth as read_ground_truth,
+)
+from .evaluation.protocols import (
+    evaluate_retrieval as evaluate_retrieval,
+)
+from .evaluation.published import (
+    published_rows as published_rows,
+)
+from .evaluation.strategies import (
+    STRATEGIES as STRATEGIES,
+)
+from .evaluation.strategies import (
+    evaluate_strategies as evaluate_strategies,
+)
+from .evaluation.trust import (
+    measure_trust as measure_trust,
+)
+from .gaussian import (
+    GaussianEmbedding as GaussianEmbedding,
+)
+from .gaussian import (
+    load_embeddings as load_embeddings,
+)
+from .gaussian import (
+    save_embeddings as save_embeddings,
+)
+from .losses import (
+    LOSSES as LOSSES,
+)
+from .losses import (
+    DAALoss as DAALoss,
+)
+from .losses import (
+    InfoNCELoss as InfoNCELoss,
+)
+from .losses import (
+    PCMELoss as PCMELoss,
+)
+from .losses import (
+    PCMEPPLoss as PCMEPPLoss,
+)
+from .losses import (
+    ProLIPLoss as ProLIPLoss,
+)
+from .losses import (
+    PVSELoss as PVSELoss,
+)
+from .losses import (
+    TripletLoss as TripletLoss,
+)
+from .losses import (
+    daa_loss as daa_loss,
+)
+from .losses import (
+    inclusion_loss as inclusion_loss,
+)
+from .losses import (
+    inclusion_test as inclusion_test,
+)
+from .losses import (
+    infonce_loss as infonce_loss,
+)
+from .losses import (
+    log_inclusion as log_inclusion,
+)
+from .losses import (
+    pcme_loss as pcme_loss,
+)
+from .losses import (
+    pcmepp_loss as pcmepp_loss,
+)
+from .losses import (
+    prolip_loss as prolip_loss,
+)
+from .losses import (
+    pvse_loss as pvse_loss,
+)
+from .losses import (
+    triplet_loss as triplet_loss,
+)
+from .losses import (
+    vib_loss as vib_loss,
+)
+from .matching import (
+    MatchingLogits as MatchingLogits,
+)
+from .matching import (
+    match_probability as match_probability,
+)
+from .matching import (
+    sampled_match_log_probability as sampled_match_log_probability,
+)
+from .metrics.relevance import (
+    Relevance as Relevance,
+)
+from .models.export import (
+    export_run as export_run,
+)
+from .models.export import (
+    load_exported as load_exported,
+)
+from .models.export import (
+    load_model as load_model,
+)
+from .models.pretrained import (
+    PretrainedModel as PretrainedModel,
+)
+from .models.pretrained import (
+    load_pretrained as load_pretrained,
+)
+from .models.pretrained import (
+    read_checkpoint as read_checkpoint,
+)
+from .models.recipe import (
+    Recipe as Recipe,
+)
+from .models.recipe import (
+    load_recipe as load_recipe,
+)
+from .models.run import (
+    Run as Run,
+)
+from .models.run import (
+    load_run as load_run,
+)
+from .search.collection import (
+    GaussianCollection as GaussianCollection,
+)
+from .search.collection import (
+    copy_gallery as copy_gallery,
+)
+from .search.exact import (
+    rank_relevant as rank_relevant,
+)
+from .search.exact import (
+    top_k as top_k,
+)
+from .search.index import (
+    GaussianIndex as GaussianIndex,
+)
+from .search.parts import (
+    read_parts as read_parts,
+)
+from .search.stores.protocol import (
+    Filter as Filter,
+)
+from .studies.analyse import (
+    AnalysisOptions as AnalysisOptions,
+)
+from .studies.analyse import (
+    analyse_model as analyse_model,
+)
+from .studies.audit_scores import (
+    audit_pairs as audit_pairs,
+)
+from .studies.audit_scores import (
+    wrong_probability as wrong_probability,
+)
+from .studies.audit_scores import (
+    wrong_share as wrong_share,
+)
+from .studies.corruption import (
+    corruption_curves as corruption_curves,
+)
+from .studies.maps import (
+    fit_map as fit_map,
+)
+from .studies.maps import (
+    map_items as map_items,
+)
+from .studies.prompts import (
+    pool_prompts as pool_prompts,
+)
+from .studies.sets import (
+    PictureSets as PictureSets,
+)
+from .studies.sets import (
+    measure_sets as measure_sets,
+)
+from .studies.words import (
+    words_by_uncertainty as words_by_uncertainty,
+)
+from .studies.zeroshot import (
+    evaluate_zeroshot as evaluate_zeroshot,
+)
+from .training.loop import (
+    fit as fit,
+)
+
+__version__: str

@@ -1,5 +1,0 @@
-"""python -m sfumato.cli."""
-
-from sfumato.cli import main
-
-main()

@@ -1,0 +1,324 @@
+"""Random changes of a training batch: mixup and CutMix of images, and SizeAugment of image and text tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MixChoice = Literal["batch", "element"]
+
+
+@dataclass(frozen=True, eq=False)
+class MixPlan:
+    """Which pictures of a batch are mixed, with which, how and how much.
+
+    Attributes:
+        partner: (n,) int64, the other picture; a picture that is not mixed has itself.
+        own_share: (n,) float32 in [0, 1], what stays of the own picture: lambda of Mixup, the area that CutMix leaves; 1 where
+            not mixed.
+        box: (n, 4) int64, top, bottom, left and right of what CutMix replaces, ends excluded; zeros elsewhere.
+        size: (h, w) of the pictures that it was drawn for.
+    """
+
+    partner: Tensor
+    own_share: Tensor
+    box: Tensor
+    size: tuple[int, int]
+
+    def __len__(self) -> int:
+        return len(self.partner)
+
+    @property
+    def cut(self) -> Tensor:
+        """(n,) bool, True where CutMix has a box."""
+        return self.box.any(1)
+
+    def apply(self, pixels: Tensor) -> Tensor:
+        """The mixed pictures, on the device of pixels and with its gradients.
+
+        Args:
+            pixels: (n, 3, h, w) uint8, or floating point in [0, 1].
+
+        Returns:
+            (n, 3, h, w) float32 in [0, 1]; those that are not mixed keep their values exactly.
+
+        Raises:
+            ValueError: n, h or w are not those of the plan.
+        """
+        expected = (len(self), 3, *self.size)
+        if tuple(pixels.shape) != expected:
+            raise ValueError(f"MixPlan.apply: the plan is for pixels of shape {expected}, got {tuple(pixels.shape)}")
+        values = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels.float()
+        rows = (self.own_share < 1).nonzero().squeeze(1)  # (r,)
+        device = pixels.device
+        cut, share = self.cut[rows].to(device), self.own_share[rows].to(device)
+        top, bottom, left, right = self.box[rows].to(device).T.reshape(4, -1, 1, 1)
+        y, x = torch.arange(self.size[0], device=device).unsqueeze(1), torch.arange(self.size[1], device=device)
+        outside = (y < top) | (y >= bottom) | (x < left) | (x >= right)  # (r, h, w)
+        own = torch.where(cut.reshape(-1, 1, 1), outside, share.reshape(-1, 1, 1)).unsqueeze(1)
+        partner, rows = self.partner[rows].to(device), rows.to(device)
+        return values.index_copy(0, rows, torch.lerp(values[partner], values[rows], own))
+
+    def match(self, match: Tensor) -> Tensor:
+        """The labels of the mixed pictures: own_share of their own, the rest of their partner's.
+
+            mixed_ij = own_share_i * match_ij + (1 - own_share_i) * match_(partner_i)j
+
+        Whatever matched before mixing keeps its part: a second caption of either picture, and a caption of both its whole.
+
+        Args:
+            match: (n, m) labels in [0, 1], rows are images.
+
+        Returns:
+            (n, m) labels in [0, 1], of the dtype of match where it is floating point, float32 otherwise.
+
+        Raises:
+            ValueError: match has not n rows.
+
+        Paper: Chun, ICLR 2024, section 2.4. The released code rebuilds the labels from a diagonal instead, so that a second
+        caption of a picture in the batch becomes a non-match.
+        """
+        if match.ndim != 2 or len(match) != len(self):
+            raise ValueError(f"MixPlan.match: match must have shape ({len(self)}, m), got {tuple(match.shape)}")
+        match = match if match.is_floating_point() else match.float()
+        share = self.own_share.to(match).unsqueeze(1)
+        return torch.lerp(match[self.partner.to(match.device)], match, share)
+
+    @classmethod
+    def cat(cls, plans: Sequence["MixPlan"]) -> "MixPlan":
+        """The plan of the pictures of several plans one after the other; partners stay within their own plan.
+
+        Args:
+            plans: one at least, all for pictures of one size.
+
+        Raises:
+            ValueError: there is no plan, or their sizes differ.
+        """
+        sizes = sorted({plan.size for plan in plans})
+        if len(sizes) != 1:
+            raise ValueError(
+                f"MixPlan.cat: expected plans for pictures of one size, got {len(plans)} plans for {sizes}"
+            )
+        starts = np.cumsum([0, *map(len, plans)]).tolist()
+        return cls(
+            torch.cat([plan.partner + start for plan, start in zip(plans, starts, strict=False)]),
+            torch.cat([plan.own_share for plan in plans]),
+            torch.cat([plan.box for plan in plans]),
+            sizes[0],
+        )
+
+
+def plan_mixing(
+    n: int,
+    *,
+    size: tuple[int, int],
+    generator: torch.Generator,
+    share: float = 0.25,
+    mixup_alpha: float = 2.0,
+    cutmix_alpha: float = 2.0,
+    cutmix_probability: float = 0.5,
+    choice: MixChoice = "batch",
+) -> MixPlan:
+    r"""Draw a plan for n pictures: each is mixed with probability share, with picture n - 1 - i.
+
+    Mixup blends with lambda ~ Beta(alpha, alpha). CutMix draws lambda too and puts a box of the partner, of 1 - lambda of the
+    area and around a uniform centre, in the same place; what lies outside of the picture is clipped, and own_share is the area
+    that is really left. With odd n the picture in the middle is its own partner: it is never mixed.
+
+    Args:
+        n: number of pictures.
+        size: their (h, w).
+        generator: on the CPU; one number is drawn from it, and the plan depends on nothing else.
+        share: expected share of pictures that are mixed; 0 for none.
+        mixup_alpha: of Mixup; 0 leaves CutMix only.
+        cutmix_alpha: of CutMix; 0 leaves Mixup only.
+        cutmix_probability: of CutMix where both are on.
+        choice: "batch" takes one of the two for the whole batch, as the paper says; "element" one for each picture, as the
+            released code does.
+
+    Returns:
+        The plan, its tensors on the CPU.
+
+    Raises:
+        ValueError: a number is out of its range, both alphas are 0, or choice is unknown.
+
+    Paper: Zhang et al., "mixup", ICLR 2018; Yun et al., "CutMix", ICCV 2019; Chun, ICLR 2024, section 2.4 and table B.1. The
+    released code mixes every picture, not a share, when one of the two is off.
+    """
+    if n < 0 or min(size) < 1:
+        raise ValueError(f"plan_mixing: expected n >= 0 pictures of size (h, w) >= 1, got {n} of {size}")
+    for name, value, limit in (
+        ("share", share, 1),
+        ("cutmix_probability", cutmix_probability, 1),
+        ("mixup_alpha", mixup_alpha, np.inf),
+        ("cutmix_alpha", cutmix_alpha, np.inf),
+    ):
+        if not (0 <= value <= limit and np.isfinite(value)):
+            raise ValueError(f"plan_mixing: {name} must be a number in [0, {limit}], got {value}")
+    if mixup_alpha == 0 == cutmix_alpha:
+        raise ValueError("plan_mixing: mixup_alpha and cutmix_alpha are both 0; to mix nothing set share to 0")
+    if choice not in get_args(MixChoice):
+        raise ValueError(f"plan_mixing: unknown choice {choice!r}; known: {', '.join(get_args(MixChoice))}")
+    random = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
+    probability = 0.0 if cutmix_alpha == 0 else 1.0 if mixup_alpha == 0 else cutmix_probability
+    cut = np.broadcast_to(random.random(1 if choice == "batch" else n) < probability, n)
+    mixed = random.random(n) < share
+    # A switched-off alpha is replaced: Beta(0, 0) has no draws, and nobody takes them.
+    blend, area = (random.beta(alpha or 1.0, alpha or 1.0, n) for alpha in (mixup_alpha, cutmix_alpha))
+    sides = np.array(size)
+    centre = random.integers(sides, size=(n, 2))
+    half = (sides * np.sqrt(1 - area)[:, None]).astype(np.int64) // 2
+    start, stop = (centre - half).clip(0), (centre + half).clip(max=sides)  # (n, 2), down and across
+    box = np.stack([start, stop], axis=2).reshape(n, 4)
+    left = 1 - (stop - start).prod(1) / sides.prod()
+    own_share = np.where(cut, left, blend).astype(np.float32)
+    flipped = np.arange(n)[::-1]
+    # A blend may round to 1 and a box may be empty: then nothing is mixed.
+    mixed &= (flipped != np.arange(n)) & (own_share < 1)
+    return MixPlan(
+        torch.from_numpy(np.where(mixed, flipped, np.arange(n))),
+        torch.from_numpy(np.where(mixed, own_share, np.float32(1))),
+        torch.from_numpy(np.where((mixed & cut)[:, None], box, 0)),
+        size,
+    )
+
+
+def smooth_match(match: Tensor, smoothing: float) -> Tensor:
+    """Label smoothing: 0 becomes smoothing, 1 becomes 1 - smoothing, linear between.
+
+    Args:
+        match: labels in [0, 1] of any shape, floating point.
+        smoothing: in [0, 0.5); 1e-4 in the released configuration of PCME++.
+
+    Returns:
+        smoothing + (1 - 2 * smoothing) * match.
+
+    Raises:
+        ValueError: smoothing is out of its range.
+    """
+    if not 0 <= smoothing < 0.5:
+        raise ValueError(f"smooth_match: smoothing must lie in [0, 0.5), got {smoothing}")
+    return smoothing + (1 - 2 * smoothing) * match
+
+
+def drop_tokens(mask: Tensor, *, rate: float = 0.2, generator: torch.Generator | None = None) -> Tensor:
+    r"""Leave out some tokens of some items: (1 - rate) of the items lose up to a share rate of theirs.
+
+    Each item draws p ~ U(0, 1). If p > rate, each of its tokens goes with probability rate * p; otherwise none does. An item
+    keeps at least one of its tokens. A class token is a token like the others, as in the released code.
+
+    Args:
+        mask: (n, t) bool, True where there is a token; torch.ones(n, t, dtype=torch.bool, device=...) where all are.
+        rate: in [0, 1]; 0 drops nothing.
+        generator: on the device of mask; the global one, which torch.manual_seed governs, if None.
+
+    Returns:
+        (n, t) bool, a part of mask. The mean and the log variance of an item share it.
+
+    Raises:
+        TypeError: mask is not bool.
+        ValueError: mask is not two-dimensional, or rate is out of its range.
+
+    Paper: Chen et al., CVPR 2021 (VSE-infinity); Chun, ICLR 2024, table B.1.
+    """
+    _check_mask(mask, rate, "drop_tokens")
+    p = torch.rand(len(mask), 1, generator=generator, device=mask.device)
+    draw = torch.rand(mask.shape, generator=generator, device=mask.device)
+    threshold = torch.where(p > rate, rate * p, 0)
+    return mask & ((draw >= threshold) | _is_largest(draw, mask))
+
+
+def augment_token_ids(
+    ids: Tensor,
+    mask: Tensor,
+    *,
+    special: tuple[int, int],
+    mask_id: int,
+    vocabulary_size: int,
+    pad_id: int = 0,
+    forbidden: Sequence[int] = (),
+    rate: float = 0.2,
+    masked: float = 0.5,
+    replaced: float = 0.1,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""Damage texts: each word token is chosen with probability rate, then masked, replaced or deleted.
+
+    Of the chosen, 50 % become mask_id, 10 % a random id of the vocabulary and 40 % are deleted, unless other shares are given;
+    what is left moves together to the left. A text that would lose all its words keeps one of them as it was.
+
+    Args:
+        ids: (n, t) int64 token ids.
+        mask: (n, t) bool, True where there is a token.
+        special: how many tokens at the beginning and at the end of each text are not words and never touched.
+        mask_id: id of a masked word.
+        vocabulary_size: of the model that reads the ids; random ids are below it.
+        pad_id: id of the places without a token.
+        forbidden: ids that are never drawn as random ones: beginning, end, padding, ...
+        rate: in [0, 1]; 0 changes nothing.
+        masked, replaced: shares of the chosen; 0 and 0 delete all of them, PCME's caption dropping.
+        generator: on the device of ids; the global one if None.
+
+    Returns:
+        ((n, t) int64 ids, (n, t) bool mask), every text at the left, pad_id behind it.
+
+    Raises:
+        TypeError: mask is not bool, or ids are not int64.
+        ValueError: shapes do not fit, a number or an id is out of its range, or all ids are forbidden.
+
+    Paper: Chen et al., CVPR 2021; Chun, ICLR 2024, table B.1. The released code draws its random ids from the size of BERT's
+    vocabulary whatever the model's own is.
+    """
+    _check_mask(mask, rate, "augment_token_ids")
+    if ids.dtype != torch.int64:
+        raise TypeError(f"augment_token_ids: ids must be int64, got {ids.dtype}")
+    if ids.shape != mask.shape or min(special) < 0:
+        raise ValueError(
+            f"augment_token_ids: expected ids and mask of one shape and two counts of special tokens >= 0, got"
+            f" {tuple(ids.shape)}, {tuple(mask.shape)} and {special}"
+        )
+    if min(masked, replaced) < 0 or masked + replaced > 1:
+        raise ValueError(
+            f"augment_token_ids: masked and replaced must be shares of a whole, got {masked} and {replaced}"
+        )
+    for name, values in (("mask_id", [mask_id]), ("pad_id", [pad_id]), ("forbidden", forbidden)):
+        if outside := [i for i in values if not 0 <= i < vocabulary_size]:
+            raise ValueError(
+                f"augment_token_ids: {name} holds {outside[0]}, but the ids of the vocabulary are 0 to {vocabulary_size - 1}"
+            )
+    allowed = torch.ones(vocabulary_size, dtype=torch.bool)
+    allowed[list(forbidden)] = False
+    known = allowed.nonzero().squeeze(1).to(ids.device)
+    if not len(known):
+        raise ValueError(f"augment_token_ids: all {vocabulary_size} ids are forbidden; there is none to draw")
+
+    place = mask.cumsum(1) - 1
+    word = mask & (place >= special[0]) & (place < mask.sum(1, keepdim=True) - special[1])
+    choice, kind = torch.rand(2, *ids.shape, generator=generator, device=ids.device)
+    random_ids = known[torch.randint(len(known), ids.shape, generator=generator, device=ids.device)]
+    chosen = word & (choice < rate)
+    deleted = chosen & (kind >= masked + replaced)
+    rescued = _is_largest(choice, word) & ~(word & ~deleted).any(1, keepdim=True)
+    ids = torch.where(chosen & ~deleted, torch.where(kind < masked, mask_id, random_ids), ids)
+    mask = mask & (~deleted | rescued)
+    order = mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+    mask = mask.gather(1, order)
+    return torch.where(mask, ids.gather(1, order), pad_id), mask
+
+
+def _is_largest(draw: Tensor, mask: Tensor) -> Tensor:
+    """(n, t) bool, True at the largest draw of each row among those of its mask: a random one of them."""
+    inside = draw.masked_fill(~mask, -1)
+    return mask & (inside == inside.amax(1, keepdim=True))
+
+
+def _check_mask(mask: Tensor, rate: float, who: str) -> None:
+    if mask.dtype != torch.bool:
+        raise TypeError(f"{who}: mask must be bool, got {mask.dtype}")
+    if mask.ndim != 2:
+        raise ValueError(f"{who}: mask must have shape (n, t), got {tuple(mask.shape)}")
+    if not 0 <= rate <= 1:
+        raise ValueError(f"{who}: rate must lie in [0, 1], got {rate}")

@@ -1,0 +1,170 @@
+"""Sources of images: files, archive members and memory, and small previews of them."""
+
+import io
+import os
+import tarfile
+import threading
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Protocol
+
+from PIL import Image
+
+from sfumato.data.transforms import decode_image
+
+
+class ImageSource(Protocol):
+    """An encoded picture that can be read when it is needed."""
+
+    @property
+    def place(self) -> str:
+        """Where it is, for messages."""
+        ...
+
+    def read_bytes(self) -> bytes:
+        """The file's bytes. Raises OSError when they cannot be read."""
+        ...
+
+
+@dataclass(frozen=True)
+class FileImage:
+    """A picture in a file of its own.
+
+    Attributes:
+        path: the file.
+    """
+
+    path: Path
+
+    @property
+    def place(self) -> str:
+        """The path."""
+        return str(self.path)
+
+    def read_bytes(self) -> bytes:
+        """See :class:`ImageSource`."""
+        return self.path.read_bytes()
+
+
+@dataclass(frozen=True)
+class ZipImage:
+    """A picture in an open zip archive.
+
+    Attributes:
+        archive: reads of one archive may come from several threads.
+        member: its name there.
+    """
+
+    archive: zipfile.ZipFile
+    member: str
+
+    @property
+    def place(self) -> str:
+        """archive!member."""
+        return f"{self.archive.filename or 'archive'}!{self.member}"
+
+    def read_bytes(self) -> bytes:
+        """See :class:`ImageSource`."""
+        try:
+            return self.archive.read(self.member)
+        except zipfile.BadZipFile as error:
+            raise OSError(f"{self.place}: {error}") from error
+
+
+@dataclass(frozen=True)
+class MemoryImage:
+    """A picture whose file is in memory.
+
+    Attributes:
+        place: where it came from.
+        data: the encoded picture.
+    """
+
+    place: str
+    data: bytes = field(repr=False)
+
+    def read_bytes(self) -> bytes:
+        """See :class:`ImageSource`."""
+        return self.data
+
+
+class TarArchive:
+    """An uncompressed tar file whose members are found by one scan and then read by position, from any thread.
+
+    Args:
+        path: the tar file.
+
+    Raises:
+        ValueError: it is not an uncompressed tar file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            with tarfile.open(self.path, "r:") as tar:
+                self._members = {os.path.normpath(m.name): (m.offset_data, m.size) for m in tar if m.isfile()}
+        except tarfile.TarError as error:
+            raise ValueError(
+                f"{path}: not an uncompressed tar file ({error}); unpack it, or pack it without compression"
+            ) from error
+        self._file: IO[bytes] = self.path.open("rb")
+        self._lock = threading.Lock()
+
+    def __contains__(self, member: str) -> bool:
+        return member in self._members
+
+    def read(self, member: str) -> bytes:
+        """The bytes of a member."""
+        offset, size = self._members[member]
+        with self._lock:
+            self._file.seek(offset)
+            data = self._file.read(size)
+        if len(data) < size:
+            raise OSError(f"{self.path} ends within {member}")
+        return data
+
+
+@dataclass(frozen=True)
+class TarImage:
+    """A picture in a tar archive.
+
+    Attributes:
+        archive: the scanned archive.
+        member: its name there.
+    """
+
+    archive: TarArchive
+    member: str
+
+    @property
+    def place(self) -> str:
+        """archive!member."""
+        return f"{self.archive.path}!{self.member}"
+
+    def read_bytes(self) -> bytes:
+        """See :class:`ImageSource`."""
+        return self.archive.read(self.member)
+
+
+THUMBNAIL = 144
+"""Longer side of a picture on the page, in pixels; twice what a phone shows."""
+
+_BYTES = 12_000
+"""Largest thumbnail; busier pictures are compressed harder."""
+
+
+def thumbnail(source: ImageSource) -> bytes | None:
+    """A picture as a small WebP file, upright and with transparency on white; None if it cannot be read."""
+    try:
+        pixels = decode_image(source.read_bytes(), None)
+    except (OSError, ValueError):
+        return None
+    picture = Image.fromarray(pixels.transpose(1, 2, 0))
+    picture.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
+    for quality in (78, 50, 25, 5):
+        file = io.BytesIO()
+        picture.save(file, "WEBP", quality=quality, method=4)
+        if file.tell() <= _BYTES:
+            break
+    return file.getvalue()

@@ -1,0 +1,310 @@
+"""Region features: pictures that come as arrays of r regions with c channels, in .npy files of SCAN's layout or one for each picture.
+
+An item's bytes are those of a .npy file, of (r, c) numbers, as a picture's are those of a JPEG: so whatever carries pictures by
+their bytes carries regions too. What holds regions has no picture to show.
+"""
+
+import io
+import math
+import os
+import tokenize
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from sfumato.data.pairs import PairData, make_pair_data
+from sfumato.data.problems import Problems
+from sfumato.errors import UserError
+
+REGION_ENDINGS = frozenset({".npy"})
+"""File name endings that count as region features when a folder is searched through."""
+
+_MAGIC = b"\x93NUMPY"
+_SPLIT_NAMES = {"dev": "val"}
+_BEGINNING = 512
+
+
+class RegionFile:
+    """A .npy file of the features of n pictures: (n, r, c), or (n, c) for one region each, in float16, float32 or float64.
+
+    Its header tells how long it must be; rows are then read where they lie, from any thread. So memory never holds more than the
+    rows asked for, and a disk that fails is an OSError. The file is closed when nothing refers to this any more.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        n: number of pictures.
+        regions, channels: r and c.
+
+    Raises:
+        UserError: it is missing, not such a file, pickled, cut short, or of another shape or type.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise UserError(f"there is no file {self.path}")
+        try:
+            self._descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise UserError(f"cannot read {self.path}: {error.strerror}") from error
+        weakref.finalize(self, os.close, self._descriptor)
+        try:
+            with open(self._descriptor, "rb", closefd=False) as file:
+                shape, self._dtype, self._start = _checked_header(file, os.fstat(self._descriptor).st_size)
+        except ValueError as error:
+            raise UserError(f"{self.path}: {error}") from error
+        if len(shape) not in (2, 3) or 0 in shape:
+            raise UserError(
+                f"{self.path}: an array of shape {shape}; expected (pictures, regions, channels) or (pictures, channels)"
+            )
+        self.n, self.channels = shape[0], shape[-1]
+        self.regions = shape[1] if len(shape) == 3 else 1
+
+    def row(self, row: int) -> np.ndarray:
+        """The (r, c) features of a picture, in the type of the file.
+
+        Raises:
+            OSError: the file cannot be read, or no longer has this row.
+        """
+        return np.frombuffer(self._read(row), self._dtype).reshape(self.regions, self.channels)
+
+    def same(self, row: int, other: int) -> bool:
+        """Whether two rows are equal bit by bit; whole rows are read only where their beginnings agree."""
+        return self._read(row, _BEGINNING) == self._read(other, _BEGINNING) and self._read(row) == self._read(other)
+
+    def _read(self, row: int, most: int | None = None) -> bytes:
+        """The bytes of a row, or the first of them."""
+        size = self.regions * self.channels * self._dtype.itemsize
+        wanted = size if most is None else min(most, size)
+        data = os.pread(self._descriptor, wanted, self._start + row * size)
+        if len(data) < wanted:
+            raise OSError(f"{self.path} ends within row {row}; it was longer when it was opened")
+        return data
+
+
+@dataclass(frozen=True)
+class RegionRow:
+    """The features of a picture in a :class:`RegionFile`.
+
+    Attributes:
+        file: it.
+        row: which of its pictures.
+    """
+
+    file: RegionFile
+    row: int
+
+    @property
+    def place(self) -> str:
+        """path[row]."""
+        return f"{self.file.path}[{self.row}]"
+
+    def read_bytes(self) -> bytes:
+        """See :class:`~sfumato.data.images.ImageSource`; a .npy file of (r, c)."""
+        return regions_to_bytes(self.file.row(self.row))
+
+
+def regions_to_bytes(features: np.ndarray) -> bytes:
+    """(r, c) features -> the bytes of a .npy file, as :func:`regions_from_bytes` takes them."""
+    file = io.BytesIO()
+    np.lib.format.write_array(file, features, allow_pickle=False)
+    return file.getvalue()
+
+
+def regions_from_bytes(data: bytes, channels: int | None = None) -> np.ndarray:
+    """The bytes of a .npy file -> (r, c) float32 features of one picture; nothing is ever unpickled.
+
+    Args:
+        data: (r, c) numbers, or (c,) for a single region, in float16, float32 or float64.
+        channels: c that is expected; any if None.
+
+    Raises:
+        ValueError: it is no such file, cut short, of another shape or type, or holds NaN or infinity.
+    """
+    if not data.startswith(_MAGIC):
+        raise ValueError(
+            "not a .npy file: region features are expected here, not a picture; `sfumato regions` makes them from pictures"
+        )
+    shape, dtype, start = _checked_header(io.BytesIO(data), len(data))
+    if len(shape) not in (1, 2) or 0 in shape:
+        raise ValueError(f"holds {dtype} of shape {shape}; expected the (regions, channels) of one picture")
+    array = np.frombuffer(data, dtype, math.prod(shape), start)
+    with np.errstate(over="ignore"):  # What is too large for float32 becomes infinity, and is refused below.
+        features: np.ndarray = array.reshape(-1, shape[-1]).astype(np.float32)
+    if channels is not None and features.shape[1] != channels:
+        raise ValueError(f"has {features.shape[1]} channels; the model reads {channels} (model.image.channels)")
+    if not np.isfinite(features).all():
+        raise ValueError("holds NaN or infinity")
+    return features
+
+
+def read_scan(folder: str | Path, problems: Problems) -> dict[str, PairData]:
+    """Read precomputed features in the layout of VSE++ and SCAN.
+
+    ``NAME_caps.txt`` has one caption a line and ``NAME_ims.npy`` the features, see :class:`RegionFile`; NAME is train, dev, test,
+    testall or any other. Where there are k times as many captions as rows, the captions of a row are the k lines in its turn. Where there
+    are as many, lines whose rows have one id, or without ids follow each other with equal rows, are captions of one picture.
+    ``NAME_ids.txt``, if it is there, has an id for each row, or for each caption that of its picture; without it a picture is NAME-ROW.
+
+    Args:
+        folder: where the files are.
+        problems: receives empty captions, captions that are not UTF-8, and repeated ids.
+
+    Returns:
+        split -> data, "dev" under the name of "val"; all of dev, of which the published code looks at the first 5,000 captions. "testall"
+        stands for "test" too where there is no other.
+
+    Raises:
+        UserError: there is no such folder, no split in it, a file is missing or damaged, or numbers do not fit.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}; expected one with train_caps.txt, train_ims.npy and so on")
+    splits = {}
+    for path in sorted(folder.glob("*_caps.txt")):
+        name = path.name.removesuffix("_caps.txt")
+        splits[_SPLIT_NAMES.get(name, name)] = _read_split(folder, name, problems)
+    if not splits:
+        raise UserError(
+            f"{folder} holds no NAME_caps.txt; expected train_caps.txt with train_ims.npy, and dev_ and test_"
+        )
+    if "testall" in splits:
+        splits.setdefault("test", splits["testall"])
+    return splits
+
+
+def _checked_header(file: IO[bytes], size: int) -> tuple[tuple[int, ...], np.dtype, int]:
+    """(shape, type, where the numbers begin) of a .npy file of that many bytes; no memory is taken on the word of its header.
+
+    Raises:
+        ValueError: it is no such file, holds something else than floats row by row, or is shorter than its header says.
+    """
+    magic = file.read(len(_MAGIC))
+    if magic.startswith(b"PK"):
+        raise ValueError("an archive of several arrays; save the features alone with numpy.save")
+    if magic != _MAGIC:
+        raise ValueError("not a .npy file; a pickled one is never opened, save the array with numpy.save")
+    file.seek(0)
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, by_columns, dtype = read(file)
+    except (ValueError, TypeError, SyntaxError, tokenize.TokenError, RecursionError, MemoryError) as error:
+        raise ValueError(f"cut short or damaged, its header cannot be read ({error}); copy it again") from error
+    if dtype.hasobject:
+        raise ValueError(
+            "holds Python objects, which would have to be unpickled; save one array of float32 with numpy.save"
+        )
+    if dtype.kind != "f" or dtype.itemsize not in (2, 4, 8):
+        raise ValueError(f"numbers of type {dtype}; expected float32 or float16, as .astype('float32') gives")
+    if by_columns and sum(length > 1 for length in shape) > 1:
+        raise ValueError("saved column by column; save numpy.ascontiguousarray of it")
+    start = file.tell()
+    needed = math.prod(shape) * dtype.itemsize
+    if min(shape, default=0) < 0 or size - start < needed:
+        raise ValueError(
+            f"cut short or damaged: its header says an array of shape {shape}, {needed} bytes, and {size - start} are there;"
+            " copy it again"
+        )
+    return shape, dtype, start
+
+
+def _read_split(folder: Path, name: str, problems: Problems) -> PairData:
+    path = folder / f"{name}_caps.txt"
+    lines = _lines(path)
+    file = RegionFile(folder / f"{name}_ims.npy")
+    if not lines or len(lines) % file.n:
+        raise UserError(
+            f"{path} has {len(lines)} captions and {file.path.name} {file.n} rows; expected as many captions for every row"
+        )
+    each = len(lines) // file.n
+    of_line = np.arange(len(lines)) // each
+    ids = _ids(folder / f"{name}_ids.txt", file.n, of_line)
+    if each == 1 and ids is None:
+        of_line = _first_of_equal(file)
+    elif each == 1 and ids is not None:
+        first: dict[str, int] = {}
+        of_line = np.array([first.setdefault(identity, row) for row, identity in enumerate(ids)])
+    captions: dict[int, dict[str, str]] = {}
+    taken: dict[str, int] = {}
+    for number, (line, row) in enumerate(zip(lines, of_line.tolist(), strict=True)):
+        place = f"{path}:{number + 1}"
+        identity = f"{name}-{row}" if ids is None else ids[row]
+        if taken.setdefault(identity, row) != row:
+            problems.add(place, f"id {identity} stands for another row before")
+        elif text := _text(line, place, problems):
+            own = captions.setdefault(row, {})
+            own[f"{identity}#{len(own)}"] = text
+    if not captions:
+        raise UserError(f"{path} with {file.path.name} gives no usable pair:\n{problems.summary()}")
+    return make_pair_data(
+        [f"{name}-{row}" if ids is None else ids[row] for row in captions],
+        [RegionRow(file, row) for row in captions],
+        [list(own.values()) for own in captions.values()],
+        [list(own) for own in captions.values()],
+    )
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    return data.removesuffix(b"\n").split(b"\n") if data else []
+
+
+def _text(line: bytes, place: str, problems: Problems) -> str:
+    """The caption of a line; "" and a note if it has none."""
+    try:
+        text = " ".join(line.decode("utf-8").split())
+    except UnicodeDecodeError as error:
+        problems.add(place, f"not UTF-8: {error.reason} at byte {error.start}")
+        return ""
+    if not text:
+        problems.add(place, "empty caption")
+    return text
+
+
+def _ids(path: Path, rows: int, of_line: np.ndarray) -> list[str] | None:
+    """The id of every row; None where there are none."""
+    if not path.is_file():
+        return None
+    try:
+        ids = [line.decode("utf-8").strip() for line in _lines(path)]
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
+    if "" in ids:
+        raise UserError(f"{path}:{ids.index('') + 1}: a line without an id; give every row one, or every caption")
+    if len(ids) == rows:
+        return ids
+    if len(ids) != len(of_line):
+        raise UserError(f"{path} has {len(ids)} ids; expected one for each of {rows} rows or {len(of_line)} captions")
+    of_row: dict[int, str] = {}
+    for number, (row, identity) in enumerate(zip(of_line.tolist(), ids, strict=True), 1):
+        if of_row.setdefault(row, identity) != identity:
+            raise UserError(f"{path}:{number}: {identity!r} stands where row {row} was {of_row[row]!r} before")
+    return list(of_row.values())
+
+
+def _first_of_equal(file: RegionFile) -> np.ndarray:
+    """(n,) for each row the first of the run of equal rows that it belongs to."""
+    first = np.arange(file.n)
+    for row in range(1, file.n):
+        if file.same(row, row - 1):
+            first[row] = first[row - 1]
+    return first
+
+
+def equal_captions(data: PairData) -> Sequence[Sequence[int]] | None:
+    """The texts of each image, if all images have as many and no text is shared; None otherwise: SCAN's layout cannot say it."""
+    counts = np.bincount(data.pairs[:, 0], minlength=len(data.image_ids))
+    if len(set(counts.tolist())) != 1 or len(data.pairs) != len(data.texts):
+        return None
+    texts: list[list[int]] = data.pairs[:, 1].reshape(len(data.image_ids), -1).tolist()
+    return texts

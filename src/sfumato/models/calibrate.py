@@ -1,0 +1,156 @@
+"""Calibrating a model on a split that it was not trained on, and describing the result."""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sfumato.calibration.calibrator import Calibration, QueryScores
+from sfumato.data.pairs import PairData
+from sfumato.direction import Direction
+from sfumato.errors import UserError
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.matching import match_probability
+from sfumato.metrics.reliability import expected_calibration_error
+from sfumato.models.run import CALIBRATION, learnt_logits, load_run
+from sfumato.models.splits import embed_split, load_split
+from sfumato.search.exact import distance_blocks
+
+_PAIRS = 4_000_000
+_QUERIES = 5_000
+
+
+def calibrate_split(
+    embedded: tuple[GaussianEmbedding, GaussianEmbedding],
+    data: PairData,
+    distance: str,
+    *,
+    split: str,
+    method: str = "platt",
+    learnt: tuple[float, float] | None = None,
+) -> Calibration:
+    """Fit probabilities on the pairs of a split, and keep the scores of its queries in both directions.
+
+    Of a large split as many images are taken, at random, as give 4,000,000 pairs with all its texts, and 5,000 queries of either
+    side with the whole other side as their gallery.
+
+    Args:
+        embedded: (images, texts) of the split.
+        data: what matches.
+        distance: name in DISTANCES.
+        split: its name, to be kept.
+        method: see :meth:`Calibration.fit`.
+        learnt: (logit_scale, logit_bias) of the loss, to compare with.
+
+    Returns:
+        The calibration; "expected_calibration_error" in its `about` is that of the very pairs of the fit, "before" with the logits of the
+        loss. Texts of images: a larger gallery of texts comes with more images and brings no further texts of an image, so growth is
+        0 there; of texts it is measured.
+
+    Raises:
+        ValueError: nothing can be fitted; see :func:`~sfumato.calibration.platt.fit_logits`.
+    """
+    images, texts = (side.to("cpu") for side in embedded)
+    every_image, every_text = np.arange(images.n), np.arange(texts.n)
+
+    def of_images(chosen: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
+        for start, block in distance_blocks(images[torch.from_numpy(chosen)], texts, distance):
+            rows = chosen[start : start + len(block)]
+            yield block, torch.from_numpy(data.match(rows, every_text))
+
+    def of_texts(chosen: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
+        for start, block in distance_blocks(texts[torch.from_numpy(chosen)], images, distance, queries_first=False):
+            rows = chosen[start : start + len(block)]
+            yield block, torch.from_numpy(data.match(every_image, rows)).T
+
+    blocks = list(of_images(_some(images.n, max(1, _PAIRS // texts.n))))
+    d, match = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+    some_images, some_texts = _some(images.n, _QUERIES), _some(texts.n, _QUERIES)
+    calibration = Calibration.fit(
+        d,
+        match,
+        method=method,
+        i2t=QueryScores.from_blocks(lambda: of_images(some_images), growth=0.0),
+        t2i=QueryScores.from_blocks(lambda: of_texts(some_texts)),
+    )
+    about = {"split": split, "method": method, "distance": distance, "pairs": match.numel()}
+    errors = {"expected_calibration_error": calibration.probability(d)}
+    if learnt is not None:
+        errors["expected_calibration_error_before"] = match_probability(d, *learnt)
+    found = {name: expected_calibration_error(p.flatten(), match.flatten()) for name, p in errors.items()}
+    calibration.about.update(about | found)
+    return calibration
+
+
+def _some(n: int, most: int) -> np.ndarray:
+    """At most so many of n, at random but always the same, in their order."""
+    return np.sort(np.random.default_rng(0).permutation(n)[:most])
+
+
+def calibrate_run(
+    folder: str | Path, split: str = "val", *, method: str = "platt", device: torch.device | str = "cpu"
+) -> Calibration:
+    """Calibrate a run again, on a split of its own data that it was not trained on, and write calibration.json into its folder.
+
+    Args:
+        folder: of the run.
+        split: its name.
+        method: see :meth:`Calibration.fit`.
+        device: where to embed.
+
+    Raises:
+        UserError: it is not a run, or the data have no such split.
+        ValueError: nothing can be fitted; see :func:`~sfumato.calibration.platt.fit_logits`.
+    """
+    if split == "train":
+        raise UserError("a run cannot be calibrated on the split that it was trained on; take val, or any other")
+    run = load_run(folder, device=device)
+    prepared = load_split(run.model, run.recipe.data, split)
+    embedded = embed_split(run.model, prepared)
+    learnt = learnt_logits(run.loss)
+    calibration = calibrate_split(embedded, prepared.data, run.distance, split=split, method=method, learnt=learnt)
+    calibration.save(run.folder / CALIBRATION)
+    return calibration
+
+
+def describe_calibration(calibration: Calibration) -> dict[str, Any]:
+    """What a calibration promises, at a few usual levels.
+
+    Returns:
+        Its `about`, and for "t2i" and "i2t" {"n_queries", "n_gallery", "matches_per_query", "growth", "precision": {0.5, 0.8, 0.9:
+        threshold}, "risk": {0.2, 0.1, 0.05: {"abstain_below", "answered"}}, "coverage": {0.8, 0.9, 0.95: radius}}; null where the held-out
+        queries vouch for nothing.
+    """
+    result: dict[str, Any] = dict(calibration.about)
+    for direction in get_args(Direction):
+        if getattr(calibration, direction) is None:
+            continue
+        scores = calibration.scores(direction)
+
+        def at(promise: Callable[..., float], level: float, direction: Direction = direction) -> float | None:
+            try:
+                value = promise(level, direction=direction)
+            except ValueError:
+                return None
+            return value if math.isfinite(value) else None
+
+        result[direction] = {
+            "n_queries": len(scores.nearest),
+            "n_gallery": scores.n_gallery,
+            "matches_per_query": scores.matches_per_query,
+            "growth": scores.growth,
+            "precision": {str(p): at(calibration.threshold, p) for p in (0.5, 0.8, 0.9)},
+            "risk": {
+                str(r): {
+                    "abstain_below": at(calibration.abstain_below, r),
+                    "answered": at(calibration.answered, r),
+                }
+                for r in (0.2, 0.1, 0.05)
+            },
+            "coverage": {str(c): at(calibration.conformal_radius, 1 - c) for c in (0.8, 0.9, 0.95)},
+        }
+    return result

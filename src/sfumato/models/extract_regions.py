@@ -1,0 +1,179 @@
+"""Region features from pictures: what a frozen backbone sees, written where training from region features finds it.
+
+Detectors such as bottom-up attention are not part of the package; the grid of a convolutional network stands in for their regions.
+"""
+
+import json
+import secrets
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+
+from sfumato.data.pairs import PairData
+from sfumato.data.problems import Problems
+from sfumato.data.region_features import equal_captions, regions_to_bytes
+from sfumato.encoders.features import FrozenBackbone, Store
+from sfumato.encoders.frozen import image_backbone
+from sfumato.encoders.processors import FrozenProcessor, Item
+from sfumato.errors import UserError
+from sfumato.files import is_plain_name, sync_folder, write_atomically
+from sfumato.models.build import cache_folder
+from sfumato.models.recipe import DataConfig
+from sfumato.models.splits import load_splits
+from sfumato.progress import progress_bar
+
+Layout = Literal["scan", "manifest"]
+
+MANIFEST = "manifest.jsonl"
+
+_TOGETHER = 256
+_SCAN_NAMES = {"val": "dev"}
+
+
+def write_regions(
+    data: DataConfig,
+    out: str | Path,
+    backbone: FrozenBackbone,
+    *,
+    layout: str = "scan",
+    splits: Sequence[str] | None = None,
+) -> tuple[dict[str, tuple[int, int, int]], Problems]:
+    """Write the pictures of some data as region features in float16, with their captions.
+
+    The features come through the cache on disk, so that an interrupted call goes on where it was. The folder is there whole or not
+    at all.
+
+    Args:
+        data: whose pictures.
+        out: a new or empty folder.
+        backbone: gives the regions of a picture, see :func:`~sfumato.encoders.frozen.image_backbone`.
+        layout: "scan": NAME_ims.npy, NAME_caps.txt and NAME_ids.txt, for data with as many captions for every picture. "manifest":
+            a .npy file for each picture and a manifest.jsonl of them, for any numbers of captions. Neither can say that pictures
+            share a text.
+        splits: names of those to write; all if None.
+
+    Returns:
+        (split -> shape of its features, what was left out).
+
+    Raises:
+        UserError: the folder holds something, the data cannot be used, have no such split, or do not fit the layout; a split's name
+            cannot be a file's.
+    """
+    if layout not in get_args(Layout):
+        raise UserError(f"--layout {layout}: unknown; known: {', '.join(get_args(Layout))}")
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"cannot write region features to {out}: it is there and not an empty folder; give a new one")
+    problems = Problems()
+    found = load_splits(data, problems)
+    if unknown := [name for name in splits or () if name not in found] or ([] if found else ["train"]):
+        raise UserError(f"the data ({data.source}) has no split {unknown[0]!r}; it has {', '.join(found) or 'none'}")
+    chosen = list(dict.fromkeys(found if splits is None else splits))
+    for name in chosen:
+        _check(name, found[name])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
+    unfinished.mkdir()
+    shapes = {}
+    try:
+        for name in chosen:
+            usable, store = _features(backbone, name, found[name], problems)
+            write = _write_scan if layout == "scan" else _write_manifest
+            shapes[name] = write(unfinished, name, usable, store)
+        if out.exists():
+            out.rmdir()
+        unfinished.rename(out)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    sync_folder(out.parent)
+    return shapes, problems
+
+
+def regions_of_pictures(
+    data: DataConfig,
+    out: str | Path,
+    backbone: str,
+    *,
+    size: int | None = None,
+    grid: int | None = None,
+    layout: str = "scan",
+    splits: Sequence[str] | None = None,
+) -> tuple[dict[str, tuple[int, int, int]], Problems]:
+    """:func:`write_regions` with the backbone of a name; see :func:`~sfumato.encoders.frozen.image_backbone` for size and grid."""
+    return write_regions(data, out, image_backbone(backbone, size=size, grid=grid), layout=layout, splits=splits)
+
+
+def _check(name: str, split: PairData) -> None:
+    """Refuse what would be written elsewhere, or come back as something else."""
+    if not is_plain_name(name) or name == MANIFEST:
+        raise UserError(f"split {name!r}: files get the names of splits, and this cannot be one; rename it in the data")
+    lost = {
+        "texts of several pictures": (np.bincount(split.pairs[:, 1]) > 1).any(),
+        "kinds of texts": set(split.text_kinds) - {"caption"},
+        "groups of pictures": len(np.unique(split.groups)) < len(split.groups),
+    }
+    if any(lost.values()):
+        raise UserError(
+            f"split {name!r} has {' and '.join(what for what, there in lost.items() if there)}, which no layout of region features can"
+            " say; train on these data with model.image.kind=frozen, which keeps the features of a frozen backbone too"
+        )
+
+
+def _features(backbone: FrozenBackbone, name: str, split: PairData, problems: Problems) -> tuple[PairData, Store]:
+    items: list[Item] = [source.read_bytes for source in split.images]
+    with progress_bar(f"features of {name}", len(items)) as advance:
+        store, kept = FrozenProcessor(backbone, cache_folder()).read(
+            items, progress=advance, on_error=lambda i, error: problems.add(split.images[i].place, str(error))
+        )
+    if not len(kept):
+        raise UserError(f"split {name!r} has no usable picture:\n{problems.summary()}")
+    return (split if len(kept) == len(items) else split.keep_images(kept)), store
+
+
+def _write_scan(folder: Path, name: str, split: PairData, store: Store) -> tuple[int, int, int]:
+    captions = equal_captions(split)
+    if captions is None:
+        raise UserError(
+            f"split {name!r}: the pictures have different numbers of captions, which this layout cannot say;"
+            " write a manifest instead: --layout manifest"
+        )
+    name = _SCAN_NAMES.get(name, name)
+    first = store.batch(np.arange(1)).values[0]
+    shape = (len(store), *first.shape)
+    array = np.lib.format.open_memmap(folder / f"{name}_ims.npy", mode="w+", dtype="<f2", shape=shape)
+    for start in range(0, len(store), _TOGETHER):
+        index = np.arange(start, min(start + _TOGETHER, len(store)))
+        batch = store.batch(index)
+        if batch.values.shape[1:] != first.shape or (batch.mask is not None and not batch.mask.all()):
+            raise UserError(
+                "the backbone gives pictures different numbers of regions; write a manifest: --layout manifest"
+            )
+        array[start : start + len(index)] = batch.values.numpy()
+    array.flush()
+    lines = [" ".join(split.texts[t].split()) for texts in captions for t in texts]
+    write_atomically(folder / f"{name}_caps.txt", "".join(f"{line}\n" for line in lines))
+    write_atomically(folder / f"{name}_ids.txt", "".join(f"{identity}\n" for identity in split.image_ids))
+    return shape
+
+
+def _write_manifest(folder: Path, name: str, split: PairData, store: Store) -> tuple[int, int, int]:
+    (folder / name).mkdir()
+    texts: dict[int, list[str]] = {}
+    for image, text in split.pairs.tolist():
+        texts.setdefault(image, []).append(split.texts[text])
+    lines, most, channels = [], 0, 0
+    for number, identity in enumerate(split.image_ids):
+        batch = store.batch(np.array([number]))
+        features = batch.values[0].numpy().astype("<f2")
+        path = f"{name}/{number:07d}.npy"
+        (folder / path).write_bytes(regions_to_bytes(features))
+        most, channels = max(most, len(features)), features.shape[1]
+        row = {"id": identity, "image": path, "captions": texts.get(number, []), "split": name}
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    with (folder / MANIFEST).open("a", encoding="utf-8") as file:
+        file.writelines(lines)
+    return len(store), most, channels

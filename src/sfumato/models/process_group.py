@@ -1,0 +1,184 @@
+"""Several processes that train one model: who holds what, and the few things that they tell each other.
+
+Started by torchrun, every process encodes its part of a batch, all see all embeddings, and each computes its own rows and columns of
+the pairs. Parameters, optimiser and random numbers stay equal on all of them without being sent again.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sfumato.errors import RunFailedError, first_line
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.relevance import Relevance
+from sfumato.search.exact import rank_relevant
+
+_BUCKET = 25_000_000
+"""Numbers that are summed over the processes at a time."""
+
+Result = TypeVar("Result")
+
+
+class PeerLostError(RunFailedError):
+    """Another process of the run has died or does not answer; the message says how to go on."""
+
+
+@dataclass(frozen=True)
+class ProcessGroup:
+    """The processes of a run, seen from one of them.
+
+    Attributes:
+        rank: number of this process, from 0.
+        size: number of processes.
+        device: where this process computes.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the process that writes files and speaks."""
+        return self.rank == 0
+
+    def part(self, n: int, rank: int | None = None) -> np.ndarray:
+        """Positions of n items that belong to a process (this one): contiguous, sizes differ by one at most."""
+        rank = self.rank if rank is None else rank
+        return np.arange(rank * n // self.size, (rank + 1) * n // self.size)
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum of the processes' tensors, without gradient."""
+        if self.size == 1:
+            return value.detach()
+        result = value.detach().to(self.device).clone()
+        _answered(lambda: dist.all_reduce(result))
+        return result.to(value.device)
+
+    def counts(self, own: int) -> list[int]:
+        """How many items each process has."""
+        counts = torch.zeros(self.size, dtype=torch.int64)
+        counts[self.rank] = own
+        return [int(k) for k in self.total(counts)]
+
+    def gather(self, value: Tensor, counts: Sequence[int]) -> Tensor:
+        """(counts[rank], ...) of each process -> (sum of counts, ...) in the order of the processes, without gradient."""
+        if self.size == 1:
+            return value.detach()
+        own = value.detach().to(self.device)
+        padded = own.new_zeros(max(counts), *own.shape[1:])
+        padded[: len(own)] = own
+        parts = [torch.empty_like(padded) for _ in counts]
+        _answered(lambda: dist.all_gather(parts, padded))
+        return torch.cat([part[:k] for part, k in zip(parts, counts, strict=True)]).to(value.device)
+
+    def gather_embeddings(self, embeddings: GaussianEmbedding, counts: Sequence[int]) -> GaussianEmbedding:
+        """:meth:`gather` of means and log variances."""
+        return GaussianEmbedding(self.gather(embeddings.mean, counts), self.gather(embeddings.log_var, counts))
+
+    def rank_relevant(
+        self,
+        queries: GaussianEmbedding,
+        gallery: GaussianEmbedding,
+        relevance: Relevance,
+        distance: str,
+        *,
+        queries_first: bool = True,
+    ) -> np.ndarray:
+        """:func:`~sfumato.search.exact.rank_relevant`: each process ranks for its part of the queries, all get the whole."""
+        own = self.part(queries.n)
+        mine = rank_relevant(
+            queries[torch.from_numpy(own).to(queries.device)],
+            gallery,
+            relevance.select_queries(own),
+            distance,
+            queries_first=queries_first,
+        )
+        return self.gather(torch.from_numpy(mine), self.counts(len(mine))).numpy()
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Every parameter's gradient becomes the sum over the processes; one that a process does not have counts as 0."""
+        if self.size == 1:
+            return
+        bucket: list[Tensor] = []
+        for parameter in (trained := [p for p in parameters if p.requires_grad]):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            bucket.append(parameter.grad)
+            if sum(g.numel() for g in bucket) < _BUCKET and parameter is not trained[-1]:
+                continue
+            flat = torch.cat([g.flatten() for g in bucket])
+            _answered(lambda flat=flat: dist.all_reduce(flat))  # type: ignore[misc]
+            for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
+            bucket = []
+
+    def copy_from_main(self, model: nn.Module) -> None:
+        """Weights and buffers become those of the first process."""
+        if self.size == 1:
+            return
+        for value in model.state_dict().values():
+            _answered(lambda value=value: dist.broadcast(value, 0))  # type: ignore[misc]
+
+    def average_buffers(self, model: nn.Module) -> None:
+        """Running statistics become their mean over the processes; other buffers, such as fixed word vectors, are equal anyway."""
+        if self.size == 1:
+            return
+        for name, buffer in model.named_buffers():
+            if name.rpartition(".")[2] in ("running_mean", "running_var"):
+                buffer.copy_(self.total(buffer) / self.size)
+
+    def wait(self) -> None:
+        """Until all processes are here."""
+        self.total(torch.zeros(1))
+
+
+def alone(device: torch.device | str = "cpu") -> ProcessGroup:
+    """The world of a single process."""
+    return ProcessGroup(0, 1, torch.device(device))
+
+
+@contextmanager
+def join_process_group(choose_device: Callable[[int], torch.device], timeout_minutes: float) -> Iterator[ProcessGroup]:
+    """The processes that torchrun has started, or this one alone without it.
+
+    Args:
+        choose_device: number of the process on its machine -> where it computes.
+        timeout_minutes: longest wait for another process.
+
+    Raises:
+        PeerLostError: later, from anything that waits for another process.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    device = choose_device(int(os.environ.get("LOCAL_RANK", "0")))
+    process_group = alone(device)
+    if size == 1:
+        yield process_group
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=timeout_minutes))
+    try:
+        yield replace(process_group, rank=dist.get_rank(), size=dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
+
+
+def _answered(operation: Callable[[], Result]) -> Result:
+    try:
+        return operation()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # gloo has no class of its own for this.
+        raise PeerLostError(
+            f"another process of this run has ended or does not answer ({first_line(error)});"
+            " the last finished epoch is saved, start the same command again to go on from there"
+        ) from error

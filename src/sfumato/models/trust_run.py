@@ -1,0 +1,270 @@
+"""The benchmark of uncertainty for a model and a split of data: embeds what evaluation/trust.py asks for, and writes its figures.
+
+Label-free at test time, and what was fitted saw the validation split alone: the match logits and the learnt estimator.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+
+from sfumato.data.corruptions import PICTURE_CORRUPTIONS, TEXT_CORRUPTIONS
+from sfumato.data.pairs import PairData
+from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.regions import uses_regions
+from sfumato.errors import UserError
+from sfumato.evaluation.estimators import FailurePredictor, Matching, usable_estimators
+from sfumato.evaluation.trust import (
+    Corrupted,
+    DirectionTrust,
+    TrustReport,
+    caption_distance,
+    caption_words,
+    described,
+    measure_trust,
+)
+from sfumato.files import write_json
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.retrieval import per_query_metrics
+from sfumato.models.embed import RetrievalModel
+from sfumato.models.recipe import DataConfig
+from sfumato.models.run import Run
+from sfumato.models.splits import embed_split, load_split
+from sfumato.progress import progress_bar
+from sfumato.search.exact import rank_relevant
+
+Queries = Literal["text", "image", "both"]
+
+DIRECTIONS: dict[str, tuple[str, ...]] = {"text": ("t2i",), "image": ("i2t",), "both": ("t2i", "i2t")}
+"""Directions by what the queries are."""
+
+_LEVEL = 0.95
+
+
+def trust_model(
+    retrieval_model: RetrievalModel,
+    data: DataConfig,
+    split: str,
+    *,
+    queries: str = "both",
+    n_resamples: int = 1000,
+    n_corrupted: int = 200,
+    seed: int = 0,
+) -> TrustReport:
+    """Measure what the uncertainties of any model are worth on a split of any data.
+
+    Args:
+        matcher: the model.
+        data: where the split comes from; its split "val", if it is another one, trains the learnt estimator.
+        split: its name.
+        queries: "text", "image" or "both".
+        n_resamples: of the confidence intervals.
+        n_corrupted: queries that are corrupted in each way, at each strength; 0 for none. Features of a frozen backbone go into
+            its cache, so that another model on the same backbone gets the same corruptions for nothing.
+        seed: of the choice of queries to corrupt, the corruptions, the wrong pairs and the resamples.
+
+    Returns:
+        All figures.
+
+    Raises:
+        UserError: the data has no such split.
+        ValueError: an option is out of range.
+    """
+    if queries not in get_args(Queries):
+        raise ValueError(f"queries must be one of {', '.join(get_args(Queries))}, got {queries!r}")
+    if n_resamples < 0 or n_corrupted < 0 or seed < 0:
+        raise ValueError(
+            f"bootstrap, n_corrupted and seed must not be negative, got {n_resamples}, {n_corrupted} and {seed}"
+        )
+    prepared = load_split(retrieval_model.model, data, split)
+    images, texts = embed_split(retrieval_model.model, prepared)
+    relevance = prepared.data.relevance()
+    heads, notes = _heads(retrieval_model, data, split, DIRECTIONS[queries], seed)
+    estimators = usable_estimators(images, texts)
+    if len(estimators) < len(usable_estimators()):
+        notes.append("estimators that need variances are left out: some embeddings are points")
+    features = uses_regions(retrieval_model.model)
+    if features and n_corrupted and "i2t" in DIRECTIONS[queries]:
+        notes.append("images are not corrupted: they are region features, and what is corrupted is pictures")
+    counts = relevance.transpose().counts
+    many = bool(counts.max() > 1)
+    proxies = (
+        {}
+        if many
+        else {
+            "caption_distance": caption_distance(texts, relevance),
+            "caption_words": caption_words(prepared.data.texts, relevance),
+        }
+    )
+    directions: dict[str, DirectionTrust] = {}
+    for name in DIRECTIONS[queries]:
+        of_text = name == "t2i"
+        ground_truth = relevance.transpose() if of_text else relevance
+        own = estimators | ({"predicted_miss": heads[name].estimator()} if name in heads else {})
+        values, groups = proxies, resampled_together(relevance, prepared.data.groups, of_text)
+        if of_text and groups is not None:  # A caption has the proxies of its image; none without one.
+            values = {k: np.append(v, np.full(texts.n, np.nan))[groups] for k, v in proxies.items()}
+        corrupt = corrupted_texts if of_text else corrupted_images
+        directions[name] = measure_trust(
+            *((texts, images) if of_text else (images, texts)),
+            ground_truth,
+            _matching(retrieval_model, of_text),
+            estimators=own,
+            multiplicity=many,
+            proxies=values,
+            corrupted=[]
+            if features and not of_text
+            else corrupt(retrieval_model.model, prepared.data, ground_truth.counts > 0, n_corrupted, seed),
+            groups=groups,
+            n_resamples=n_resamples,
+            level=_LEVEL,
+            seed=seed,
+        )
+    return TrustReport(
+        split=split,
+        distance=retrieval_model.distance,
+        calibrated=retrieval_model.calibrated,
+        n_images=images.n,
+        n_texts=texts.n,
+        n_resamples=n_resamples,
+        level=_LEVEL,
+        seed=seed,
+        estimators=described(estimators | {head.estimator().name: head.estimator() for head in heads.values()}),
+        directions=directions,
+        notes=notes,
+    )
+
+
+def resampled_together(relevance: Relevance, groups: np.ndarray, of_text: bool) -> np.ndarray | None:
+    """Which queries a bootstrap draws together, since they are not independent.
+
+    Args:
+        relevance: (n images, m texts) image -> its texts.
+        groups: (n,) images of one thing share a number.
+        of_text: whether texts are the queries.
+
+    Returns:
+        Of images their groups; of texts (m,) the position of each one's image, and numbers from n on for texts of no image. None
+        where a text is true of several images, so that nothing keeps texts apart.
+    """
+    if not of_text:
+        return groups
+    ground_truth = relevance.transpose()
+    if ground_truth.counts.max() > 1:
+        return None
+    together = ground_truth.n_gallery + np.arange(ground_truth.n_queries)
+    together[ground_truth.query_of_item] = ground_truth.indices
+    return together
+
+
+def trust_run(
+    run: Run, split: str, *, queries: str = "both", n_resamples: int = 1000, n_corrupted: int = 200, seed: int = 0
+) -> tuple[TrustReport, Path]:
+    """Measure a run on its own data, and write the figures into its folder.
+
+    Args:
+        run, split, queries, n_resamples, n_corrupted, seed: see :func:`trust_model`.
+
+    Returns:
+        (the figures, the file trust-SPLIT.json).
+    """
+    report = trust_model(
+        run,
+        run.recipe.data,
+        split,
+        queries=queries,
+        n_resamples=n_resamples,
+        n_corrupted=n_corrupted,
+        seed=seed,
+    )
+    path = run.folder / f"trust-{split}.json"
+    write_json(path, report.to_json())
+    return report, path
+
+
+def _matching(retrieval_model: RetrievalModel, of_text: bool) -> Matching:
+    return Matching(
+        retrieval_model.distance, retrieval_model.logit_scale, retrieval_model.logit_bias, queries_first=not of_text
+    )
+
+
+def _heads(
+    retrieval_model: RetrievalModel, data: DataConfig, split: str, directions: Sequence[str], seed: int
+) -> tuple[dict[str, FailurePredictor], list[str]]:
+    """Heads by direction, fitted on the validation split, and why there is none."""
+    if split == "val":
+        return {}, ["predicted_miss is left out: it is fitted on the split val itself"]
+    try:
+        prepared = load_split(retrieval_model.model, data, "val")
+    except UserError as error:
+        return {}, [f"predicted_miss is left out: {error}"]
+    images, texts = embed_split(retrieval_model.model, prepared)
+    relevance, heads, notes = prepared.data.relevance(), {}, []
+    for name in directions:
+        of_text = name == "t2i"
+        queries, gallery = (texts, images) if of_text else (images, texts)
+        ground_truth: Relevance = relevance.transpose() if of_text else relevance
+        ranks = rank_relevant(queries, gallery, ground_truth, retrieval_model.distance, queries_first=not of_text)
+        hit = per_query_metrics(ranks, ground_truth)["recall@1"]
+        known = np.flatnonzero(~np.isnan(hit))
+        try:
+            heads[name] = FailurePredictor.fit(_rows(queries, known), 1 - hit[known], seed=seed)
+        except ValueError as error:
+            notes.append(f"predicted_miss is left out of {name}: {error}")
+    return heads, notes
+
+
+def _rows(embeddings: GaussianEmbedding, index: np.ndarray) -> GaussianEmbedding:
+    return embeddings[torch.from_numpy(index)]
+
+
+def _chosen(usable: np.ndarray, n: int, seed: int) -> np.ndarray:
+    return np.sort(np.random.default_rng([seed, 2]).permutation(usable)[:n])
+
+
+def corrupted_texts(model: DualEncoder, data: PairData, usable: np.ndarray, n: int, seed: int) -> list[Corrupted]:
+    """Embed some texts of a split again, made worse in every way that suits them.
+
+    Args:
+        model: what embeds them.
+        data: the split.
+        usable: (m,) bool, the texts to choose from.
+        n: number of them at most.
+        seed: of the choice and of the corruptions.
+    """
+    result = []
+    for c in TEXT_CORRUPTIONS.values():
+        suited = np.flatnonzero(usable & np.array([c.suits(t) for t in data.texts], bool))
+        index = _chosen(suited, n, seed)
+        if len(index):
+            embedded = tuple(
+                model.embed_texts([c.apply(data.texts[i], s, (seed, int(i))) for i in index]) for s in c.strengths
+            )
+            result.append(Corrupted(c.name, index, c.strengths, embedded))
+    return result
+
+
+def corrupted_images(model: DualEncoder, data: PairData, usable: np.ndarray, n: int, seed: int) -> list[Corrupted]:
+    """Embed some pictures of a split again, made worse in every way: see :func:`corrupted_texts`.
+
+    Raises:
+        ValueError: a picture cannot be decoded.
+    """
+    index, result = _chosen(np.flatnonzero(usable), n, seed), []
+    if not len(index):
+        return []
+    with progress_bar(
+        "corrupting pictures", len(index) * sum(len(c.strengths) for c in PICTURE_CORRUPTIONS.values())
+    ) as go:
+        for c in PICTURE_CORRUPTIONS.values():
+            embedded = []
+            for strength in c.strengths:
+                embedded.append(
+                    model.embed_images([c.apply(data.images[i].read_bytes(), strength, (seed, int(i))) for i in index])
+                )
+                go(len(index))
+            result.append(Corrupted(c.name, index, c.strengths, tuple(embedded)))
+    return result

@@ -1,0 +1,1 @@
+"""Pages, plots and console tables about a model; the templates lie beside them."""

@@ -1,0 +1,113 @@
+"""What an audit leaves behind: two tables, a page with the pictures to look at, and a few lines for a person."""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from sfumato.data.images import thumbnail
+from sfumato.files import write_atomically, write_json
+from sfumato.reports.drawing import clipped, data_address
+from sfumato.studies.audit import Audit, varied
+
+PAIRS, MISSING, PAGE, FIGURES = "pairs.csv", "missing.csv", "audit.html", "audit.json"
+
+_SHOWN_TEXTS = 4
+
+
+def write_audit(audit: Audit, folder: Path, top: int, version: str) -> dict[str, Any]:
+    """Write pairs.csv and missing.csv whole, and of both the first in audit.json and audit.html; returns what audit.json holds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pairs, missing, figures = audit.pair_rows(), audit.missing_rows(), audit.to_json(top)
+    write_atomically(folder / PAIRS, _table(pairs))
+    write_atomically(folder / MISSING, _table(missing))
+    write_atomically(folder / PAGE, _page(audit, figures, version))
+    write_json(folder / FIGURES, figures)
+    return figures
+
+
+def summary(figures: Mapping[str, Any], shown: int = 5) -> str:
+    """The figures of :meth:`Audit.to_json` in lines for a person."""
+    lines = [
+        f"{figures['n_pairs']:,} listed pairs of {figures['n_images']:,} images and {figures['n_texts']:,} texts, split"
+        f" {figures['split']}, by {figures['distance']} of {figures['model']}"
+    ]
+    if figures["wrong_share"] is not None:
+        lines.append(
+            f"estimated share of wrong pairs: {figures['wrong_share']:.1%}; {figures['suspects']:,} pairs are wrong rather than right"
+        )
+    lines.append(
+        "listed, and probably wrong, by how much farther apart they are than from their closest unlisted items:"
+    )
+    lines += [
+        f"  {_likely(row['wrong_probability'], 'wrong')}{row['image']}  {clipped(row['text'], 70)!r}"
+        f"  (better: {clipped(row['better_text'] or '-', 50)!r})"
+        for row in figures["pairs"][:shown]
+    ]
+    first = "the closest" if all(row["match_probability"] is None for row in figures["missing"]) else "the likeliest"
+    lines.append(f"not listed, and probably a match, {first} of {figures['candidates']:,} candidates first:")
+    lines += [
+        f"  {_likely(row['match_probability'], 'match')}{row['image']}  {clipped(row['text'], 70)!r}"
+        for row in figures["missing"][:shown]
+    ]
+    return "\n".join([*lines, *figures["notes"]])
+
+
+def _likely(value: float | None, what: str) -> str:
+    """How likely it is what it is listed as; nothing without a calibration."""
+    return "" if value is None else f"{_percent(value)} {what}  "
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    file = io.StringIO()
+    if rows:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return file.getvalue()
+
+
+def _page(audit: Audit, figures: Mapping[str, Any], version: str) -> str:
+    data, listed, missing = audit.data, audit.listed, audit.missing
+    relevance = data.relevance()
+    of_text = relevance.transpose()
+    read: dict[int, dict[str, Any]] = {}
+
+    def picture(position: int) -> dict[str, Any] | None:
+        if position < 0:
+            return None
+        if position not in read:
+            content, name = thumbnail(data.images[position]), data.image_ids[position]
+            address = None if content is None else data_address(content)
+            read[position] = {"src": address, "name": name}
+        return read[position]
+
+    def texts(image: int, but: int) -> list[str]:
+        """What else is listed of an image."""
+        own = relevance.indices[relevance.indptr[image] : relevance.indptr[image + 1]]
+        return [clipped(data.texts[t]) for t in own if t != but][:_SHOWN_TEXTS]
+
+    wrong, unlisted = [], []
+    for k, row in zip(varied(listed, len(figures["pairs"])), figures["pairs"], strict=True):
+        image, text = int(listed.image[k]), int(listed.text[k])
+        beside = {"picture": picture(image), "better": picture(int(listed.better_image[k]))}
+        wrong.append(row | beside | {"others": texts(image, text), "percent": _percent(row["wrong_probability"])})
+    for k, row in zip(varied(missing, len(figures["missing"])), figures["missing"], strict=True):
+        image, text = int(missing.image[k]), int(missing.text[k])
+        own = of_text.indices[of_text.indptr[text] : of_text.indptr[text + 1]]
+        beside = {"picture": picture(image), "better": picture(int(own[0]) if len(own) else -1)}
+        unlisted.append(row | beside | {"others": texts(image, text), "percent": _percent(row["match_probability"])})
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("sfumato.reports"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.get_template("audit.html.j2")
+    return template.render(figures=figures, wrong=wrong, unlisted=unlisted, version=version)
+
+
+def _percent(value: float | None) -> str:
+    if value is None or 0.001 <= value <= 0.995:
+        return "–" if value is None else f"{100 * value:.{0 if value > 0.1 else 1}f} %"
+    return "< 0.1 %" if value < 0.5 else "> 99 %"

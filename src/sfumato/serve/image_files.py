@@ -1,0 +1,215 @@
+"""Pictures by id: where they are, whether they may be looked at, and how they are stored and shown."""
+
+import hashlib
+import io
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from sfumato.data.images import ImageSource
+from sfumato.data.transforms import FORMATS, decode_image
+from sfumato.files import sync_folder, write_atomically
+from sfumato.serve.schemas import Refusal
+
+_SHOWN = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
+"""Formats that browsers show; others are re-encoded."""
+
+POINTER = "_picture"
+"""Payload field that names an uploaded picture; it is not handed out."""
+
+_NAME = re.compile("[0-9a-f]{32}")
+
+
+class Pictures(Protocol):
+    """Where the pictures of a gallery are. Ask only for items that are in it, with their payloads."""
+
+    def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
+        """The file's bytes; None if there is none."""
+        ...
+
+    def has(self, id: str, payload: Mapping[str, str]) -> bool:
+        """Whether there is one, as far as that is known without looking at the disk."""
+        ...
+
+
+@dataclass(frozen=True)
+class FolderPictures:
+    """Pictures whose ids are their paths in a folder; nothing outside of it is ever read, not through a link either."""
+
+    folder: Path
+
+    def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
+        """See :class:`Pictures`."""
+        if "\0" in id or "\\" in id or not id or os.path.isabs(id) or ".." in id.split("/"):
+            return None
+        try:
+            home = self.folder.resolve(strict=True)
+            path = (home / id).resolve(strict=True)
+            return path.read_bytes() if path.is_relative_to(home) and path.is_file() else None
+        except (OSError, RuntimeError):  # Gone, too long a name, or a ring of links.
+            return None
+
+    def has(self, id: str, payload: Mapping[str, str]) -> bool:
+        """True: only the disk knows better."""
+        return True
+
+
+@dataclass(frozen=True)
+class SplitPictures:
+    """Pictures of a split of some data."""
+
+    sources: Mapping[str, ImageSource]
+
+    def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
+        """See :class:`Pictures`."""
+        source = self.sources.get(id)
+        try:
+            return None if source is None else source.read_bytes()
+        except (OSError, ValueError):
+            return None
+
+    def has(self, id: str, payload: Mapping[str, str]) -> bool:
+        """See :class:`Pictures`."""
+        return id in self.sources
+
+
+@dataclass(frozen=True)
+class UploadedPictures:
+    """Pictures that the service was given, in a folder of its own; else those of before.
+
+    The record of an item names its picture, in its payload under POINTER. A name is a digest of the id and of the bytes: no other
+    item has it, and no other picture ever comes to stand under it.
+
+    Attributes:
+        folder: it.
+        others: where to look for the pictures of records that name none.
+    """
+
+    folder: Path
+    others: Pictures | None = None
+
+    def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
+        """See :class:`Pictures`."""
+        if POINTER not in payload:
+            return None if self.others is None else self.others.read(id, payload)
+        try:
+            return self._path(payload[POINTER]).read_bytes()
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def has(self, id: str, payload: Mapping[str, str]) -> bool:
+        """See :class:`Pictures`."""
+        return POINTER in payload or (self.others is not None and self.others.has(id, payload))
+
+    def write(self, id: str, data: bytes) -> str:
+        """Keep a picture; when this returns it survives the death of everything.
+
+        Returns:
+            Its name, for the record of the item.
+        """
+        name = hashlib.blake2b(id.encode() + b"\0" + data, digest_size=16).hexdigest()
+        path = self._path(name)
+        for folder in (self.folder, path.parent):
+            if not folder.is_dir():
+                folder.mkdir(exist_ok=True)
+                sync_folder(folder.parent)
+        write_atomically(path, data)
+        return name
+
+    def remove(self, name: str) -> None:
+        """Forget a picture that no record names any more, if there is one."""
+        self._path(name).unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"no picture can be named {name!r}")
+        return self.folder / name[:2] / name
+
+
+def handed_out(payload: Mapping[str, str]) -> dict[str, str]:
+    """A payload without what is the service's own."""
+    return {name: value for name, value in payload.items() if name != POINTER}
+
+
+def check_picture(data: bytes, *, max_bytes: int, max_pixels: int, where: str) -> tuple[str, int]:
+    """Look at the header of a picture before anything is decoded.
+
+    Returns:
+        (Pillow's name of its format, number of its pixels).
+
+    Raises:
+        Refusal: 413 if it is too large, 422 if it is no picture.
+    """
+    if len(data) > max_bytes:
+        raise Refusal(413, f"{where}: {len(data)} bytes are more than the limit of {max_bytes}")
+    large = f"{where}: more pixels than the limit of {max_pixels}; send a smaller copy"
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
+            width, height, kind = picture.width, picture.height, str(picture.format)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise Refusal(413, large) from error
+    except UnidentifiedImageError:
+        raise _no_picture(where, f"not a picture in one of the formats {', '.join(FORMATS)}") from None
+    except Exception as error:  # Pillow's parsers raise all sorts of things on files that are made to harm.
+        raise _no_picture(where, f"cannot be decoded: {error}") from error
+    if width * height > max_pixels:
+        raise Refusal(
+            413, f"{where}: {width} x {height} are more pixels than the limit of {max_pixels}; send a smaller copy"
+        )
+    return kind, width * height
+
+
+def _no_picture(where: str, message: str) -> Refusal:
+    return Refusal(422, f"{where}: {message}", errors=[(where, message)])
+
+
+def to_store(data: bytes, format: str) -> bytes:
+    """Pixels alone, upright and in RGB, without whatever else the file holds (where it was taken, say): JPEG stays JPEG.
+
+    Raises:
+        ValueError: it cannot be decoded.
+    """
+    pixels = np.ascontiguousarray(decode_image(data, None).transpose(1, 2, 0))
+    return _encoded(Image.fromarray(pixels), "JPEG" if format == "JPEG" else "PNG")
+
+
+def to_show(data: bytes, size: int | None) -> tuple[bytes, str]:
+    """A stored picture for a browser.
+
+    Args:
+        data: the file.
+        size: longest side in pixels of a smaller copy; None for the file as it is, if browsers know its format.
+
+    Returns:
+        (bytes, media type).
+
+    Raises:
+        ValueError: it can no longer be decoded.
+    """
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
+            kind = str(picture.format)
+            if size is None and kind in _SHOWN:
+                return data, _SHOWN[kind]
+            if size is not None:
+                picture.draft(None, (2 * size, 2 * size))
+            upright = ImageOps.exif_transpose(picture)
+            if size is not None:
+                upright.thumbnail((size, size), Image.Resampling.BICUBIC)
+            if kind == "JPEG":
+                return _encoded(upright.convert("RGB"), "JPEG"), _SHOWN["JPEG"]
+            return _encoded(upright.convert("RGBA"), "PNG"), _SHOWN["PNG"]
+    except (OSError, SyntaxError, TypeError, LookupError, Image.DecompressionBombError) as error:
+        raise ValueError(f"cannot be decoded: {error}") from error
+
+
+def _encoded(picture: Image.Image, format: str) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, format, quality=90)
+    return file.getvalue()

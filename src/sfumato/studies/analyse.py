@@ -1,0 +1,424 @@
+"""The studies on a model and a split of data: embeds what they ask for once, and lets each do its work.
+
+What a study measures is in the module of its name.
+"""
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from sfumato.data.images import MemoryImage, thumbnail
+from sfumato.data.pairs import PairData
+from sfumato.encoders.regions import uses_regions
+from sfumato.errors import UserError
+from sfumato.evaluation.estimators import ESTIMATORS, Estimator, Matching
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.relevance import Relevance
+from sfumato.models.embed import RetrievalModel
+from sfumato.models.recipe import DataConfig
+from sfumato.models.run import weights_digest
+from sfumato.models.splits import PreparedSplit, embed_split, load_split
+from sfumato.models.trust_run import corrupted_images, corrupted_texts, resampled_together
+from sfumato.progress import progress_bar, say
+from sfumato.studies.corruption import corruption_curves
+from sfumato.studies.maps import LEAST_ITEMS, Method, map_items
+from sfumato.studies.sets import (
+    ERASED,
+    ERASED_FIGURES,
+    FIGURES,
+    MADE,
+    PictureSets,
+    choose_pairs,
+    draw_pair,
+    measure_sets,
+    read_pictures,
+    square_picture,
+)
+from sfumato.studies.words import Corpus, words_by_uncertainty
+
+FORMAT = "sfumato-analysis-1"
+"""What every file of a study says."""
+
+NAMES = ("corruption", "sets", "words", "map")
+"""The studies."""
+
+LEVEL = 0.95
+"""Coverage of all intervals."""
+
+SHOWN_PAIRS = 4
+"""Pairs of pictures that are drawn; the figures are of all of them."""
+
+LEAST_PAIRS = 3
+"""Fewer pairs have no figures."""
+
+_TOGETHER = 16
+"""Pairs whose pictures are in memory at once."""
+
+_WORDS_OF_AN_ITEM = 120
+
+
+@dataclass(frozen=True)
+class AnalysisOptions:
+    """How large the studies are, and what they look at.
+
+    Attributes:
+        uncertainty: a name of ESTIMATORS, for corruption and words; sets and map are about variances.
+        n_corrupted: items of either side that are corrupted in each way.
+        n_pairs: pairs of pictures.
+        n_bins: bins of uncertainty.
+        top_words: words of each bin.
+        corpus: of the words' weights, see :func:`~sfumato.studies.words.words_by_uncertainty`.
+        n_mapped: images on the map, and texts, at most.
+        method: of the map, "pca" or "tsne".
+        n_resamples: of the intervals.
+        seed: of everything random.
+
+    Raises:
+        ValueError: a number is out of range, or there is no such uncertainty, corpus or method.
+    """
+
+    uncertainty: str = "total_variance"
+    n_corrupted: int = 200
+    n_pairs: int = 100
+    n_bins: int = 10
+    top_words: int = 12
+    corpus: str = "bin"
+    n_mapped: int = 200
+    method: str = "pca"
+    n_resamples: int = 1000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.uncertainty not in ESTIMATORS:
+            raise ValueError(f"--uncertainty {self.uncertainty}: unknown; known: {', '.join(ESTIMATORS)}")
+        for option, value, known in (("corpus", self.corpus, Corpus), ("method", self.method, Method)):
+            if value not in get_args(known):
+                raise ValueError(f"--{option} {value}: unknown; known: {', '.join(get_args(known))}")
+        for name in ("n_corrupted", "n_pairs", "n_bins", "top_words", "n_mapped"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.n_resamples < 0 or self.seed < 0:
+            raise ValueError(f"n_resamples and seed must not be negative, got {self.n_resamples} and {self.seed}")
+
+
+@dataclass(frozen=True, eq=False)
+class Analyses:
+    """What the studies found.
+
+    Attributes:
+        about: model, split, sizes and options.
+        studies: by name, plain values.
+        pictures: small pictures that a study names, as WebP files.
+        notes: what was left out, and why.
+    """
+
+    about: dict[str, Any]
+    studies: dict[str, dict[str, Any]]
+    pictures: dict[str, bytes] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def to_json(self, name: str | None = None) -> dict[str, Any]:
+        """Plain values of one study, or of all."""
+        if name is None:
+            return self.about | self.studies | {"notes": list(self.notes)}
+        return self.about | {"study": name} | self.studies[name]
+
+
+@dataclass(frozen=True, eq=False)
+class _Split:
+    """What a study sees."""
+
+    retrieval_model: RetrievalModel
+    prepared: PreparedSplit
+    relevance: Relevance
+    options: AnalysisOptions
+    notes: list[str] = field(default_factory=list)
+
+    def impossible(self, study: str) -> str | None:
+        """Why a study cannot be done on such data, whatever their embeddings are; None if it can."""
+        options, data = self.options, self.data
+        if study == "sets":
+            if uses_regions(self.retrieval_model.model):
+                return "set algebra needs pictures; the images of this model are region features"
+            n_pairs = len(choose_pairs(data.groups, options.n_pairs, options.seed))
+            if n_pairs < LEAST_PAIRS:
+                return (
+                    f"{n_pairs} pairs of pictures are too few for set algebra: {len(data.images)} pictures, three for each pair,"
+                    f" and at least {LEAST_PAIRS} pairs"
+                )
+        if study == "words":
+            sides = {"image": int((self.relevance.counts > 0).sum()), "text": len(data.texts)}
+            for side, n in sides.items():
+                if n < options.n_bins:
+                    return (
+                        f"{n} {side}s are too few for {options.n_bins} bins of uncertainty; ask for fewer with --bins"
+                    )
+        if study == "map":
+            n = sum(min(options.n_mapped, len(some)) for some in (data.images, data.texts))
+            if n < LEAST_ITEMS:
+                return (
+                    f"{n} items are too few for a map, which takes {LEAST_ITEMS} or more; --items is {options.n_mapped}"
+                )
+        return None
+
+    def sides(self) -> dict[str, tuple[GaussianEmbedding, GaussianEmbedding, Relevance, Matching]]:
+        """(queries, gallery, truth, matching) of images and texts as queries."""
+        m = self.retrieval_model
+        return {
+            "image": (self.images, self.texts, self.relevance, self._matching(m, True)),
+            "text": (self.texts, self.images, self.relevance.transpose(), self._matching(m, False)),
+        }
+
+    def estimator(self) -> Estimator:
+        """The chosen one, if these embeddings have it."""
+        chosen = ESTIMATORS[self.options.uncertainty]
+        if self.points and (chosen.needs_variance or not chosen.needs_gallery):
+            others = [e.name for e in ESTIMATORS.values() if e.needs_gallery and not e.needs_variance]
+            raise UserError(
+                f"this model's embeddings are points, without variances: {chosen.name} says nothing of them;"
+                f" take an --uncertainty that looks at the gallery: {', '.join(others)}"
+            )
+        return chosen
+
+    @property
+    def data(self) -> PairData:
+        """Ids, pictures and texts."""
+        return self.prepared.data
+
+    @property
+    def images(self) -> GaussianEmbedding:
+        """(n, d)."""
+        return self._embedded[0]
+
+    @property
+    def texts(self) -> GaussianEmbedding:
+        """(m, d)."""
+        return self._embedded[1]
+
+    @cached_property
+    def _embedded(self) -> tuple[GaussianEmbedding, GaussianEmbedding]:
+        return embed_split(self.retrieval_model.model, self.prepared)
+
+    @cached_property
+    def breadth(self) -> np.ndarray:
+        """(m,) number of images that each text is true of."""
+        return np.bincount(self.relevance.indices, minlength=self.relevance.n_gallery)
+
+    @property
+    def points(self) -> bool:
+        """Whether some embeddings have no variance."""
+        return any(bool(torch.isneginf(e.log_var).any()) for e in (self.images, self.texts))
+
+    @staticmethod
+    def _matching(retrieval_model: RetrievalModel, queries_first: bool) -> Matching:
+        return Matching(
+            retrieval_model.distance,
+            retrieval_model.logit_scale,
+            retrieval_model.logit_bias,
+            queries_first=queries_first,
+        )
+
+
+def known_studies(names: Sequence[str]) -> tuple[str, ...]:
+    """The names, each once.
+
+    Raises:
+        ValueError: there is no such study.
+    """
+    if unknown := [name for name in names if name not in STUDIES]:
+        raise ValueError(f"unknown study {unknown[0]!r}; known: {', '.join(STUDIES)}")
+    return tuple(dict.fromkeys(names))
+
+
+def analyse_model(
+    retrieval_model: RetrievalModel,
+    data: DataConfig,
+    split: str,
+    *,
+    studies: Sequence[str] | None = None,
+    options: AnalysisOptions | None = None,
+    name: str = "",
+    earlier: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Analyses:
+    """Do studies of any model on a split of any data.
+
+    Args:
+        matcher: the model.
+        data: where the split comes from.
+        split: its name.
+        studies: some of STUDIES; None for all that this model and data allow, with a note of the others.
+        options: sizes and choices.
+        name: of the model, for titles.
+        earlier: by name, studies that were written before; those of the same model and data are not done again, whatever their
+            options were.
+
+    Returns:
+        What they found, without earlier ones.
+
+    Raises:
+        UserError: the data has no such split, or a study that was asked for needs what this model or data has not.
+        ValueError: there is no such study.
+    """
+    options = options or AnalysisOptions()
+    chosen = tuple(STUDIES) if studies is None else known_studies(studies)
+    prepared = load_split(retrieval_model.model, data, split)
+    about = {
+        "format": FORMAT,
+        "model": name,
+        "weights": weights_digest(retrieval_model.model),
+        "split": split,
+        "distance": retrieval_model.distance,
+        "n_images": len(prepared.data.images),
+        "n_texts": len(prepared.data.texts),
+        "level": LEVEL,
+        "options": asdict(options),
+    }
+    kept = [study for study in chosen if same_model_and_data((earlier or {}).get(study), about)]
+    if kept:
+        say(f"{', '.join(kept)}: done before with this model and split, and kept")
+    chosen = tuple(study for study in chosen if study not in kept)
+    scene = _Split(retrieval_model, prepared, prepared.data.relevance(), options)
+    reasons = {study: reason for study in chosen if (reason := scene.impossible(study))}
+    if reasons and studies is not None:
+        raise UserError("; ".join(reasons.values()))
+    found: dict[str, dict[str, Any]] = {}
+    pictures: dict[str, bytes] = {}
+    for study in chosen:
+        try:
+            if study in reasons:
+                raise UserError(reasons[study])
+            found[study], own = STUDIES[study](scene)
+            pictures |= own
+        except UserError as error:
+            if studies is not None:
+                raise
+            scene.notes.append(f"{study} is left out: {error}")
+    if not found and not kept:
+        raise UserError("; ".join(scene.notes))
+    for note in scene.notes:
+        say(note)
+    return Analyses(about, found, pictures, tuple(scene.notes))
+
+
+def same_model_and_data(study: Mapping[str, Any] | None, about: Mapping[str, Any]) -> bool:
+    """Whether a study was done with the weights, the distance and as many items of the split as this one; its options may differ."""
+    same = ("format", "weights", "split", "distance", "n_images", "n_texts")
+    return study is not None and all(study.get(key) == about[key] for key in same)
+
+
+def _corruption(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
+    options, model, result = scene.options, scene.retrieval_model.model, {}
+    estimator = scene.estimator()
+    for side, (queries, gallery, ground_truth, matching) in scene.sides().items():
+        corrupt = corrupted_images if side == "image" else corrupted_texts
+        if side == "image" and uses_regions(model):
+            scene.notes.append("corrupted pictures are left out: the images are region features")
+            continue
+        corrupted = corrupt(model, scene.data, ground_truth.counts > 0, options.n_corrupted, options.seed)
+        curves = corruption_curves(
+            queries, gallery, ground_truth, matching, corrupted,
+            estimator=estimator, groups=resampled_together(scene.relevance, scene.data.groups, side == "text"),
+            n_resamples=options.n_resamples, level=LEVEL, seed=options.seed,
+        )  # fmt: skip
+        result[side] = {name: curve.to_json() for name, curve in curves.items()}
+    return {"uncertainty": estimator.name, "sides": result}, {}
+
+
+def _sets(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
+    if scene.points:
+        raise UserError("this model's embeddings are points: set algebra needs variances")
+    options, data = scene.options, scene.data
+    rows = choose_pairs(data.groups, options.n_pairs, options.seed)
+    names = (*MADE, "other")
+    parts: dict[str, list[GaussianEmbedding]] = {name: [] for name in names}
+    with progress_bar("mixing and erasing pictures", len(rows)) as advance:
+        for start in range(0, len(rows), _TOGETHER):
+            few = rows[start : start + _TOGETHER]
+            made = [
+                read_pictures(data.images, row, options.seed)
+                | {"other": square_picture(data.images[row[2]].read_bytes())}
+                for row in few.tolist()
+            ]
+            embedded = scene.retrieval_model.model.embed_images([one[name] for name in names for one in made])
+            for k, name in enumerate(names):
+                parts[name].append(embedded[k * len(few) : (k + 1) * len(few)])
+            advance(len(few))
+    whole = {name: GaussianEmbedding.cat(es) for name, es in parts.items()}
+    sets = PictureSets(rows[:, :2], {name: whole[name] for name in MADE}, whole["other"])
+    figures = measure_sets(sets, n_resamples=options.n_resamples, level=LEVEL, seed=options.seed)
+    shown, pictures = [], {}
+    for k, row in enumerate(rows[:SHOWN_PAIRS].tolist()):
+        drawn = draw_pair(sets, k)
+        for name, content in read_pictures(data.images, row, options.seed).items():
+            small = thumbnail(MemoryImage(name, content))
+            if small is not None:
+                pictures[f"sets-{k}-{name}.webp"] = small
+        for item in drawn["items"]:
+            item["picture"] = f"sets-{k}-{item['name']}.webp"
+        shown.append(
+            drawn | {"ids": [data.image_ids[i] for i in row[:2]], "captions": [_caption(scene, i) for i in row[:2]]}
+        )
+    return {
+        "erased_share": ERASED,
+        **figures.to_json(),
+        "definitions": {"mixes": FIGURES, "erased": ERASED_FIGURES},
+        "shown": shown,
+    }, pictures
+
+
+def _words(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
+    options, data = scene.options, scene.data
+    estimator, result = scene.estimator(), {}
+    for side, (queries, gallery, ground_truth, matching) in scene.sides().items():
+        usable = np.flatnonzero(ground_truth.counts > 0) if side == "image" else np.arange(queries.n)
+        uncertainty = estimator(queries, gallery, matching)[usable]
+        if side == "text":
+            captions: list[list[str]] = [[text] for text in data.texts]
+        else:
+            own = np.split(ground_truth.indices, ground_truth.indptr[1:-1])
+            captions = [[data.texts[t] for t in own[i]] for i in usable]
+        bins = words_by_uncertainty(
+            uncertainty, captions, n_bins=options.n_bins, top=options.top_words, corpus=options.corpus
+        )
+        result[side] = [one.to_json() for one in bins]
+    return {"uncertainty": estimator.name, "corpus": options.corpus, "sides": result}, {}
+
+
+def _map(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
+    options, data = scene.options, scene.data
+    if options.method == "tsne":
+        say("placing images and texts by t-SNE: seconds for hundreds, a minute for thousands")
+    drawn = map_items(
+        scene.images, scene.texts, scene.relevance, n=options.n_mapped, method=options.method, seed=options.seed
+    ).to_json()
+    for item in drawn["items"]:
+        i = item["index"]
+        item["id"] = (data.image_ids if item["side"] == "image" else data.text_ids)[i]
+        item["label"] = (
+            _caption(scene, i)
+            if item["side"] == "image"
+            else textwrap.shorten(data.texts[i], _WORDS_OF_AN_ITEM, placeholder="…")
+        )
+    return drawn, {}
+
+
+def _caption(scene: _Split, image: int) -> str:
+    """The narrowest true caption of an image, that of the fewest images, and the first of such; or its id."""
+    own = scene.relevance.indices[slice(*scene.relevance.indptr[image : image + 2])]
+    if not len(own):
+        return scene.data.image_ids[image]
+    return textwrap.shorten(scene.data.texts[own[scene.breadth[own].argmin()]], _WORDS_OF_AN_ITEM, placeholder="…")
+
+
+STUDIES: Mapping[str, Callable[[_Split], tuple[dict[str, Any], dict[str, bytes]]]] = {
+    "corruption": _corruption,
+    "sets": _sets,
+    "words": _words,
+    "map": _map,
+}
+"""The studies by name."""

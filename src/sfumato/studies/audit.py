@@ -1,0 +1,274 @@
+"""Auditing a split with a model, or with models that were each trained on the other parts of it: embeds, scores, joins.
+
+The scores are those of scoring.py; here is what was listed, and which model was trained on what.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sfumato.data.folds import images_of_part
+from sfumato.data.noise import apply_noise, load_noise, shuffle_pairs
+from sfumato.data.pairs import PairData
+from sfumato.data.problems import Problems
+from sfumato.errors import UserError
+from sfumato.models.embed import RetrievalModel
+from sfumato.models.recipe import DataConfig
+from sfumato.models.run import Run, load_run
+from sfumato.models.splits import PreparedSplit, embed_split, load_split, load_splits, prepare_split
+from sfumato.progress import progress_bar, say
+from sfumato.studies.audit_scores import ListedScores, MissingScores, audit_pairs, wrong_probability, wrong_share
+from sfumato.training.loop import fit
+
+REPEATED = 3
+"""Times that an image or a text is shown in a list at most; the tables have all."""
+
+Scored = ListedScores | MissingScores
+
+
+@dataclass(frozen=True, eq=False)
+class Audit:
+    """What an audit found; both lists are ordered, the most suspicious pair first.
+
+    Attributes:
+        data: what is listed.
+        listed: all listed pairs.
+        wrong_probability: (p,) calibrated, if pairs are wrong as often as wrong_share says; None without a calibration.
+        wrong_share: estimated share of wrong pairs; None without a calibration.
+        missing: candidates for missing matches.
+        match_probability: (c,) calibrated, for a random pair at that distance in a gallery of this size; None without a calibration.
+        about: "split", "model", "distance", "cross_fit" and "notes".
+    """
+
+    data: PairData
+    listed: ListedScores
+    wrong_probability: np.ndarray | None
+    wrong_share: float | None
+    missing: MissingScores
+    match_probability: np.ndarray | None
+    about: Mapping[str, Any]
+
+    def pair_rows(self, chosen: Sequence[int] | None = None) -> list[dict[str, Any]]:
+        """Listed pairs, all if none are chosen, with ids, wordings and the closest unlisted items of both; ranks from 1."""
+        s, data = self.listed, self.data
+        rows = []
+        for k in range(len(s)) if chosen is None else chosen:
+            text, image = int(s.better_text[k]), int(s.better_image[k])
+            rows.append(
+                self._row(s, k, excess=_number(s.excess[k]), wrong_probability=_at(self.wrong_probability, k))
+                | {
+                    "better_text_id": data.text_ids[text] if text >= 0 else None,
+                    "better_text": data.texts[text] if text >= 0 else None,
+                    "better_text_distance": _number(s.better_text_distance[k]),
+                    "better_image": data.image_ids[image] if image >= 0 else None,
+                    "better_image_distance": _number(s.better_image_distance[k]),
+                }
+            )
+        return rows
+
+    def missing_rows(self, chosen: Sequence[int] | None = None) -> list[dict[str, Any]]:
+        """Candidates for missing matches, likewise; ranks are None beyond the closest few."""
+        every = range(len(self.missing)) if chosen is None else chosen
+        return [self._row(self.missing, k, match_probability=_at(self.match_probability, k)) for k in every]
+
+    def to_json(self, top: int) -> dict[str, Any]:
+        """Plain values: sizes, estimates and the first of both lists, each image and each text REPEATED times in a list at most."""
+        return {
+            **self.about,
+            "n_images": len(self.data.image_ids),
+            "n_texts": len(self.data.text_ids),
+            "n_pairs": len(self.listed),
+            "wrong_share": self.wrong_share,
+            "suspects": None if self.wrong_probability is None else int((self.wrong_probability >= 0.5).sum()),
+            "candidates": len(self.missing),
+            "pairs": self.pair_rows(varied(self.listed, top)),
+            "missing": self.missing_rows(varied(self.missing, top)),
+        }
+
+    def _row(self, s: Scored, k: int, **scores: Any) -> dict[str, Any]:
+        data, image, text = self.data, int(s.image[k]), int(s.text[k])
+        ranks = {"text_rank": int(s.text_rank[k]) + 1 or None, "image_rank": int(s.image_rank[k]) + 1 or None}
+        names = {"image": data.image_ids[image], "text_id": data.text_ids[text], "text": data.texts[text]}
+        return names | scores | {"distance": _number(s.distance[k])} | ranks
+
+
+def varied(scores: Scored, most: int) -> list[int]:
+    """Positions of the first pairs in which no image and no text occurs more than REPEATED times."""
+    images, texts, chosen = Counter[int](), Counter[int](), list[int]()
+    for k, (image, text) in enumerate(zip(scores.image.tolist(), scores.text.tolist(), strict=True)):
+        if len(chosen) >= most:
+            break
+        if images[image] < REPEATED and texts[text] < REPEATED:
+            chosen.append(k)
+            images[image] += 1
+            texts[text] += 1
+    return chosen
+
+
+def audit_model(
+    retrieval_model: RetrievalModel, config: DataConfig, split: str, *, name: str, seen: bool = False
+) -> Audit:
+    """Audit a split of some data with a model.
+
+    Args:
+        matcher: the model.
+        config: where the split comes from; with noise, as it is trained on.
+        split: its name.
+        name: of the model.
+        seen: the model was trained on this split, which is said in the notes.
+
+    Raises:
+        UserError: the data has no such split.
+    """
+    prepared = prepare_listed(retrieval_model, config, split)
+    scored = _score(retrieval_model, prepared, np.arange(len(prepared.data.image_ids)))
+    notes = [] if not seen else [
+        "The model was trained on these very pairs and may have memorised wrong ones; --cross-fit 2 asks models that saw other pairs."
+    ]  # fmt: skip
+    return _joined(
+        retrieval_model, prepared.data, [scored], {"split": split, "model": name, "cross_fit": 0, "notes": notes}
+    )
+
+
+def cross_fit(run: Run, config: DataConfig, n_parts: int, folder: Path) -> Audit:
+    """Audit a training split in parts, each with a model of the run's recipe that is trained on the other parts.
+
+    Args:
+        run: whose recipe is trained; its weights are not used.
+        config: the data.
+        n_parts: number of parts and of trainings; finished ones in the folder are not repeated.
+        folder: gets the runs part-0, part-1 ...
+
+    Returns:
+        The parts' lists, joined; pairs across parts are no candidates for missing matches. Scores are in units of each model's
+        logit, so that they can be compared.
+    """
+    if n_parts < 2:
+        raise UserError(f"--cross-fit takes a number of parts, at least 2, got {n_parts}")
+    scored, retrieval_model, data = [], None, None
+    for part in range(n_parts):
+        own = config.model_copy(update={"leave_out": f"{part}/{n_parts}"})
+        say(f"part {part + 1} of {n_parts}: training on the others")
+        fit(run.recipe.model_copy(update={"data": own}), folder / f"part-{part}")
+        retrieval_model = load_run(folder / f"part-{part}", device=next(run.model.parameters()).device)
+        prepared = prepare_listed(retrieval_model, config, "train")
+        data = prepared.data
+        scored.append(_score(retrieval_model, prepared, images_of_part(data, part, n_parts)))
+    assert retrieval_model is not None and data is not None
+    about = {"split": "train", "model": run.recipe.name or run.folder.name, "cross_fit": n_parts, "notes": []}
+    return _joined(retrieval_model, data, scored, about)
+
+
+def prepare_listed(retrieval_model: RetrievalModel, config: DataConfig, split: str) -> PreparedSplit:
+    """A split as a training sees it: `train` noisy if the data say so.
+
+    Raises:
+        UserError: the data has no such split.
+    """
+    if split != "train" or not (config.noise_rate or config.noise_file):
+        return load_split(retrieval_model.model, config, split)
+    problems = Problems()
+    splits = load_splits(config, problems)
+    if "train" not in splits:
+        raise UserError(f"the data ({config.source}) has no split 'train'; it has {', '.join(splits)}")
+    data = splits["train"]
+    if config.noise_file:
+        image_of_pair = load_noise(config.noise_file, data)
+    else:
+        _, image_of_pair = shuffle_pairs(data, config.noise_rate, config.noise_seed)
+    return prepare_split(retrieval_model.model, apply_noise(data, image_of_pair), problems, split)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Scores of a part in positions of the whole split; excess in units of the model's logit."""
+
+    listed: ListedScores
+    log_odds: np.ndarray | None
+    missing: MissingScores
+    match_probability: np.ndarray | None
+
+
+def _score(retrieval_model: RetrievalModel, prepared: PreparedSplit, chosen: np.ndarray) -> _Part:
+    data = prepared.data
+    images, texts = embed_split(retrieval_model.model, prepared)
+    kept = np.unique(data.pairs[np.isin(data.pairs[:, 0], chosen), 1])
+    if not len(kept):
+        raise UserError("the data lists no pair; there is nothing to audit")
+    images, texts = images[torch.from_numpy(chosen)], texts[torch.from_numpy(kept)]
+    relevance = data.relevance().select_queries(chosen).select_gallery(kept)
+    with progress_bar("comparing", len(chosen) + len(kept)) as advance:
+        listed, missing = audit_pairs(
+            images,
+            texts,
+            relevance,
+            distance=retrieval_model.distance,
+            wording=[data.texts[t] for t in kept],
+            progress=advance,
+        )
+    fitted, log_odds, probability = retrieval_model.calibration, None, None
+    if fitted is not None and fitted.share is not None:
+        log_odds = fitted.logit(torch.from_numpy(listed.distance), share=0.5).numpy()
+        size = None if fitted.t2i is None else len(chosen)
+        probability = fitted.probability(torch.from_numpy(missing.distance), n_gallery=size).numpy()
+    whole = {"image": chosen[listed.image], "text": kept[listed.text]}
+    whole["better_text"] = np.where(listed.better_text >= 0, kept[listed.better_text], -1)
+    whole["better_image"] = np.where(listed.better_image >= 0, chosen[listed.better_image], -1)
+    listed = dataclasses.replace(listed, excess=retrieval_model.logit_scale * listed.excess, **whole)
+    missing = dataclasses.replace(missing, image=chosen[missing.image], text=kept[missing.text])
+    return _Part(listed, log_odds, missing, probability)
+
+
+def _joined(retrieval_model: RetrievalModel, data: PairData, parts: Sequence[_Part], about: Mapping[str, Any]) -> Audit:
+    """Both lists in their order, with probabilities where all parts have them."""
+    listed, missing = _join([p.listed for p in parts]), _join([p.missing for p in parts])
+    log_odds = _if_all([p.log_odds for p in parts])
+    probability = _if_all([p.match_probability for p in parts])
+    share = None if log_odds is None else wrong_share(log_odds)
+    wrong = None if log_odds is None or share is None else wrong_probability(log_odds, share)
+    first = np.argsort(-listed.excess, kind="stable")
+    close = np.argsort(missing.distance if probability is None else -probability, kind="stable")
+    notes = list(about["notes"])
+    if log_odds is None:
+        notes.append(
+            "The model is not calibrated on held-out pairs: there are ranks and distances, and no probabilities."
+        )
+    return Audit(
+        data,
+        _take(listed, first),
+        None if wrong is None else wrong[first],
+        share,
+        _take(missing, close),
+        None if probability is None else probability[close],
+        {**about, "distance": retrieval_model.distance, "notes": notes},
+    )
+
+
+def _join(parts: Sequence[Any]) -> Any:
+    names = [f.name for f in dataclasses.fields(parts[0])]
+    return type(parts[0])(*(np.concatenate([getattr(p, name) for p in parts]) for name in names))
+
+
+def _take(scores: Any, index: np.ndarray) -> Any:
+    return type(scores)(*(getattr(scores, f.name)[index] for f in dataclasses.fields(scores)))
+
+
+def _if_all(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    there = [part for part in parts if part is not None]
+    return np.concatenate(there) if len(there) == len(parts) else None
+
+
+def _at(values: np.ndarray | None, k: int) -> float | None:
+    return None if values is None else _number(values[k])
+
+
+def _number(value: float) -> float | None:
+    """As JSON and tables have it: six digits, none for infinities."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

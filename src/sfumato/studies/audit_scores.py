@@ -1,0 +1,272 @@
+"""Which listed pairs are probably wrong, and which unlisted ones probably match: scores of embeddings, without reading or writing.
+
+Distances come from a model that should not have been trained on the very pairs: one that has memorised a wrong pair finds it right.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.retrieval import relevant_ranks
+from sfumato.search.exact import distance_blocks
+
+NEIGHBOURS = 10
+"""Closest unlisted items that a pair is compared with."""
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, eq=False)
+class ListedScores:
+    """The p listed pairs, by image and then by text.
+
+    Attributes:
+        image, text: (p,) positions.
+        distance: (p,) between the two.
+        excess: (p,) the score: how much farther apart they are than each of them is from its NEIGHBOURS closest unlisted items, the
+            mean of both directions. High is suspicious; at 0 an unlisted item would do as well. Under csd a variance counts
+            half as much as in the distance: a vague text is far from everything, and less of a suspect for it.
+        text_rank, image_rank: (p,) from 0, how many unlisted texts are closer to the image, and unlisted images to the text; of equal
+            ones the earlier is closer.
+        better_text, better_image: (p,) the closest unlisted text of the image and image of the text; -1 if everything is listed.
+        better_text_distance, better_image_distance: (p,) theirs, infinite where there is none.
+    """
+
+    image: np.ndarray
+    text: np.ndarray
+    distance: np.ndarray
+    excess: np.ndarray
+    text_rank: np.ndarray
+    image_rank: np.ndarray
+    better_text: np.ndarray
+    better_image: np.ndarray
+    better_text_distance: np.ndarray
+    better_image_distance: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.image)
+
+
+@dataclass(frozen=True, eq=False)
+class MissingScores:
+    """Unlisted pairs that may match, the closest first.
+
+    Attributes:
+        image, text: (c,) positions.
+        distance: (c,) the score: close is suspicious.
+        text_rank, image_rank: (c,) from 0 among the unlisted texts of the image and the unlisted images of the text; -1 beyond
+            NEIGHBOURS.
+    """
+
+    image: np.ndarray
+    text: np.ndarray
+    distance: np.ndarray
+    text_rank: np.ndarray
+    image_rank: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.image)
+
+
+@dataclass(frozen=True, eq=False)
+class _Side:
+    """One direction: (p,) distances and ranks of the listed pairs, and the (n, k) closest unlisted items of each query."""
+
+    distance: np.ndarray
+    rank: np.ndarray
+    near: np.ndarray
+    near_distance: np.ndarray
+
+    def reference(self, query: np.ndarray) -> np.ndarray:
+        """(p,) mean distance of the pairs' queries to their closest unlisted items; the pair's own where there are none."""
+        there = np.isfinite(self.near_distance)
+        mean = np.where(there, self.near_distance, 0).sum(1) / np.maximum(there.sum(1), 1)
+        return np.where(there.any(1)[query], mean[query], self.distance)
+
+
+@torch.no_grad()
+def audit_pairs(
+    images: GaussianEmbedding,
+    texts: GaussianEmbedding,
+    relevance: Relevance,
+    *,
+    distance: str = "csd",
+    wording: Sequence[str] | None = None,
+    memory_mb: float = 64.0,
+    progress: Progress | None = None,
+) -> tuple[ListedScores, MissingScores]:
+    """Score all listed pairs, and the unlisted pairs that are closest.
+
+    Args:
+        images: (n, d) embeddings.
+        texts: (m, d) embeddings.
+        relevance: the listed pairs, image -> texts.
+        distance: name in DISTANCES.
+        wording: (m,) the texts; an unlisted text that says what a listed one of the image says is no missing match, and of two that
+            say the same the closer is kept. Case and spaces do not count.
+        memory_mb: size of a block of distances; working memory is a few times that. n * m are never held.
+        progress: called with the number of images and texts just compared, n + m in all.
+
+    Returns:
+        (the listed pairs, candidates for missing ones: at most NEIGHBOURS of each image and each text).
+
+    Raises:
+        ValueError: sizes do not fit, nothing is listed, or a distance is NaN.
+
+    Example:
+        >>> images = GaussianEmbedding.point(torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 3.0]]))
+        >>> texts = GaussianEmbedding.point(torch.tensor([[0.0, 0.1], [0.0, 2.9], [1.0, 0.1]]))
+        >>> listed = Relevance.from_lists([[0], [1], [2]], n_gallery=3)  # The last two are exchanged.
+        >>> audit_pairs(images, texts, listed)[0].excess > 0
+        array([False,  True,  True])
+    """
+    if (images.n, texts.n) != (relevance.n_queries, relevance.n_gallery):
+        raise ValueError(
+            f"audit_pairs: {images.n} images and {texts.n} texts, but a list of {relevance.n_queries} by {relevance.n_gallery}"
+        )
+    if wording is not None and len(wording) != texts.n:
+        raise ValueError(f"audit_pairs: got {len(wording)} wordings for {texts.n} texts; give one for each")
+    if not len(relevance.indices):
+        raise ValueError("audit_pairs: no pair is listed; there is nothing to audit")
+    image, text = relevance.query_of_item, relevance.indices
+    by_text = np.lexsort((image, text))
+    of_images = _side(images, texts, relevance, distance, True, memory_mb, progress)
+    found = _side(texts, images, relevance.transpose(), distance, False, memory_mb, progress)
+    back = np.empty_like(by_text)
+    back[by_text] = np.arange(len(by_text))
+    of_texts = _Side(found.distance[back], found.rank[back], found.near, found.near_distance)
+    reference = (of_images.reference(image) + of_texts.reference(text)) / 2
+    listed = ListedScores(
+        image,
+        text,
+        of_images.distance,
+        of_images.distance - reference,
+        of_images.rank,
+        of_texts.rank,
+        of_images.near[image, 0],
+        of_texts.near[text, 0],
+        of_images.near_distance[image, 0],
+        of_texts.near_distance[text, 0],
+    )
+    return listed, _missing(of_images, of_texts, relevance, wording)
+
+
+def wrong_share(log_odds: np.ndarray, *, n_steps: int = 1000) -> float:
+    """Estimated share of wrong pairs among listed ones: the prior that their likelihood ratios speak for most.
+
+    Maximum likelihood of a mixture of right pairs, as near as the calibration's matches, and wrong ones, as far as its random pairs,
+    by expectation maximisation. Wrong pairs that resemble right ones are counted as right.
+
+    Args:
+        log_odds: (p,) log(p(distance | match) / p(distance | no match)): the calibrated logit at equal shares.
+        n_steps: at most.
+
+    Returns:
+        A share in [0, 1].
+
+    Paper: Saerens, Latinne and Decaestecker, "Adjusting the outputs of a classifier to new a priori probabilities", 2002.
+    """
+    share = 0.5
+    for _ in range(n_steps):
+        before, share = share, float(wrong_probability(log_odds, share).mean())
+        if abs(share - before) < 1e-9:
+            break
+    return share
+
+
+def wrong_probability(log_odds: np.ndarray, share: float) -> np.ndarray:
+    """(p,) probabilities that listed pairs are wrong, if this share of them is.
+
+    Args:
+        log_odds: see :func:`wrong_share`.
+        share: of wrong pairs, in [0, 1].
+    """
+    if not 0 <= share <= 1:
+        raise ValueError(f"wrong_probability: share must lie in [0, 1], got {share}")
+    with np.errstate(divide="ignore"):
+        prior = np.log(1 - share) - np.log(share)
+    return np.asarray(torch.sigmoid(-torch.from_numpy(np.asarray(log_odds, np.float64) + prior)))
+
+
+def _side(
+    queries: GaussianEmbedding,
+    gallery: GaussianEmbedding,
+    ground_truth: Relevance,
+    distance: str,
+    queries_first: bool,
+    memory_mb: float,
+    progress: Progress | None,
+) -> _Side:
+    k = min(NEIGHBOURS, gallery.n)
+    parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+    for start, block in distance_blocks(queries, gallery, distance, queries_first=queries_first, memory_mb=memory_mb):
+        rows = np.arange(start, start + len(block))
+        own = ground_truth.select_queries(rows)
+        at = tuple(torch.from_numpy(i).to(block.device) for i in (own.query_of_item, own.indices))
+        listed = block[at]
+        rank = _among_unlisted(relevant_ranks(block, own), own)
+        block = block.clone()
+        block[at] = torch.inf
+        near_distance, near = _closest(block, k)
+        parts.append((listed.double().cpu().numpy(), rank, near, near_distance))
+        if progress:
+            progress(len(block))
+    return _Side(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+
+
+def _among_unlisted(rank: np.ndarray, ground_truth: Relevance) -> np.ndarray:
+    """Ranks among all items -> ranks among those that are not listed."""
+    order = np.lexsort((rank, ground_truth.query_of_item))
+    own = np.empty_like(rank)
+    own[order] = np.arange(len(rank)) - np.repeat(ground_truth.indptr[:-1], ground_truth.counts)
+    unlisted: np.ndarray = rank - own
+    return unlisted
+
+
+def _closest(block: Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """(b, k) ascending finite distances and their positions, by distance and then by position; the rest infinite and -1."""
+    found = block.topk(k, dim=1, largest=False)
+    value, place = found.values.double().cpu().numpy(), found.indices.cpu().numpy()
+    order = np.lexsort((place, value), axis=1)
+    value, place = np.take_along_axis(value, order, axis=1), np.take_along_axis(place, order, axis=1)
+    return value, np.where(np.isfinite(value), place, -1)
+
+
+def _missing(of_images: _Side, of_texts: _Side, listed: Relevance, wording: Sequence[str] | None) -> MissingScores:
+    """The union of both directions' closest unlisted pairs."""
+    m = len(of_texts.near)
+    found = []
+    for side in (of_images, of_texts):
+        query, rank = np.nonzero(side.near >= 0)
+        found.append((query, side.near[query, rank], side.near_distance[query, rank], rank))
+    (i, t, d, rank_of_text), (t2, i2, d2, rank_of_image) = found
+    key, at = np.unique(np.concatenate([i * m + t, i2 * m + t2]), return_inverse=True)
+    distance = np.empty(len(key))
+    distance[at] = np.concatenate([d, d2])
+    ranks = np.full((2, len(key)), -1)
+    ranks[0, at[: len(i)]], ranks[1, at[len(i) :]] = rank_of_text, rank_of_image
+    order = np.argsort(distance, kind="stable")
+    if wording is not None:
+        says = np.unique([" ".join(words.lower().split()) for words in wording], return_inverse=True)[1]
+        image, said = key // m, says[key % m]
+        new = np.zeros(len(key), bool)
+        new[order[np.unique((image * m + said)[order], return_index=True)[1]]] = True
+        new &= ~np.isin(image * m + said, listed.query_of_item * m + says[listed.indices])
+        order = order[new[order]]
+    key = key[order]
+    return MissingScores(key // m, key % m, distance[order], ranks[0, order], ranks[1, order])
+
+
+__all__ = [
+    "NEIGHBOURS",
+    "ListedScores",
+    "MissingScores",
+    "audit_pairs",
+    "wrong_probability",
+    "wrong_share",
+]

@@ -1,0 +1,259 @@
+"""A map of images and texts in one plane, in which a Gaussian is an area: exact shadows by PCA, or discs by t-SNE.
+
+It knows embeddings and which of them match; how a map is drawn is elsewhere.
+"""
+
+import hashlib
+import math
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sfumato.errors import UserError
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.relevance import Relevance
+
+Method = Literal["pca", "tsne"]
+
+FAMILIES = 5
+"""Images that a map shows together with their texts, in a colour of their own."""
+
+LEAST_ITEMS = 3
+"""Fewer images and texts together have no plane."""
+
+_DISC = 0.02
+"""Radius of a t-SNE disc of mean total variance, as a share of the map's wider side."""
+
+
+@dataclass(frozen=True)
+class MapItem:
+    """An image or a text on the map.
+
+    Attributes:
+        side: "image" or "text".
+        index: its position among the images, or the texts.
+        x, y: its mean.
+        a, b, angle: half axes a >= b and the angle of the first in radians. Of PCA one standard deviation of its shadow, in the units
+            of the map; of t-SNE a disc, a = b, with an area in proportion to the total variance.
+        total_variance: its total variance.
+        family: from 0, for the images of FAMILIES and the texts that match them alone; None for all others.
+    """
+
+    side: str
+    index: int
+    x: float
+    y: float
+    a: float
+    b: float
+    angle: float
+    total_variance: float
+    family: int | None
+
+
+@dataclass(frozen=True)
+class GaussianMap:
+    """A map of some images and texts.
+
+    Attributes:
+        method: "pca" or "tsne".
+        explained: of PCA, shares of the variance of the shown means along the two axes.
+        items: images, then texts, each in the order of their positions.
+    """
+
+    method: str
+    explained: tuple[float, float] | None
+    items: tuple[MapItem, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and dictionaries."""
+        return asdict(self) | {"items": [asdict(item) for item in self.items]}
+
+
+def map_items(
+    images: GaussianEmbedding,
+    texts: GaussianEmbedding,
+    relevance: Relevance,
+    *,
+    n: int = 200,
+    method: str = "pca",
+    seed: int = 0,
+) -> GaussianMap:
+    """Place images and texts of a split in one plane.
+
+    Args:
+        images: (n_images, d) embeddings.
+        texts: (n_texts, d) embeddings.
+        relevance: image -> its true texts.
+        n: most images, and most texts; beyond it a random choice: images, and texts that match one of them as far as there
+            are, those of the first FAMILIES images drawn before others.
+        method: "pca" fits the plane to the shown means and projects each Gaussian exactly; "tsne" (scikit-learn) keeps
+            neighbours near each other: distances across it, axes and orientation mean nothing, so a variance is only a disc's area.
+        seed: of the choice and of t-SNE.
+
+    Returns:
+        The map.
+
+    Raises:
+        UserError: t-SNE without scikit-learn.
+        ValueError: fewer than 3 items in all, another d on either side, or an option is out of range.
+    """
+    if method not in get_args(Method):
+        raise ValueError(f"map_items: method must be one of {', '.join(get_args(Method))}, got {method!r}")
+    if n < 1:
+        raise ValueError(f"map_items: n must be at least 1, got {n}")
+    if images.d != texts.d:
+        raise ValueError(f"map_items: images have {images.d} dimensions, texts {texts.d}; embed both with one model")
+    random = np.random.default_rng([seed, 3])
+    drawn = random.permutation(images.n)[:n]
+    shown_images = np.sort(drawn)
+    families = np.unique(relevance.select_queries(drawn[:FAMILIES]).indices)
+    matched = np.setdiff1d(relevance.select_queries(shown_images).indices, families)
+    rest = np.setdiff1d(np.arange(texts.n), np.union1d(families, matched))
+    shown_texts = np.sort(np.concatenate([random.permutation(some) for some in (families, matched, rest)])[:n])
+    chosen = GaussianEmbedding.cat(
+        [_on_host(images, shown_images), _on_host(texts, shown_texts)]
+    )  # (k, d), images first
+    if chosen.n < LEAST_ITEMS:
+        raise ValueError(f"map_items: {chosen.n} items are too few for a map; it takes {LEAST_ITEMS} or more")
+    if method == "pca":
+        plane = fit_map(chosen)
+        explained, ellipses = plane.explained, plane.ellipses(chosen)
+    else:
+        explained, ellipses = None, _discs(_tsne(chosen.mean, seed), chosen.total_variance)
+    family = _families(relevance, drawn, shown_texts)
+    sides = [("image", int(i)) for i in shown_images] + [("text", int(i)) for i in shown_texts]
+    variance = chosen.total_variance.tolist()
+    return GaussianMap(
+        method,
+        explained,
+        tuple(
+            MapItem(*key, *ellipse, total, family.get(key))
+            for key, ellipse, total in zip(sides, ellipses, variance, strict=True)
+        ),
+    )
+
+
+def _families(relevance: Relevance, images: np.ndarray, texts: np.ndarray) -> dict[tuple[str, int], int]:
+    """The first images, in this order, that have a shown text that is true of no other of them, and these texts."""
+    shown = set(texts.tolist())
+    part = relevance.select_queries(images)
+    uses = np.bincount(part.indices, minlength=relevance.n_gallery)
+    found: dict[tuple[str, int], int] = {}
+    number = 0
+    for row, image in enumerate(images.tolist()):
+        own = part.indices[part.indptr[row] : part.indptr[row + 1]].tolist()
+        own = [text for text in own if text in shown and uses[text] == 1]
+        if own and number < FAMILIES:
+            found |= {("image", image): number} | {("text", text): number for text in own}
+            number += 1
+    return found
+
+
+def _on_host(embeddings: GaussianEmbedding, index: np.ndarray) -> GaussianEmbedding:
+    return embeddings[torch.from_numpy(index).to(embeddings.device)].detach().to("cpu").to(torch.float64)
+
+
+def _tsne(mean: Tensor, seed: int) -> np.ndarray:
+    """(k, d) -> (k, 2) places."""
+    try:
+        from sklearn.manifold import TSNE
+    except ImportError as error:
+        raise UserError(
+            "t-SNE needs scikit-learn: pip install 'sfumato[analysis]', or take --method pca, which needs nothing"
+        ) from error
+    perplexity = min(30.0, (len(mean) - 1) / 3)
+    places: np.ndarray = TSNE(2, perplexity=perplexity, init="pca", random_state=seed).fit_transform(mean.numpy())
+    return places
+
+
+def _discs(places: np.ndarray, total_variance: Tensor) -> list[tuple[float, float, float, float, float]]:
+    """Circles around places with areas in proportion to total variances; (x, y, a, b, angle) each."""
+    average = float(total_variance.mean())
+    unit = _DISC * float(np.ptp(places, axis=0).max())
+    radii = [unit * math.sqrt(v / average) if average else 0.0 for v in total_variance.tolist()]
+    return [(float(x), float(y), r, r, 0.0) for (x, y), r in zip(places, radii, strict=True)]
+
+
+_ROUNDING = 1e-20
+"""Scatter of the means relative to their squared norms: float64 rounding of equal means is below, any float32 difference above."""
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """A plane in the space of the embeddings.
+
+    Attributes:
+        centre: (d,) float64, the mean of the means; it lies at (0, 0).
+        axes: (d, 2) float64 orthonormal columns; the largest entry of each is positive. With d = 1 the second one is 0.
+        explained: shares of the variance of the means along the two axes; 0 and 0 if the means are all equal.
+    """
+
+    centre: Tensor
+    axes: Tensor
+    explained: tuple[float, float]
+
+    @cached_property
+    def version(self) -> str:
+        """Of the plane: places on planes of equal version can be compared, others cannot."""
+        numbers = torch.cat([self.centre.unsqueeze(1), self.axes], 1).numpy().tobytes()
+        return hashlib.blake2b(numbers, digest_size=8).hexdigest()
+
+    def ellipses(self, embeddings: GaussianEmbedding) -> list[tuple[float, float, float, float, float]]:
+        r"""The shadows of diagonal Gaussians on the plane.
+
+            covariance = axes^T diag(var) axes,  a 2 x 2 matrix with eigenvalues a^2 >= b^2
+
+        Args:
+            embeddings: (n, d); same d as the plane.
+
+        Returns:
+            n times (x, y, a, b, angle): the centre, the half axes a >= b >= 0 of one standard deviation, and the angle of the first
+            one in radians, above -pi/2 and at most pi/2. A point (variance 0) has a = b = 0 and angle 0.
+
+        Raises:
+            ValueError: another d.
+        """
+        if embeddings.d != self.centre.shape[0]:
+            raise ValueError(
+                f"ellipses: embeddings have {embeddings.d} dimensions, the map has {self.centre.shape[0]}; fit it to the same model"
+            )
+        var = embeddings.log_var.detach().to("cpu", torch.float64).exp()
+        position = (embeddings.mean.detach().to("cpu", torch.float64) - self.centre) @ self.axes  # (n, 2)
+        u, v = self.axes.unbind(1)
+        xx, yy, xy = var @ u.square(), var @ v.square(), var @ (u * v)  # (n,) each: the covariance
+        middle, spread = (xx + yy) / 2, torch.hypot((xx - yy) / 2, xy)  # eigenvalues are middle +- spread
+        a, b = (middle + spread).sqrt(), (middle - spread).clamp(min=0).sqrt()
+        angle = torch.atan2(2 * xy, xx - yy) / 2
+        rows: list[list[float]] = torch.stack([*position.unbind(1), a, b, angle], 1).tolist()
+        return [(row[0], row[1], row[2], row[3], row[4]) for row in rows]
+
+
+def fit_map(embeddings: GaussianEmbedding) -> Projection:
+    """The plane of the first two principal components of the means.
+
+    Args:
+        embeddings: at least one. Two equal calls give equal planes: the sign of an axis is that which makes its largest entry positive.
+
+    Raises:
+        ValueError: there are no embeddings.
+    """
+    mean = embeddings.mean.detach().to("cpu", torch.float64)
+    n, d = mean.shape
+    if n == 0:
+        raise ValueError("fit_map: got no embeddings, expected at least one")
+    centre = mean.mean(0)
+    offset = mean - centre
+    shares, vectors = torch.linalg.eigh(offset.T @ offset)  # ascending
+    axes = torch.zeros(d, 2, dtype=torch.float64)
+    axes[:, : min(d, 2)] = vectors[:, -2:].flip(1)
+    largest = axes.gather(0, axes.abs().argmax(0, keepdim=True))
+    axes = torch.where(largest < 0, -axes, axes)
+    total = float(offset.square().sum())
+    if total <= _ROUNDING * float(mean.square().sum()):
+        return Projection(centre, axes, (0.0, 0.0))
+    first, second = [*shares.clamp(min=0).flip(0)[:2].tolist(), 0.0][:2]
+    return Projection(centre, axes, (first / total, second / total))

@@ -1,0 +1,440 @@
+"""Promises kept: by hand, against loops, and counted over many draws of held-out and new queries."""
+
+import itertools
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from sfumato.calibration.calibrator import N_STEPS, Calibration, QueryScores, growth_by_halving
+from sfumato.calibration.platt import fit_logits
+from sfumato.errors import UserError
+
+# Three queries, four items; the third query has two matches, and its closest item is none of them.
+DISTANCE = torch.tensor([[0.2, 0.9, 0.8, 0.7], [0.6, 0.3, 0.5, 0.9], [0.8, 0.4, 0.5, 1.0]])
+MATCH = torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 1]])
+
+
+def scores_of(closest, *, other=math.inf, n_gallery=100, growth=0.0):
+    """Scores made by hand: the closest match of each query, and the closest other item."""
+    closest = np.asarray(closest, np.float32)
+    other = np.broadcast_to(np.float32(other), closest.shape)
+    precision = (0.0,) * N_STEPS
+    lists = (tuple(values.tolist()) for values in (closest, closest + 1, other))
+    return QueryScores(n_gallery, 0, 1.0, growth, *lists, precision)
+
+
+def promise(**arguments):
+    return Calibration(4.0, 2.0, 0.01, **arguments)
+
+
+def scene(generator, n_queries, n_gallery, *, n_matches=1, shift=1.5):
+    """Distances whose log odds are known: normal, matches `shift` standard deviations closer than the others.
+
+    With logit(share) they are  logit(share) + shift^2 / 2 - shift * d.
+    """
+    match = torch.zeros(n_queries, n_gallery)
+    match[:, :n_matches] = 1
+    return torch.randn(n_queries, n_gallery, generator=generator) + shift * (1 - match), match
+
+
+# ---------------------------------------------------------------- scores of queries
+
+
+def test_scores_by_hand():
+    scores = QueryScores.fit(DISTANCE, MATCH)
+    np.testing.assert_allclose(scores.closest_match, [0.2, 0.3, 0.5])
+    np.testing.assert_allclose(scores.farthest_match, [0.2, 0.3, 1.0])
+    np.testing.assert_allclose(scores.closest_other, [0.7, 0.5, 0.4])
+    np.testing.assert_allclose(scores.nearest, [0.2, 0.3, 0.4])
+    assert (scores.n_gallery, scores.n_left_out, scores.matches_per_query) == (4, 0, pytest.approx(4 / 3))
+    # Of 20 steps over 3 queries 6 end at the first of the closest distances, 7 at the second, 7 at the third.
+    np.testing.assert_allclose(scores.limits, [*[0.2] * 6, *[0.3] * 7, *[0.4] * 7])
+    # Strictly below: nothing; one right item; two right ones.
+    np.testing.assert_allclose(scores.precision, [*[0] * 6, *[1] * 7, *[1] * 7])
+
+
+def test_queries_without_a_match_are_left_out_and_blocks_are_the_whole():
+    generator = torch.Generator().manual_seed(0)
+    distance = torch.randn(57, 23, generator=generator)
+    match = torch.rand(57, 23, generator=generator) < 0.06
+    scores = QueryScores.fit(distance, match)
+    kept = match.any(1)
+    assert scores.n_left_out == int((~kept).sum()) > 5
+    assert scores == QueryScores(
+        **{**vars(QueryScores.fit(distance[kept], match[kept])), "n_left_out": scores.n_left_out}
+    )
+    pieces = [(distance[i : i + 10], match[i : i + 10]) for i in range(0, 57, 10)]
+    again = QueryScores.from_blocks(lambda: iter(pieces))
+    assert again.closest_match == scores.closest_match and again.growth == scores.growth
+    assert again.precision == pytest.approx(scores.precision)
+
+
+def test_precision_is_the_loop():
+    generator = torch.Generator().manual_seed(1)
+    distance, match = scene(generator, 41, 17, n_matches=3)
+    scores = QueryScores.fit(distance, match)
+    for limit, precision in zip(scores.limits, scores.precision, strict=True):
+        each = []
+        for row, labels in zip(distance.tolist(), match.tolist(), strict=True):
+            below = [y for d, y in zip(row, labels, strict=True) if d < limit]
+            if below:
+                each.append(sum(below) / len(below))
+        assert precision == pytest.approx(sum(each) / len(each) if each else 0)
+
+
+def test_growth_by_hand():
+    # One match each: a gallery twice as large brings no more of them. Four items, all of them matches: two in a half.
+    assert growth_by_halving(np.ones(7), 100) == pytest.approx(0)
+    assert growth_by_halving(np.full(3, 4), 4) == pytest.approx(1)
+    # Two matches among 4: a half holds one on average, none with 1/6 -> 1 / (5/6) of those with any; log2(2 / 1.2).
+    assert growth_by_halving(np.array([2]), 4) == pytest.approx(math.log2(2 / 1.2))
+    assert growth_by_halving(np.array([1]), 1) == 0
+
+
+def test_growth_is_what_halves_show():
+    random = np.random.default_rng(0)
+    match = random.random((400, 120)) < random.choice([0.01, 0.03, 0.2], (400, 1))
+    match = match[match.any(1)]
+    shown = []
+    for _ in range(300):
+        half = match[:, random.permutation(120)[:60]].sum(1)
+        shown.append(half[half > 0].mean())
+    # The mean of 300 halves is known to about 0.2 %, in the exponent 0.003.
+    expected = math.log2(match.sum(1).mean() / np.mean(shown))
+    assert growth_by_halving(match.sum(1), 120) == pytest.approx(expected, abs=0.015)
+
+
+# ---------------------------------------------------------------- probabilities
+
+
+def test_platt_is_fit_logits():
+    calibration = Calibration.fit(DISTANCE, MATCH)
+    assert (calibration.logit_scale, calibration.logit_bias) == fit_logits(DISTANCE, MATCH)
+    assert calibration.share == pytest.approx(4 / 12)
+    expected = 1 / (1 + torch.exp(calibration.logit_scale * DISTANCE - calibration.logit_bias))
+    torch.testing.assert_close(calibration.probability(DISTANCE), expected)
+    assert calibration.probability(DISTANCE.double()).dtype == torch.float64
+
+
+def test_prior_shift_by_hand():
+    calibration = promise(t2i=scores_of([0.1], n_gallery=100), i2t=scores_of([0.1], n_gallery=400, growth=0.5))
+    # One match among 100 becomes one among 300: odds 1/99 -> 1/299.
+    assert calibration.prior_shift(n_gallery=300) == pytest.approx(math.log(99 / 299))
+    assert calibration.prior_shift(n_gallery=100) == pytest.approx(0, abs=1e-12)
+    # With growth 1/2 four times the gallery is half the share.
+    assert calibration.prior_shift(n_gallery=1600, direction="i2t") == pytest.approx(math.log(0.005 / 0.995 * 99))
+    assert calibration.prior_shift(share=0.5) == pytest.approx(math.log(99))
+    assert calibration.prior_shift(n_gallery=1) == calibration.prior_shift(share=0.5), "never above one half"
+    assert calibration.prior_shift() == 0
+    # sigmoid(2 - 4 * 0.5) is one half; 1/99 of its odds for a share of one in 9,802.
+    rare = calibration.probability(torch.tensor(0.5), share=1 / (99 * 99 + 1))
+    assert float(rare) == pytest.approx(1 / 100)
+
+
+@pytest.mark.parametrize("method", ["platt", "isotonic"])
+def test_shifted_probabilities_are_those_of_the_other_gallery(method):
+    """Fitted among 20 items, asked among 320: the known log odds there; without the shift they are too high by 16 times the odds."""
+    if method == "isotonic":
+        pytest.importorskip("sklearn", reason="the extra calibration is not installed")
+    generator = torch.Generator().manual_seed(2)
+    distance, match = scene(generator, 6000, 20)
+    calibration = Calibration.fit(distance, match, method=method, t2i=QueryScores.fit(distance, match))
+    assert calibration.t2i.growth == pytest.approx(0, abs=1e-9)
+    larger, _ = scene(generator, 3000, 320)
+    d = torch.linspace(-1.5, 1.5, 7)
+    known = torch.sigmoid(math.log(1 / 319) + 1.5**2 / 2 - 1.5 * d)
+    # 6,000 matches place a log odds within about 0.05 (Platt), 0.3 (isotonic, and its steps): seeded; errors of 16 would be 2.8.
+    tolerance = 0.15 if method == "platt" else 0.7
+    got = calibration.probability(d, n_gallery=320)
+    torch.testing.assert_close(torch.logit(got), torch.logit(known), rtol=0, atol=tolerance)
+    assert (torch.logit(calibration.probability(d)) - torch.logit(known)).min() > 2
+    sums = [float(calibration.probability(larger, n_gallery=n).sum(1).mean()) for n in (320, 20)]
+    assert sums[0] == pytest.approx(1, rel=0.1) and sums[1] > 8
+    torch.testing.assert_close(calibration.probability(d, share=1 / 320), got)
+
+
+def test_isotonic_by_hand():
+    pytest.importorskip("sklearn", reason="the extra calibration is not installed")
+    distance = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
+    match = torch.tensor([1, 1, 0, 1, 0, 0, 0, 0])
+    # Levels 1, 1/2 and 0, of 2, 2 and 4 pairs, about 0.15, 0.35 and 0.65; half a pair is added to the outer ones.
+    knots = np.array(Calibration.fit(distance, match, method="isotonic").knots)
+    np.testing.assert_allclose(knots[:, 0], [0.15, 0.35, 0.65], rtol=1e-6)
+    np.testing.assert_allclose(knots[:, 1], [math.log(2.5 / 0.5), 0, math.log(0.5 / 4.5)], atol=1e-12)
+    calibration = Calibration(3.0, 0.0, 0.5, tuple(map(tuple, knots.tolist())))
+    halfway = calibration.logit(torch.tensor([0.25, 0.05, 0.75]))
+    expected = [math.log(5) / 2, math.log(5) + 0.3, math.log(1 / 9) - 0.3]
+    torch.testing.assert_close(halfway, torch.tensor(expected).double(), rtol=0, atol=1e-6)
+
+
+def test_isotonic_falls_everywhere_and_fits_what_platt_cannot():
+    pytest.importorskip("sklearn", reason="the extra calibration is not installed")
+    generator = torch.Generator().manual_seed(3)
+    distance = torch.rand(60_000, generator=generator)
+    ground_truth = torch.where(distance < 0.5, 0.9 - 0.2 * distance, 0.02)
+    match = (torch.rand(60_000, generator=generator) < ground_truth).float()
+    fitted = {m: Calibration.fit(distance, match, method=m) for m in ("platt", "isotonic")}
+    grid = torch.linspace(-1, 2, 5000)
+    assert (fitted["isotonic"].logit(grid).diff() < 0).all()
+    error = {m: float((c.probability(distance) - ground_truth).abs().mean()) for m, c in fitted.items()}
+    assert error["isotonic"] < 0.01 < 0.05 < error["platt"]
+
+
+def test_isotonic_without_scikit_learn_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.isotonic", None)
+    with pytest.raises(UserError, match=r"pip install 'sfumato\[calibration\]', or use platt"):
+        Calibration.fit(DISTANCE, MATCH, method="isotonic")
+
+
+# ---------------------------------------------------------------- conformal sets
+
+
+def test_radius_by_hand():
+    calibration = promise(t2i=scores_of([0.9, 0.1, 0.5, 0.3, 0.7, 0.2, 0.8, 0.4, 0.6]))
+    # Nine scores: the ceil(10 * 0.8) = 8th; the 9th for one in ten; for less the whole gallery.
+    assert calibration.conformal_radius(0.2) == pytest.approx(0.8)
+    assert calibration.conformal_radius(0.1) == pytest.approx(0.9)
+    assert calibration.conformal_radius(0.099) == math.inf
+    assert calibration.conformal_radius(0.2, contains="all") == pytest.approx(1.8)
+    assert promise(i2t=scores_of([0.5] * 9)).conformal_radius(0.6, direction="i2t") == 0.5, "ties are inside"
+
+
+# Coverage of a set that a random split gives: with continuous scores the share of new queries covered has mean
+# ceil((q + 1)(1 - alpha)) / (q + 1). Means over 2,000 splits; their standard errors are estimated from them, and a gap of 4.5 of
+# these is a false alarm in 7 of 1e6 seeds for each case.
+SPLITS = 2000
+
+
+def covered(alpha, q, contains, *, levels=None, corrected=True):
+    random = np.random.default_rng(int(1000 * alpha) + q)
+    shares = []
+    for _ in range(SPLITS):
+        # A pool of queries, each with its own spread and one to four matches; split at random.
+        match = random.standard_normal((q + 100, 4)) * random.exponential(1, (q + 100, 1)) + 3
+        match[np.arange(4) > random.integers(0, 4, (q + 100, 1))] = np.nan
+        score = np.nanmin(match, axis=1) if contains == "any" else np.nanmax(match, axis=1)
+        score = (np.round(score * levels) / levels if levels else score).astype(np.float32)
+        if corrected:
+            lists = {"closest_match": tuple(score[:q].tolist()), "farthest_match": tuple(score[:q].tolist())}
+            scores = QueryScores(**{**vars(scores_of(score[:q])), **lists})
+            radius = promise(t2i=scores).conformal_radius(alpha, contains=contains)
+        else:
+            radius = np.quantile(score[:q], 1 - alpha)
+        shares.append((score[q:] <= radius).mean())
+    return np.mean(shares), np.std(shares) / math.sqrt(SPLITS)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "q", "contains"), [(0.2, 9, "any"), (0.1, 57, "any"), (0.1, 57, "all"), (0.05, 200, "all")]
+)
+def test_sets_cover_as_often_as_promised(alpha, q, contains):
+    mean, error = covered(alpha, q, contains)
+    exact = math.ceil((q + 1) * (1 - alpha) - 1e-9) / (q + 1)
+    assert abs(mean - exact) < 4.5 * error and mean > 1 - alpha - 4.5 * error
+
+
+def test_ties_raise_coverage_and_the_plain_quantile_falls_short():
+    mean, error = covered(0.2, 29, "any", levels=1)
+    assert mean > 0.8 + 4.5 * error
+    mean, error = covered(0.2, 9, "any", corrected=False)
+    assert mean < 0.8 - 4.5 * error, "without the finite-sample correction the promise is broken"
+
+
+# ---------------------------------------------------------------- thresholds and abstention
+
+
+def test_abstention_by_hand():
+    # 400 queries; the 300 closest are right, the others wrong. 20 limits share an error rate of 0.1; 0 errors among n vouch for a
+    # risk of 0.05 from n = ln(0.1/20) / ln(0.95) = 103.3 on.
+    closest = np.arange(400) / 400
+    scores = scores_of(np.where(np.arange(400) < 300, closest, 5.0), other=np.where(np.arange(400) < 300, 9.0, closest))
+    calibration = promise(t2i=scores)
+    # Limits are every 20th closest distance, itself left out. Errors appear beyond 300: of 319 answered 19 are wrong, 6 %; of 299
+    # none.
+    below = calibration.abstain_below(0.05)
+    assert below == pytest.approx(float(calibration.probability(torch.tensor(299 / 400))), rel=1e-6)
+    assert calibration.answered(0.05) == pytest.approx(299 / 400)
+    assert calibration.abstains(torch.tensor([0.7, 299 / 400, 0.9]), 0.05).tolist() == [False, True, True]
+    # A risk of one half is kept by answering whatever is as close as something held out was.
+    assert calibration.answered(0.5) == pytest.approx(399 / 400)
+    assert calibration.abstains(torch.tensor([0.99, 1e6]), 0.5).tolist() == [False, True]
+    with pytest.raises(
+        ValueError, match="no limit has a risk of at most 0.01 with confidence 0.9 on 400 held-out queries"
+    ):
+        calibration.abstain_below(0.01)
+    # In a gallery a hundred times larger the same distance is worth less: ln(99 / 9999) / 4 nearer is as good.
+    nearer = 299 / 400 - math.log(9999 / 99) / 4
+    assert calibration.abstains(torch.tensor([nearer - 0.01, nearer + 0.01]), 0.05, n_gallery=10_000).tolist() == [
+        False,
+        True,
+    ]
+
+
+def test_absent_matches_make_it_more_careful():
+    generator = torch.Generator().manual_seed(4)
+    distance, match = scene(generator, 1500, 30, shift=3.5)
+    calibration = Calibration.fit(distance, match, t2i=QueryScores.fit(distance, match))
+    present, absent = calibration.abstain_below(0.2), calibration.abstain_below(0.2, absent=0.5)
+    assert present < absent
+    assert calibration.answered(0.2, absent=0.5) < calibration.answered(0.2)
+
+
+def test_threshold_by_hand():
+    # 600 queries; the first half finds one right item at i/600, the second half a right and a wrong one.
+    nearest = torch.arange(600) / 600
+    distance = torch.stack([nearest, torch.where(torch.arange(600) < 300, 9.0, nearest)], dim=1)
+    match = torch.tensor([[1, 0]]).expand(600, 2)
+    calibration = Calibration(4.0, 2.0, 0.5, t2i=QueryScores.fit(distance, match))
+    # Below limit k/20 with k > 10 the mean precision is (10 + (k - 10) / 2) / k, but for the item at the limit: 0.8 at k = 16.7.
+    # What can be vouched for is stricter.
+    limit = next(
+        k / 20
+        for k in range(20, 0, -1)
+        if hoeffding_bentkus(
+            float(np.mean(np.minimum(1, [0.5 + 0.5 * (i < 300) for i in range(30 * k - 1)]))), 30 * k - 1
+        )
+    )
+    expected = float(calibration.probability(torch.tensor((600 * limit - 1) / 600)))
+    assert calibration.threshold(0.8) == pytest.approx(expected, rel=1e-5)
+    last = float(calibration.probability(torch.tensor(599 / 600)))
+    assert calibration.threshold(0.4) == pytest.approx(last, rel=1e-5), "all that is as close as something held out was"
+    with pytest.raises(ValueError, match=r"no limit has a precision of 0.999 with confidence 0.9 on 600"):
+        calibration.threshold(0.999)
+
+
+def hoeffding_bentkus(precision, n):
+    """Is a precision of 0.8 vouched for at level 0.1 / 20? Written with scipy."""
+    loss = 1 - precision
+    entropy = stats.entropy([loss, 1 - loss], [0.2, 0.8]) if loss < 0.2 else 0
+    bentkus = math.e * stats.binom.cdf(math.ceil(n * loss - 1e-9), n, 0.2)
+    return min(math.exp(-n * entropy), bentkus) <= 0.1 / 20
+
+
+# Each promise may be broken by one draw of held-out queries in ten; of 300 draws at most 30 + 4.5 * sqrt(300 * 0.09) = 53 would be,
+# but for 3 of 1e6 seeds. The bounds share their error over 20 limits, and so are broken far more rarely.
+DRAWS = 300
+
+
+def test_risk_and_precision_are_kept_on_new_queries():
+    generator = torch.Generator().manual_seed(5)
+    new, ground_truth = scene(generator, 20_000, 40, n_matches=2, shift=3.5)
+    # A third of all queries is hard: nothing of theirs is close.
+    new[::3] = torch.randn(new[::3].shape, generator=generator) + 3.5
+    nearest, place = new.min(1)
+    right = ground_truth.gather(1, place[:, None])[:, 0].bool()
+    broken, answered, spoilt = 0, [], 0
+    for _ in range(DRAWS):
+        distance, match = scene(generator, 400, 40, n_matches=2, shift=3.5)
+        distance[::3] = torch.randn(distance[::3].shape, generator=generator) + 3.5
+        calibration = Calibration(3.0, 1.0, 0.05, t2i=QueryScores.fit(distance, match))
+        answer = ~calibration.abstains(nearest, 0.2)
+        broken += bool((~right[answer]).double().mean() > 0.2)
+        answered.append(float(answer.double().mean()))
+        below = calibration.probability(new.double()) > calibration.threshold(0.8)
+        some = below.any(1)
+        precision = (below & ground_truth.bool()).sum(1)[some] / below.sum(1)[some]
+        spoilt += bool(precision.mean() < 0.8)
+    assert broken <= 53 and spoilt <= 53
+    assert np.mean(answered) > 0.3, "kept, and not by answering nothing"
+    # What it guards against: the loosest limit whose observed risk is 0.2 breaks the promise about every second time.
+    naive = 0
+    for _ in range(DRAWS):
+        i = torch.randint(len(nearest), (400,), generator=generator)
+        order = nearest[i].argsort()
+        risk = (~right[i][order]).double().cumsum(0) / torch.arange(1, 401)
+        limit = nearest[i][order][(risk <= 0.2).nonzero().max()] if (risk <= 0.2).any() else -math.inf
+        naive += bool((~right[nearest <= limit]).double().mean() > 0.2)
+    assert naive > 100
+
+
+# ---------------------------------------------------------------- on disk
+
+
+def test_there_and_back(tmp_path):
+    generator = torch.Generator().manual_seed(6)
+    distance, match = scene(generator, 64, 11)
+    match[:, 0] = 1
+    every = QueryScores.fit(distance[:, :1], match[:, :1])
+    assert every.closest_other[0] == math.inf
+    calibration = Calibration(
+        1.25, -0.5, 0.1, ((0.5, 1.0), (0.75, -1.0)), QueryScores.fit(distance, match), every, {"split": "val"}
+    )
+    calibration.save(tmp_path / "calibration.json")
+    assert Calibration.load(tmp_path / "calibration.json") == calibration
+    text = (tmp_path / "calibration.json").read_text()
+    assert "Infinity" not in text and "NaN" not in text and len(text.splitlines()) == 10
+    assert Calibration.from_json(json.loads(json.dumps(calibration.to_json()))) == calibration
+    for alpha, direction in itertools.product((0.1, 0.37), ("i2t", "t2i")):
+        radius = calibration.conformal_radius(alpha, direction=direction)
+        assert Calibration.load(tmp_path / "calibration.json").conformal_radius(alpha, direction=direction) == radius
+
+
+def test_files_of_older_versions_have_probabilities_and_no_promises(tmp_path):
+    old = {"logit_scale": 2.0, "logit_bias": 1.0, "split": "val", "pairs": 9, "expected_calibration_error": 0.1}
+    (tmp_path / "calibration.json").write_text(json.dumps(old))
+    calibration = Calibration.load(tmp_path / "calibration.json")
+    assert float(calibration.probability(torch.tensor(0.5))) == 0.5
+    for ask in (
+        lambda: calibration.conformal_radius(0.1),
+        lambda: calibration.abstain_below(0.1),
+        lambda: calibration.threshold(0.9),
+    ):
+        with pytest.raises(
+            ValueError, match="no scores of held-out queries for t2i; fit again .*sfumato calibrate RUN"
+        ):
+            ask()
+    with pytest.raises(ValueError, match="does not know the share of matches .*sfumato calibrate RUN"):
+        calibration.probability(torch.tensor(0.5), n_gallery=10)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "Expecting"),
+        ("[]", "not one, or a damaged one"),
+        ('{"logit_scale": 1}', "logit_bias.*calibrate again"),
+        ('{"logit_scale": -1, "logit_bias": 0}', "logit_scale must be positive"),
+        ('{"logit_scale": 1, "logit_bias": 0, "t2i": {"n_gallery": 3}}', "damaged.*calibrate again"),
+        ('{"logit_scale": 1, "logit_bias": 0, "version": 9}', "version 9 of a newer sfumato"),
+    ],
+)
+def test_damaged_files_are_named(text, message, tmp_path):
+    (tmp_path / "calibration.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"calibration.json: .*{message}"):
+        Calibration.load(tmp_path / "calibration.json")
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda c: c.conformal_radius(1.0), "alpha must be between 0 and 1, got 1.0"),
+        (lambda c: c.conformal_radius(0.1, contains="most"), "contains must be 'any' or 'all', got 'most'"),
+        (lambda c: c.conformal_radius(0.1, direction="t2t"), "unknown direction 't2t'; known: i2t, t2i"),
+        (lambda c: c.conformal_radius(0.1, direction="i2t"), "no scores of held-out queries for i2t"),
+        (lambda c: c.threshold(90), "precision must be between 0 and 1, got 90"),
+        (lambda c: c.abstain_below(0.1, confidence=1.0), "confidence must be between 0 and 1, got 1.0"),
+        (lambda c: c.abstain_below(0.0), "risk must be between 0 and 1"),
+        (lambda c: c.abstain_below(0.1, absent=1.0), "absent must be at least 0 and below 1"),
+        (lambda c: c.prior_shift(n_gallery=3, share=0.1), "give either n_gallery or share"),
+        (lambda c: c.prior_shift(n_gallery=0), "n_gallery must be at least 1, got 0"),
+        (lambda c: c.prior_shift(share=1.5), "share must be between 0 and 1, got 1.5"),
+        (lambda c: Calibration.fit(DISTANCE, MATCH, method="beta"), "unknown method 'beta'; known: platt, isotonic"),
+        (lambda c: QueryScores.fit(DISTANCE, MATCH[:2]), r"both must be \(q, m\)"),
+        (lambda c: QueryScores.fit(DISTANCE, MATCH * 0.5), "match must be 0 or 1"),
+        (lambda c: QueryScores.fit(DISTANCE / 0, MATCH), "distances must be finite"),
+        (lambda c: QueryScores.fit(DISTANCE, MATCH * 0), "no query has a match"),
+        (lambda c: QueryScores.from_blocks(list), "got no queries"),
+        (
+            lambda c: QueryScores.from_blocks(lambda: [(DISTANCE, MATCH), (DISTANCE.T, MATCH.T)]),
+            r"galleries of \[3, 4\] items",
+        ),
+    ],
+)
+def test_mistakes_are_named(ask, message):
+    with pytest.raises(ValueError, match=message):
+        ask(promise(t2i=scores_of([0.1, 0.2])))

@@ -1,0 +1,195 @@
+"""SizeAugment: what is left against what must be kept, token by token; how much goes against slow draws."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from sfumato.data.augment import augment_token_ids, drop_tokens
+
+BEGIN, END, PAD, MASK = 1, 2, 0, 3
+FIRST_WORD = 100  # ids below are special or drawn at random, those above tell where a token came from
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def texts(lengths, t):
+    """One begin, the words 100, 101, ... and two ends."""
+    ids, mask = torch.full((len(lengths), t), PAD), torch.arange(t) < torch.tensor(lengths).unsqueeze(1)
+    for row, length in zip(ids, lengths, strict=True):
+        row[:length] = torch.tensor([BEGIN, *range(FIRST_WORD, FIRST_WORD + length - 3), END, END])
+    return ids, mask
+
+
+def augment(ids, mask, **options):
+    settings = {"special": (1, 2), "mask_id": MASK, "vocabulary_size": 1000, "generator": generator()}
+    return augment_token_ids(ids, mask, **{**settings, **options})
+
+
+def slow_share(random, rate, tokens):
+    """Share of its tokens that one item loses, drawn one by one."""
+    p = random.random()
+    return np.mean([p > rate and random.random() < rate * p for _ in range(tokens)])
+
+
+def test_tokens_dropped_are_as_many_as_in_a_slow_loop():
+    """Two-sample Kolmogorov-Smirnov and binomial tests at 1e-4: a false alarm in about 1 of 5,000 seeds; seeds are fixed.
+    Dropping the whole rate from every chosen item, or from those with p <= rate, is farther than 1e-9."""
+    random = np.random.default_rng(0)
+    slow = np.array([slow_share(random, 0.2, 300) for _ in range(1500)])
+    kept = drop_tokens(torch.ones(1500, 300, dtype=torch.bool), generator=generator())
+    ours = 1 - kept.double().mean(1).numpy()
+    assert stats.ks_2samp(ours, slow).pvalue > 1e-4
+    assert stats.binomtest(int((ours > 0).sum()), 1500, 0.8).pvalue > 1e-4
+    whole_rate = np.array([random.binomial(300, 0.2) / 300 if random.random() > 0.2 else 0 for _ in range(1500)])
+    other_side = np.array([random.binomial(300, 0.2 * p) / 300 if p < 0.2 else 0 for p in random.random(1500)])
+    for wrong in (whole_rate, other_side):
+        assert stats.ks_2samp(ours, wrong).pvalue < 1e-9
+
+
+def test_tokens_of_an_item_are_dropped_alike_wherever_they_stand():
+    """Chi-squared test over 12 places at 1e-4."""
+    kept = drop_tokens(torch.ones(50_000, 12, dtype=torch.bool), rate=0.5, generator=generator(1))
+    assert stats.chisquare((~kept).sum(0).numpy()).pvalue > 1e-4
+
+
+def test_one_token_always_stays_and_none_comes_back():
+    """At rate 0.9 an item of two tokens would often lose both; which one stays is a coin. Binomial test at 1e-4."""
+    mask = torch.zeros(20_000, 5, dtype=torch.bool)
+    mask[:, 1] = mask[:, 3] = True
+    kept = drop_tokens(mask, rate=0.9, generator=generator())
+    assert kept.any(1).all() and not (kept & ~mask).any()
+    single = kept.sum(1) == 1
+    assert single.sum() > 1000
+    assert stats.binomtest(int(kept[single][:, 1].sum()), int(single.sum()), 0.5).pvalue > 1e-4
+    assert not drop_tokens(torch.zeros(3, 5, dtype=torch.bool)).any()
+
+
+def test_rate_zero_and_the_seeds():
+    mask = torch.rand(40, 9, generator=generator(3)) < 0.8
+    assert drop_tokens(mask, rate=0.0).equal(mask)
+    assert drop_tokens(mask, generator=generator(5)).equal(drop_tokens(mask, generator=generator(5)))
+    torch.manual_seed(7)
+    one = drop_tokens(mask)
+    torch.manual_seed(7)
+    assert drop_tokens(mask).equal(one)
+    assert not drop_tokens(mask).equal(one)
+
+
+def test_texts_keep_their_ends_their_order_and_a_word():
+    lengths = [4, 5, 9, 30, 3, 12] * 50
+    ids, mask = texts(lengths, 30)
+    for rate in (0.2, 1.0):
+        new_ids, new_mask = augment(ids, mask, rate=rate, vocabulary_size=FIRST_WORD + 50, forbidden=range(FIRST_WORD))
+        assert new_ids.shape == ids.shape and new_ids.dtype == torch.int64 and new_mask.dtype == torch.bool
+        for length, row, inside in zip(lengths, new_ids.tolist(), new_mask.tolist(), strict=True):
+            left = sum(inside)
+            assert inside == [True] * left + [False] * (30 - left) and row[left:] == [PAD] * (30 - left)
+            assert row[0] == BEGIN and row[left - 2 : left] == [END, END]
+            words = row[1 : left - 2]
+            assert (len(words) >= 1) == (length > 3) and len(words) <= length - 3
+            assert all(w == MASK or FIRST_WORD <= w < FIRST_WORD + 50 for w in words)
+    ids, mask = texts(lengths, 30)
+    row_ids, row_mask = augment(
+        ids, mask, forbidden=range(4, 1000)
+    )  # random ids are 0 to 3: words left are the text's own
+    for row, inside in zip(row_ids.tolist(), row_mask.tolist(), strict=True):
+        words = [i for i, there in zip(row, inside, strict=True) if there and i >= FIRST_WORD]
+        assert words == sorted(set(words))
+
+
+def test_a_text_that_would_lose_all_keeps_one_word_as_it_was():
+    """Four words, rate 1: a text is deleted whole with probability 0.4^4. Those left with one word: it is their own only if
+    rescued, as at rate 1 all others are masked or replaced."""
+    ids, mask = texts([7] * 20_000, 7)
+    new_ids, new_mask = augment(ids, mask, rate=1.0, forbidden=range(4, 1000))
+    own = (new_ids >= FIRST_WORD).sum(1)
+    assert set(own.tolist()) == {0, 1}
+    assert (new_mask.sum(1)[own == 1] == 4).all()
+    assert stats.binomtest(int(own.sum()), 20_000, 0.4**4).pvalue > 1e-4
+    counts = torch.bincount(new_ids[new_ids >= FIRST_WORD] - FIRST_WORD, minlength=4)
+    assert stats.chisquare(counts.numpy()).pvalue > 1e-4
+
+
+def test_words_change_as_often_as_stated():
+    """21,000 words, 30 a text: binomial tests at 1e-4 for each share, chi-squared for the random ids."""
+    ids, mask = texts([33] * 700, 33)
+    new_ids, new_mask = augment(ids, mask, forbidden=[*range(10), *range(60, 1000)])  # random ids are 10 to 59
+    n = 700 * 30
+    deleted = int(mask.sum() - new_mask.sum())
+    masked, drawn = int((new_ids == MASK).sum()), new_ids[(new_ids >= 10) & (new_ids < 60)]
+    for count, share in ((deleted, 0.2 * 0.4), (masked, 0.2 * 0.5), (len(drawn), 0.2 * 0.1)):
+        assert stats.binomtest(count, n, share).pvalue > 1e-4
+        for wrong in (0.2, 0.8 * 0.4, 0.4 * 0.1):
+            assert stats.binomtest(count, n, wrong).pvalue < 1e-9
+    assert stats.chisquare(torch.bincount(drawn, minlength=60)[10:].numpy()).pvalue > 1e-4
+
+
+def test_captions_drop_words_and_change_none_of_those_left():
+    """PCME's caption dropping: every chosen word is deleted, one in ten. Binomial test at 1e-4."""
+    ids, mask = texts([23] * 2000, 23)
+    dropped, kept = augment(ids, mask, rate=0.1, masked=0.0, replaced=0.0)
+    words = [row[m].tolist()[1:-2] for row, m in zip(dropped, kept, strict=True)]
+    assert all(set(w) <= set(range(FIRST_WORD, FIRST_WORD + 20)) and w == sorted(set(w)) for w in words)
+    assert stats.binomtest(2000 * 20 - sum(map(len, words)), 2000 * 20, 0.1).pvalue > 1e-4
+    with pytest.raises(ValueError, match="masked and replaced must be shares of a whole, got 0.7 and 0.4"):
+        augment(ids, mask, masked=0.7, replaced=0.4)
+
+
+def test_random_ids_are_of_the_models_own_vocabulary():
+    """The released code draws up to 30,522, BERT's, whatever the model's size; ours reach the last id and no farther."""
+    ids, mask = texts([33] * 300, 33)
+    for size in (200, 49_408):
+        seen = augment(ids, mask, rate=1.0, vocabulary_size=size)[0].max()
+        assert 0.9 * size < seen < size
+
+
+def test_rate_zero_only_moves_tokens_to_the_left():
+    ids, mask = torch.tensor([[7, BEGIN, 8, 9, END, 6]]), torch.tensor([[False, True, False, True, True, False]])
+    new_ids, new_mask = augment(ids, mask, special=(1, 1), rate=0.0, pad_id=5)
+    assert new_ids.tolist() == [[BEGIN, 9, END, 5, 5, 5]] and new_mask.tolist() == [[True] * 3 + [False] * 3]
+
+
+def test_same_seed_same_text():
+    ids, mask = texts([9, 20, 30] * 5, 30)
+    one, two = augment(ids, mask), augment(ids, mask)
+    assert one[0].equal(two[0]) and one[1].equal(two[1]) and not one[0].equal(ids)
+    assert ids.equal(texts([9, 20, 30] * 5, 30)[0]), "the input is left alone"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"ids": torch.zeros(2, 3)}, TypeError, "ids must be int64, got torch.float32"),
+        ({"mask": torch.ones(2, 3)}, TypeError, "mask must be bool, got torch.float32"),
+        ({"mask": torch.ones(2, 4, dtype=torch.bool)}, ValueError, r"of one shape .* got \(2, 3\), \(2, 4\)"),
+        ({"special": (1, -1)}, ValueError, r"special tokens >= 0, got .* \(1, -1\)"),
+        ({"mask_id": 10}, ValueError, "mask_id holds 10, but the ids of the vocabulary are 0 to 9"),
+        ({"pad_id": -1}, ValueError, "pad_id holds -1"),
+        ({"forbidden": [1, 12]}, ValueError, "forbidden holds 12"),
+        ({"forbidden": range(10)}, ValueError, "all 10 ids are forbidden"),
+        ({"rate": 1.2}, ValueError, r"augment_token_ids: rate must lie in \[0, 1\], got 1.2"),
+    ],
+)
+def test_bad_texts_are_refused(options, error, message):
+    settings = {"ids": torch.zeros(2, 3, dtype=torch.int64), "mask": torch.ones(2, 3, dtype=torch.bool)}
+    with pytest.raises(error, match=message):
+        augment(**{**settings, "vocabulary_size": 10, **options})
+
+
+def test_bad_masks_are_refused():
+    with pytest.raises(TypeError, match="drop_tokens: mask must be bool"):
+        drop_tokens(torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"drop_tokens: mask must have shape \(n, t\), got \(3,\)"):
+        drop_tokens(torch.ones(3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="drop_tokens: rate must lie"):
+        drop_tokens(torch.ones(2, 3, dtype=torch.bool), rate=-0.1)
+
+
+def test_everything_stays_on_the_device_of_the_mask():
+    """The meta device refuses to be mixed with the CPU, as an accelerator does."""
+    ids, mask = (tensor.to("meta") for tensor in texts([5, 9], 9))
+    assert drop_tokens(mask).device.type == "meta"
+    assert [out.device.type for out in augment(ids, mask, generator=None)] == ["meta", "meta"]

@@ -1,0 +1,226 @@
+"""Embeddings of other models, read from plain files; whatever could run code or does not fit is refused by name."""
+
+import io
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sfumato.data.embedding_files import read_embeddings, read_ids
+from sfumato.gaussian import GaussianEmbedding, save_embeddings
+
+N, D = 5, 3
+MEAN = np.random.default_rng(0).normal(size=(N, D))
+LOG_VAR = np.random.default_rng(1).normal(size=(N, D))
+
+
+@pytest.mark.parametrize("dtype", ["<f2", "<f4", "<f8", ">f4", ">f8"])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_an_array_is_points_with_the_numbers_of_the_file(dtype, order, tmp_path):
+    array = np.array(MEAN, dtype, order=order)
+    np.save(tmp_path / "a.npy", array)
+    embeddings, ids = read_embeddings(tmp_path / "a.npy")
+    assert ids is None
+    np.testing.assert_array_equal(embeddings.mean.numpy(), array.astype(array.dtype.newbyteorder("=")))
+    assert torch.isneginf(embeddings.log_var).all() and (embeddings.total_variance == 0).all()
+    assert embeddings[1:3].mean.equal(embeddings.mean[1:3]) and embeddings.log_var.shape == (N, D)
+
+
+def test_a_large_array_is_mapped_and_its_file_never_written(tmp_path):
+    np.save(tmp_path / "a.npy", np.float32(MEAN))
+    before = (tmp_path / "a.npy").read_bytes()
+    embeddings, _ = read_embeddings(tmp_path / "a.npy")
+    maps = Path("/proc/self/maps")
+    if maps.is_file():
+        assert str(tmp_path / "a.npy") in maps.read_text()
+    embeddings.mean[:] = 7
+    assert (tmp_path / "a.npy").read_bytes() == before
+    # The variances of points are one number in memory, however many there are.
+    assert embeddings.log_var.untyped_storage().nbytes() == 4
+
+
+def test_log_variances_from_a_second_file(tmp_path):
+    np.save(tmp_path / "a.npy", np.float32(MEAN))
+    np.save(tmp_path / "v.npy", LOG_VAR)
+    embeddings, _ = read_embeddings(tmp_path / "a.npy", log_var=tmp_path / "v.npy")
+    np.testing.assert_array_equal(embeddings.log_var.numpy(), np.float32(LOG_VAR))
+    np.testing.assert_allclose(embeddings.total_variance.numpy(), np.exp(LOG_VAR).sum(1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mean", "embeddings"])
+def test_tensors_by_their_usual_names(name, tmp_path):
+    mean, log_var = torch.from_numpy(MEAN).bfloat16(), torch.from_numpy(LOG_VAR).bfloat16()
+    save_file({name: mean, "log_var": log_var, "other": mean + 1}, tmp_path / "a.safetensors")
+    embeddings, _ = read_embeddings(tmp_path / "a.safetensors")
+    assert embeddings.mean.equal(mean) and embeddings.log_var.equal(log_var)
+
+
+def test_a_tensor_by_any_name_after_a_colon(tmp_path):
+    mean = torch.from_numpy(MEAN)
+    save_file({"image embeddings": mean, "mean": mean + 1, "log_var": mean - 1}, tmp_path / "a.safetensors")
+    embeddings, _ = read_embeddings(f"{tmp_path}/a.safetensors:image embeddings")
+    assert embeddings.mean.equal(mean) and torch.isneginf(embeddings.log_var).all()
+    assert read_embeddings(f"{tmp_path}/a.safetensors:mean")[0].log_var.equal(mean - 1)
+
+
+def test_a_file_of_ours_brings_its_ids_and_may_be_given_others(tmp_path):
+    ours = GaussianEmbedding(torch.from_numpy(MEAN), torch.from_numpy(LOG_VAR))
+    save_embeddings(tmp_path / "a.safetensors", ours, list("abcde"))
+    embeddings, ids = read_embeddings(tmp_path / "a.safetensors")
+    assert embeddings.mean.equal(ours.mean) and embeddings.log_var.equal(ours.log_var) and ids == list("abcde")
+    (tmp_path / "i.txt").write_text("v\nw\nx\ny\nz\n")
+    assert read_embeddings(tmp_path / "a.safetensors", ids=tmp_path / "i.txt")[1] == list("vwxyz")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("i.txt", "a b\r\nü\r\n12", ["a b", "ü", "12"]),
+        ("i.txt", "\ufeffa\nb\n", ["a", "b"]),
+        ("i.txt", "", []),
+        ("i.json", '["a\\nb", 12]', ["a\nb", "12"]),
+    ],
+)
+def test_ids_from_text_and_json(name, content, expected, tmp_path):
+    (tmp_path / name).write_bytes(content.encode())
+    assert read_ids(tmp_path / name) == expected
+
+
+def test_ids_from_arrays(tmp_path):
+    np.save(tmp_path / "i.npy", np.array([391895, 7], np.int64))
+    assert read_ids(tmp_path / "i.npy") == ["391895", "7"]
+    np.save(tmp_path / "i.npy", np.array(["a", "üb"]))
+    assert read_ids(tmp_path / "i.npy") == ["a", "üb"]
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+class Bomb:
+    """Un-pickling it would make a test fail."""
+
+    def __reduce__(self):
+        return pytest.fail, ("a pickle was loaded",)
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.pkl", "a.pt"])
+def test_pickles_are_never_loaded(name, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(ValueError, match="can run code when"):
+        read_embeddings(path)
+
+
+@pytest.mark.parametrize("reader", [read_embeddings, read_ids])
+def test_arrays_of_objects_are_never_loaded(reader, tmp_path):
+    np.save(tmp_path / "a.npy", np.array([[Bomb()]], dtype=object), allow_pickle=True)
+    with pytest.raises(ValueError, match=r"pickle|Object arrays"):
+        reader(tmp_path / "a.npy")
+
+
+def saved(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (saved(np.float32(MEAN))[:-4], "not a whole .npy file"),
+        (b"hello", "a.npy: "),
+        (b"", "not a whole .npy file"),
+        (saved(np.ones((2, 3), int)), r"shape \(2, 3\) and type int64; expected \(n, d\) floating point"),
+        (saved(np.ones(3)), r"shape \(3,\)"),
+        (saved(np.ones((2, 3, 4))), r"shape \(2, 3, 4\)"),
+        (saved(np.ones((2, 3), complex)), "complex128"),
+        (saved(np.array([[1.0, 2.0], [3.0, np.nan]])), "embedding 1 holds NaN or infinity"),
+        (saved(np.array([[1.0, -np.inf]])), "embedding 0 holds NaN or infinity"),
+    ],
+)
+def test_arrays_that_are_no_embeddings(content, message, tmp_path):
+    (tmp_path / "a.npy").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_embeddings(tmp_path / "a.npy")
+
+
+def test_an_archive_of_arrays_under_a_wrong_name(tmp_path):
+    np.savez(tmp_path / "a.npz", x=MEAN)
+    (tmp_path / "a.npz").rename(tmp_path / "a.npy")
+    with pytest.raises(ValueError, match="an archive of several arrays"):
+        read_embeddings(tmp_path / "a.npy")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "name", "message"),
+    [
+        ({"x": torch.zeros(2, 3), "y": torch.zeros(1)}, "", "no tensor named mean or embeddings; it has x, y: choose one"),
+        ({"x": torch.zeros(2, 3)}, ":z", "no tensor 'z'; it has x"),
+        ({"mean": torch.zeros(3)}, "", r"tensor 'mean' has shape \(3,\)"),
+        ({"mean": torch.zeros(2, 3, dtype=torch.int32)}, "", "int32; expected"),
+        ({"mean": torch.zeros(2, 3), "log_var": torch.zeros(2, 1)}, "", r"log_var has shape \(2, 1\), mean \(2, 3\)"),
+        ({"mean": torch.zeros(2, 3), "log_var": torch.full((2, 3), torch.inf)}, "", "embedding 0 holds NaN or inf"),
+    ],
+)  # fmt: skip
+def test_tensors_that_are_no_embeddings(tensors, name, message, tmp_path):
+    save_file(tensors, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=message):
+        read_embeddings(f"{tmp_path}/a.safetensors{name}")
+
+
+def test_files_that_do_not_fit(tmp_path):
+    np.save(tmp_path / "a.npy", MEAN)
+    np.save(tmp_path / "v.npy", LOG_VAR[:, :2])
+    (tmp_path / "i.txt").write_text("a\nb\n")
+    with pytest.raises(ValueError, match=r"log variances of shape \(5, 2\) for means of shape \(5, 3\)"):
+        read_embeddings(tmp_path / "a.npy", log_var=tmp_path / "v.npy")
+    with pytest.raises(ValueError, match=r"i.txt: 2 ids for 5 embeddings in .*a.npy"):
+        read_embeddings(tmp_path / "a.npy", ids=tmp_path / "i.txt")
+    save_embeddings(tmp_path / "o.safetensors", GaussianEmbedding.point(torch.zeros(1, 2)), ["a"])
+    with pytest.raises(ValueError, match=r"has log variances of its own; leave out .*v.npy"):
+        read_embeddings(tmp_path / "o.safetensors", log_var=tmp_path / "v.npy")
+    with pytest.raises(ValueError, match="holds one array and no names; leave out :mean"):
+        read_embeddings(f"{tmp_path}/a.npy:mean")
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "o.safetensors").read_bytes()[:40])
+    with pytest.raises(ValueError, match="not a whole .safetensors file"):
+        read_embeddings(tmp_path / "cut.safetensors")
+    (tmp_path / "a.csv").write_text("1,2\n")
+    with pytest.raises(ValueError, match=r"unknown kind of file '.csv'; expected .npy or .safetensors"):
+        read_embeddings(tmp_path / "a.csv")
+    for path in ("none.npy", "none.safetensors", "none.safetensors:x"):
+        with pytest.raises(FileNotFoundError, match=r"no embeddings at .*none.(npy|safetensors)$"):
+            read_embeddings(tmp_path / path)
+    for argument in ("ids", "log_var"):
+        with pytest.raises(FileNotFoundError, match="no (ids|log variances) at"):
+            read_embeddings(tmp_path / "a.npy", **{argument: tmp_path / "nothing"})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("i.txt", b"a\n\nb", "line 2 is empty"),
+        ("i.txt", b"a\nb\na\n", "'a' occurs at line 1 and again at 3"),
+        ("i.txt", b"\xff", "cannot read ids"),
+        ("i.json", b'{"a": 1}', "expected a list of strings or whole numbers"),
+        ("i.json", b"[true]", "expected a list of strings or whole numbers"),
+        ("i.json", b"[1.5]", "expected a list of strings or whole numbers"),
+        ("i.json", b'["a", 1, "1"]', "'1' occurs at entry 2 and again at 3"),
+        ("i.json", b"[", "cannot read ids"),
+        ("i.npy", b"", "cannot read ids"),
+        ("i.npy", saved(np.ones(2)), r"ids of shape \(2,\) and type float64"),
+        ("i.npy", saved(np.ones((2, 2), int)), r"ids of shape \(2, 2\)"),
+    ],
+)
+def test_files_that_are_no_ids(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_ids(tmp_path / name)
+
+
+def test_json_numbers_and_strings_are_one_kind_of_id(tmp_path):
+    (tmp_path / "i.json").write_text(json.dumps([3, "4"]))
+    assert read_ids(tmp_path / "i.json") == ["3", "4"]

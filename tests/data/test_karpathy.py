@@ -1,0 +1,160 @@
+"""Karpathy's JSON: small files that are wrong in every way, and the real Flickr8k where it lies."""
+
+import io
+import json
+import tarfile
+
+import pytest
+from PIL import Image
+
+from sfumato.data.karpathy import read_karpathy
+from sfumato.data.problems import Problems
+from sfumato.data.transforms import decode_image
+from sfumato.errors import UserError
+
+
+def entry(name, split, *sentences, **more):
+    return {"filename": name, "split": split, "sentences": [{"sentid": i, "raw": t} for i, t in sentences], **more}
+
+
+def picture(colour="red"):
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+NAMES = ("a.jpg", "val2014/b.jpg", "c.jpg", "d.jpg")
+
+
+@pytest.fixture(params=["folder", "tar", "tar with ./"])
+def images(request, tmp_path):
+    """The same four pictures in a folder and in tar files."""
+    if request.param == "folder":
+        (tmp_path / "val2014").mkdir()
+        for name in NAMES:
+            (tmp_path / name).write_bytes(picture())
+        return tmp_path
+    with tarfile.open(tmp_path / "images.tar", "w") as tar:
+        for name in NAMES:
+            info = tarfile.TarInfo("./" * ("./" in request.param) + name)
+            info.size = len(picture())
+            tar.addfile(info, io.BytesIO(picture()))
+    return tmp_path / "images.tar"
+
+
+def write(tmp_path, entries):
+    path = tmp_path / "dataset.json"
+    path.write_text(json.dumps({"images": entries, "dataset": "toy"}), "utf-8")
+    return path
+
+
+def test_splits_ids_and_pictures(tmp_path, images):
+    problems = Problems()
+    path = write(
+        tmp_path,
+        [
+            entry("a.jpg", "train", (3, " A dog  runs. "), (4, "Ein Hund – läuft")),
+            entry("b.jpg", "val", (5, "in its subfolder"), filepath="./val2014/"),
+            entry("c.jpg", "restval", (6, "joins training"), filepath="train2014"),  # Flat in spite of its filepath.
+            entry("d.jpg", "test", (7, "x")),
+            entry("a.jpg", "", (8, "no split")),
+            {k: v for k, v in entry("a.jpg", "", (9, "none either")).items() if k != "split"},
+            entry("a.jpg", "none", (10, "nor here")),
+        ],
+    )
+    splits = read_karpathy(path, images, problems)
+    assert len(problems) == 0
+    assert {name: (d.image_ids, d.text_ids) for name, d in splits.items()} == {
+        "train": (("a.jpg", "c.jpg"), ("3", "4", "6")),
+        "val": (("b.jpg",), ("5",)),
+        "test": (("d.jpg",), ("7",)),
+    }
+    assert splits["train"].texts == ("A dog runs.", "Ein Hund – läuft", "joins training")
+    assert splits["train"].pairs.tolist() == [[0, 0], [0, 1], [1, 2]]
+    assert all(image.read_bytes() == picture() for data in splits.values() for image in data.images)
+
+
+def test_every_bad_entry_is_named_and_the_rest_is_read(tmp_path, images):
+    bad = [
+        "a string",
+        {"split": "train", "sentences": []},
+        entry(5, "train", (1, "x")),
+        {"filename": "a.jpg", "split": "train"},
+        entry("a.jpg", "train"),
+        {"filename": "a.jpg", "split": "train", "sentences": [{"raw": "x"}]},
+        {"filename": "a.jpg", "split": "train", "sentences": [{"sentid": 1, "raw": None}]},
+        entry("a.jpg", ["train"], (1, "x")),
+        entry("a.jpg", "train", (1, "x"), filepath=7),
+        entry("gone.jpg", "train", (1, "x")),
+        entry("d.jpg", "train", (1, " ")),
+    ]
+    good = [entry("a.jpg", "train", (1, "one"), (2, "\n"), (3, "three"))]
+    again = [entry("a.jpg", "test", (4, "x")), entry("c.jpg", "train", (3, "taken"), (5, "five"))]
+    problems = Problems()
+    path = write(tmp_path, bad + good + again)
+    splits = read_karpathy(path, images, problems)
+    assert {name: (d.image_ids, d.texts) for name, d in splits.items()} == {
+        "train": (("a.jpg", "c.jpg"), ("one", "three", "five"))
+    }
+    found = [(p.place.removeprefix(f"{path}:"), p.reason) for p in problems.items]
+    assert [place.split()[0] for place, _ in found] == [f"images[{k}]" for k in range(14)]
+    expected = [
+        *("expected an object", "filename is None", "filename is 5", "sentences is missing", "sentences is missing"),
+        *("a sentence lacks sentid", "a sentence lacks", "split is of type list", "filepath is of type int"),
+        *("image gone.jpg is missing from", "empty caption", "empty caption", "image a.jpg occurs before"),
+        "this sentid occurs before",
+    ]
+    assert [e in reason for e, (_, reason) in zip(expected, found, strict=True)] == [True] * 14, found
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "5", '{"annotations": []}', '{"images": 5}', '{"images": {"a": 1}}'])
+def test_json_of_another_layout(tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(UserError, match=r"x\.json: .*expected"):
+        read_karpathy(tmp_path / "x.json", tmp_path, Problems())
+
+
+def test_missing_files_and_archives_that_are_none(tmp_path):
+    path = write(tmp_path, [entry("gone.jpg", "train", (1, "x"))])
+    with pytest.raises(UserError, match="cannot read .*absent"):
+        read_karpathy(tmp_path / "absent.json", tmp_path, Problems())
+    with pytest.raises(UserError, match=r"data\.images: there is no folder or tar file"):
+        read_karpathy(path, tmp_path / "absent", Problems())
+    with pytest.raises(UserError, match=r"data\.images: .*not an uncompressed tar file"):
+        read_karpathy(path, path, Problems())
+    with pytest.raises(UserError, match=r"no usable pair(.|\n)*images\[0\]: image gone\.jpg is missing"):
+        read_karpathy(path, tmp_path, Problems())
+
+
+def test_flickr8k(shared):
+    folder = shared / "data" / "flickr8k"
+    if not folder.is_dir():
+        pytest.skip(f"no {folder}")
+    problems = Problems()
+    splits = read_karpathy(folder / "dataset_flickr8k.json", folder / "images_128.tar", problems)
+    assert {name: len(data.image_ids) for name, data in splits.items()} == {"train": 6000, "val": 1000, "test": 1000}
+    assert {name: len(data.text_ids) for name, data in splits.items()} == {"train": 30000, "val": 5000, "test": 5000}
+    assert len(problems) == 0
+    raw = {e["filename"]: e for e in json.loads((folder / "dataset_flickr8k.json").read_text())["images"]}
+    data = splits["test"]
+    for i in range(0, 1000, 97):
+        own = data.pairs[data.pairs[:, 0] == i, 1]
+        source = raw[data.image_ids[i]]
+        assert source["split"] == "test"
+        assert [data.texts[t] for t in own] == [" ".join(s["raw"].split()) for s in source["sentences"]]
+        assert [data.text_ids[t] for t in own] == [str(s["sentid"]) for s in source["sentences"]]
+        assert decode_image(data.images[i].read_bytes(), None).shape == (3, 128, 128)
+
+
+def test_tiny_coco_pictures_decode_at_full_size(shared):
+    folder = shared / "data" / "tiny_coco" / "tiny_coco"
+    if not folder.is_dir():
+        pytest.skip(f"no {folder}")
+    for split in ("train2017", "val2017"):
+        sizes = json.loads((folder / "annotations" / f"instances_{split}.json").read_text())["images"]
+        for info in sizes[:8]:
+            data = (folder / split / info["file_name"]).read_bytes()
+            assert decode_image(data, None).shape == (3, info["height"], info["width"])
+            assert decode_image(data, 32).shape == (3, 32, 32)
+            with pytest.raises(ValueError, match="cannot be decoded"):
+                decode_image(data[: len(data) // 2], 32)

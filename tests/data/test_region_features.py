@@ -1,0 +1,319 @@
+"""Region features: SCAN's layout in its variants, what is wrong with files, and how little of them is read."""
+
+import gc
+import io
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import numpy as np
+import pytest
+
+from sfumato.data.manifest import read_manifest
+from sfumato.data.problems import Problems
+from sfumato.data.region_features import RegionFile, read_scan, regions_from_bytes, regions_to_bytes
+from sfumato.errors import UserError
+
+RANDOM = np.random.default_rng(0)
+FEATURES = RANDOM.standard_normal((4, 3, 5)).astype(np.float32)
+
+
+def write(folder, name, features, captions, ids=None):
+    np.save(folder / f"{name}_ims.npy", features)
+    (folder / f"{name}_caps.txt").write_bytes(
+        b"".join(c if isinstance(c, bytes) else f"{c}\n".encode() for c in captions)
+    )
+    if ids is not None:
+        (folder / f"{name}_ids.txt").write_text("".join(f"{i}\n" for i in ids))
+
+
+def captions_of(data):
+    """{image id: its captions in order}"""
+    found = {i: [] for i in data.image_ids}
+    for image, text in data.pairs:
+        found[data.image_ids[image]].append(data.texts[text])
+    return found
+
+
+def features_of(data):
+    return np.stack([regions_from_bytes(image.read_bytes()) for image in data.images])
+
+
+def test_five_captions_a_row_in_order(tmp_path):
+    write(tmp_path, "train", FEATURES, [f"caption {i}" for i in range(20)])
+    write(tmp_path, "dev", FEATURES[:2], [f"dev {i}" for i in range(4)], ids=["a.jpg", "b.jpg"])
+    problems = Problems()
+    splits = read_scan(tmp_path, problems)
+    assert set(splits) == {"train", "val"} and not len(problems)
+    assert captions_of(splits["train"])["train-2"] == [f"caption {i}" for i in range(10, 15)]
+    assert captions_of(splits["val"]) == {"a.jpg": ["dev 0", "dev 1"], "b.jpg": ["dev 2", "dev 3"]}
+    assert splits["val"].text_ids == ("a.jpg#0", "a.jpg#1", "b.jpg#0", "b.jpg#1")
+    assert np.array_equal(features_of(splits["train"]), FEATURES)
+    assert splits["train"].images[1].place == f"{tmp_path / 'train_ims.npy'}[1]"
+
+
+def test_a_row_for_each_caption_is_put_together_by_equal_rows_or_by_ids(tmp_path):
+    repeated = np.repeat(FEATURES, [2, 1, 3, 1], axis=0)
+    write(tmp_path, "train", repeated, "abcdefg")
+    write(tmp_path, "test", repeated, "abcdefg", ids=["p", "q", "q", "p", "r", "s", "t"])
+    splits = read_scan(tmp_path, Problems())
+    assert captions_of(splits["train"]) == {
+        "train-0": ["a", "b"],
+        "train-2": ["c"],
+        "train-3": ["d", "e", "f"],
+        "train-6": ["g"],
+    }
+    assert np.array_equal(features_of(splits["train"]), FEATURES)
+    assert captions_of(splits["test"]) == {"p": ["a", "d"], "q": ["b", "c"], "r": ["e"], "s": ["f"], "t": ["g"]}
+
+
+def test_ids_may_stand_for_every_caption(tmp_path):
+    write(tmp_path, "train", FEATURES[:2], "abcd", ids=["x", "x", "y", "y"])
+    assert captions_of(read_scan(tmp_path, Problems())["train"]) == {"x": ["a", "b"], "y": ["c", "d"]}
+    write(tmp_path, "train", FEATURES[:2], "abcd", ids=["x", "y", "y", "y"])
+    with pytest.raises(UserError, match=r"train_ids.txt:2: 'y' stands where row 0 was 'x' before"):
+        read_scan(tmp_path, Problems())
+    write(tmp_path, "train", FEATURES[:2], "abcd", ids=["x", "y", "z"])
+    with pytest.raises(UserError, match="has 3 ids; expected one for each of 2 rows or 4 captions"):
+        read_scan(tmp_path, Problems())
+
+
+def test_testall_stands_for_test_where_there_is_no_other(tmp_path):
+    write(tmp_path, "testall", FEATURES, "abcd")
+    splits = read_scan(tmp_path, Problems())
+    assert splits["test"] is splits["testall"]
+    write(tmp_path, "test", FEATURES[:2], "ab")
+    assert len(read_scan(tmp_path, Problems())["test"].image_ids) == 2
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_one_vector_a_picture_and_other_floats(tmp_path, dtype):
+    write(tmp_path, "train", FEATURES[:, 0].astype(dtype), "abcd")
+    found = features_of(read_scan(tmp_path, Problems())["train"])
+    assert found.dtype == np.float32 and found.shape == (4, 1, 5)
+    assert np.array_equal(found[:, 0], FEATURES[:, 0].astype(dtype).astype(np.float32))
+
+
+def test_what_cannot_be_used_is_noted_and_left_out(tmp_path):
+    lines = ["a", "  ", "c", b"\xff\n", "", "\tf  f ", "g", "h"]
+    write(tmp_path, "train", FEATURES, lines, ids=["p", "q", "r", "p"])
+    problems = Problems()
+    data = read_scan(tmp_path, problems)["train"]
+    assert captions_of(data) == {"p": ["a"], "q": ["c"], "r": ["f f"]}
+    caps = tmp_path / "train_caps.txt"
+    assert [(p.place, p.reason.split(":")[0]) for p in problems.items] == [
+        (f"{caps}:2", "empty caption"),
+        (f"{caps}:4", "not UTF-8"),
+        (f"{caps}:5", "empty caption"),
+        (f"{caps}:7", "id p stands for another row before"),
+        (f"{caps}:8", "id p stands for another row before"),
+    ]
+
+
+class Trap:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('unpickled')",)
+
+
+def bad(kind, path):
+    if kind == "pickle":
+        path.write_bytes(pickle.dumps(Trap()))
+    elif kind == "objects":
+        np.save(path, np.array([Trap()], dtype=object), allow_pickle=True)
+    elif kind == "short":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "integers":
+        np.save(path, np.ones((4, 3, 5), np.int32))
+    elif kind == "shape":
+        np.save(path, np.ones((4, 3, 5, 1), np.float32))
+    elif kind == "columns":
+        np.save(path, np.asfortranarray(FEATURES))
+    elif kind == "archive":
+        with path.open("wb") as file:
+            np.savez(file, a=FEATURES)
+    elif kind == "no rows":
+        np.save(path, FEATURES[:0])
+    else:
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("pickle", "not a .npy file; a pickled one is never opened"),
+        ("objects", "holds Python objects"),
+        ("short", "cut short"),
+        ("empty", "not a .npy file"),
+        ("integers", "numbers of type int32; expected float32"),
+        ("shape", r"shape \(4, 3, 5, 1\); expected \(pictures, regions, channels\)"),
+        ("columns", "saved column by column"),
+        ("archive", "archive of several arrays"),
+        ("no rows", r"shape \(0, 3, 5\)"),
+        ("missing", "there is no file"),
+    ],
+)
+def test_a_bad_file_is_refused_by_its_name(tmp_path, kind, message):
+    write(tmp_path, "train", FEATURES, "abcd")
+    bad(kind, tmp_path / "train_ims.npy")
+    with pytest.raises(UserError, match=rf"train_ims.npy.*{message}|{message}.*train_ims.npy"):
+        read_scan(tmp_path, Problems())
+
+
+def test_numbers_that_do_not_fit_and_folders_without_splits(tmp_path):
+    write(tmp_path, "train", FEATURES, "abcde")
+    with pytest.raises(
+        UserError, match="has 5 captions and train_ims.npy 4 rows; expected as many captions for every row"
+    ):
+        read_scan(tmp_path, Problems())
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no NAME_caps.txt"):
+        read_scan(tmp_path / "empty", Problems())
+    with pytest.raises(UserError, match="there is no folder"):
+        read_scan(tmp_path / "nowhere", Problems())
+    write(tmp_path, "train", FEATURES, ["", "", "", ""])
+    with pytest.raises(UserError, match="gives no usable pair"):
+        read_scan(tmp_path, Problems())
+
+
+def test_a_file_that_shrinks_is_an_error_not_a_crash(tmp_path):
+    path = tmp_path / "a.npy"
+    np.save(path, FEATURES)
+    file = RegionFile(path)
+    assert np.array_equal(file.row(3), FEATURES[3])
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(OSError, match="ends within row 3"):
+        file.row(3)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\xff\xd8\xff\xe0 a JPEG", "not a .npy file: region features are expected here, not a picture"),
+        (regions_to_bytes(FEATURES[0])[:-3], "cut short or damaged: .* 60 bytes, and 57 are there"),
+        (
+            regions_to_bytes(FEATURES),
+            r"float32 of shape \(4, 3, 5\); expected the \(regions, channels\) of one picture",
+        ),
+        (regions_to_bytes(np.full((2, 5), np.nan, np.float32)), "NaN or infinity"),
+        (regions_to_bytes(np.ones((2, 6), np.float32)), "has 6 channels; the model reads 5"),
+        (regions_to_bytes(np.ones((2, 5), bool)), "numbers of type bool"),
+        (regions_to_bytes(np.full((2, 5), 1e300)), "NaN or infinity"),
+    ],
+)
+def test_bytes_that_are_no_features_say_why(data, message):
+    with warnings.catch_warnings(), pytest.raises(ValueError, match=message):
+        warnings.simplefilter("error")
+        regions_from_bytes(data, 5)
+
+
+def header(shape, descr="'<f4'"):
+    text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        (header("(1000000000000, 5)"), "cut short or damaged: its header says an array of shape .* 80 are there"),
+        (header("(4611686018427387904, 4, 5)"), "cut short or damaged: its header says"),
+        (header("(-1, 4, 5)"), "cut short or damaged: its header says"),
+        (header("(((((((((("), "cut short or damaged, its header cannot be read"),
+        (header("{[]: 1}"), "cut short or damaged, its header cannot be read"),
+        (b"\x93NUMPY\x01", "cut short or damaged, its header cannot be read"),
+    ],
+)
+def test_no_memory_is_taken_on_the_word_of_a_header(tmp_path, start, message):
+    data = start + bytes(80)
+    for bytes_of_it in (data, start) if len(start) < 20 else (data,):
+        with pytest.raises(ValueError, match=message):
+            regions_from_bytes(bytes_of_it)
+        write(tmp_path, "train", FEATURES, "abcd")
+        (tmp_path / "train_ims.npy").write_bytes(bytes_of_it)
+        with pytest.raises(UserError, match=rf"train_ims.npy: {message}"):
+            read_scan(tmp_path, Problems())
+
+
+def test_of_rows_that_differ_the_beginnings_are_read(tmp_path, monkeypatch):
+    """6 rows of 40 kB of which two are equal: no more than these two are read whole, and with ids none."""
+    rows = RANDOM.standard_normal((6, 20, 512)).astype(np.float32)
+    rows[4] = rows[3]
+    rows[1, 0, :300] = rows[0, 0, :300]  # The beginnings agree, the rows do not.
+    read, pread = [], os.pread
+
+    def counting(descriptor, size, offset):
+        read.append(size)
+        return pread(descriptor, size, offset)
+
+    monkeypatch.setattr(os, "pread", counting)
+    write(tmp_path, "train", rows, "abcdef")
+    found = captions_of(read_scan(tmp_path, Problems())["train"])
+    assert found == {"train-0": ["a"], "train-1": ["b"], "train-2": ["c"], "train-3": ["d", "e"], "train-5": ["f"]}
+    assert sum(read) < 4 * rows[0].nbytes + 10_000
+    read.clear()
+    write(tmp_path, "train", rows, "abcdef", ids="pqrsst")
+    assert len(read_scan(tmp_path, Problems())["train"].image_ids) == 5 and not read
+
+
+def test_a_blank_line_is_no_id(tmp_path):
+    write(tmp_path, "train", FEATURES, "abcd", ids=["p", "q", " ", "r"])
+    with pytest.raises(UserError, match=r"train_ids.txt:3: a line without an id"):
+        read_scan(tmp_path, Problems())
+
+
+def test_a_file_is_closed_with_what_refers_to_it(tmp_path):
+    np.save(tmp_path / "a.npy", FEATURES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        file = RegionFile(tmp_path / "a.npy")
+        descriptor = file._descriptor
+        os.fstat(descriptor)
+        del file
+        gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_a_pickle_in_a_single_file_is_never_opened():
+    file = io.BytesIO()
+    np.save(file, np.array([Trap()], dtype=object), allow_pickle=True)
+    with pytest.raises(ValueError, match="holds Python objects"):
+        regions_from_bytes(file.getvalue())
+
+
+def test_a_manifest_may_name_a_file_for_each_picture(tmp_path):
+    for k in range(3):
+        np.save(tmp_path / f"{k}.npy", FEATURES[k, : k + 1])
+    (tmp_path / "m.jsonl").write_text(
+        "".join(f'{{"image": "{k}.npy", "captions": ["text {k}"], "split": "train"}}\n' for k in range(3))
+    )
+    data = read_manifest(tmp_path / "m.jsonl", Problems())["train"]
+    assert [regions_from_bytes(image.read_bytes()).shape for image in data.images] == [(1, 5), (2, 5), (3, 5)]
+
+
+def test_a_large_file_is_never_in_memory(tmp_path):
+    """600 MB of features (a file with holes), row by row: peak memory grows by less than 20 MB."""
+    program = """
+        import resource, sys
+        from sfumato.data.region_features import RegionFile
+        file = RegionFile(sys.argv[1])
+        for row in range(10): file.row(row)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        total = sum(float(file.row(row)[0, 0]) for row in range(file.n))
+        print(file.n, total, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """
+    path = tmp_path / "large.npy"
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(2034, 36, 2048))
+    array[2000, 0, 0] = 3
+    del array
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), str(path)], capture_output=True, text=True, check=True
+    )
+    n, total, growth = result.stdout.split()
+    assert (int(n), float(total)) == (2034, 3.0)
+    unit = 1 if sys.platform == "darwin" else 1024
+    assert int(growth) * unit < 20e6 < path.stat().st_size / 20

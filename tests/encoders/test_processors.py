@@ -1,0 +1,147 @@
+"""What published models do before their first layer."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from sfumato.encoders.processors import CLEANINGS, BilinearProcessor, SpecialTokenProcessor
+
+
+@pytest.mark.parametrize(
+    ("text", "whitespace", "lower", "canonicalize"),
+    [
+        ("  A\tred\n\nDOG. ", "A red DOG.", "a red dog.", "a red dog"),
+        ("it's a_b (really)!", "it's a_b (really)!", "it's a_b (really)!", "its a b really"),
+        ("fish &amp;amp; chips", "fish & chips", "fish & chips", "fish chips"),
+        ("Größe – 5 m²", "Größe – 5 m²", "größe – 5 m²", "größe – 5 m²"),
+        ("?!", "?!", "?!", ""),
+    ],
+)
+def test_cleaning(text, whitespace, lower, canonicalize):
+    assert CLEANINGS["whitespace"](text) == whitespace
+    assert CLEANINGS["lower"](text) == lower
+    assert CLEANINGS["canonicalize"](text) == canonicalize
+
+
+def processor(tokenizer, **options):
+    defaults = {"vocabulary": 10, "max_tokens": 5, "begin": "<b>", "end": "<e>", "pad_to_max": False}
+    return SpecialTokenProcessor(lambda: tokenizer, **{**defaults, "clean": str.lower, **options})
+
+
+@pytest.fixture
+def tokenizer():
+    tokenizer = Tokenizer(models.WordLevel({"<e>": 1, "<b>": 2, "a": 3, "b": 4, "c": 5, "?": 6}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def ids(processor, *texts):
+    store, kept = processor.read([lambda t=t: t for t in texts])
+    inputs = store.batch(kept)
+    return [row[mask].tolist() for row, mask in zip(inputs.values, inputs.mask, strict=True)]
+
+
+def test_begin_and_end_survive_cutting(tokenizer):
+    texts = ("A b", "a b c", "a b c a b c", "", "x")
+    assert ids(processor(tokenizer), *texts) == [[2, 3, 4, 1], [2, 3, 4, 5, 1], [2, 3, 4, 5, 1], [2, 1], [2, 6, 1]]
+    assert ids(processor(tokenizer, begin=""), *texts[:3]) == [[3, 4, 1], [3, 4, 5, 1], [3, 4, 5, 3, 1]]
+
+
+def test_padding_to_the_full_length_is_in_the_mask(tokenizer):
+    assert ids(processor(tokenizer, pad_to_max=True), "a", "a b c a") == [[2, 3, 1, 1, 1], [2, 3, 4, 5, 1]]
+
+
+def test_a_text_that_spells_the_end_ends_there(tokenizer):
+    assert ids(processor(tokenizer), "a <e> b") == [[2, 3, 1]]
+
+
+def test_the_tokenizer_is_looked_for_once_with_the_first_text(tokenizer):
+    asked = []
+
+    def find():
+        asked.append(1)
+        return tokenizer
+
+    lazy = processor(tokenizer)
+    lazy.find = find
+    assert not asked
+    ids(lazy, "a")
+    ids(lazy, "b")
+    assert len(asked) == 1
+
+
+TEXTS = ["A Dog, abc!  x", "", "don't " * 9, "abcdog\n42"]
+
+
+def test_ids_are_those_of_transformers_clip_tokenizer():
+    transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789.,!'"
+    merges = [("a", "b"), ("ab", "c</w>"), ("d", "o"), ("do", "g</w>")]
+    special = ["<|startoftext|>", "<|endoftext|>"]
+    pieces = [*letters, *(f"{c}</w>" for c in letters), *("".join(m) for m in merges), *special]
+    theirs = transformers.CLIPTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges)
+    ours = processor(
+        theirs.backend_tokenizer,
+        **{"vocabulary": len(pieces), "max_tokens": 12, "begin": special[0], "end": special[1]},
+        clean=CLEANINGS["lower"],
+    )
+    assert ids(ours, *TEXTS) == theirs(TEXTS, truncation=True, max_length=12)["input_ids"]
+
+
+def test_ids_are_those_of_transformers_t5_tokenizer():
+    transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
+    pieces = ["<pad>", "</s>", "<unk>", "▁a", "▁dog", "▁", *"abcdefghijklmnopqrstuvwxyz0123456789"]
+    theirs = transformers.T5Tokenizer(
+        vocab=[(piece, -float(i)) for i, piece in enumerate(pieces)], extra_ids=0, pad_token="</s>"
+    )
+    ours = processor(
+        theirs.backend_tokenizer,
+        **{"vocabulary": len(pieces), "max_tokens": 12, "begin": "", "end": "</s>", "pad_to_max": True},
+        clean=CLEANINGS["canonicalize"],
+    )
+    cleaned = [CLEANINGS["canonicalize"](text) for text in TEXTS]
+    expected = theirs(cleaned, truncation=True, padding="max_length", max_length=12)["input_ids"]
+    assert ids(ours, *TEXTS) == expected
+
+
+def bilinear_loops(picture, size):
+    """(h, w, 3) -> (size, size, 3): the four neighbours of where the centre of each pixel comes from, whatever the scale."""
+    height, width, _ = picture.shape
+    out = np.empty((size, size, 3))
+    for i in range(size):
+        for j in range(size):
+            y, x = (i + 0.5) * height / size - 0.5, (j + 0.5) * width / size - 0.5
+            y, x = max(y, 0.0), max(x, 0.0)
+            top, left = int(y), int(x)
+            bottom, right = min(top + 1, height - 1), min(left + 1, width - 1)
+            v, u = y - top, x - left
+            out[i, j] = (1 - v) * ((1 - u) * picture[top, left] + u * picture[top, right]) + v * (
+                (1 - u) * picture[bottom, left] + u * picture[bottom, right]
+            )
+    return out
+
+
+@pytest.mark.parametrize(("width", "height"), [(41, 23), (9, 30), (12, 12)])
+def test_pictures_are_squashed_bilinearly_without_smoothing(width, height):
+    picture = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(picture).save(buffer, "PNG")
+    store, kept = BilinearProcessor(12).read([buffer.getvalue])
+    ours = store.batch(kept).values[0].permute(1, 2, 0).numpy()
+    assert ours.shape == (12, 12, 3) and ours.dtype == np.uint8
+    expected = bilinear_loops(picture.astype(np.float64), 12)
+    assert np.abs(ours - expected).max() <= 0.5 + 1e-3
+    if (width, height) != (12, 12):
+        smoothed = np.asarray(Image.fromarray(picture).resize((12, 12), Image.Resampling.BILINEAR), dtype=float)
+        assert np.abs(smoothed - expected).max() > 5
+
+
+def test_damaged_pictures_are_reported():
+    problems = []
+    store, kept = BilinearProcessor(8).read(
+        [lambda: b"nonsense"], on_error=lambda i, error: problems.append((i, str(error)))
+    )
+    assert len(store) == len(kept) == 0 and problems[0][0] == 0 and "not a picture" in problems[0][1]

@@ -1,0 +1,174 @@
+"""The [UNC] token: where it looks, what it leaves alone. The released weights are in test_hub.py."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the extra backbones is not installed")
+
+from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
+from sfumato.encoders.features import Inputs
+from sfumato.encoders.heads import POOLINGS, GaussianHead
+from sfumato.encoders.unc_token import UncTokenImageEncoder, UncTokenTextEncoder
+
+IMAGE = {
+    "backbone": {
+        "model_type": "clip_vision_model",
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "patch_size": 8,
+        "image_size": 24,
+    },
+    "pixel_mean": (0.4, 0.5, 0.6),
+    "pixel_std": (0.2, 0.3, 0.4),
+}
+TEXT = {
+    "backbone": {
+        "model_type": "clip_text_model",
+        "hidden_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 20,
+        "vocab_size": 30,
+        "max_position_embeddings": 7,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+}
+
+
+def image_encoder(**options):
+    torch.manual_seed(0)
+    inner = clip_image_encoder(description=IMAGE, variance_blocks=0, final_norm=True)
+    return UncTokenImageEncoder(inner, **options).eval()
+
+
+def text_encoder(**options):
+    torch.manual_seed(0)
+    return UncTokenTextEncoder(clip_text_encoder(description=TEXT, variance_blocks=0), **options).eval()
+
+
+PIXELS = torch.rand(3, 3, 24, 24, generator=torch.Generator().manual_seed(1))
+IDS = torch.randint(1, 30, (4, 6), generator=torch.Generator().manual_seed(2))
+MASK = torch.arange(6) < torch.tensor([6, 2, 3, 1]).unsqueeze(1)
+
+
+def test_shapes_of_the_image_side():
+    tokens = image_encoder()(Inputs(PIXELS))
+    assert tokens.mean.shape == (3, 1 + 9, 16) and tokens.log_var.shape == (3, 1, 16) and tokens.mask is None
+
+
+def test_the_image_mean_passes_the_last_norm_once_and_as_released_twice():
+    clean, released = image_encoder(), image_encoder(released=True)
+    torch.nn.init.normal_(clean.encoder.norm_out.weight)
+    torch.nn.init.normal_(clean.encoder.norm_out.bias)
+    released.load_state_dict(clean.state_dict())
+    once, twice = clean(Inputs(PIXELS)), released(Inputs(PIXELS))
+    torch.testing.assert_close(twice.mean, clean.encoder.norm_out(once.mean))
+    torch.testing.assert_close(twice.log_var, once.log_var)
+    assert (twice.mean - once.mean).abs().max() > 0.1
+
+
+def test_the_log_variance_is_that_of_the_variance_token_and_the_mean_sees_it_too():
+    encoder = image_encoder()
+    before = encoder(Inputs(PIXELS))
+    torch.nn.init.normal_(encoder.variance_token)
+    after = encoder(Inputs(PIXELS))
+    assert (after.log_var - before.log_var).abs().max() > 0.1
+    assert (after.mean - before.mean).abs().max() > 1e-3
+
+
+def test_some_patches_only():
+    encoder = image_encoder()
+    keep = torch.tensor([0, 4, 5])
+    some = encoder(Inputs(PIXELS), patches=keep)
+    assert some.mean.shape == (3, 1 + 3, 16)
+    torch.testing.assert_close(encoder(Inputs(PIXELS), patches=torch.arange(9)).mean, encoder(Inputs(PIXELS)).mean)
+    changed = PIXELS.clone()
+    changed[:, :, :8, 8:16] += 1  # patch 1, which is left out
+    torch.testing.assert_close(encoder(Inputs(changed), patches=keep).mean, some.mean)
+    assert (encoder(Inputs(changed)).mean - encoder(Inputs(PIXELS)).mean).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("class_token", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_has_no_influence_on_texts(class_token, causal):
+    encoder = text_encoder(class_token=class_token, causal=causal)
+    together = encoder(Inputs(IDS.masked_fill(~MASK, 0), MASK))
+    other_padding = encoder(Inputs(IDS, MASK))
+    head = GaussianHead(12, 5, pooling="last").eval()
+    torch.testing.assert_close(head(together).mean, head(other_padding).mean)
+    torch.testing.assert_close(together.log_var, other_padding.log_var)
+    for i, n in enumerate(MASK.sum(1).tolist()):
+        alone = encoder(Inputs(IDS[i : i + 1, :n], MASK[i : i + 1, :n]))
+        torch.testing.assert_close(alone.log_var, together.log_var[i : i + 1])
+        torch.testing.assert_close(head(alone).mean, head(together).mean[i : i + 1])
+
+
+def test_a_causal_text_does_not_see_what_is_appended():
+    plain = clip_text_encoder(description=TEXT, variance_blocks=0).eval()
+    encoder = UncTokenTextEncoder(plain).eval()
+    assert encoder.causal
+    torch.testing.assert_close(encoder(Inputs(IDS, MASK)).mean[MASK], plain(Inputs(IDS, MASK)).mean[MASK])
+    torch.testing.assert_close(encoder(Inputs(IDS)).mean, plain(Inputs(IDS)).mean)
+    free = UncTokenTextEncoder(plain, causal=False).eval()
+    assert (free(Inputs(IDS, MASK)).mean - plain(Inputs(IDS, MASK)).mean)[MASK].abs().max() > 1e-3
+
+
+def test_a_class_token_is_all_that_the_mean_is_made_of():
+    encoder = text_encoder(class_token=True, causal=False)
+    tokens = encoder(Inputs(IDS, MASK))
+    assert tokens.mean.shape == tokens.log_var.shape == (4, 1, 12) and tokens.mask is None
+    before = tokens.log_var
+    torch.nn.init.normal_(encoder.class_token)
+    assert (encoder(Inputs(IDS, MASK)).log_var - before).abs().max() > 0  # [UNC] sees it: no causal mask
+
+
+def test_as_released_a_text_fills_the_context():
+    encoder = text_encoder(released=True)
+    whole = torch.nn.functional.pad(IDS, (0, 1), value=1)
+    tokens = encoder(Inputs(whole))
+    assert tokens.mean.shape == (4, 1, 12) and tokens.log_var is None
+    with pytest.raises(ValueError, match="padded to 7 tokens"):
+        encoder(Inputs(IDS))
+    with pytest.raises(ValueError, match="all of them in the mask"):
+        encoder(Inputs(whole, torch.nn.functional.pad(MASK, (0, 1))))
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_every_pooling_takes_the_variance_token_as_it_is(pooling):
+    torch.manual_seed(0)
+    head = GaussianHead(12, 5, pooling=pooling).eval()
+    for options in ({}, {"class_token": True}):
+        tokens = text_encoder(**options)(Inputs(IDS, MASK))
+        torch.testing.assert_close(head(tokens).log_var, head.log_var.linear(tokens.log_var[:, 0]))
+
+
+def test_gradients_reach_the_extra_tokens():
+    for encoder, inputs in (
+        (image_encoder(), Inputs(PIXELS)),
+        (text_encoder(class_token=True), Inputs(IDS, MASK)),
+    ):
+        tokens = encoder.train()(inputs)
+        (tokens.mean.square().sum() + tokens.log_var.sum()).backward()
+        for name, parameter in encoder.named_parameters():
+            if name.endswith("_token"):
+                assert parameter.grad.abs().max() > 0, name
+
+
+def test_blocks_are_counted_from_the_top():
+    encoder = image_encoder()
+    assert encoder.blocks_from_top("encoder.shared_blocks.1.mlp.fc1.weight") == 1
+    assert encoder.blocks_from_top("encoder.shared_blocks.0.mlp.fc1.weight") == 2
+    assert (
+        encoder.blocks_from_top("variance_token") == 0 == encoder.blocks_from_top("encoder.embeddings.class_embedding")
+    )
+
+
+def test_an_encoder_with_variance_blocks_is_refused():
+    with pytest.raises(ValueError, match="has 1 variance blocks, expected none"):
+        UncTokenImageEncoder(clip_image_encoder(description=IMAGE, variance_blocks=1))
+    with pytest.raises(ValueError, match="variance_blocks=0"):
+        UncTokenTextEncoder(clip_text_encoder(description=TEXT))

@@ -1,0 +1,460 @@
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sfumato.data.emoji import load_emoji
+from sfumato.errors import UserError
+from sfumato.evaluation.benchmark_ground_truths import (
+    coco_1k,
+    coco_5k,
+    coco_image_id,
+    cub_captions,
+    cxc,
+    eccv,
+    eccv_caption,
+    emoji,
+    flickr8k,
+    flickr30k,
+    pmrp,
+    read_coco,
+    rpc2,
+)
+from sfumato.evaluation.ground_truth import (
+    RECALLS,
+    GroundTruth,
+    ground_truth_from_data,
+    ground_truth_from_pairs,
+    in_folds,
+    read_ground_truth,
+)
+from sfumato.metrics.relevance import Relevance
+
+SHARED = Path(os.environ.get("SFUMATO_SHARED", Path(__file__).resolve().parents[2].parent / "shared")) / "data"
+
+
+def shared(*parts):
+    path = SHARED.joinpath(*parts)
+    if not path.exists():
+        pytest.skip(f"no {path}; set SFUMATO_SHARED to the folder that holds data/")
+    return path
+
+
+def matches(ground_truth):
+    """{image id: text ids} and {text id: image ids} of a truth."""
+    rows = {}
+    for side, relevance, queries, gallery in (
+        ("i2t", ground_truth.i2t, ground_truth.image_ids, ground_truth.text_ids),
+        ("t2i", ground_truth.t2i, ground_truth.text_ids, ground_truth.image_ids),
+    ):
+        rows[side] = {q: set() for q in queries}
+        for i, j in zip(relevance.query_of_item, relevance.indices, strict=True):
+            rows[side][queries[i]].add(gallery[j])
+    return rows["i2t"], rows["t2i"]
+
+
+# ---------------------------------------------------------------- what a truth is
+
+
+def test_pairs_make_both_directions():
+    ground_truth = ground_truth_from_pairs("mine", ["b", "a"], [7, "x", 8], [("a", 7), ("b", "x"), ("a", 8), ("a", 7)])
+    assert matches(ground_truth) == ({"b": {"x"}, "a": {"7", "8"}}, {"7": {"a"}, "x": {"b"}, "8": {"a"}})
+    assert ground_truth.with_metrics("recall@3").metrics == ("recall@3",)
+    with pytest.raises(ValueError, match="mine: pair 1 names text 'y', which is not among the text ids"):
+        ground_truth_from_pairs("mine", ["a"], ["x"], [("a", "x"), ("a", "y")])
+
+
+def test_truths_that_do_not_fit_are_refused():
+    one, other = Relevance.from_lists([[0], [1]], n_gallery=3), Relevance.from_lists([[0], [1], []], n_gallery=2)
+    images, texts = ("a", "b"), ("x", "y", "z")
+    GroundTruth("t", images, texts, one, other)
+    with pytest.raises(ValueError, match="t2i is 2 by 3, but there are 2 images and 3 texts; expected 3 by 2"):
+        GroundTruth("t", images, texts, one, one)
+    with pytest.raises(ValueError, match="text id 'x' occurs more than once"):
+        GroundTruth("t", images, ("x", "y", "x"), one, other)
+    with pytest.raises(ValueError, match="unknown metric 'recall'"):
+        GroundTruth("t", images, texts, one, other, ("recall",))
+    with pytest.raises(ValueError, match=r"fold 0 needs distinct text positions in 0\.\.2"):
+        GroundTruth("t", images, texts, one, other, folds=((np.array([0]), np.array([3])),))
+
+
+def test_folds_are_consecutive_images_with_their_texts():
+    images, texts = list("abcdefghij"), [f"{c}{k}" for c in "abcdefghij" for k in (0, 1)]
+    texts = texts[1:] + texts[:1]
+    pairs = [(text[0], text) for text in texts]
+    ground_truth = coco_1k(images, texts, pairs)
+    assert ground_truth.name == "coco_1k" and ground_truth.metrics == RECALLS and len(ground_truth.folds) == 5
+    assert [texts[i] for i in ground_truth.folds[0][1]] == ["a1", "b0", "b1", "a0"]
+    assert ground_truth.folds[3][0].tolist() == [6, 7]
+    with pytest.raises(ValueError, match="10 images do not make 3 equal folds"):
+        in_folds(coco_5k(images, texts, pairs), 3, name="thirds")
+    with pytest.raises(ValueError, match="text 'a1' does not belong to the images of exactly one fold"):
+        coco_1k(images, texts, [*pairs, ("j", "a1")])
+    with pytest.raises(ValueError, match="text 'a0' does not belong"):
+        coco_1k(images, texts, pairs[:-1])
+
+
+def test_emoji_and_any_split_of_pairs():
+    data = load_emoji()["test"]
+    for ground_truth in (emoji(), ground_truth_from_data(data, name="mine")):
+        assert ground_truth.image_ids == data.image_ids and ground_truth.text_ids == data.text_ids
+        assert (ground_truth.i2t.indices == data.relevance().indices).all() and len(ground_truth.i2t.indices) == len(
+            data.pairs
+        )
+    assert len(emoji("style").image_ids) > len(data.images)
+    with pytest.raises(ValueError, match="unknown split 'dev'; known: train, val, test, style"):
+        emoji("dev")
+
+
+# ---------------------------------------------------------------- COCO, CxC, ECCV Caption
+
+
+def test_eccv_caption_has_the_published_numbers():
+    ground_truths = eccv_caption(shared("coco5k_text"))
+    assert list(ground_truths) == ["coco_5k", "coco_1k", "cxc", "rpc2", "eccv"]
+    expected = {
+        "coco_5k": ((5000, 25000), (25000, 25000)),
+        "cxc": ((5000, 35585), (24972, 35585)),
+        "eccv": ((1261, 22550), (1332, 11279)),
+    }
+    for name, sides in expected.items():
+        for relevance, (queries, positives) in zip(
+            (ground_truths[name].i2t, ground_truths[name].t2i), sides, strict=True
+        ):
+            assert ((relevance.totals > 0).sum(), relevance.totals.sum()) == (queries, positives), name
+    assert ground_truths["eccv"].i2t.n_outside.sum() == 2 and ground_truths["eccv"].t2i.n_outside is None
+    for image in ("575916", "421999"):
+        assert ground_truths["eccv"].i2t.n_outside[ground_truths["eccv"].image_ids.index(image)] == 1
+    assert ground_truths["coco_5k"].image_ids[:3] == ("391895", "60623", "483108")
+    assert ground_truths["coco_5k"].text_ids[:2] == ("770337", "771687")
+    assert [len(images) for images, _ in ground_truths["coco_1k"].folds] == [1000] * 5
+    assert (ground_truths["coco_1k"].folds[4][1] == np.arange(20000, 25000)).all()
+    assert ground_truths["rpc2"].i2t is ground_truths["cxc"].i2t and ground_truths["rpc2"].metrics == ("r_precision",)
+    listed = json.loads(shared("coco5k_text", "cxc_image_to_caption.json").read_text())
+    assert matches(ground_truths["cxc"])[0] == {image: set(map(str, texts)) for image, texts in listed.items()}
+    assert cxc(SHARED / "coco5k_text").name == "cxc" and eccv(SHARED / "coco5k_text").name == "eccv"
+    assert rpc2(SHARED / "coco5k_text").name == "rpc2"
+
+
+def small_eccv(folder, **changes):
+    """Files of the package's layout with 5 images and 10 captions; image i has captions 10 i and 10 i + 1."""
+    own = {str(10 * i + k): [i] for i in range(1, 6) for k in (0, 1)}
+    files = {
+        "original_caption_to_image": own,
+        "cxc_image_to_caption": {str(i): [10 * i, 10 * i + 1, 10 * (i % 5 + 1)] for i in range(1, 6)},
+        "cxc_caption_to_image": own | {"10": [1, 5]},
+        "eccv_image_to_caption": {"2": [20, 30]},
+        "eccv_caption_to_image": {"51": [1, 2, 3]},
+        **changes,
+    }
+    np.save(folder / "coco_test_ids.npy", np.array([int(c) for c in own]))
+    for name, value in files.items():
+        if value is not None:
+            text = value if isinstance(value, str) else json.dumps(value)
+            (folder / f"{name}.json").write_text(text)
+    return folder
+
+
+def test_the_installed_package_is_read_but_not_run(tmp_path, monkeypatch):
+    package = tmp_path / "eccv_caption"
+    (package / "data").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('run')")
+    small_eccv(package / "data", pm_image_to_caption={"1": [10]}, pm_caption_to_image={"10": [1, 2]})
+    monkeypatch.syspath_prepend(tmp_path)
+    ground_truths = eccv_caption()
+    assert matches(ground_truths["eccv"])[0]["2"] == {"20", "30"} and matches(ground_truths["eccv"])[1]["51"] == {
+        "1",
+        "2",
+        "3",
+    }
+    assert (ground_truths["eccv"].i2t.totals > 0).sum() == 1
+    assert matches(ground_truths["pmrp_eccv_caption"])[1]["10"] == {"1", "2"}
+    assert "eccv_caption" not in sys.modules
+
+
+def test_without_the_package_it_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install .sfumato\[benchmarks\]."):
+        eccv_caption()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cxc_image_to_caption": None}, r"cannot read .*cxc_image_to_caption\.json"),
+        ({"eccv_caption_to_image": "{"}, r"eccv_caption_to_image\.json: not usable JSON"),
+        ({"eccv_caption_to_image": '{"51": [1], "51": [2]}'}, r"key '51' occurs more than once"),
+        ({"eccv_caption_to_image": {"51": [1.5]}}, r"'51' holds \[1\.5\]; expected a list"),
+        ({"eccv_caption_to_image": {"99": [1]}}, "caption 99 is not among the 10 captions"),
+        ({"eccv_image_to_caption": {"1": [10, 999]}}, "1 of its positives are not in the gallery"),
+        ({"original_caption_to_image": {"10": [1, 2]}}, "caption 10 has 2 images, expected one"),
+        ({"original_caption_to_image": []}, "found list; expected an object"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        eccv_caption(small_eccv(tmp_path, **changes))
+    with pytest.raises(UserError, match=r"coco_test_ids\.npy"):
+        eccv_caption(tmp_path / "elsewhere")
+
+
+# ---------------------------------------------------------------- Karpathy's files
+
+
+def karpathy(path, images):
+    path.write_text(json.dumps({"images": images, "dataset": "x"}))
+    return path
+
+
+def entry(name, split, *sentids):
+    return {"filename": name, "split": split, "sentences": [{"sentid": s, "raw": "."} for s in sentids]}
+
+
+def test_karpathy_splits_without_any_picture(tmp_path):
+    path = karpathy(
+        tmp_path / "d.json", [entry("a.jpg", "test", 5, 3), entry("b.jpg", "val", 4), entry("c.jpg", "test", 9)]
+    )
+    ground_truth = flickr30k(path)
+    assert (
+        ground_truth.name == "flickr30k"
+        and ground_truth.image_ids == ("a.jpg", "c.jpg")
+        and ground_truth.text_ids == ("5", "3", "9")
+    )
+    assert matches(ground_truth)[1] == {"5": {"a.jpg"}, "3": {"a.jpg"}, "9": {"c.jpg"}}
+    assert flickr8k(path, split="val").image_ids == ("b.jpg",)
+
+
+def test_flickr8k_has_its_thousand():
+    ground_truth = flickr8k(shared("flickr8k", "dataset_flickr8k.json"))
+    assert (len(ground_truth.image_ids), len(ground_truth.text_ids)) == (1000, 5000) and set(
+        ground_truth.i2t.counts
+    ) == {5}
+
+
+def test_coco_from_karpathy_has_cocos_numbers(tmp_path):
+    names = [f"COCO_val2014_{i:012d}.jpg" for i in range(391895, 391900)]
+    ground_truths = read_coco(karpathy(tmp_path / "d.json", [entry(name, "test", i) for i, name in enumerate(names)]))
+    assert ground_truths["coco_5k"].image_ids[0] == "391895" and len(ground_truths["coco_1k"].folds) == 5
+    with pytest.raises(UserError, match=r"d\.json: coco_1k: 4 images do not make 5 equal folds"):
+        read_coco(karpathy(tmp_path / "d.json", [entry(name, "test", i) for i, name in enumerate(names[:4])]))
+
+
+def test_coco_names():
+    assert coco_image_id("val2014/COCO_val2014_000000000042.jpg") == "42"
+    assert coco_image_id("42") == "42" and coco_image_id("0042.jpg") == "0042.jpg"
+    assert coco_image_id("1000268201_693b08cb0e.jpg") == "1000268201_693b08cb0e.jpg"
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        ([entry("a.jpg", "test", 1), entry("a.jpg", "test", 2)], "filename a.jpg occurs more than once"),
+        ([entry("a.jpg", "test", 1, 1)], "sentid 1 occurs more than once"),
+        ([entry("a.jpg", "train", 1)], "no image with captions is in the split 'test'"),
+        ([entry("a.jpg", "test", 1), {"split": "test"}], r"images\[1\]: malformed entry"),
+        ([3], r"images\[0\]: malformed entry"),
+        ({}, "expected an object with a list under 'images'"),
+    ],
+)
+def test_malformed_karpathy_files(tmp_path, images, message):
+    with pytest.raises(UserError, match=message):
+        flickr8k(karpathy(tmp_path / "d.json", images))
+
+
+# ---------------------------------------------------------------- PMRP
+
+CAPTIONS = ground_truth_from_pairs(
+    "captions",
+    ["COCO_val2014_000000000001.jpg", "2", "3", "4"],
+    ["1a", "1b", "2a", "3a", "4a"],
+    [("COCO_val2014_000000000001.jpg", "1a"), ("COCO_val2014_000000000001.jpg", "1b"), ("2", "2a"), ("3", "3a"), ("4", "4a")],
+)  # fmt: skip
+
+
+def instances(path, classes):
+    annotations = [{"image_id": i, "category_id": c} for i, own in classes.items() for c in own]
+    path.write_text(json.dumps({"images": [{"id": i} for i in classes], "annotations": annotations}))
+    return path
+
+
+def test_pmrp_by_hand(tmp_path):
+    # Classes {1, 2}, {2}, {3, 4}, none: the first two differ in one class, the others in four and three.
+    path = instances(tmp_path / "instances.json", {1: [1, 2, 2], 2: [2], 3: [3, 4], 4: []})
+    ground_truths = pmrp(path, CAPTIONS, zetas=(0, 1, 3))
+    assert list(ground_truths) == ["pmrp@0", "pmrp@1", "pmrp@3"] and {
+        t.averaged_as for t in ground_truths.values()
+    } == {"pmrp"}
+    first = CAPTIONS.image_ids[0]
+    assert matches(ground_truths["pmrp@0"])[0] == {first: {"1a", "1b"}, "2": {"2a"}, "3": {"3a"}}
+    assert matches(ground_truths["pmrp@1"])[0] == {first: {"1a", "1b", "2a"}, "2": {"1a", "1b", "2a"}, "3": {"3a"}}
+    assert matches(ground_truths["pmrp@3"])[1] == {
+        "1a": {first, "2"},
+        "1b": {first, "2"},
+        "2a": {first, "2", "3"},
+        "3a": {"2", "3"},
+    }
+    assert pmrp(path, CAPTIONS, zetas=(2,))["pmrp@2"].averaged_as is None
+
+
+def test_pmrp_on_real_annotations_agrees_with_loops():
+    root = shared("tiny_coco", "tiny_coco", "annotations")
+    classes, pairs = {}, []
+    for part in ("train", "val"):
+        for a in json.loads((root / f"instances_{part}2017.json").read_text())["annotations"]:
+            classes.setdefault(str(a["image_id"]), set()).add(a["category_id"])
+        captions = json.loads((root / f"captions_{part}2017.json").read_text())["annotations"]
+        pairs += [(str(a["image_id"]), str(a["id"])) for a in captions]
+    images = list(dict.fromkeys(image for image, _ in pairs))
+    base = ground_truth_from_pairs("tiny", images, [text for _, text in pairs], pairs)
+    ground_truths = pmrp([root / "instances_train2017.json", root / "instances_val2017.json"], base)
+    assert len(images) == 100 and len(ground_truths["pmrp@0"].image_ids) == 97 == len(classes)
+    assert {len(t.text_ids) for t in ground_truths.values()} == {97 * 5}
+    for zeta in (0, 1, 2):
+        i2t, t2i = matches(ground_truths[f"pmrp@{zeta}"])
+        for image in classes:
+            near = {text for other, text in pairs if other in classes and len(classes[image] ^ classes[other]) <= zeta}
+            assert i2t[image] == near
+        for image, text in pairs:
+            if image in classes:
+                assert t2i[text] == {other for other in classes if len(classes[image] ^ classes[other]) <= zeta}
+
+
+def test_pmrp_refuses_what_it_cannot_know(tmp_path):
+    path = instances(tmp_path / "instances.json", {1: [1], 2: [2], 3: [3]})
+    with pytest.raises(UserError, match="image 4 of captions is not among its images"):
+        pmrp(path, CAPTIONS)
+    for zetas in ((), (-1,), (1, 1)):
+        with pytest.raises(ValueError, match="zetas must be distinct and at least 0"):
+            pmrp(path, CAPTIONS, zetas=zetas)
+    with pytest.raises(ValueError, match="text 'x' does not belong to exactly one image"):
+        pmrp(path, ground_truth_from_pairs("two", ["1", "2"], ["x"], [("1", "x"), ("2", "x")]))
+    path.write_text('{"images": [{"id": 1}], "annotations": [{"image_id": 1}]}')
+    with pytest.raises(UserError, match=r"annotations\[0\]: expected an object with image_id and category_id"):
+        pmrp(path, CAPTIONS)
+    path.write_text('{"images": []}')
+    with pytest.raises(UserError, match="not COCO's instance annotations"):
+        pmrp(path, CAPTIONS)
+
+
+# ---------------------------------------------------------------- CUB Captions
+
+
+@pytest.fixture
+def birds(tmp_path):
+    for bird, n in (("001.Wren", 2), ("002.Owl", 1), ("003.Kite", 2)):
+        (tmp_path / bird).mkdir()
+        for i in range(n):
+            (tmp_path / bird / f"{bird[4:]}_{i}.txt").write_text(f"a {bird}\nit sings\n\n")
+            (tmp_path / bird / f"{bird[4:]}_{i}.h5").write_text("features")
+    return tmp_path
+
+
+def test_birds_match_by_class(birds):
+    ground_truth = cub_captions(birds)
+    assert ground_truth.image_ids[:3] == ("001.Wren/Wren_0.jpg", "001.Wren/Wren_1.jpg", "002.Owl/Owl_0.jpg")
+    assert ground_truth.text_ids[:3] == ("001.Wren/Wren_0.jpg#0", "001.Wren/Wren_0.jpg#1", "001.Wren/Wren_1.jpg#0")
+    assert (
+        ground_truth.i2t.counts.tolist() == [4, 4, 2, 4, 4]
+        and ground_truth.t2i.counts.tolist() == [2] * 4 + [1] * 2 + [2] * 4
+    )
+    i2t, t2i = matches(ground_truth)
+    assert all({t.split("/")[0] for t in texts} == {image.split("/")[0]} for image, texts in i2t.items())
+    assert t2i["003.Kite/Kite_1.jpg#1"] == {"003.Kite/Kite_0.jpg", "003.Kite/Kite_1.jpg"}
+
+
+def test_bird_splits(birds, tmp_path):
+    (tmp_path / "classes.txt").write_text("003.Kite\n001.Wren\n")
+    (tmp_path / "seen.txt").write_text("001.Wren/Wren_1.jpg\n002.Owl/Owl_0.jpg\n")
+    seen = cub_captions(birds, classes=tmp_path / "classes.txt", only=tmp_path / "seen.txt")
+    assert seen.image_ids == ("001.Wren/Wren_1.jpg",)
+    train = cub_captions(birds, classes=["001.Wren", "003.Kite"], without=tmp_path / "seen.txt")
+    assert train.image_ids == ("001.Wren/Wren_0.jpg", "003.Kite/Kite_0.jpg", "003.Kite/Kite_1.jpg")
+
+
+def test_missing_birds_are_named(birds, tmp_path):
+    with pytest.raises(UserError, match="there is no class 004.Tit"):
+        cub_captions(birds, classes=["004.Tit"])
+    with pytest.raises(UserError, match="picture 001.Wren/Wren_0.jpg is missing"):
+        cub_captions(birds, images=tmp_path / "pictures")
+    with pytest.raises(UserError, match=r"none of the 1 images of only= is in these classes, for instance x\.jpg"):
+        cub_captions(birds, only=["x.jpg"])
+    with pytest.raises(UserError, match="cannot read the list"):
+        cub_captions(birds, classes=tmp_path / "nowhere.txt")
+    with pytest.raises(UserError, match="there is no folder of captions"):
+        cub_captions(birds / "nowhere")
+    (birds / "002.Owl" / "Owl_0.txt").write_text("\n")
+    with pytest.raises(UserError, match=r"Owl_0\.txt: no captions"):
+        cub_captions(birds)
+
+
+def test_the_public_splits_of_classes_do_not_overlap():
+    root = shared("coco5k_text", "cub_splits")
+    seen, unseen = ((root / f).read_text().split() for f in ("trainvalclasses.txt", "testclasses.txt"))
+    assert (len(seen), len(unseen), len(set(seen) & set(unseen))) == (150, 50, 0)
+    # Ten of the listed images are of unseen classes: the list of classes has to narrow it.
+    listed = {line.split("/")[0] for line in (root / "seen_test_images.txt").read_text().split()}
+    assert set(seen) < listed <= set(seen) | set(unseen)
+
+
+# ---------------------------------------------------------------- a user's own
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("t.json", '{"images": ["a", "b"], "texts": [1, 2, 3], "pairs": [["a", 1], ["a", 3], ["b", 2]]}'),
+        ("t.json", '{"a": [1, 3], "b": ["2"]}'),
+        ("t.csv", "\ufeffimage,note,text\na,x,1\na,,3\nb,,2\n"),
+    ],
+)
+def test_own_truths_in_three_layouts(tmp_path, name, content):
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    ground_truth = read_ground_truth(tmp_path / name, metrics=["recall@1"])
+    assert matches(ground_truth)[0] == {"a": {"1", "3"}, "b": {"2"}}
+    assert ground_truth.name == "t" and ground_truth.metrics == ("recall@1",) and ground_truth.source.endswith(name)
+    assert read_ground_truth(tmp_path / name, name="other").name == "other"
+
+
+def test_images_without_texts_stay_in_the_gallery(tmp_path):
+    (tmp_path / "t.json").write_text('{"a": [1], "b": []}')
+    ground_truth = read_ground_truth(tmp_path / "t.json")
+    assert ground_truth.image_ids == ("a", "b") and ground_truth.i2t.counts.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("t.json", '{"images": ["a"], "texts": ["x"], "pairs": [["a", "y"]]}', r"t\.json: t: pair 0 names text 'y'"),
+        (
+            "t.json",
+            '{"images": ["a", "a"], "texts": ["x"], "pairs": [["a", "x"]]}',
+            "image 'a' is listed more than once",
+        ),
+        ("t.json", '{"images": "a", "texts": ["x"], "pairs": []}', "images must be a list"),
+        ("t.json", '{"images": ["a"], "texts": ["x"], "pairs": [["a"]]}', r"pairs\[0\]: found \['a'\]"),
+        ("t.json", '{"images": ["a"], "texts": ["x"], "pairs": {}}', "pairs must be a list"),
+        ("t.json", '{"images": ["a"], "texts": ["x"], "pairs": []}', "no image matches any text"),
+        ("t.json", '{"a": 1}', "'a' holds 1; expected a list"),
+        ("t.json", "[]", "found list"),
+        ("t.json", "{", "not usable JSON"),
+        ("t.csv", "picture,text\na,b\n", r"t\.csv:1: the columns are picture, text; expected image and text"),
+        ("t.csv", "image,text\na,b\n,c\n", r"t\.csv:3: image or text is empty"),
+        ("t.csv", "image,text\na,b,c\n", r"t\.csv:2: more values than columns"),
+        ("t.csv", 'image,text\na,"b\n', "not CSV"),
+        ("t.csv", "", r"the columns are \(none\)"),
+        ("t.txt", "", r"unknown kind of truth '\.txt'"),
+    ],
+)
+def test_bad_truths_of_ones_own(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        read_ground_truth(tmp_path / name)
+
+
+def test_a_missing_truth_is_named(tmp_path):
+    for name in ("t.json", "t.csv"):
+        with pytest.raises(UserError, match=f"cannot read .*{name}"):
+            read_ground_truth(tmp_path / name)

@@ -1,0 +1,140 @@
+import json
+
+import pytest
+import torch
+from scipy import stats
+
+from sfumato.metrics.reliability import (
+    binomial_tail,
+    brier_score,
+    clopper_pearson_upper,
+    compare_calibration,
+    expected_calibration_error,
+    mean_loss_p_value,
+    reliability_curve,
+    wilson_interval,
+)
+
+
+def test_worked_by_hand():
+    probability = torch.tensor([0.0, 0.1, 0.5, 0.6, 0.9, 1.0])
+    match = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0, 1.0])
+    curve = reliability_curve(probability, match, n_bins=2)
+    assert [b["count"] for b in curve] == [2, 4]
+    assert [b["probability"] for b in curve] == pytest.approx([0.05, 0.75])
+    assert [b["observed"] for b in curve] == pytest.approx([0.5, 0.75])
+    assert expected_calibration_error(probability, match, n_bins=2) == pytest.approx(2 / 6 * 0.45)
+    assert brier_score(probability, match) == pytest.approx((0.81 + 0.25 + 0.16 + 0.01) / 6)
+
+
+def test_agrees_with_a_loop():
+    generator = torch.Generator().manual_seed(0)
+    probability, match = torch.rand(301, generator=generator), (torch.rand(301, generator=generator) < 0.3).float()
+    total = 0.0
+    for b in range(15):
+        inside = [i for i in range(301) if min(int(float(probability[i]) * 15), 14) == b]
+        if inside:
+            total += abs(sum(float(probability[i]) - float(match[i]) for i in inside)) / 301
+    assert expected_calibration_error(probability, match) == pytest.approx(total, abs=1e-6)
+
+
+def test_a_calibrated_forecast_passes_and_an_overconfident_one_does_not():
+    # 20,000 calibrated predictions in 15 bins: the expected error is about 0.01 and its deviation below 0.002, so that 0.03 is
+    # beyond 8 of them: a false alarm in fewer than 1e-9 of seeds (and the seed is fixed).
+    generator = torch.Generator().manual_seed(1)
+    ground_truth = torch.rand(20_000, generator=generator)
+    match = (torch.rand(20_000, generator=generator) < ground_truth).float()
+    assert expected_calibration_error(ground_truth, match) < 0.03
+    assert expected_calibration_error(torch.sigmoid(4 * torch.logit(ground_truth)), match) > 0.1
+
+
+def test_bad_input_is_named():
+    good = torch.tensor([0.5])
+    with pytest.raises(ValueError, match=r"\[0, 1\]"):
+        reliability_curve(torch.tensor([1.5]), good)
+    with pytest.raises(ValueError, match=r"\[0, 1\]"):
+        reliability_curve(torch.tensor([torch.nan]), good)
+    with pytest.raises(ValueError, match="n_bins"):
+        reliability_curve(good, good, n_bins=0)
+    for function in (reliability_curve, brier_score):
+        with pytest.raises(ValueError, match=r"must be \(k,\)"):
+            function(torch.zeros(2), torch.zeros(3))
+    with pytest.raises(ValueError, match="got no probabilities"):
+        expected_calibration_error(torch.zeros(0), torch.zeros(0))
+
+
+def test_bins_of_equal_count_by_hand():
+    probability = torch.tensor([0.9, 0.01, 0.02, 0.03, 0.04])
+    match = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0])
+    curve = reliability_curve(probability, match, n_bins=2, binning="count")
+    assert [b["count"] for b in curve] == [3, 2]
+    assert [b["probability"] for b in curve] == pytest.approx([0.02, 0.47])
+    assert [b["observed"] for b in curve] == pytest.approx([0.0, 1.0])
+    by_count = expected_calibration_error(probability, match, n_bins=2, binning="count")
+    assert by_count == pytest.approx((3 * 0.02 + 2 * 0.53) / 5)
+    by_width = expected_calibration_error(probability, match, n_bins=2)
+    assert by_width == pytest.approx((4 * 0.225 + 0.1) / 5) and by_width != by_count
+    with pytest.raises(ValueError, match="unknown binning 'mass'; known: width, count"):
+        reliability_curve(probability, match, binning="mass")
+
+
+def test_before_and_after_side_by_side():
+    match = torch.tensor([0.0, 1.0, 1.0])
+    both = compare_calibration({"before": torch.tensor([0.9, 0.1, 0.1]), "after": torch.tensor([0.1, 0.9, 0.9])}, match)
+    assert both["before"]["expected_calibration_error"] == pytest.approx((0.9 + 2 * 0.9) / 3)
+    assert both["after"]["brier_score"] == pytest.approx(0.01)
+    assert sum(b["count"] for b in both["after"]["curve"]) == sum(b["count"] for b in both["after"]["curve_by_count"])
+    json.dumps(both, allow_nan=False)
+
+
+@pytest.mark.parametrize(("share", "n"), [(0.0, 1), (0.0, 20), (0.25, 8), (0.5, 400), (1.0, 13)])
+@pytest.mark.parametrize("confidence", [0.8, 0.95])
+def test_wilson_is_scipys(share, n, confidence):
+    expected = stats.binomtest(round(share * n), n).proportion_ci(confidence, method="wilson")
+    assert wilson_interval(share, n, confidence=confidence) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+@pytest.mark.parametrize(("k", "n"), [(0, 1), (0, 29), (3, 10), (10, 10), (0, 0), (40, 3000), (2999, 3000)])
+@pytest.mark.parametrize("p", [0.0, 1e-5, 0.02, 0.5, 0.97, 1.0])
+def test_binomial_tail_and_its_bound_are_scipys(k, n, p):
+    assert binomial_tail(k, n, p) == pytest.approx(stats.binom.cdf(k, n, p), rel=1e-9, abs=1e-12)
+    if 0 < p < 1:
+        expected = 1.0 if k == n else stats.beta.ppf(p, k + 1, n - k)
+        assert clopper_pearson_upper(k, n, confidence=p) == pytest.approx(expected, rel=1e-6)
+
+
+def test_bounds_by_hand():
+    # No error in 29 trials: 0.95 = 1 - (1 - p)^29. One in two, at 75 %: 1 - p^2 = 0.25.
+    assert clopper_pearson_upper(0, 29, confidence=0.95) == pytest.approx(1 - 0.05 ** (1 / 29))
+    assert clopper_pearson_upper(1, 2, confidence=0.75) == pytest.approx(0.75**0.5)
+    assert binomial_tail(1, 2, 0.3) == pytest.approx(1 - 0.09)
+    # Hoeffding's form for no loss at all: (1 - limit)^n; Bentkus' is e times that.
+    assert mean_loss_p_value(0.0, 10, 0.3) == pytest.approx(0.7**10)
+    assert mean_loss_p_value(0.3, 10, 0.3) == mean_loss_p_value(0.0, 0, 0.3) == 1
+
+
+def test_upper_bound_covers_as_often_as_stated():
+    # 4,000 draws: a bound of exactly 90 % would be met fewer than 0.9 - 4.5 * 0.0047 of the times in 1 of 3e5 seeds; Clopper-Pearson
+    # is above 90 %, and the naive share is far below.
+    errors = stats.binom.rvs(40, 0.17, size=4000, random_state=0)
+    bound = {e: clopper_pearson_upper(e, 40, confidence=0.9) for e in set(errors.tolist())}
+    covered = sum(bound[e] >= 0.17 for e in errors.tolist()) / 4000
+    assert 0.879 < covered < 0.99
+    assert sum(e / 40 >= 0.17 for e in errors.tolist()) / 4000 < 0.7
+
+
+@pytest.mark.parametrize("shape", [(0.5, 2.0), (8.0, 32.0), (0.02, 0.08)])
+def test_p_values_of_mean_losses_are_valid(shape):
+    # Beta losses of mean 0.2 against a limit of 0.2: at most a tenth of 2,000 p-values is below 0.1, up to 4.5 standard errors.
+    losses = stats.beta.rvs(*shape, size=(2000, 60), random_state=1)
+    rejected = sum(mean_loss_p_value(float(row.mean()), 60, 0.2) <= 0.1 for row in losses) / 2000
+    assert rejected <= 0.1 + 4.5 * 0.0067
+    assert mean_loss_p_value(0.1, 200, 0.2) < 0.01
+
+
+def test_bounds_refuse():
+    with pytest.raises(ValueError, match="errors must be between 0 and n = 3, got 4"):
+        clopper_pearson_upper(4, 3)
+    for function in (clopper_pearson_upper, wilson_interval):
+        with pytest.raises(ValueError, match="confidence must be between 0 and 1, got 95"):
+            function(1, 3, confidence=95)

@@ -1,0 +1,63 @@
+"""A split becomes a calibration: both directions, the right way round, and a part of a large split."""
+
+import numpy as np
+import pytest
+import torch
+
+from sfumato.calibration.calibrator import Calibration, QueryScores
+from sfumato.data.images import MemoryImage
+from sfumato.data.pairs import PairData
+from sfumato.distances import get_distance
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.reliability import expected_calibration_error
+from sfumato.models import calibrate as calibrating
+from sfumato.models.calibrate import calibrate_split
+
+
+def scene(n_images=30, n_texts=70, d=6):
+    """Texts near the image of their number, some near another one that matches too."""
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.randn(n_images, d, generator=generator)
+    of = torch.arange(n_texts) % n_images
+    texts = mean[of] + 0.5 * torch.randn(n_texts, d, generator=generator)
+    log_var = [torch.randn(n, d, generator=generator) - 2 for n in (n_images, n_texts)]
+    pairs = [(int(i), t) for t, i in enumerate(of)] + [((int(of[t]) + 1) % n_images, t) for t in range(0, 70, 5)]
+    names = tuple(str(i) for i in range(n_texts))
+    images = tuple(MemoryImage(str(i), b"") for i in range(n_images))
+    data = PairData(names[:n_images], images, names, names, ("caption",) * n_texts, np.array(pairs))
+    return (GaussianEmbedding(mean, log_var[0]), GaussianEmbedding(texts, log_var[1])), data
+
+
+@pytest.mark.parametrize("distance", ["csd", "kl"])
+def test_it_is_the_fit_of_all_pairs(distance):
+    embedded, data = scene()
+    matrix = get_distance(distance).matrix(*embedded)
+    match = torch.from_numpy(data.match(np.arange(30), np.arange(70)))
+    got = calibrate_split(embedded, data, distance, split="val", learnt=(2.0, 1.0))
+    whole = Calibration.fit(
+        matrix, match, i2t=QueryScores.fit(matrix, match, growth=0.0), t2i=QueryScores.fit(matrix.T, match.T)
+    )
+    assert (got.logit_scale, got.logit_bias) == pytest.approx((whole.logit_scale, whole.logit_bias), rel=1e-5)
+    for direction in ("i2t", "t2i"):
+        a, b = got.scores(direction), whole.scores(direction)
+        assert (a.n_gallery, a.growth, a.matches_per_query) == (b.n_gallery, b.growth, b.matches_per_query)
+        np.testing.assert_allclose(a.closest_match, b.closest_match, rtol=1e-4)
+        np.testing.assert_allclose(a.closest_other, b.closest_other, rtol=1e-4)
+    # Fourteen of 70 texts have two matches: half of the gallery holds 1.2 / 2 of a text's, of those that have any left.
+    assert 0 < got.t2i.growth < 0.3 and got.i2t.growth == 0
+    before = expected_calibration_error(torch.sigmoid(1 - 2 * matrix).flatten(), match.flatten())
+    assert got.about["expected_calibration_error_before"] == pytest.approx(before, abs=1e-4)
+    assert got.about["expected_calibration_error"] < before
+    assert got.about | {"split": "val", "distance": distance, "method": "platt", "pairs": 2100} == got.about
+
+
+def test_of_a_large_split_a_part_is_taken_with_the_whole_gallery(monkeypatch):
+    monkeypatch.setattr(calibrating, "_PAIRS", 840)
+    monkeypatch.setattr(calibrating, "_QUERIES", 25)
+    embedded, data = scene()
+    got = calibrate_split(embedded, data, "csd", split="val")
+    assert got.about["pairs"] == 12 * 70
+    assert (len(got.i2t.nearest), got.i2t.n_gallery) == (25, 70)
+    assert (len(got.t2i.nearest), got.t2i.n_gallery) == (25, 30)
+    assert got == calibrate_split(embedded, data, "csd", split="val"), "the same part again"
+    assert "expected_calibration_error_before" not in got.about

@@ -1,0 +1,222 @@
+"""A model given away is the model that was trained, to the bit."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from support.toy import make_toy
+
+from sfumato.errors import UserError
+from sfumato.models.build import Assets, build_loss, build_model, fresh_tokenizer
+from sfumato.models.embed import evaluate_run
+from sfumato.models.export import export_run, load_exported, load_model
+from sfumato.models.recipe import check_recipe, load_recipe, save_recipe
+from sfumato.models.run import load_run, save_assets, save_state
+from sfumato.training.loop import fit
+
+TEXTS = ["a red circle", "some bar in blue", "never seen before"]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return make_toy(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def run(toy):
+    folder = toy.parent / "run"
+    fit(load_recipe(toy, ["train.epochs=1"]), folder)
+    return folder
+
+
+def picture(toy):
+    return next((toy.parent / "data").glob("*.png")).read_bytes()
+
+
+def same(a, b):
+    return torch.equal(a.mean, b.mean) and torch.equal(a.log_var, b.log_var)
+
+
+def assert_embeds_alike(ours, theirs, data):
+    assert same(ours.embed_texts(TEXTS), theirs.embed_texts(TEXTS))
+    assert same(ours.embed_images([data]), theirs.embed_images([data]))
+
+
+def test_round_trip(toy, run, tmp_path):
+    out = export_run(run, tmp_path / "given" / "away")
+    assert sorted(p.name for p in out.iterdir()) == [
+        "README.md",
+        "calibration.json",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert not list(out.parent.glob(".*"))
+    trained, loaded = load_run(run), load_exported(out)
+    assert not loaded.model.training and loaded.calibrated is trained.calibrated is True
+    assert (loaded.logit_scale, loaded.logit_bias) == (trained.logit_scale, trained.logit_bias)
+    assert loaded.calibration == trained.calibration == load_model(run).calibration is not None
+    assert loaded.distance == "csd" and "toy" in loaded.source
+    assert_embeds_alike(trained.model, loaded.model, picture(toy))
+    weights = load_file(out / "model.safetensors")
+    assert weights.keys() == trained.model.state_dict().keys(), "neither the loss nor the optimiser"
+    assert (out / "model.safetensors").stat().st_size < (run / "last.safetensors").stat().st_size / 2
+
+
+def test_load_model_takes_runs_and_exported_models(toy, run, tmp_path):
+    out = export_run(run, tmp_path / "out")
+    from_run, from_out = load_model(run), load_model(str(out))
+    assert_embeds_alike(from_run.model, from_out.model, picture(toy))
+    assert (from_run.logit_bias, from_run.calibrated) == (from_out.logit_bias, from_out.calibrated)
+    with pytest.raises(UserError, match="no folder 'nobody/nothing', and it cannot be got from the Hugging Face hub"):
+        load_model("nobody/nothing")
+
+
+def test_load_model_takes_a_name_on_the_hub(toy, run, tmp_path, monkeypatch):
+    out = export_run(run, tmp_path / "snapshot")
+    monkeypatch.setattr("sfumato.models.export.download", {"somebody/toy": out}.__getitem__)
+    assert_embeds_alike(load_run(run).model, load_model("somebody/toy").model, picture(toy))
+
+
+def test_load_model_takes_published_ones(shared):
+    pytest.importorskip("transformers", reason="the extra backbones is not installed")
+    folder = shared / "parity" / "hf_pcmepp"
+    if not folder.is_dir():
+        pytest.skip(f"no reference data at {folder}")
+    assert "PCME++" in load_model(folder).source
+
+
+def test_the_card_runs_as_it_stands(toy, run, tmp_path):
+    out = export_run(run, tmp_path / "out")
+    (out / "photo.jpg").write_bytes(b"")
+    Image.new("RGB", (30, 20), "red").save(out / "photo.jpg")
+    code = re.search(r"```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)[1]
+    result = subprocess.run([sys.executable, "-c", code], cwd=out, capture_output=True, text=True, check=True)
+    values = [float(x) for x in re.findall(r"\d\.\d+(?:e-?\d+)?", result.stdout)]
+    assert len(values) == 2 and all(0 <= value <= 1 for value in values)
+
+
+def test_the_card_has_the_scores_of_evaluations_only(run, tmp_path):
+    card = (export_run(run, tmp_path / "before") / "README.md").read_text()
+    assert "Not evaluated." in card and "fitted on held-out pairs" in card and "# toy" in card
+    evaluated = shutil.copytree(run, tmp_path / "evaluated")
+    result, _ = evaluate_run(load_run(evaluated), "test")
+    evaluate_run(load_run(evaluated), "test", "squared_l2")
+    card = (export_run(evaluated, tmp_path / "after") / "README.md").read_text()
+    assert "Not evaluated." not in card
+    recalls = [side[f"recall@{k}"] for side in (result.i2t, result.t2i) for k in (1, 5, 10)]
+    row = " | ".join(f"{100 * value:.1f}" for value in (*recalls, result.rsum))
+    assert f"| test | csd | {result.n_images} | {result.n_texts} | {row} |" in card
+    assert "| test | squared_l2 |" in card
+
+
+def test_nothing_of_the_machine_is_given_away(toy, run, tmp_path):
+    out = export_run(run, tmp_path / "out")
+    for name in ("README.md", "config.json"):
+        assert str(toy.parent) not in (out / name).read_text()
+
+
+def made_by_hand(folder: Path, model: dict) -> Path:
+    """A run folder without training."""
+    recipe = check_recipe({"name": "by-hand", "model": model}, "test")
+    folder.mkdir()
+    torch.manual_seed(0)
+    tokenizer = fresh_tokenizer(recipe.model, ["a red circle", "some bar in blue"] * 3)
+    made = build_model(recipe.model, Assets(tokenizer))
+    save_recipe(recipe, folder / "recipe.toml")
+    save_state(folder / "model.safetensors", {"model": made, "loss": build_loss(recipe)}, None, {})
+    save_assets(folder, tokenizer, made)
+    return folder
+
+
+@pytest.mark.parametrize("variance_token", [False, True])
+def test_round_trip_of_transformers(variance_token, toy, tmp_path):
+    pytest.importorskip("transformers", reason="the extra backbones is not installed")
+    shape = {"kind": "clip", "architecture": "ViT-Ti/16", "blocks": 2, "variance_token": variance_token}
+    model = {"dim": 8, "image": {**shape, "size": 32}, "text": {**shape, "vocabulary": 60, "max_tokens": 12}}
+    folder = made_by_hand(tmp_path / "run", model)
+    out = export_run(folder, tmp_path / "out")
+    assert_embeds_alike(load_run(folder).model, load_model(out).model, picture(toy))
+    assert "as the loss learnt them, not calibrated" in (out / "README.md").read_text()
+
+
+def test_pretrained_weights_are_inside_and_their_folder_is_not_named(toy, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
+    config = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=16
+    )
+    transformers.CLIPVisionModel(config).save_pretrained(tmp_path / "my-clip")
+    image = {"kind": "clip", "weights": str(tmp_path / "my-clip")}
+    folder = made_by_hand(tmp_path / "run", {"dim": 8, "image": image})
+    out = export_run(folder, tmp_path / "out")
+    trained = load_run(folder)
+    shutil.rmtree(tmp_path / "my-clip")
+    assert_embeds_alike(trained.model, load_exported(out).model, picture(toy))
+    assert str(tmp_path) not in (out / "config.json").read_text() + (out / "README.md").read_text()
+    assert "my-clip" in (out / "README.md").read_text()
+
+
+def test_frozen_backbones_keep_their_name(toy, tmp_path):
+    pytest.importorskip("efficientnet_lite_pytorch", reason="the extra offline is not installed")
+    image = {"kind": "frozen", "backbone": "efficientnet-lite0", "size": 32}
+    folder = made_by_hand(tmp_path / "run", {"dim": 8, "image": image})
+    out = export_run(folder, tmp_path / "out")
+    assert not any("encoder" in key for key in load_file(out / "model.safetensors") if key.startswith("image."))
+    assert "Frozen backbone, loaded by its name: `efficientnet-lite0`" in (out / "README.md").read_text()
+    assert_embeds_alike(load_run(folder).model, load_exported(out).model, picture(toy))
+
+
+def test_a_folder_with_something_in_it_is_left_alone(run, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "diary.txt").write_text("dear")
+    with pytest.raises(UserError, match="exists already"):
+        export_run(run, tmp_path / "full")
+    (tmp_path / "empty").mkdir()
+    assert load_exported(export_run(run, tmp_path / "empty")).calibrated
+    with pytest.raises(UserError, match="is not a run folder"):
+        export_run(tmp_path / "full", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_killed_export_leaves_nothing(run, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sfumato.models.export.write_json", stop)
+    with pytest.raises(KeyboardInterrupt):
+        export_run(run, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_that_are_not_whole(run, tmp_path):
+    out = export_run(run, tmp_path / "out")
+    config = json.loads((out / "config.json").read_text())
+
+    def refused(change, message):
+        (out / "config.json").write_text(json.dumps(change))
+        with pytest.raises(UserError, match=message):
+            load_model(out)
+
+    newer = {**config, "sfumato": "9.9", "model": {**config["model"], "telepathy": True}}
+    refused(newer, r"config.json of sfumato 9.9 does not fit this version.*telepathy")
+    refused({k: v for k, v in config.items() if k != "distance"}, "distance: missing")
+    refused(
+        {**config, "model": {**config["model"], "dim": 8}},
+        r"does not fit its config.json: 'image.head.*more tensors differ",
+    )
+    (out / "config.json").write_text(json.dumps(config))
+    (out / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="tokenizer.json is missing; the folder is incomplete"):
+        load_model(out)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "config.json").write_text("{}")
+    save_file({"a": torch.ones(1)}, tmp_path / "foreign" / "model.safetensors")
+    with pytest.raises(UserError, match="not a model that sfumato exported"):
+        load_exported(tmp_path / "foreign")

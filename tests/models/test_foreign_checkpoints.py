@@ -1,0 +1,138 @@
+"""Other people's checkpoints: plain content comes out as it is, code does not run."""
+
+import argparse
+import os
+import sys
+import types
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sfumato.errors import UserError
+from sfumato.models.pretrained import read_checkpoint
+
+
+@pytest.fixture
+def foreign_classes(monkeypatch):
+    """munch.Munch and a Lightning AttributeDict, as their packages pickle them; gone again before anything is read."""
+
+    class Munch(dict):
+        def __getstate__(self):
+            return dict(self.items())
+
+        def __setstate__(self, state):
+            raise AssertionError("code of the file's class ran")
+
+    class AttributeDict(dict):
+        pass
+
+    names = {"munch": Munch, "lightning.fabric.utilities.data": AttributeDict}
+    for module, cls in names.items():
+        cls.__module__, cls.__qualname__ = module, cls.__name__
+        parts = module.split(".")
+        for i in range(1, len(parts) + 1):
+            name = ".".join(parts[:i])
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        setattr(sys.modules[module], cls.__name__, cls)
+    yield Munch, AttributeDict
+
+
+def test_tensors_and_settings(foreign_classes, tmp_path, monkeypatch):
+    munch, attributes = foreign_classes
+    path = tmp_path / "last.ckpt"
+    torch.save(
+        {
+            "state_dict": OrderedDict(a=torch.nn.Parameter(torch.arange(3.0)), b=torch.ones(2, dtype=torch.float16)),
+            "hyper_parameters": attributes(opt=munch(model=munch(embed_size=1024), betas=(0.9, 0.98), steps=[1, 2])),
+            "args": argparse.Namespace(lr=0.1, nested=munch(name="x")),
+            "epoch": 24,
+        },
+        path,
+    )
+    for name in ("munch", "lightning.fabric.utilities.data"):
+        monkeypatch.delitem(sys.modules, name)
+    content = read_checkpoint(path)
+    assert content["hyper_parameters"] == {
+        "opt": {"model": {"embed_size": 1024}, "betas": (0.9, 0.98), "steps": [1, 2]}
+    }
+    assert content["args"] == {"lr": 0.1, "nested": {"name": "x"}} and content["epoch"] == 24
+    for settings in (content["hyper_parameters"], content["hyper_parameters"]["opt"], content["args"]["nested"]):
+        assert type(settings) is dict
+    assert torch.equal(content["state_dict"]["a"], torch.arange(3.0)) and not content["state_dict"]["a"].requires_grad
+    assert content["state_dict"]["b"].dtype == torch.float16
+
+
+def test_numpy_scalars_are_numbers(tmp_path):
+    values = {
+        "float64": np.float64(0.1),
+        "float32": np.float32(0.5),
+        "int64": np.int64(-7),
+        "bool": np.bool_(True),
+        "swapped": np.array(3, dtype=">i4")[()],
+    }
+    torch.save({"metadata": values}, tmp_path / "pcme.pth")
+    metadata = read_checkpoint(tmp_path / "pcme.pth")["metadata"]
+    assert metadata == {key: value.item() for key, value in values.items()}
+    assert {type(value) for value in metadata.values()} == {float, int, bool}
+
+
+def test_formats(tmp_path):
+    state = {"weight": torch.arange(4.0)}
+    save_file(state, tmp_path / "new.safetensors")
+    torch.save(state, tmp_path / "zip.pt")
+    torch.save(state, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    for name in ("new.safetensors", "zip.pt", "old.pth"):
+        assert torch.equal(read_checkpoint(tmp_path / name)["weight"], state["weight"])
+
+
+class Trap:
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return (os.mkdir, (self.target,))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_code_is_refused_and_does_not_run(zipped, tmp_path):
+    target = tmp_path / "made-by-the-pickle"
+    torch.save(
+        {"state_dict": {"a": torch.ones(1)}, "trap": Trap(str(target))},
+        tmp_path / "trap.pt",
+        _use_new_zipfile_serialization=zipped,
+    )
+    with pytest.raises(UserError, match=r"trap.pt: holds a (posix|nt).mkdir, and reading that would run code"):
+        read_checkpoint(tmp_path / "trap.pt")
+    assert not target.exists()
+
+
+class Own:
+    pass
+
+
+def test_foreign_classes_are_named(tmp_path):
+    torch.save({"model": Own()}, tmp_path / "module.pt")
+    with pytest.raises(UserError, match=r"holds a .*test_checkpoints.Own.*save its state dict alone"):
+        read_checkpoint(tmp_path / "module.pt")
+
+
+def test_damaged_files_and_files_of_something_else(tmp_path):
+    with pytest.raises(UserError, match="there is no checkpoint"):
+        read_checkpoint(tmp_path / "missing.pt")
+    torch.save({"a": torch.ones(1000)}, tmp_path / "whole.pt")
+    whole = (tmp_path / "whole.pt").read_bytes()
+    for name, content in (
+        ("cut.pt", whole[:-700]),
+        ("empty.pt", b""),
+        ("text.pt", b"hello world, this is no checkpoint"),
+        ("cut.safetensors", b"\x10\0\0\0\0\0\0\0{"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=f"{name}: damaged, or not a checkpoint"):
+            read_checkpoint(tmp_path / name)
+    torch.save([torch.ones(1)], tmp_path / "list.pt")
+    with pytest.raises(UserError, match="holds a list, expected a dictionary"):
+        read_checkpoint(tmp_path / "list.pt")

@@ -1,0 +1,677 @@
+"""Embedding collections: parts that do not depend on jobs, workers or crashes, compared with embedding all at once."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from sfumato.data.listings import Entry, list_folder, list_manifest, list_shards, list_texts
+from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
+from sfumato.encoders.heads import GaussianHead
+from sfumato.encoders.processors import (
+    BilinearProcessor,
+    FrozenProcessor,
+    ImageFileProcessor,
+    PixelProcessor,
+    TokenProcessor,
+)
+from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder
+from sfumato.errors import UserError
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.models.embed import embed_folder, embed_lines
+from sfumato.models.ingest import embed_collection, model_digest, which_job
+from sfumato.search.parts import check_complete, read_about, read_manifest, read_parts
+
+WORDS = ("[UNK]", "red", "green", "blue", "circle", "square")
+
+
+def tiny_retrieval_model(seed=0, processor=None):
+    """A model of a few thousand weights for pictures of 16 pixels and texts of a few words."""
+    torch.manual_seed(seed)
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    image, text = SmallImageEncoder(4), SmallTextEncoder(len(WORDS), 8, 0.0)
+    model = DualEncoder(
+        Tower(processor or PixelProcessor(16), image, GaussianHead(image.channels, 7)),
+        Tower(TokenProcessor(tokenizer, 5), text, GaussianHead(text.channels, 7)),
+    )
+    return SimpleNamespace(model=model.eval(), distance="csd")
+
+
+def encoded(number, size=(21, 17), form="PNG"):
+    """A picture that no other number gives."""
+    pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, form)
+    return buffer.getvalue()
+
+
+def make_pictures(folder, n):
+    """n pictures in subfolders whose order by path and by string differs."""
+    for k in range(n):
+        path = folder / ("a" if k % 3 else "a-b") / f"{k:03d}.{'png' if k % 2 else 'jpg'}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(k, form="PNG" if k % 2 else "JPEG"))
+    return folder
+
+
+def make_shard(path, members):
+    with tarfile.open(path, "w") as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+def files(folder, pattern="part-*"):
+    """name -> content."""
+    return {path.name: path.read_bytes() for path in folder.glob(pattern)}
+
+
+def together(folder):
+    """(ids, embeddings, payloads) of all parts."""
+    parts = list(read_parts(folder))
+    ids, payloads = ([value for part in parts for value in part[k]] for k in (0, 2))
+    return ids, GaussianEmbedding.cat([part[1] for part in parts]), payloads
+
+
+def assert_close(a, b):
+    """Another batch size moves an embedding by rounding."""
+    torch.testing.assert_close(a.mean, b.mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(a.log_var, b.log_var, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    return make_pictures(tmp_path / "pictures", 23)
+
+
+def test_parts_hold_what_embed_folder_gives(tmp_path, pictures):
+    retrieval_model = tiny_retrieval_model()
+    expected, ids, _ = embed_folder(retrieval_model, pictures)
+    done = embed_collection(
+        retrieval_model, list_folder(pictures, part_size=5), tmp_path / "out", batch_size=3, home=tmp_path
+    )
+    found_ids, found, payloads = together(tmp_path / "out")
+    assert found_ids == ids and done.n == done.new == 23 and done.parts == 5 and done.per_second > 0
+    assert_close(found, expected)
+    assert [len(part[0]) for part in read_parts(tmp_path / "out")] == [5, 5, 5, 5, 3]
+    assert payloads == [{"path": str(pictures / i)} for i in ids]
+    assert (tmp_path / "out" / "problems.jsonl").read_text() == ""
+    about = read_manifest(tmp_path / "out")
+    assert (about.n, about.sections, about.home, about.distance) == (23, 5, str(tmp_path), "csd")
+
+
+@pytest.mark.parametrize("of", [2, 3, 7])
+def test_any_number_of_jobs_and_workers_gives_the_same_bytes(tmp_path, pictures, of):
+    (pictures / "a" / "broken.png").write_bytes(b"no picture")
+    retrieval_model, listing = tiny_retrieval_model(), list_folder(pictures, part_size=4)
+    embed_collection(retrieval_model, listing, tmp_path / "one", batch_size=3, workers=1)
+    done = [
+        embed_collection(retrieval_model, listing, tmp_path / "many", job=job, of=of, batch_size=3, workers=1 + job)
+        for job in reversed(range(of))
+    ]
+    assert files(tmp_path / "one") == files(tmp_path / "many") and len(files(tmp_path / "one")) == 6
+    assert sum(job.n for job in done) == 23 and sum(len(job.problems) for job in done) == 1
+    # Another batch size may differ in the last bits, and in nothing else.
+    embed_collection(retrieval_model, listing, tmp_path / "batch", batch_size=64)
+    ids, found, payloads = together(tmp_path / "batch")
+    expected = together(tmp_path / "one")
+    assert (ids, payloads) == (expected[0], expected[2])
+    assert_close(found, expected[1])
+
+
+def test_a_missing_job_is_named_and_another_number_of_jobs_finishes(tmp_path, pictures):
+    retrieval_model, listing, out = tiny_retrieval_model(), list_folder(pictures, part_size=4), tmp_path / "out"
+    for job in (0, 2):
+        embed_collection(retrieval_model, listing, out, job=job, of=3)
+    with pytest.raises(UserError, match=r"2 of 6 parts .* part-000001 of job 1/3, part-000004 of job 1/3.*--shard 1/3"):
+        read_parts(out)
+    done = embed_collection(retrieval_model, listing, out)
+    assert done.n == 23 and done.new == 8 and len(together(out)[0]) == 23
+    (out / "part-000003.safetensors").unlink()
+    with pytest.raises(UserError, match=r"1 of 6 parts .* part-000003; start the same `sfumato embed` again, and"):
+        read_parts(out)
+
+
+KILLED = """
+import os, sys, threading
+from pathlib import Path
+import torch
+sys.path.insert(0, {here!r})
+from test_ingest import tiny_retrieval_model
+from sfumato import files
+from sfumato.data.listings import list_folder
+from sfumato.models.ingest import embed_collection
+torch.set_num_threads(1)
+moment, folder, out = sys.argv[1:]
+matcher = tiny_retrieval_model()
+kind, _, count = moment.partition(":")
+left = int(count or 0)
+
+def die():
+    global left
+    left -= 1
+    if left < 0:
+        print("now", flush=True)
+        threading.Event().wait()
+
+def wrapped(function):
+    def call(*arguments, **options):
+        die()
+        return function(*arguments, **options)
+    return call
+
+if kind == "encode":
+    matcher.model.image.forward = wrapped(matcher.model.image.forward)
+elif kind == "rename":  # the part lies there under its temporary name
+    os.replace = wrapped(os.replace)
+elif kind == "written":
+    files.sync_folder = wrapped(files.sync_folder)
+embed_collection(matcher, list_folder(folder, part_size=4), out, batch_size=3)
+"""
+
+
+@pytest.mark.parametrize("moment", ["encode:0", "encode:5", "rename:0", "rename:2", "rename:4", "written:3"])
+def test_a_killed_job_goes_on_to_the_same_bytes(tmp_path, pictures, moment):
+    (pictures / "a" / "broken.png").write_bytes(b"no picture")
+    retrieval_model, listing, out = tiny_retrieval_model(), list_folder(pictures, part_size=4), tmp_path / "out"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    code = KILLED.format(here=os.path.dirname(__file__))
+    with subprocess.Popen(
+        [sys.executable, "-c", code, moment, str(pictures), str(out)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "now\n"
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    there = set(files(out))
+    assert len(there) < 6 and len(list(out.glob(".part-*"))) == (moment in ("rename:2", "rename:4"))
+    if there or moment == "encode:0":
+        with pytest.raises(UserError, match="is not complete"):
+            read_parts(out)
+    stamps = {name: (out / name).stat().st_mtime_ns for name in there}
+    done = embed_collection(retrieval_model, listing, out, batch_size=3)
+    assert {name: (out / name).stat().st_mtime_ns for name in there} == stamps, "a whole part was made again"
+    assert done.n == 23 and done.new == 23 - sum(read_about(out, n).n for n in check_complete(out) if n.file in there)
+    whole = embed_collection(retrieval_model, listing, tmp_path / "whole", batch_size=3)
+    torch.set_num_threads(threads)
+    assert files(out) == files(tmp_path / "whole") and not list(out.glob(".part-*"))
+    assert files(out, "problems*") == files(tmp_path / "whole", "problems*") and len(done.problems) == 1
+    assert [p.place for p in done.problems.items] == [p.place for p in whole.problems.items]
+
+
+def test_the_command_killed_at_any_time_goes_on(tmp_path, pictures):
+    """The clock chooses the moment, as a cluster would."""
+    retrieval_model, listing = tiny_retrieval_model(), list_folder(pictures, part_size=1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    embed_collection(retrieval_model, listing, tmp_path / "whole", batch_size=3)
+    torch.set_num_threads(threads)
+    code = KILLED.format(here=os.path.dirname(__file__)).replace("part_size=4", "part_size=1")
+    seen = set()
+    for delay in (0.0, 0.01, 0.03):
+        process = subprocess.Popen([sys.executable, "-c", code, "never", str(pictures), str(tmp_path / "out")])
+        deadline = time.monotonic() + 60
+        while len(files(tmp_path / "out")) <= len(seen) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(delay)
+        process.kill()
+        process.wait()
+        assert seen <= set(files(tmp_path / "out"))
+        seen = set(files(tmp_path / "out"))
+    subprocess.run([sys.executable, "-c", code, "never", str(pictures), str(tmp_path / "out")], check=True)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_something_else_in_the_same_folder_is_refused(tmp_path, pictures):
+    out = tmp_path / "out"
+    embed_collection(tiny_retrieval_model(), list_folder(pictures, part_size=5), out)
+    before = files(out, "*")
+    with pytest.raises(UserError, match="embeddings with another model"):
+        embed_collection(tiny_retrieval_model(seed=1), list_folder(pictures, part_size=5), out)
+    with pytest.raises(UserError, match="embeddings with --part-size 5; give another --out"):
+        embed_collection(tiny_retrieval_model(), list_folder(pictures, part_size=6), out)
+    (pictures / "new.png").write_bytes(encoded(99))
+    with pytest.raises(UserError, match="with other data, 23 items of the folder .*pictures"):
+        embed_collection(tiny_retrieval_model(), list_folder(pictures, part_size=5), out)
+    assert files(out, "*") == before
+    # A part from another folder, copied by mistake.
+    embed_collection(tiny_retrieval_model(seed=1), list_folder(pictures, part_size=5), tmp_path / "other")
+    (pictures / "new.png").unlink()
+    (out / "part-000001.safetensors").write_bytes((tmp_path / "other" / "part-000001.safetensors").read_bytes())
+    for run in (
+        lambda: read_parts(out),
+        lambda: embed_collection(tiny_retrieval_model(), list_folder(pictures, part_size=5), out),
+    ):
+        with pytest.raises(UserError, match="part-000001.safetensors belongs to another collection"):
+            run()
+
+
+def test_a_damaged_part_is_made_again(tmp_path, pictures):
+    retrieval_model, listing, out = tiny_retrieval_model(), list_folder(pictures, part_size=5), tmp_path / "out"
+    embed_collection(retrieval_model, listing, out)
+    before = files(out)
+    (out / "part-000002.safetensors").write_bytes(before["part-000002.safetensors"][:-100])
+    with pytest.raises(UserError, match="part-000002"):
+        read_parts(out)
+    assert embed_collection(retrieval_model, listing, out).new == 5
+    assert files(out) == before
+
+
+def test_the_digest_of_a_model_is_of_what_it_computes():
+    retrieval_model = tiny_retrieval_model()
+    digest = model_digest(retrieval_model.model)
+    assert digest == model_digest(tiny_retrieval_model().model) == model_digest(retrieval_model.model.train())
+    assert digest == model_digest(tiny_retrieval_model(processor=PixelProcessor(16)).model)
+    assert digest != model_digest(tiny_retrieval_model(seed=1).model)
+    assert digest != model_digest(tiny_retrieval_model(processor=PixelProcessor(17)).model)
+    assert digest != model_digest(tiny_retrieval_model(processor=PixelProcessor(16, fit="crop")).model)
+    retrieval_model.model.image.head.normalize = False
+    assert digest != model_digest(retrieval_model.model)
+    one, two = (tiny_retrieval_model(processor=ImageFileProcessor(16, workers=k)) for k in (1, 2))
+    assert model_digest(one.model) == model_digest(two.model) != digest
+
+
+def bomb():
+    """A PNG of 30,000 x 30,000 pixels in a few hundred kilobytes."""
+    buffer = io.BytesIO()
+    Image.new("1", (30_000, 30_000)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_bad_pictures_are_reported_and_left_out(tmp_path, pictures):
+    good = encoded(7, size=(200, 150), form="JPEG")
+    for name, data in {"bomb.png": bomb(), "cut.jpg": good[: len(good) // 2], "empty.gif": b""}.items():
+        (pictures / name).write_bytes(data)
+    retrieval_model, listing, out = tiny_retrieval_model(), list_folder(pictures, part_size=6), tmp_path / "out"
+    done = embed_collection(retrieval_model, listing, out)
+    assert [os.path.basename(p.place) for p in done.problems.items] == ["bomb.png", "cut.jpg", "empty.gif"]
+    assert "pixels" in done.problems.items[0].reason
+    listed = [json.loads(line) for line in (out / "problems.jsonl").read_text().splitlines()]
+    assert [p["place"] for p in listed] == [str(pictures / n) for n in ("bomb.png", "cut.jpg", "empty.gif")]
+    expected, ids, problems = embed_folder(retrieval_model, pictures)
+    assert together(out)[0] == ids and [p.place for p in problems.items] == [p["place"] for p in listed]
+    assert_close(together(out)[1], expected)
+    again = embed_collection(retrieval_model, listing, out)
+    assert again.new == 0 and again.problems.items == done.problems.items
+
+
+def test_too_many_bad_pictures_stop_it_and_it_goes_on_once_mended(tmp_path, pictures):
+    retrieval_model, out = tiny_retrieval_model(), tmp_path / "out"
+    for k in range(4):
+        (pictures / f"z{k}.png").write_bytes(b"no")
+    listing = list_folder(pictures, part_size=9)
+    with pytest.raises(UserError, match=r"4 of 27 items are unusable, more than --max-problem-share 0.1"):
+        embed_collection(retrieval_model, listing, out, max_problem_share=0.1)
+    assert set(files(out)) == {"part-000000.safetensors", "part-000001.safetensors"}
+    assert len((out / "problems.jsonl").read_text().splitlines()) == 4
+    for k in range(4):
+        (pictures / f"z{k}.png").write_bytes(encoded(50 + k))
+    assert embed_collection(retrieval_model, listing, out, max_problem_share=0.1).n == 27
+    assert embed_collection(retrieval_model, listing, tmp_path / "lenient", max_problem_share=1).n == 27
+
+
+def test_from_a_thousand_on_too_many_stop_it_at_once(tmp_path):
+    """Not after the part: a wrong folder of millions must not be read to its end."""
+    read = []
+
+    def entries(section):
+        def processor(k):
+            def bad():
+                read.append(k)
+                raise OSError("gone")
+
+            return bad
+
+        return [Entry(str(k), str(k), {}, processor(k)) for k in range(5000)]
+
+    listing = replace(list_texts_of(tmp_path, 1), n=5000, part_size=5000, entries=entries, modality="images")
+    with pytest.raises(UserError, match="1000 of 1000 items are unusable"):
+        embed_collection(tiny_retrieval_model(), listing, tmp_path / "out", batch_size=16)
+    assert len(read) < 1100 and not files(tmp_path / "out")
+
+
+def list_texts_of(folder, n):
+    (folder / "lines.txt").write_text("red circle\n" * n)
+    return list_texts(folder / "lines.txt", part_size=5)
+
+
+def test_nothing_usable_is_an_error(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "x.png").write_bytes(b"no")
+    with pytest.raises(UserError, match="none of 1 images can be used"):
+        embed_collection(tiny_retrieval_model(), list_folder(tmp_path / "in", part_size=5), tmp_path / "out")
+    assert not files(tmp_path / "out")
+
+
+def test_a_part_without_a_usable_picture_does_not_appear(tmp_path, pictures):
+    (pictures / "zz.png").write_bytes(b"no")
+    listing = list_folder(pictures, part_size=23)
+    done = embed_collection(tiny_retrieval_model(), listing, tmp_path / "out")
+    assert len(files(tmp_path / "out")) == 2 and len(list(read_parts(tmp_path / "out"))) == 1
+    assert done.n == 23 and embed_collection(tiny_retrieval_model(), listing, tmp_path / "out").new == 0
+
+
+def test_a_picture_that_spoils_its_batch_or_has_no_embedding_is_left_out(tmp_path, pictures):
+    retrieval_model = tiny_retrieval_model()
+    forward, bad = retrieval_model.model.image.forward, {}
+    pixels = retrieval_model.model.image.processor.read([lambda: (pictures / "a" / "001.png").read_bytes()])[0].pixels[
+        0
+    ]
+    other = retrieval_model.model.image.processor.read([lambda: (pictures / "a" / "002.jpg").read_bytes()])[0].pixels[0]
+
+    def spoilt(inputs):
+        embedding = forward(inputs)
+        for row, values in enumerate(inputs.values):
+            if values.equal(pixels):
+                bad["refused"] = bad.get("refused", 0) + 1
+                raise ValueError("a strange shape")
+            if values.equal(other):
+                embedding.mean[row, 0] = torch.nan
+        return embedding
+
+    retrieval_model.model.image.forward = spoilt
+    done = embed_collection(retrieval_model, list_folder(pictures, part_size=50), tmp_path / "out", batch_size=8)
+    assert bad["refused"] == 2, "once in its batch and once alone"
+    assert {(os.path.basename(p.place), p.reason) for p in done.problems.items} == {
+        ("001.png", "a strange shape"),
+        ("002.jpg", "its embedding holds NaN or infinity"),
+    }
+    expected, ids, _ = embed_folder(tiny_retrieval_model(), pictures)
+    keep = [k for k, i in enumerate(ids) if i not in ("a/001.png", "a/002.jpg")]
+    assert together(tmp_path / "out")[0] == [ids[k] for k in keep]
+    assert_close(together(tmp_path / "out")[1], expected[torch.tensor(keep)])
+
+
+def test_memory_is_bounded_whatever_the_size(tmp_path):
+    """Count the pictures that are read and not yet embedded; and sections are listed one at a time."""
+    lock, state = threading.Lock(), {"read": 0, "embedded": 0, "most": 0, "listed": []}
+    data, batch, workers = encoded(1), 4, 3
+
+    def read():
+        with lock:
+            state["read"] += 1
+            state["most"] = max(state["most"], state["read"] - state["embedded"])
+        return data
+
+    def entries(section):
+        state["listed"].append((section, state["embedded"]))
+        return [Entry(f"{section}/{k}", f"{section}/{k}", {}, read) for k in range(25)]
+
+    retrieval_model = tiny_retrieval_model()
+    forward = retrieval_model.model.image.forward
+
+    def slow(inputs):
+        time.sleep(0.002)  # The workers could run far ahead.
+        with lock:
+            state["embedded"] += len(inputs)
+        return forward(inputs)
+
+    retrieval_model.model.image.forward = slow
+    listing = replace(list_texts_of(tmp_path, 1), n=500, part_size=25, sections=20, entries=entries, modality="images")
+    done = embed_collection(retrieval_model, listing, tmp_path / "out", batch_size=batch, workers=workers)
+    assert done.n == 500 and batch < state["most"] <= 3 * batch
+    assert [section for section, _ in state["listed"]] == list(range(20))
+    assert all(25 * section - embedded <= 3 * batch for section, embedded in state["listed"])
+
+
+def test_texts_are_those_of_embed_lines(tmp_path):
+    path = tmp_path / "lines.txt"
+    lines = ["red circle", "", "green square", "blue", " red  ", "circle square red green blue red", "é"]
+    path.write_bytes(b"\xef\xbb\xbf" + "\n".join(lines).encode() + b"\n")
+    retrieval_model, out = tiny_retrieval_model(), tmp_path / "out"
+    expected, ids, problems = embed_lines(retrieval_model, path)
+    done = embed_collection(retrieval_model, list_texts(path, part_size=3), out)
+    found_ids, found, payloads = together(out)
+    assert found_ids == ids == ["1", "3", "4", "5", "6", "7"] and payloads[3] == {"text": "red"}
+    assert done.problems.items == problems.items
+    assert_close(found, expected)
+    path.write_bytes(path.read_bytes().replace(b"blue\n", b"bl\xffe\n", 1))
+    with pytest.raises(UserError, match="other data, 7 items of the texts"):
+        embed_collection(retrieval_model, list_texts(path, part_size=3), out)
+    done = embed_collection(retrieval_model, list_texts(path, part_size=3), tmp_path / "other")
+    assert [(p.place, p.reason.split(":")[0]) for p in done.problems.items] == [
+        (f"{path}:2", "empty line"),
+        (f"{path}:4", "not UTF-8"),
+    ]
+
+
+def test_shards_in_parts_of_a_shard(tmp_path):
+    """Captions or not; a shard with more pictures than a part has several parts; ids keep the shard."""
+    (tmp_path / "s").mkdir()
+    first = [(f"{k}.{ending}", data) for k in range(7) for ending, data in (("png", encoded(k)), ("txt", b"a text"))]
+    make_shard(tmp_path / "s" / "a-0.tar", first)
+    make_shard(tmp_path / "s" / "a-1.tar", [("x/9.jpg", encoded(9, form="JPEG")), ("y.txt", b"no picture")])
+    make_shard(tmp_path / "s" / "a-2.tar", [("0.png", encoded(0)), ("0.json", b"{}"), ("5.png", b"broken")])
+    (tmp_path / "s" / "a-3.tar").write_bytes(b"no tar")
+    retrieval_model, out = tiny_retrieval_model(), tmp_path / "out"
+    listing = list_shards(str(tmp_path / "s" / "a-{0..3}.tar"), part_size=3)
+    done = embed_collection(retrieval_model, listing, out, max_problem_share=0.5)
+    ids, found, payloads = together(out)
+    assert ids == [*(f"a-0.tar!{k}" for k in range(7)), "a-1.tar!x/9", "a-2.tar!0"]
+    assert payloads[7] == {"path": f"{tmp_path / 's' / 'a-1.tar'}!x/9.jpg"}
+    expected = retrieval_model.model.embed_images(
+        [encoded(k, form="JPEG" if k == 9 else "PNG") for k in (*range(7), 9, 0)]
+    )
+    assert_close(found, expected)
+    assert set(files(out)) == {
+        f"part-{n}.safetensors" for n in ("000000", "000000-0001", "000000-0002", "000001", "000002", "000003")
+    }
+    reasons = {os.path.basename(p.place): p.reason for p in done.problems.items}
+    assert list(reasons) == ["a-1.tar!y", "a-2.tar!5", "a-3.tar"]
+    assert reasons["a-1.tar!y"] == "no picture: there is only .txt" and "not an uncompressed tar" in reasons["a-3.tar"]
+    # By two jobs, the second part of the first shard lost in between.
+    for job in range(2):
+        embed_collection(retrieval_model, listing, tmp_path / "two", job=job, of=2, max_problem_share=0.5)
+    assert files(tmp_path / "two") == files(out)
+    (out / "part-000000-0001.safetensors").unlink()
+    with pytest.raises(UserError, match="part-000000-0001"):
+        read_parts(out)
+    assert embed_collection(retrieval_model, listing, out, max_problem_share=0.5).new == 3
+    assert files(out) == files(tmp_path / "two")
+    # A shard that has grown since does not slip in half.
+    (out / "part-000000-0001.safetensors").unlink()
+    make_shard(tmp_path / "s" / "a-0.tar", [*first, ("7.png", encoded(7)), ("8.png", encoded(8)), ("9.png", b"")])
+    with pytest.raises(UserError, match="section 0 of .* has changed: it had 3 parts, and now has 4"):
+        embed_collection(retrieval_model, listing, out, max_problem_share=0.5)
+
+
+def test_damaged_shards_and_repeated_keys_are_reported(tmp_path):
+    make_shard(tmp_path / "a.tar", [(f"{k % 3}.png", encoded(k)) for k in range(5)])
+    make_shard(tmp_path / "b.tar", [("0.png", encoded(0)), ("1.png", encoded(1))])
+    second = (tmp_path / "b.tar").read_bytes()
+    (tmp_path / "b.tar").write_bytes(second.replace(b"1.png", b"2.png", 1))
+    done = embed_collection(
+        tiny_retrieval_model(), list_shards(str(tmp_path), part_size=9), tmp_path / "out", max_problem_share=0.9
+    )
+    assert together(tmp_path / "out")[0] == ["a.tar!0", "a.tar!1", "a.tar!2", "b.tar!0"]
+    assert [p.reason.split(":")[0] for p in done.problems.items] == [
+        *["the key occurs before in this shard"] * 2,
+        "damaged at byte 2048",
+    ]
+
+
+@pytest.mark.parametrize("when", ["gone", "cut", "empty", "gone once listed", "cut once listed"])
+def test_a_shard_that_cannot_be_read_leaves_no_hole(tmp_path, when):
+    """Not even where it would be one of three problems: its part is missing, said to be, and made by the next run."""
+    for number in range(4):
+        members = [(f"{k}.png", encoded(10 * number + k)) for k in range(6)]
+        make_shard(tmp_path / f"a-{number}.tar", [("bad.png", b"no"), *members] if number in (1, 2) else members)
+    listing, retrieval_model = list_shards(str(tmp_path / "a-{0..3}.tar"), part_size=4), tiny_retrieval_model()
+    embed_collection(retrieval_model, listing, tmp_path / "whole", batch_size=3)
+    path, out = tmp_path / "a-2.tar", tmp_path / "out"
+    data = path.read_bytes()
+
+    def spoil():
+        if "gone" in when:
+            path.unlink()
+        else:
+            path.write_bytes(data[: 0 if when == "empty" else data.index(b"4.png") + 600])
+
+    def entries(section):
+        found = listing.entries(section)
+        if section == 2:
+            spoil()
+        return found
+
+    if "listed" not in when:
+        spoil()
+    spoilt = replace(listing, entries=entries) if "listed" in when else listing
+    with pytest.raises(
+        UserError,
+        match="(?s)1 of 4 shards could not be read.* start the same command again.*a-2.tar: (cut|cannot be|.*empty)",
+    ):
+        embed_collection(retrieval_model, spoilt, out, batch_size=3)
+    expected = {
+        name: bytes_ for name, bytes_ in files(tmp_path / "whole").items() if not name.startswith("part-000002")
+    }
+    made = files(out)
+    # Of a shard that was listed whole, a part may have been read in time.
+    first = {"part-000002.safetensors"} if when == "cut once listed" else set()
+    assert set(made) == set(expected) | first
+    assert len((out / "problems.jsonl").read_text().splitlines()) == 1 + len(first)
+    with pytest.raises(UserError, match="is not complete"):
+        read_parts(out)
+    path.write_bytes(data)
+    assert embed_collection(retrieval_model, listing, out, batch_size=3).n == 24
+    assert files(out) == files(tmp_path / "whole")
+    assert files(out, "problems*") == files(tmp_path / "whole", "problems*")
+
+
+def test_a_picture_that_was_gone_is_tried_again_when_its_part_is_deleted(tmp_path, pictures):
+    """By the command of docs/ingest.md."""
+    retrieval_model, listing, out = tiny_retrieval_model(), list_folder(pictures, part_size=5), tmp_path / "out"
+    data = (pictures / "a" / "001.png").read_bytes()
+    (pictures / "a" / "001.png").unlink()
+    assert embed_collection(retrieval_model, listing, out).n == 22
+    (pictures / "a" / "001.png").write_bytes(data)
+    assert embed_collection(retrieval_model, listing, out).new == 0
+    command = 'grep -lF "No such file" embedded/part-*.safetensors | xargs rm'
+    assert command in (Path(__file__).parents[2] / "docs" / "ingest.md").read_text()
+    subprocess.run(command.replace("embedded", str(out)), shell=True, check=True)
+    assert len(files(out)) == 4
+    done = embed_collection(retrieval_model, listing, out)
+    assert done.n == 23 and not done.problems.items
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+def test_manifests_with_or_without_captions(tmp_path, pictures, ending):
+    rows = [("a/001.png", "one"), ("a-b/000.jpg", "two"), ("a/gone.png", "three"), ("a/001.png", "one"), ("", "four")]
+    rows.append(("a/002.jpg", "two"))
+    path = pictures / f"m.{ending}"
+    if ending == "jsonl":
+        lines = [json.dumps({"image": image, "id": identity}) for image, identity in rows]
+        path.write_text("\n".join([*lines[:2], "{", *lines[2:]]) + "\n")
+    elif ending == "csv":
+        path.write_text("image,id\n" + "".join(f"{image},{identity}\n" for image, identity in rows))
+    else:
+        pyarrow = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
+        pytest.importorskip("pyarrow.parquet").write_table(
+            pyarrow.table({"image": [r[0] for r in rows], "id": [r[1] for r in rows]}), path
+        )
+    retrieval_model, out = tiny_retrieval_model(), tmp_path / "out"
+    done = embed_collection(retrieval_model, list_manifest(path, part_size=2), out, max_problem_share=0.8)
+    ids, found, payloads = together(out)
+    assert ids == ["one", "two"] and payloads[0] == {"path": str(pictures / "a" / "001.png")}
+    assert_close(found, retrieval_model.model.embed_images([(pictures / rows[k][0]).read_bytes() for k in range(2)]))
+    reasons = " | ".join(p.reason for p in done.problems.items)
+    assert "No such file" in reasons and "no image: found ''" in reasons and "id 'two' occurs before" in reasons
+    assert ("not JSON" in reasons) == (ending == "jsonl")
+    assert embed_collection(retrieval_model, list_manifest(path, part_size=2), out, max_problem_share=0.8).new == 0
+
+
+@pytest.mark.parametrize("reader", [ImageFileProcessor(16, fit="crop"), BilinearProcessor(16)])
+def test_other_readers_give_what_they_give_elsewhere(tmp_path, pictures, processor):
+    retrieval_model = tiny_retrieval_model(processor=processor)
+    expected, ids, _ = embed_folder(retrieval_model, pictures)
+    embed_collection(retrieval_model, list_folder(pictures, part_size=9), tmp_path / "out")
+    assert together(tmp_path / "out")[0] == ids
+    assert_close(together(tmp_path / "out")[1], expected)
+
+
+class Colours:
+    """A frozen backbone: as many tokens as the picture is wide, by tens; without a cache no picture is looked at twice."""
+
+    channels, fingerprint = 3, "colours"
+
+    def __call__(self, items):
+        pictures = [np.asarray(Image.open(io.BytesIO(item)).convert("RGB"), np.float32) for item in items]
+        return [p[:1, : p.shape[1] // 10].reshape(-1, 3).astype(np.float16) / 255 for p in pictures]
+
+
+def test_frozen_backbones_are_asked_without_their_cache(tmp_path, pictures):
+    torch.manual_seed(0)
+    (pictures / "wide.png").write_bytes(encoded(77, size=(60, 20)))
+    (pictures / "broken.png").write_bytes(b"no")
+    tower = Tower(FrozenProcessor(Colours(), tmp_path / "cache"), FeatureInput(3, 0.0), GaussianHead(3, 7))
+    retrieval_model = SimpleNamespace(
+        model=DualEncoder(tower, tiny_retrieval_model().model.text).eval(), distance="csd"
+    )
+    done = embed_collection(retrieval_model, list_folder(pictures, part_size=9), tmp_path / "out", batch_size=4)
+    assert not (tmp_path / "cache").exists() and len(done.problems) == 1
+    expected, ids, _ = embed_folder(retrieval_model, pictures)
+    assert together(tmp_path / "out")[0] == ids
+    assert_close(together(tmp_path / "out")[1], expected)
+
+
+def test_names_that_are_no_unicode_and_links(tmp_path, pictures):
+    retrieval_model = tiny_retrieval_model()
+    (pictures / "link.png").symlink_to(pictures / "a" / "001.png")
+    (pictures / "loop").symlink_to(pictures)
+    (pictures / "nowhere.png").symlink_to(pictures / "gone.png")
+    try:
+        with open(os.fsencode(pictures) + b"/\xff.png", "wb") as file:
+            file.write(encoded(3))
+    except OSError:
+        pytest.skip("this file system takes only Unicode")
+    done = embed_collection(retrieval_model, list_folder(pictures, part_size=9), tmp_path / "out")
+    assert [(p.place.rsplit("/")[-1], p.reason) for p in done.problems.items] == [
+        ("\\udcff.png", "the name is not valid UTF-8")
+    ]
+    assert len(together(tmp_path / "out")[0]) == 24
+
+
+def test_which_job(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert which_job(None) == (0, 1) and which_job("0/8") == (0, 8) and which_job("7/8") == (7, 8)
+    for wrong in ("8/8", "1", "-1/3", "1/0", "a/b", "1/3/5", "½/3", ""):
+        with pytest.raises(UserError, match="expected I/N with I from 0 to N - 1"):
+            which_job(wrong)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert which_job(None) == (3, 4) and which_job("1/2") == (1, 2)
+
+
+def test_numbers_out_of_range(tmp_path, pictures):
+    listing = list_folder(pictures, part_size=5)
+    for options, message in (
+        ({"job": 3, "of": 3}, r"job must be in \[0, of\), got 3 of 3"),
+        ({"job": -1}, "got -1 of 1"),
+        ({"workers": 0}, "workers must be at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            embed_collection(tiny_retrieval_model(), listing, tmp_path / "out", **options)
+    for make in (list_folder, list_texts, list_manifest):
+        (tmp_path / "m.csv").write_text("image\nx.png\n")
+        with pytest.raises(ValueError, match="part_size must be at least 1, got 0"):
+            make(pictures if make is list_folder else tmp_path / "m.csv", part_size=0)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,573 @@
+"""PretrainedModel models: agreement with what the released implementations computed, and what is refused.
+
+The reference values come with randomised norms and biases, so that a norm too many or a wrong token shows.
+"""
+
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("transformers", reason="the extra backbones is not installed")
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from sfumato.distances import csd_matrix
+from sfumato.encoders.clip import CLIP_MEAN, CLIP_STD
+from sfumato.encoders.features import Inputs
+from sfumato.errors import UserError
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.matching import match_logit
+from sfumato.models.pretrained import load_pretrained
+from sfumato.models.pretrained_layouts import IMAGENET_MEAN, pcmepp_hub, pcmepp_training, prolip_hub
+
+SINGLE, DOUBLE = {"rtol": 0, "atol": 1e-5}, {"rtol": 0, "atol": 1e-9}
+
+
+def no_tokenizer(name):
+    def find():
+        raise AssertionError(f"nobody asked for {name}")
+
+    return find
+
+
+@pytest.fixture(scope="module")
+def parity(shared):
+    folder = shared / "parity"
+    if not (folder / "hf_pcmepp").is_dir():
+        pytest.skip(f"no reference data of published models in {folder}")
+    return folder
+
+
+def clip_vision(model):
+    """The vision transformer at the bottom of an image tower."""
+    encoder = model.image.encoder
+    return getattr(encoder, "encoder", encoder)
+
+
+def embed(model, values, dtype=torch.float32, lengths=None, **options):
+    """What a model makes of stored inputs: pixels that are standardised already, and token ids."""
+    model = model.to(dtype).eval()
+    clip_vision(model).pixel_mean.zero_()
+    clip_vision(model).pixel_std.fill_(1)
+    ids = values["inputs/token_ids"]
+    lengths = ids.argmax(1) + 1 if lengths is None else lengths
+    mask = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
+    with torch.no_grad():
+        tokens = model.image.encoder(Inputs(values["inputs/pixel_values"].to(dtype)), **options)
+        image, text = model.image.head(tokens), model.text(Inputs(ids, mask))
+    return {
+        "image_mean": image.mean,
+        "image_log_var": image.log_var,
+        "text_mean": text.mean,
+        "text_log_var": text.log_var,
+    }
+
+
+def assert_same(ours, values, name, tolerance, suffix=""):
+    stored = {key.removeprefix(f"{name}/"): value for key, value in values.items() if key.startswith(f"{name}/")}
+    compared = [key for key in ours if key + suffix * key.endswith("mean") in stored]
+    for key in compared:
+        official = stored[key + suffix * key.endswith("mean")]
+        assert official.dtype == ours[key].dtype, key
+        torch.testing.assert_close(ours[key], official, **tolerance, msg=lambda text, key=key: f"{name}/{key}: {text}")
+    assert len(compared) == (2 if name == "masked" else 4), f"{name}: only {compared} compared"
+
+
+def without_unit_length(model):
+    model.image.head.normalize = model.text.head.normalize = False
+    return model
+
+
+def built(layout, dtype=torch.float32):
+    layout.model.to(dtype).load_state_dict(layout.state)
+    return layout.model.eval()
+
+
+# PCME++ of the hub ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pcmepp(parity):
+    folder = parity / "hf_pcmepp"
+    config = json.loads((folder / "config.json").read_text())
+    return folder, config, load_file(folder / "model.safetensors"), load_file(folder / "io.safetensors")
+
+
+def test_parity_pcmepp_hub(pcmepp):
+    folder, _, _, values = pcmepp
+    published = load_pretrained(folder)
+    assert not published.model.training and published.distance == "csd" and "PCME++" in published.source
+    assert (published.logit_scale, published.logit_bias) == (
+        values["out/negative_scale"].item(),
+        values["out/shift"].item(),
+    )
+    assert_same(embed(published.model, values), values, "out", SINGLE)
+    assert_same(embed(published.model, values, torch.float64), values, "out64", DOUBLE)
+    without_unit_length(published.model)
+    assert_same(embed(published.model, values, torch.float64), values, "out64", DOUBLE, suffix="_raw")
+
+
+def test_parity_pcmepp_hub_with_the_other_activation_and_the_longer_config(pcmepp):
+    _, config, tensors, values = pcmepp
+    longer = {**config, "cast_dtype": None, "output_dict": False, "quick_gelu": False}
+    plain = embed(built(pcmepp_hub(longer, tensors, no_tokenizer, "x")), values)
+    assert_same(plain, values, "out", SINGLE)
+    quick = built(pcmepp_hub({**longer, "quick_gelu": True}, tensors, no_tokenizer, "x"))
+    assert_same(embed(quick, values), values, "quick_gelu", SINGLE)
+    assert_same(embed(without_unit_length(quick), values), values, "quick_gelu", SINGLE, suffix="_raw")
+    assert (plain["image_mean"] - values["quick_gelu/image_mean"]).abs().max() > 1e-4
+
+
+# ProLIP -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prolip(parity):
+    folder = parity / "prolip"
+    config = json.loads((folder / "config.json").read_text())
+    return folder, config, load_file(folder / "model.safetensors"), load_file(folder / "io.safetensors")
+
+
+CONTEXT = torch.full((4,), 10)
+
+
+def test_parity_prolip(prolip):
+    folder, config, tensors, values = prolip
+    published = load_pretrained(folder)
+    assert_same(embed(published.model, values, lengths=CONTEXT), values, "out", SINGLE)
+    assert_same(
+        embed(without_unit_length(published.model), values, lengths=CONTEXT), values, "out", SINGLE, suffix="_raw"
+    )
+    exact = built(prolip_hub(config, tensors, no_tokenizer, "x"), torch.float64)
+    assert_same(embed(exact, values, torch.float64, CONTEXT), values, "out64", DOUBLE)
+    assert_same(
+        embed(without_unit_length(exact), values, torch.float64, CONTEXT), values, "out64", DOUBLE, suffix="_raw"
+    )
+
+
+def test_parity_prolip_with_the_other_activation(prolip):
+    _, config, tensors, values = prolip
+    quick = built(prolip_hub({**config, "quick_gelu": True}, tensors, no_tokenizer, "x"))
+    assert_same(embed(quick, values, lengths=CONTEXT), values, "quick_gelu", SINGLE)
+
+
+def test_parity_prolip_of_some_patches(prolip):
+    folder, _, _, values = prolip
+    model = load_pretrained(folder).model
+    ours = embed(model, values, lengths=CONTEXT, patches=values["masked/indices_to_keep"])
+    assert_same(ours, values, "masked", SINGLE)
+
+
+def test_prolip_as_it_was_meant_is_another_model(prolip):
+    """One norm instead of two on the image mean; a text log variance from [UNC]: neither agrees with the released outputs."""
+    folder, _, _, values = prolip
+    model = load_pretrained(folder).model
+    model.image.encoder.released = False
+    once = embed(model, values, lengths=CONTEXT)
+    assert (once["image_mean"] - values["out/image_mean"]).abs().max() > 1e-2
+    torch.testing.assert_close(once["image_log_var"], values["out/image_log_var"], **SINGLE)
+    model.text.encoder.released = False
+    from_unc = embed(model, values, lengths=CONTEXT)
+    torch.testing.assert_close(from_unc["text_mean"], values["out/text_mean"], **SINGLE)
+    assert (from_unc["text_log_var"] - values["out/text_log_var"]).abs().max() > 1e-2
+
+
+def test_parity_prolip_class_statistics(prolip):
+    """Mean over templates of unit means, scaled to unit length, and mean of the variances, for 3 classes of 2 templates."""
+    folder, _, _, values = prolip
+    with torch.no_grad():
+        texts = load_pretrained(folder).model.text(Inputs(values["zeroshot/token_ids"]))
+    mean = torch.nn.functional.normalize(texts.mean.unflatten(0, (3, 2)).mean(1), dim=-1)
+    torch.testing.assert_close(mean.T, values["zeroshot/class_mean"], **SINGLE)
+    torch.testing.assert_close(texts.var.unflatten(0, (3, 2)).mean(1).T, values["zeroshot/class_var"], **SINGLE)
+
+
+def test_parity_prolip_logits_are_logits_of_csd(parity, prolip):
+    """scale * (mean.mean - variances / 2) + bias, as computed by the released code, is bias + scale - scale / 2 * csd."""
+    values = load_file(parity / "prolip" / "loss.safetensors")
+    image, text = (
+        GaussianEmbedding(values[f"inputs/{side}_mean"].double(), values[f"inputs/{side}_log_var"].double())
+        for side in ("img", "txt")
+    )
+    scale, bias = values["inputs/logit_scale"].double(), values["inputs/logit_bias"].double()
+    unit = [torch.nn.functional.normalize(e.mean, dim=-1) for e in (image, text)]
+    torch.testing.assert_close(image.mean, unit[0], rtol=0, atol=1e-6)
+    ours = match_logit(csd_matrix(image, text), scale / 2, bias + scale)
+    # The stored means are of unit length up to their rounding to float32.
+    torch.testing.assert_close(ours, values["ppcl/logits"].double(), rtol=0, atol=2e-7 * scale.item())
+    exact = (
+        scale * (unit[0] @ unit[1].T - (image.total_variance.unsqueeze(1) + text.total_variance.unsqueeze(0)) / 2)
+        + bias
+    )
+    of_unit = csd_matrix(GaussianEmbedding(unit[0], image.log_var), GaussianEmbedding(unit[1], text.log_var))
+    torch.testing.assert_close(match_logit(of_unit, scale / 2, bias + scale), exact, rtol=1e-12, atol=1e-12)
+
+    folder, _, _, outputs = prolip
+    published = load_pretrained(folder)
+    assert published.logit_scale == pytest.approx(outputs["out64/logit_scale"].item() / 2, rel=1e-12)
+    assert published.logit_bias == pytest.approx(
+        (outputs["out64/logit_bias"] + outputs["out64/logit_scale"]).item(), rel=1e-12
+    )
+
+
+# PCME++ of the training code --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def towers(parity):
+    values = load_file(parity / "pcmepp_towers.safetensors")
+    state = {key.removeprefix("state/"): value for key, value in values.items() if key.startswith("state/")}
+    return state, values
+
+
+def training_model(state, dtype=torch.float32, **options):
+    return built(pcmepp_training(options, state, no_tokenizer, "x", heads=(2, 2)), dtype)
+
+
+def test_parity_pcmepp_training(towers):
+    state, values = towers
+    ours = embed(training_model(state), values, lengths=values["inputs/lengths"])
+    assert_same(ours, values, "out", SINGLE)
+    raw = training_model(state, model={"no_imgnorm": True, "no_txtnorm": True})
+    raw = embed(raw, values, torch.float64, values["inputs/lengths"])
+    # The released code divides by |x| + 1e-8, we by |x|: apart from that they agree to rounding.
+    for side in ("image", "text"):
+        norm = raw[f"{side}_mean"].norm(dim=1, keepdim=True)
+        torch.testing.assert_close(raw[f"{side}_mean"] / (norm + 1e-8), values[f"out64/{side}_mean"], **DOUBLE)
+        torch.testing.assert_close(raw[f"{side}_log_var"], values[f"out64/{side}_log_var"], **DOUBLE)
+        torch.testing.assert_close(raw[f"{side}_mean"].float(), values[f"out/{side}_mean_raw"], **SINGLE)
+    unit = embed(training_model(state), values, torch.float64, values["inputs/lengths"])
+    assert_same(unit, values, "out64", {"rtol": 0, "atol": 1e-8})
+
+
+def test_parity_pcmepp_training_token_features(towers):
+    """All tokens of both paths: no last norm on images, one on the text's mean, none on a log variance."""
+    state, values = towers
+    model = training_model(state)
+    embed(model, values)
+    with torch.no_grad():
+        image = model.image.encoder(Inputs(values["inputs/pixel_values"]))
+        text = model.text.encoder(Inputs(values["inputs/token_ids"]))
+    for name, features in (("image", image), ("text", text)):
+        torch.testing.assert_close(features.mean, values[f"out/{name}_tokens_mean"], **SINGLE)
+        torch.testing.assert_close(features.log_var, values[f"out/{name}_tokens_sigma"], **SINGLE)
+
+
+def test_parity_pcmepp_training_with_a_norm_on_the_log_variance(towers):
+    state, values = towers
+    with_norm = dict(state)
+    for name in ("img_enc.image_std_ln", "txt_enc.text_std_ln"):
+        with_norm |= {f"{name}.weight": torch.full((12,), 0.01), f"{name}.bias": torch.zeros(12)}
+    ours = embed(training_model(with_norm), values, lengths=values["inputs/lengths"])
+    for side in ("image", "text"):
+        torch.testing.assert_close(ours[f"{side}_log_var"], values[f"out_sigma_ln/{side}_log_var"], **SINGLE)
+        torch.testing.assert_close(ours[f"{side}_mean"], values[f"out/{side}_mean"], **SINGLE)
+
+
+def test_parity_pcmepp_training_without_gpo(towers):
+    """Images are summed over their tokens under the name of an average, texts are their end token."""
+    state, values = towers
+    plain = {key: value for key, value in state.items() if "gpool" not in key}
+    ours = embed(training_model(plain), values, lengths=values["inputs/lengths"])
+    assert_same(ours, values, "out_no_gpo", SINGLE)
+    average = values["out_no_gpo/image_log_var"] / 10
+    assert (ours["image_log_var"] - average).abs().max() > 0.1
+
+
+def test_the_deterministic_baselines_are_points(towers):
+    state, values = towers
+    baseline = {
+        key: value for key, value in state.items() if not any(word in key for word in ("std", "uncertainty", "prob_"))
+    }
+    baseline = {key: value for key, value in baseline.items() if not key.startswith("criterion.")}
+    layout = pcmepp_training({}, baseline | {"criterion.tau": torch.ones(())}, no_tokenizer, "x", heads=(2, 2))
+    ours = embed(built(layout), values, lengths=values["inputs/lengths"])
+    assert ours["image_log_var"].isneginf().all() and (layout.logit_scale, layout.logit_bias) == (1, 0)
+    torch.testing.assert_close(ours["image_mean"], values["out/image_mean"], **SINGLE)
+    torch.testing.assert_close(ours["text_mean"], values["out/text_mean"], **SINGLE)
+
+
+# Full size --------------------------------------------------------------------------------------------------------------------
+
+
+def fits_whole(layout, config, shapes):
+    """Build the full-size model without memory, from the official names and shapes; its number of parameters."""
+    with torch.device("meta"):
+        tensors = {key: torch.empty(shape) for key, shape in shapes.items()}
+        built = layout(config, tensors, no_tokenizer, "x")
+        built.model.load_state_dict(built.state)
+    return sum(p.numel() for p in built.model.parameters())
+
+
+def test_full_size_pcmepp_hub(parity):
+    about = json.loads((parity / "hf_pcmepp" / "full_size_keys.json").read_text())
+    assert len(about["tensors"]) == 354 == about["n_tensors"]
+    # Three logits are not the model's; the four projections have biases here, which are 0.
+    parameters = fits_whole(pcmepp_hub, about["config"], about["tensors"])
+    assert parameters == about["n_parameters"] - 3 + 4 * 512
+
+
+def test_full_size_prolip(parity):
+    about = json.loads((parity / "prolip" / "full_size_keys.json").read_text())
+    assert len(about["tensors"]) == 311 == about["n_tensors"]
+    # Two logits are not the model's; the image projection has a bias; three extra tokens were added to their position codes.
+    parameters = fits_whole(prolip_hub, about["config"], about["tensors"])
+    assert parameters == about["n_parameters"] - 2 + 768 - 3 * 768
+
+
+def large(key, shape):
+    """ViT-B/32's shapes in a ViT-L/14."""
+    image = key.startswith("img_enc")
+    wider = {768: 1024, 2304: 3072, 3072: 4096} if image else {512: 768, 1536: 2304, 2048: 3072}
+    special = {
+        "img_enc.backbone.positional_embedding": [257, 1024],
+        "img_enc.backbone.conv1.weight": [1024, 3, 14, 14],
+    }
+    return special.get(key, [wider.get(size, size) for size in shape])
+
+
+def test_full_size_pcmepp_training(parity):
+    about = json.loads((parity / "pcmepp_full_size_keys.json").read_text())
+    shapes = {"ViT-B/32": about["ViT-B/32"], "ViT-B/16": about["ViT-B/32"] | about["ViT-B/16_changes"]}
+    shapes["ViT-L/14"] = {key: large(key, shape) for key, shape in about["ViT-B/32"].items()}
+    for key, shape in list(shapes["ViT-L/14"].items()):
+        if key.startswith("img_enc.backbone.transformer.resblocks."):
+            stem, _, rest = key.removeprefix("img_enc.backbone.transformer.resblocks.").partition(".")
+            shapes["ViT-L/14"][f"img_enc.backbone.transformer.resblocks.{int(stem) + 12}.{rest}"] = shape
+    assert about["ViT-L/14_examples"].items() <= shapes["ViT-L/14"].items()
+    for name, official in shapes.items():
+        assert len(official) == about["n_tensors"][name]
+        assert fits_whole(pcmepp_training, {}, official) == about["n_parameters"][name] - 2
+
+
+# Files of the training code ---------------------------------------------------------------------------------------------------
+
+
+def same_weights(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+@pytest.fixture
+def state(towers):
+    return {key: value.clone() for key, value in towers[0].items()}
+
+
+def test_a_lightning_checkpoint_a_bare_state_dict_and_safetensors_are_the_same_model(state, tmp_path):
+    save_file(state, tmp_path / "plain.safetensors")
+    torch.save(state, tmp_path / "plain.pth")
+    parallel = {f"module.{key}": value for key, value in state.items()}
+    torch.save(parallel, tmp_path / "parallel.pt")
+    inside = {key.replace("enc.", "enc.module.", 1): value for key, value in state.items()}
+    checkpoint = {"state_dict": inside, "epoch": 24, "hyper_parameters": {"opt": {"model": {"embed_size": 12}}}}
+    torch.save(checkpoint, tmp_path / "last.ckpt")
+    loaded = [
+        load_pretrained(tmp_path / name) for name in ("plain.safetensors", "plain.pth", "parallel.pt", "last.ckpt")
+    ]
+    assert all(same_weights(loaded[0].model, other.model) for other in loaded[1:])
+    assert loaded[0].source.endswith("plain.safetensors (PCME++ training, last weights)")
+    assert {(p.logit_scale, p.logit_bias) for p in loaded} == {(5.25, 4.5)}
+
+
+def test_averaged_weights_are_taken_unless_told_otherwise(state, tmp_path):
+    averaged = {f"swa_{key.replace('.', '.module.', 1)}": value + 0.5 for key, value in state.items()}
+    counts = {f"swa_{part}.n_averaged": torch.tensor(3) for part in ("img_enc", "txt_enc", "criterion")}
+    torch.save({"state_dict": state | averaged | counts}, tmp_path / "swa.ckpt")
+    average, last = load_pretrained(tmp_path / "swa.ckpt"), load_pretrained(tmp_path / "swa.ckpt", average=False)
+    assert (average.logit_scale, last.logit_scale) == (5.75, 5.25) and "averaged" in average.source
+    shifted, plain = average.model.state_dict(), last.model.state_dict()
+    assert all(torch.equal(shifted[key], plain[key] + 0.5) for key in plain)
+    torch.save({"state_dict": state | averaged | {key: torch.tensor(0) for key in counts}}, tmp_path / "early.ckpt")
+    assert load_pretrained(tmp_path / "early.ckpt").logit_scale == 5.25
+
+
+def test_settings_of_the_run_are_honoured(state, tmp_path):
+    options = {"model": {"no_imgnorm": True}, "criterion": {"name": "pcmepp", "prob_distance": "wdist"}}
+    torch.save({"state_dict": state, "hyper_parameters": {"opt": options}}, tmp_path / "run.ckpt")
+    published = load_pretrained(tmp_path / "run.ckpt")
+    assert published.distance == "wasserstein2"
+    assert not published.model.image.head.normalize and published.model.text.head.normalize
+    options["criterion"] = {"name": "pcme"}
+    torch.save({"state_dict": state, "hyper_parameters": {"opt": options}}, tmp_path / "run.ckpt")
+    with pytest.raises(UserError, match="PCME's loss"):
+        load_pretrained(tmp_path / "run.ckpt")
+
+
+def test_the_training_code_has_pictures_of_its_own(towers):
+    state, _ = towers
+    model = training_model(state)
+    torch.testing.assert_close(model.image.encoder.pixel_mean.flatten(), torch.tensor(IMAGENET_MEAN))
+    assert type(model.image.processor).__name__ == "BilinearProcessor"
+
+
+def test_the_original_pcme_is_named_as_such(tmp_path):
+    torch.save({"model": {"img_enc.cnn.conv1.weight": torch.ones(2)}, "word2idx": {"a": 0}}, tmp_path / "pcme_coco.pth")
+    with pytest.raises(UserError, match="original PCME"):
+        load_pretrained(tmp_path / "pcme_coco.pth")
+
+
+# What does not fit ------------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_tensors_are_counted_and_the_first_ones_named(state, tmp_path, pcmepp, prolip):
+    del state["txt_enc.linear.bias"]
+    state["img_enc.extra"] = torch.ones(1)
+    state["criterion.shift"] = torch.ones(2)
+    torch.save(state, tmp_path / "wrong.pt")
+    with pytest.raises(UserError) as error:
+        load_pretrained(tmp_path / "wrong.pt")
+    assert "3 tensors do not fit" in str(error.value)
+    for part in (
+        "'txt_enc.linear.bias' is missing",
+        "'img_enc.extra' is left over",
+        "'criterion.shift' is (2,), expected (1,)",
+    ):
+        assert part in str(error.value)
+    for (_, config, tensors, _), layout in ((pcmepp, pcmepp_hub), (prolip, prolip_hub)):
+        with pytest.raises(UserError, match=r"1 tensors do not fit.*'visual.proj' is missing"):
+            layout(config, {k: v for k, v in tensors.items() if k != "visual.proj"}, no_tokenizer, "x")
+        larger = {**config, "vision_cfg": {**config["vision_cfg"], "layers": config["vision_cfg"]["layers"] + 1}}
+        with pytest.raises(UserError, match=r"12 tensors do not fit.*is missing; and 9 more"):
+            layout(larger, tensors, no_tokenizer, "x")
+
+
+def test_files_of_something_else(tmp_path):
+    torch.save({"weight": torch.ones(2)}, tmp_path / "other.pt")
+    with pytest.raises(UserError, match=r"no img_enc.* in it.*it holds 'weight'"):
+        load_pretrained(tmp_path / "other.pt")
+    torch.save({"img_enc.other": torch.ones(2)}, tmp_path / "half.pt")
+    with pytest.raises(UserError, match=r"'img_enc.backbone.conv1.weight' is missing; not a whole model"):
+        load_pretrained(tmp_path / "half.pt")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "clip"}, "not that of a PCME"),
+        ({"vision_cfg": {"layers": 12}, "text_cfg": {}}, "has no variances"),
+        ({"sfumato": "0.1.0"}, "load it with sfumato.models.export.load_model"),
+        ([1], "holds a list, expected an object"),
+    ],
+)
+def test_folders_of_something_else(config, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"no model\.safetensors"):
+        load_pretrained(tmp_path)
+    save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        load_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"global_average_pool": True}, "vision_cfg.global_average_pool is True; only models with False"),
+        ({"head_width": 10}, "vision_cfg: width 32 cannot be shared among 3 heads"),
+        ({"layers": "many"}, "vision_cfg.layers must be a positive whole number, got 'many'"),
+    ],
+)
+def test_configurations_that_cannot_be_loaded(change, message, pcmepp):
+    _, config, tensors, _ = pcmepp
+    with pytest.raises(UserError, match=message):
+        pcmepp_hub({**config, "vision_cfg": {**config["vision_cfg"], **change}}, tensors, no_tokenizer, "x")
+
+
+def test_prolip_configurations_that_cannot_be_loaded(prolip):
+    _, config, tensors, _ = prolip
+    for change, message in (
+        ({"no_causal_mask": False}, "text_cfg.no_causal_mask is False; only models with True"),
+        ({"width": 16}, "text_cfg.width 16 is not embed_dim 32"),
+        ({"tokenizer_kwargs": {"clean": "soap"}}, "unknown cleaning of texts 'soap'; known: whitespace, lower"),
+    ):
+        with pytest.raises(UserError, match=message):
+            prolip_hub({**config, "text_cfg": {**config["text_cfg"], **change}}, tensors, no_tokenizer, "x")
+
+
+def test_without_a_network_a_hub_name_is_one_clear_error():
+    with pytest.raises(
+        UserError,
+        match=r"no folder 'nobody/nothing-at-all', and it cannot be got from the Hugging Face hub.*Give a local folder",
+    ):
+        load_pretrained("nobody/nothing-at-all")
+    with pytest.raises(UserError, match="looks like owner/model"):
+        load_pretrained("no such/folder/anywhere")
+
+
+# From pictures and words ------------------------------------------------------------------------------------------------------
+
+
+def words_tokenizer(vocabulary, special):
+    """A tokenizer of words w2, w3 ... whose ids are their numbers, and of the special tokens."""
+    pieces = {f"w{i}": i for i in range(vocabulary) if i not in special.values()} | special
+    tokenizer = Tokenizer(models.WordLevel(pieces, unk_token="w2"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.enable_padding(pad_id=5)
+    tokenizer.enable_truncation(2)
+    return tokenizer
+
+
+def test_pcmepp_embeds_words(pcmepp):
+    folder, *_ = pcmepp
+    tokenizer = words_tokenizer(64, {"<|startoftext|>": 62, "<|endoftext|>": 63})
+    model = load_pretrained(folder, tokenizer=tokenizer).model
+    ids = torch.tensor([[62, 7, 8, 9, 63, *[0] * 7], [62, 4, 63, *[0] * 9], [62, *range(10, 20), 63]])
+    texts = ["W7 w8  w9", "w4", " ".join(f"w{i}" for i in range(10, 40))]
+    expected = model.text(Inputs(ids, torch.arange(12) < torch.tensor([[5], [3], [12]])))
+    ours = model.embed_texts(texts)
+    torch.testing.assert_close(ours.mean, expected.mean, **SINGLE)
+    torch.testing.assert_close(ours.log_var, expected.log_var, **SINGLE)
+    assert tokenizer.truncation["max_length"] == 2, "the caller's tokenizer stays as it was"
+
+
+def test_prolip_embeds_words_padded_to_the_context(prolip, tmp_path):
+    folder, *_ = prolip
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    words_tokenizer(48, {"</s>": 1}).save(str(tmp_path / "tokenizer.json"))
+    model = load_pretrained(tmp_path).model
+    ids = torch.tensor([[7, 8, 1, *[1] * 7], [*range(10, 19), 1]])
+    ours = model.embed_texts(["W7, w8!", " ".join(f"w{i}" for i in range(10, 40))])
+    expected = model.text(Inputs(ids))
+    torch.testing.assert_close(ours.mean, expected.mean, **SINGLE)
+    torch.testing.assert_close(ours.log_var, expected.log_var, **SINGLE)
+
+
+def picture(width=50, height=37):
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue(), Image.fromarray(pixels)
+
+
+def test_pictures_need_no_tokenizer_and_are_prepared_like_clips(pcmepp):
+    folder, *_ = pcmepp
+    model = load_pretrained(folder).model
+    data, image = picture()
+    ours = model.embed_images([data])
+    module = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
+    processor = module.CLIPImageProcessorPil(
+        size={"shortest_edge": 32}, crop_size=32, image_mean=CLIP_MEAN, image_std=CLIP_STD
+    )
+    prepared = torch.from_numpy(processor(image)["pixel_values"][0]).unsqueeze(0)
+    model.image.encoder.pixel_mean.zero_()
+    model.image.encoder.pixel_std.fill_(1)
+    with torch.no_grad():
+        torch.testing.assert_close(ours.mean, model.image(Inputs(prepared.float())).mean, **SINGLE)
+    with pytest.raises(UserError, match=r"no tokenizer.json beside the weights.*openai/clip-vit-base-patch16"):
+        model.embed_texts(["a"])
+
+
+def test_the_tokenizer_must_belong_to_the_model(pcmepp):
+    folder, *_ = pcmepp
+    empty = Tokenizer(models.WordLevel({"<|startoftext|>": 0, "<|endoftext|>": 1}, unk_token="<|endoftext|>"))
+    with pytest.raises(UserError, match="the tokenizer has 2 tokens; the model expects 64"):
+        load_pretrained(folder, tokenizer=empty).model.embed_texts(["a"])
+    with pytest.raises(UserError, match=r"none of them '<\|startoftext\|>'"):
+        load_pretrained(folder, tokenizer=words_tokenizer(64, {})).model.embed_texts(["a"])

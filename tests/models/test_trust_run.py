@@ -1,0 +1,109 @@
+"""The benchmark of a run, taken apart: what it embeds, what it fits on which split, and what it resamples together."""
+
+import numpy as np
+import pytest
+import torch
+from support.toy import make_toy
+
+from sfumato.data.corruptions import TEXT_CORRUPTIONS, erase_squares
+from sfumato.evaluation import trust as measures
+from sfumato.evaluation.estimators import ESTIMATORS, FailurePredictor, Matching, estimate_uncertainty
+from sfumato.metrics.retrieval import per_query_metrics
+from sfumato.metrics.selective import auroc
+from sfumato.models import trust_run as trust
+from sfumato.models.recipe import load_recipe
+from sfumato.models.run import load_run
+from sfumato.models.splits import embed_split, load_split
+from sfumato.models.trust_run import trust_model, trust_run
+from sfumato.search.exact import rank_relevant
+from sfumato.training.loop import fit
+
+QUICK = {"n_resamples": 5, "n_corrupted": 6}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trust")
+    fit(load_recipe(make_toy(folder), ["train.epochs=2"]), folder / "run")
+    return load_run(folder / "run")
+
+
+def embedded(run, split, of_text):
+    prepared = load_split(run.model, run.recipe.data, split)
+    images, texts = embed_split(run.model, prepared)
+    ground_truth = prepared.data.relevance()
+    queries, gallery = (texts, images) if of_text else (images, texts)
+    ground_truth = ground_truth.transpose() if of_text else ground_truth
+    ranks = rank_relevant(queries, gallery, ground_truth, run.distance, queries_first=not of_text)
+    return prepared.data, queries, gallery, ground_truth, 1 - per_query_metrics(ranks, ground_truth)["recall@1"]
+
+
+@pytest.mark.parametrize("side", ["text", "image"])
+def test_the_learnt_estimator_saw_the_validation_split_and_no_other(run, side):
+    of_text = side == "text"
+    _, val, _, _, missed_val = embedded(run, "val", of_text)
+    _, test, _, _, missed = embedded(run, "test", of_text)
+    head = FailurePredictor.fit(val, missed_val, seed=3)
+    report = trust_model(run, run.recipe.data, "test", queries=side, seed=3, **QUICK)
+    (direction,) = report.directions.values()
+    found = direction.estimators["predicted_miss"]["wrong_auroc"].value
+    assert found == pytest.approx(auroc(head.score(test).numpy(), missed), abs=1e-9)
+    of_itself = auroc(FailurePredictor.fit(test, missed, seed=3).score(test).numpy(), missed)
+    assert abs(found - of_itself) > 0.02  # What it would be if it had seen the answers.
+
+
+def test_queries_are_corrupted_as_stated_and_compared_with_themselves(run):
+    report, path = trust_run(run, "test", seed=4, **QUICK)
+    assert path == run.folder / "trust-test.json" and path.exists()
+    data, queries, gallery, *_ = embedded(run, "test", True)
+    matching = Matching(run.distance, run.logit_scale, run.logit_bias, queries_first=False)
+    c = TEXT_CORRUPTIONS["wrong_letters"]
+    chosen = np.sort(np.random.default_rng([4, 2]).permutation(queries.n)[:6])
+    found = report.directions["t2i"].corruptions["wrong_letters"]
+    expected = [np.median(estimate_uncertainty(queries[torch.from_numpy(chosen)], gallery, matching)["margin"])]
+    for s in c.strengths:
+        worse = run.model.embed_texts([c.apply(data.texts[i], s, (4, int(i))) for i in chosen])
+        expected.append(np.median(estimate_uncertainty(worse, gallery, matching)["margin"]))
+    assert found.n == 6 and found.strengths == [0.0, *c.strengths]
+    assert found.medians["margin"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    pictures, images, *_ = embedded(run, "test", False)
+    found = report.directions["i2t"].corruptions["erased"]
+    chosen = np.sort(np.random.default_rng([4, 2]).permutation(images.n)[:6])
+    worst = run.model.embed_images([erase_squares(pictures.images[i].read_bytes(), 0.9, (4, int(i))) for i in chosen])
+    assert found.medians["total_variance"][-1] == pytest.approx(float(np.median(worst.total_variance)), rel=1e-4)
+    assert found.medians["total_variance"][0] == pytest.approx(
+        float(np.median(images.total_variance[torch.from_numpy(chosen)])), rel=1e-4
+    )
+
+
+def test_captions_of_an_image_are_resampled_together_and_share_its_proxy(run, monkeypatch):
+    seen = {}
+    real = measures.measure_trust
+
+    def spy(queries, gallery, relevance, matching, **options):
+        seen[matching.queries_first] = options | {"relevance": relevance}
+        return real(queries, gallery, relevance, matching, **options)
+
+    monkeypatch.setattr(trust, "measure_trust", spy)
+    trust_model(run, run.recipe.data, "test", n_resamples=0, n_corrupted=0)
+    texts, images = seen[False], seen[True]
+    image_of = [
+        int(texts["relevance"].indices[texts["relevance"].indptr[t]]) for t in range(texts["relevance"].n_queries)
+    ]
+    assert texts["groups"].tolist() == image_of and len(set(images["groups"].tolist())) == images["relevance"].n_queries
+    for name in ("caption_distance", "caption_words"):
+        np.testing.assert_array_equal(texts["proxies"][name], images["proxies"][name][image_of])
+    assert np.ptp(images["proxies"]["caption_distance"]) > 0
+    assert not texts["multiplicity"] and set(texts["estimators"]) == {*ESTIMATORS, "predicted_miss"}
+
+
+def test_equal_seeds_give_equal_reports(run):
+    first, second = (trust_model(run, run.recipe.data, "test", seed=1, **QUICK).to_json() for _ in range(2))
+    assert first == second
+
+
+def test_bad_options_are_named(run):
+    with pytest.raises(ValueError, match="one of text, image, both, got 'all'"):
+        trust_model(run, run.recipe.data, "test", queries="all")
+    with pytest.raises(ValueError, match="must not be negative, got 5, -1 and 0"):
+        trust_model(run, run.recipe.data, "test", n_resamples=5, n_corrupted=-1)

@@ -1,0 +1,293 @@
+"""The report page: what is on it agrees with figures computed otherwise, and nothing in it can break out or fetch."""
+
+import html.parser
+import io
+import re
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy import stats
+
+from sfumato import GaussianEmbedding, csd_matrix
+from sfumato.matching import match_probability
+from sfumato.metrics.relevance import Relevance
+from sfumato.reports.report import MISTAKES, PICTURES, ReportData, make_report, wilson_interval
+
+EVIL = '<script>alert("x")</script> & <img src=x onerror=alert(1)>'
+VOID = {"meta", "img", "br"}
+
+
+def picture(position: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), (position % 256, 40, 90)).save(file, "PNG")
+    return file.getvalue()
+
+
+def scene(n=13, m=29, d=5, seed=0, **changes):
+    """Texts near their pictures; the last text belongs to nothing, the first picture has no text."""
+    random = torch.Generator().manual_seed(seed)
+    mean = torch.randn(n, d, generator=random)
+    owner = 1 + torch.arange(m - 1) % (n - 1)
+    near = torch.cat([mean[owner], torch.zeros(1, d)]) + 0.6 * torch.randn(m, d, generator=random)
+    images = GaussianEmbedding(mean, torch.randn(n, d, generator=random) - 3)
+    texts = GaussianEmbedding(near, torch.randn(m, d, generator=random) - 2)
+    pairs = np.stack([owner.numpy(), np.arange(m - 1)], 1)
+    values = {
+        "model": "a model",
+        "split": "test",
+        "images": images,
+        "texts": texts,
+        "relevance": Relevance.from_pairs(*pairs.T, n_queries=n, n_gallery=m),
+        "distance": "csd",
+        "logits": (1.5, 2.0),
+        "calibrated": True,
+        "learnt_logits": (0.7, 2.5),
+        "captions": [f"caption {i}" for i in range(m)],
+        "picture_names": [f"picture-{i}.png" for i in range(n)],
+        "picture": picture,
+    }
+    return ReportData(**(values | changes))
+
+
+class Checker(html.parser.HTMLParser):
+    """Fails on tags that are not closed in order, on scripts and handlers, and collects what a reader meets."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.tags, self.alts, self.text, self.ids, self.links = [], [], [], [], [], []
+        self.feed(page)
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        assert tag not in ("script", "link", "iframe", "object", "base", "form")
+        assert not any(name.startswith("on") for name in values)
+        self.tags.append(tag)
+        if tag == "img":
+            assert values["src"].startswith("data:image/") and values["alt"]
+            self.alts.append(values["alt"])
+        if tag == "svg":
+            assert values["role"] == "img" and values["aria-label"]
+        if tag == "th":
+            assert values["scope"]
+        if "id" in values:
+            self.ids.append(values["id"])
+        if tag == "a":
+            self.links.append(values["href"])
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag, (tag, self.getpos())
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_is_whole_and_needs_nothing_else():
+    page = make_report(scene()).html
+    checked = Checker(page)
+    assert not re.search(r"https?://|url\(|@import", page)
+    assert page.startswith("<!doctype html>") and "None" not in page and "nan" not in page.lower().replace("nano", "")
+    assert all(link.startswith("#") and link[1:] in checked.ids for link in checked.links)
+    assert len(checked.ids) == len(set(checked.ids))
+    assert len(checked.alts) <= PICTURES
+    assert checked.tags.count("h1") == 1
+
+
+def test_what_users_wrote_cannot_become_markup():
+    data = scene()
+    bad = {
+        "captions": [EVIL] * data.texts.n,
+        "picture_names": [f"{EVIL}{i}" for i in range(data.images.n)],
+        "text_kinds": [EVIL if i % 2 else "plain" for i in range(data.texts.n)],
+        "model": EVIL,
+        "split": EVIL,
+        "recipe": EVIL,
+        "notes": [EVIL],
+        "version": EVIL,
+        "others": [{"distance": EVIL, "i2t": {}, "t2i": {}, "rsum": 1}],
+        "trust": {
+            "estimators": {EVIL: {"estimates": EVIL}},
+            "directions": {EVIL: {"estimators": {EVIL: {EVIL: {"value": 1, "low": 0, "high": EVIL}}}}},
+            "notes": [EVIL],
+        },
+    }
+    checked = Checker(make_report(scene(**bad)).html)
+    assert sum(EVIL in text for text in checked.text) > 20
+    gone = make_report(scene(picture=lambda i: None, picture_names=[EVIL] * data.images.n)).html
+    assert "img" not in Checker(gone).tags
+
+
+def test_mistakes_are_counted_as_loops_count_them():
+    data = scene(seed=3)
+    distance = csd_matrix(data.images, data.texts)
+    ground_truth = torch.from_numpy(np.asarray(data.relevance.to_dense())) > 0
+    report = make_report(data)
+    for key, d, t in (("i2t", distance, ground_truth), ("t2i", distance.T, ground_truth.T)):
+        wrong, plausible, judged = 0, 0, 0
+        for i in range(len(d)):
+            if t[i].any():
+                judged += 1
+                first = int(d[i].argmin())
+                if not t[i, first]:
+                    wrong += 1
+                    plausible += float(match_probability(d[i, first], *data.logits)) >= 0.5
+        assert report.mistakes[key] == {"n": judged, "wrong": wrong, "plausible": plausible}
+        assert 0 < wrong < judged
+    assert report.mistakes["i2t"]["n"] == data.images.n - 1 and report.mistakes["t2i"]["n"] == data.texts.n - 1
+
+
+def test_calibration_is_that_of_loops_before_and_after():
+    data = scene(seed=1)
+    distance = csd_matrix(data.images, data.texts).double()
+    ground_truth = torch.from_numpy(np.asarray(data.relevance.to_dense())).double()
+    found = make_report(data).calibration
+    has = data.relevance.counts > 0
+    first = distance.argmin(1)
+    sets = {
+        "pairs": (distance.flatten(), ground_truth.flatten()),
+        "i2t": (distance.amin(1)[has], ground_truth[torch.arange(len(first)), first][has]),
+    }
+    for key, (d, match) in sets.items():
+        assert found[key]["n"] == len(d) and found[key]["matches"] == pytest.approx(match.mean().item())
+        for version, logits in (("before", data.learnt_logits), ("after", data.logits)):
+            p = match_probability(d, *logits)
+            gaps = [
+                len(p[s]) * abs(p[s].mean() - match[s].mean()).item()
+                for b in range(10)
+                if (s := (p >= b / 10) & (p < (b + 1) / 10)).any()
+            ]
+            assert found[key][version]["ece"] == pytest.approx(sum(gaps) / len(p), abs=1e-6)
+            assert found[key][version]["brier"] == pytest.approx((p - match).square().mean().item(), abs=1e-6)
+    assert "before" not in make_report(scene(learnt_logits=None)).calibration["pairs"]
+    alone = make_report(scene(calibrated=False, learnt_logits=None))
+    assert set(alone.calibration["pairs"]) == {"n", "matches", "before"}
+    assert "not calibrated on held-out pairs" in alone.html
+
+
+def test_the_most_uncertain_come_with_what_they_retrieved():
+    data = scene(captions=[f"text number {i:03d}." for i in range(29)])
+    page = make_report(data).html
+    part = page[page.index('id="extremes"') : page.index('id="mistakes"')]
+    most = int(data.texts.total_variance.argmax())
+    start = part.index(f"“text number {most:03d}.”", part.index("Texts it is least certain of"))
+    card = part[start : part.index("</section>", start)]
+    d = csd_matrix(data.images, data.texts)[:, most]
+    order = d.argsort(stable=True)[:5].tolist()
+    assert [int(i) for i in re.findall(r'alt="picture picture-(\d+)\.png', card)] == order
+    expected = match_probability(d, *data.logits).sum().item()
+    assert f"total variance <b>{float(data.texts.total_variance[most]):.3g}</b>" in card
+    assert (f"{expected:.1f}" if expected < 10 else f"{expected:.0f}") + " matches expected" in card
+    ground_truth = data.relevance.to_dense()[:, most] > 0
+    assert card.count(">right<") == sum(ground_truth[i] for i in order) and card.count(">wrong<") == 5 - card.count(
+        ">right<"
+    )
+
+
+def test_wilson_interval_is_scipys():
+    for hits, n in ((0, 7), (3, 7), (7, 7), (120, 449)):
+        other = stats.binomtest(hits, n).proportion_ci(method="wilson")
+        assert wilson_interval(hits, n) == pytest.approx((other.low, other.high), abs=1e-4)
+    assert wilson_interval(0, 0) == (0.0, 1.0)
+
+
+def test_words_about_the_uncertainty_follow_its_sign():
+    """Queries whose variance grows with their distance from their match, and the same turned round."""
+    data = scene(n=40, m=300, seed=5)
+    ground_truth = torch.from_numpy(np.asarray(data.relevance.to_dense())) > 0
+    right = ground_truth.T[torch.arange(300), csd_matrix(data.images, data.texts).argmin(0)]
+    sizes = torch.where(right, -12.0, -10.0) + 0.01 * torch.arange(300) / 300
+    for sign, words in ((1, "fail clearly more often"), (-1, "fail clearly less often")):
+        log_var = (sizes if sign > 0 else -22 - sizes)[:, None].expand(300, 5)
+        page = make_report(scene(n=40, m=300, seed=5, texts=GaussianEmbedding(data.texts.mean, log_var))).html
+        assert f"Texts with a larger total variance {words}" in page
+    chance = torch.randn(300, 5, generator=torch.Generator().manual_seed(0)) - 10
+    page = make_report(scene(n=40, m=300, seed=5, texts=GaussianEmbedding(data.texts.mean, chance))).html
+    assert "Total variance says next to nothing about which texts fail" in page
+
+
+def test_points_have_no_uncertainty_to_show():
+    data = scene()
+    page = make_report(
+        scene(images=GaussianEmbedding.point(data.images.mean), texts=GaussianEmbedding.point(data.texts.mean))
+    ).html
+    Checker(page)
+    assert "there is no uncertainty to look at" in page and 'id="extremes"' not in page
+
+
+def test_other_distances_trust_and_training_are_shown_and_what_is_malformed_is_left_out():
+    other = make_report(scene(distance="wasserstein2")).evaluation.to_json()
+    interval = {"value": 0.61, "low": 0.55, "high": 0.67}
+    log = [
+        {"epoch": e, "loss": 1 / (e + 1), "val/i2t/recall@1": 0.1 * e, "val/t2i/recall@1": 0.05 * e} for e in range(4)
+    ]
+    page = make_report(
+        scene(
+            others=[other, {"distance": "odd"}, {"i2t": 3}],
+            trust={
+                "level": 0.95,
+                "estimators": {"log_det": {"estimates": "the volume"}, "odd": 3},
+                "directions": {
+                    "t2i": {"n_queries": 28, "estimators": {"log_det": {"wrong_auroc": interval, "deciles": None}}},
+                    "i2t": {"estimators": "broken"},
+                },
+                "notes": ["nothing was left out"],
+            },
+            recipe='name = "toy"',
+            log=[*log, {"epoch": 4}, {"loss": 3.0}, {"epoch": 5, "loss": float("inf")}],
+        )
+    ).html
+    checked = Checker(page)
+    for expected in (
+        "wasserstein2",
+        "wrong AUROC",
+        "0.61",
+        "0.55 to 0.67",
+        "nothing was left out",
+        "toy",
+        "28 queries",
+    ):
+        assert expected in page
+    assert checked.tags.count("svg") == 2 + 1 + 3 + 2
+    assert 'title="the volume"' in page and ">odd<" not in page
+    for broken in ({}, {"directions": 3}, {"directions": {"t2i": {"estimators": {"a": 1}}}}):
+        assert 'id="trust"' not in make_report(scene(trust=broken)).html
+
+
+def test_the_page_does_not_grow_with_the_data():
+    data = scene(n=60, m=900, captions=["a very long caption " * 200] * 900)
+    page = make_report(data).html
+    checked = Checker(page)
+    assert len(checked.alts) <= PICTURES and len(page) < 400_000
+    assert page.count("found first") <= 2 * MISTAKES
+
+
+def test_a_gallery_of_few_and_a_perfect_model():
+    mean = torch.eye(3, 4)
+    pairs = np.array([[0, 0], [1, 1], [2, 2]])
+    page = make_report(
+        scene(
+            images=GaussianEmbedding(mean, torch.full((3, 4), -6.0) + mean),
+            texts=GaussianEmbedding(mean, torch.full((3, 4), -5.0) - mean * torch.arange(3)[:, None]),
+            relevance=Relevance.from_pairs(*pairs.T, n_queries=3, n_gallery=3),
+            captions=["one", "two", "three"],
+            picture_names=["a", "b", "c"],
+        )
+    ).html
+    Checker(page)
+    assert page.count("Every first hit is right.") == 2
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"got 3 captions for 29 texts; give one for each"):
+        scene(captions=["a", "b", "c"])
+    with pytest.raises(ValueError, match=r"got 0 picture_names for 13 images"):
+        scene(picture_names=[])
+    with pytest.raises(ValueError, match=r"got 1 text_kinds for 29 texts"):
+        scene(text_kinds=["name"])

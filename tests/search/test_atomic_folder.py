@@ -1,0 +1,210 @@
+"""The folder is replaced whole: processes are killed before every step that touches the disk, and the old or the new must be there."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sfumato
+from sfumato.search.atomic_folder import load_folder, save_folder
+
+SOURCE = Path(sfumato.__file__).parents[1]
+WRITER = """
+import os, shutil, signal, sys
+steps = int(sys.argv[2])
+def deadly(function):
+    def call(*arguments, **named):
+        global steps
+        steps -= 1
+        if steps == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **named)
+    return call
+for name in ("fsync", "replace", "mkdir", "chmod", "unlink", "rmdir", "open"):
+    setattr(os, name, deadly(getattr(os, name)))
+from pathlib import Path
+from sfumato.search.atomic_folder import save_folder
+def write(folder):
+    for name in ("a", "b"):
+        (folder / name).write_text(sys.argv[3] * 1000)
+save_folder(sys.argv[1], "test-1", {"content": sys.argv[3]}, write)
+print("done")
+"""
+
+
+def write_texts(text):
+    def write(folder):
+        (folder / "a").write_text(text * 1000)
+        (folder / "b").write_text(text * 1000)
+
+    return write
+
+
+def read_texts(folder, about):
+    texts = [(folder / name).read_text() for name in ("a", "b")]
+    assert texts[0] == texts[1] == about["content"] * 1000
+    return about["content"]
+
+
+def load(path):
+    return load_folder(path, "test-1", read_texts)
+
+
+def save(path, text):
+    save_folder(path, "test-1", {"content": text}, write_texts(text))
+
+
+def test_there_and_back_and_replaced(tmp_path):
+    path = tmp_path / "deep" / "folder"
+    for text in ("old", "new"):
+        save(path, text)
+        assert load(path) == text
+    assert len([p for p in path.iterdir() if p.name.startswith("data-")]) == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_writer_killed_before_any_step_leaves_the_old_or_the_new(tmp_path, exists):
+    path, seen = tmp_path / "folder", []
+    for step in range(1, 60):
+        if exists:
+            save(path, "old")
+        done = subprocess.run(
+            [sys.executable, "-c", WRITER, path, str(step), "new"],
+            capture_output=True,
+            text=True,
+            env={"PYTHONPATH": str(SOURCE)},
+        )
+        if exists or path.is_dir():
+            try:
+                seen.append(load(path))
+            except FileNotFoundError as error:
+                assert not exists and "first save did not finish" in str(error)
+                seen.append("nothing")
+        if done.stdout == "done\n":
+            break
+        assert done.returncode == -9, done.stderr
+        save(path, "after")  # A killed writer stands in nobody's way, and its leftovers go.
+        assert load(path) == "after"
+        assert sorted(p.name[:5] for p in path.iterdir()) == [".lock", "data-", "manif"]
+        if not exists:
+            subprocess.run(["rm", "-r", path], check=True)
+    assert done.stdout == "done\n" and step > 8
+    assert set(seen) == ({"old", "new"} if exists else {"nothing", "new"})
+
+
+def test_everything_is_on_the_disk_before_the_manifest_names_it(tmp_path, monkeypatch):
+    """A killed process cannot show this, a lost power supply would: each file and folder is forced to disk before the one rename."""
+    steps, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (steps.append(os.fstat(fd).st_ino), fsync(fd)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (steps.append("rename"), replace(a, b)))
+    path = tmp_path / "folder"
+    save(path, "new")
+    before = steps[: steps.index("rename")]
+    assert steps.count("rename") == 1
+    data = next(path.glob("data-*"))
+    for needed in (data / "a", data / "b", data, path, path / "manifest.json"):
+        assert needed.stat().st_ino in before, needed.name
+    assert path.stat().st_ino in steps[steps.index("rename") :]
+
+
+def test_a_writer_that_fails_leaves_the_old_and_no_litter(tmp_path):
+    path = tmp_path / "folder"
+    save(path, "old")
+
+    def write(folder):
+        (folder / "a").write_text("half")
+        raise OSError("the disk is full")
+
+    before = sorted(p.name for p in path.iterdir())
+    with pytest.raises(OSError, match="disk is full"):
+        save_folder(path, "test-1", {}, write)
+    assert sorted(p.name for p in path.iterdir()) == before and load(path) == "old"
+
+
+def data_file(path, name="b"):
+    return next(path.glob(f"data-*/{name}"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda p: data_file(p).write_bytes(data_file(p).read_bytes()[:-1]),
+            r"b: damaged, 2999 bytes where 3000 were written",
+        ),
+        (
+            lambda p: data_file(p).write_bytes(b"x" + data_file(p).read_bytes()[1:]),
+            "b: damaged, its checksum does not fit",
+        ),
+        (lambda p: data_file(p).unlink(), "damaged, b is missing"),
+        (
+            lambda p: (p / "manifest.json").write_bytes((p / "manifest.json").read_bytes()[:50]),
+            "manifest.json: damaged",
+        ),
+        (
+            lambda p: (p / "manifest.json").write_text((p / "manifest.json").read_text().replace('"old"', '"odd"')),
+            "damaged or edited",
+        ),
+        (lambda p: (p / "manifest.json").write_bytes(b""), "manifest.json: damaged"),
+        (lambda p: (p / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json: damaged"),
+        (lambda p: (p / "manifest.json").write_text("[]"), "holds None, expected 'test-1'"),
+        (lambda p: (p / "manifest.json").write_text('{"kind": "other"}'), "holds 'other', expected 'test-1'"),
+    ],
+)
+def test_damage_is_found_and_named(tmp_path, damage, message):
+    save(tmp_path / "folder", "old")
+    damage(tmp_path / "folder")
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / "folder")
+
+
+def test_nothing_there_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"no manifest.json here"):
+        load(tmp_path)
+
+
+def test_other_peoples_folders_are_left_alone(tmp_path):
+    (tmp_path / "photo.jpg").write_bytes(b"dear")
+    with pytest.raises(ValueError, match=r"holds something else \(photo.jpg\)"):
+        save(tmp_path, "new")
+    web = tmp_path / "web"
+    (web / "data-0123456789abcdef").mkdir(parents=True)
+    (web / "manifest.json").write_text(json.dumps({"name": "a web application"}))
+    with pytest.raises(ValueError, match=r"holds something else \(manifest.json\)"):
+        save(web, "new")
+    with pytest.raises(ValueError, match="it is a file"):
+        save(tmp_path / "photo.jpg", "new")
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["data-0123456789abcdef", "manifest.json", "photo.jpg", "web"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs file locks")
+def test_two_writers_do_not_mix(tmp_path):
+    path = tmp_path / "folder"
+
+    def write(folder):
+        with pytest.raises(BlockingIOError, match="another process is saving there"):
+            save(path, "second")
+        write_texts("first")(folder)
+
+    save_folder(path, "test-1", {"content": "first"}, write)
+    assert load(path) == "first"
+
+
+def test_a_reader_overtaken_by_a_writer_reads_the_new(tmp_path):
+    path = tmp_path / "folder"
+    save(path, "old")
+    overtaken = []
+
+    def read(folder, about):
+        if not overtaken:
+            overtaken.append(about["content"])
+            save(path, "new")
+        return read_texts(folder, about)
+
+    assert load_folder(path, "test-1", read) == "new" and overtaken == ["old"]

@@ -1,0 +1,110 @@
+import numpy as np
+import pytest
+import torch
+from support.references_metrics import order_of, ranks_by_sorting
+
+from sfumato.distances import DISTANCES, get_distance
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.relevance import Relevance
+from sfumato.search.exact import closest_candidates, distance_blocks, rank_relevant, top_k
+
+
+def gaussians(n, d, seed, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    mean, log_var = (torch.randn(n, d, generator=generator, dtype=dtype) for _ in range(2))
+    return GaussianEmbedding(mean, log_var)
+
+
+def grid(n, d, seed):
+    """Points on a coarse grid: many ties, and for n a power of two a mean, hence distances, without rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    return GaussianEmbedding.point(torch.randint(0, 3, (n, d), generator=generator).float())
+
+
+@pytest.mark.parametrize("name", [n for n, d in DISTANCES.items() if not d.sampled])
+@pytest.mark.parametrize("queries_first", [True, False])
+def test_blocks_are_the_matrix(name, queries_first):
+    x, y = gaussians(11, 4, 0), gaussians(7, 4, 1)
+    blocks = list(distance_blocks(x, y, name, queries_first=queries_first, memory_mb=3 * 7 * 4 / 2**20))
+    assert [s for s, _ in blocks] == [0, 3, 6, 9] and [len(b) for _, b in blocks] == [3, 3, 3, 2]
+    whole = get_distance(name).matrix(x, y) if queries_first else get_distance(name).matrix(y, x).T
+    torch.testing.assert_close(torch.cat([b for _, b in blocks]), whole)
+
+
+@pytest.mark.parametrize("k", [1, 3, 17, 32, 100])
+def test_top_k_by_loops_with_ties(k):
+    x, y = grid(13, 3, 0), grid(32, 3, 1)
+    distance, index = top_k(x, y, k, "squared_l2")
+    assert distance.shape == index.shape == (13, min(k, 32))
+    for i in range(13):
+        loops = [sum(float(a - b) ** 2 for a, b in zip(x.mean[i], y.mean[j], strict=True)) for j in range(32)]
+        assert index[i].tolist() == order_of(loops)[:k]
+        assert distance[i].tolist() == sorted(loops)[:k]
+
+
+def test_top_k_by_kl_knows_its_direction():
+    x, y = gaussians(5, 3, 2), gaussians(9, 3, 3)
+    forward, backward = DISTANCES["kl"].matrix(x, y), DISTANCES["kl"].matrix(y, x).T
+    assert (top_k(x, y, 9, "kl")[1] == forward.argsort(1)).all()
+    assert (top_k(x, y, 9, "kl", queries_first=False)[1] == backward.argsort(1)).all()
+    assert not torch.equal(forward.argsort(1), backward.argsort(1))
+
+
+def test_top_k_of_nothing():
+    x, none = grid(3, 2, 0), GaussianEmbedding.point(torch.zeros(0, 2))
+    assert [t.shape for t in top_k(none, x, 2)] == [(0, 2)] * 2
+    assert [t.shape for t in top_k(x, none, 2)] == [(3, 0)] * 2
+    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
+        top_k(x, x, 0)
+
+
+def test_rank_relevant_by_loops_with_ties():
+    x, y = grid(31, 3, 4), grid(64, 3, 5)
+    ground_truths = [np.flatnonzero(row).tolist() for row in np.random.default_rng(0).random((31, 64)) < 0.2]
+    relevance, done = Relevance.from_lists(ground_truths, n_gallery=64), []
+    ranks = rank_relevant(x, y, relevance, "squared_l2", progress=done.append)
+    np.testing.assert_array_equal(ranks, ranks_by_sorting(DISTANCES["squared_l2"].matrix(x, y).numpy(), ground_truths))
+    assert sum(done) == 31
+    with pytest.raises(ValueError, match="31 queries and 64 gallery items, but a truth of 64 by 31"):
+        rank_relevant(x, y, relevance.transpose())
+
+
+def test_one_tied_row_among_untied_ones(monkeypatch):
+    distance = torch.rand(6, 50, generator=torch.Generator().manual_seed(0))
+    distance[2] = 0.5
+    distance[4, 10:40] = 0.01
+    monkeypatch.setattr("sfumato.search.exact.distance_blocks", lambda *_, **__: iter([(0, distance)]))
+    x, y = grid(6, 2, 0), grid(50, 2, 0)
+    values, index = top_k(x, y, 7)
+    for i in range(6):
+        assert index[i].tolist() == order_of(distance[i].tolist())[:7]
+        assert torch.equal(values[i], distance[i][index[i]])
+
+
+@pytest.mark.parametrize("name", ["csd", "kl", "wasserstein2"])
+@pytest.mark.parametrize("queries_first", [True, False])
+def test_candidates_in_their_true_order(name, queries_first, monkeypatch):
+    """Each query's own candidates by loops; blocks of two queries, candidates that are missing, and a tie."""
+    monkeypatch.setattr("sfumato.search.exact._CANDIDATE_FLOATS", 2 * 4 * 3)
+    queries, gallery = gaussians(5, 3, 0), gaussians(9, 3, 1)
+    gallery = gallery[torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 0])]  # 0 and 8 are equal
+    candidates = torch.tensor([[8, 0, 3, 4], [7, 6, 5, 4], [1, -1, 2, 3], [-1, 8, -1, 0], [2, 4, 6, 8]])
+    found, order = closest_candidates(queries, gallery, candidates, name, queries_first=queries_first)
+    matrix = get_distance(name).matrix
+    whole = matrix(queries, gallery) if queries_first else matrix(gallery, queries).T
+    for i, row in enumerate(candidates.tolist()):
+        own = sorted((float(whole[i, j]), j) for j in row if j >= 0)
+        if 0 in row and 8 in row:  # The matrix form may tell equal items apart by rounding.
+            assert order[i].tolist().index(0) + 1 == order[i].tolist().index(8)
+        else:
+            assert order[i].tolist() == [j for _, j in own] + [-1] * row.count(-1)
+        torch.testing.assert_close(found[i][: len(own)], torch.tensor([d for d, _ in own], dtype=torch.float64))
+        assert torch.isposinf(found[i][len(own) :]).all()
+
+
+def test_no_candidates():
+    queries, gallery = gaussians(2, 3, 0), gaussians(4, 3, 1)
+    assert closest_candidates(queries[:0], gallery, torch.empty(0, 5, dtype=torch.long))[1].shape == (0, 5)
+    assert closest_candidates(queries, gallery, torch.empty(2, 0, dtype=torch.long))[0].shape == (2, 0)
+    found, order = closest_candidates(queries, gallery[:0], torch.full((2, 3), -1))
+    assert torch.isposinf(found).all() and (order == -1).all()

@@ -1,0 +1,337 @@
+"""The audit: scores against slow loops, what it finds in made-up data, and the command on a tiny run."""
+
+import csv
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from support.toy import make_toy
+
+from sfumato import GaussianEmbedding, cli
+from sfumato.data.folds import images_of_part, parse_part, without_part
+from sfumato.data.images import MemoryImage
+from sfumato.data.pairs import PairData
+from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.selective import auroc
+from sfumato.reports.audit_page import summary
+from sfumato.studies.audit import varied
+from sfumato.studies.audit_scores import NEIGHBOURS, MissingScores, audit_pairs, wrong_probability, wrong_share
+
+
+def embeddings(n, d, seed, *, points=False):
+    random = torch.Generator().manual_seed(seed)
+    mean = torch.randn(n, d, generator=random)
+    return GaussianEmbedding.point(mean) if points else GaussianEmbedding(mean, torch.randn(n, d, generator=random))
+
+
+def random_list(n, m, p, seed):
+    """p pairs in any order; texts with several images, images without a text."""
+    chosen = np.random.default_rng(seed).permutation(n * m)[:p]
+    return Relevance.from_pairs(chosen // m, chosen % m, n_queries=n, n_gallery=m)
+
+
+def csd_loop(images, texts):
+    """(n, m) float64, one number at a time."""
+    return np.array(
+        [
+            [
+                sum((a - b) ** 2 for a, b in zip(x.tolist(), y.tolist(), strict=True)) + float(u.exp().sum() + v.exp().sum())
+                for y, v in zip(texts.mean.double(), texts.log_var.double(), strict=True)
+            ]
+            for x, u in zip(images.mean.double(), images.log_var.double(), strict=True)
+        ]
+    )  # fmt: skip
+
+
+def loop(distance, listed):
+    """Scores of the listed pairs by image and text, straight from their description."""
+    result = []
+    n, m = distance.shape
+    for i in range(n):
+        for t in range(m):
+            if not listed[i, t]:
+                continue
+            of_image = sorted(distance[i, j] for j in range(m) if not listed[i, j])
+            of_text = sorted(distance[k, t] for k in range(n) if not listed[k, t])
+            d = distance[i, t]
+            nearest = [np.mean(some[:NEIGHBOURS]) if some else d for some in (of_image, of_text)]
+            ranks = [sum(x < d for x in some) for some in (of_image, of_text)]
+            result.append((i, t, d, d - sum(nearest) / 2, *ranks))
+    return np.array(result)
+
+
+@pytest.mark.parametrize("points", [False, True])
+@pytest.mark.parametrize("memory_mb", [64.0, 1e-4])
+def test_scores_are_those_of_slow_loops(points, memory_mb):
+    images, texts = embeddings(17, 5, 0, points=points), embeddings(29, 5, 1, points=points)
+    listed = random_list(17, 29, 60, 2)
+    scores, missing = audit_pairs(images, texts, listed, memory_mb=memory_mb)
+    distance = csd_loop(images, texts)
+    expected = loop(distance, listed.to_dense())
+    found = np.stack(
+        [scores.image, scores.text, scores.distance, scores.excess, scores.text_rank, scores.image_rank], axis=1
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+    rest = np.where(listed.to_dense(), np.inf, distance)
+    np.testing.assert_array_equal(scores.better_text, rest.argmin(1)[scores.image])
+    np.testing.assert_array_equal(scores.better_image, rest.argmin(0)[scores.text])
+    np.testing.assert_allclose(scores.better_text_distance, rest.min(1)[scores.image], rtol=1e-5)
+    near = {(i, t) for i in range(17) for t in rest[i].argsort()[:NEIGHBOURS]}
+    near |= {(i, t) for t in range(29) for i in rest[:, t].argsort()[:NEIGHBOURS]}
+    assert set(zip(missing.image.tolist(), missing.text.tolist(), strict=True)) == near
+    np.testing.assert_allclose(missing.distance, np.sort([rest[pair] for pair in near]), rtol=1e-5)
+    for k in range(len(missing)):
+        row, column = rest[missing.image[k]], rest[:, missing.text[k]]
+        for rank, others in ((missing.text_rank[k], row), (missing.image_rank[k], column)):
+            true = (others < rest[missing.image[k], missing.text[k]]).sum()
+            assert rank == (true if true < NEIGHBOURS else -1)
+
+
+def test_the_tempting_scores_differ():
+    """Neither the distance alone nor one direction orders the pairs as the excess does."""
+    images, texts = embeddings(17, 5, 0), embeddings(29, 5, 1)
+    listed = random_list(17, 29, 60, 2)
+    scores, _ = audit_pairs(images, texts, listed)
+    order = scores.excess.argsort()
+    assert not np.array_equal(order, scores.distance.argsort())
+    assert not np.array_equal(order, (scores.distance - scores.better_text_distance).argsort())
+
+
+def test_a_variance_counts_half_under_csd():
+    """A text that is nobody's neighbour grows vaguer: its distances grow by as much, the excess of its pair by half of it."""
+    images, texts = embeddings(12, 4, 0), embeddings(15, 4, 1)
+    texts = GaussianEmbedding(texts.mean + 50 * (torch.arange(15) == 14)[:, None], texts.log_var)
+    listed = Relevance.from_lists([[i, 14] if i == 0 else [i] for i in range(12)], n_gallery=15)
+    wide = texts.log_var.clone()
+    wide[14] += 2
+    before, after = (
+        audit_pairs(images, GaussianEmbedding(texts.mean, log_var), listed)[0] for log_var in (texts.log_var, wide)
+    )
+    own = before.text == 14
+    growth = float(wide[14].exp().sum() - texts.log_var[14].exp().sum())
+    assert (after.distance - before.distance)[own][0] == pytest.approx(growth, rel=1e-3)
+    assert (after.excess - before.excess)[own][0] == pytest.approx(growth / 2, rel=1e-2)
+    np.testing.assert_array_equal(before.excess[~own], after.excess[~own])
+
+
+def test_equal_distances_and_everything_listed():
+    same = GaussianEmbedding.point(torch.zeros(4, 3))
+    scores, missing = audit_pairs(same, same, Relevance.from_lists([[0], [1], [2], [3]], n_gallery=4))
+    np.testing.assert_array_equal(scores.excess, 0)
+    np.testing.assert_array_equal(scores.text_rank, [0, 1, 2, 3])
+    assert len(missing) == 12 and (missing.distance == 0).all()
+    everything = Relevance.from_lists([[0, 1, 2, 3]] * 4, n_gallery=4)
+    scores, missing = audit_pairs(same, same, everything)
+    assert len(scores) == 16 and not len(missing)
+    np.testing.assert_array_equal(scores.excess, 0)
+    assert (scores.better_text == -1).all() and np.isinf(scores.better_image_distance).all()
+
+
+def test_a_text_with_many_pictures_is_compared_with_the_others_alone():
+    """A tag of 11 of 12 pictures: its own pictures are no better alternatives for each other."""
+    images = GaussianEmbedding.point(torch.arange(12.0)[:, None])
+    texts = GaussianEmbedding.point(torch.tensor([[0.0], [100.0]]))
+    scores, _ = audit_pairs(images, texts, Relevance.from_lists([[0]] * 11 + [[1]], n_gallery=2))
+    tagged = scores.text == 0
+    assert (scores.better_image[tagged] == 11).all() and (scores.image_rank[tagged] == 0).all()
+
+
+def test_wordings_are_missing_once_and_never_when_listed():
+    images = GaussianEmbedding.point(torch.tensor([[0.0], [5.0]]))
+    texts = GaussianEmbedding.point(torch.tensor([[0.0], [0.1], [0.3], [0.2]]))
+    listed = Relevance.from_lists([[0], []], n_gallery=4)
+    _, missing = audit_pairs(images, texts, listed, wording=["A dog", "a  DOG", "a cat", "a cat "])
+    assert list(zip(missing.image, missing.text, strict=True)) == [(0, 3), (1, 2), (1, 1)]
+    assert len(audit_pairs(images, texts, listed)[1]) == 7
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.2, 0.5])
+def test_injected_noise_is_found(rate):
+    """400 pairs of noisy views of common points, vague texts among them: AUROC above .93, and .05 above that of the distance."""
+    random = np.random.default_rng(0)
+    n, d = 400, 16
+    centre = torch.from_numpy(random.normal(size=(n, d))).float()
+    views = [centre + 0.5 * torch.from_numpy(random.normal(size=(n, d))).float() for _ in range(2)]
+    vague = torch.from_numpy(random.normal(size=(n, 1))).float().expand(n, d)
+    images, texts = GaussianEmbedding(views[0], torch.full((n, d), -3.0)), GaussianEmbedding(views[1], vague)
+    chosen = random.permutation(n)[: round(rate * n)]
+    partner = np.arange(n)
+    partner[chosen] = np.roll(chosen, 1)
+    scores, _ = audit_pairs(images, texts, Relevance.from_lists([[t] for t in partner], n_gallery=n))
+    wrong = partner != np.arange(n)
+    assert auroc(scores.excess, wrong) > max(0.93, auroc(scores.distance, wrong) + 0.05)
+
+
+def test_missing_pairs_are_found():
+    random = np.random.default_rng(0)
+    centre = torch.from_numpy(random.normal(size=(100, 16))).float()
+    images = GaussianEmbedding.point(centre + 0.3 * torch.from_numpy(random.normal(size=(100, 16))).float())
+    texts = GaussianEmbedding.point(centre.repeat(2, 1) + 0.3 * torch.from_numpy(random.normal(size=(200, 16))).float())
+    _, missing = audit_pairs(images, texts, Relevance.from_lists([[i] for i in range(100)], n_gallery=200))
+    assert (missing.text[:90] % 100 == missing.image[:90]).mean() > 0.95
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
+def test_share_of_wrong_pairs_is_estimated(share):
+    """Two normal distributions, whose log odds are exact."""
+    random = np.random.default_rng(0)
+    wrong = random.random(200_000) < share
+    x = random.normal(size=200_000) + 2.0 * wrong
+    log_odds = 2.0 - 2.0 * x  # log N(x; 0, 1) - log N(x; 2, 1)
+    found = wrong_share(log_odds)
+    assert found == pytest.approx(wrong.mean(), abs=0.015)
+    p = wrong_probability(log_odds, found)
+    for low in (0.0, 0.3, 0.6):
+        some = (p >= low) & (p < low + 0.3)
+        assert p[some].mean() == pytest.approx(wrong[some].mean(), abs=0.04)
+    np.testing.assert_array_equal(wrong_probability(log_odds, 0.0), 0)
+    np.testing.assert_array_equal(wrong_probability(log_odds, 1.0), 1)
+    with pytest.raises(ValueError, match=r"share must lie in \[0, 1\], got 2"):
+        wrong_probability(log_odds, 2)
+
+
+def test_bad_input_is_named():
+    images, texts = embeddings(3, 2, 0), embeddings(4, 2, 1)
+    with pytest.raises(ValueError, match="3 images and 4 texts, but a list of 4 by 3"):
+        audit_pairs(images, texts, Relevance.from_lists([[0]] * 4, n_gallery=3))
+    with pytest.raises(ValueError, match="no pair is listed"):
+        audit_pairs(images, texts, Relevance.from_lists([[]] * 3, n_gallery=4))
+    with pytest.raises(ValueError, match="got 1 wordings for 4 texts"):
+        audit_pairs(images, texts, Relevance.from_lists([[0]] * 3, n_gallery=4), wording=["a"])
+    broken = GaussianEmbedding(torch.full((3, 2), torch.nan), torch.zeros(3, 2))
+    with pytest.raises(ValueError, match="NaN"):
+        audit_pairs(broken, texts, Relevance.from_lists([[0]] * 3, n_gallery=4))
+
+
+def test_parts_keep_groups_whole_and_leave_nothing_out():
+    picture = MemoryImage("x", b"")
+    data = PairData(
+        tuple(map(str, range(9))), (picture,) * 9, tuple("abc"), tuple("abc"), ("tag",) * 3,
+        np.array([[i, i % 3] for i in range(9)]), np.array([0, 0, 1, 1, 2, 2, 3, 3, 4]),
+    )  # fmt: skip
+    parts = [images_of_part(data, k, 2) for k in range(2)]
+    assert sorted(np.concatenate(parts).tolist()) == list(range(9)) and all(len(p) >= 3 for p in parts)
+    assert not set(data.groups[parts[0]]) & set(data.groups[parts[1]])
+    assert without_part(data, 0, 2).image_ids == tuple(str(i) for i in parts[1])
+    assert parse_part("1/3") == (1, 3)
+    for text in ("", "1", "2/2", "0/1", "-1/2", "a/b"):
+        with pytest.raises(ValueError, match="written I/K"):
+            parse_part(text)
+    with pytest.raises(ValueError, match="5 groups of images cannot be cut into 6 parts"):
+        images_of_part(data, 0, 6)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder with data, a recipe and a run trained on noisy pairs."""
+    folder = tmp_path_factory.mktemp("audit")
+    recipe = make_toy(folder)
+    recipe.write_text(recipe.read_text().replace("test_share", "noise_rate = 0.25\ntest_share"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["sfumato", "train", str(recipe), "--out", str(folder / "run")])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+    assert not stop.value.code
+    return folder
+
+
+PAIR_COLUMNS = [
+    *("image", "text_id", "text", "excess", "wrong_probability", "distance", "text_rank", "image_rank"),
+    *("better_text_id", "better_text", "better_text_distance", "better_image", "better_image_distance"),
+]
+
+
+def test_what_is_shown_is_varied():
+    image, text = np.array([0, 0, 0, 0, 1, 2, 3, 4]), np.array([0, 1, 2, 3, 0, 0, 0, 5])
+    scores = MissingScores(image, text, np.zeros(8), np.zeros(8), np.zeros(8))
+    assert varied(scores, 9) == [0, 1, 2, 4, 5, 7] and varied(scores, 2) == [0, 1] and varied(scores, 0) == []
+
+
+def test_the_command_writes_tables_and_a_page(work, sfumato):
+    status, out, _ = sfumato("audit", "--run", work / "run", "--top", 3, "--json")
+    folder = work / "run" / "audit-test"
+    result = json.loads(out)
+    assert status == 0 and result.pop("out") == str(folder)
+    assert result == json.loads((folder / "audit.json").read_text())
+    pairs, missing = (list(csv.DictReader((folder / f"{name}.csv").open())) for name in ("pairs", "missing"))
+    assert len(pairs) == result["n_pairs"] == 2 * result["n_images"] and len(result["pairs"]) == 3
+    assert list(pairs[0]) == PAIR_COLUMNS
+    assert list(missing[0]) == [*PAIR_COLUMNS[:3], "match_probability", *PAIR_COLUMNS[5:8]]
+    assert [float(row["excess"]) for row in pairs] == sorted((float(row["excess"]) for row in pairs), reverse=True)
+    chance = [float(row["match_probability"]) for row in missing]
+    assert chance == sorted(chance, reverse=True) and len(chance) == result["candidates"]
+    assert 0 <= result["wrong_share"] <= 1 and result["cross_fit"] == 0 and result["notes"] == []
+    assert {k: str(v) for k, v in result["pairs"][0].items() if k != "excess"}["text"] == pairs[0]["text"]
+    page = (folder / "audit.html").read_text()
+    assert page.count('<li class="card">') == 6 and "data:image/webp;base64," in page and pairs[0]["text"] in page
+    assert "http" not in page and "<script" not in page
+    lines = summary(result)
+    assert str(result["n_pairs"]) in lines and "the likeliest of" in lines and " wrong  " in lines
+    long = result | {"pairs": [result["pairs"][0] | {"text": "a" * 71, "better_text": "b" * 51}]}
+    assert f"'{'a' * 69}…'  (better: '{'b' * 49}…')" in summary(long)
+
+
+def test_other_data_another_model_and_a_split_it_was_trained_on(work, sfumato, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = sfumato("audit", work / "toy.toml", "data.test_share=0.25", "--run", work / "run")
+    assert status == 0 and "listed, and probably wrong" in out and (tmp_path / "audit-test" / "audit.html").is_file()
+    assert sfumato("export", work / "run", tmp_path / "moved")[0] == 0
+    arguments = "audit", work / "toy.toml", "--run", tmp_path / "moved", "--out", tmp_path / "a", "--json"
+    assert json.loads(sfumato(*arguments)[1])["model"] == "moved"
+    status, out, _ = sfumato("audit", "--run", work / "run", "--split", "train", "--top", 500, "--json")
+    result = json.loads(out)
+    assert status == 0 and "may have memorised" in result["notes"][0]
+    noise = np.load(work / "run" / "noise.npy")
+    rows = csv.DictReader((work / "run" / "audit-train" / "pairs.csv").open())
+    shown = {row["text_id"]: row["image"] for row in rows}
+    assert len(shown) == len(noise)  # The noisy pairs are audited, not those of the file.
+    assert sum(text.split("#")[0] != image for text, image in shown.items()) == round(0.25 * len(noise))
+
+
+def test_an_uncalibrated_model_gives_no_probabilities(work, sfumato, tmp_path):
+    import shutil
+
+    shutil.copytree(work / "run", tmp_path / "run")
+    (tmp_path / "run" / "calibration.json").unlink()
+    result = json.loads(sfumato("audit", "--run", tmp_path / "run", "--json")[1])
+    lines = summary(result)
+    assert "–" not in lines and "wrong  " not in lines and "the closest of" in lines
+    page = (tmp_path / "run" / "audit-test" / "audit.html").read_text()
+    assert "wrong · excess" not in page and "In per cent" not in page and ">–<" not in page and ">excess" in page
+    assert result["wrong_share"] is None and result["pairs"][0]["wrong_probability"] is None
+    assert "not calibrated" in result["notes"][0]
+    distance = [row["distance"] for row in result["missing"]]
+    assert distance == sorted(distance)
+
+
+def test_cross_fitting_trains_on_the_other_parts(work, sfumato, tmp_path):
+    arguments = "audit", "--run", work / "run", "--cross-fit", 2, "--out", tmp_path / "c", "--top", 500, "--json"
+    status, out, err = sfumato(*arguments)
+    result = json.loads(out)
+    assert status == 0 and result["cross_fit"] == 2 and result["split"] == "train" and "part 2 of 2" in err
+    logs = [tmp_path / "c" / f"part-{k}" / "log.jsonl" for k in range(2)]
+    assert all(f'leave_out = "{k}/2"' in (logs[k].parent / "recipe.toml").read_text() for k in range(2))
+    tables = [(tmp_path / "c" / f"{name}.csv").read_text().splitlines() for name in ("pairs", "missing")]
+    assert len(tables[0]) - 1 == result["n_pairs"] == len(np.load(work / "run" / "noise.npy"))
+    before = [log.read_text() for log in logs]
+    again = json.loads(sfumato(*arguments)[1])
+    assert again == result and before == [
+        log.read_text() for log in logs
+    ]  # Seconds and all: nothing was trained again.
+
+
+def test_the_command_says_what_is_wrong(work, sfumato, tmp_path):
+    run = work / "run"
+    for arguments, expected in (
+        (("--run", tmp_path), "is not a run folder"),
+        (("--run", tmp_path, "--cross-fit", 2), "no run folder"),
+        (("--run", run, "--cross-fit", 1), "at least 2, got 1"),
+        (("--run", run, "--cross-fit", 2, "--split", "test"), "leave --split test out"),
+        (("--run", run, "--split", "none"), "has no split 'none'"),
+        (("no-recipe", "--run", run), "no-recipe"),
+    ):
+        status, out, err = sfumato("audit", *arguments)
+        assert status == 2 and not out and expected in err and "Traceback" not in err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,277 @@
+"""`sfumato analyse` on tiny runs: files, JSON, page, report, and what a model or data without variances or items gets told."""
+
+import io
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+from reports.test_report import Checker
+from support.toy import make_toy
+
+from sfumato.errors import UserError
+from sfumato.models.recipe import find_recipe, load_recipe
+from sfumato.models.run import load_run
+from sfumato.models.splits import load_split
+from sfumato.studies.analyse import AnalysisOptions, analyse_model
+from sfumato.studies.sets import MADE, PictureSets, choose_pairs, measure_sets, read_pictures
+from sfumato.training.loop import fit
+
+QUICK = ("--corrupted", 5, "--pairs", 4, "--bins", 3, "--bootstrap", 20, "--items", 10)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("analyse")
+    recipe = make_toy(folder)
+    fit(load_recipe(recipe, ["train.epochs=1"]), folder / "run")
+    fit(load_recipe(recipe, ["train.epochs=1", "model.variance=false", "loss.beta=0"]), folder / "points")
+    return folder
+
+
+@pytest.fixture
+def run(work, tmp_path):
+    """A copy that a test may fill."""
+    return shutil.copytree(work / "run", tmp_path / "run")
+
+
+def test_all_studies_are_printed_written_and_drawn(run, sfumato):
+    status, out, _ = sfumato("analyse", run, *QUICK)
+    assert status == 0
+    for words in (
+        "does damage raise total_variance?",
+        "mixtures of two pictures, 4 pairs",
+        "words of texts",
+        "principal",
+    ):
+        assert words in out
+    folder = run / "analysis-test"
+    files = {name: json.loads((folder / f"{name}.json").read_text()) for name in ("corruption", "sets", "words", "map")}
+    assert all(f["split"] == "test" and f["model"] == "toy" and f["study"] == name for name, f in files.items())
+    assert [len(files["words"]["sides"][side]) for side in ("image", "text")] == [3, 3]
+    assert len(files["map"]["items"]) == 20 and files["sets"]["n"] == 4
+    curves = files["corruption"]["sides"]
+    assert list(curves["image"]) == ["erased", "blurred"]
+    assert list(curves["text"]) == ["dropped_words", "unknown_words", "wrong_letters"]
+    page = (folder / "analysis.html").read_text()
+    checked = Checker(page)
+    assert checked.tags.count("img") == 4 * 6 and checked.ids == ["corruption", "sets", "words", "map"]
+    assert not re.search(r"https?://|\bNone\b|\bnan\b", re.sub(r'src="data:[^"]*"', "", page)) and len(page) < 300_000
+    assert page.count("<ellipse") == 4 * 6 + 20
+
+    status, out, _ = sfumato("analyse", run, *QUICK, "--json")
+    printed = json.loads(out)
+    again = {name: json.loads((folder / f"{name}.json").read_text()) for name in files}
+    assert status == 0 and again == files and printed["out"] == str(folder)
+    assert all(printed[name].items() <= files[name].items() for name in files)
+
+
+def test_corruption_is_that_of_trust(run, sfumato):
+    """The same items; and the same intervals, of which those of texts draw the two captions of a picture together."""
+    sfumato("analyse", run, "--only", "corruption", "--corrupted", 9, "--bootstrap", 20, "--seed", 3)
+    sfumato("trust", run, "--corrupted", 9, "--bootstrap", 20, "--seed", 3)
+    own = json.loads((run / "analysis-test" / "corruption.json").read_text())["sides"]
+    theirs = json.loads((run / "trust-test.json").read_text())["directions"]
+    for side, direction in (("image", "i2t"), ("text", "t2i")):
+        for name, curve in own[side].items():
+            trust = theirs[direction]["corruptions"][name]
+            assert curve["recall"] == trust["recall"] and curve["n"] == trust["n"] == 9
+            for figure in ("rises", "spearman"):
+                assert curve[figure] == pytest.approx(trust["estimators"]["total_variance"][figure])
+            for mean, other in zip(curve["mean"], trust["means"]["total_variance"], strict=True):
+                assert mean == pytest.approx(other, rel=1e-5)
+
+
+def test_the_other_picture_is_embedded_like_the_mixtures(run, sfumato):
+    """As a PNG square of the mixtures' size, made here without the package's own decoder."""
+    sfumato("analyse", run, *QUICK, "--only", "sets", "--seed", 1)
+    found = json.loads((run / "analysis-test" / "sets.json").read_text())["mixes"]["other"]
+    loaded = load_run(run)
+    data = load_split(loaded.model, loaded.recipe.data, "test").data
+    rows = choose_pairs(data.groups, 4, 1)
+    made = [read_pictures(data.images, row, 1) for row in rows.tolist()]
+
+    def other(prepare):
+        parts = {name: loaded.model.embed_images([one[name] for one in made]) for name in MADE}
+        whole = loaded.model.embed_images([prepare(data.images[i].read_bytes()) for i in rows[:, 2]])
+        return {f: i.value for f, i in measure_sets(PictureSets(rows[:, :2], parts, whole)).mixes["other"].items()}
+
+    def square(content):
+        file = io.BytesIO()
+        picture = Image.open(io.BytesIO(content)).convert("RGB")
+        picture.resize((224, 224), Image.Resampling.BICUBIC).save(file, "PNG")
+        return file.getvalue()
+
+    expected = other(square)
+    assert {f: i["value"] for f, i in found.items()} == pytest.approx(expected, rel=1e-5)
+    # The files as they are give another figure.
+    assert other(lambda content: content)["off_line"] != pytest.approx(expected["off_line"], rel=1e-4)
+
+
+def test_one_study_joins_those_that_lie_there(run, sfumato):
+    sfumato("analyse", run, *QUICK, "--only", "words")
+    page = run / "analysis-test" / "analysis.html"
+    assert Checker(page.read_text()).ids == ["words"]
+    status, out, _ = sfumato("analyse", run, *QUICK, "--only", "map,sets", "--seed", 2)
+    assert status == 0 and "words of" not in out
+    assert Checker(page.read_text()).ids == ["sets", "words", "map"]
+
+
+def test_the_report_shows_what_was_found_with_these_weights(run, work, sfumato):
+    plain = sfumato("report", run, "--json")[1]
+    assert json.loads(plain)["bytes"] and 'id="map"' not in (run / "report-test.html").read_text()
+    sfumato("analyse", run, *QUICK)
+    assert sfumato("report", run)[0] == 0
+    checked = Checker((run / "report-test.html").read_text())
+    assert {"corruption", "sets", "words", "map", "retrieval"} <= set(checked.ids) and len(set(checked.ids)) == len(
+        checked.ids
+    )
+    assert all(link[1:] in checked.ids for link in checked.links)
+    # Trained anew in the same folder: what lies there is another model's.
+    shutil.copy(work / "points" / "model.safetensors", run / "model.safetensors")
+    shutil.copy(work / "points" / "recipe.toml", run / "recipe.toml")
+    assert sfumato("report", run)[0] == 0
+    assert 'id="map"' not in (run / "report-test.html").read_text()
+    status, _, err = sfumato("report", run, "--analyses")
+    assert status == 0 and "sets is left out: this model's embeddings are points" in err
+    assert [
+        i for i in Checker((run / "report-test.html").read_text()).ids if i in ("corruption", "sets", "words", "map")
+    ] == ["map"]
+
+
+def test_points_have_a_map_and_whatever_looks_at_the_gallery(work, sfumato, tmp_path):
+    status, out, err = sfumato("analyse", work / "points", *QUICK, "--out", tmp_path / "found", "--json")
+    plain, told = sfumato("analyse", work / "points", *QUICK, "--out", tmp_path / "again")[1:]
+    assert (plain + told).count("sets is left out") == 1
+    found = json.loads(out)
+    assert status == 0 and "map" in found and not {"corruption", "sets", "words"} & set(found)
+    assert len(found["notes"]) == 3 and "points" in err
+    assert all(item["a"] == 0 for item in found["map"]["items"])
+    options = ("--only", "corruption,words", "--uncertainty", "top1_mismatch", "--out", tmp_path / "found", "--json")
+    found = json.loads(sfumato("analyse", work / "points", *QUICK, *options)[1])
+    assert found["corruption"]["uncertainty"] == found["words"]["uncertainty"] == "top1_mismatch"
+
+
+def test_other_data_are_analysed_here(work, sfumato, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = sfumato(
+        "analyse",
+        work / "run",
+        f"data.path={work / 'data'}",
+        "--data",
+        work / "toy.toml",
+        "--split",
+        "val",
+        *QUICK,
+        "--only",
+        "map,words",
+    )
+    assert status == 0 and (tmp_path / "analysis-val" / "analysis.html").exists() and "run on val" in out
+    assert not (work / "run" / "analysis-val").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["{run}", "--only", "map,algebra"], "unknown study 'algebra'; known: corruption, sets, words, map"),
+        (["{run}", "--uncertainty", "doubt"], "--uncertainty doubt: unknown; known: total_variance"),
+        (["{run}", "--only", "words", "--bins", "100"], "too few for 100 bins"),
+        (["{run}", "--only", "corruption,words", "--bins", "100"], "too few for 100 bins"),
+        (["{run}", "--corpus", "all"], "--corpus all: unknown; known: bin, split"),
+        (["{run}", "--method", "tnse"], "--method tnse: unknown; known: pca, tsne"),
+        (["{run}", "--pairs", "1"], "'--pairs': Input should be greater than or equal to 3"),
+        (["{points}", "--only", "sets"], "are points: set algebra needs variances"),
+        (["{points}", "--only", "words"], "take an --uncertainty that looks at the gallery: expected_matches"),
+        (["{run}", "--split", "dev"], "has no split 'dev'"),
+        (["{run}", "train.epochs=3"], "name it with --data RECIPE"),
+        (["{data}"], "is not a run folder"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_two(work, sfumato, arguments, says):
+    places = {name: work / name for name in ("run", "points", "data")}
+    status, out, err = sfumato("analyse", *(a.format(**places) for a in arguments))
+    assert status == 2 and out == "" and says in err and "Traceback" not in err
+    if "--data" not in arguments and "dev" not in arguments:
+        assert not (work / "run" / "analysis-test").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--method", "tnse"), "--method tnse: unknown; known: pca, tsne"),
+        (("--corpus", "x"), "--corpus x: unknown; known: bin, split"),
+        (("--only", "algebra"), "unknown study 'algebra'"),
+    ],
+)
+def test_wrong_words_are_refused_before_the_model_is_loaded(run, sfumato, arguments, says):
+    (run / "model.safetensors").unlink()
+    status, _, err = sfumato("analyse", run, *arguments)
+    assert status == 2 and says in err and "safetensors" not in err
+
+
+def test_too_few_items_are_refused_before_anything_is_embedded(run, sfumato, monkeypatch):
+    def embed(*_):
+        raise AssertionError("embedded")
+
+    monkeypatch.setattr("sfumato.studies.analyse.embed_split", embed)
+    status, _, err = sfumato("analyse", run, "--only", "corruption,words", "--bins", "100")
+    assert status == 2 and "too few for 100 bins of uncertainty; ask for fewer with --bins" in err
+    loaded = load_run(run)
+    with pytest.raises(UserError, match="2 pairs of pictures are too few"):
+        analyse_model(loaded, loaded.recipe.data, "test", studies=["sets"], options=AnalysisOptions(n_pairs=2))
+    with pytest.raises(UserError, match="2 items are too few for a map, which takes 3 or more"):
+        analyse_model(loaded, loaded.recipe.data, "test", studies=["map"], options=AnalysisOptions(n_mapped=1))
+
+
+def test_the_report_does_what_is_missing_and_keeps_the_rest(run, sfumato):
+    folder = run / "analysis-test"
+    sfumato("analyse", run, *QUICK, "--only", "words,sets", "--corpus", "split")
+    sfumato("analyse", run, *QUICK, "--only", "corruption")
+    before = {name: (folder / f"{name}.json").read_bytes() for name in ("corruption", "words", "sets")}
+    status, _, err = sfumato("report", run, "--analyses")
+    assert status == 0 and "corruption, sets, words: done before with this model and split, and kept" in err
+    assert before == {name: (folder / f"{name}.json").read_bytes() for name in before}
+    assert json.loads(before["words"])["corpus"] == "split" and (folder / "map.json").exists()
+    page = (folder / "analysis.html").stat().st_mtime_ns
+    status, _, err = sfumato("report", run, "--analyses")
+    assert (
+        status == 0 and "sets, words, map: done before" in err and page == (folder / "analysis.html").stat().st_mtime_ns
+    )
+    # Another model's is done anew.
+    (folder / "words.json").write_text(before["words"].decode().replace('"weights": "', '"weights": "0'))
+    status, _, err = sfumato("report", run, "--analyses")
+    assert status == 0 and "corruption, sets, map: done before" in err
+    assert json.loads((folder / "words.json").read_text())["corpus"] == "bin"
+
+
+def test_region_features_leave_what_needs_no_pictures(tmp_path, sfumato):
+    data, words = tmp_path / "data", ("cat", "dog", "bus", "cup")
+    data.mkdir()
+    for name in ("train", "dev", "test"):
+        regions = np.random.default_rng(len(name)).standard_normal((16, 3, 10))
+        np.save(data / f"{name}_ims.npy", regions.astype(np.float32))
+        lines = (f"a {words[k % 4]} and a {words[k // 4]}\n{words[k % 4]}, {words[k // 4]}\n" for k in range(16))
+        (data / f"{name}_caps.txt").write_text("".join(lines))
+    tiny = [
+        "model.dim=8",
+        "model.image.channels=10",
+        "model.text.hidden=8",
+        "model.text.width=6",
+        "model.text.min_count=1",
+    ]
+    tiny += [
+        "train.epochs=1",
+        "train.batch_size=8",
+        "train.threads=1",
+        "loss.sum_epochs=1",
+        "model.init_total_variance=8",
+    ]
+    fit(load_recipe(find_recipe("flickr8k-probabilistic-vsrn"), [*tiny, f"data.path={data}"]), tmp_path / "run")
+    status, out, err = sfumato("analyse", tmp_path / "run", *QUICK, "--json")
+    found = json.loads(out)
+    assert status == 0 and list(found["corruption"]["sides"]) == ["text"] and "sets" not in found
+    assert {"words", "map"} <= set(found) and "images are region features" in err and len(found["notes"]) == 2
+    status, _, err = sfumato("analyse", tmp_path / "run", "--only", "sets")
+    assert status == 2 and "set algebra needs pictures" in err

@@ -1,0 +1,597 @@
+"""Prompts and their pooling, the choice of K, where pictures get their classes from, and the command."""
+
+import csv
+import json
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support.toy import COLOURS, SHAPES, make_toy
+
+from sfumato import GaussianEmbedding, PairData, cli, csd_matrix, evaluate_zeroshot, load_emoji, pool_prompts
+from sfumato.data.labelled import Labelled, data_labelled, emoji_labelled, read_class_folder, read_class_names
+from sfumato.errors import UserError
+from sfumato.studies.prompts import (
+    best_k,
+    best_k_per_class,
+    certain_prompts,
+    halves,
+    mixture_weights,
+    read_templates,
+    right_at,
+    right_by_k,
+)
+
+
+def gaussians(n, d, seed, dtype=torch.float64):
+    random = torch.Generator().manual_seed(seed)
+    mean = torch.randn(n, d, generator=random, dtype=dtype)
+    return GaussianEmbedding(mean, torch.randn(n, d, generator=random, dtype=dtype) - 1)
+
+
+# ---------------------------------------------------------------- pooling
+
+
+def test_pooling_by_hand():
+    """N(0, 1) and N(2, 3): mean 1, variance (1 + 3)/2 + 1; a third prompt without weight changes nothing."""
+    prompts = GaussianEmbedding(torch.tensor([[0.0], [2.0], [9.0]]), torch.tensor([[1.0], [3.0], [7.0]]).log())
+    pooled = pool_prompts(prompts, torch.tensor([[1.0, 1.0, 0.0]]))
+    torch.testing.assert_close(pooled.mean, torch.tensor([[1.0]]))
+    torch.testing.assert_close(pooled.var, torch.tensor([[3.0]]))
+    weighted = pool_prompts(prompts, torch.tensor([[3.0, 1.0, 0.0]]))  # mean 1/2, variance 3/2 + 3/4 · 1/4 · 4
+    torch.testing.assert_close(weighted.mean, torch.tensor([[0.5]]))
+    torch.testing.assert_close(weighted.var, torch.tensor([[2.25]]))
+    unit = pool_prompts(prompts, torch.tensor([[3.0, 1.0, 0.0]]), pooling="unit")
+    torch.testing.assert_close(unit.mean, torch.tensor([[1.0]]))
+    torch.testing.assert_close(unit.var, torch.tensor([[1.5]]))
+
+
+@pytest.mark.parametrize("pooling", ["mixture", "unit"])
+def test_pooling_is_the_loops(pooling):
+    c, p, d = 70, 3, 5  # More classes than a block of them.
+    prompts, weights = gaussians(c * p, d, 1), torch.rand(c, p, generator=torch.Generator().manual_seed(2)) + 0.1
+    pooled = pool_prompts(prompts, weights, pooling=pooling)
+    for i in range(c):
+        total = float(weights[i].sum())
+        mean = [
+            sum(float(weights[i, k]) / total * float(prompts.mean[i * p + k, j]) for k in range(p)) for j in range(d)
+        ]
+        for j in range(d):
+            var = 0.0
+            for k in range(p):
+                spread = (float(prompts.mean[i * p + k, j]) - mean[j]) ** 2 if pooling == "mixture" else 0.0
+                var += float(weights[i, k]) / total * (float(prompts.log_var[i * p + k, j].exp()) + spread)
+            length = 1.0 if pooling == "mixture" else sum(m * m for m in mean) ** 0.5
+            assert pooled.mean[i, j].item() == pytest.approx(mean[j] / length, rel=1e-5)
+            assert pooled.var[i, j].item() == pytest.approx(var, rel=1e-5)
+
+
+def test_csd_to_the_mixture_is_the_mean_csd_to_its_prompts_and_to_tempting_others_it_is_not():
+    c, p, d = 3, 4, 5
+    images, prompts, weights = gaussians(6, d, 3), gaussians(c * p, d, 4), torch.rand(c, p, dtype=torch.float64) + 0.1
+    shares = weights / weights.sum(1, keepdim=True)
+    expected = (csd_matrix(images, prompts).view(6, c, p) * shares).sum(2)
+    torch.testing.assert_close(csd_matrix(images, pool_prompts(prompts, weights)), expected)
+    mean = (shares.unsqueeze(2) * prompts.mean.view(c, p, d)).sum(1)
+    for var in (
+        (shares.unsqueeze(2) * prompts.var.view(c, p, d)).sum(1),  # without the spread of the means
+        (shares.square().unsqueeze(2) * prompts.var.view(c, p, d)).sum(1),  # of the mean of independent draws
+    ):
+        assert (csd_matrix(images, GaussianEmbedding(mean, var.log())) - expected).abs().min() > 1e-3
+
+
+def test_pooling_points_and_single_prompts_changes_nothing():
+    points = GaussianEmbedding.point(torch.tensor([[0.6, 0.8], [1.0, 0.0]]))
+    pooled = pool_prompts(points, torch.ones(2, 1))
+    torch.testing.assert_close(pooled.mean, points.mean)
+    assert torch.isneginf(pooled.log_var).all()
+
+
+def test_pooling_refuses_what_does_not_fit():
+    prompts = gaussians(6, 2, 5)
+    with pytest.raises(ValueError, match="got 6 prompts, weights 2 x 2 .* expected 4 prompts"):
+        pool_prompts(prompts, torch.ones(2, 2))
+    with pytest.raises(ValueError, match="pooling 'mean'.*mixture or unit"):
+        pool_prompts(prompts, torch.ones(2, 3), pooling="mean")
+    for weights in (torch.tensor([[1.0, 1, 1], [0, 0, 0]]), torch.tensor([[1.0, 1, 1], [1, 1, -1]])):
+        with pytest.raises(ValueError, match="must not be negative, and every class needs a positive one"):
+            pool_prompts(prompts, weights)
+
+
+# ---------------------------------------------------------------- which prompts
+
+
+def test_the_most_certain_are_kept_and_equal_ones_in_their_order():
+    uncertainty = torch.tensor([[3.0, 1.0, 2.0, 1.0], [5.0, 5.0, 5.0, 5.0]])
+    assert certain_prompts(uncertainty, 1).tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
+    assert certain_prompts(uncertainty, 2).tolist() == [[0, 1, 0, 1], [1, 1, 0, 0]]
+    assert certain_prompts(uncertainty, torch.tensor([3, 2])).tolist() == [[0, 1, 1, 1], [1, 1, 0, 0]]
+    assert certain_prompts(uncertainty, 4).tolist() == [[1, 1, 1, 1], [1, 1, 1, 1]]
+
+
+def test_of_equally_good_k_the_largest():
+    assert best_k(np.array([[3, 4, 2], [1, 0, 2]])) == 3
+    assert best_k(np.array([[3, 4, 2], [2, 0, 2]])) == 1
+    assert best_k(np.zeros((2, 5), int)) == 5
+
+
+@pytest.mark.parametrize("grid", [False, True])
+def test_a_k_for_each_class_is_the_slow_search(grid):
+    """Class after class, every K tried anew with everything recomputed; on a grid, where half the distances tie exactly."""
+    c, p, d, n = 4, 2 if grid else 5, 2, 40
+    how = {"distance": "squared_l2" if grid else "csd", "pooling": "mixture"}
+    images, prompts = gaussians(n, d, 6), gaussians(c * p, d, 7)
+    if grid:
+        images, prompts = (GaussianEmbedding(e.mean.round(), torch.zeros_like(e.log_var)) for e in (images, prompts))
+    labels = np.random.default_rng(8).integers(c, size=n)
+    uncertainty = torch.rand(c, p, generator=torch.Generator().manual_seed(9))
+
+    def right(k):
+        classes = pool_prompts(prompts, certain_prompts(uncertainty, torch.from_numpy(k)))
+        return right_at(images, labels, classes, how["distance"])[:, 0].sum()
+
+    counts = right_by_k(images, labels, prompts, uncertainty, **how)
+    for k in range(p):
+        assert counts[:, k].sum() == right(np.full(c, k + 1))
+    start = np.full(c, best_k(counts))
+    found = best_k_per_class(images, labels, prompts, uncertainty, start, **how)
+    slow = start.copy()
+    for i in range(c):
+        tried = []
+        for k in range(1, p + 1):
+            changed = slow.copy()
+            changed[i] = k
+            tried.append(right(changed))
+        if max(tried) > right(slow):
+            slow[i] = max(k for k in range(1, p + 1) if tried[k - 1] == max(tried))
+    assert found.tolist() == slow.tolist()
+    assert grid or found.tolist() != start.tolist()
+    assert right(found) >= right(start)
+
+
+def test_fitted_weights_are_the_loops():
+    c, p, d = 2, 3, 2
+    images, prompts, labels = gaussians(9, d, 10), gaussians(c * p, d, 11), np.array([0, 0, 0, 0, 0, 0, 0, 0, 1])
+    labels[:2] = 1
+    found = mixture_weights(images, labels, prompts, c, seed=12)
+    generator = torch.Generator().manual_seed(12)
+    for i in range(c):
+        few = images[torch.from_numpy(np.flatnonzero(labels == i)[:5])]
+        draws = few.sample(20, generator=generator).flatten(0, 1)
+        own = prompts[i * p : (i + 1) * p]
+        density = torch.stack(
+            [
+                torch.distributions.Normal(m, (v + 0.02).sqrt()).log_prob(draws).sum(1)
+                for m, v in zip(own.mean, own.var, strict=True)
+            ],
+            dim=1,
+        ).exp()
+        weights = 1 / own.total_variance
+        weights = weights / weights.sum()
+        for _ in range(1000):
+            share = density * weights
+            weights = (share / share.sum(1, keepdim=True)).sum(0) + 2 - 1
+            weights = weights / weights.sum()
+        torch.testing.assert_close(found[i], weights)
+
+
+def test_fitted_weights_of_a_class_without_pictures_are_those_of_the_start():
+    prompts = gaussians(6, 2, 13)
+    found = mixture_weights(prompts[:1], np.array([1]), prompts, 2)
+    inverse = 1 / prompts.total_variance[:3]
+    torch.testing.assert_close(found[0], inverse / inverse.sum())
+
+
+def test_the_closest_class_and_the_five_closest():
+    """Six classes at 0, 1 ... 5; a tie goes to the earlier class; with five classes or fewer the five are all."""
+    line = GaussianEmbedding.point(torch.arange(6.0).unsqueeze(1))
+    images = GaussianEmbedding.point(torch.tensor([[0.1], [0.5], [0.5], [0.0], [0.0]]))
+    right = right_at(images, np.array([0, 0, 1, 4, 5]), line, "csd")
+    assert right.tolist() == [[1, 1], [1, 1], [0, 1], [0, 1], [0, 0]]
+    assert right_at(images, np.array([0, 0, 1, 2, 2]), line[:3], "csd")[:, 1].tolist() == [1, 1, 1, 1, 1]
+
+
+def test_halves_share_no_picture_and_every_class_is_in_both():
+    labels = np.array([0] * 4 + [1] * 5 + [2])
+    first, second = halves(labels, 3)
+    assert sorted([*first, *second]) == list(range(10))
+    assert np.bincount(labels[first], minlength=3).tolist() == [2, 2, 0]
+    assert [a.tolist() for a in halves(labels, 3)] == [first.tolist(), second.tolist()]
+    assert halves(labels, 4)[0].tolist() != first.tolist()
+
+
+# ---------------------------------------------------------------- the report, by a model that is a table
+
+
+@dataclass
+class Picture:
+    mean: list[float] | None
+    place: str = "a picture"
+
+    def read_bytes(self):
+        if self.mean is None:
+            raise ValueError("cannot be decoded")
+        return self.mean
+
+
+class Table:
+    """A matcher whose pictures are their own means and whose texts are looked up: text -> (mean, variance)."""
+
+    def __init__(self, texts, distance="squared_l2"):
+        self.texts, self.distance = texts, distance
+        self.model = SimpleNamespace(
+            image=SimpleNamespace(processor=self, embed=self.embed), embed_texts=self.embed_texts
+        )
+
+    def read(self, items, *, progress=None, on_error=None):
+        kept, means = [], []
+        for i, item in enumerate(items):
+            try:
+                means.append(item())
+                kept.append(i)
+            except ValueError as error:
+                on_error(i, error)
+        return means, np.array(kept, int)
+
+    def embed(self, store, progress=None):
+        return GaussianEmbedding(torch.tensor(store), torch.full((len(store), len(store[0])), -3.0))
+
+    def embed_texts(self, texts):
+        mean, var = (torch.tensor([self.texts[t][i] for t in texts]).view(len(texts), -1) for i in (0, 1))
+        return GaussianEmbedding(mean, var.log())
+
+
+def labelled(pictures, classes=("a", "b")):
+    """(mean or None, class number) of every picture."""
+    sources = tuple(Picture(None if m is None else [m], f"picture {i}") for i, (m, _) in enumerate(pictures))
+    labels = np.array([label for _, label in pictures])
+    return Labelled(sources, tuple(map(str, range(len(pictures)))), labels, tuple(classes), tuple(classes))
+
+
+BOUNDARY = Table({"sure a": (0.0, 1.0), "vague a": (4.0, 2.0), "sure b": (10.0, 1.0), "vague b": (10.0, 2.0)})
+"""With one prompt the border between a and b is at 5, with both at 6."""
+
+
+def by_name(report):
+    return {m.name: m for m in report.methods}
+
+
+def test_k_is_chosen_on_other_pictures_and_only_the_oracle_sees_the_reported_ones():
+    templates = ["sure {}", "vague {}"]
+    held = labelled([(5.5, 0), (5.4, 0), (11.0, 1)])  # right with both prompts only
+    reported = labelled([(0.0, 0), (5.5, 1), (5.6, 1)])  # right with one prompt only
+    report = evaluate_zeroshot(
+        BOUNDARY, reported, templates, filters=["global", "per-class", "oracle"], choose_on=held, n_resamples=50
+    )
+    rows = by_name(report)
+    assert rows["K most certain"].k == [2, 2] and rows["oracle, K most certain"].k == [1, 1]
+    assert rows["K most certain"].top1.value == pytest.approx(1 / 3)
+    assert rows["oracle, K most certain"].top1.value == 1
+    assert rows["oracle, K most certain"].against_all.value == pytest.approx(2 / 3)
+    assert rows["all 2 prompts"].k == [2, 2] and rows["one prompt: sure {}"].top1.value == 1
+    assert (report.n_images, report.n_chosen_on) == (3, 3)
+    again = by_name(evaluate_zeroshot(BOUNDARY, labelled([(9.0, 0), (5.5, 1)]), templates, choose_on=held))
+    for name in ("K most certain", "K most certain, per class"):
+        assert again[name].k == rows[name].k, "the choice depends on what is reported"
+
+
+def test_the_halves_that_choose_are_not_reported():
+    report = evaluate_zeroshot(BOUNDARY, labelled([(0.0, 0)] * 5 + [(10.0, 1)] * 4), ["sure {}", "vague {}"], seed=1)
+    assert (report.n_images, report.n_chosen_on) == (5, 4)
+    alone = evaluate_zeroshot(BOUNDARY, labelled([(0.0, 0)] * 5), ["sure {}", "vague {}"], filters=["oracle"])
+    assert (alone.n_images, alone.n_chosen_on, alone.n_empty) == (5, 0, 1)
+    with pytest.raises(UserError, match="no class has two pictures"):
+        evaluate_zeroshot(BOUNDARY, labelled([(0.0, 0), (10.0, 1)]), ["sure {}"])
+
+
+def test_differences_are_paired_and_without_resamples_have_no_interval():
+    pictures = labelled([(0.0, 0), (5.5, 1), (5.5, 0), (11.0, 1)])
+    report = evaluate_zeroshot(BOUNDARY, pictures, ["sure {}", "vague {}"], filters=["none"], n_resamples=0)
+    one, everything, weighted = report.methods
+    assert (one.top1.value, everything.top1.value) == (0.75, 0.75) and one.top1.low is None
+    assert everything.against_all.value == 0 and one.against_random is None and one.top5 is None
+    assert report.template_top1 == [0.75, 0.75] and report.certain_is_right is None
+    assert weighted.k is None and report.best_alone is None and report.verdict() == "Nothing was filtered."
+    resampled = evaluate_zeroshot(BOUNDARY, pictures, ["sure {}", "vague {}"], filters=["none"])
+    everything = resampled.methods[1]
+    assert (everything.against_all.low, everything.against_all.high) == (0, 0)
+    assert everything.top1.low < 0.75 < everything.top1.high
+    assert resampled == evaluate_zeroshot(BOUNDARY, pictures, ["sure {}", "vague {}"], filters=["none"])
+
+
+def test_equal_uncertainties_filter_in_the_order_of_the_templates():
+    texts = {f"{i} {c}": (float(i if c == "a" else 10), 0.5) for i in range(4) for c in "ab"}
+    pictures = labelled([(float(x), int(x > 5)) for x in (0, 1, 2, 3, 7, 8, 9, 10)])
+    reports = [evaluate_zeroshot(Table(texts), pictures, [f"{i} {{}}" for i in range(4)]) for _ in range(2)]
+    assert reports[0] == reports[1]
+    assert by_name(reports[0])["K most certain"].k == [4, 4]  # all are right with any K
+
+
+def test_whether_certain_templates_are_the_better_ones():
+    """The vaguer the template, the nearer its a lies to b, and the more pictures of a it loses."""
+    texts = {f"{i} {c}": (float(3 * i) if c == "a" else 10.0, 1.0 + i) for i in range(3) for c in "ab"}
+    pictures = labelled([(0.0, 0), (3.0, 0), (5.5, 1), (6.2, 1), (9.0, 1)])
+    report = evaluate_zeroshot(Table(texts), pictures, [f"{i} {{}}" for i in range(3)], filters=["none"])
+    assert report.template_top1 == pytest.approx([1.0, 0.6, 0.6])
+    assert report.certain_is_right == pytest.approx(-(0.75**0.5))
+
+
+def test_prompts_that_are_all_alike_differ_in_nothing():
+    texts = {f"{t} {c}": ({"a": 0.0, "b": 4.0}[c], 1.0 + i) for i, t in enumerate("xyz") for c in "ab"}
+    report = evaluate_zeroshot(Table(texts), labelled([(1.0, 0), (3.0, 1)] * 6), ["x {}", "y {}", "z {}"])
+    for row in report.methods:
+        assert row.top1.value == 1 and row.against_all.value == 0
+        assert row.against_random is None or (row.against_random.value, row.against_random_order.value) == (0, 0)
+    assert report.total_variance == [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]
+
+
+def test_a_model_of_points_is_not_filtered():
+    points = Table({"sure a": (0.0, 0.0), "sure b": (10.0, 0.0)})
+    pictures = labelled([(0.0, 0), (0.0, 0), (10.0, 1), (10.0, 1)])
+    with pytest.raises(UserError, match="no variances, so there is nothing to filter by"):
+        evaluate_zeroshot(points, pictures, ["sure {}"])
+    report = evaluate_zeroshot(points, pictures, ["sure {}"], filters=["none"], choose_on=pictures)
+    assert [m.top1.value for m in report.methods] == [1, 1]
+
+
+def test_unreadable_pictures_are_left_out_and_told():
+    report = evaluate_zeroshot(
+        BOUNDARY, labelled([(None, 0), (0.0, 0), (9.0, 1), (None, 1), (1.0, 0)]), ["sure {}"], filters=["none"]
+    )
+    assert report.n_images == 3 and report.methods[0].top1.value == 1
+    assert report.left_out == ["picture 0: cannot be decoded", "picture 3: cannot be decoded"]
+    with pytest.raises(UserError, match="none of 1 pictures can be used"):
+        evaluate_zeroshot(BOUNDARY, labelled([(None, 0)]), ["sure {}"], filters=["none"])
+
+
+def test_another_distance_may_decide():
+    """By means alone 4 is closer to 0 than to 10; by csd the variance of 50 is in the way."""
+    table = Table({"sure a": (0.0, 50.0), "sure b": (10.0, 1.0)}, distance="csd")
+    for distance, share in ((None, 0.0), ("csd", 0.0), ("squared_l2", 1.0)):
+        report = evaluate_zeroshot(table, labelled([(4.0, 0)]), ["sure {}"], filters=["none"], distance=distance)
+        assert report.methods[0].top1.value == share and report.distance == (distance or "csd")
+
+
+def test_unknown_options_are_named():
+    for options, message in (
+        ({"filters": ["best"]}, "unknown filter 'best'; known: none"),
+        ({"pooling": "sum"}, "unknown pooling 'sum'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            evaluate_zeroshot(BOUNDARY, labelled([(0.0, 0)]), ["sure {}"], **options)
+
+
+# ---------------------------------------------------------------- templates and classes
+
+
+def test_the_templates_of_clip():
+    templates = read_templates()
+    assert len(templates) == len(set(templates)) == 80 and templates[0] == "a photo of a {}."
+    assert all(t.count("{}") == 1 for t in templates)
+    assert {"itap of my {}.", "a {} in a video game.", "a photo of the hard to see {}."} < set(templates)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a photo of a {}.\na photo\n", ":2: expected one {} where the class goes"),
+        ("{} and {}\n", ":1: expected one {}"),
+        ("a {class}\n", ":1: expected one {}"),
+        ("a {}\n\na {}\n", "the template 'a {}' occurs twice"),
+        ("\n", "holds no text"),
+    ],
+)
+def test_bad_templates(tmp_path, content, message):
+    path = tmp_path / "templates.txt"
+    path.write_text(content)
+    with pytest.raises(UserError) as error:
+        read_templates(path)
+    assert message in str(error.value) and str(path) in str(error.value)
+    with pytest.raises(UserError, match="there is no file"):
+        read_templates(tmp_path / "none.txt")
+
+
+def test_class_names(tmp_path):
+    path = tmp_path / "names.txt"
+    path.write_text("n01 tench, Tinca tinca\n\nn02 goldfish\n")
+    assert read_class_names(path) == {"n01": "tench, Tinca tinca", "n02": "goldfish"}
+    path.write_text("two words\tsomething else\nn02\ta {} name\n")
+    assert read_class_names(path) == {"two words": "something else", "n02": "a {} name"}
+    for content, message in (
+        ("n01\n", ":1: expected a class, a tab"),
+        ("a b\na c\n", "'a' occurs before"),
+        ("\n", "names no class"),
+    ):
+        path.write_text(content)
+        with pytest.raises(UserError, match=message):
+            read_class_names(path)
+    path.write_bytes(b"a \xff\n")
+    with pytest.raises(UserError, match="not UTF-8"):
+        read_class_names(path)
+
+
+def test_class_folders(tmp_path):
+    for name in ("polar_bear/1.png", "polar_bear/more/2.JPG", "polar_bear/notes.txt", "fox/1.png", ".hidden/1.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "1.png").touch()
+    found = read_class_folder(tmp_path)
+    assert found.classes == ("empty", "fox", "polar bear") and found.keys == ("empty", "fox", "polar_bear")
+    assert found.ids == ("fox/1.png", "polar_bear/1.png", "polar_bear/more/2.JPG") and found.labels.tolist() == [
+        1,
+        2,
+        2,
+    ]
+    named = read_class_folder(tmp_path, {"polar_bear": "white bear", "absent": "yeti", "fox": "red fox"})
+    assert named.classes == ("white bear", "yeti", "red fox") and named.labels.tolist() == [2, 0, 0]
+    with pytest.raises(UserError, match="there is no name for the class 'fox'; the first that have one: polar_bear"):
+        read_class_folder(tmp_path, {"polar_bear": "white bear"})
+    with pytest.raises(UserError, match="expected one for each class"):
+        read_class_folder(tmp_path / "empty")
+    (tmp_path / "empty" / "inner").mkdir()
+    with pytest.raises(UserError, match="no pictures in the folders"):
+        read_class_folder(tmp_path / "empty")
+    with pytest.raises(UserError, match="there is no folder"):
+        read_class_folder(tmp_path / "none")
+
+
+def test_emoji_have_one_class_each():
+    groups, subgroups = emoji_labelled("group"), emoji_labelled("subgroup", style="noto")
+    assert len(groups.classes) == 10 and "animals & nature" in groups.classes
+    assert len(subgroups.classes) == len(set(subgroups.classes)) == 99
+    assert groups.ids == load_emoji()["style"].image_ids and all(i.endswith("/noto") for i in subgroups.ids)
+    fox = groups.ids.index("1F98A/fluent3d")
+    assert groups.classes[groups.labels[fox]] == "animals & nature"
+    with pytest.raises(UserError, match="group and subgroup, got 'tag'"):
+        emoji_labelled("tag")
+    with pytest.raises(ValueError, match="unknown style 'oil'"):
+        emoji_labelled("group", style="oil")
+
+
+def test_data_whose_only_text_of_a_picture_is_its_class():
+    pictures = (Picture([0.0]),) * 3
+    data = PairData(
+        ("x", "y", "z"),
+        pictures,
+        ("0", "1", "2"),
+        ("fox", "owl", "fox"),
+        ("caption",) * 3,
+        np.array([[0, 0], [1, 1], [2, 2]]),
+    )
+    found = data_labelled(data)
+    assert found.classes == ("fox", "owl") and found.labels.tolist() == [0, 1, 0]
+    two = PairData(("x",), pictures[:1], ("0", "1"), ("fox", "owl"), ("caption",) * 2, np.array([[0, 0], [0, 1]]))
+    with pytest.raises(UserError, match="picture x has 2 texts; expected one each"):
+        data_labelled(two)
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A trained run, and its pictures in folders: ROOT/red_circle/picture.png."""
+    folder = tmp_path_factory.mktemp("zeroshot")
+    recipe = make_toy(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["sfumato", "train", str(recipe), "--out", str(folder / "run"), "--json"])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+    assert not stop.value.code
+    for k, (colour, shape) in enumerate((c, s) for c in COLOURS for s in SHAPES):
+        (folder / "classes" / f"{colour}_{shape}").mkdir(parents=True)
+        for twin in range(2):
+            target = folder / "classes" / f"{colour}_{shape}" / f"{twin}.png"
+            target.write_bytes((folder / "data" / f"{k:02d}{twin}.png").read_bytes())
+    (folder / "templates.txt").write_text("a {}\nsome {}\n{}\n")
+    rows = [(f"data/{k:02d}0.png", SHAPES[k % 4]) for k in range(24)]
+    (folder / "shapes.csv").write_text("image,caption,split\n" + "".join(f"{i},{s},test\n" for i, s in rows))
+    return folder
+
+
+def test_the_command_on_folders(work, sfumato, tmp_path):
+    arguments = (
+        "zeroshot",
+        work / "run",
+        "--images",
+        work / "classes",
+        "--templates",
+        work / "templates.txt",
+        "--bootstrap",
+        100,
+    )
+    status, out, _ = sfumato(*arguments, "--filter", "global", "--filter", "oracle", "--out", tmp_path / "out")
+    assert status == 0 and "24 pictures of 24 classes, K chosen on 24 others; by csd" in out
+    for shown in (
+        "one prompt: a {}",
+        "all 3 prompts",
+        "weighted by 1 / variance",
+        "K most certain",
+        "oracle, K most certain, per class",
+    ):
+        assert shown in out
+    assert "against all prompts" in out and "against a random order with K chosen alike" in out
+    written = json.loads((tmp_path / "out" / "zeroshot.json").read_text())
+    status, out, _ = sfumato(*arguments, "--filter", "global", "--filter", "oracle", "--json")
+    assert status == 0 and json.loads(out) == written
+    with (tmp_path / "out" / "prompts.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 72 and rows[1] == {
+        "class": "black bar",
+        "template": "some {}",
+        "total_variance": rows[1]["total_variance"],
+    }
+    assert float(rows[1]["total_variance"]) == written["total_variance"][0][1] > 0
+
+
+def test_the_command_on_emoji_and_on_data(work, sfumato, tmp_path):
+    status, out, _ = sfumato(
+        "zeroshot", work / "run", "--data", work / "toy.toml", "data.source=manifest", f"data.path={work / 'shapes.csv'}", "--templates",
+        work / "templates.txt", "--choose-on", _shapes(work, tmp_path), "--json",
+    )  # fmt: skip
+    result = json.loads(out)
+    assert (
+        status == 0 and result["classes"] == sorted(SHAPES) and (result["n_images"], result["n_chosen_on"]) == (24, 24)
+    )
+    assert result["methods"][0]["top5"] is None
+    (tmp_path / "names.txt").write_text("animals & nature\tan animal\nflags\ta flag\n")
+    emoji = "zeroshot", work / "run", "--emoji", "group", "--style", "noto", "--classes"
+    status, _, err = sfumato(*emoji, tmp_path / "names.txt")
+    assert status == 2 and "there is no name for the class" in err
+    groups = sorted(set(emoji_labelled("group").keys) - {"flags"})
+    (tmp_path / "names.txt").write_text("flags\ta flag\n" + "".join(f"{g}\t{g}\n" for g in groups))
+    status, out, _ = sfumato(*emoji, tmp_path / "names.txt", "--filter", "none", "--bootstrap", 0, "--json")
+    result = json.loads(out)
+    assert status == 0 and result["classes"] == ["a flag", *groups] and result["n_chosen_on"] == 0
+
+
+def test_the_command_leaves_out_what_it_cannot_read(work, sfumato, tmp_path):
+    (tmp_path / "broken" / "a").mkdir(parents=True)
+    (tmp_path / "broken" / "a" / "0.png").write_bytes(b"no picture")
+    (tmp_path / "broken" / "a" / "1.png").write_bytes((work / "data" / "000.png").read_bytes())
+    (tmp_path / "broken" / "b").mkdir()
+    status, out, _ = sfumato("zeroshot", work / "run", "--images", tmp_path / "broken", "--filter", "none")
+    assert (
+        status == 0
+        and "1 pictures of 2 classes" in out
+        and "1 left out" in out
+        and "others can only be mistaken for: 1" in out
+    )
+
+
+def _shapes(work, folder):
+    for k in range(24):
+        target = folder / "shapes" / SHAPES[k % 4] / f"{k}.png"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((work / "data" / f"{k:02d}1.png").read_bytes())
+    return folder / "shapes"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give one of --images FOLDER"),
+        (["--images", "x", "--emoji", "group"], "give one of --images FOLDER"),
+        (["--images", "nowhere"], "there is no folder nowhere"),
+        (["data.path=x", "--emoji", "group"], "changes a recipe; name it with --data"),
+        (["--emoji", "tag"], "group and subgroup, got 'tag'"),
+        (["--emoji", "group", "--style", "oil"], "unknown style 'oil'"),
+        (["--images", "{classes}", "--filter", "best"], "unknown filter 'best'"),
+        (["--images", "{classes}", "--pooling", "sum"], "unknown pooling 'sum'"),
+        (["--images", "{classes}", "--distance", "cds"], "did you mean 'csd'?"),
+        (["--images", "{classes}", "--templates", "none.txt"], "there is no file none.txt"),
+        (["--images", "{classes}", "--classes", "none.txt"], "there is no file none.txt"),
+        (["--images", "{classes}", "--choose-on", "{classes}"], "K chosen there is --filter oracle"),
+        (["--data", "{recipe}"], "texts; expected one each"),
+        (["--data", "{recipe}", "--split", "dev"], "has no split 'dev'"),
+    ],
+)
+def test_a_bad_input_is_one_clear_message_and_status_2(work, sfumato, arguments, message):
+    places = {"classes": work / "classes", "recipe": work / "toy.toml"}
+    status, out, err = sfumato("zeroshot", work / "run", *[a.format(**places) for a in arguments])
+    assert status == 2 and message in err and out == ""
+    assert err.startswith("sfumato: ") and "Traceback" not in err

@@ -1,0 +1,1 @@
+"""Helpers of the tests: toy data, slow reference implementations and shared contracts."""

@@ -1,0 +1,63 @@
+"""One process of a few that train together, for test_distributed.py: forward_backward on fixed batches, the results to a file.
+
+python world.py OUT SIZES        with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
+from sfumato.encoders.features import Inputs
+from sfumato.encoders.heads import GaussianHead
+from sfumato.losses import LOSSES
+from sfumato.models.process_group import ProcessGroup, join_process_group
+from sfumato.training.step import TrainBatch, forward_backward
+
+
+def tiny_model(*, variance: bool = True) -> DualEncoder:
+    """Two heads on token features of 6 channels, in float64."""
+    torch.manual_seed(0)
+    towers = [
+        Tower(None, FeatureInput(6, 0.0), GaussianHead(6, 8, variance=variance, init_total_variance=0.5)) for _ in "it"
+    ]
+    return DualEncoder(*towers).double()
+
+
+def tiny_batch(n: int, process_group: ProcessGroup, step: int) -> TrainBatch:
+    """n pairs of random features with a few more matches than the diagonal; this process's part."""
+    generator = torch.Generator().manual_seed(step)
+    image, text = (torch.randn(n, t, 6, generator=generator, dtype=torch.float64) for t in (4, 5))
+    match = torch.eye(n)
+    match[0, n - 1] = 1
+    match[n // 2, 0] = 0.6
+    own = process_group.part(n)
+    return TrainBatch(Inputs(image[own]), Inputs(text[own]), lambda _: (match[own], match.T[own]))
+
+
+def main(out: Path, sizes: list[int]) -> None:
+    """Gradients and measured values of each loss and batch, from every process."""
+    torch.set_num_threads(1)
+    with join_process_group(lambda _: torch.device("cpu"), 1.0) as process_group:
+        tensors, measured = {}, {}
+        for loss_name, kind in LOSSES.items():
+            model, loss = tiny_model(), kind().double()
+            for step, n in enumerate(sizes):
+                model.zero_grad()
+                loss.zero_grad()
+                case = f"{loss_name}/{step}"
+                measured[case] = forward_backward(
+                    model, loss, tiny_batch(n, process_group, step), process_group, epoch=5
+                )
+                for name, parameter in [*model.named_parameters(), *loss.named_parameters()]:
+                    if parameter.grad is not None:
+                        tensors[f"{case}/{name}"] = parameter.grad.clone()
+        save_file(tensors, out / f"{process_group.size}-{process_group.rank}.safetensors")
+        (out / f"{process_group.size}-{process_group.rank}.json").write_text(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [int(n) for n in sys.argv[2].split(",")])

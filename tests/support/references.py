@@ -1,0 +1,204 @@
+"""Slow, obvious float64 loops straight from docs/math.md. Imports nothing of ours: it must be able to disagree."""
+
+import math
+
+
+def csd(m1, v1, m2, v2):
+    return sum((a - b) ** 2 + s + t for a, s, b, t in zip(m1, v1, m2, v2, strict=True))
+
+
+def squared_l2(m1, v1, m2, v2):
+    return sum((a - b) ** 2 for a, b in zip(m1, m2, strict=True))
+
+
+def wasserstein2(m1, v1, m2, v2):
+    return sum((a - b) ** 2 + (math.sqrt(s) - math.sqrt(t)) ** 2 for a, s, b, t in zip(m1, v1, m2, v2, strict=True))
+
+
+def wasserstein2_printed(m1, v1, m2, v2):
+    return math.sqrt(sum((a - b) ** 2 + (s - t) ** 2 for a, s, b, t in zip(m1, v1, m2, v2, strict=True)))
+
+
+def kl(m1, v1, m2, v2):
+    return sum((s / t - math.log(s / t) + (a - b) ** 2 / t - 1) / 2 for a, s, b, t in zip(m1, v1, m2, v2, strict=True))
+
+
+def min_kl(m1, v1, m2, v2):
+    return min(kl(m1, v1, m2, v2), kl(m2, v2, m1, v1))
+
+
+def js(m1, v1, m2, v2):
+    return (kl(m1, v1, m2, v2) + kl(m2, v2, m1, v1)) / 2
+
+
+def elk(m1, v1, m2, v2):
+    return sum(
+        ((a - b) ** 2 / (s + t) + math.log(s + t) + math.log(2 * math.pi)) / 2
+        for a, s, b, t in zip(m1, v1, m2, v2, strict=True)
+    )
+
+
+def bhattacharyya(m1, v1, m2, v2):
+    return sum(
+        (a - b) ** 2 / (s + t) / 4 + math.log((s + t) / (2 * math.sqrt(s) * math.sqrt(t))) / 2
+        for a, s, b, t in zip(m1, v1, m2, v2, strict=True)
+    )
+
+
+def nearest(m1, v1, m2, v2, pieces):
+    runs = [[m[k : k + len(m) // pieces] for k in range(0, len(m), len(m) // pieces)] for m in (m1, m2)]
+    return min(math.dist(a, b) ** 2 for a in runs[0] for b in runs[1])
+
+
+# Formulas that are easily taken for the right ones; a test asserts that each differs.
+WRONG = {
+    "csd": [
+        lambda m1, v1, m2, v2: csd(
+            m1, [math.sqrt(s) for s in v1], m2, [math.sqrt(s) for s in v2]
+        ),  # sigma for sigma squared
+        lambda m1, v1, m2, v2: csd(m1, v1, m2, v2) / len(m1),  # mean for sum
+        lambda m1, v1, m2, v2: (
+            2 - 2 * sum(a * b for a, b in zip(m1, m2, strict=True)) + sum(v1) + sum(v2)
+        ),  # takes means for unit
+        lambda m1, v1, m2, v2: wasserstein2(m1, v1, m2, v2),
+    ],
+    "squared_l2": [lambda m1, v1, m2, v2: math.sqrt(squared_l2(m1, v1, m2, v2))],
+    "wasserstein2": [
+        lambda m1, v1, m2, v2: squared_l2(m1, v1, m2, v2) + sum((s - t) ** 2 for s, t in zip(v1, v2, strict=True)),
+        lambda m1, v1, m2, v2: math.sqrt(wasserstein2(m1, v1, m2, v2)),
+    ],
+    "wasserstein2_printed": [wasserstein2],
+    "kl": [lambda m1, v1, m2, v2: kl(m2, v2, m1, v1), lambda m1, v1, m2, v2: kl(m1, v1, m2, v2) / len(m1)],
+    "min_kl": [js],
+    "js": [lambda m1, v1, m2, v2: 2 * js(m1, v1, m2, v2)],
+    "elk": [lambda m1, v1, m2, v2: elk(m1, v1, m2, v2) - len(m1) / 2 * math.log(2 * math.pi)],
+    "bhattacharyya": [
+        lambda m1, v1, m2, v2: bhattacharyya(m1, v1, m2, v2) - squared_l2(m1, v1, m2, v2) / 8,
+        lambda m1, v1, m2, v2: 2 * bhattacharyya(m1, v1, m2, v2),
+    ],
+}
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def cross_entropy(logit, label):
+    """Binary cross-entropy of one pair."""
+    p = sigmoid(logit)
+    return -label * math.log(p) - (1 - label) * math.log(1 - p)
+
+
+def pseudo_positives(logits, match):
+    """Per row: whatever is at least as likely as the row's own match takes its label."""
+    labels = []
+    for row_logits, row in zip(logits, match, strict=True):
+        ground_truth = row.index(max(row))
+        labels.append(
+            [
+                max(row) if logit >= row_logits[ground_truth] else label
+                for logit, label in zip(row_logits, row, strict=True)
+            ]
+        )
+    return labels
+
+
+def mean_cross_entropy(logits, labels):
+    values = [cross_entropy(x, y) for a, b in zip(logits, labels, strict=True) for x, y in zip(a, b, strict=True)]
+    return sum(values) / len(values)
+
+
+def transpose(matrix):
+    return [list(row) for row in zip(*matrix, strict=True)]
+
+
+def vib(means, variances):
+    terms = [
+        (m * m + v - 1 - math.log(v)) / 2
+        for a, b in zip(means, variances, strict=True)
+        for m, v in zip(a, b, strict=True)
+    ]
+    return sum(terms) / len(terms)
+
+
+def pcme(images, texts, match, scale, bias):
+    """Mean over pairs; images and texts are lists of lists of draws."""
+    total = 0.0
+    for draws, row in zip(images, match, strict=True):
+        for others, label in zip(texts, row, strict=True):
+            p = [sigmoid(bias - scale * math.dist(x, y)) for x in draws for y in others]
+            mean = sum(p) / len(p)
+            total -= label * math.log(mean) + (1 - label) * math.log(1 - mean)
+    return total / len(images) / len(texts)
+
+
+def uniformity(vectors):
+    values = [math.exp(-2 * math.dist(x, y) ** 2) for i, x in enumerate(vectors) for y in vectors[:i]]
+    return math.log(sum(values) / len(values))
+
+
+def match_dispersion(vectors):
+    unit = [[a / math.sqrt(sum(b * b for b in v)) for a in v] for v in vectors]
+    values = [1 - sum(a * b for a, b in zip(x, y, strict=True)) for x in unit for y in unit]
+    return sum(values) / len(values) if values else 0.0
+
+
+def infonce(distance, match, scale):
+    """Both directions, each averaged over the rows that have a positive."""
+    total = 0.0
+    for d, m in ((distance, match), (transpose(distance), transpose(match))):
+        rows = []
+        for row, labels in zip(d, m, strict=True):
+            if sum(labels):
+                norm = math.log(sum(math.exp(-scale * x) for x in row))
+                rows.append(sum(y / sum(labels) * (norm + scale * x) for x, y in zip(row, labels, strict=True)))
+        total += sum(rows) / len(rows) / 2
+    return total
+
+
+def discrepancy(images, texts):
+    """Of two lists of vectors, by the kernel exp(-||a - b||^2 / 2)."""
+    mean = lambda xs, ys: sum(math.exp(-(math.dist(x, y) ** 2) / 2) for x in xs for y in ys) / len(xs) / len(ys)
+    return mean(images, images) - 2 * mean(images, texts) + mean(texts, texts)
+
+
+def diversity(items):
+    """Mean over items, each a list of K vectors."""
+    total = 0.0
+    for vectors in items:
+        unit = [[a / math.hypot(*v) for a in v] for v in vectors]
+        squares = [sum(a * b for a, b in zip(x, y, strict=True)) ** 2 for x in unit for y in unit if x is not y]
+        total += math.sqrt(sum(squares)) / len(vectors) ** 2
+    return total / len(items)
+
+
+def triplet(distance, match, margin, mining, soft=False):
+    """Both directions, each averaged over the positive pairs; soft: a negative's margin shrinks with its label."""
+    total = 0.0
+    for d, m in ((distance, match), (transpose(distance), transpose(match))):
+        hinges = []
+        for row, labels in zip(d, m, strict=True):
+            negatives = [(x, margin * (1 - 2 * y * soft)) for x, y in zip(row, labels, strict=True) if y < 0.5]
+            for own, label in zip(row, labels, strict=True):
+                if label < 0.5:
+                    continue
+                chosen = negatives
+                if mining == "hardest":
+                    chosen = sorted(negatives, key=lambda pair: pair[0] - pair[1])[:1]
+                elif mining == "semi-hard":
+                    outside = [pair for pair in negatives if own < pair[0] < own + pair[1]]
+                    chosen = sorted(outside, key=lambda pair: pair[0] - pair[1])[:1]
+                hinges.append(sum(max(0.0, m + own - x) for x, m in chosen))
+        total += sum(hinges) / len(hinges)
+    return total
+
+
+def rank_disagreement(distance, label, temperature):
+    """DAA: 1 - min / max of the smooth rank by distance and the rank by label, averaged over queries (rows) and gallery."""
+    total = 0.0
+    for d, y in zip(distance, label, strict=True):
+        for i in range(len(d)):
+            rank = 1 + sum(1 / (1 + math.exp(-(d[i] - d[j]) / temperature)) for j in range(len(d)) if j != i)
+            meant = 1 + sum(1.0 if y[j] > y[i] else 0.5 * (y[j] == y[i]) for j in range(len(d)) if j != i)
+            total += (1 - min(rank, meant) / max(rank, meant)) / len(d)
+    return total / len(distance)

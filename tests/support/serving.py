@@ -1,0 +1,138 @@
+"""A tiny trained run, served: what the tests of the service share."""
+
+import base64
+import contextlib
+import io
+import threading
+import time
+import zlib
+from dataclasses import replace
+
+import httpx
+import torch
+import uvicorn
+from PIL import Image
+
+from sfumato.calibration.calibrator import Calibration, QueryScores
+from sfumato.models.embed import embed_folder
+from sfumato.models.galleries import Source, build_index, create_collection
+from sfumato.models.recipe import load_recipe
+from sfumato.models.run import load_run
+from sfumato.serve.app import create_app
+from sfumato.serve.image_files import FolderPictures
+from sfumato.serve.served import Shelf, Sources
+from sfumato.serve.settings import Settings
+from sfumato.training.loop import fit
+from support.toy import make_toy
+
+KEY = "a-key-for-the-tests"
+
+
+def make_run(folder):
+    """Trains the toy run; returns its folder."""
+    recipe = make_toy(folder)
+    fit(load_recipe(recipe, ["train.epochs=2"]), folder / "run")
+    return folder / "run"
+
+
+def picture(colour="red", size=(20, 14), format="PNG", **options):
+    """The bytes of a picture."""
+    file = io.BytesIO()
+    Image.new("RGB", size, colour).save(file, format, **options)
+    return file.getvalue()
+
+
+def in_base64(data):
+    return base64.b64encode(data).decode()
+
+
+def bomb(width=50_000, height=50_000):
+    """A PNG whose header promises billions of pixels."""
+    data = bytearray(picture())
+    data[16:24] = width.to_bytes(4, "big") + height.to_bytes(4, "big")
+    data[29:33] = zlib.crc32(bytes(data[12:29])).to_bytes(4, "big")
+    return bytes(data)
+
+
+def embedded(run, pictures):
+    """The pictures of a folder as something to index."""
+    embeddings, ids, _ = embed_folder(run, pictures)
+    return Source(embeddings, ids, pictures={"folder": str(pictures)})
+
+
+def calibration():
+    """One that can vouch for much: of held-out queries whose matches are clearly closer than the rest."""
+    generator = torch.Generator().manual_seed(5)
+    match = torch.nn.functional.one_hot(torch.arange(400) % 48, 48)
+    distance = torch.where(match == 1, 1.2, 2.2) + 0.25 * torch.randn(400, 48, generator=generator)
+    scores = QueryScores.fit(distance, match)
+    return Calibration.fit(distance, match, t2i=scores, i2t=scores)
+
+
+def read_only(run_folder, pictures):
+    """Sources of two indices in memory: the folder of pictures, and texts."""
+    run = replace(load_run(run_folder), calibration=calibration())
+    images = embedded(run, pictures)
+    texts = [f"a {c} {s}" for c in ("red", "green", "blue") for s in ("circle", "square", "cross")]
+    lines = Source(run.model.embed_texts(texts), [str(i) for i in range(len(texts))], texts)
+    shelves = {
+        "images": Shelf(build_index(run, images, home=run_folder), FolderPictures(pictures)),
+        "texts": Shelf(build_index(run, lines, home=run_folder)),
+    }
+    return Sources(run.model, "run", shelves)
+
+
+def make_collection(run_folder, pictures, folder):
+    """A collection of the pictures in a folder, with a store in a folder."""
+    run = load_run(run_folder)
+    images = embedded(run, pictures)
+    with create_collection(run, images, folder, home=run_folder) as collection:
+        collection.upsert(images.embeddings, images.ids, images.payload)
+    return folder
+
+
+@contextlib.contextmanager
+def served(sources, **settings):
+    """A client of a real server on a free port of this machine, ready."""
+    app = create_app(sources, Settings(**settings))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none", access_log=False))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    headers = {"Authorization": f"Bearer {settings['keys'][0]}"} if settings.get("keys") else {}
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=20, trust_env=False) as client:
+            client.app = app
+            wait_until_ready(client)
+            yield client
+    finally:
+        server.should_exit = True
+        thread.join(20)
+
+
+def wait_until_ready(client, seconds=20):
+    for _ in range(int(seconds / 0.05)):
+        if client.get("/readyz").status_code == 200:
+            return
+        time.sleep(0.05)
+    raise AssertionError(client.get("/readyz").text)
+
+
+class SlowModel(torch.nn.Module):
+    """A model whose texts take a while, or wait for a signal."""
+
+    def __init__(self, model, seconds=0.0):
+        super().__init__()
+        self.model, self.seconds = model, seconds
+        self.go, self.sizes = threading.Event(), []
+        self.go.set()
+        self.image = model.image
+
+    def embed_texts(self, texts):
+        self.go.wait(20)
+        time.sleep(self.seconds)
+        self.sizes.append(len(texts))
+        return self.model.embed_texts(texts)

@@ -1,0 +1,289 @@
+"""What every vector store must do, whatever it keeps its records in: subclass StoreContract, say how to make one and how to open it again.
+
+    class TestMine(StoreContract):
+        def create(self, tmp_path, dim):
+            return create_store(f"mine:{tmp_path}/store", dim, FINGERPRINT)
+
+Galleries are small, so that an approximate store, set to be thorough, must find what brute force in float64 finds.
+"""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from sfumato.search.stores.protocol import Filter, Records
+from sfumato.search.stores.store_url import open_store
+
+FINGERPRINT = 'csd of model "é", centre 1a2b'
+AWKWARD = (
+    "plain",
+    "with space",
+    "it's",
+    'double "quotes"',
+    "'; DROP TABLE items; --",
+    "back\\slash",
+    "%wild_card*",
+    "{brace}[bracket]",
+    "Grüße/日本語/🦊",
+    "line\nbreak",
+    "a" * 200,
+)
+
+
+def records(n, dim, seed, *, prefix="item"):
+    """Random records; payloads repeat every 3 and 5 items, and every seventh item has none."""
+    generator = torch.Generator().manual_seed(seed)
+    return Records(
+        tuple(f"{prefix}-{i}" for i in range(n)),
+        torch.randn(n, dim, generator=generator) * 3 + 1,
+        torch.rand(n, generator=generator),
+        tuple({} if i % 7 == 0 else {"colour": "rgb"[i % 3], "path": f"{seed}/{i}.jpg"} for i in range(n)),
+    )
+
+
+def queries(n, dim, seed):
+    return torch.randn(n, dim, generator=torch.Generator().manual_seed(seed)) * 3 + 1
+
+
+def squared_l2(wanted, vectors):
+    """(n, m) float64 by differences, nothing expanded."""
+    a, b = wanted.double().numpy(), vectors.double().numpy()
+    return ((a[:, None] - b[None]) ** 2).sum(-1)
+
+
+def by_id(*batches):
+    """What is stored after these upserts: id to (vector, uncertainty, payload)."""
+    kept = {}
+    for batch in batches:
+        for i, key in enumerate(batch.ids):
+            kept[key] = (batch.vectors[i], float(batch.uncertainty[i]), dict(batch.payloads[i]))
+    return kept
+
+
+def assert_holds(store, kept):
+    """The store has exactly these items, each once, each as it was given."""
+    assert store.count() == len(kept)
+    scanned = [key for part in store.scan(batch=13) for key in part.ids]
+    assert sorted(scanned) == sorted(kept)
+    assert_are(store.get(list(kept)), kept, list(kept))
+
+
+def assert_are(found, kept, ids):
+    assert list(found.ids) == list(ids)
+    for i, key in enumerate(ids):
+        vector, uncertainty, payload = kept[key]
+        torch.testing.assert_close(found.vectors[i], vector, rtol=0, atol=0)
+        assert float(found.uncertainty[i]) == uncertainty
+        assert dict(found.payloads[i]) == payload
+
+
+def assert_nearest(store, kept, wanted, k, filter=None):
+    """What the store finds is as near as what brute force finds, nearest first, each item once and as it was given."""
+    fitting = [key for key, (_, u, payload) in kept.items() if filter is None or filter.accepts(payload, u)]
+    results = store.search(wanted, k, filter)
+    assert len(results) == len(wanted)
+    for query, found in zip(wanted, results, strict=True):
+        assert len(set(found.ids)) == len(found) == min(k, len(fitting))
+        assert set(found.ids) <= set(fitting)
+        if not fitting:
+            continue
+        assert_are(found, kept, found.ids)
+        ground_truth = np.sort(squared_l2(query[None], torch.stack([kept[key][0] for key in fitting]))[0])[: len(found)]
+        np.testing.assert_allclose(squared_l2(query[None], found.vectors)[0], ground_truth, rtol=1e-5, atol=1e-6)
+
+
+class StoreContract:
+    """Subclasses define `create`, and `reopen` if opening takes more than the URL."""
+
+    def create(self, tmp_path, dim):
+        """An empty store of this many dimensions, with FINGERPRINT."""
+        raise NotImplementedError
+
+    def reopen(self, store):
+        """The same store, closed and opened again."""
+        url = store.url
+        store.close()
+        return open_store(url)
+
+    def test_is_empty_at_first(self, tmp_path):
+        store = self.create(tmp_path, 5)
+        assert store.dim == 5 and store.fingerprint == FINGERPRINT and isinstance(store.url, str)
+        assert store.count() == 0 and list(store.scan()) == []
+        assert [len(found) for found in store.search(queries(3, 5, 0), 4)] == [0, 0, 0]
+        assert len(store.get(["item-1"])) == 0 and store.get([]).vectors.shape == (0, 5)
+        assert store.delete(["item-1"]) == 0 and store.delete([]) == 0
+        store.upsert(Records.none(5))
+        store.optimise()
+        assert store.count(Filter({"colour": ("r",)})) == 0
+        assert store.search(torch.empty(0, 5), 3) == []
+        store.close()
+        store.close()
+
+    @pytest.mark.parametrize("n, dim, k", [(1, 3, 2), (41, 7, 1), (83, 17, 10), (83, 6, 200)])
+    def test_finds_what_brute_force_finds(self, tmp_path, n, dim, k):
+        store, batch = self.create(tmp_path, dim), records(n, dim, n)
+        store.upsert(batch)
+        kept = by_id(batch)
+        assert_nearest(store, kept, queries(4, dim, 1), k)
+        store.optimise()
+        assert_nearest(store, kept, queries(4, dim, 1), k)
+        assert_holds(store, kept)
+        store.close()
+
+    def test_upsert_replaces_as_a_whole(self, tmp_path):
+        store, first, second = self.create(tmp_path, 6), records(50, 6, 2), records(30, 6, 3)
+        second = Records(second.ids, second.vectors, second.uncertainty, tuple({"only": "new"} for _ in range(30)))
+        store.upsert(first)
+        store.optimise()
+        store.upsert(second)
+        kept = by_id(first, second)
+        assert_holds(store, kept)
+        for wanted in (queries(5, 6, 4), first.vectors[:5], second.vectors[:5]):
+            assert_nearest(store, kept, wanted, 12)
+        store.optimise()
+        assert_nearest(store, kept, first.vectors[:5], 12)
+        store.close()
+
+    def test_deleted_items_are_gone(self, tmp_path):
+        store, batch = self.create(tmp_path, 6), records(60, 6, 5)
+        store.upsert(batch)
+        store.optimise()
+        gone = [f"item-{i}" for i in range(0, 60, 2)]
+        assert store.delete([*gone, "never there", gone[0]]) == 30
+        assert store.delete(gone) == 0
+        kept = {key: value for key, value in by_id(batch).items() if key not in gone}
+        assert_holds(store, kept)
+        assert_nearest(store, kept, batch.vectors[:6], 9)
+        assert len(store.get(gone)) == 0
+        again = batch.take(range(0, 20, 2))
+        store.upsert(again)
+        kept |= by_id(again)
+        store.optimise()
+        assert_holds(store, kept)
+        assert_nearest(store, kept, batch.vectors[:6], 100)
+        store.close()
+
+    def test_get_keeps_the_order_asked_for(self, tmp_path):
+        store, batch = self.create(tmp_path, 4), records(20, 4, 6)
+        store.upsert(batch)
+        assert_are(
+            store.get(["item-17", "absent", "item-3", "item-11", "item-3"]),
+            by_id(batch),
+            ["item-17", "item-3", "item-11"],
+        )
+        store.close()
+
+    @pytest.mark.parametrize(
+        "filter",
+        [
+            Filter(),
+            Filter({"colour": ("r",)}),
+            Filter({"colour": ("r", "b", "unheard of")}),
+            Filter({"colour": ("g",), "path": ("8/1.jpg", "8/4.jpg", "8/5.jpg")}),
+            Filter({"colour": ()}),
+            Filter({"absent": ("r",)}),
+            Filter(max_uncertainty=0.4),
+            Filter({"colour": ("g",)}, max_uncertainty=0.7),
+            Filter(max_uncertainty=0.0),
+        ],
+        ids=repr,
+    )
+    def test_filters_agree_with_the_filter(self, tmp_path, filter):
+        store, batch = self.create(tmp_path, 5), records(70, 5, 8)
+        store.upsert(batch)
+        kept = by_id(batch)
+        fitting = {key for key, (_, u, payload) in kept.items() if filter.accepts(payload, u)}
+        for _ in range(2):
+            assert store.count(filter) == len(fitting)
+            scanned = [key for part in store.scan(batch=9, filter=filter) for key in part.ids]
+            assert sorted(scanned) == sorted(fitting)
+            assert_nearest(store, kept, queries(3, 5, 9), 8, filter)
+            store.optimise()
+        store.close()
+
+    def test_a_bound_of_uncertainty_is_included(self, tmp_path):
+        store, batch = self.create(tmp_path, 5), records(9, 5, 10)
+        store.upsert(batch)
+        bound = float(batch.uncertainty.sort()[0][4])
+        assert store.count(Filter(max_uncertainty=bound)) == 5
+        store.close()
+
+    def test_awkward_texts_come_back(self, tmp_path):
+        store, batch = self.create(tmp_path, 3), records(len(AWKWARD), 3, 11)
+        payloads = tuple({"name": text, text: "key"} for text in AWKWARD)
+        batch = Records(AWKWARD, batch.vectors, batch.uncertainty, payloads)
+        store.upsert(batch)
+        assert_holds(store, by_id(batch))
+        for i, text in enumerate(AWKWARD):
+            for filter in (Filter({"name": (text,)}), Filter({text: ("key",)})):
+                assert store.count(filter) == 1, text
+                assert store.search(queries(1, 3, 0), 5, filter)[0].ids == (text,)
+            assert store.get([text]).ids == (text,)
+            assert store.delete([text]) == 1
+            assert store.count() == len(AWKWARD) - i - 1
+        store.close()
+
+    def test_opening_again_keeps_everything(self, tmp_path):
+        store, first, second = self.create(tmp_path, 6), records(40, 6, 12), records(9, 6, 13, prefix="late")
+        store.upsert(first)
+        store.optimise()
+        store.upsert(second)
+        store.delete(["item-3", "late-2"])
+        store = self.reopen(store)
+        assert store.dim == 6 and store.fingerprint == FINGERPRINT
+        kept = {key: value for key, value in by_id(first, second).items() if key not in ("item-3", "late-2")}
+        assert_holds(store, kept)
+        assert_nearest(store, kept, queries(4, 6, 14), 7)
+        store.upsert(records(5, 6, 15))
+        kept |= by_id(records(5, 6, 15))
+        store = self.reopen(store)
+        assert_holds(store, kept)
+        store.close()
+
+    def test_another_dimension_is_refused(self, tmp_path):
+        store = self.create(tmp_path, 6)
+        store.upsert(records(5, 6, 16))
+        with pytest.raises(ValueError, match="7"):
+            store.upsert(records(5, 7, 17))
+        with pytest.raises(ValueError, match="5"):
+            store.search(queries(2, 5, 0), 3)
+        with pytest.raises(ValueError, match="k must be at least 1, got 0"):
+            store.search(queries(2, 6, 0), 0)
+        assert_holds(store, by_id(records(5, 6, 16)))
+        store.close()
+
+    def test_threads_search_while_one_writes(self, tmp_path):
+        dim, wanted = 8, queries(2, 8, 20)
+        store, base = self.create(tmp_path, dim), records(30, dim, 21)
+        store.upsert(base)
+        errors, done = [], threading.Event()
+
+        def search():
+            try:
+                while not done.is_set():
+                    for found in store.search(wanted, 5):
+                        assert len(set(found.ids)) == len(found) == 5
+                    assert store.get(["item-7"]).ids == ("item-7",)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=search) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        late = [records(10, dim, 30 + i, prefix=f"late{i}") for i in range(12)]
+        try:
+            for i, batch in enumerate(late):
+                store.upsert(batch)
+                if i % 5 == 4:
+                    store.optimise()
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join()
+        assert not errors, errors[0]
+        kept = by_id(base, *late)
+        assert_holds(store, kept)
+        assert_nearest(store, kept, wanted, 20)
+        store.close()

@@ -1,0 +1,82 @@
+"""A tiny data set of coloured shapes, and a tiny recipe for it: a run takes a second or two."""
+
+import itertools
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageDraw
+from safetensors.torch import load_file
+
+from sfumato.models.run import save_state
+
+COLOURS = ("red", "green", "blue", "orange", "black", "purple")
+SHAPES = ("circle", "square", "cross", "bar")
+
+RECIPE = """
+name = "toy"
+[data]
+source = "folder"
+path = "{data}"
+val_share = 0.25
+test_share = 0.25
+max_problem_share = 0.2
+[model]
+dim = 16
+image = {{ kind = "small", size = 16, width = 4, augment = true }}
+text = {{ kind = "small", vocabulary = 60, width = 16, dropout = 0.1 }}
+[loss]
+name = "pcmepp"
+pseudo_positives_from = 1
+[optim]
+lr = 2e-3
+warmup_epochs = 1
+[train]
+epochs = 3
+batch_size = 8
+seed = 3
+threads = 1
+"""
+
+
+def make_toy(folder: Path) -> Path:
+    """Two pictures of every coloured shape with two captions each, and a recipe; returns the recipe's path."""
+    data = folder / "data"
+    data.mkdir(parents=True)
+    for k, (colour, shape) in enumerate(itertools.product(COLOURS, SHAPES)):
+        for twin in range(2):
+            picture = Image.new("RGB", (24, 24), "white")
+            draw = ImageDraw.Draw(picture)
+            box = (3 + twin, 4, 19 + twin, 20)
+            if shape == "circle":
+                draw.ellipse(box, fill=colour)
+            elif shape == "square":
+                draw.rectangle(box, fill=colour)
+            elif shape == "cross":
+                draw.line(box, fill=colour, width=4)
+                draw.line((box[2], box[1], box[0], box[3]), fill=colour, width=4)
+            else:
+                draw.rectangle((box[0], 10, box[2], 14), fill=colour)
+            picture.save(data / f"{k:02d}{twin}.png")
+            (data / f"{k:02d}{twin}.txt").write_text(f"a {colour} {shape}\nsome {shape} in {colour}\n")
+    recipe = folder / "toy.toml"
+    recipe.write_text(RECIPE.format(data=data))
+    return recipe
+
+
+def assert_same_tensors(a: Path, b: Path) -> None:
+    first, second = load_file(a), load_file(b)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[k], second[k]) for k in first), [
+        k for k in first if not torch.equal(first[k], second[k])
+    ]
+
+
+def stop_after_checkpoint_of(epoch):
+    """Stands in for save_state, and interrupts the run right after an epoch's checkpoint."""
+
+    def save(path, modules, optimiser, about):
+        save_state(path, modules, optimiser, about)
+        if path.name == "last.safetensors" and about["epoch"] == epoch:
+            raise KeyboardInterrupt
+
+    return save

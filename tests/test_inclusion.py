@@ -1,0 +1,176 @@
+"""Inclusion against numerical integration, and the released form against its own numbers."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from scipy.integrate import quad
+from support.batches import batch
+
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.inclusion import (
+    inclusion_loss,
+    inclusion_test,
+    log_inclusion,
+    released_inclusion_test,
+    released_log_inclusion,
+)
+
+
+def density(t, mean, log_var):
+    return math.exp(-((t - mean) ** 2) / (2 * math.exp(log_var)) - log_var / 2) / math.sqrt(2 * math.pi)
+
+
+def integrated(x, y, powers=(2, 1)):
+    """(n, d) logarithms of the integrals, one by one; the range holds all of the narrower one's mass and more."""
+    values = []
+    for m1, l1, m2, l2 in zip(*(e.flatten().tolist() for e in (x.mean, x.log_var, y.mean, y.log_var)), strict=True):
+        peaks, widths = [m1, m2], [math.exp(l1 / 2), math.exp(l2 / 2)]
+        low, high = min(peaks) - 12 * min(widths), max(peaks) + 12 * min(widths)
+        f = lambda t, a=m1, b=l1, c=m2, d=l2: density(t, a, b) ** powers[0] * density(t, c, d) ** powers[1]
+        near = [p + k * w for p in peaks for w in widths for k in (-4, -1, 0, 1, 4) if low < p + k * w < high]
+        values.append(math.log(quad(f, low, high, points=near, limit=500, epsabs=0, epsrel=1e-12)[0]))
+    return torch.tensor(values, dtype=torch.float64).reshape(x.mean.shape)
+
+
+def pairs(seed=0):
+    """Rows of two sides whose variances differ by up to e^6 either way."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda scale: scale * torch.randn(7, 5, generator=generator, dtype=torch.float64)
+    return GaussianEmbedding(draw(0.6), draw(1.5) - 2), GaussianEmbedding(draw(0.6), draw(1.5) - 2)
+
+
+def test_log_inclusion_is_the_integral():
+    x, y = pairs()
+    exact = integrated(x, y)
+    torch.testing.assert_close(log_inclusion(x, y), exact, rtol=1e-9, atol=1e-9)
+    for wrong in (
+        integrated(x, y, powers=(1, 1)),
+        integrated(x, y, powers=(1, 2)),
+        integrated(x, y, powers=(2, 2)),
+        released_log_inclusion(x, y, eps=0.0),
+        released_log_inclusion(x, y, eps=-10.0),
+        log_inclusion(*(GaussianEmbedding(e.mean, e.log_var / 2) for e in (x, y))),
+    ):
+        assert (wrong - exact).abs().median() > 0.1
+
+
+def test_the_released_tests_differ_from_the_integrals_in_size_and_never_in_sign():
+    x, y = pairs()
+    exact = integrated(x, y) - integrated(y, x)
+    torch.testing.assert_close(inclusion_test(x, y), exact, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(
+        released_inclusion_test(x, y, eps=0.0), exact + (y.log_var - x.log_var) / 2, rtol=1e-8, atol=1e-8
+    )
+    for eps in (0.0, -10.0, -20.0):
+        released = released_inclusion_test(x, y, eps=eps)
+        assert torch.equal(released.sign(), exact.sign()) and (released - exact).abs().median() > 0.1
+
+
+def test_the_narrower_is_included_wherever_the_means_are():
+    x, y = pairs()
+    test = inclusion_test(x, y)
+    assert torch.equal(test.sign(), (y.log_var - x.log_var).sign())
+    torch.testing.assert_close(inclusion_test(y, x), -test)
+    assert inclusion_test(x, x).eq(0).all()
+    farther = GaussianEmbedding(x.mean + 3 * (x.mean - y.mean), x.log_var)
+    assert (inclusion_test(farther, y).abs() > test.abs()).all()
+    widths = torch.linspace(-6, 6, 50, dtype=torch.float64).reshape(-1, 1)
+    same = GaussianEmbedding(torch.zeros_like(widths), torch.zeros_like(widths))
+    assert (inclusion_test(same, GaussianEmbedding(same.mean, widths)).diff(dim=0) > 0).all()
+
+
+def test_the_released_form_hardly_sees_the_means():
+    """At its published eps a shift by a standard deviation moves it by e^-10 of what it moves the integral."""
+    x, y = pairs()
+    shifted = GaussianEmbedding(x.mean + (x.log_var / 2).exp(), x.log_var)
+    moved = [
+        (test(shifted, y) - test(x, y)).abs().median()
+        for test in (log_inclusion, lambda a, b: released_log_inclusion(a, b, eps=-10.0))
+    ]
+    assert moved[0] > 0.1 and moved[1] == pytest.approx(moved[0].item() * math.exp(-10), rel=1e-6)
+
+
+def test_loss_is_the_loops():
+    x, y = pairs()
+    for eps in (None, -10.0):
+        test = inclusion_test(x, y) if eps is None else released_inclusion_test(x, y, eps=eps)
+        for scale in (0.7, 10.0):
+            loop = [math.log1p(math.exp(-scale * value)) for row in test.tolist() for value in row]
+            loss = inclusion_loss(x, y, scale=scale, released_eps=eps)
+            assert loss.item() == pytest.approx(sum(loop) / len(loop), rel=1e-12)
+            assert abs(loss.item() - inclusion_loss(y, x, scale=scale, released_eps=eps).item()) > 1e-3
+    narrow, wide = (GaussianEmbedding(x.mean, x.log_var + k) for k in (-1, 1))
+    assert inclusion_loss(narrow, wide) < 1e-9 < 100 < inclusion_loss(wide, narrow)
+
+
+def test_tiny_and_huge_variances_in_float32():
+    """Inverse variances, as the released code takes them, overflow at a log variance of -100."""
+    mean = torch.tensor([[0.3, -0.2, 0.1, 0.0]])
+    x = GaussianEmbedding(mean, torch.tensor([[-100.0, 60.0, -100.0, -160.0]]))
+    y = GaussianEmbedding(mean + 1e-18, torch.tensor([[-98.0, -100.0, 60.0, -160.0]]))
+    wide = [e.to(torch.float64) for e in (x, y)]
+    leaf = x.log_var.clone().requires_grad_()
+    value = log_inclusion(GaussianEmbedding(x.mean, leaf), y)
+    torch.testing.assert_close(value.double(), log_inclusion(*wide), rtol=1e-5, atol=1e-6)
+    value.sum().backward()
+    assert torch.isfinite(leaf.grad).all() and not torch.isfinite((-x.log_var).exp()).all()
+
+
+def test_gradients_and_half_precision():
+    x, y = (e[:2] for e in pairs())
+    inputs = [t.requires_grad_() for t in (x.mean, x.log_var, y.mean, y.log_var)]
+    for eps in (None, 0.0):
+        loss = lambda a, b, c, d, e=eps: inclusion_loss(
+            GaussianEmbedding(a, b), GaussianEmbedding(c, d), scale=0.5, released_eps=e
+        )
+        assert torch.autograd.gradcheck(loss, inputs)
+    half = log_inclusion(x.to(torch.bfloat16), y.to(torch.bfloat16))
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half.double(), log_inclusion(x, y), rtol=0.05, atol=0.05)
+
+
+def test_rows_that_do_not_fit_are_refused():
+    x, y = batch(4, 6)
+    for function in (log_inclusion, released_log_inclusion):
+        with pytest.raises(ValueError, match=rf"{function.__name__}: x is \(4, 5\) .* and y is \(6, 5\)"):
+            function(x, y)
+        with pytest.raises(ValueError, match="must have the same n, d, dtype and device"):
+            function(x, y[:4].to(torch.float32))
+
+
+def test_parity_with_the_released_inclusion(shared):
+    """Values to 1e-10, gradients as well."""
+    tensors = load_file(shared / "parity" / "prolip" / "loss.safetensors")
+    about = json.loads((shared / "parity" / "prolip" / "loss.json").read_text())
+    sides = {
+        "img_in_txt": ("img", "txt"),
+        "img_in_masked": ("img", "masked_img"),
+        "txt_in_masked": ("txt", "masked_txt"),
+    }
+    groups = sorted({key.rsplit("/", 1)[0] for key in about["tensors"] if key.startswith("inclusion/")})
+    assert len(groups) >= 6
+    for group in groups:
+        _, pair, eps = group.split("/")
+        eps = float(eps.removeprefix("eps"))
+        n = len(tensors[f"{group}/test_12"])
+        leaves = [
+            tensors[f"inputs/{side}_{what}"][:n].double().requires_grad_()
+            for side in sides[pair]
+            for what in ("mean", "log_var")
+        ]
+        one, two = GaussianEmbedding(*leaves[:2]), GaussianEmbedding(*leaves[2:])
+
+        def close(ours, key, group=group):
+            torch.testing.assert_close(ours, tensors[f"{group}/{key}"], rtol=1e-10, atol=1e-12)
+
+        close(released_log_inclusion(one, two, eps=eps), "test_12")
+        close(released_log_inclusion(two, one, eps=eps), "test_21")
+        for scale in (10, 1000):
+            close(inclusion_loss(one, two, scale=scale, released_eps=eps), f"loss_scale{scale}_plus")
+            close(inclusion_loss(two, one, scale=scale, released_eps=eps), f"loss_scale{scale}_minus")
+        inclusion_loss(one, two, scale=10, released_eps=eps).backward()
+        for leaf, key in zip(leaves, ("grad_mu1", "grad_log_var1", "grad_mu2", "grad_log_var2"), strict=True):
+            close(leaf.grad, key)
