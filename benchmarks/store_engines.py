@@ -12,6 +12,7 @@ The last four are prototypes: no locks between processes, no messages for users.
 """
 
 import contextlib
+import importlib
 import json
 import sqlite3
 import warnings
@@ -24,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.search.stores.base import Filter, Records
-from sfumato.search.stores.open import create_store, open_store
+from sfumato.search.stores.protocol import Filter, Records
+from sfumato.search.stores.store_url import create_store, open_store
 
 MODULES = {
     "sfumato": "sqlite3",
@@ -49,7 +50,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
 
 
 class Engine(Protocol):
-    """What is measured: a part of :class:`~sfumato.search.stores.base.VectorStore`."""
+    """What is measured: a part of :class:`~sfumato.search.stores.protocol.VectorStore`."""
 
     def upsert(self, records: Records) -> None: ...
     def delete(self, ids: Sequence[str]) -> int: ...
@@ -267,9 +268,8 @@ class SqliteVecEngine(_SqliteEngine):
     def _connect(self, file: Path) -> Any:
         import sqlite_vec
 
-        driver: Any = sqlite3
-        if not hasattr(sqlite3.Connection, "enable_load_extension"):
-            import pysqlite3 as driver
+        loadable = hasattr(sqlite3.Connection, "enable_load_extension")
+        driver: Any = sqlite3 if loadable else importlib.import_module("pysqlite3")
         connection = driver.connect(file, isolation_level=None, check_same_thread=False)
         connection.enable_load_extension(True)
         sqlite_vec.load(connection)
@@ -278,7 +278,9 @@ class SqliteVecEngine(_SqliteEngine):
     def _fetch(self, positions: Sequence[int]) -> Records:
         # One vector after the other: a virtual table joined by rowid is scanned as a whole.
         listed = json.dumps([int(p) for p in positions])
-        select = "SELECT position, id, uncertainty, payload FROM items WHERE position IN (SELECT value FROM json_each(?))"
+        select = (
+            "SELECT position, id, uncertainty, payload FROM items WHERE position IN (SELECT value FROM json_each(?))"
+        )
         by_position = {row[0]: row[1:] for row in self._db.execute(select, (listed,))}
         one = "SELECT vector FROM vectors WHERE rowid = ?"
         vectors = [self._db.execute(one, (int(p),)).fetchone()[0] for p in positions]
@@ -331,8 +333,7 @@ class SqliteFaissEngine(_SqliteMatrix):
     """FAISS's flat index of all vectors, in memory."""
 
     def _load(self) -> None:
-        import faiss
-
+        faiss: Any = importlib.import_module("faiss")
         self._faiss, self._index = faiss, faiss.IndexIDMap(faiss.IndexFlatL2(self._dim))
         for positions, vectors in self._blocks():
             self._index.add_with_ids(vectors, positions)

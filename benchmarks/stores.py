@@ -46,7 +46,7 @@ from packaging.requirements import Requirement
 from store_engines import MODULES, PACKAGES, Engine, LanceEngine, open_engine
 from torch import Tensor
 
-from sfumato.search.stores.base import Filter, Records
+from sfumato.search.stores.protocol import Filter, Records
 
 K, BATCH, SMALL = 10, 2048, 20_000
 STEPS = ("install", "exact", "fill", "search", "write", "kill", "readers")
@@ -129,11 +129,12 @@ class Memory(contextlib.AbstractContextManager["Memory"]):
 
 
 def step_install(engine: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    ours = _needs(["sfumato"])
-    extra = _needs(list(PACKAGES[engine])) - ours
-    start = time.perf_counter()
-    importlib.import_module(MODULES[engine])
-    seconds = time.perf_counter() - start
+    extra = _needs(list(PACKAGES[engine])) - _needs(["sfumato"])
+    code = (
+        f"import time, torch, numpy; t = time.perf_counter(); import {MODULES[engine]}; print(time.perf_counter() - t)"
+    )
+    timed = [float(subprocess.check_output([sys.executable, "-c", code], text=True)) for _ in range(3)]
+    seconds = min(timed)
     return {"import_s": seconds, "packages": sorted(extra), "mb": sum(map(_installed_mb, extra))}
 
 
@@ -317,18 +318,25 @@ def step_kill(engine: str, folder: Path, options: argparse.Namespace) -> dict[st
             return result
         result["reopen_s"] = max(result["reopen_s"], time.perf_counter() - start)
         store.close()
-        ahead = {key: stored.get(key) for key in stored.keys() | expected if stored.get(key) != expected.get(key)}
-        # One write was under way and may be there as a whole: a put of this run's next step, or a delete.
-        latest = max((v for v in expected.values() if v), default=(-1, 0))
-        whole = set(ahead.values()) == {None} or (len(set(ahead.values())) == 1 and max(ahead.values()) > latest)  # type: ignore[type-var]
-        if ahead and not whole:
-            result["lost" if any(v is None or v <= latest for v in ahead.values()) else "torn"] += 1
-        elif ahead and None not in ahead.values():
-            run_step = next(iter(ahead.values()))
-            complete = _batch_of(run, run_step[1]) if run_step else []
-            result["torn"] += {f"i{i}" for i in complete} != set(ahead)
+        _compare(expected, stored, result)
         expected = dict(stored)
     return result
+
+
+def _compare(
+    expected: dict[str, tuple[int, int] | None], stored: dict[str, tuple[int, int]], result: dict[str, Any]
+) -> None:
+    """Count what was lost and what is torn; the one write that was under way may be there as a whole, or not at all."""
+    ahead = {key: stored.get(key) for key in stored.keys() | expected if stored.get(key) != expected.get(key)}
+    latest = max((stamp for stamp in expected.values() if stamp), default=(-1, 0))
+    stamps = set(ahead.values())
+    if stamps in (set(), {None}):  # nothing, or a delete that was not acknowledged
+        return
+    stamp = next(iter(stamps))
+    if len(stamps) > 1 or stamp is None or stamp <= latest:
+        result["lost"] += 1
+    elif {f"i{i}" for i in _batch_of(*stamp)} != set(ahead):
+        result["torn"] += 1
 
 
 def _batch_of(run: int, step: int) -> list[int]:
@@ -380,11 +388,9 @@ def step_readers(engine: str, folder: Path, options: argparse.Namespace) -> dict
         try:
             store = open_engine(engine, folder, 3, create=False)
             end = time.monotonic() + 5
-            while time.monotonic() < end:
+            while time.monotonic() < end and child.poll() is None:
                 told = len(lines)
-                acknowledged = {
-                    f"i{i}": line.startswith("put") for line in lines[:told] for i in line.split()[3:]
-                }
+                acknowledged = {f"i{i}": line.startswith("put") for line in lines[:told] for i in line.split()[3:]}
                 steps = {i: int(line.split()[2]) for line in lines[:told] for i in line.split()[3:]}
                 stored = dict(_stamps(store))
                 late = [i for i, there in acknowledged.items() if there and stored.get(i, (1, -1))[1] < steps[i[1:]]]
@@ -394,9 +400,12 @@ def step_readers(engine: str, folder: Path, options: argparse.Namespace) -> dict
                     problem = f"an old version of {missing[0]}"
                     break
                 seen += 1
+                time.sleep(0.05)
+            problem = problem or ("" if child.poll() is None else "the writer died")
         except Exception as error:
             problem = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-        os.killpg(child.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
     return {"reads": seen, "writes_meanwhile": told, "problem": problem}
 
 

@@ -22,7 +22,7 @@ PARTS: dict[str, set[str]] = {
     "data": {"errors", "files", "gaussian", "metrics"},
     "encoders": {"data", "errors", "files", "gaussian"},
     "losses": {"distances", "gaussian", "inclusion", "matching"},
-    "search": {"calibration", "direction", "distances", "errors", "files", "gaussian", "matching", "metrics"},
+    "search": {"calibration", "direction", "distances", "errors", "files", "gaussian", "matching", "metrics", "progress"},
     "evaluation": {"data", "distances", "errors", "files", "gaussian", "inclusion", "matching", "metrics", "search"},
     "models": {
         "calibration",
@@ -143,8 +143,9 @@ FLOORS: dict[str, list[str]] = {
     ],
     "search": [
         "atomic_folder exact lifting parts stores stores.faiss stores.protocol",
-        "gallery stores.segments stores.store_url",
-        "collection index stores.local stores.milvus stores.pgvector",
+        "gallery stores.nearest stores.store_url stores.version_0_1",
+        "collection index stores.local_settings stores.milvus stores.pgvector",
+        "stores.local",
         "stores.rerank",
     ],
     "evaluation": [
