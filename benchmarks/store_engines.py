@@ -3,10 +3,10 @@
     sfumato      the store of `file:` URLs, as it is in this checkout
     milvus       the store of `milvus:` URLs, Milvus Lite
     lancedb      LanceDB, exact search; needs lancedb
-    sqlite-vec   records and vectors in SQLite, searched by the extension sqlite-vec; needs sqlite-vec, and pysqlite3 where
-                 Python's own sqlite3 was built without loadable extensions
+    sqlite-vec   records and vectors in SQLite, searched by the extension sqlite-vec; needs sqlite-vec, and pysqlite3
+                 where Python's own sqlite3 was built without loadable extensions
     sqlite-faiss records and vectors in SQLite, FAISS's flat index over all vectors in memory
-    sqlite-torch records and vectors in SQLite, matrix products over blocks of vectors, which are kept in memory up to a limit
+    sqlite-torch records and vectors in SQLite, plain matrix products over all vectors in memory
 
 The last four are prototypes: no locks between processes, no messages for users.
 """
@@ -123,7 +123,7 @@ class LanceEngine:
 
     def search(self, queries: Tensor, k: int, filter: Filter | None = None) -> list[Records]:
         single = len(queries) == 1
-        query = self._table.search(queries[0].numpy() if single else list(queries.numpy()))
+        query: Any = self._table.search(queries[0].numpy() if single else list(queries.numpy()))
         query = query.distance_type("l2").limit(k)
         if filter is not None:
             conditions = [f"uncertainty <= {filter.max_uncertainty}"] if filter.max_uncertainty is not None else []

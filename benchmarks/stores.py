@@ -1,21 +1,23 @@
-"""Embedded vector stores against each other: exactness, kill -9, time, memory, size on disk and size of what must be installed.
+"""Embedded vector stores against each other: exactness, kill -9, time, memory, size on disk, size of what they need.
 
 The engines are in `store_engines.py`. Each step of each engine runs in a process of its own on one processor core:
 
-    install     MB of packages that sfumato alone does not need, and seconds that their import takes after torch's
-    exact       fraction of queries whose top 10 ids are those of a scan in float64: of 20,000 lifted vectors, with and without a
-                filter, after 2,000 were replaced and 1,000 deleted, and of vectors far from the origin, where ||x||^2 - 2<x, q>
-                cancels in float32
+    install     MB of packages that sfumato alone does not need, and seconds that the import takes after torch and numpy
+    exact       fraction of queries whose top 10 ids are those of a scan in float64: of 20,000 lifted vectors, with and
+                without a filter, after 2,000 were replaced and 1,000 deleted, and of vectors far from the origin, where
+                ||x||^2 - 2<x, q> cancels in float32
     fill        seconds to store --items x (--d + 1) vectors in batches of 2048, and to optimise; MB on disk; peak memory
-    search      milliseconds of the first search after opening, and per call of 1 and 20 queries, k=10, with and without a filter
-    write       milliseconds of one upsert of one item, and forced writes (fsync and the like) of each, counted by strace
-    kill        writers killed by SIGKILL at random moments: stores that did not open again, acknowledged writes that were lost, and
-                batches that were there in part
+    search      milliseconds of the first search after opening, and per call of 1 and 20 queries, k=10, with and without
+                a filter
+    write       milliseconds of one upsert of one item, and forced writes (fsync and the like) of each, by strace
+    kill        writers killed by SIGKILL at random moments: stores that did not open again, kills after which an
+                acknowledged write was missing or changed, and kills after which a batch was there in part
     readers     whether a second process reads what was acknowledged while the first one writes
 
-    python benchmarks/stores.py --items 100000 --d 512 --kills 20 --json stores.json [--engines lancedb sqlite-vec] [--steps kill]
+    python benchmarks/stores.py --items 100000 --d 512 --kills 20 --json stores.json [--engines lancedb] [--steps kill]
 
-Memory is what the process holds beyond its start, without the pages of files that the system may drop: RssAnon, sampled each 5 ms.
+Memory is what the process holds beyond its start, without the pages of files that the system may drop: RssAnon, sampled
+each 5 ms. LanceDB waits for itself for ever if LANCE_IO_THREADS is 1; so threads are limited by processor affinity.
 """
 
 import argparse

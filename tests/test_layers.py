@@ -143,8 +143,9 @@ FLOORS: dict[str, list[str]] = {
     ],
     "search": [
         "atomic_folder exact lifting parts stores stores.faiss stores.protocol",
-        "gallery stores.nearest stores.store_url stores.version_0_1",
-        "collection index stores.local_settings stores.milvus stores.pgvector",
+        "gallery stores.nearest stores.store_url",
+        "collection index stores.local_database stores.local_settings stores.milvus stores.pgvector",
+        "stores.local_index stores.version_0_1",
         "stores.local",
         "stores.rerank",
     ],

@@ -1,13 +1,13 @@
-"""LocalStore: records in a SQLite database in a folder, searched exactly by matrix products, or through an index of FAISS.
+"""LocalStore: records in a SQLite database in a folder, searched exactly by matrix products, or through FAISS.
 
     FOLDER/records.sqlite         all that is stored, and the settings
-    FOLDER/index-*.ENGINE         FAISS's index of the items of one moment, if there is one
+    FOLDER/index-*.ENGINE         FAISS's index, if there is one (search/stores/local_index.py)
     FOLDER/.lock                  held by the one process that writes, from its first write until it closes the store
 
-SQLite is the database: an acknowledged write is a committed transaction, forced to disk. A row never changes: a replaced item gets a
-new position. So vectors that were read stay valid as long as their items are there; searches keep them in memory by page, which is
-as many positions in a row, up to a limit. The index can be made again at any time. What is not in it is compared with the queries,
-and whatever brings the candidates, they are ranked by distances from the full vectors.
+SQLite is the database (search/stores/local_database.py): an acknowledged write is a committed transaction, forced to
+disk. A row never changes: a replaced item gets a new position. So vectors that were read stay valid as long as their
+items are there. Searches keep them in memory, up to a limit, in pages of 4,096 positions each. What is not in the index
+is compared with the queries. Whatever brings the candidates, they are ranked by distances from the full vectors.
 
 Engine flat needs no FAISS. Folders of version 0.1 are converted when they are opened (search/stores/version_0_1.py).
 """
@@ -15,34 +15,38 @@ Engine flat needs no FAISS. Folders of version 0.1 are converted when they are o
 import contextlib
 import functools
 import json
-import os
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
-import filelock
 import numpy as np
 import torch
 from torch import Tensor
 
 from sfumato.errors import UserError
 from sfumato.files import sync_folder
-from sfumato.progress import progress_bar
 from sfumato.search.stores import version_0_1
-from sfumato.search.stores.faiss import FaissStore
+from sfumato.search.stores.local_database import (
+    DATABASE,
+    FORMAT,
+    LIST,
+    RECORD,
+    condition_of,
+    insert,
+    listed,
+    lock_of,
+    new_database,
+    positions_of,
+    remove,
+    take,
+)
+from sfumato.search.stores.local_index import LocalIndex, name_index, read_index, remove_others, write_index
 from sfumato.search.stores.local_settings import LocalSettings, check_against, parse_url
 from sfumato.search.stores.nearest import Block, Nearest, Positions, Vectors, is_in
 from sfumato.search.stores.protocol import Filter, Records
 
-_FORMAT, _DATABASE, _LOCK = 2, "records.sqlite", ".lock"
 _PAGE = 4096
 """Positions in a page."""
-
-_DATABASE_PAGE = 16_384
-"""Bytes of a page of the database: with SQLite's 4,096, vectors of 512 dimensions would fill half of each."""
 
 _QUERIES = 256
 """Queries that are answered at a time."""
@@ -51,17 +55,7 @@ _FEW_FRACTION = 0.05
 """Below this fraction of the index, a comparison with just these items is as fast as the index and exact."""
 
 _STALE = 0.2
-"""Fraction of items that the index lacks or has too many, and of free space, from which on optimise does something about it."""
-
-_SCHEMA = """
-CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE items (position INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, uncertainty REAL NOT NULL,
-    payload TEXT NOT NULL);
-CREATE TABLE vectors (position INTEGER PRIMARY KEY, vector BLOB NOT NULL);
-CREATE TABLE indexes (file TEXT NOT NULL, bytes INTEGER NOT NULL, positions BLOB NOT NULL);
-"""
-_SELECT = "SELECT id, uncertainty, payload, vector FROM items JOIN vectors USING (position)"
-_LIST = "(SELECT value FROM json_each(?))"
+"""Fraction of items that the index lacks or has too many, and of free space, above which optimise acts."""
 
 
 def create(url: str, dim: int, fingerprint: str) -> "LocalStore":
@@ -85,7 +79,7 @@ def create(url: str, dim: int, fingerprint: str) -> "LocalStore":
         path.mkdir(parents=True, exist_ok=True)
         if other := next((p.name for p in sorted(path.iterdir()) if not p.name.startswith(".creating")), None):
             raise UserError(f"store {url}: {path / other} is there already; open it, or give a new or empty folder")
-        with _new_database(path, dim, fingerprint, given):
+        with new_database(path, dim, fingerprint, given):
             pass
         sync_folder(path.parent)
     except (OSError, sqlite3.Error) as error:
@@ -103,36 +97,39 @@ def open(url: str) -> "LocalStore":
         UserError: there is no store, it is damaged or of another version, an option contradicts it, or it needs FAISS.
     """
     path = parse_url(url)[0]
-    if not (path / _DATABASE).is_file() and version_0_1.is_one(path):
-        _convert(url, path)
+    if not (path / DATABASE).is_file() and version_0_1.is_one(path):
+        version_0_1.convert(url, path)
+        with contextlib.closing(LocalStore(url)) as store:
+            store.optimise()
     return LocalStore(url)
 
 
 class LocalStore:
-    """A :class:`~sfumato.search.stores.protocol.VectorStore` in a folder. Made by :func:`create`, opened by :func:`open`.
+    """A :class:`~sfumato.search.stores.protocol.VectorStore` in a folder; see :func:`create` and :func:`open`.
 
-    Each search, get, count and scan sees everything that was acknowledged, by any process, before it began, and nothing half done.
-    A second process that writes gets a UserError from its first write.
+    Each search, get, count and scan sees everything that was acknowledged, by any process, before it began, and nothing
+    half done. A second process that writes gets a UserError from its first write.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.path, given = parse_url(url)
-        self._database = self.path / _DATABASE
+        self._database = self.path / DATABASE
         if not self._database.is_file():
             raise UserError(f"store {url}: there is no {self._database}; create the store first")
         self._pool: list[sqlite3.Connection] = []
         self._closed = False
         self._writer, self._memory = threading.RLock(), threading.Lock()
-        self._lock = filelock.FileLock(self.path / _LOCK, thread_local=False)
+        self._lock = lock_of(self.path)
         self._pages: tuple[int, list[tuple[int, int, int]]] = (-1, [])
         self._blocks: dict[tuple[int, int, int], Block] = {}
-        self._index: _Index | None = None
+        self._index: LocalIndex | None = None
         with self._transaction() as connection:
             version = connection.execute("PRAGMA user_version").fetchone()[0]
-            if version != _FORMAT:
+            if version != FORMAT:
                 raise UserError(
-                    f"store {url}: {self._database} has format {version}, this version of sfumato reads {_FORMAT}; build it again"
+                    f"store {url}: {self._database} has format {version}, this version of sfumato reads {FORMAT};"
+                    " build it again"
                 )
             about = dict(connection.execute("SELECT name, value FROM meta"))
         self.dim: int = about["dim"]
@@ -142,7 +139,7 @@ class LocalStore:
         self._settings = LocalSettings.of(url, kept | given)
 
     def upsert(self, records: Records) -> None:
-        """Store records; those whose ids are there already are replaced as a whole. All are stored or, if it raises, none.
+        """Store records; those whose ids are there already are replaced as a whole. If it raises, none are stored.
 
         Raises:
             ValueError: vectors of another dimension.
@@ -152,8 +149,8 @@ class LocalStore:
             raise ValueError(f"store {self.url}: vectors have {records.vectors.shape[1]} dimensions, not {self.dim}")
         if len(records):
             with self._writing() as connection:
-                _remove(connection, records.ids)
-                _insert(connection, records)
+                remove(connection, records.ids)
+                insert(connection, records)
 
     def delete(self, ids: Sequence[str]) -> int:
         """Remove items.
@@ -165,16 +162,16 @@ class LocalStore:
             UserError: another process writes, or the disk is full.
         """
         with self._writing() as connection:
-            return _remove(connection, ids)
+            return remove(connection, ids)
 
     def get(self, ids: Sequence[str]) -> Records:
         """The records of those of these ids that are there, each once, in the order asked for."""
         with self._transaction() as connection:
-            found = {row[0]: row for row in connection.execute(f"{_SELECT} WHERE id IN {_LIST}", (_listed(ids),))}
+            found = {row[0]: row for row in connection.execute(f"{RECORD} WHERE id IN {LIST}", (listed(ids),))}
             return self._records([found[i] for i in dict.fromkeys(ids) if i in found])
 
     def search(self, queries: Tensor, k: int, filter: Filter | None = None) -> list[Records]:
-        """The nearest items of each query, by distances computed from the full vectors; equally near ones in the order stored.
+        """The nearest items of each query, by distances from the full vectors; equally near ones in the order stored.
 
         Args:
             queries: (n, e) float32.
@@ -182,7 +179,8 @@ class LocalStore:
             filter: which items may be found; all if None. The payloads of all items are looked at.
 
         Returns:
-            For each query k records, nearest first; fewer only if fewer fit the filter. With engine flat exactly the nearest.
+            For each query k records, nearest first; fewer only if fewer fit the filter. With engine flat exactly the
+            nearest.
 
         Raises:
             ValueError: k or the queries do not fit.
@@ -193,39 +191,37 @@ class LocalStore:
         with self._transaction() as connection:
             allowed = None
             if filter is not None:
-                where, values = _condition(filter)
-                allowed = _positions(connection, f"SELECT position FROM items WHERE {where}", values)
+                where, values = condition_of(filter)
+                allowed = positions_of(connection, f"SELECT position FROM items WHERE {where}", values)
             for part in wanted.split(_QUERIES) if len(wanted) else ():
                 nearest = Nearest(part, k, functools.partial(self._vectors, connection))
                 after = self._add_from_index(connection, nearest, part, k, allowed)
                 nearest.scan(functools.partial(self._read_blocks, connection, after, allowed))
                 distinct = np.unique(np.concatenate(nearest.positions)).tolist()
-                rows = connection.execute(
-                    f"{_SELECT} WHERE position IN {_LIST} ORDER BY position", (_listed(distinct),)
-                )
+                rows = connection.execute(f"{RECORD} WHERE position IN {LIST} ORDER BY position", (listed(distinct),))
                 found = dict(zip(distinct, rows, strict=True))
                 results += [self._records([found[p] for p in row.tolist()]) for row in nearest.positions]
         return results
 
     def count(self, filter: Filter | None = None) -> int:
         """Number of items that fit."""
-        where, values = _condition(filter)
+        where, values = condition_of(filter)
         with self._transaction() as connection:
             return int(connection.execute(f"SELECT count(*) FROM items WHERE {where}", values).fetchone()[0])
 
     def scan(self, batch: int = 4096, filter: Filter | None = None) -> Iterator[Records]:
-        """All items that fit, in batches, each once, as they were when the first batch was asked for; in the order stored."""
-        where, values = _condition(filter)
+        """All items that fit, in batches, each once, as they were when the first batch was asked for, in order."""
+        where, values = condition_of(filter)
         with self._transaction() as connection:
-            cursor = connection.execute(f"{_SELECT} WHERE {where} ORDER BY position", values)
+            cursor = connection.execute(f"{RECORD} WHERE {where} ORDER BY position", values)
             while rows := cursor.fetchmany(batch):
                 yield self._records(rows)
 
     def optimise(self) -> None:
         """Give free space back, and build the index of an approximate engine if it is missing or old.
 
-        Building an index takes as much memory as all vectors. Searches go on; writes of other threads wait. If it dies, nothing
-        is lost.
+        Building an index takes twice the memory of all vectors. Searches go on; writes of other threads wait. If it
+        dies, nothing is lost.
 
         Raises:
             UserError: another process writes, or the disk is full.
@@ -241,14 +237,14 @@ class LocalStore:
             self._remove_strangers()
 
     def begin_writing(self) -> None:
-        """Take the right to write, as every write does, and keep it until close; the system takes it from a process that dies.
+        """Take the right to write, as every write does, and keep it until close or until the process dies.
 
         Raises:
             UserError: another process writes, or the folder cannot be written to.
         """
         with self._writer:
             if not (self._lock.is_locked or self._closed):
-                _acquire(self.url, self._lock)
+                take(self._lock, self.url)
                 self._remove_strangers()
 
     def close(self) -> None:
@@ -289,7 +285,8 @@ class LocalStore:
             ) from error
         except sqlite3.DatabaseError as error:
             raise UserError(
-                f"store {self.url}: {self._database} is damaged ({error}); put back a copy of the folder, or build it again"
+                f"store {self.url}: {self._database} is damaged ({error}); put back a copy of the folder, or build it"
+                " again"
             ) from error
 
     @contextlib.contextmanager
@@ -327,7 +324,8 @@ class LocalStore:
     def _block(self, connection: sqlite3.Connection, page: tuple[int, int, int]) -> Block:
         """The vectors of a page, from memory if they are there, and kept there if there is room.
 
-        Number, count and last position of a page say what is in it: new rows raise the last, and deaths lower the count.
+        A page is its number, count and last position, and these say what is in it: new rows raise the last position,
+        and deaths lower the count.
         """
         with self._memory:
             if page in self._blocks:
@@ -345,14 +343,14 @@ class LocalStore:
 
     def _vectors(self, connection: sqlite3.Connection, positions: Positions) -> Vectors:
         """(m, e) vectors at ascending positions."""
-        select = f"SELECT vector FROM vectors WHERE position IN {_LIST} ORDER BY position"
-        return self._matrix([row[0] for row in connection.execute(select, (_listed(positions.tolist()),))])
+        select = f"SELECT vector FROM vectors WHERE position IN {LIST} ORDER BY position"
+        return self._matrix([row[0] for row in connection.execute(select, (listed(positions.tolist()),))])
 
     def _matrix(self, rows: Sequence[bytes]) -> Vectors:
         return np.frombuffer(b"".join(rows), dtype="<f4").astype(np.float32).reshape(len(rows), self.dim)
 
     def _records(self, rows: Sequence[tuple[str, float, str, bytes]]) -> Records:
-        """The records of rows of _SELECT."""
+        """The records of rows of RECORD."""
         return Records(
             tuple(row[0] for row in rows),
             torch.from_numpy(self._matrix([row[3] for row in rows])),
@@ -363,7 +361,7 @@ class LocalStore:
     def _add_from_index(
         self, connection: sqlite3.Connection, nearest: Nearest, queries: Tensor, k: int, allowed: Positions | None
     ) -> int:
-        """Add candidates from the index, if that brings enough; the position after which to compare with all vectors."""
+        """Add candidates from the index if it brings enough; after which position to compare with all vectors."""
         if (index := self._read_index(connection)) is None:
             return -1
         settings, among, n = self._settings, None, len(index.positions)
@@ -372,85 +370,43 @@ class LocalStore:
             n = len(among)
         if n < max(1, settings.exact_below, _FEW_FRACTION * len(index.positions)):
             return -1
-        # More than k, because some are dead, and because rounding, and codes more so, may have put them in a wrong order.
+        # More than k: some are dead, and rounding, codes more so, may have put them in a wrong order.
         c = min(n, k * settings.overfetch if settings.engine == "ivf-pq" else 2 * k + 8)
         found = index.faiss.search(queries, c, among)[1].numpy()
         positions = np.where(found >= 0, index.positions[found], -1)
-        select = f"SELECT position FROM items WHERE position IN {_LIST}"
-        alive = _positions(connection, select, (_listed(np.unique(positions).tolist()),))
+        select = f"SELECT position FROM items WHERE position IN {LIST}"
+        alive = positions_of(connection, select, (listed(np.unique(positions).tolist()),))
         positions[~is_in(positions, alive)] = -1
         if ((positions >= 0).sum(1) < k).any():
             return -1
         nearest.add(positions)
         return int(index.positions[-1])
 
-    def _read_index(self, connection: sqlite3.Connection) -> "_Index | None":
-        """FAISS's index, mapped into memory; None if there is none or its file is gone."""
-        about = connection.execute("SELECT file, bytes FROM indexes").fetchone()
-        if about is None:
-            return None
-        file = self.path / about[0]
-        with self._memory:
-            if self._index is not None and self._index.file == file:
-                return self._index
-        try:
-            if (size := file.stat().st_size) != about[1]:
-                raise ValueError(f"{size} bytes where {about[1]} were written")
-            faiss = FaissStore.read(file, self._settings.engine, self._settings.faiss, mapped=True)
-        except (FileNotFoundError, ValueError) as error:
-            if not file.exists():
-                return None
-            raise UserError(
-                f"store {self.url}: {file} is damaged ({error}); remove this file and optimise the store, which builds it anew"
-            ) from error
-        raw = connection.execute("SELECT positions FROM indexes").fetchone()[0]
-        index = _Index(file, faiss, np.frombuffer(raw, dtype="<i8").astype(np.int64))
-        with self._memory:
-            self._index = index
+    def _read_index(self, connection: sqlite3.Connection) -> LocalIndex | None:
+        index = read_index(self.url, self.path, connection, self._settings, self._index)
+        self._index = index or self._index
         return index
 
     def _build_index(self) -> None:
         """Index all items, unless few of them are outside the index or there are too few for one."""
-        settings = self._settings
         with self._transaction() as connection:
-            positions, index = _positions(connection, "SELECT position FROM items"), self._read_index(connection)
+            positions, index = positions_of(connection, "SELECT position FROM items"), self._read_index(connection)
             n = len(positions)
             moved = len(np.setxor1d(positions, index.positions)) if index else n
-            if n < max(16, settings.exact_below) or moved <= _STALE * n:
+            if n < max(16, self._settings.exact_below) or moved <= _STALE * n:
                 return
-            vectors = torch.from_numpy(self._vectors(connection, positions))
-        numbers = settings.faiss
-        if numbers.n_lists:
-            numbers = replace(numbers, n_lists=min(numbers.n_lists, max(1, n // 39)))
-        file = self.path / f"index-{positions[-1]}-{n}.{settings.engine}"
-        try:
-            FaissStore.build(vectors, settings.engine, numbers).write(file)
-            with file.open("rb+") as stream:
-                os.fsync(stream.fileno())
-            sync_folder(self.path)
-        except OSError as error:
-            raise UserError(f"store {self.url}: {file} cannot be written ({error}); see to free space") from error
+            vectors = np.empty((n, self.dim), dtype=np.float32)
+            for start in range(0, n, _PAGE):
+                vectors[start : start + _PAGE] = self._vectors(connection, positions[start : start + _PAGE])
+        file = write_index(self.url, self.path, positions, vectors, self._settings)
         with self._writing() as connection:
-            connection.execute("DELETE FROM indexes")
-            row = (file.name, file.stat().st_size, positions.astype("<i8").tobytes())
-            connection.execute("INSERT INTO indexes VALUES (?, ?, ?)", row)
+            name_index(connection, file, positions)
 
     def _remove_strangers(self) -> None:
-        """Remove what killed writers, earlier indexes and version 0.1 have left. Who has such a file open keeps it."""
+        """Remove what killed writers, earlier indexes and version 0.1 have left."""
         with self._transaction() as connection:
-            known = {self.path / row[0] for row in connection.execute("SELECT file FROM indexes")}
-        for file in set(self.path.glob("index-*.*")) - known:
-            file.unlink(missing_ok=True)
+            remove_others(self.path, connection)
         version_0_1.remove(self.path)
-
-
-@dataclass(frozen=True, eq=False)
-class _Index:
-    """FAISS's index, mapped into memory, and the positions of its rows, ascending."""
-
-    file: Path
-    faiss: FaissStore
-    positions: Positions
 
 
 def check_queries(url: str, queries: Tensor, k: int, dim: int) -> Tensor:
@@ -473,100 +429,3 @@ def check_queries(url: str, queries: Tensor, k: int, dim: int) -> Tensor:
     if not torch.isfinite(wanted).all():
         raise ValueError(f"store {url}: a query has a number that is not finite")
     return wanted
-
-
-def _insert(connection: sqlite3.Connection, records: Records) -> None:
-    """Store records whose ids are not there."""
-    last = connection.execute("SELECT ifnull(max(seq), 0) FROM sqlite_sequence WHERE name = 'items'").fetchone()[0]
-    positions = range(last + 1, last + 1 + len(records))
-    payloads = (json.dumps(dict(payload), ensure_ascii=False) for payload in records.payloads)
-    rows = zip(positions, records.ids, records.uncertainty.tolist(), payloads, strict=True)
-    connection.executemany("INSERT INTO items VALUES (?, ?, ?, ?)", rows)
-    vectors = np.ascontiguousarray(records.vectors.detach().numpy(), dtype="<f4")
-    connection.executemany("INSERT INTO vectors VALUES (?, ?)", zip(positions, map(bytes, vectors), strict=True))
-
-
-def _remove(connection: sqlite3.Connection, ids: Sequence[str]) -> int:
-    """Remove the items with these ids; how many there were."""
-    found = _positions(connection, f"SELECT position FROM items WHERE id IN {_LIST}", (_listed(ids),)).tolist()
-    for table in ("items", "vectors") if found else ():
-        connection.execute(f"DELETE FROM {table} WHERE position IN {_LIST}", (_listed(found),))
-    return len(found)
-
-
-def _listed(values: Sequence[Any]) -> str:
-    """For _LIST."""
-    return json.dumps(list(values), ensure_ascii=False)
-
-
-def _positions(connection: sqlite3.Connection, select: str, values: Sequence[Any] = ()) -> Positions:
-    """Positions that a query finds, ascending."""
-    return np.sort(np.fromiter((row[0] for row in connection.execute(select, values)), dtype=np.int64))
-
-
-def _condition(filter: Filter | None) -> tuple[str, list[Any]]:
-    """A filter as a condition of SQL and its values."""
-    conditions, values = ["1"], list[Any]()
-    if filter is not None and filter.max_uncertainty is not None:
-        conditions.append("uncertainty <= ?")
-        values.append(filter.max_uncertainty)
-    for name, texts in filter.where.items() if filter is not None else ():
-        conditions.append(f"EXISTS (SELECT 1 FROM json_each(payload) WHERE key = ? AND atom IN {_LIST})")
-        values += [name, _listed(texts)]
-    return " AND ".join(conditions), values
-
-
-def _acquire(url: str, lock: filelock.BaseFileLock) -> None:
-    """Take the right to write."""
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout as error:
-        raise UserError(
-            f"store {url}: another process, or another opening in this one, writes to it; wait until it closes the store"
-        ) from error
-    except OSError as error:
-        raise UserError(f"store {url}: cannot be written ({error}); see to permissions") from error
-
-
-@contextlib.contextmanager
-def _new_database(path: Path, dim: int, fingerprint: str, settings: dict[str, Any]) -> Iterator[sqlite3.Connection]:
-    """A new database in a transaction; it is in its place after the block, unless that raises."""
-    new = path / f".creating-{os.getpid()}.sqlite"
-    new.unlink(missing_ok=True)
-    with contextlib.closing(sqlite3.connect(new, isolation_level=None)) as connection:
-        connection.execute(f"PRAGMA page_size={_DATABASE_PAGE}")
-        connection.executescript(_SCHEMA)
-        about = {"dim": dim, "fingerprint": fingerprint, "settings": json.dumps(settings), "version": 0}
-        connection.executemany("INSERT INTO meta VALUES (?, ?)", about.items())
-        connection.execute(f"PRAGMA user_version={_FORMAT}")
-        connection.execute("BEGIN")
-        yield connection
-        connection.execute("COMMIT")
-        connection.execute("PRAGMA journal_mode=WAL")
-    os.replace(new, path / _DATABASE)
-    sync_folder(path)
-
-
-def _convert(url: str, path: Path) -> None:
-    """Make a store of one of version 0.1, in its place. If it dies, the old one is as it was."""
-    lock = filelock.FileLock(path / _LOCK, thread_local=False)
-    _acquire(url, lock)
-    try:
-        dim, fingerprint, settings = version_0_1.settings_of(path)
-        with (
-            progress_bar(f"converting {path} from version 0.1", version_0_1.count(path)) as advance,
-            _new_database(path, dim, fingerprint, settings) as connection,
-        ):
-            for records in version_0_1.records(path, dim):
-                _insert(connection, records)
-                advance(len(records))
-        version_0_1.remove(path)
-    except (OSError, ValueError, sqlite3.Error) as error:
-        raise UserError(
-            f"store {url}: is of version 0.1 and could not be converted ({error}); see to free space and permissions and open it"
-            " again, or put back a copy of the folder"
-        ) from error
-    finally:
-        lock.release()
-    with contextlib.closing(LocalStore(f"file:{path}")) as store:
-        store.optimise()

@@ -13,7 +13,7 @@ from sfumato.search.stores.store_url import options
 LOCAL_OPTIONS = {
     "engine": f"{', '.join(STORE_ENGINES)}; flat if left out",
     "memory": "MB of vectors that searches keep in memory, 2000 if left out; further vectors are read at each search",
-    "exact_below": "hnsw, ivf, ivf-pq: number of items below which all are compared instead of using the index, 8192 if left out",
+    "exact_below": "number of items below which all are compared instead of using the index, 8192 if left out",
     "m": "hnsw: links of a node",
     "ef_construction": "hnsw: candidates while building",
     "ef_search": "hnsw: candidates while searching",

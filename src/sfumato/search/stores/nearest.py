@@ -1,6 +1,6 @@
 """Exact nearest neighbours among blocks of vectors, by matrix products that cannot lose a neighbour to rounding.
 
-Knows vectors and their positions; where they are kept, and what a position is, is the caller's affair (search/stores/local.py).
+Knows vectors and their positions. The caller knows where they are kept and what a position is (search/stores/local.py).
 """
 
 import functools
@@ -68,9 +68,9 @@ class Block:
     def lower_bounds(self, queries: Tensor) -> Tensor:
         """(n, b) numbers that the squared distances from (n, e) queries are at least; infinite for what is not allowed.
 
-        In float32, ||x||^2 + ||q||^2 - 2 <x, q> is wrong by at most (e + 8) eps of ||x||^2 + ||q||^2, in whatever order it is
-        summed, the rounding of x and q to the centre included. So the bounds are far below the distances of what is far from
-        the centre.
+        In float32, ||x||^2 + ||q||^2 - 2 <x, q> is wrong by at most (e + 8) eps of ||x||^2 + ||q||^2, in whatever order
+        it is summed, the rounding of x and q to the centre included. So the bounds are far below the distances of what
+        is far from the centre.
         """
         exactly = 1 - (queries.shape[1] + 8) * torch.finfo(torch.float32).eps
         wanted = queries - self.centre
@@ -103,9 +103,9 @@ class Nearest:
     def scan(self, blocks: Callable[[], Iterable[Block]]) -> None:
         """Consider all vectors of some blocks.
 
-        The products bring a few more than k candidates for each query. Where their bounds leave open whether a vector that was
-        left out is among the k nearest, the distances of all vectors that may be are computed by differences: after outliers, in
-        heaps far from each other, and among many equal vectors.
+        The products bring a few more than k candidates for each query. Where their bounds leave open whether a vector
+        that was left out is among the k nearest, the distances of all vectors that may be are computed by differences:
+        after outliers, in heaps far from each other, and among many equal vectors.
 
         Args:
             blocks: called at most twice; both times it must bring the same vectors.

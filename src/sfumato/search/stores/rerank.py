@@ -445,9 +445,7 @@ def _parse(url: str) -> tuple[dict[str, Any], str]:
     """This module's options, numbers as numbers, and the URL of the means."""
     apart = scheme(url) != "rerank"
     # A path may have a #, which would end the URL for `options`.
-    rest: dict[str, Any] = dict(
-        options(url.replace("#", "%23"), _OWN | (_OF_REDIS if apart else {}) | LOCAL_OPTIONS)
-    )
+    rest: dict[str, Any] = dict(options(url.replace("#", "%23"), _OWN | (_OF_REDIS if apart else {}) | LOCAL_OPTIONS))
     given = {name: rest.pop(name) for name in (*_OWN, *_OF_REDIS) if name in rest}
     for name in set(given) & set(_OWN):
         if not given[name].isascii() or not given[name].isdigit() or int(given[name]) < 1:
