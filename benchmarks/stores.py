@@ -6,7 +6,7 @@ The engines are in `store_engines.py`. Each step of each engine runs in a proces
     exact       fraction of queries whose top 10 ids are those of a scan in float64: of 20,000 lifted vectors, with and
                 without a filter, after 2,000 were replaced and 1,000 deleted, and of vectors far from the origin, where
                 ||x||^2 - 2<x, q> cancels in float32
-    fill        seconds to store --items x (--d + 1) vectors in batches of 2048, and to optimise; MB on disk; peak memory
+    fill        seconds to store --items x (--d + 1) vectors in batches of 2048, and to optimise; MB on disk; memory
     search      milliseconds of the first search after opening, and per call of 1 and 20 queries, k=10, with and without
                 a filter
     write       milliseconds of one upsert of one item, and forced writes (fsync and the like) of each, by strace
@@ -367,7 +367,7 @@ def _stamps(store: Engine) -> Iterator[tuple[str, tuple[int, int]]]:
 def _writer(
     engine: str, folder: Path, options: argparse.Namespace, run: int
 ) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """A writing process that has opened the store, and its acknowledgements; they are complete after the block, which must end it."""
+    """A writing process that has opened the store, and its acknowledgements; the block must end the process."""
     command = _child(engine, "writer", folder, options, f"--seed={run}")
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert child.stdout is not None

@@ -34,7 +34,7 @@ def work(tmp_path_factory):
 
 
 def test_help_is_quick_and_names_the_commands():
-    result = subprocess.run([sys.executable, "-m", "sfumato.cli", "--help"], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-m", "sfumato", "--help"], capture_output=True, text=True)
     assert result.returncode == 0
     for command in (
         "train",

@@ -14,7 +14,7 @@ PARTS: dict[str, set[str]] = {
     "progress": set(),
     "direction": set(),
     "gaussian": {"files"},
-    "distances": {"gaussian"},
+    "distances": {"direction", "gaussian"},
     "inclusion": {"gaussian"},
     "matching": {"distances", "gaussian"},
     "metrics": set(),
@@ -23,7 +23,18 @@ PARTS: dict[str, set[str]] = {
     "encoders": {"data", "errors", "files", "gaussian"},
     "losses": {"distances", "gaussian", "inclusion", "matching"},
     "search": {"calibration", "direction", "distances", "errors", "files", "gaussian", "matching", "metrics", "progress"},
-    "evaluation": {"data", "distances", "errors", "files", "gaussian", "inclusion", "matching", "metrics", "search"},
+    "evaluation": {
+        "data",
+        "direction",
+        "distances",
+        "errors",
+        "files",
+        "gaussian",
+        "inclusion",
+        "matching",
+        "metrics",
+        "search",
+    },
     "models": {
         "calibration",
         "data",
@@ -55,6 +66,7 @@ PARTS: dict[str, set[str]] = {
     },
     "studies": {
         "data",
+        "direction",
         "distances",
         "encoders",
         "errors",
@@ -71,6 +83,8 @@ PARTS: dict[str, set[str]] = {
     },
     "reports": {
         "data",
+        "direction",
+        "distances",
         "encoders",
         "evaluation",
         "files",
@@ -166,6 +180,7 @@ FLOORS: dict[str, list[str]] = {
     "training": [
         "optim step",
         "batches variance_stage",
+        "setup",
         "loop",
         "ablation",
     ],

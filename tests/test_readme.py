@@ -41,7 +41,7 @@ def test_shell_blocks_run(tmp_path):
     shutil.move(tmp_path / "data", tmp_path / "pictures")
     (tmp_path / "bin").mkdir()
     command = tmp_path / "bin" / "sfumato"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m sfumato.cli "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m sfumato "$@"\n')
     command.chmod(0o755)
     environment = {**os.environ, "PATH": f"{command.parent}:{os.environ['PATH']}"}
     script = "".join(blocks("sh"))

@@ -10,12 +10,13 @@ import difflib
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from sfumato.direction import Direction
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 
 DEFAULT_MEMORY_MB = 64.0
@@ -505,6 +506,47 @@ def reduce_sample_distances(
 
 
 @dataclass(frozen=True)
+class Lift:
+    """How a distance becomes a squared L2 distance between longer vectors, plus a number of the query alone.
+
+        distance(q, g) = ||[mean_q, query(q)] - [mean_g, gallery(g)]||^2 + constant(q)
+
+    Attributes:
+        gallery: (m, d) embeddings -> (m, c) float32 columns behind the means of items.
+        query: (n, d) embeddings -> (n, c) float32 columns behind the means of queries.
+        constant: (n, d) embeddings -> (n,) float32.
+    """
+
+    gallery: Callable[[GaussianEmbedding], Tensor]
+    query: Callable[[GaussianEmbedding], Tensor]
+    constant: Callable[[GaussianEmbedding], Tensor]
+
+
+def _total_variance(x: GaussianEmbedding) -> Tensor:
+    return x.log_var.float().exp().sum(1)
+
+
+def _total_deviation(x: GaussianEmbedding) -> Tensor:
+    return _total_variance(x).sqrt().unsqueeze(1)
+
+
+def _deviations(x: GaussianEmbedding) -> Tensor:
+    return (x.log_var.float() / 2).exp()
+
+
+def _zero_column(x: GaussianEmbedding) -> Tensor:
+    return x.mean.new_zeros(x.n, 1, dtype=torch.float32)
+
+
+def _no_columns(x: GaussianEmbedding) -> Tensor:
+    return x.mean.new_zeros(x.n, 0, dtype=torch.float32)
+
+
+def _nothing(x: GaussianEmbedding) -> Tensor:
+    return x.mean.new_zeros(x.n, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
 class Distance:
     """A named distance: its row form, its matrix form, and what it asks of its inputs.
 
@@ -513,6 +555,8 @@ class Distance:
         row: (n, d), (n, d) -> (n,).
         matrix: (n, d), (m, d) -> (n, m).
         symmetric: distance(x, y) = distance(y, x); if not, images come first.
+        lift: how it becomes a squared L2 distance that any vector engine can search; None if it does not.
+        direction: side of the first argument: "i2t" for images as queries, "t2i" for texts; see :meth:`for_direction`.
         needs_variance: points (variance 0) are refused.
         sampled: random; takes n_samples and generator.
         pieces: how many embeddings of equal size an item's mean is cut into; 1 but for ``nearest_of_K``.
@@ -525,14 +569,36 @@ class Distance:
     needs_variance: bool = False
     sampled: bool = False
     pieces: int = 1
+    lift: Lift | None = None
+    direction: Direction = "i2t"
+
+    def for_direction(self, direction: Direction) -> "Distance":
+        """The same distance with queries first: row and matrix take (queries, gallery) of this direction of retrieval.
+
+        Only an asymmetric distance, such as kl, computes something else: it always compares images with texts.
+
+        Args:
+            direction: "i2t" if images are the queries, "t2i" if texts are.
+        """
+        if direction == self.direction:
+            return self
+        if self.symmetric:
+            return replace(self, direction=direction)
+        row, matrix = self.row, self.matrix
+        return replace(
+            self,
+            direction=direction,
+            row=lambda queries, items: row(items, queries),
+            matrix=lambda queries, gallery: matrix(gallery, queries).T,
+        )
 
 
 DISTANCES: dict[str, Distance] = {
     distance.name: distance
     for distance in (
-        Distance("csd", csd, csd_matrix),
-        Distance("squared_l2", squared_l2, squared_l2_matrix),
-        Distance("wasserstein2", wasserstein2, wasserstein2_matrix),
+        Distance("csd", csd, csd_matrix, lift=Lift(_total_deviation, _zero_column, _total_variance)),
+        Distance("squared_l2", squared_l2, squared_l2_matrix, lift=Lift(_no_columns, _no_columns, _nothing)),
+        Distance("wasserstein2", wasserstein2, wasserstein2_matrix, lift=Lift(_deviations, _deviations, _nothing)),
         Distance("wasserstein2_printed", wasserstein2_printed, wasserstein2_printed_matrix),
         Distance("kl", kl, kl_matrix, symmetric=False, needs_variance=True),
         Distance("min_kl", min_kl, min_kl_matrix, needs_variance=True),
@@ -545,12 +611,17 @@ DISTANCES: dict[str, Distance] = {
 """Every distance by name; recipes and commands choose from these, or take nearest_of_K for items of K embeddings."""
 
 
-def get_distance(name: str) -> Distance:
+def get_distance(name: str | Distance) -> Distance:
     """The distance of that name: one of DISTANCES, or nearest_of_2, nearest_of_3, ... (:func:`nearest_matrix`).
+
+    Args:
+        name: a name; a distance is handed back as it is.
 
     Raises:
         ValueError: there is none; the message names the nearest and lists all.
     """
+    if isinstance(name, Distance):
+        return name
     pieces = name.removeprefix("nearest_of_")
     if pieces != name and pieces.isdecimal() and not pieces.startswith("0"):
         row, matrix = (functools.partial(form, pieces=int(pieces)) for form in (nearest, nearest_matrix))

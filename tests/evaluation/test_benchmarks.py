@@ -112,9 +112,9 @@ def test_an_unsymmetric_distance_is_from_image_to_text_both_ways():
 def test_another_ranker_gives_the_same_and_only_sees_galleries():
     sizes = []
 
-    def rank(queries, gallery, relevance, distance, *, queries_first=True):
+    def rank(queries, gallery, relevance, distance):
         sizes.append((queries.n, gallery.n))
-        return rank_relevant(queries, gallery, relevance, distance, queries_first=queries_first)
+        return rank_relevant(queries, gallery, relevance, distance)
 
     ours = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, ground_truths(), rank=rank)
     plain = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, ground_truths())

@@ -169,7 +169,7 @@ def test_figures_in_the_form_of_the_published_ones():
 
 def test_mistakes_are_named(folder, tmp_path):
     ground_truths = read_ground_truths(ground_truth=folder / "truth.json")
-    for arguments in ({}, {"benchmark": "coco", "truth": folder / "truth.json"}):
+    for arguments in ({}, {"benchmark": "coco", "ground_truth": folder / "truth.json"}):
         with pytest.raises(UserError, match=r"either --truth FILE or --benchmark NAME \(coco, flickr30k"):
             read_ground_truths(**arguments)
     with pytest.raises(UserError, match="unknown benchmark 'cocoa'; known: coco"):

@@ -149,7 +149,7 @@ def test_kl_goes_from_image_to_text_in_both_directions():
     matrix = DISTANCES["kl"].matrix(images, texts)
     assert not torch.allclose(matrix.T, DISTANCES["kl"].matrix(texts, images))
     chosen = {"knn_distance": ESTIMATORS["knn_distance"]}
-    for queries, gallery, first, distance in ((images, texts, True, matrix), (texts, images, False, matrix.T)):
+    for queries, gallery, first, distance in ((images, texts, "i2t", matrix), (texts, images, "t2i", matrix.T)):
         found = estimate_uncertainty(queries, gallery, Matching("kl", 1.0, 0.0, first), estimators=chosen)
         expected = distance.topk(NEAREST, largest=False).values.mean(1)
         np.testing.assert_allclose(found["knn_distance"], expected.numpy(), rtol=1e-5)

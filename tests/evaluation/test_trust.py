@@ -27,7 +27,7 @@ from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.uncertainty import balanced_spearman, recall_by_uncertainty
 
 N, M, D = 41, 29, 4
-MATCHING = Matching("csd", 0.8, 1.0, queries_first=False)
+MATCHING = Matching("csd", 0.8, 1.0, direction="t2i")
 QUICK = {"n_resamples": 20}
 
 
@@ -155,9 +155,9 @@ def test_kl_goes_from_image_to_text_whoever_asks():
     has = ground_truth.any(1)
     matrix = DISTANCES["kl"].matrix(images, texts).numpy().T
     chosen = {"knn_distance": ESTIMATORS["knn_distance"]}
-    found = measure_trust(texts, images, relevance, Matching("kl", 1, 0, False), estimators=chosen, **QUICK)
+    found = measure_trust(texts, images, relevance, Matching("kl", 1, 0, "t2i"), estimators=chosen, **QUICK)
     assert found.recall.value == pytest.approx(ground_truth[np.arange(N), matrix.argmin(1)][has].mean())
-    other = measure_trust(texts, images, relevance, Matching("kl", 1, 0, True), estimators=chosen, **QUICK)
+    other = measure_trust(texts, images, relevance, Matching("kl", 1, 0, "i2t"), estimators=chosen, **QUICK)
     assert other.right_pairs.value != found.right_pairs.value
     # The pairs are drawn with the same seed: true and random distances from the matrix of the right direction.
     pairs = _random_pairs(relevance.select_queries(np.flatnonzero(has)), np.random.default_rng(0))

@@ -115,7 +115,7 @@ class Own:
 
 def test_foreign_classes_are_named(tmp_path):
     torch.save({"model": Own()}, tmp_path / "module.pt")
-    with pytest.raises(UserError, match=r"holds a .*test_checkpoints.Own.*save its state dict alone"):
+    with pytest.raises(UserError, match=r"holds a .*test_foreign_checkpoints.Own.*save its state dict alone"):
         read_checkpoint(tmp_path / "module.pt")
 
 

@@ -597,7 +597,7 @@ def test_manifests_with_or_without_captions(tmp_path, pictures, ending):
     assert embed_collection(retrieval_model, list_manifest(path, part_size=2), out, max_problem_share=0.8).new == 0
 
 
-@pytest.mark.parametrize("reader", [ImageFileProcessor(16, fit="crop"), BilinearProcessor(16)])
+@pytest.mark.parametrize("processor", [ImageFileProcessor(16, fit="crop"), BilinearProcessor(16)])
 def test_other_readers_give_what_they_give_elsewhere(tmp_path, pictures, processor):
     retrieval_model = tiny_retrieval_model(processor=processor)
     expected, ids, _ = embed_folder(retrieval_model, pictures)

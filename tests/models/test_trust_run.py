@@ -6,6 +6,7 @@ import torch
 from support.toy import make_toy
 
 from sfumato.data.corruptions import TEXT_CORRUPTIONS, erase_squares
+from sfumato.distances import get_distance
 from sfumato.evaluation import trust as measures
 from sfumato.evaluation.estimators import ESTIMATORS, FailurePredictor, Matching, estimate_uncertainty
 from sfumato.metrics.retrieval import per_query_metrics
@@ -34,7 +35,9 @@ def embedded(run, split, of_text):
     ground_truth = prepared.data.relevance()
     queries, gallery = (texts, images) if of_text else (images, texts)
     ground_truth = ground_truth.transpose() if of_text else ground_truth
-    ranks = rank_relevant(queries, gallery, ground_truth, run.distance, queries_first=not of_text)
+    ranks = rank_relevant(
+        queries, gallery, ground_truth, get_distance(run.distance).for_direction("t2i" if of_text else "i2t")
+    )
     return prepared.data, queries, gallery, ground_truth, 1 - per_query_metrics(ranks, ground_truth)["recall@1"]
 
 
@@ -56,7 +59,7 @@ def test_queries_are_corrupted_as_stated_and_compared_with_themselves(run):
     report, path = trust_run(run, "test", seed=4, **QUICK)
     assert path == run.folder / "trust-test.json" and path.exists()
     data, queries, gallery, *_ = embedded(run, "test", True)
-    matching = Matching(run.distance, run.logit_scale, run.logit_bias, queries_first=False)
+    matching = Matching(run.distance, run.logit_scale, run.logit_bias, direction="t2i")
     c = TEXT_CORRUPTIONS["wrong_letters"]
     chosen = np.sort(np.random.default_rng([4, 2]).permutation(queries.n)[:6])
     found = report.directions["t2i"].corruptions["wrong_letters"]
@@ -81,12 +84,12 @@ def test_captions_of_an_image_are_resampled_together_and_share_its_proxy(run, mo
     real = measures.measure_trust
 
     def spy(queries, gallery, relevance, matching, **options):
-        seen[matching.queries_first] = options | {"relevance": relevance}
+        seen[matching.direction] = options | {"relevance": relevance}
         return real(queries, gallery, relevance, matching, **options)
 
     monkeypatch.setattr(trust, "measure_trust", spy)
     trust_model(run, run.recipe.data, "test", n_resamples=0, n_corrupted=0)
-    texts, images = seen[False], seen[True]
+    texts, images = seen["t2i"], seen["i2t"]
     image_of = [
         int(texts["relevance"].indices[texts["relevance"].indptr[t]]) for t in range(texts["relevance"].n_queries)
     ]

@@ -22,12 +22,12 @@ def grid(n, d, seed):
 
 
 @pytest.mark.parametrize("name", [n for n, d in DISTANCES.items() if not d.sampled])
-@pytest.mark.parametrize("queries_first", [True, False])
-def test_blocks_are_the_matrix(name, queries_first):
+@pytest.mark.parametrize("direction", ["i2t", "t2i"])
+def test_blocks_are_the_matrix(name, direction):
     x, y = gaussians(11, 4, 0), gaussians(7, 4, 1)
-    blocks = list(distance_blocks(x, y, name, queries_first=queries_first, memory_mb=3 * 7 * 4 / 2**20))
+    blocks = list(distance_blocks(x, y, get_distance(name).for_direction(direction), memory_mb=3 * 7 * 4 / 2**20))
     assert [s for s, _ in blocks] == [0, 3, 6, 9] and [len(b) for _, b in blocks] == [3, 3, 3, 2]
-    whole = get_distance(name).matrix(x, y) if queries_first else get_distance(name).matrix(y, x).T
+    whole = get_distance(name).matrix(x, y) if direction == "i2t" else get_distance(name).matrix(y, x).T
     torch.testing.assert_close(torch.cat([b for _, b in blocks]), whole)
 
 
@@ -46,7 +46,7 @@ def test_top_k_by_kl_knows_its_direction():
     x, y = gaussians(5, 3, 2), gaussians(9, 3, 3)
     forward, backward = DISTANCES["kl"].matrix(x, y), DISTANCES["kl"].matrix(y, x).T
     assert (top_k(x, y, 9, "kl")[1] == forward.argsort(1)).all()
-    assert (top_k(x, y, 9, "kl", queries_first=False)[1] == backward.argsort(1)).all()
+    assert (top_k(x, y, 9, get_distance("kl").for_direction("t2i"))[1] == backward.argsort(1)).all()
     assert not torch.equal(forward.argsort(1), backward.argsort(1))
 
 
@@ -82,16 +82,16 @@ def test_one_tied_row_among_untied_ones(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["csd", "kl", "wasserstein2"])
-@pytest.mark.parametrize("queries_first", [True, False])
-def test_candidates_in_their_true_order(name, queries_first, monkeypatch):
+@pytest.mark.parametrize("direction", ["i2t", "t2i"])
+def test_candidates_in_their_true_order(name, direction, monkeypatch):
     """Each query's own candidates by loops; blocks of two queries, candidates that are missing, and a tie."""
     monkeypatch.setattr("sfumato.search.exact._CANDIDATE_FLOATS", 2 * 4 * 3)
     queries, gallery = gaussians(5, 3, 0), gaussians(9, 3, 1)
     gallery = gallery[torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 0])]  # 0 and 8 are equal
     candidates = torch.tensor([[8, 0, 3, 4], [7, 6, 5, 4], [1, -1, 2, 3], [-1, 8, -1, 0], [2, 4, 6, 8]])
-    found, order = closest_candidates(queries, gallery, candidates, name, queries_first=queries_first)
+    found, order = closest_candidates(queries, gallery, candidates, get_distance(name).for_direction(direction))
     matrix = get_distance(name).matrix
-    whole = matrix(queries, gallery) if queries_first else matrix(gallery, queries).T
+    whole = matrix(queries, gallery) if direction == "i2t" else matrix(gallery, queries).T
     for i, row in enumerate(candidates.tolist()):
         own = sorted((float(whole[i, j]), j) for j in row if j >= 0)
         if 0 in row and 8 in row:  # The matrix form may tell equal items apart by rounding.

@@ -124,12 +124,12 @@ def test_equal_distances_come_in_the_order_given(engine):
 
 
 @pytest.mark.parametrize("distance", [n for n, d in DISTANCES.items() if not d.sampled])
-@pytest.mark.parametrize("queries_first", [True, False])
-def test_exact_ranks_by_any_distance(distance, queries_first):
+@pytest.mark.parametrize("direction", ["i2t", "t2i"])
+def test_exact_ranks_by_any_distance(distance, direction):
     gallery, queries = clustered(61, 4, seed=6, n_clusters=61), clustered(4, 4, seed=7, n_clusters=61)
-    index = GaussianIndex.build(gallery, ids_of(61), distance=distance, queries_first=queries_first)
+    index = GaussianIndex.build(gallery, ids_of(61), distance=distance, direction=direction)
     x, y = queries.to(torch.float64), gallery.to(torch.float64)
-    matrix = DISTANCES[distance].matrix(x, y) if queries_first else DISTANCES[distance].matrix(y, x).T
+    matrix = DISTANCES[distance].matrix(x, y) if direction == "i2t" else DISTANCES[distance].matrix(y, x).T
     found, position = index.nearest(queries, 61)
     torch.testing.assert_close(found.double(), matrix.gather(1, position), rtol=2e-4, atol=1e-4)
     assert position[:, :3].tolist() == [order_of(row)[:3] for row in matrix.tolist()]
@@ -334,11 +334,11 @@ def test_there_and_back(engine, tmp_path):
     options = FaissOptions(ef_search=33, n_probe=2) if engine != "exact" else None
     index = GaussianIndex.build(
         clustered(300, seed=17), ["ü", "a\nb", *ids_of(298)], engine=engine, logit_scale=1.25, logit_bias=-2.5,
-        payload={"text": ["猫"] * 300}, about={"run": "here", "calibrated": True}, queries_first=False, options=options,
+        payload={"text": ["猫"] * 300}, about={"run": "here", "calibrated": True}, direction="i2t", options=options,
     )  # fmt: skip
     index.save(tmp_path / "index")
     again = GaussianIndex.load(str(tmp_path / "index"))
-    for name in ("ids", "distance", "engine", "logit_scale", "logit_bias", "payload", "about", "queries_first"):
+    for name in ("ids", "distance", "engine", "logit_scale", "logit_bias", "payload", "about", "direction"):
         assert getattr(again, name) == getattr(index, name), name
     assert again.store is None if engine == "exact" else again.store.options == options
     queries = clustered(9, seed=18)

@@ -488,7 +488,7 @@ class Process:
 
     def __init__(self, *arguments, **environment):
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sfumato.cli", "serve", *map(str, arguments), "--port", "0"],
+            [sys.executable, "-m", "sfumato", "serve", *map(str, arguments), "--port", "0"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -577,7 +577,7 @@ def test_the_command_says_what_is_wrong(run, tmp_path):
         ((run, "--store", "x"), "go with an index"),
     ):
         done = subprocess.run(
-            [sys.executable, "-m", "sfumato.cli", "serve", *map(str, arguments)],
+            [sys.executable, "-m", "sfumato", "serve", *map(str, arguments)],
             capture_output=True,
             text=True,
             timeout=60,

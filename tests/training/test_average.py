@@ -15,6 +15,7 @@ from sfumato.errors import UserError
 from sfumato.evaluation.protocols import evaluate_retrieval
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
+from sfumato.models.splits import load_split
 from sfumato.training import loop
 from sfumato.training.optim import WeightAverage, averaged
 
@@ -198,7 +199,7 @@ def test_a_run_validates_and_keeps_the_mean_of_its_last_epochs(tmp_path):
     # The score in the log is that of the averaged towers, recomputed from the folder.
     model = load_run(folder).model
     assert_same(state(model), validated[3])
-    split = loop.load_split(model, recipe.data, "val")
+    split = load_split(model, recipe.data, "val")
     evaluation = evaluate_retrieval(*loop.embed_split(model, split), split.data.relevance(), distance="csd")
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert evaluation.rsum == pytest.approx(lines[-1]["val/rsum"], abs=1e-9)

@@ -106,7 +106,7 @@ def same_numbers(a: object, b: object) -> bool:
 
 
 def train(recipe: Path, out: Path, *overrides: str) -> list[str]:
-    return [sys.executable, "-m", "sfumato.cli", "train", str(recipe), "--out", str(out), *overrides]
+    return [sys.executable, "-m", "sfumato", "train", str(recipe), "--out", str(out), *overrides]
 
 
 def test_a_run_of_two_processes_evaluates_and_resumes_like_one(tmp_path):

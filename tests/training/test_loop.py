@@ -78,7 +78,7 @@ def test_resumed_equals_uninterrupted_with_average(toy, optimiser):
 def test_kill_9_at_any_moment_resumes_to_the_same_bits(toy, run):
     """Killed again and again at growing delays, the run must end with the weights of the uninterrupted one."""
     folder = toy.parent / "killed"
-    command = [sys.executable, "-m", "sfumato.cli", "train", str(toy), "--out", str(folder)]
+    command = [sys.executable, "-m", "sfumato", "train", str(toy), "--out", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     kills = 0
     for delay in (0.0, 0.12, 0.3, 0.55, None):
@@ -113,7 +113,7 @@ def test_nan_stops_with_exit_status_1_and_names_the_term(toy):
     command = [
         sys.executable,
         "-m",
-        "sfumato.cli",
+        "sfumato",
         "train",
         str(toy),
         "model.init_total_variance=1e39",

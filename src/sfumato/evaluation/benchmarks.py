@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.direction import Direction
+from sfumato.distances import get_distance
 from sfumato.evaluation.benchmark_ground_truths import coco_image_id
 from sfumato.evaluation.ground_truth import RECALLS, GroundTruth
 from sfumato.evaluation.protocols import Ranker
@@ -28,8 +30,6 @@ from sfumato.metrics.retrieval import (
     score_blocks,
 )
 from sfumato.search.exact import distance_blocks
-
-Direction = Literal["i2t", "t2i"]
 
 RankedLists = Mapping[Any, Sequence[Any] | np.ndarray] | np.ndarray
 """{query id: [gallery ids from best to worst]}, or an (n, k) array of gallery positions, a row for each query in order."""
@@ -249,17 +249,17 @@ def rank_ground_truths(
     ground_truths = _checked(ground_truths, image_ids, text_ids, (images.n, texts.n))
     result: BenchmarkRanks = {ground_truth.name: {} for ground_truth in ground_truths}
     for plan in _plans(ground_truths, image_ids, text_ids):
-        first = plan.direction == "i2t"
-        queries, gallery = (images, texts) if first else (texts, images)
+        queries, gallery = (images, texts) if plan.direction == "i2t" else (texts, images)
+        oriented = get_distance(distance).for_direction(plan.direction)
         if rank is not None:
             for group in plan.groups:
                 some, others = (
                     e[torch.from_numpy(index).to(e.device)]
                     for e, index in ((queries, group.rows), (gallery, group.gallery))
                 )
-                group.ranks = rank(some, others, group.relevance, distance, queries_first=first)
+                group.ranks = rank(some, others, group.relevance, oriented)
         else:
-            blocks = distance_blocks(queries, gallery, distance, queries_first=first, memory_mb=_MEMORY_MB)
+            blocks = distance_blocks(queries, gallery, oriented, memory_mb=_MEMORY_MB)
             for start, block in blocks:
                 plan.count(start, block)
                 if progress:

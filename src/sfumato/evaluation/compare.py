@@ -313,9 +313,7 @@ def compare_per_query(
             f" {str(second.group[i])!r} of the second; were they evaluated against the same truth?"
         )
     results = []
-    for ground_truth, direction in dict.fromkeys(
-        zip(first.truth.tolist(), first.direction.tolist(), strict=True)
-    ):
+    for ground_truth, direction in dict.fromkeys(zip(first.truth.tolist(), first.direction.tolist(), strict=True)):
         chosen = np.flatnonzero((first.truth == ground_truth) & (first.direction == direction))
         groups = np.unique(first.group[chosen], return_inverse=True)[1]
         pairs = {}

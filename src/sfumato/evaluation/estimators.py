@@ -20,7 +20,8 @@ from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 from torch.nn import functional
 
-from sfumato.distances import squared_l2_matrix
+from sfumato.direction import Direction
+from sfumato.distances import Distance, get_distance, squared_l2_matrix
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.inclusion import inclusion_test, log_inclusion
@@ -46,13 +47,18 @@ class Matching:
     Attributes:
         distance: name in DISTANCES.
         logit_scale, logit_bias: of the match logits, best those that were calibrated.
-        queries_first: distance(query, item); with False distance(item, query), which matters for kl alone.
+        direction: "i2t" if the queries are images, "t2i" if they are texts.
     """
 
     distance: str = "csd"
     logit_scale: float = 5.0
     logit_bias: float = 5.0
-    queries_first: bool = True
+    direction: Direction = "i2t"
+
+    @property
+    def oriented_distance(self) -> Distance:
+        """The distance of (queries, gallery)."""
+        return get_distance(self.distance).for_direction(self.direction)
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,9 +298,7 @@ def estimate_uncertainty(
     _check(queries, gallery, estimators, without)
     parts: dict[str, list[Tensor]] = {name: [] for name in estimators}
     if any(e.needs_gallery for e in estimators.values()):
-        blocks = distance_blocks(
-            queries, gallery, matching.distance, queries_first=matching.queries_first, memory_mb=memory_mb
-        )
+        blocks = distance_blocks(queries, gallery, matching.oriented_distance, memory_mb=memory_mb)
     else:
         blocks = iter([(0, queries.mean.new_empty(queries.n, 0))])
     for start, distance in blocks:

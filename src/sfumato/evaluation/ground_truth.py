@@ -226,9 +226,7 @@ def _read_csv(path: Path) -> _Ids:
                 if not row["image"] or not row["text"]:
                     raise UserError(f"{path}:{reader.line_num}: image or text is empty")
                 if None in row:
-                    raise UserError(
-                        f"{path}:{reader.line_num}: more values than columns; quote ids that hold commas"
-                    )
+                    raise UserError(f"{path}:{reader.line_num}: more values than columns; quote ids that hold commas")
                 pairs.append((row["image"], row["text"]))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from sfumato.distances import Distance, get_distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics, retrieval_metrics
@@ -22,9 +23,7 @@ class Ranker(Protocol):
         queries: GaussianEmbedding,
         gallery: GaussianEmbedding,
         relevance: Relevance,
-        distance: str,
-        *,
-        queries_first: bool = True,
+        distance: str | Distance,
     ) -> np.ndarray:
         """(p,) ranks from 0 of all relevant items, in the order of relevance.indices."""
         ...
@@ -93,7 +92,7 @@ def evaluate_retrieval(
         raise ValueError(f"evaluate_retrieval: got {len(text_kinds)} text_kinds for {texts.n} texts; give one for each")
     other = relevance.transpose()
     i2t_ranks = rank(images, texts, relevance, distance)
-    t2i_ranks = rank(texts, images, other, distance, queries_first=False)
+    t2i_ranks = rank(texts, images, other, get_distance(distance).for_direction("t2i"))
     i2t, t2i = retrieval_metrics(i2t_ranks, relevance), retrieval_metrics(t2i_ranks, other)
     recalls = [f"recall@{k}" for k in (1, 5, 10)]
     kinds = np.array(text_kinds if text_kinds is not None else ["caption"] * texts.n)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.distances import DISTANCES, get_distance
+from sfumato.distances import DISTANCES, Distance, get_distance
 from sfumato.evaluation.benchmarks import (
     BenchmarkRanks,
     benchmark_metrics,
@@ -128,23 +128,20 @@ class FaissRanker:
         queries: GaussianEmbedding,
         gallery: GaussianEmbedding,
         relevance: Relevance,
-        distance: str,
-        *,
-        queries_first: bool = True,
+        distance: str | Distance,
     ) -> np.ndarray:
         """(p,) ranks from 0 of all relevant items; UNLISTED for what is not among the first.
 
         Args:
             queries, gallery, relevance: see Ranker.
             distance: must be the strategy's.
-            queries_first: of no consequence, these distances are symmetric.
 
         Raises:
             ValueError: another distance is asked for.
         """
-        if distance != self.strategy.distance:
+        if get_distance(distance).name != self.strategy.distance:
             raise ValueError(
-                f"{self.strategy.name}: its lists are in the order of {self.strategy.distance}, not of {distance!r}"
+                f"{self.strategy.name}: its lists are in the order of {self.strategy.distance}, not of {get_distance(distance).name!r}"
             )
         if queries.n == 0:
             return np.full(len(relevance.indices), UNLISTED)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from sfumato.distances import get_distance
 from sfumato.evaluation.estimators import ESTIMATORS, NEAREST, Estimator, Matching, estimate_uncertainty
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
@@ -238,7 +237,7 @@ def measure_trust(
     Raises:
         ValueError: sizes do not fit, or no query has a true item.
     """
-    ranks = rank_relevant(queries, gallery, relevance, matching.distance, queries_first=matching.queries_first)
+    ranks = rank_relevant(queries, gallery, relevance, matching.oriented_distance)
     hit = per_query_metrics(ranks, relevance)["recall@1"]
     kept = np.flatnonzero(~np.isnan(hit))
     if not len(kept):
@@ -297,13 +296,13 @@ def measure_trust(
     statistics = {}
     pairs = _random_pairs(ground_truth, np.random.default_rng(seed))
     if len(pairs):
-        row = get_distance(matching.distance).row
+        distance = matching.oriented_distance
         # A sampled distance draws anew for each call: the same seed for both.
         gaps = []
         for column in (1, 2):
             sides = own[torch.from_numpy(pairs[:, 0])], gallery[torch.from_numpy(pairs[:, column])]
-            seeded = {"generator": torch.Generator().manual_seed(0)} if get_distance(matching.distance).sampled else {}
-            gaps.append(row(*(sides if matching.queries_first else sides[::-1]), **seeded).double().cpu().numpy())
+            seeded = {"generator": torch.Generator().manual_seed(0)} if distance.sampled else {}
+            gaps.append(distance.row(*sides, **seeded).double().cpu().numpy())
         statistics = {"right_pairs": _paired(*gaps)}
     right = resample(statistics, len(pairs), groups=None if within is None else within[pairs[:, 0]])
     figures = {n: {f: found[f"{n}/{f}"] for f in FIGURES if f"{n}/{f}" in found} for n in scores}
@@ -365,7 +364,7 @@ def follow_corruption(
     steps = [clean, *(estimate_uncertainty(e, gallery, matching, estimators=estimators) for e in corrupted.embeddings)]
     recalls = [recall]
     for e in corrupted.embeddings:
-        ranks = rank_relevant(e, gallery, relevance, matching.distance, queries_first=matching.queries_first)
+        ranks = rank_relevant(e, gallery, relevance, matching.oriented_distance)
         recalls.append(float(per_query_metrics(ranks, relevance)["recall@1"].mean()))
     scores = {name: np.stack([step[name] for step in steps]) for name in clean}  # (s + 1, k) each
     statistics: dict[str, Statistic] = {}

@@ -12,6 +12,7 @@ from torch import Tensor
 from sfumato.calibration.calibrator import Calibration, QueryScores
 from sfumato.data.pairs import PairData
 from sfumato.direction import Direction
+from sfumato.distances import get_distance
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
@@ -63,7 +64,9 @@ def calibrate_split(
             yield block, torch.from_numpy(data.match(rows, every_text))
 
     def of_texts(chosen: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
-        for start, block in distance_blocks(texts[torch.from_numpy(chosen)], images, distance, queries_first=False):
+        for start, block in distance_blocks(
+            texts[torch.from_numpy(chosen)], images, get_distance(distance).for_direction("t2i")
+        ):
             rows = chosen[start : start + len(block)]
             yield block, torch.from_numpy(data.match(every_image, rows)).T
 

@@ -77,7 +77,6 @@ def build_index(
         engine=engine,
         logit_scale=retrieval_model.logit_scale,
         logit_bias=retrieval_model.logit_bias,
-        queries_first=source.direction == "i2t",
         payload=source.payload,
         calibration=retrieval_model.calibration,
         direction=source.direction,

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sfumato.distances import Distance
 from sfumato.errors import RunFailedError, first_line
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
@@ -89,9 +90,7 @@ class ProcessGroup:
         queries: GaussianEmbedding,
         gallery: GaussianEmbedding,
         relevance: Relevance,
-        distance: str,
-        *,
-        queries_first: bool = True,
+        distance: str | Distance,
     ) -> np.ndarray:
         """:func:`~sfumato.search.exact.rank_relevant`: each process ranks for its part of the queries, all get the whole."""
         own = self.part(queries.n)
@@ -100,7 +99,6 @@ class ProcessGroup:
             gallery,
             relevance.select_queries(own),
             distance,
-            queries_first=queries_first,
         )
         return self.gather(torch.from_numpy(mine), self.counts(len(mine))).numpy()
 

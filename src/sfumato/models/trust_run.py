@@ -12,6 +12,7 @@ import torch
 
 from sfumato.data.corruptions import PICTURE_CORRUPTIONS, TEXT_CORRUPTIONS
 from sfumato.data.pairs import PairData
+from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.regions import uses_regions
 from sfumato.errors import UserError
@@ -187,7 +188,10 @@ def trust_run(
 
 def _matching(retrieval_model: RetrievalModel, of_text: bool) -> Matching:
     return Matching(
-        retrieval_model.distance, retrieval_model.logit_scale, retrieval_model.logit_bias, queries_first=not of_text
+        retrieval_model.distance,
+        retrieval_model.logit_scale,
+        retrieval_model.logit_bias,
+        direction="t2i" if of_text else "i2t",
     )
 
 
@@ -207,7 +211,12 @@ def _heads(
         of_text = name == "t2i"
         queries, gallery = (texts, images) if of_text else (images, texts)
         ground_truth: Relevance = relevance.transpose() if of_text else relevance
-        ranks = rank_relevant(queries, gallery, ground_truth, retrieval_model.distance, queries_first=not of_text)
+        ranks = rank_relevant(
+            queries,
+            gallery,
+            ground_truth,
+            get_distance(retrieval_model.distance).for_direction("t2i" if of_text else "i2t"),
+        )
         hit = per_query_metrics(ranks, ground_truth)["recall@1"]
         known = np.flatnonzero(~np.isnan(hit))
         try:

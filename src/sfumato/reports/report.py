@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.direction import Direction
+from sfumato.distances import Distance, get_distance
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval, table_rows
 from sfumato.evaluation.trust import FIGURES
 from sfumato.gaussian import GaussianEmbedding
@@ -142,7 +144,7 @@ class _Direction:
         hits, distances: (n, HITS) positions and distances of the closest.
     """
 
-    key: str
+    key: Direction
     queries: GaussianEmbedding
     gallery: GaussianEmbedding
     ground_truth: Relevance
@@ -180,13 +182,11 @@ def make_report(data: ReportData) -> Report:
         queries: GaussianEmbedding,
         gallery: GaussianEmbedding,
         relevance: Relevance,
-        distance: str,
-        *,
-        queries_first: bool = True,
+        distance: str | Distance,
     ) -> np.ndarray:
         """Ranks of all true items; those of the two whole directions are kept."""
-        ranks = rank_relevant(queries, gallery, relevance, distance, queries_first=queries_first)
-        return found.setdefault("i2t" if queries_first else "t2i", ranks) if len(found) < 2 else ranks
+        ranks = rank_relevant(queries, gallery, relevance, distance)
+        return found.setdefault(get_distance(distance).direction, ranks) if len(found) < 2 else ranks
 
     evaluation = evaluate_retrieval(
         data.images,
@@ -258,14 +258,14 @@ def wilson_interval(hits: float, n: int, z: float = 1.96) -> tuple[float, float]
 
 
 def _direction(
-    key: str,
+    key: Direction,
     queries: GaussianEmbedding,
     gallery: GaussianEmbedding,
     ground_truth: Relevance,
     ranks: np.ndarray,
     distance: str,
 ) -> _Direction:
-    distances, hits = top_k(queries, gallery, HITS, distance, queries_first=key == "i2t")
+    distances, hits = top_k(queries, gallery, HITS, get_distance(distance).for_direction(key))
     return _Direction(key, queries, gallery, ground_truth, ranks, hits.cpu().numpy(), distances.cpu())
 
 
@@ -560,7 +560,7 @@ def _extremes(data: ReportData, directions: Sequence[_Direction], pictures: _Pic
 def _expected(data: ReportData, direction: _Direction, chosen: np.ndarray) -> list[float]:
     """Sum of the match probabilities of some queries over the gallery."""
     queries = direction.queries[torch.from_numpy(chosen.copy()).to(direction.queries.device)]
-    blocks = distance_blocks(queries, direction.gallery, data.distance, queries_first=direction.key == "i2t")
+    blocks = distance_blocks(queries, direction.gallery, get_distance(data.distance).for_direction(direction.key))
     return [e for _, block in blocks for e in match_probability(block, *data.logits).sum(1).tolist()]
 
 
@@ -597,7 +597,8 @@ def _mistakes(
     data: ReportData, directions: Sequence[_Direction]
 ) -> tuple[dict[str, dict[str, int]], dict[str, list[dict[str, Any]]]]:
     """How many first hits are wrong, and the most probable of them: one for each wrong item."""
-    counts, shown = {}, {}
+    counts: dict[str, dict[str, int]] = {}
+    shown: dict[str, list[dict[str, Any]]] = {}
     for direction in directions:
         right = direction.first_is_right
         wrong = np.flatnonzero(right == 0)
@@ -629,7 +630,7 @@ def _best_true(data: ReportData, direction: _Direction, query: int) -> dict[str,
     item = int(direction.true_items(query)[0])
     rank = int(direction.ranks[slice(*direction.ground_truth.indptr[query : query + 2])].min()) + 1
     one = direction.queries[query : query + 1]
-    blocks = distance_blocks(one, direction.gallery, data.distance, queries_first=direction.key == "i2t")
+    blocks = distance_blocks(one, direction.gallery, get_distance(data.distance).for_direction(direction.key))
     distance = float(next(block for _, block in blocks)[0, item])
     probability = float(match_probability(torch.tensor(distance), *data.logits))
     return {"true": item, "rank": rank, "true_distance": distance, "true_probability": probability}

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.distances import get_distance
+from sfumato.distances import Distance, get_distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import relevant_ranks
@@ -20,9 +20,8 @@ _CANDIDATE_FLOATS = 2**22
 def distance_blocks(
     queries: GaussianEmbedding,
     gallery: GaussianEmbedding,
-    distance: str = "csd",
+    distance: str | Distance = "csd",
     *,
-    queries_first: bool = True,
     memory_mb: float = 256.0,
 ) -> Iterator[tuple[int, Tensor]]:
     """Distances of a few queries at a time to the whole gallery.
@@ -30,8 +29,7 @@ def distance_blocks(
     Args:
         queries: (n, d) embeddings.
         gallery: (m, d) embeddings.
-        distance: name in DISTANCES.
-        queries_first: distance(query, item); with False distance(item, query), which matters for kl alone.
+        distance: name in DISTANCES, or one of these made for the direction (:meth:`Distance.for_direction`).
         memory_mb: size of a block of distances.
 
     Yields:
@@ -43,15 +41,12 @@ def distance_blocks(
         part = queries[start : start + rows]
         # A sampled distance draws the same for every block and every call, so that two rankings are one.
         seeded = {"generator": torch.Generator(queries.device).manual_seed(0)} if chosen.sampled else {}
-        if queries_first or chosen.symmetric:
-            yield start, chosen.matrix(part, gallery, **seeded)
-        else:
-            yield start, chosen.matrix(gallery, part, **seeded).T
+        yield start, chosen.matrix(part, gallery, **seeded)
 
 
 @torch.no_grad()
 def top_k(
-    queries: GaussianEmbedding, gallery: GaussianEmbedding, k: int, distance: str = "csd", *, queries_first: bool = True
+    queries: GaussianEmbedding, gallery: GaussianEmbedding, k: int, distance: str | Distance = "csd"
 ) -> tuple[Tensor, Tensor]:
     """The k closest gallery items of each query.
 
@@ -59,8 +54,7 @@ def top_k(
         queries: (n, d) embeddings.
         gallery: (m, d) embeddings.
         k: number of results; all m if it is larger.
-        distance: name in DISTANCES.
-        queries_first: see :func:`distance_blocks`.
+        distance: name in DISTANCES, or one of these made for the direction (:meth:`Distance.for_direction`).
 
     Returns:
         ((n, k) distances ascending, (n, k) gallery positions); equal distances in gallery order.
@@ -68,9 +62,7 @@ def top_k(
     Raises:
         ValueError: k < 1, or the distance is unknown.
     """
-    return closest_in_blocks(
-        distance_blocks(queries, gallery, distance, queries_first=queries_first), k, queries.n, gallery.n
-    )
+    return closest_in_blocks(distance_blocks(queries, gallery, distance), k, queries.n, gallery.n)
 
 
 @torch.no_grad()
@@ -97,9 +89,7 @@ def closest_candidates(
     queries: GaussianEmbedding,
     gallery: GaussianEmbedding,
     candidates: Tensor,
-    distance: str = "csd",
-    *,
-    queries_first: bool = True,
+    distance: str | Distance = "csd",
 ) -> tuple[Tensor, Tensor]:
     """Order each query's own candidates by a distance that is computed anew, row by row, never for a whole matrix.
 
@@ -107,8 +97,7 @@ def closest_candidates(
         queries: (n, d) embeddings.
         gallery: (m, d) embeddings.
         candidates: (n, c) gallery positions, in any order; negative ones stand for none.
-        distance: name in DISTANCES.
-        queries_first: see :func:`distance_blocks`.
+        distance: name in DISTANCES, or one of these made for the direction (:meth:`Distance.for_direction`).
 
     Returns:
         ((n, c) distances ascending, (n, c) positions); equal distances by gallery position, none at the end, infinitely far.
@@ -122,7 +111,7 @@ def closest_candidates(
         chosen = candidates[start : start + step]
         own = torch.arange(start, start + len(chosen), device=chosen.device).repeat_interleave(c)
         query, item = queries[own], gallery[chosen.flatten().clamp_max(gallery.n - 1)]
-        parts.append((row(query, item) if queries_first else row(item, query)).view(len(chosen), c))
+        parts.append(row(query, item).view(len(chosen), c))
     found = torch.cat(parts) if parts else torch.empty(n, c, device=candidates.device)
     found, order = found.masked_fill(candidates == gallery.n, torch.inf).sort(dim=1, stable=True)
     candidates = candidates.gather(1, order)
@@ -134,9 +123,8 @@ def rank_relevant(
     queries: GaussianEmbedding,
     gallery: GaussianEmbedding,
     relevance: Relevance,
-    distance: str = "csd",
+    distance: str | Distance = "csd",
     *,
-    queries_first: bool = True,
     progress: Callable[[int], None] | None = None,
 ) -> np.ndarray:
     """Ranks (from 0) of all relevant items, in the order of relevance.indices.
@@ -145,8 +133,7 @@ def rank_relevant(
         queries: (n, d) embeddings.
         gallery: (m, d) embeddings.
         relevance: n queries, m gallery items.
-        distance: name in DISTANCES.
-        queries_first: see :func:`distance_blocks`.
+        distance: name in DISTANCES, or one of these made for the direction (:meth:`Distance.for_direction`).
         progress: called with the number of queries just done.
 
     Raises:
@@ -157,7 +144,7 @@ def rank_relevant(
             f"rank_relevant: {queries.n} queries and {gallery.n} gallery items, but a truth of {relevance.n_queries} by {relevance.n_gallery}"
         )
     parts = []
-    for start, block in distance_blocks(queries, gallery, distance, queries_first=queries_first):
+    for start, block in distance_blocks(queries, gallery, distance):
         parts.append(relevant_ranks(block, relevance, start))
         if progress:
             progress(len(block))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.direction import Direction
-from sfumato.distances import get_distance
+from sfumato.distances import Distance, get_distance
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.search.atomic_folder import load_folder, save_folder
 from sfumato.search.exact import closest_candidates, closest_in_blocks, distance_blocks, top_k
@@ -47,7 +47,6 @@ class GaussianIndex(Gallery):
         distance: name in DISTANCES.
         engine: one of ENGINES.
         logit_scale, logit_bias: of the match probabilities; of a calibration, those of its Platt part in a gallery of this size.
-        queries_first: distance(query, item); with False distance(item, query), which matters for kl alone.
         payload: by name, a text for each item.
         about: JSON values of whoever built the index.
         centre: (d,) that FAISS's vectors are relative to.
@@ -62,7 +61,6 @@ class GaussianIndex(Gallery):
     engine: str
     logit_scale: float
     logit_bias: float
-    queries_first: bool
     payload: dict[str, tuple[str, ...]]
     about: dict[str, Any]
     centre: Tensor
@@ -80,7 +78,6 @@ class GaussianIndex(Gallery):
         engine: str = "exact",
         logit_scale: float = 5.0,
         logit_bias: float = 5.0,
-        queries_first: bool = True,
         payload: Mapping[str, Sequence[str]] | None = None,
         about: Mapping[str, Any] | None = None,
         options: FaissOptions | None = None,
@@ -96,7 +93,6 @@ class GaussianIndex(Gallery):
             engine: "exact", or with the extra `faiss` "flat" (all items, exact), "hnsw" or "ivf" (approximate).
             logit_scale, logit_bias: of the match probabilities; take the model's, calibrated. The default is where Chun 2024
                 starts training, good for nothing but ranking.
-            queries_first: False for kl from images as items to texts as queries.
             payload: by name, m texts to hand out with the hits.
             about: JSON values to keep with the index.
             options: of the FAISS engines.
@@ -126,12 +122,17 @@ class GaussianIndex(Gallery):
         if engine != "exact":
             store = FaissStore.build(lift_gallery(embeddings, distance, centre=centre), engine, options)
         return cls(
-            embeddings, ids, distance, engine, float(logit_scale), float(logit_bias), queries_first, texts, notes, centre, store,
+            embeddings, ids, distance, engine, float(logit_scale), float(logit_bias), texts, notes, centre, store,
             calibration, direction,
         )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @cached_property
+    def oriented_distance(self) -> Distance:
+        """The distance of (queries, items)."""
+        return get_distance(self.distance).for_direction(self.direction)
 
     @property
     def answers(self) -> Answers:
@@ -152,9 +153,7 @@ class GaussianIndex(Gallery):
             fitting = self._fitting(filter)
             if not len(fitting):
                 return [self._found(torch.empty(0), fitting)] * queries.n
-            _, place = top_k(
-                queries, self.embeddings[fitting], with_margin(k), self.distance, queries_first=self.queries_first
-            )
+            _, place = top_k(queries, self.embeddings[fitting], with_margin(k), self.oriented_distance)
             distance, position = (found[:, :k] for found in self._anew(queries, fitting[place]))
         return [self._found(d, p) for d, p in zip(distance, position, strict=True)]
 
@@ -205,7 +204,7 @@ class GaussianIndex(Gallery):
 
     def _anew(self, queries: GaussianEmbedding, candidates: Tensor) -> tuple[Tensor, Tensor]:
         """Each query's own (n, c) candidates with their exact distances, closest first."""
-        return closest_candidates(queries, self.embeddings, candidates, self.distance, queries_first=self.queries_first)
+        return closest_candidates(queries, self.embeddings, candidates, self.oriented_distance)
 
     def scan(self, batch: int = 4096) -> Iterator[Items]:
         """All items, each once, in batches and in their order."""
@@ -226,7 +225,6 @@ class GaussianIndex(Gallery):
             "engine": self.engine,
             "logit_scale": self.logit_scale,
             "logit_bias": self.logit_bias,
-            "queries_first": self.queries_first,
             "options": asdict(self.store.options) if self.store else None,
             "calibration": self.calibration is not None,
             "direction": self.direction,
@@ -268,6 +266,10 @@ class GaussianIndex(Gallery):
     @classmethod
     def _read(cls, folder: Path, about: dict[str, Any]) -> "GaussianIndex":
         tensors = load_file(folder / _TENSORS)
+        # Indices of version 0.1 may lack a direction, and kept the order of the sides of an asymmetric distance apart.
+        direction = about.get("direction", "t2i")
+        if "queries_first" in about and not get_distance(about["distance"]).symmetric:
+            direction = "i2t" if about["queries_first"] else "t2i"
         items = json.loads((folder / _ITEMS).read_text(encoding="utf-8"))
         store = None
         if about["engine"] != "exact":
@@ -279,14 +281,13 @@ class GaussianIndex(Gallery):
             engine=about["engine"],
             logit_scale=about["logit_scale"],
             logit_bias=about["logit_bias"],
-            queries_first=about["queries_first"],
             payload={name: tuple(values) for name, values in items["payload"].items()},
             about=about["about"],
             centre=tensors["centre"],
             store=store,
             # Indices of before had neither.
             calibration=Calibration.load(folder / _CALIBRATION) if about.get("calibration") else None,
-            direction=about.get("direction", "t2i"),
+            direction=direction,
         )
 
     def _found(self, distance: Tensor, position: Tensor) -> Found:
@@ -330,7 +331,7 @@ class GaussianIndex(Gallery):
         """Distances to the whole gallery, a few queries at a time."""
         if self.distance in LIFTED_DISTANCES:
             return self._lifted.distance_blocks(queries)
-        return distance_blocks(queries, self.embeddings, self.distance, queries_first=self.queries_first)
+        return distance_blocks(queries, self.embeddings, self.oriented_distance)
 
     @cached_property
     def _lifted(self) -> LiftedGallery:

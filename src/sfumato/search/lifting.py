@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sfumato.distances import DISTANCES, Lift, get_distance
 from sfumato.gaussian import GaussianEmbedding
 
-LIFTED_DISTANCES = ("csd", "wasserstein2", "squared_l2")
+LIFTED_DISTANCES = tuple(name for name, distance in DISTANCES.items() if distance.lift)
 """The distances that lift; the others need engine "exact"."""
 
 
@@ -35,8 +36,8 @@ def lifted_dim(d: int, distance: str = "csd") -> int:
     Raises:
         ValueError: the distance does not lift.
     """
-    _check(distance)
-    return {"csd": d + 1, "wasserstein2": 2 * d, "squared_l2": d}[distance]
+    one = GaussianEmbedding.point(torch.zeros(1, d))
+    return d + _lift(distance).gallery(one).shape[1]
 
 
 def lift_gallery(gallery: GaussianEmbedding, distance: str = "csd", *, centre: Tensor | None = None) -> Tensor:
@@ -53,10 +54,7 @@ def lift_gallery(gallery: GaussianEmbedding, distance: str = "csd", *, centre: T
     Raises:
         ValueError: the distance does not lift, or the centre is not (d,).
     """
-    mean = _centred(gallery, distance, centre)
-    if distance == "csd":
-        return torch.cat([mean, gallery.log_var.float().exp().sum(1, keepdim=True).sqrt()], dim=1)
-    return _with_std(mean, gallery, distance)
+    return torch.cat([_centred(gallery, centre), _lift(distance).gallery(gallery)], dim=1)
 
 
 def lift_queries(queries: GaussianEmbedding, distance: str = "csd", *, centre: Tensor | None = None) -> Tensor:
@@ -73,18 +71,12 @@ def lift_queries(queries: GaussianEmbedding, distance: str = "csd", *, centre: T
     Raises:
         ValueError: the distance does not lift, or the centre is not (d,).
     """
-    mean = _centred(queries, distance, centre)
-    if distance == "csd":
-        return torch.cat([mean, mean.new_zeros(queries.n, 1)], dim=1)
-    return _with_std(mean, queries, distance)
+    return torch.cat([_centred(queries, centre), _lift(distance).query(queries)], dim=1)
 
 
 def query_constant(queries: GaussianEmbedding, distance: str = "csd") -> Tensor:
     """(n,) float32: what the squared L2 of lifted vectors leaves out, the query's total variance for csd and 0 for the others."""
-    _check(distance)
-    if distance == "csd":
-        return queries.log_var.float().exp().sum(1)
-    return torch.zeros(queries.n, device=queries.device)
+    return _lift(distance).constant(queries)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +145,7 @@ def lowered(vectors: Tensor, total_variance: Tensor, distance: str, centre: Tens
         (n, d) with the means and total variances of the originals, and for wasserstein2 their variances; for the other two, which do
         not depend on it, the total variance is spread evenly over the dimensions.
     """
-    _check(distance)
+    _lift(distance)
     d = len(centre)
     mean = vectors[:, :d] + centre
     if distance == "wasserstein2":
@@ -161,16 +153,17 @@ def lowered(vectors: Tensor, total_variance: Tensor, distance: str, centre: Tens
     return GaussianEmbedding(mean, (total_variance / d).log().unsqueeze(1).expand(-1, d).contiguous())
 
 
-def _check(distance: str) -> None:
-    if distance not in LIFTED_DISTANCES:
+def _lift(distance: str) -> Lift:
+    lift = get_distance(distance).lift
+    if lift is None:
         raise ValueError(
             f"distance {distance!r} is not a Euclidean distance of lifted vectors (those are {', '.join(LIFTED_DISTANCES)});"
             ' search it with engine="exact"'
         )
+    return lift
 
 
-def _centred(embeddings: GaussianEmbedding, distance: str, centre: Tensor | None) -> Tensor:
-    _check(distance)
+def _centred(embeddings: GaussianEmbedding, centre: Tensor | None) -> Tensor:
     if centre is None:
         return embeddings.mean.float()
     if centre.shape != (embeddings.d,):
@@ -180,7 +173,3 @@ def _centred(embeddings: GaussianEmbedding, distance: str, centre: Tensor | None
         if embeddings.dtype == torch.float64
         else embeddings.mean.float() - centre
     )
-
-
-def _with_std(mean: Tensor, embeddings: GaussianEmbedding, distance: str) -> Tensor:
-    return torch.cat([mean, (embeddings.log_var.float() / 2).exp()], dim=1) if distance == "wasserstein2" else mean

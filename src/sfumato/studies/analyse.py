@@ -14,6 +14,7 @@ import torch
 
 from sfumato.data.images import MemoryImage, thumbnail
 from sfumato.data.pairs import PairData
+from sfumato.direction import Direction
 from sfumato.encoders.regions import uses_regions
 from sfumato.errors import UserError
 from sfumato.evaluation.estimators import ESTIMATORS, Estimator, Matching
@@ -170,8 +171,8 @@ class _Split:
         """(queries, gallery, truth, matching) of images and texts as queries."""
         m = self.retrieval_model
         return {
-            "image": (self.images, self.texts, self.relevance, self._matching(m, True)),
-            "text": (self.texts, self.images, self.relevance.transpose(), self._matching(m, False)),
+            "image": (self.images, self.texts, self.relevance, self._matching(m, "i2t")),
+            "text": (self.texts, self.images, self.relevance.transpose(), self._matching(m, "t2i")),
         }
 
     def estimator(self) -> Estimator:
@@ -215,12 +216,12 @@ class _Split:
         return any(bool(torch.isneginf(e.log_var).any()) for e in (self.images, self.texts))
 
     @staticmethod
-    def _matching(retrieval_model: RetrievalModel, queries_first: bool) -> Matching:
+    def _matching(retrieval_model: RetrievalModel, direction: Direction) -> Matching:
         return Matching(
             retrieval_model.distance,
             retrieval_model.logit_scale,
             retrieval_model.logit_bias,
-            queries_first=queries_first,
+            direction=direction,
         )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.distances import Distance, get_distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import relevant_ranks
@@ -135,8 +136,10 @@ def audit_pairs(
         raise ValueError("audit_pairs: no pair is listed; there is nothing to audit")
     image, text = relevance.query_of_item, relevance.indices
     by_text = np.lexsort((image, text))
-    of_images = _side(images, texts, relevance, distance, True, memory_mb, progress)
-    found = _side(texts, images, relevance.transpose(), distance, False, memory_mb, progress)
+    of_images = _side(images, texts, relevance, get_distance(distance), memory_mb, progress)
+    found = _side(
+        texts, images, relevance.transpose(), get_distance(distance).for_direction("t2i"), memory_mb, progress
+    )
     back = np.empty_like(by_text)
     back[by_text] = np.arange(len(by_text))
     of_texts = _Side(found.distance[back], found.rank[back], found.near, found.near_distance)
@@ -197,14 +200,13 @@ def _side(
     queries: GaussianEmbedding,
     gallery: GaussianEmbedding,
     ground_truth: Relevance,
-    distance: str,
-    queries_first: bool,
+    distance: Distance,
     memory_mb: float,
     progress: Progress | None,
 ) -> _Side:
     k = min(NEIGHBOURS, gallery.n)
     parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
-    for start, block in distance_blocks(queries, gallery, distance, queries_first=queries_first, memory_mb=memory_mb):
+    for start, block in distance_blocks(queries, gallery, distance, memory_mb=memory_mb):
         rows = np.arange(start, start + len(block))
         own = ground_truth.select_queries(rows)
         at = tuple(torch.from_numpy(i).to(block.device) for i in (own.query_of_item, own.indices))

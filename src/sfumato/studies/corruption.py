@@ -83,7 +83,7 @@ def corruption_curves(
     resample = partial(bootstrap, n_resamples=n_resamples, level=level, seed=seed)
     for c in corrupted:
         own, ground_truth = queries[torch.from_numpy(c.index)], relevance.select_queries(c.index)
-        ranks = rank_relevant(own, gallery, ground_truth, matching.distance, queries_first=matching.queries_first)
+        ranks = rank_relevant(own, gallery, ground_truth, matching.oriented_distance)
         found = follow_corruption(
             c,
             estimate_uncertainty(own, gallery, matching, estimators=estimators),
