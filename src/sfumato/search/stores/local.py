@@ -42,7 +42,7 @@ from sfumato.search.stores.local_database import (
 )
 from sfumato.search.stores.local_index import LocalIndex, name_index, read_index, remove_others, write_index
 from sfumato.search.stores.local_settings import LocalSettings, check_against, parse_url
-from sfumato.search.stores.nearest import Block, Nearest, Positions, Vectors, is_in
+from sfumato.search.stores.nearest import Block, Nearest, Positions, Vectors, check_queries, is_in
 from sfumato.search.stores.protocol import Filter, Records
 
 _PAGE = 4096
@@ -65,6 +65,9 @@ def create(url: str, dim: int, fingerprint: str) -> "LocalStore":
         url: PATH?OPTIONS or file:PATH?OPTIONS, see LOCAL_OPTIONS of :mod:`~sfumato.search.stores.local_settings`.
         dim: e >= 1.
         fingerprint: kept.
+
+    Returns:
+        The store, open.
 
     Raises:
         UserError: an option is wrong, something is there already, or the engine needs FAISS and it is not installed.
@@ -92,6 +95,9 @@ def open(url: str) -> "LocalStore":
 
     Args:
         url: as for create. Options that concern searching only are taken from here; others must be left out or fit.
+
+    Returns:
+        The store; one of version 0.1 is converted first.
 
     Raises:
         UserError: there is no store, it is damaged or of another version, an option contradicts it, or it needs FAISS.
@@ -141,6 +147,9 @@ class LocalStore:
     def upsert(self, records: Records) -> None:
         """Store records; those whose ids are there already are replaced as a whole. If it raises, none are stored.
 
+        Args:
+            records: (n, e) vectors and what belongs to them.
+
         Raises:
             ValueError: vectors of another dimension.
             UserError: another process writes, or the disk is full.
@@ -155,6 +164,9 @@ class LocalStore:
     def delete(self, ids: Sequence[str]) -> int:
         """Remove items.
 
+        Args:
+            ids: of the items.
+
         Returns:
             How many of these ids were there.
 
@@ -165,7 +177,14 @@ class LocalStore:
             return remove(connection, ids)
 
     def get(self, ids: Sequence[str]) -> Records:
-        """The records of those of these ids that are there, each once, in the order asked for."""
+        """Records by id.
+
+        Args:
+            ids: of the items.
+
+        Returns:
+            Those that are there, each once, in the order asked for.
+        """
         with self._transaction() as connection:
             found = {row[0]: row for row in connection.execute(f"{RECORD} WHERE id IN {LIST}", (listed(ids),))}
             return self._records([found[i] for i in dict.fromkeys(ids) if i in found])
@@ -204,13 +223,28 @@ class LocalStore:
         return results
 
     def count(self, filter: Filter | None = None) -> int:
-        """Number of items that fit."""
+        """Number of items.
+
+        Args:
+            filter: which items count; all if None.
+
+        Returns:
+            How many fit.
+        """
         where, values = condition_of(filter)
         with self._transaction() as connection:
             return int(connection.execute(f"SELECT count(*) FROM items WHERE {where}", values).fetchone()[0])
 
     def scan(self, batch: int = 4096, filter: Filter | None = None) -> Iterator[Records]:
-        """All items that fit, in batches, each once, as they were when the first batch was asked for, in order."""
+        """All items that fit, each once, as they were when the first batch was asked for.
+
+        Args:
+            batch: items at a time.
+            filter: which items; all if None.
+
+        Yields:
+            Batches, in the order stored.
+        """
         where, values = condition_of(filter)
         with self._transaction() as connection:
             cursor = connection.execute(f"{RECORD} WHERE {where} ORDER BY position", values)
@@ -407,25 +441,3 @@ class LocalStore:
         with self._transaction() as connection:
             remove_others(self.path, connection)
         version_0_1.remove(self.path)
-
-
-def check_queries(url: str, queries: Tensor, k: int, dim: int) -> Tensor:
-    """(n, e) queries as float32 on the CPU.
-
-    Args:
-        url: of the store, for messages.
-        queries: (n, e).
-        k: number of results.
-        dim: e of the store.
-
-    Raises:
-        ValueError: k < 1, another shape, or a number that is not finite.
-    """
-    if k < 1:
-        raise ValueError(f"store {url}: k must be at least 1, got {k}")
-    if queries.ndim != 2 or queries.shape[1] != dim:
-        raise ValueError(f"store {url}: queries must be (n, {dim}), got {tuple(queries.shape)}")
-    wanted = queries.detach().to("cpu", torch.float32).contiguous()
-    if not torch.isfinite(wanted).all():
-        raise ValueError(f"store {url}: a query has a number that is not finite")
-    return wanted

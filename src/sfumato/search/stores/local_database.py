@@ -48,6 +48,9 @@ def new_database(folder: Path, dim: int, fingerprint: str, settings: Mapping[str
         fingerprint: kept.
         settings: options of the store, kept.
 
+    Yields:
+        A connection to it.
+
     Raises:
         OSError, sqlite3.Error: it cannot be written.
     """
@@ -68,7 +71,14 @@ def new_database(folder: Path, dim: int, fingerprint: str, settings: Mapping[str
 
 
 def lock_of(folder: Path) -> filelock.BaseFileLock:
-    """The lock of the one process that writes."""
+    """The lock of the one process that writes.
+
+    Args:
+        folder: of the store.
+
+    Returns:
+        The lock, which nobody has taken through it yet.
+    """
     return filelock.FileLock(folder / ".lock", thread_local=False)
 
 
@@ -126,17 +136,40 @@ def remove(connection: sqlite3.Connection, ids: Sequence[str]) -> int:
 
 
 def positions_of(connection: sqlite3.Connection, select: str, values: Sequence[Any] = ()) -> Positions:
-    """(m,) positions that a query finds, ascending."""
+    """Positions that a query finds.
+
+    Args:
+        connection: in a transaction.
+        select: the query; its first column is a position.
+        values: of the query.
+
+    Returns:
+        (m,) ascending.
+    """
     return np.sort(np.fromiter((row[0] for row in connection.execute(select, values)), dtype=np.int64))
 
 
 def listed(values: Sequence[Any]) -> str:
-    """Values for LIST."""
+    """Values for LIST.
+
+    Args:
+        values: texts or numbers.
+
+    Returns:
+        What stands for LIST's question mark.
+    """
     return json.dumps(list(values), ensure_ascii=False)
 
 
 def condition_of(filter: Filter | None) -> tuple[str, list[Any]]:
-    """A filter as a condition of SQL and its values."""
+    """A filter in SQL.
+
+    Args:
+        filter: which items; all if None.
+
+    Returns:
+        A condition on the table items, and its values.
+    """
     conditions, values = ["1"], list[Any]()
     if filter is not None and filter.max_uncertainty is not None:
         conditions.append("uncertainty <= ?")

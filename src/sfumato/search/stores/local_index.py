@@ -116,7 +116,12 @@ def name_index(connection: sqlite3.Connection, file: Path, positions: Positions)
 
 
 def remove_others(folder: Path, connection: sqlite3.Connection) -> None:
-    """Remove index files that the database does not name; who has one open keeps it."""
+    """Remove index files that the database does not name; who has one open keeps it.
+
+    Args:
+        folder: of the store.
+        connection: in a transaction.
+    """
     known: Iterable[tuple[str]] = connection.execute("SELECT file FROM indexes")
     for file in set(folder.glob("index-*.*")) - {folder / row[0] for row in known}:
         file.unlink(missing_ok=True)

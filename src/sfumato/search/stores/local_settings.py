@@ -64,6 +64,9 @@ class LocalSettings:
             url: of the store, for messages.
             given: by name; numbers as numbers.
 
+        Returns:
+            The settings.
+
         Raises:
             UserError: an option is unknown or wrong, or the engine needs FAISS and it is not installed.
         """
@@ -114,6 +117,9 @@ def parse_url(url: str) -> tuple[Path, dict[str, Any]]:
 
     Args:
         url: PATH?OPTIONS or file:PATH?OPTIONS.
+
+    Returns:
+        The folder, and the options that are given.
 
     Raises:
         UserError: there is no path, or an option is unknown or no number.

@@ -43,7 +43,15 @@ class Block:
 
     @staticmethod
     def of(positions: Positions, vectors: Vectors) -> "Block":
-        """A block of (b, e) vectors, b >= 1, which may be changed."""
+        """A block of vectors.
+
+        Args:
+            positions: (b,) distinct, ascending, b >= 1.
+            vectors: (b, e); changed by this.
+
+        Returns:
+            The block, with all of them allowed.
+        """
         given = torch.from_numpy(vectors)
         # Not the mean, which a single outlier moves.
         centre = given[:: -(-len(given) // _SAMPLE)].median(dim=0).values
@@ -51,7 +59,14 @@ class Block:
         return Block(positions, centred, centred.square().sum(1), centre)
 
     def among(self, allowed: Positions) -> "Block":
-        """The same block, with only those of these ascending positions that were allowed before."""
+        """A block of which fewer may be found.
+
+        Args:
+            allowed: (m,) positions, ascending.
+
+        Returns:
+            The same block, in which those are allowed that were before and are among these.
+        """
         inside = is_in(self.positions, allowed)
         if self.allowed is not None:
             inside &= self.allowed
@@ -66,17 +81,22 @@ class Block:
         return len(self.positions) if self.allowed is None else int(self.allowed.sum())
 
     def lower_bounds(self, queries: Tensor) -> Tensor:
-        """(n, b) numbers that the squared distances from (n, e) queries are at least; infinite for what is not allowed.
+        """Numbers that the squared distances are at least.
 
         In float32, ||x||^2 + ||q||^2 - 2 <x, q> is wrong by at most (e + 8) eps of ||x||^2 + ||q||^2, in whatever order
         it is summed, the rounding of x and q to the centre included. So the bounds are far below the distances of what
         is far from the centre.
+
+        Args:
+            queries: (n, e).
+
+        Returns:
+            (n, b); infinite for what is not allowed, minus infinite where a square is beyond float32.
         """
         exactly = 1 - (queries.shape[1] + 8) * torch.finfo(torch.float32).eps
         wanted = queries - self.centre
         bounds = torch.addmm(exactly * self.norm, wanted, self.centred.T, alpha=-2)
         bounds.add_(wanted.square().sum(1, keepdim=True), alpha=exactly)
-        # Where a square is beyond float32, nothing is known.
         bounds.nan_to_num_(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
         return bounds if self.allowed is None else bounds.masked_fill_(torch.from_numpy(~self.allowed), torch.inf)
 
@@ -94,7 +114,11 @@ class Nearest:
         """For each query at most k positions, nearest first."""
 
     def add(self, positions: Positions) -> None:
-        """Consider (n, c) positions, a row for each query; -1 is none."""
+        """Consider some vectors.
+
+        Args:
+            positions: (n, c), a row for each query; -1 is none.
+        """
         distinct = np.unique(positions[positions >= 0])
         vectors = self._fetch(distinct)
         for i, row in enumerate(positions):
@@ -147,19 +171,55 @@ class Nearest:
         self._distance[i], self.positions[i] = distance[first], position[first]
 
 
+def check_queries(url: str, queries: Tensor, k: int, dim: int) -> Tensor:
+    """Refuse queries that do not fit a store.
+
+    Args:
+        url: of the store, for messages.
+        queries: (n, e).
+        k: number of results.
+        dim: e of the store.
+
+    Returns:
+        (n, e) queries as float32 on the CPU.
+
+    Raises:
+        ValueError: k < 1, another shape, or a number that is not finite.
+    """
+    if k < 1:
+        raise ValueError(f"store {url}: k must be at least 1, got {k}")
+    if queries.ndim != 2 or queries.shape[1] != dim:
+        raise ValueError(f"store {url}: queries must be (n, {dim}), got {tuple(queries.shape)}")
+    wanted = queries.detach().to("cpu", torch.float32).contiguous()
+    if not torch.isfinite(wanted).all():
+        raise ValueError(f"store {url}: a query has a number that is not finite")
+    return wanted
+
+
 def squared_l2(vectors: Vectors, query: Vectors) -> npt.NDArray[np.float64]:
-    """(m,) of (m, e) vectors, by differences in float64."""
+    """Squared distances by differences in float64.
+
+    Args:
+        vectors: (m, e).
+        query: (e,).
+
+    Returns:
+        (m,) squared distances.
+    """
     difference = np.subtract(vectors, query, dtype=np.float64)
     squared: npt.NDArray[np.float64] = np.square(difference).sum(1)
     return squared
 
 
 def is_in(positions: Positions, allowed: Positions) -> npt.NDArray[np.bool_]:
-    """(b,) which of ascending positions are among others, ascending too.
+    """Which positions are among others.
 
     Args:
         positions: (b,) distinct, ascending.
         allowed: (m,) distinct, ascending.
+
+    Returns:
+        (b,) for each position, whether it is allowed.
     """
     if not len(allowed):
         return np.zeros(len(positions), dtype=bool)

@@ -7,9 +7,9 @@ vectors (search/lifting.py) split into a mean and a spread, and squared L2 is th
     wasserstein2   [mean, std]                     d and d
 
 The means lie in a :class:`~sfumato.search.stores.local.LocalStore`, which also has ids, payloads and uncertainties; the spreads
-lie in a second, flat one, or in Redis as raw float32. An item is there when its means'
-record is, and that is written last and names its spread by a key of its own, never used again: a writer that dies between the two
-leaves the old item as it was, and a spread that nobody reads.
+lie in a second, flat one, or in Redis as raw float32. An item is there when its means' record is, and that is written
+last and names its spread by a key of its own, never used again: a writer that dies between the two leaves the old item
+as it was, and a spread that nobody reads.
 
 Redis must be told to keep what it acknowledges, `appendonly yes` and `appendfsync always`, and `maxmemory-policy noeviction`;
 otherwise spreads are lost when it dies, and searches that need them fail and say so.
@@ -36,6 +36,7 @@ from torch import Tensor
 from sfumato.errors import UserError, first_line
 from sfumato.search.stores import local
 from sfumato.search.stores.local_settings import LOCAL_OPTIONS
+from sfumato.search.stores.nearest import check_queries
 from sfumato.search.stores.protocol import Filter, Records
 from sfumato.search.stores.store_url import options, redacted, scheme
 
@@ -199,7 +200,7 @@ class RerankStore:
             ValueError: k or the queries do not fit.
             UserError: a spread is missing; the message names the item.
         """
-        wanted = local.check_queries(self.url, queries, k, self.dim)
+        wanted = check_queries(self.url, queries, k, self.dim)
         means = wanted[:, : self._means.dim].contiguous()
         candidates = self._until_joined(
             lambda: self._joined(self._means.search(means, max(k, self.candidates), filter))

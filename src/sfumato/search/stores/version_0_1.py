@@ -28,7 +28,14 @@ _FILES = re.compile(r"store\.sqlite(-wal|-shm)?|\.?shard-\d+\.(vectors|[\d.a-z-]
 
 
 def is_one(folder: Path) -> bool:
-    """Whether a folder holds a store of version 0.1."""
+    """Whether a folder holds a store of version 0.1.
+
+    Args:
+        folder: the folder.
+
+    Returns:
+        Whether it does.
+    """
     return (folder / _DATABASE).is_file()
 
 
@@ -67,7 +74,11 @@ def convert(url: str, folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove the files of a store that has been converted."""
+    """Remove the files of a store that has been converted.
+
+    Args:
+        folder: of the store.
+    """
     for file in folder.iterdir():
         if _FILES.fullmatch(file.name):
             file.unlink(missing_ok=True)
