@@ -1,4 +1,4 @@
-"""LocalStore and its engines; the rerank stores are in test_rerank_store.py, what all stores share in stores_contract.py."""
+"""LocalStore and its engines. Rerank stores: test_rerank_store.py; what all stores share: support/stores_contract.py."""
 
 import contextlib
 import os
@@ -282,7 +282,7 @@ def huge(vectors):
 )
 @pytest.mark.parametrize("memory", [0, 1, 100])
 def test_flat_is_exact_whatever_lies_far_away(tmp_path, spoil, memory):
-    """No one centre keeps float32 from cancelling for all of these, and equal vectors are more than any margin of candidates."""
+    """No one centre keeps float32 from cancelling for all of these; equal vectors are more than any margin."""
     generator = torch.Generator().manual_seed(3)
     vectors = torch.randn(6000, 64, generator=generator) / 8
     spoil(vectors)
@@ -496,7 +496,8 @@ while True:
     n = chance.randint(1, 60)
     ids = chance.sample(range(500), n)
     vectors = torch.tensor([[i, run, step] for i in ids], dtype=torch.float32)
-    store.upsert(Records(tuple(f"i{i}" for i in ids), vectors, torch.zeros(n), ({"run": str(run), "step": str(step)},) * n))
+    note = {"run": str(run), "step": str(step)}
+    store.upsert(Records(tuple(f"i{i}" for i in ids), vectors, torch.zeros(n), (note,) * n))
     print("put", run, step, *ids, flush=True)
     if step % 4 == 3:
         gone = chance.sample(range(500), 20)
@@ -587,7 +588,7 @@ def test_others_read_while_a_process_writes(engine, tmp_path):
 
 
 OLD = Path(__file__).parents[1] / "fixtures/version-0.1"
-"""Written by version 0.1, commit 9dd61ca: a collection of 30 items, of which six were replaced and three deleted, and a rerank store."""
+"""Written by version 0.1, commit 9dd61ca: a collection of 30 items, six replaced and three deleted; a rerank store."""
 
 
 def gaussians(n, seed):
