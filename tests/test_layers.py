@@ -129,11 +129,12 @@ PARTS: dict[str, set[str]] = {
 # The floors of each folder, lowest first. A module may import modules of lower floors of its folder, none of its own floor.
 FLOORS: dict[str, list[str]] = {
     "metrics": [
-        "relevance reliability selective uncertainty",
-        "retrieval",
+        "bootstrap relevance reliability uncertainty",
+        "retrieval selective",
     ],
     "calibration": [
-        "platt",
+        "isotonic platt query_scores",
+        "abstention conformal",
         "calibrator",
     ],
     "data": [
@@ -149,6 +150,10 @@ FLOORS: dict[str, list[str]] = {
         "frozen gru processors unc_token",
         "dual",
         "regions",
+    ],
+    "distances": [
+        "distance inputs",
+        "blockwise separable",
     ],
     "losses": [
         "base dispersion",
