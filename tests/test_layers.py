@@ -140,8 +140,9 @@ FLOORS: dict[str, list[str]] = {
         "augment embedding_files problems transforms",
         "corruptions images",
         "pairs",
-        "emoji folds grading karpathy manifest noise region_features shards",
-        "labelled listings",
+        "captioned emoji folds grading karpathy noise region_features shards",
+        "folder manifest",
+        "labelled listings sources",
     ],
     "encoders": [
         "features package_weights",

@@ -48,7 +48,9 @@ def make_shards(folder, sizes):
 
 
 def stream(shards, **options):
-    return ShardStream(shards, **{"batch_size": 4, "seed": 0, "samples_per_epoch": 8, "max_problem_share": 1} | options)
+    return ShardStream(
+        shards, **{"batch_size": 4, "seed": 0, "samples_per_epoch": 8, "max_problem_fraction": 1} | options
+    )
 
 
 def one_pass(shards, **options):
@@ -294,14 +296,14 @@ def test_whatever_bytes_of_headers_change_the_rest_is_read(tmp_path, mended):
 def test_too_many_bad_samples_stop_with_the_list(tmp_path):
     bad = [(f"x{k}.jpg", JPEG) for k in range(4)]
     few = pack(tmp_path / "few.tar", bad + [m for i in range(16) for m in sample(i)])
-    assert len(list(stream([few], samples_per_epoch=40, max_problem_share=0.2).batches(0))) == 10
+    assert len(list(stream([few], samples_per_epoch=40, max_problem_fraction=0.2).batches(0))) == 10
     with pytest.raises(UserError, match=r"4 of 20 items are unusable(.|\n)*few\.tar!x0: no caption"):
-        list(stream([few], samples_per_epoch=40, max_problem_share=0.19).batches(0))
+        list(stream([few], samples_per_epoch=40, max_problem_fraction=0.19).batches(0))
     three = pack(tmp_path / "three.tar", bad[:3] + [m for i in range(16) for m in sample(i)])
-    assert len(list(stream([three], samples_per_epoch=40, max_problem_share=0.01).batches(0))) == 10
+    assert len(list(stream([three], samples_per_epoch=40, max_problem_fraction=0.01).batches(0))) == 10
     # A long shard is given up within its first pass.
     many = pack(tmp_path / "many.tar", [m for i in range(3000) for m in (sample(i, 1) if i % 2 else sample(i, 1)[:1])])
-    source, seen = stream([many], max_problem_share=0.2).samples(0), 0
+    source, seen = stream([many], max_problem_fraction=0.2).samples(0), 0
     with pytest.raises(UserError, match="501 of 1001 items are unusable"):
         for _ in source:
             seen += 1
@@ -336,7 +338,7 @@ def test_skip_notes_a_sample_once_and_leaves_the_stream_as_it_is(tmp_path):
                 source.skip(key, "cannot be decoded")
     assert [(p.place, p.reason) for p in problems.items] == [(f"{shards[0]}!000003", "cannot be decoded")]
     assert numbers(source.batches(0)) == before
-    strict = stream(shards, max_problem_share=0.001, samples_per_epoch=2800)
+    strict = stream(shards, max_problem_fraction=0.001, samples_per_epoch=2800)
     with pytest.raises(UserError, match="items are unusable"):
         for batch in strict.batches(0):
             for key in batch.keys:

@@ -221,7 +221,7 @@ def test_recipes_that_make_no_sense_are_refused(override, message, sfumato, tmp_
 
 
 def test_other_channels_are_told_by_their_number(scan, tmp_path, sfumato):
-    settings = [*TINY, f"data.path={scan}", "model.image.channels=9", "data.max_problem_share=1"]
+    settings = [*TINY, f"data.path={scan}", "model.image.channels=9", "data.max_problem_fraction=1"]
     status, _, err = sfumato("train", "flickr8k-vsrn", *settings, "--out", tmp_path / "run")
     assert status == 2 and "has 10 channels; the model reads 9 (model.image.channels)" in err
 

@@ -319,13 +319,13 @@ def test_too_many_bad_pictures_stop_it_and_it_goes_on_once_mended(tmp_path, pict
         (pictures / f"z{k}.png").write_bytes(b"no")
     listing = list_folder(pictures, part_size=9)
     with pytest.raises(UserError, match=r"4 of 27 items are unusable, more than --max-problem-share 0.1"):
-        embed_collection(retrieval_model, listing, out, max_problem_share=0.1)
+        embed_collection(retrieval_model, listing, out, max_problem_fraction=0.1)
     assert set(files(out)) == {"part-000000.safetensors", "part-000001.safetensors"}
     assert len((out / "problems.jsonl").read_text().splitlines()) == 4
     for k in range(4):
         (pictures / f"z{k}.png").write_bytes(encoded(50 + k))
-    assert embed_collection(retrieval_model, listing, out, max_problem_share=0.1).n == 27
-    assert embed_collection(retrieval_model, listing, tmp_path / "lenient", max_problem_share=1).n == 27
+    assert embed_collection(retrieval_model, listing, out, max_problem_fraction=0.1).n == 27
+    assert embed_collection(retrieval_model, listing, tmp_path / "lenient", max_problem_fraction=1).n == 27
 
 
 def test_from_a_thousand_on_too_many_stop_it_at_once(tmp_path):
@@ -463,7 +463,7 @@ def test_shards_in_parts_of_a_shard(tmp_path):
     (tmp_path / "s" / "a-3.tar").write_bytes(b"no tar")
     retrieval_model, out = tiny_retrieval_model(), tmp_path / "out"
     listing = list_shards(str(tmp_path / "s" / "a-{0..3}.tar"), part_size=3)
-    done = embed_collection(retrieval_model, listing, out, max_problem_share=0.5)
+    done = embed_collection(retrieval_model, listing, out, max_problem_fraction=0.5)
     ids, found, payloads = together(out)
     assert ids == [*(f"a-0.tar!{k}" for k in range(7)), "a-1.tar!x/9", "a-2.tar!0"]
     assert payloads[7] == {"path": f"{tmp_path / 's' / 'a-1.tar'}!x/9.jpg"}
@@ -479,18 +479,18 @@ def test_shards_in_parts_of_a_shard(tmp_path):
     assert reasons["a-1.tar!y"] == "no picture: there is only .txt" and "not an uncompressed tar" in reasons["a-3.tar"]
     # By two jobs, the second part of the first shard lost in between.
     for job in range(2):
-        embed_collection(retrieval_model, listing, tmp_path / "two", job=job, of=2, max_problem_share=0.5)
+        embed_collection(retrieval_model, listing, tmp_path / "two", job=job, of=2, max_problem_fraction=0.5)
     assert files(tmp_path / "two") == files(out)
     (out / "part-000000-0001.safetensors").unlink()
     with pytest.raises(UserError, match="part-000000-0001"):
         read_parts(out)
-    assert embed_collection(retrieval_model, listing, out, max_problem_share=0.5).new == 3
+    assert embed_collection(retrieval_model, listing, out, max_problem_fraction=0.5).new == 3
     assert files(out) == files(tmp_path / "two")
     # A shard that has grown since does not slip in half.
     (out / "part-000000-0001.safetensors").unlink()
     make_shard(tmp_path / "s" / "a-0.tar", [*first, ("7.png", encoded(7)), ("8.png", encoded(8)), ("9.png", b"")])
     with pytest.raises(UserError, match="section 0 of .* has changed: it had 3 parts, and now has 4"):
-        embed_collection(retrieval_model, listing, out, max_problem_share=0.5)
+        embed_collection(retrieval_model, listing, out, max_problem_fraction=0.5)
 
 
 def test_damaged_shards_and_repeated_keys_are_reported(tmp_path):
@@ -499,7 +499,7 @@ def test_damaged_shards_and_repeated_keys_are_reported(tmp_path):
     second = (tmp_path / "b.tar").read_bytes()
     (tmp_path / "b.tar").write_bytes(second.replace(b"1.png", b"2.png", 1))
     done = embed_collection(
-        tiny_retrieval_model(), list_shards(str(tmp_path), part_size=9), tmp_path / "out", max_problem_share=0.9
+        tiny_retrieval_model(), list_shards(str(tmp_path), part_size=9), tmp_path / "out", max_problem_fraction=0.9
     )
     assert together(tmp_path / "out")[0] == ["a.tar!0", "a.tar!1", "a.tar!2", "b.tar!0"]
     assert [p.reason.split(":")[0] for p in done.problems.items] == [
@@ -587,14 +587,14 @@ def test_manifests_with_or_without_captions(tmp_path, pictures, ending):
             pyarrow.table({"image": [r[0] for r in rows], "id": [r[1] for r in rows]}), path
         )
     retrieval_model, out = tiny_retrieval_model(), tmp_path / "out"
-    done = embed_collection(retrieval_model, list_manifest(path, part_size=2), out, max_problem_share=0.8)
+    done = embed_collection(retrieval_model, list_manifest(path, part_size=2), out, max_problem_fraction=0.8)
     ids, found, payloads = together(out)
     assert ids == ["one", "two"] and payloads[0] == {"path": str(pictures / "a" / "001.png")}
     assert_close(found, retrieval_model.model.embed_images([(pictures / rows[k][0]).read_bytes() for k in range(2)]))
     reasons = " | ".join(p.reason for p in done.problems.items)
     assert "No such file" in reasons and "no image: found ''" in reasons and "id 'two' occurs before" in reasons
     assert ("not JSON" in reasons) == (ending == "jsonl")
-    assert embed_collection(retrieval_model, list_manifest(path, part_size=2), out, max_problem_share=0.8).new == 0
+    assert embed_collection(retrieval_model, list_manifest(path, part_size=2), out, max_problem_fraction=0.8).new == 0
 
 
 @pytest.mark.parametrize("processor", [ImageFileProcessor(16, fit="crop"), BilinearProcessor(16)])

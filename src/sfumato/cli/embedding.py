@@ -93,7 +93,7 @@ def embed(
         )  # fmt: skip
         done = embed_collection(
             loaded, listing, out, job=job, of=of, workers=workers, batch_size=batch,
-            max_problem_share=max_problem_share, home=model,
+            max_problem_fraction=max_problem_share, home=model,
         )  # fmt: skip
         line = f"job {job}/{of}: {done.n} embeddings in {done.parts} parts, {done.new} of them new: {out}"
         print_result(done.to_json(), as_json, line + say_speed(done.per_second) + say_left_out(done.problems))

@@ -40,7 +40,7 @@ _SUBGROUPS = {
 }
 
 
-def load_emoji(*, held_out_style: Style = "fluent3d", val_share: float = 0.2) -> dict[str, PairData]:
+def load_emoji(*, held_out_style: Style = "fluent3d", val_fraction: float = 0.2) -> dict[str, PairData]:
     """The splits of the emoji set.
 
     A text is one wording: a tag "fox" and the name "fox" are one text whose truth is all concepts that carry either. Its kind
@@ -48,7 +48,7 @@ def load_emoji(*, held_out_style: Style = "fluent3d", val_share: float = 0.2) ->
 
     Args:
         held_out_style: the drawing style of validation and test.
-        val_share: share of the concepts in "val"; the rest are in "test". A concept's part depends on its code point alone.
+        val_fraction: share of the concepts in "val"; the rest are in "test". A concept's part depends on its code point alone.
 
     Returns:
         "train": the two other styles, groups are concepts; "val" and "test": the held-out style on disjoint concepts, with the
@@ -59,8 +59,8 @@ def load_emoji(*, held_out_style: Style = "fluent3d", val_share: float = 0.2) ->
     """
     if held_out_style not in get_args(Style):
         raise ValueError(f"load_emoji: unknown style {held_out_style!r}; known: {', '.join(get_args(Style))}")
-    if not 0 < val_share < 1:
-        raise ValueError(f"load_emoji: val_share must be between 0 and 1, got {val_share}")
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"load_emoji: val_fraction must be between 0 and 1, got {val_fraction}")
     concepts = _concepts()
     texts, kinds, pairs = _texts(concepts)
     archive = _archive()
@@ -82,8 +82,8 @@ def load_emoji(*, held_out_style: Style = "fluent3d", val_share: float = 0.2) ->
         return everything.keep_images(np.arange(len(own)))
 
     everyone = list(range(len(concepts)))
-    val = [c for c in everyone if _share(concepts[c]["hexcode"]) < val_share]
-    test = [c for c in everyone if _share(concepts[c]["hexcode"]) >= val_share]
+    val = [c for c in everyone if _share(concepts[c]["hexcode"]) < val_fraction]
+    test = [c for c in everyone if _share(concepts[c]["hexcode"]) >= val_fraction]
     seen = [style for style in get_args(Style) if style != held_out_style]
     return {
         "train": split(seen, everyone),

@@ -9,8 +9,8 @@ import numpy as np
 
 from sfumato.data.emoji import EmojiClasses, Style, emoji_classes, load_emoji
 from sfumato.data.images import FileImage, ImageSource
-from sfumato.data.manifest import PICTURE_ENDINGS
 from sfumato.data.pairs import PairData
+from sfumato.data.transforms import IMAGE_ENDINGS
 from sfumato.errors import UserError
 
 
@@ -62,7 +62,7 @@ def read_class_names(path: Path) -> dict[str, str]:
 
 
 def read_class_folder(
-    root: Path, names: Mapping[str, str] | None = None, *, endings: Collection[str] = PICTURE_ENDINGS
+    root: Path, names: Mapping[str, str] | None = None, *, endings: Collection[str] = IMAGE_ENDINGS
 ) -> Labelled:
     """Pictures in one folder for each class, searched through.
 

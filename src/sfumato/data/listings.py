@@ -13,8 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from sfumato.data.manifest import PICTURE_ENDINGS, ListedImage, list_images
+from sfumato.data.captioned import is_unicode
+from sfumato.data.manifest import ListedImage, list_images
 from sfumato.data.shards import ShardError, ShardPicture, expand_shards, list_shard
+from sfumato.data.transforms import IMAGE_ENDINGS
 from sfumato.errors import UserError
 
 T = TypeVar("T")
@@ -64,7 +66,7 @@ class Listing:
     entries: Callable[[int], Sequence[Entry]] = field(repr=False)
 
 
-def list_folder(folder: str | Path, *, part_size: int, endings: frozenset[str] = PICTURE_ENDINGS) -> Listing:
+def list_folder(folder: str | Path, *, part_size: int, endings: frozenset[str] = IMAGE_ENDINGS) -> Listing:
     """Every picture below a folder, sorted by its path; ids are paths relative to the folder. Links to folders are not followed.
 
     Args:
@@ -86,7 +88,7 @@ def list_folder(folder: str | Path, *, part_size: int, endings: frozenset[str] =
 
     def entry(name: str) -> Entry:
         path = f"{home}/{name}"
-        if not _is_unicode(name):
+        if not is_unicode(name):
             return _unusable(path, "the name is not valid UTF-8")
         return Entry(name, path, {"path": path}, Path(path).read_bytes)
 
@@ -139,7 +141,7 @@ def list_shards(spec: str, *, part_size: int) -> Listing:
         if picture.error:
             return _unusable(place, picture.error)
         payload = {"path": f"{paths[shard]}!{picture.member}"}
-        if not _is_unicode(names[shard] + picture.member):
+        if not is_unicode(names[shard] + picture.member):
             return _unusable(place, "the name is not valid UTF-8")
         return Entry(f"{names[shard]}!{picture.key}", place, payload, partial(_member, paths[shard], picture))
 
@@ -251,7 +253,3 @@ def _digest(listed: Iterable[bytes]) -> str:
 def _check_part_size(part_size: int) -> None:
     if part_size < 1:
         raise ValueError(f"part_size must be at least 1, got {part_size}")
-
-
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= c <= "\udfff" for c in text)

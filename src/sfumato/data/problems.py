@@ -48,7 +48,7 @@ class Problems:
         more = len(self.items) - most
         return "\n".join(lines + ([f"  ... and {more} more"] if more > 0 else [])) or "  (no item was unusable)"
 
-    def check(self, total: int, max_share: float, *, setting: str = "data.max_problem_share=") -> None:
+    def check(self, total: int, max_share: float, *, setting: str = "data.max_problem_fraction=") -> None:
         """Stop when too many items are unusable; up to three are never too many.
 
         Args:

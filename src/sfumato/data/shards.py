@@ -30,7 +30,7 @@ from sfumato.data.problems import Problems
 from sfumato.errors import UserError
 from sfumato.files import sync_folder
 
-PICTURE_ENDINGS = ("jpg", "jpeg", "png", "webp")
+SHARD_IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp")
 """Endings of the members that are pictures."""
 
 _REMOTE = re.compile(r"pipe:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)
@@ -97,7 +97,7 @@ class ShardStream:
         rank, world: number of this process, and how many there are.
         shuffle_buffer: samples held in memory to draw from; 1 keeps the order within a shard.
         problems: receives what cannot be used, once each; a new list if None.
-        max_problem_share: largest tolerated share of it, looked at after the first thousand samples and after every pass.
+        max_problem_fraction: largest tolerated share of it, looked at after the first thousand samples and after every pass.
 
     Raises:
         ValueError: there are no shards, a number is out of its range, or an epoch has no batch.
@@ -114,7 +114,7 @@ class ShardStream:
         world: int = 1,
         shuffle_buffer: int = 1000,
         problems: Problems | None = None,
-        max_problem_share: float = 0.01,
+        max_problem_fraction: float = 0.01,
     ) -> None:
         if not shards:
             raise ValueError("ShardStream: got no shards")
@@ -132,7 +132,7 @@ class ShardStream:
         self.batch_size, self.seed, self.samples_per_epoch = batch_size, seed, samples_per_epoch
         self.rank, self.world, self.shuffle_buffer = rank, world, shuffle_buffer
         self.problems = Problems() if problems is None else problems
-        self.max_problem_share = max_problem_share
+        self.max_problem_fraction = max_problem_fraction
         self._noted: set[tuple[str, str]] = set()
         self._usable = 0
 
@@ -168,7 +168,7 @@ class ShardStream:
             for sample in _shuffled(self._read(epoch, random.permutation(own), by_shard), self.shuffle_buffer, random):
                 found += 1
                 yield sample
-            self.problems.check(self._usable, self.max_problem_share)
+            self.problems.check(self._usable, self.max_problem_fraction)
             if not found:
                 raise UserError(
                     f"process {self.rank} of {self.world} found no usable sample in {len(own)} shards, the first {self.shards[own[0]]};"
@@ -191,7 +191,7 @@ class ShardStream:
             self._noted.add((key, reason))
             self.problems.add(key, reason)
             if self._usable + len(self.problems) >= _ENOUGH_TO_JUDGE:
-                self.problems.check(self._usable, self.max_problem_share)
+                self.problems.check(self._usable, self.max_problem_fraction)
 
     def _read(self, epoch: int, order: Iterable[int], by_shard: bool) -> Iterator[ShardSample]:
         for position in order:
@@ -357,7 +357,7 @@ def list_shard(shard: str | Path) -> list[ShardPicture]:
             for key, group in itertools.groupby(_named(_members(file, bad)), key=lambda member: member[0]):
                 members = list(group)
                 endings = [ending for _, ending, _ in members]
-                picture = next((ending for ending in PICTURE_ENDINGS if ending in endings), None)
+                picture = next((ending for ending in SHARD_IMAGE_ENDINGS if ending in endings), None)
                 if key in seen:
                     found.append(ShardPicture(key, error="the key occurs before in this shard"))
                 elif picture is None:
@@ -453,7 +453,7 @@ def _sample(file: IO[bytes], place: str, group: list[tuple[str, str, tarfile.Tar
         file.seek(members[ending].offset_data)
         return file.read(members[ending].size)
 
-    picture = next((ending for ending in PICTURE_ENDINGS if ending in members), None)
+    picture = next((ending for ending in SHARD_IMAGE_ENDINGS if ending in members), None)
     if picture is None:
         raise ValueError(f"no picture: there is only .{', .'.join(members)}")
     if "txt" in members:

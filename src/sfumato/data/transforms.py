@@ -16,6 +16,9 @@ from torch.nn import functional
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Pillow's names of the formats that are read; others (EPS, say, which runs a program) are refused."""
 
+IMAGE_ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"})
+"""File name endings that count as images when a folder is searched."""
+
 MAX_PIXELS = 80_000_000
 """Larger pictures are refused: a small file can hold a picture that fills the memory. Below pillow's own limit."""
 

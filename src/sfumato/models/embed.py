@@ -7,6 +7,7 @@ from typing import Protocol
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.images import FileImage, ImageSource
 from sfumato.data.problems import Problems
+from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.processors import Item
@@ -18,7 +19,6 @@ from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.ingest import file_endings
 from sfumato.models.process_group import ProcessGroup, alone
-from sfumato.models.recipe import DataConfig
 from sfumato.models.run import Run
 from sfumato.models.splits import embed_split, load_split
 from sfumato.progress import progress_bar

@@ -24,11 +24,10 @@ import torch
 from tokenizers import Tokenizer
 
 from sfumato.data.listings import Entry, Listing, list_folder, list_manifest, list_shards, list_texts
-from sfumato.data.manifest import PICTURE_ENDINGS
 from sfumato.data.problems import Problem, Problems
 from sfumato.data.region_features import REGION_ENDINGS, regions_from_bytes
 from sfumato.data.shards import ShardError
-from sfumato.data.transforms import check_image, decode_image
+from sfumato.data.transforms import IMAGE_ENDINGS, check_image, decode_image
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import PixelStore, RaggedStore
 from sfumato.encoders.processors import FrozenProcessor, ImageFileProcessor, PixelProcessor, processors
@@ -106,7 +105,7 @@ def embed_collection(
     of: int = 1,
     workers: int | None = None,
     batch_size: int = 64,
-    max_problem_share: float = 0.01,
+    max_problem_fraction: float = 0.01,
     home: str | Path = "",
 ) -> Ingested:
     """Embed one job's share of a collection into a folder of parts, or go on where an earlier one stopped.
@@ -128,7 +127,7 @@ def embed_collection(
         of: number of jobs.
         workers: threads that read and decode; None for as many as this process has processors.
         batch_size: items that the encoder takes at a time.
-        max_problem_share: largest tolerated share of unusable items among this job's; up to three are never too many. Looked at from
+        max_problem_fraction: largest tolerated share of unusable items among this job's; up to three are never too many. Looked at from
             the first thousand items on, and at the end; the part that makes it too large is not written.
         home: folder or name of the model, to be kept with the embeddings.
 
@@ -164,7 +163,7 @@ def embed_collection(
     begin(out, embedded)
     write_job(out, job, of, {"finished": False})
     _remove_unfinished(out, job, of)
-    share = _Share(listing, out, embedded.identity, job, of, max_problem_share)
+    share = _Share(listing, out, embedded.identity, job, of, max_problem_fraction)
     tower = retrieval_model.model.image if listing.modality == "images" else retrieval_model.model.text
     prepare, encode = embedding_steps(tower, listing.modality)
     in_shards = listing.kind == "shards"
@@ -206,7 +205,7 @@ def list_source(
     shards: str | None = None,
     texts: Path | None = None,
     part_size: int = PART_SIZE,
-    endings: frozenset[str] = PICTURE_ENDINGS,
+    endings: frozenset[str] = IMAGE_ENDINGS,
 ) -> Listing:
     """The listing of the one source that is given.
 
@@ -233,7 +232,7 @@ def list_source(
 
 def file_endings(model: DualEncoder) -> frozenset[str]:
     """Endings of the files that a model embeds as images: pictures, or region features."""
-    return REGION_ENDINGS if uses_regions(model) else PICTURE_ENDINGS
+    return REGION_ENDINGS if uses_regions(model) else IMAGE_ENDINGS
 
 
 def which_job(shard: str | None) -> tuple[int, int]:
@@ -287,7 +286,7 @@ class _Share:
     identity: str
     job: int
     of: int
-    max_problem_share: float
+    max_problem_fraction: float
     usable: int = 0
     left: int = 0
     problems: Problems = field(default_factory=Problems)
@@ -386,7 +385,7 @@ class _Share:
         if end and self.of == 1 and not self.usable:
             raise UserError(f"none of {total} {self.listing.modality} can be used:\n{self.problems.summary()}")
         if end or total >= _ENOUGH_TO_JUDGE:
-            self.problems.check(self.usable, self.max_problem_share, setting="--max-problem-share ")
+            self.problems.check(self.usable, self.max_problem_fraction, setting="--max-problem-share ")
 
     def all_problems(self) -> Problems:
         """In the order of the listing."""

@@ -1,24 +1,18 @@
 """Splits of data, read for a model: loading, preparing and embedding them."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from sfumato.data.emoji import load_emoji
-from sfumato.data.karpathy import read_karpathy
-from sfumato.data.manifest import read_image_folder, read_manifest
 from sfumato.data.pairs import PairData
 from sfumato.data.problems import Problems
-from sfumato.data.region_features import read_scan
-from sfumato.data.shards import expand_shards, read_shards
+from sfumato.data.sources import DataConfig, get_source
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Store
 from sfumato.encoders.processors import FrozenProcessor, Item
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.process_group import ProcessGroup, alone
-from sfumato.models.recipe import DataConfig
 from sfumato.progress import progress_bar, say
 
 
@@ -121,21 +115,4 @@ def load_splits(config: DataConfig, problems: Problems) -> dict[str, PairData]:
     Raises:
         UserError: the path does not exist.
     """
-    if config.source == "emoji":
-        return load_emoji(held_out_style=config.held_out_style)
-    if config.source == "shards":
-        return {"val": read_shards(expand_shards(config.val_path), problems)} if config.val_path else {}
-    path = Path(config.path)
-    if not path.exists():
-        raise UserError(
-            f"data.path: there is no {path}; paths in a recipe are relative to the current folder ({Path.cwd()})"
-        )
-    images = Path(config.images) if config.images else None
-    if config.source == "scan":
-        return read_scan(path, problems)
-    if config.source == "karpathy":
-        return read_karpathy(path, images or path.parent, problems)
-    shares = {"val_share": config.val_share, "test_share": config.test_share}
-    if config.source == "folder":
-        return read_image_folder(path, problems, **shares)
-    return read_manifest(path, problems, image_root=images, **shares)
+    return get_source(config.source).read(config, problems)

@@ -12,6 +12,7 @@ import torch
 
 from sfumato.data.corruptions import PICTURE_CORRUPTIONS, TEXT_CORRUPTIONS
 from sfumato.data.pairs import PairData
+from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.regions import uses_regions
@@ -31,7 +32,6 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.models.embed import RetrievalModel
-from sfumato.models.recipe import DataConfig
 from sfumato.models.run import Run
 from sfumato.models.splits import embed_split, load_split
 from sfumato.progress import progress_bar

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sfumato.data.labelled import Labelled, data_labelled
 from sfumato.data.problems import Problems
+from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
 from sfumato.errors import UserError
 from sfumato.files import write_atomically, write_json
@@ -20,7 +21,6 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.selective import Interval, bootstrap, mean_statistic
 from sfumato.metrics.uncertainty import spearman
 from sfumato.models.embed import RetrievalModel, embed_sources
-from sfumato.models.recipe import DataConfig
 from sfumato.models.splits import load_splits
 from sfumato.progress import progress_bar, say
 from sfumato.studies.prompts import (

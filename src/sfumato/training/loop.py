@@ -23,6 +23,7 @@ from sfumato.data.noise import apply_noise, load_noise, save_noise, shuffle_pair
 from sfumato.data.pairs import PairData, PairSampler
 from sfumato.data.problems import Problems
 from sfumato.data.shards import ShardStream, expand_shards
+from sfumato.data.sources import DataConfig
 from sfumato.distances import Distance
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
@@ -33,7 +34,7 @@ from sfumato.losses import MatchLoss, match_dispersion
 from sfumato.models.build import Assets, build_loss, build_model, choose_device, fresh_tokenizer
 from sfumato.models.calibrate import calibrate_split
 from sfumato.models.process_group import ProcessGroup, alone, join_process_group
-from sfumato.models.recipe import DataConfig, Recipe, load_recipe, save_recipe
+from sfumato.models.recipe import Recipe, load_recipe, save_recipe
 from sfumato.models.run import (
     CALIBRATION,
     ENCODERS,
@@ -146,7 +147,7 @@ def _fit(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> dict[str,
         problems.write(folder / PROBLEMS)
     used = {"train": batches.sampler.data} if isinstance(batches, IndexedBatches) else {}
     used |= {"val": val.data} if val is not None else {}
-    problems.check(sum(len(data.image_ids) for data in used.values()), recipe.data.max_problem_share)
+    problems.check(sum(len(data.image_ids) for data in used.values()), recipe.data.max_problem_fraction)
     for name, data in used.items():
         say(f"{name}: {len(data.image_ids)} images, {len(data.text_ids)} texts")
     if len(problems):
@@ -204,7 +205,7 @@ def _fit(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> dict[str,
     if val is None:
         say(
             "no validation split: the last weights are kept, and match probabilities are not calibrated;"
-            " with few pictures give data.val_share a larger share, with shards data.val_path"
+            " with few pictures give data.val_fraction a larger share, with shards data.val_path"
         )
         with averaged(model, average):
             if process_group.main:
@@ -448,7 +449,7 @@ def _stream(recipe: Recipe, problems: Problems, process_group: ProcessGroup) -> 
             world=process_group.size,
             shuffle_buffer=recipe.data.shuffle_buffer,
             problems=problems,
-            max_problem_share=recipe.data.max_problem_share,
+            max_problem_fraction=recipe.data.max_problem_fraction,
         )
     except ValueError as error:
         raise UserError(
