@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from sfumato.data.corruptions import (
-    PICTURE_CORRUPTIONS,
+    IMAGE_CORRUPTIONS,
     TEXT_CORRUPTIONS,
     blur,
     drop_words,
@@ -79,7 +79,7 @@ def test_letters_become_other_letters_and_nothing_else_changes():
 
 
 def test_the_registries_run_at_every_strength():
-    for c in PICTURE_CORRUPTIONS.values():
+    for c in IMAGE_CORRUPTIONS.values():
         made = [c.apply(picture(), s, (0, 1)) for s in c.strengths]
         assert len(set(made)) == len(made) and list(c.strengths) == sorted(c.strengths)
     for c in TEXT_CORRUPTIONS.values():

@@ -139,7 +139,7 @@ def test_every_picture_is_there_decodes_and_shows_something(splits):
             pixels = decode_image(image.read_bytes(), None)
             sizes.add(pixels.shape)
             ink.append((pixels < 240).any(0).mean())
-            assert pixels.min() < 255, image.place
+            assert pixels.min() < 255, image.location
     assert sizes == {(3, 64, 64)}
     assert np.mean(ink) > 0.3
 

@@ -34,7 +34,7 @@ def read(path, **options):
     problems = Problems()
     reader = read_image_folder if path.is_dir() else read_manifest
     splits = reader(path, problems, **({"val_fraction": 0, "test_fraction": 0} | options))
-    found = [(p.place.removeprefix(str(path)).lstrip("/"), p.reason) for p in problems.items]
+    found = [(p.location.removeprefix(str(path)).lstrip("/"), p.reason) for p in problems.items]
     return {name: captions_of(data) for name, data in splits.items()}, found
 
 

@@ -52,7 +52,7 @@ def test_five_captions_a_row_in_order(tmp_path):
     assert captions_of(splits["val"]) == {"a.jpg": ["dev 0", "dev 1"], "b.jpg": ["dev 2", "dev 3"]}
     assert splits["val"].text_ids == ("a.jpg#0", "a.jpg#1", "b.jpg#0", "b.jpg#1")
     assert np.array_equal(features_of(splits["train"]), FEATURES)
-    assert splits["train"].images[1].place == f"{tmp_path / 'train_ims.npy'}[1]"
+    assert splits["train"].images[1].location == f"{tmp_path / 'train_ims.npy'}[1]"
 
 
 def test_a_row_for_each_caption_is_put_together_by_equal_rows_or_by_ids(tmp_path):
@@ -104,7 +104,7 @@ def test_what_cannot_be_used_is_noted_and_left_out(tmp_path):
     data = read_scan(tmp_path, problems)["train"]
     assert captions_of(data) == {"p": ["a"], "q": ["c"], "r": ["f f"]}
     caps = tmp_path / "train_caps.txt"
-    assert [(p.place, p.reason.split(":")[0]) for p in problems.items] == [
+    assert [(p.location, p.reason.split(":")[0]) for p in problems.items] == [
         (f"{caps}:2", "empty caption"),
         (f"{caps}:4", "not UTF-8"),
         (f"{caps}:5", "empty caption"),

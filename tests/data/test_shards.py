@@ -89,15 +89,15 @@ def test_samples_are_what_the_webdataset_library_reads(tmp_path):
                 text = one["txt"].decode("utf-8-sig") if "txt" in one else values.get("caption", values.get("text"))
                 expected[one["__key__"]] = (picture, text.strip())
         found, noted = one_pass([path])
-        assert {key: (s.picture, s.text) for key, s in found.items()} == expected and len(expected) >= 4
-        assert [p.place for p in noted] == [f"{path}!folder/a"]
+        assert {key: (s.image, s.text) for key, s in found.items()} == expected and len(expected) >= 4
+        assert [p.location for p in noted] == [f"{path}!folder/a"]
 
 
 def test_an_epoch_is_the_same_for_the_same_seed_epoch_and_process(tmp_path):
     shards = make_shards(tmp_path, [7, 9, 5, 8, 6])
     drawn = {}
     for seed, epoch, rank in itertools.product((0, 1), (0, 1), (0, 1)):
-        make = lambda s=seed, r=rank: stream(shards, seed=s, rank=r, world=2, samples_per_epoch=16, shuffle_buffer=5)
+        make = lambda s=seed, r=rank: stream(shards, seed=s, rank=r, n_processes=2, samples_per_epoch=16, shuffle_buffer=5)
         drawn[seed, epoch, rank] = numbers(make().batches(epoch))
         again = make()
         for other in (0, 1, epoch):
@@ -131,7 +131,7 @@ def test_processes_share_the_data_out_and_a_pass_has_each_sample_once(tmp_path, 
 @pytest.mark.parametrize("sizes", [[6] * 6, [36]])
 def test_every_epoch_deals_the_samples_out_anew(tmp_path, sizes):
     shards = make_shards(tmp_path, sizes)
-    parts = {frozenset(s.key for s in itertools.islice(stream(shards, world=2).samples(e), 18)) for e in range(8)}
+    parts = {frozenset(s.key for s in itertools.islice(stream(shards, n_processes=2).samples(e), 18)) for e in range(8)}
     assert len(parts) > (3 if len(sizes) > 1 else 1)
 
 
@@ -141,12 +141,12 @@ def test_every_process_has_the_same_number_of_full_batches(tmp_path, world):
     for samples_per_epoch in (4 * world, 75):
         expected = samples_per_epoch // (4 * world)
         for rank in range(world):
-            source = stream(shards, rank=rank, world=world, samples_per_epoch=samples_per_epoch)
+            source = stream(shards, rank=rank, n_processes=world, samples_per_epoch=samples_per_epoch)
             batches = list(source.batches(3))
             assert len(batches) == len(source) == expected
-            assert all(len(b.keys) == len(b.pictures) == len(b.texts) == 4 for b in batches)
+            assert all(len(b.keys) == len(b.images) == len(b.texts) == 4 for b in batches)
             for batch in batches:
-                for key, picture, text in zip(batch.keys, batch.pictures, batch.texts, strict=True):
+                for key, picture, text in zip(batch.keys, batch.images, batch.texts, strict=True):
                     number = int(text.removeprefix("caption "))
                     assert key.endswith(f".tar!{number:06d}") and picture == sample(number, 3)[0][1]
 
@@ -183,7 +183,7 @@ def test_bad_samples_are_noted_once_and_passed_over(tmp_path, reason, members):
     problems = Problems()
     source = stream([path], problems=problems, samples_per_epoch=40)
     assert set(numbers(source.batches(0))) == {1, 2, 3}
-    assert [p.place for p in problems.items] == [f"{path}!000900"] and reason in problems.items[0].reason
+    assert [p.location for p in problems.items] == [f"{path}!000900"] and reason in problems.items[0].reason
 
 
 def test_nothing_is_unpickled(tmp_path):
@@ -219,7 +219,7 @@ def test_a_damaged_header_costs_its_sample_and_not_the_rest(tmp_path):
         found, noted = one_pass([tmp_path / "a.tar"])
         assert [int(key) for key in found] == [i for i in range(6) if i != number]
         assert re.match(f"damaged at byte {place}: bad checksum", noted[0].reason)
-        assert [p.place for p in noted] == [str(tmp_path / "a.tar"), f"{tmp_path / 'a.tar'}!00000{number}"]
+        assert [p.location for p in noted] == [str(tmp_path / "a.tar"), f"{tmp_path / 'a.tar'}!00000{number}"]
 
 
 def test_a_size_that_leads_backwards_does_not_lead_in_a_circle(tmp_path):
@@ -255,7 +255,7 @@ def test_what_is_no_shard_at_all_does_not_end_the_run(tmp_path, content):
     (tmp_path / "bad.tar").write_bytes(content)
     found, noted = one_pass([tmp_path / "bad.tar", good, tmp_path / "missing.tar"])
     assert set(found) == {"000001", "000002"}
-    reasons = {p.place: p.reason for p in noted}
+    reasons = {p.location: p.reason for p in noted}
     assert "not an uncompressed tar file" in reasons[str(tmp_path / "bad.tar")]
     assert reasons[str(tmp_path / "missing.tar")] == "cannot be read: No such file or directory"
 
@@ -289,7 +289,7 @@ def test_whatever_bytes_of_headers_change_the_rest_is_read(tmp_path, mended):
         if not mended:
             # Every sample is what was packed (but for the changed bytes of the picture, which nothing guards), or noted.
             assert len(found) == 4 or noted
-            assert all(len(one.picture) == len(sample(int(key[-6:]))[0][1]) for key, one in found.items())
+            assert all(len(one.image) == len(sample(int(key[-6:]))[0][1]) for key, one in found.items())
     assert counts[0] + counts[1] > 30 and counts[3] > 30 and counts[4] > 30
 
 
@@ -320,7 +320,7 @@ def test_a_stream_without_a_usable_sample_ends(tmp_path):
     outcomes = []
     for rank in range(3):
         try:
-            next(stream([one], rank=rank, world=3, samples_per_epoch=12).batches(0))
+            next(stream([one], rank=rank, n_processes=3, samples_per_epoch=12).batches(0))
             outcomes.append("found")
         except UserError as error:
             outcomes.append(str(error).partition(" in ")[0])
@@ -336,7 +336,7 @@ def test_skip_notes_a_sample_once_and_leaves_the_stream_as_it_is(tmp_path):
         for key in batch.keys:
             if key.endswith("!000003"):
                 source.skip(key, "cannot be decoded")
-    assert [(p.place, p.reason) for p in problems.items] == [(f"{shards[0]}!000003", "cannot be decoded")]
+    assert [(p.location, p.reason) for p in problems.items] == [(f"{shards[0]}!000003", "cannot be decoded")]
     assert numbers(source.batches(0)) == before
     strict = stream(shards, max_problem_fraction=0.001, samples_per_epoch=2800)
     with pytest.raises(UserError, match="items are unusable"):
@@ -441,7 +441,7 @@ def test_what_is_written_is_what_is_read(tmp_path):
     texts = [text.strip() for own in captions for text in own]
     pictures = [image.path.read_bytes() for image, own in zip(images, captions, strict=True) for _ in own]
     assert noted == [] and sorted(found) == [f"{i:09d}" for i in range(7)]
-    assert [(found[k].text, found[k].picture) for k in sorted(found)] == list(zip(texts, pictures, strict=True))
+    assert [(found[k].text, found[k].image) for k in sorted(found)] == list(zip(texts, pictures, strict=True))
     with tarfile.open(paths[1]) as tar:
         assert tar.getnames()[:6] == [
             f"00000000{i}.{e}" for i, e in ((3, "webp"), (3, "txt"), (3, "json"), (4, "webp"), (4, "txt"), (4, "json"))
@@ -471,7 +471,7 @@ def test_pictures_that_cannot_be_written_are_told_or_raise(tmp_path):
     problems = Problems()
     found, _ = one_pass(write_shards(data, tmp_path / "shards", problems=problems))
     assert sorted((k, s.text) for k, s in found.items()) == [("000000000", "1"), ("000000004", "5")]
-    assert [p.place for p in problems.items] == [str(tmp_path / "gone.png"), str(tmp_path / "b.gif")]
+    assert [p.location for p in problems.items] == [str(tmp_path / "gone.png"), str(tmp_path / "b.gif")]
     assert "neither JPEG nor PNG nor WEBP" in problems.items[1].reason
     with pytest.raises(FileNotFoundError, match=r"gone\.png"):
         write_shards(data, tmp_path / "other")

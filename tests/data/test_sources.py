@@ -69,7 +69,7 @@ def test_a_recipe_names_a_source_from_outside(toy, tmp_path):
     model = build_model(recipe.model, Assets(fresh_tokenizer(recipe.model, splits["train"].texts)))
     prepared = prepare_split(model, splits["train"], problems, "train")
     assert prepared.data.image_ids == tuple(f"toy-{k}" for k in range(6)), "the damaged image is left out"
-    assert [problem.place for problem in problems.items] == ["toy 6"]
+    assert [problem.location for problem in problems.items] == ["toy 6"]
     assert prepared.images.batch(np.arange(6)).values.shape == (6, 3, 16, 16)
     save_recipe(recipe, tmp_path / "saved.toml")
     assert load_recipe(tmp_path / "saved.toml") == recipe

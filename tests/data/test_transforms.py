@@ -395,7 +395,7 @@ def test_crop_and_mirror_shows_a_straight_part_of_the_picture():
 
 def test_erasing_leaves_one_rectangle_of_the_stated_area_and_aspect_in_the_stated_share():
     pixels = torch.full((600, 3, 60, 90), 255, dtype=torch.uint8)
-    erased = erase_rectangles(pixels, share=0.2, generator=torch.Generator().manual_seed(0))
+    erased = erase_rectangles(pixels, fraction=0.2, generator=torch.Generator().manual_seed(0))
     assert erased.dtype == torch.float32 and pixels.eq(255).all()
     changed = erased.ne(1).any(1)
     hit = changed.flatten(1).any(1)
@@ -419,8 +419,8 @@ def test_erasing_leaves_one_rectangle_of_the_stated_area_and_aspect_in_the_state
 def test_erasing_none_or_all_and_the_seeds():
     pixels = torch.rand(20, 3, 16, 16)
     generator = lambda: torch.Generator().manual_seed(5)
-    assert torch.equal(erase_rectangles(pixels, share=0, generator=generator()), pixels)
-    once, again = (erase_rectangles(pixels, share=1, generator=generator()) for _ in range(2))
+    assert torch.equal(erase_rectangles(pixels, fraction=0, generator=generator()), pixels)
+    once, again = (erase_rectangles(pixels, fraction=1, generator=generator()) for _ in range(2))
     assert torch.equal(once, again) and once.ne(pixels).flatten(1).any(1).all()
     with pytest.raises(ValueError, match=r"share must be in \[0, 1\], got 2"):
-        erase_rectangles(pixels, share=2, generator=generator())
+        erase_rectangles(pixels, fraction=2, generator=generator())

@@ -10,11 +10,11 @@ from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding, load_embeddings
 from sfumato.search.parts import (
     Embedded,
-    PartAbout,
+    PartMetadata,
     PartName,
     begin,
     check_complete,
-    read_about,
+    read_metadata,
     read_manifest,
     read_parts,
     write_job,
@@ -29,7 +29,7 @@ def make_part(folder, name, *, n=2, parts=1, problems=()):
     generator = torch.Generator().manual_seed(100 * name.section + name.number)
     embeddings = GaussianEmbedding(torch.randn(n, 3, generator=generator), torch.randn(n, 3, generator=generator))
     ids = [f"{name.section}/{name.number}/{k} é" for k in range(n)]
-    about = PartAbout(EMBEDDED.identity, n, parts, list(problems))
+    about = PartMetadata(EMBEDDED.identity, n, parts, list(problems))
     write_part(folder, name, about, embeddings, ids, [{"path": f"p/{i}"} for i in ids])
     return embeddings, ids
 
@@ -57,14 +57,14 @@ def test_the_same_content_gives_the_same_bytes_and_the_problems_are_kept(tmp_pat
         begin(folder, EMBEDDED)
         make_part(folder, PartName(7), problems=problems)
     assert (tmp_path / "a" / PartName(7).file).read_bytes() == (tmp_path / "b" / PartName(7).file).read_bytes()
-    about = read_about(tmp_path / "a", PartName(7))
-    assert about == PartAbout(EMBEDDED.identity, 2, 1, problems) and read_about(tmp_path / "a", PartName(8)) is None
+    about = read_metadata(tmp_path / "a", PartName(7))
+    assert about == PartMetadata(EMBEDDED.identity, 2, 1, problems) and read_metadata(tmp_path / "a", PartName(8)) is None
 
 
 def test_points_and_half_precision(tmp_path):
     begin(tmp_path, EMBEDDED)
     points = GaussianEmbedding.point(torch.randn(2, 3).half())
-    write_part(tmp_path, PartName(0), PartAbout("", 2, 1, []), points, ["a", "b"], [{}, {}])
+    write_part(tmp_path, PartName(0), PartMetadata("", 2, 1, []), points, ["a", "b"], [{}, {}])
     found, _ = load_embeddings(tmp_path / PartName(0).file)
     assert found.dtype == torch.float32 and found.mean.equal(points.mean.float())
     assert (found.log_var == -math.inf).all()
@@ -72,7 +72,7 @@ def test_points_and_half_precision(tmp_path):
 
 def test_bad_parts_are_refused(tmp_path):
     begin(tmp_path, EMBEDDED)
-    good, about = GaussianEmbedding(torch.zeros(2, 3), torch.zeros(2, 3)), PartAbout("", 2, 1, [])
+    good, about = GaussianEmbedding(torch.zeros(2, 3), torch.zeros(2, 3)), PartMetadata("", 2, 1, [])
     for embeddings, ids, payloads in (
         (good, ["a"], [{}, {}]),
         (good, ["a", "a"], [{}, {}]),

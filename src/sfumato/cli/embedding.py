@@ -29,12 +29,12 @@ def regions(
     as_json: AsJson = False,
 ) -> None:
     """Write pictures as region features of a frozen backbone, to train from with model.image.kind=regions."""
-    from sfumato.models.extract_regions import MANIFEST, regions_of_pictures
+    from sfumato.models.extract_regions import MANIFEST, regions_of_images
     from sfumato.models.recipe import find_recipe, load_recipe
 
     config = load_recipe(find_recipe(data), overrides or []).data
     chosen = None if splits is None else parse_names(splits)
-    shapes, problems = regions_of_pictures(config, out, backbone, size=size, grid=grid, layout=layout, splits=chosen)
+    shapes, problems = regions_of_images(config, out, backbone, size=size, grid=grid, layout=layout, splits=chosen)
     result = {"out": str(out), "splits": shapes, "problems": len(problems)}
     line = "\n".join(f"{name}: {n} x {r} x {c}" for name, (n, r, c) in shapes.items())
     channels = next(iter(shapes.values()))[2]

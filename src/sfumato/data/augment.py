@@ -17,14 +17,14 @@ class MixPlan:
 
     Attributes:
         partner: (n,) int64, the other picture; a picture that is not mixed has itself.
-        own_share: (n,) float32 in [0, 1], what stays of the own picture: lambda of Mixup, the area that CutMix leaves; 1 where
+        own_fraction: (n,) float32 in [0, 1], what stays of the own picture: lambda of Mixup, the area that CutMix leaves; 1 where
             not mixed.
         box: (n, 4) int64, top, bottom, left and right of what CutMix replaces, ends excluded; zeros elsewhere.
         size: (h, w) of the pictures that it was drawn for.
     """
 
     partner: Tensor
-    own_share: Tensor
+    own_fraction: Tensor
     box: Tensor
     size: tuple[int, int]
 
@@ -52,9 +52,9 @@ class MixPlan:
         if tuple(pixels.shape) != expected:
             raise ValueError(f"MixPlan.apply: the plan is for pixels of shape {expected}, got {tuple(pixels.shape)}")
         values = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels.float()
-        rows = (self.own_share < 1).nonzero().squeeze(1)  # (r,)
+        rows = (self.own_fraction < 1).nonzero().squeeze(1)  # (r,)
         device = pixels.device
-        cut, share = self.cut[rows].to(device), self.own_share[rows].to(device)
+        cut, share = self.cut[rows].to(device), self.own_fraction[rows].to(device)
         top, bottom, left, right = self.box[rows].to(device).T.reshape(4, -1, 1, 1)
         y, x = torch.arange(self.size[0], device=device).unsqueeze(1), torch.arange(self.size[1], device=device)
         outside = (y < top) | (y >= bottom) | (x < left) | (x >= right)  # (r, h, w)
@@ -63,7 +63,7 @@ class MixPlan:
         return values.index_copy(0, rows, torch.lerp(values[partner], values[rows], own))
 
     def match(self, match: Tensor) -> Tensor:
-        """The labels of the mixed pictures: own_share of their own, the rest of their partner's.
+        """The labels of the mixed pictures: own_fraction of their own, the rest of their partner's.
 
             mixed_ij = own_share_i * match_ij + (1 - own_share_i) * match_(partner_i)j
 
@@ -84,7 +84,7 @@ class MixPlan:
         if match.ndim != 2 or len(match) != len(self):
             raise ValueError(f"MixPlan.match: match must have shape ({len(self)}, m), got {tuple(match.shape)}")
         match = match if match.is_floating_point() else match.float()
-        share = self.own_share.to(match).unsqueeze(1)
+        share = self.own_fraction.to(match).unsqueeze(1)
         return torch.lerp(match[self.partner.to(match.device)], match, share)
 
     @classmethod
@@ -105,7 +105,7 @@ class MixPlan:
         starts = np.cumsum([0, *map(len, plans)]).tolist()
         return cls(
             torch.cat([plan.partner + start for plan, start in zip(plans, starts, strict=False)]),
-            torch.cat([plan.own_share for plan in plans]),
+            torch.cat([plan.own_fraction for plan in plans]),
             torch.cat([plan.box for plan in plans]),
             sizes[0],
         )
@@ -125,7 +125,7 @@ def plan_mixing(
     r"""Draw a plan for n pictures: each is mixed with probability share, with picture n - 1 - i.
 
     Mixup blends with lambda ~ Beta(alpha, alpha). CutMix draws lambda too and puts a box of the partner, of 1 - lambda of the
-    area and around a uniform centre, in the same place; what lies outside of the picture is clipped, and own_share is the area
+    area and around a uniform centre, in the same place; what lies outside of the picture is clipped, and own_fraction is the area
     that is really left. With odd n the picture in the middle is its own partner: it is never mixed.
 
     Args:
@@ -174,13 +174,13 @@ def plan_mixing(
     start, stop = (centre - half).clip(0), (centre + half).clip(max=sides)  # (n, 2), down and across
     box = np.stack([start, stop], axis=2).reshape(n, 4)
     left = 1 - (stop - start).prod(1) / sides.prod()
-    own_share = np.where(cut, left, blend).astype(np.float32)
+    own_fraction = np.where(cut, left, blend).astype(np.float32)
     flipped = np.arange(n)[::-1]
     # A blend may round to 1 and a box may be empty: then nothing is mixed.
-    mixed &= (flipped != np.arange(n)) & (own_share < 1)
+    mixed &= (flipped != np.arange(n)) & (own_fraction < 1)
     return MixPlan(
         torch.from_numpy(np.where(mixed, flipped, np.arange(n))),
-        torch.from_numpy(np.where(mixed, own_share, np.float32(1))),
+        torch.from_numpy(np.where(mixed, own_fraction, np.float32(1))),
         torch.from_numpy(np.where((mixed & cut)[:, None], box, 0)),
         size,
     )

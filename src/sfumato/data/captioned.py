@@ -21,14 +21,14 @@ class CaptionedImage:
     """An image file with its captions.
 
     Attributes:
-        place: where the row stands, for messages.
+        location: where the row stands, for messages.
         image: path of the image file.
         id: id of the image.
         captions: its captions, at least one, none empty.
         split: name of its split; "" if the data does not say.
     """
 
-    place: str
+    location: str
     image: Path
     id: str
     captions: list[str]
@@ -85,11 +85,11 @@ def is_unicode(text: str) -> bool:
     return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
-def usable_captions(place: str, captions: Iterable[str], problems: Problems) -> list[str]:
+def usable_captions(location: str, captions: Iterable[str], problems: Problems) -> list[str]:
     """The captions that are not empty, without the white space around them.
 
     Args:
-        place: where they stand, for messages.
+        location: where they stand, for messages.
         captions: all captions of an image.
         problems: receives the empty ones.
 
@@ -101,7 +101,7 @@ def usable_captions(place: str, captions: Iterable[str], problems: Problems) -> 
         if caption.strip():
             usable.append(caption.strip())
         else:
-            problems.add(place, "empty caption")
+            problems.add(location, "empty caption")
     return usable
 
 
@@ -135,7 +135,7 @@ def splits_of_rows(
         if row.id in seen:
             known = chosen.get(split, {}).get(row.id)
             if known is None or known.image != row.image:
-                problems.add(row.place, f"id {row.id!r} occurs before with another image or split")
+                problems.add(row.location, f"id {row.id!r} occurs before with another image or split")
                 continue
             known.captions.extend(row.captions)  # One caption a row is a common layout.
             continue

@@ -116,11 +116,11 @@ def unknown_words(text: str, share: float, seed: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class PictureCorruption:
+class ImageCorruption:
     """A way to make pictures worse.
 
     Attributes:
-        name: key in PICTURE_CORRUPTIONS.
+        name: key in IMAGE_CORRUPTIONS.
         strengths: ascending.
         apply: (encoded picture, strength, seed) -> encoded picture.
     """
@@ -147,11 +147,11 @@ class TextCorruption:
     suits: Callable[[str], bool]
 
 
-PICTURE_CORRUPTIONS: dict[str, PictureCorruption] = {
+IMAGE_CORRUPTIONS: dict[str, ImageCorruption] = {
     c.name: c
     for c in (
-        PictureCorruption("erased", (0.1, 0.25, 0.5, 0.75, 0.9), erase_squares),
-        PictureCorruption("blurred", (0.01, 0.02, 0.04, 0.08, 0.16), blur),
+        ImageCorruption("erased", (0.1, 0.25, 0.5, 0.75, 0.9), erase_squares),
+        ImageCorruption("blurred", (0.01, 0.02, 0.04, 0.08, 0.16), blur),
     )
 }
 """Corruptions of pictures by name."""

@@ -18,7 +18,7 @@ class ImageSource(Protocol):
     """An encoded picture that can be read when it is needed."""
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Where it is, for messages."""
         ...
 
@@ -38,7 +38,7 @@ class FileImage:
     path: Path
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The path."""
         return str(self.path)
 
@@ -60,7 +60,7 @@ class ZipImage:
     member: str
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """archive!member."""
         return f"{self.archive.filename or 'archive'}!{self.member}"
 
@@ -69,7 +69,7 @@ class ZipImage:
         try:
             return self.archive.read(self.member)
         except zipfile.BadZipFile as error:
-            raise OSError(f"{self.place}: {error}") from error
+            raise OSError(f"{self.location}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class MemoryImage:
     """A picture whose file is in memory.
 
     Attributes:
-        place: where it came from.
+        location: where it came from.
         data: the encoded picture.
     """
 
-    place: str
+    location: str
     data: bytes = field(repr=False)
 
     def read_bytes(self) -> bytes:
@@ -138,7 +138,7 @@ class TarImage:
     member: str
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """archive!member."""
         return f"{self.archive.path}!{self.member}"
 

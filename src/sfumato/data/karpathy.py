@@ -17,7 +17,7 @@ class KarpathyEntry:
     """An image of a split file.
 
     Attributes:
-        place: where it stands, for messages.
+        location: where it stands, for messages.
         filename: name of the image file.
         split: "train" (also for "restval"), "val" or "test"; "none" if it has none, "" if it cannot be read.
         folder: COCO's subfolder; "" if there is none.
@@ -26,7 +26,7 @@ class KarpathyEntry:
             then.
     """
 
-    place: str
+    location: str
     filename: str = ""
     split: str = "none"
     folder: str = ""
@@ -59,13 +59,13 @@ def karpathy_entries(path: str | Path) -> list[KarpathyEntry]:
     return [_entry(f"{path}:images[{number}]", entry) for number, entry in enumerate(entries)]
 
 
-def _entry(place: str, entry: Any) -> KarpathyEntry:
+def _entry(location: str, entry: Any) -> KarpathyEntry:
     split = (entry.get("split") or "none") if isinstance(entry, dict) else ""
     split = {"restval": "train"}.get(split, split) if isinstance(split, str) else ""
     if mistake := _mistake(entry):
-        return KarpathyEntry(place, split=split, mistake=mistake)
+        return KarpathyEntry(location, split=split, mistake=mistake)
     sentences = tuple((str(sentence["sentid"]), sentence["raw"]) for sentence in entry["sentences"])
-    return KarpathyEntry(place, entry["filename"], split, entry.get("filepath") or "", sentences)
+    return KarpathyEntry(location, entry["filename"], split, entry.get("filepath") or "", sentences)
 
 
 @dataclass
@@ -104,13 +104,13 @@ def read_karpathy(path: str | Path, images: str | Path, problems: Problems) -> d
     seen_texts: set[str] = set()
     for entry in entries:
         if entry.mistake:
-            problems.add(entry.place, f"malformed entry: {entry.mistake}")
+            problems.add(entry.location, f"malformed entry: {entry.mistake}")
         elif entry.split == "none":
             continue
         elif entry.filename in seen_images:
-            problems.add(entry.place, f"image {entry.filename} occurs before")
+            problems.add(entry.location, f"image {entry.filename} occurs before")
         elif (source := _find(images, archive, entry.folder, entry.filename)) is None:
-            problems.add(entry.place, f"image {entry.filename} is missing from {images}")
+            problems.add(entry.location, f"image {entry.filename} is missing from {images}")
         elif captions := _usable_sentences(entry, seen_texts, problems):
             seen_images.add(entry.filename)
             chosen = splits.setdefault(entry.split, _Split())
@@ -147,9 +147,9 @@ def _usable_sentences(entry: KarpathyEntry, seen: set[str], problems: Problems) 
     for identity, raw in entry.sentences:
         text = " ".join(raw.split())
         if not text:
-            problems.add(f"{entry.place} sentence {identity}", "empty caption")
+            problems.add(f"{entry.location} sentence {identity}", "empty caption")
         elif identity in seen:
-            problems.add(f"{entry.place} sentence {identity}", "this sentid occurs before")
+            problems.add(f"{entry.location} sentence {identity}", "this sentid occurs before")
         else:
             seen.add(identity)
             usable[identity] = text

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 
 from sfumato.data.captioned import is_unicode
 from sfumato.data.manifest import ListedImage, list_images
-from sfumato.data.shards import ShardError, ShardPicture, expand_shards, list_shard
+from sfumato.data.shards import ShardError, ShardImage, expand_shards, list_shard
 from sfumato.data.transforms import IMAGE_ENDINGS
 from sfumato.errors import UserError
 
@@ -29,14 +29,14 @@ class Entry:
 
     Attributes:
         id: different for every item of a listing that can be used.
-        place: where it is, for messages.
+        location: where it is, for messages.
         payload: what is kept with its embedding.
         read: returns the encoded picture or the text; called from any thread. Raises OSError or ValueError for what cannot be used,
             and ShardError where that says nothing of this item.
     """
 
     id: str
-    place: str
+    location: str
     payload: dict[str, str]
     read: Callable[[], bytes | str] = field(repr=False)
 
@@ -113,7 +113,7 @@ def list_manifest(path: str | Path, *, part_size: int, image_root: str | Path | 
 
     def entry(row: ListedImage) -> Entry:
         if row.error:
-            return _unusable(row.place, row.error)
+            return _unusable(row.location, row.error)
         return Entry(row.id, row.path, {"path": os.path.abspath(row.path)}, Path(row.path).read_bytes)
 
     root = Path(path).parent if image_root is None else image_root
@@ -136,14 +136,14 @@ def list_shards(spec: str, *, part_size: int) -> Listing:
     home = os.path.commonpath([os.path.dirname(path) for path in paths])
     names = [os.path.relpath(path, home) for path in paths]
 
-    def entry(shard: int, picture: ShardPicture) -> Entry:
-        place = f"{paths[shard]}!{picture.key}" if picture.key else paths[shard]
+    def entry(shard: int, picture: ShardImage) -> Entry:
+        location = f"{paths[shard]}!{picture.key}" if picture.key else paths[shard]
         if picture.error:
-            return _unusable(place, picture.error)
+            return _unusable(location, picture.error)
         payload = {"path": f"{paths[shard]}!{picture.member}"}
         if not is_unicode(names[shard] + picture.member):
-            return _unusable(place, "the name is not valid UTF-8")
-        return Entry(f"{names[shard]}!{picture.key}", place, payload, partial(_member, paths[shard], picture))
+            return _unusable(location, "the name is not valid UTF-8")
+        return Entry(f"{names[shard]}!{picture.key}", location, payload, partial(_member, paths[shard], picture))
 
     def entries(shard: int) -> list[Entry]:
         return [entry(shard, picture) for picture in list_shard(paths[shard])]
@@ -180,12 +180,12 @@ def list_texts(path: str | Path, *, part_size: int) -> Listing:
         raise UserError(f"{path} holds no text")
 
     def entry(number: int, line: bytes) -> Entry:
-        place = f"{path}:{number}"
+        location = f"{path}:{number}"
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
         except UnicodeDecodeError as error:
-            return _unusable(place, f"not UTF-8: {error.reason} at byte {error.start} of the line")
-        return Entry(str(number), place, {"text": text}, lambda: text) if text else _unusable(place, "empty line")
+            return _unusable(location, f"not UTF-8: {error.reason} at byte {error.start} of the line")
+        return Entry(str(number), location, {"text": text}, lambda: text) if text else _unusable(location, "empty line")
 
     def entries(section: int) -> list[Entry]:
         first = section * part_size
@@ -224,7 +224,7 @@ def _pictures(folder: Path, endings: frozenset[str], below: str = "") -> Iterabl
                 yield name
 
 
-def _member(shard: str, picture: ShardPicture) -> bytes:
+def _member(shard: str, picture: ShardImage) -> bytes:
     try:
         with open(shard, "rb") as file:
             file.seek(picture.offset)
@@ -236,11 +236,11 @@ def _member(shard: str, picture: ShardPicture) -> bytes:
     return data
 
 
-def _unusable(place: str, reason: str) -> Entry:
+def _unusable(location: str, reason: str) -> Entry:
     def read() -> bytes:
         raise ValueError(reason)
 
-    return Entry("", place, {}, read)
+    return Entry("", location, {}, read)
 
 
 def _digest(listed: Iterable[bytes]) -> str:

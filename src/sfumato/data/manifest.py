@@ -57,7 +57,7 @@ def read_manifest(
     path = Path(path)
     read = _row_reader(path)
     root = Path(image_root) if image_root is not None else path.parent
-    found = (_check_row(place, values, root, problems) for place, values in read(path, problems, ("image", "captions")))
+    found = (_check_row(location, values, root, problems) for location, values in read(path, problems, ("image", "captions")))
     return splits_of_rows((row for row in found if row), path, problems, val_fraction, test_fraction)
 
 
@@ -66,13 +66,13 @@ class ListedImage:
     """A row of a manifest that is read for its image alone.
 
     Attributes:
-        place: file and line, for messages.
+        location: file and line, for messages.
         id: id of the row, or its ``image`` as written if it has none.
         path: path of the image file; it may be missing.
         error: what is wrong with the row; "" if nothing is.
     """
 
-    place: str
+    location: str
     id: str
     path: str
     error: str = ""
@@ -102,23 +102,23 @@ def list_images(path: str | Path, *, image_root: str | Path | None = None) -> It
     def malformed() -> Iterator[ListedImage]:
         nonlocal n_reported
         for problem in problems.items[n_reported:]:
-            yield ListedImage(problem.place, "", "", problem.reason)
+            yield ListedImage(problem.location, "", "", problem.reason)
         n_reported = len(problems)
 
-    for place, values in read(path, problems, ("image",)):
+    for location, values in read(path, problems, ("image",)):
         yield from malformed()
         image = values.get("image")
         if not isinstance(image, str) or not image.strip():
-            yield ListedImage(place, "", "", f"no image: found {reprlib.repr(image)}, expected a path")
+            yield ListedImage(location, "", "", f"no image: found {reprlib.repr(image)}, expected a path")
             continue
         identity = image if values.get("id") in (None, "") else str(values["id"])
         if not is_unicode(identity + image):
-            yield ListedImage(place, "", "", "not valid Unicode; save the manifest as UTF-8")
+            yield ListedImage(location, "", "", "not valid Unicode; save the manifest as UTF-8")
         elif identity not in seen:
             seen[identity] = image
-            yield ListedImage(place, identity, str(root / image))
+            yield ListedImage(location, identity, str(root / image))
         elif seen[identity] != image:
-            yield ListedImage(place, "", "", f"id {identity!r} occurs before with another image")
+            yield ListedImage(location, "", "", f"id {identity!r} occurs before with another image")
     yield from malformed()
 
 
@@ -134,18 +134,18 @@ def _row_reader(path: Path) -> Callable[[Path, Problems, Sequence[str]], Iterato
 def _jsonl_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            place = f"{path}:{number}"
+            location = f"{path}:{number}"
             if not line.strip():
                 continue
             try:
                 values = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
-                problems.add(place, f"not JSON: {error}")
+                problems.add(location, f"not JSON: {error}")
                 continue
             if isinstance(values, dict):
-                yield place, values
+                yield location, values
             else:
-                problems.add(place, f"expected an object with image and captions, got {type(values).__name__}")
+                problems.add(location, f"expected an object with image and captions, got {type(values).__name__}")
 
 
 def _csv_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -174,11 +174,11 @@ def _csv_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterator
                 swallowed = f"; from line {first} on, a quote may be missing" if line > first else ""
                 problems.add(f"{path}:{line}", f"not CSV: {error}{swallowed}")
                 continue
-            place = f"{path}:{line}"
+            location = f"{path}:{line}"
             if None in values:
-                problems.add(place, f"more values than the {len(columns)} columns; quote captions that hold commas")
+                problems.add(location, f"more values than the {len(columns)} columns; quote captions that hold commas")
             else:
-                yield place, {key: _json_list(text) if key == "captions" else text for key, text in values.items()}
+                yield location, {key: _json_list(text) if key == "captions" else text for key, text in values.items()}
 
 
 def _json_list(text: str | None) -> str | list[Any] | None:
@@ -220,25 +220,25 @@ def _check_columns(path: Path, columns: Sequence[str], needed: Sequence[str]) ->
         )
 
 
-def _check_row(place: str, values: dict[str, Any], root: Path, problems: Problems) -> CaptionedImage | None:
+def _check_row(location: str, values: dict[str, Any], root: Path, problems: Problems) -> CaptionedImage | None:
     image, captions = values.get("image"), values.get("captions", values.get("caption"))
     if not isinstance(image, str) or not image.strip():
-        problems.add(place, f"no image: found {reprlib.repr(image)}, expected a path")
+        problems.add(location, f"no image: found {reprlib.repr(image)}, expected a path")
         return None
     captions = [captions] if isinstance(captions, str) else captions
     if not isinstance(captions, list) or not all(isinstance(c, str) for c in captions):
-        problems.add(place, f"captions: found {reprlib.repr(captions)}, expected a string or a list of strings")
+        problems.add(location, f"captions: found {reprlib.repr(captions)}, expected a string or a list of strings")
         return None
     identity = image if values.get("id") in (None, "") else str(values["id"])
     split = str(values.get("split") or "")
     if not all(map(is_unicode, (image, identity, split, *captions))):
-        problems.add(place, "not valid Unicode; save the manifest as UTF-8")
+        problems.add(location, "not valid Unicode; save the manifest as UTF-8")
         return None
-    texts = usable_captions(place, captions or [""], problems)
+    texts = usable_captions(location, captions or [""], problems)
     if not texts:
         return None
     path = root / image
     if not os.path.isfile(path):  # Unlike Path.is_file, false for whatever cannot be a path, such as a whole caption.
-        problems.add(place, f"image {reprlib.repr(image) if len(image) > 500 else path} is missing")
+        problems.add(location, f"image {reprlib.repr(image) if len(image) > 500 else path} is missing")
         return None
-    return CaptionedImage(place, path, identity, texts, canonical_split(split))
+    return CaptionedImage(location, path, identity, texts, canonical_split(split))

@@ -101,7 +101,7 @@ class RegionRow:
     row: int
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """path[row]."""
         return f"{self.file.path}[{self.row}]"
 
@@ -234,11 +234,11 @@ def _read_split(folder: Path, name: str, problems: Problems) -> PairData:
     captions: dict[int, dict[str, str]] = {}
     taken: dict[str, int] = {}
     for number, (line, row) in enumerate(zip(lines, of_line.tolist(), strict=True)):
-        place = f"{path}:{number + 1}"
+        location = f"{path}:{number + 1}"
         identity = f"{name}-{row}" if ids is None else ids[row]
         if taken.setdefault(identity, row) != row:
-            problems.add(place, f"id {identity} stands for another row before")
-        elif text := _text(line, place, problems):
+            problems.add(location, f"id {identity} stands for another row before")
+        elif text := _text(line, location, problems):
             own = captions.setdefault(row, {})
             own[f"{identity}#{len(own)}"] = text
     if not captions:
@@ -259,15 +259,15 @@ def _lines(path: Path) -> list[bytes]:
     return data.removesuffix(b"\n").split(b"\n") if data else []
 
 
-def _text(line: bytes, place: str, problems: Problems) -> str:
+def _text(line: bytes, location: str, problems: Problems) -> str:
     """The caption of a line; "" and a note if it has none."""
     try:
         text = " ".join(line.decode("utf-8").split())
     except UnicodeDecodeError as error:
-        problems.add(place, f"not UTF-8: {error.reason} at byte {error.start}")
+        problems.add(location, f"not UTF-8: {error.reason} at byte {error.start}")
         return ""
     if not text:
-        problems.add(place, "empty caption")
+        problems.add(location, "empty caption")
     return text
 
 

@@ -310,11 +310,11 @@ def read_shards(shards: Sequence[str | Path], problems: Problems) -> PairData:
             if sample.text not in captions.setdefault(digest, []):
                 captions[digest].append(sample.text)
     images = list(pictures.values())
-    return make_pair_data([image.place for image in images], images, [captions[digest] for digest in pictures])
+    return make_pair_data([image.location for image in images], images, [captions[digest] for digest in pictures])
 
 
 @dataclass(frozen=True, slots=True)
-class ShardPicture:
+class ShardImage:
     """Where the picture of a sample lies in its shard, captions or not.
 
     Attributes:
@@ -331,7 +331,7 @@ class ShardPicture:
     error: str = ""
 
 
-def list_shard(shard: str | Path) -> list[ShardPicture]:
+def list_shard(shard: str | Path) -> list[ShardImage]:
     """The pictures of a shard in its order, by its headers alone: no picture is read.
 
     Args:
@@ -343,11 +343,11 @@ def list_shard(shard: str | Path) -> list[ShardPicture]:
     Raises:
         ShardError: it cannot be opened or read, or is cut short, as while it is being copied.
     """
-    found: list[ShardPicture] = []
+    found: list[ShardImage] = []
     cut: list[str] = []
 
     def bad(reason: str, cut_short: bool = False) -> None:
-        found.append(ShardPicture("", error=reason))
+        found.append(ShardImage("", error=reason))
         if cut_short:
             cut.append(reason)
 
@@ -359,15 +359,15 @@ def list_shard(shard: str | Path) -> list[ShardPicture]:
                 endings = [ending for _, ending, _ in members]
                 picture = next((ending for ending in SHARD_IMAGE_ENDINGS if ending in endings), None)
                 if key in seen:
-                    found.append(ShardPicture(key, error="the key occurs before in this shard"))
+                    found.append(ShardImage(key, error="the key occurs before in this shard"))
                 elif picture is None:
-                    found.append(ShardPicture(key, error=f"no picture: there is only .{', .'.join(endings)}"))
+                    found.append(ShardImage(key, error=f"no picture: there is only .{', .'.join(endings)}"))
                 elif endings.count(picture) > 1:
-                    found.append(ShardPicture(key, error=f".{picture} occurs twice"))
+                    found.append(ShardImage(key, error=f".{picture} occurs twice"))
                 else:
                     seen.add(key)
                     member = members[endings.index(picture)][2]
-                    found.append(ShardPicture(key, member.name, member.offset_data, member.size))
+                    found.append(ShardImage(key, member.name, member.offset_data, member.size))
     except OSError as error:
         raise ShardError(shard, f"cannot be read: {error.strerror or error}") from error
     if cut:
@@ -384,11 +384,11 @@ def _read_shard(shard: str, mine: slice, bad: Callable[[str, str], None]) -> Ite
             members = _named(_members(file, lambda reason, _: bad(shard, reason)))
             groups = ((key, list(group)) for key, group in itertools.groupby(members, key=lambda member: member[0]))
             for key, group in itertools.islice(groups, mine.start, mine.stop, mine.step):
-                place = f"{shard}!{key}"
+                location = f"{shard}!{key}"
                 try:
-                    sample = _sample(file, place, group)
+                    sample = _sample(file, location, group)
                 except ValueError as error:
-                    bad(place, str(error))
+                    bad(location, str(error))
                 else:
                     yield sample
     except OSError as error:
@@ -441,7 +441,7 @@ def _named(members: Iterable[tarfile.TarInfo]) -> Iterator[tuple[str, str, tarfi
             yield parts[1], parts[2].lower(), member
 
 
-def _sample(file: IO[bytes], place: str, group: list[tuple[str, str, tarfile.TarInfo]]) -> ShardSample:
+def _sample(file: IO[bytes], location: str, group: list[tuple[str, str, tarfile.TarInfo]]) -> ShardSample:
     """Read the members of a group that matter; a ValueError says what is missing."""
     members: dict[str, tarfile.TarInfo] = {}
     for _, ending, member in group:
@@ -464,7 +464,7 @@ def _sample(file: IO[bytes], place: str, group: list[tuple[str, str, tarfile.Tar
         raise ValueError("no caption: there is neither .txt nor .json")
     if not text.strip():
         raise ValueError("the caption is empty")
-    return ShardSample(place, read(picture), text.strip())
+    return ShardSample(location, read(picture), text.strip())
 
 
 def _decoded(data: bytes) -> str:
@@ -537,7 +537,7 @@ def _members_of_pairs(data: PairData, problems: Problems | None) -> Iterator[dic
             except (OSError, ValueError) as error:
                 if problems is None:
                     raise
-                problems.add(data.images[image].place, str(error))
+                problems.add(data.images[image].location, str(error))
         if ending:
             ids = {"image_id": data.image_ids[image], "text_id": data.text_ids[text]}
             yield {

@@ -200,7 +200,7 @@ def read_karpathy_ground_truth(
     pairs: list[tuple[str, str]] = []
     for entry in karpathy_entries(path):
         if entry.mistake and entry.split in (split, ""):
-            raise UserError(f"{entry.place}: malformed entry: {entry.mistake}")
+            raise UserError(f"{entry.location}: malformed entry: {entry.mistake}")
         if entry.split != split:
             continue
         image = coco_image_id(entry.filename) if coco_ids else entry.filename

@@ -86,7 +86,7 @@ def embed_sources(
     items: list[Item] = [source.read_bytes for source in sources]
     with progress_bar("reading pictures", len(items)) as advance:
         store, kept = retrieval_model.model.image.processor.read(
-            items, progress=advance, on_error=lambda i, error: problems.add(sources[i].place, str(error))
+            items, progress=advance, on_error=lambda i, error: problems.add(sources[i].location, str(error))
         )
     if not len(kept):
         raise UserError(f"none of {len(items)} pictures can be used:\n{problems.summary()}")

@@ -93,7 +93,7 @@ def write_regions(
     return shapes, problems
 
 
-def regions_of_pictures(
+def regions_of_images(
     data: DataConfig,
     out: str | Path,
     backbone: str,
@@ -127,7 +127,7 @@ def _features(backbone: FrozenBackbone, name: str, split: PairData, problems: Pr
     items: list[Item] = [source.read_bytes for source in split.images]
     with progress_bar(f"features of {name}", len(items)) as advance:
         store, kept = FrozenProcessor(backbone, cache_folder()).read(
-            items, progress=advance, on_error=lambda i, error: problems.add(split.images[i].place, str(error))
+            items, progress=advance, on_error=lambda i, error: problems.add(split.images[i].location, str(error))
         )
     if not len(kept):
         raise UserError(f"split {name!r} has no usable picture:\n{problems.summary()}")

@@ -35,7 +35,7 @@ from sfumato.encoders.regions import RegionProcessor, stacked, uses_regions
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.progress import progress_bar
-from sfumato.search.parts import Embedded, PartAbout, PartName, begin, read_about, write_job, write_part
+from sfumato.search.parts import Embedded, PartMetadata, PartName, begin, read_metadata, write_job, write_part
 
 PART_SIZE = 4096
 """Most items of a part, if nothing else is said: what a job that is killed has to do again."""
@@ -294,7 +294,7 @@ class _Share:
     unread: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._todo: list[tuple[int, dict[int, PartAbout]]] = []
+        self._todo: list[tuple[int, dict[int, PartMetadata]]] = []
         self._waiting: Callable[[], None] | None = None
         self._reset()
         for section in range(self.job, self.listing.sections, self.of):
@@ -312,9 +312,9 @@ class _Share:
                 in_list = min(self.listing.part_size, self.listing.n - section * self.listing.part_size)
                 self.left += 1 if self.listing.kind == "shards" else in_list
 
-    def _there(self, section: int, number: int) -> PartAbout | None:
+    def _there(self, section: int, number: int) -> PartMetadata | None:
         name = PartName(section, number)
-        about = read_about(self.out, name)
+        about = read_metadata(self.out, name)
         if about is not None and about.collection != self.identity:
             raise UserError(f"{self.out / name.file} belongs to another collection; remove it, or give another --out")
         return about
@@ -342,7 +342,7 @@ class _Share:
     def leave_out(self, entry: Entry, error: Exception) -> None:
         """Note an item that cannot be used."""
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        self.problems.add(entry.place, reason or type(error).__name__)
+        self.problems.add(entry.location, reason or type(error).__name__)
         self._left_out.append(self.problems.items[-1])
         self.judge()
 
@@ -366,8 +366,8 @@ class _Share:
             self._reset()
             return
         embeddings = GaussianEmbedding.cat(self._embeddings or [GaussianEmbedding.point(torch.empty(0, 0))])
-        left_out = [{"place": problem.place, "reason": problem.reason} for problem in self._left_out]
-        about = PartAbout(self.identity, embeddings.n, parts, left_out)
+        left_out = [{"place": problem.location, "reason": problem.reason} for problem in self._left_out]
+        about = PartMetadata(self.identity, embeddings.n, parts, left_out)
         ids, payloads = [entry.id for entry in self._entries], [entry.payload for entry in self._entries]
         self.problems_of[name.section, name.number] = self._left_out
         self._waiting = lambda: write_part(self.out, name, about, embeddings, ids, payloads)

@@ -48,7 +48,7 @@ def prepare_split(
         process_group.wait()
     with progress_bar(f"reading {name} images", len(items)) as advance:
         images, kept = model.image.processor.read(
-            items, progress=advance, on_error=lambda i, error: problems.add(data.images[i].place, str(error))
+            items, progress=advance, on_error=lambda i, error: problems.add(data.images[i].location, str(error))
         )
     if len(kept) < len(items):
         data = data.keep_images(kept)

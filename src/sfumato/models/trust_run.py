@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from sfumato.data.corruptions import PICTURE_CORRUPTIONS, TEXT_CORRUPTIONS
+from sfumato.data.corruptions import IMAGE_CORRUPTIONS, TEXT_CORRUPTIONS
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
@@ -266,9 +266,9 @@ def corrupted_images(model: DualEncoder, data: PairData, usable: np.ndarray, n: 
     if not len(index):
         return []
     with progress_bar(
-        "corrupting pictures", len(index) * sum(len(c.strengths) for c in PICTURE_CORRUPTIONS.values())
+        "corrupting pictures", len(index) * sum(len(c.strengths) for c in IMAGE_CORRUPTIONS.values())
     ) as go:
-        for c in PICTURE_CORRUPTIONS.values():
+        for c in IMAGE_CORRUPTIONS.values():
             embedded = []
             for strength in c.strengths:
                 embedded.append(

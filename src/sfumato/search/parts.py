@@ -85,7 +85,7 @@ class PartName:
 
 
 @dataclass(frozen=True)
-class PartAbout:
+class PartMetadata:
     """What a part says of itself.
 
     Attributes:
@@ -152,7 +152,7 @@ def read_manifest(folder: str | Path) -> Embedded:
 def write_part(
     folder: str | Path,
     name: PartName,
-    about: PartAbout,
+    about: PartMetadata,
     embeddings: GaussianEmbedding,
     ids: Sequence[str],
     payloads: Sequence[Mapping[str, str]],
@@ -183,14 +183,14 @@ def write_part(
     write_atomically(Path(folder) / name.file, safetensors_bytes(tensors, {"format": EMBEDDINGS_FORMAT}))
 
 
-def read_about(folder: str | Path, name: PartName) -> PartAbout | None:
+def read_metadata(folder: str | Path, name: PartName) -> PartMetadata | None:
     """What a part says of itself, without reading its embeddings; None if it is not there, or damaged."""
     path = Path(folder) / name.file
     if not path.is_file():
         return None
     try:
         with safe_open(path, framework="pt") as file:
-            return PartAbout(**_value(file.get_tensor("about")))
+            return PartMetadata(**_value(file.get_tensor("about")))
     except (SafetensorError, ValueError, TypeError):
         return None
 
@@ -234,10 +234,10 @@ def check_complete(folder: str | Path) -> list[PartName]:
     names: list[PartName] = []
     missing: list[PartName] = []
     for section in range(embedded.sections):
-        first = read_about(folder, PartName(section))
+        first = read_metadata(folder, PartName(section))
         for number in range(first.parts if first else 1):
             name = PartName(section, number)
-            about = read_about(folder, name) if number else first
+            about = read_metadata(folder, name) if number else first
             if about is not None and about.collection != identity:
                 raise UserError(f"{folder / name.file} belongs to another collection; remove it and embed again")
             (missing if about is None else names).append(name)

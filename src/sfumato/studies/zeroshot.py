@@ -283,7 +283,7 @@ def evaluate_zeroshot(
         n_images=len(labels),
         n_chosen_on=len(held_labels),
         n_empty=c - len(np.unique(pictures.labels)),
-        left_out=[f"{one.place}: {one.reason}" for one in problems.items],
+        left_out=[f"{one.location}: {one.reason}" for one in problems.items],
         distance=distance,
         pooling=pooling,
         seed=seed,

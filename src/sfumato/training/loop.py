@@ -446,7 +446,7 @@ def _stream(recipe: Recipe, problems: Problems, process_group: ProcessGroup) -> 
             seed=recipe.train.seed,
             samples_per_epoch=recipe.data.samples_per_epoch,
             rank=process_group.rank,
-            world=process_group.size,
+            n_processes=process_group.size,
             shuffle_buffer=recipe.data.shuffle_buffer,
             problems=problems,
             max_problem_fraction=recipe.data.max_problem_fraction,
