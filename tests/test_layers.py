@@ -140,8 +140,8 @@ FLOORS: dict[str, list[str]] = {
         "augment embedding_files problems transforms",
         "corruptions images",
         "pairs",
-        "captioned emoji folds grading karpathy noise region_features shards",
-        "folder manifest",
+        "captioned emoji folds grading karpathy noise region_features shard_files shard_writer",
+        "folder manifest shards",
         "labelled listings sources",
     ],
     "encoders": [

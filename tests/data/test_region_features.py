@@ -150,7 +150,7 @@ def bad(kind, path):
         ("short", "cut short"),
         ("empty", "not a .npy file"),
         ("integers", "numbers of type int32; expected float32"),
-        ("shape", r"shape \(4, 3, 5, 1\); expected \(pictures, regions, channels\)"),
+        ("shape", r"shape \(4, 3, 5, 1\); expected \(images, regions, channels\)"),
         ("columns", "saved column by column"),
         ("archive", "archive of several arrays"),
         ("no rows", r"shape \(0, 3, 5\)"),
@@ -193,11 +193,11 @@ def test_a_file_that_shrinks_is_an_error_not_a_crash(tmp_path):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"\xff\xd8\xff\xe0 a JPEG", "not a .npy file: region features are expected here, not a picture"),
+        (b"\xff\xd8\xff\xe0 a JPEG", "not a .npy file: region features are expected here, not an image"),
         (regions_to_bytes(FEATURES[0])[:-3], "cut short or damaged: .* 60 bytes, and 57 are there"),
         (
             regions_to_bytes(FEATURES),
-            r"float32 of shape \(4, 3, 5\); expected the \(regions, channels\) of one picture",
+            r"float32 of shape \(4, 3, 5\); expected the \(regions, channels\) of one image",
         ),
         (regions_to_bytes(np.full((2, 5), np.nan, np.float32)), "NaN or infinity"),
         (regions_to_bytes(np.ones((2, 6), np.float32)), "has 6 channels; the model reads 5"),

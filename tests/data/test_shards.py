@@ -17,7 +17,9 @@ from sfumato.data.emoji import load_emoji
 from sfumato.data.images import FileImage
 from sfumato.data.pairs import make_pair_data
 from sfumato.data.problems import Problems
-from sfumato.data.shards import ShardStream, expand_shards, write_shards
+from sfumato.data.shard_files import expand_shards
+from sfumato.data.shard_writer import write_shards
+from sfumato.data.shards import ShardStream
 from sfumato.errors import UserError
 
 JPEG = b"\xff\xd8\xff and so on "
@@ -97,7 +99,9 @@ def test_an_epoch_is_the_same_for_the_same_seed_epoch_and_process(tmp_path):
     shards = make_shards(tmp_path, [7, 9, 5, 8, 6])
     drawn = {}
     for seed, epoch, rank in itertools.product((0, 1), (0, 1), (0, 1)):
-        make = lambda s=seed, r=rank: stream(shards, seed=s, rank=r, n_processes=2, samples_per_epoch=16, shuffle_buffer=5)
+        make = lambda s=seed, r=rank: stream(
+            shards, seed=s, rank=r, n_processes=2, samples_per_epoch=16, shuffle_buffer=5
+        )
         drawn[seed, epoch, rank] = numbers(make().batches(epoch))
         again = make()
         for other in (0, 1, epoch):
@@ -165,7 +169,7 @@ def test_the_buffer_mixes_and_its_size_is_kept(tmp_path):
 def bad_samples():
     return {
         "no caption: there is neither .txt nor .json": [("000900.jpg", JPEG)],
-        "no picture: there is only .txt, .cls": [("000900.txt", b"a"), ("000900.cls", b"a")],
+        "no image: there is only .txt, .cls": [("000900.txt", b"a"), ("000900.cls", b"a")],
         "the caption is empty": [("000900.png", b"p"), ("000900.txt", b" \n")],
         "the caption is not UTF-8": [("000900.png", b"p"), ("000900.txt", b"\xff\xfe")],
         "the .json cannot be read": [("000900.png", b"p"), ("000900.json", b"{")],
@@ -313,7 +317,7 @@ def test_too_many_bad_samples_stop_with_the_list(tmp_path):
 def test_a_stream_without_a_usable_sample_ends(tmp_path):
     empty = pack(tmp_path / "a.tar", [("1.cls", b"3"), ("README", b"")])
     with pytest.raises(
-        UserError, match=r"process 0 of 1 found no usable sample in 1 shards(.|\n)*no picture: there is only \.cls"
+        UserError, match=r"process 0 of 1 found no usable sample in 1 shards(.|\n)*no image: there is only \.cls"
     ):
         next(stream([empty]).batches(0))
     one = pack(tmp_path / "b.tar", sample(1))
@@ -363,7 +367,7 @@ def test_a_stream_left_early_closes_its_file(tmp_path, monkeypatch):
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"shuffle_buffer": 0}, "shuffle_buffer must be at least 1, got 0"),
         ({"world": 0}, "world must be at least 1, got 0"),
-        ({"rank": 2, "world": 2}, r"rank must be in \[0, world\), got 2 of 2"),
+        ({"rank": 2, "world": 2}, r"rank must be in \[0, n_processes\), got 2 of 2"),
         (
             {"world": 3},
             "an epoch of 8 samples has no batch of 4 for each of 3 processes; samples_per_epoch must be at least 12",
@@ -475,7 +479,7 @@ def test_pictures_that_cannot_be_written_are_told_or_raise(tmp_path):
     assert "neither JPEG nor PNG nor WEBP" in problems.items[1].reason
     with pytest.raises(FileNotFoundError, match=r"gone\.png"):
         write_shards(data, tmp_path / "other")
-    with pytest.raises(UserError, match="no pair with a usable picture"):
+    with pytest.raises(UserError, match="no pair with a usable image"):
         write_shards(data.keep_images(np.array([1])), tmp_path / "other", problems=problems)
     # What did not succeed left nothing behind.
     assert {p.name for p in tmp_path.iterdir()} == {"a.png", "b.gif", "c.png", "shards"}

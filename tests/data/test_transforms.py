@@ -141,10 +141,10 @@ def test_files_cut_short_are_refused(kind):
     ("data", "message"),
     [
         (b"", "the file is empty"),
-        (b"<html><body>404 Not Found</body></html>", "not a picture in one of the formats PNG, JPEG, WEBP"),
-        (b"\x89PNG\r\n\x1a\n" + b"\0" * 50, "not a picture|cannot be decoded"),
+        (b"<html><body>404 Not Found</body></html>", "not an image in one of the formats PNG, JPEG, WEBP"),
+        (b"\x89PNG\r\n\x1a\n" + b"\0" * 50, "not an image|cannot be decoded"),
         # Would start Ghostscript if it were let through to pillow.
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n", "not a picture in one of"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n", "not an image in one of"),
     ],
 )
 def test_what_is_no_picture(data, message):
@@ -254,7 +254,7 @@ def test_a_crop_of_everything_or_of_almost_nothing():
 
 @pytest.mark.parametrize("box", [(-0.1, 0, 0.5, 0.5), (0, 0.6, 0.5, 0.5), (0, 0, 0, 0.5), (0, 0, float("nan"), 1)])
 def test_a_crop_outside_of_the_picture_is_refused(box):
-    with pytest.raises(ValueError, match="crop must be .* in fractions of the picture"):
+    with pytest.raises(ValueError, match="crop must be .* in fractions of the image"):
         decode_image(encode(noise(7, 5)), 8, crop=box)
 
 

@@ -109,7 +109,7 @@ def test_regions_are_embedded_indexed_and_searched(run, scan, tmp_path, sfumato)
     status, out, err = sfumato("search", tmp_path / "index", "--image", tmp_path / "in" / "2.npy", "-k", "1", "--json")
     assert status == 0 and json.loads(out)[0]["hits"][0]["id"] == "test-2", err
     status, out, err = sfumato("search", tmp_path / "index", "--image", tmp_path / "in" / "ignored.png")
-    assert status == 2 and "region features are expected here, not a picture" in err
+    assert status == 2 and "region features are expected here, not an image" in err
 
 
 def test_where_a_picture_would_be_shown_it_is_said_that_there_is_none(run, tmp_path, sfumato):

@@ -36,7 +36,7 @@ from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embed_folder, embed_lines
 from sfumato.models.ingest import embed_collection, model_digest, which_job
-from sfumato.search.parts import check_complete, read_metadata, read_manifest, read_parts
+from sfumato.search.parts import check_complete, read_manifest, read_metadata, read_parts
 
 WORDS = ("[UNK]", "red", "green", "blue", "circle", "square")
 
@@ -209,7 +209,9 @@ def test_a_killed_job_goes_on_to_the_same_bytes(tmp_path, pictures, moment):
     stamps = {name: (out / name).stat().st_mtime_ns for name in there}
     done = embed_collection(retrieval_model, listing, out, batch_size=3)
     assert {name: (out / name).stat().st_mtime_ns for name in there} == stamps, "a whole part was made again"
-    assert done.n == 23 and done.new == 23 - sum(read_metadata(out, n).n for n in check_complete(out) if n.file in there)
+    assert done.n == 23 and done.new == 23 - sum(
+        read_metadata(out, n).n for n in check_complete(out) if n.file in there
+    )
     whole = embed_collection(retrieval_model, listing, tmp_path / "whole", batch_size=3)
     torch.set_num_threads(threads)
     assert files(out) == files(tmp_path / "whole") and not list(out.glob(".part-*"))
@@ -476,7 +478,7 @@ def test_shards_in_parts_of_a_shard(tmp_path):
     }
     reasons = {os.path.basename(p.place): p.reason for p in done.problems.items}
     assert list(reasons) == ["a-1.tar!y", "a-2.tar!5", "a-3.tar"]
-    assert reasons["a-1.tar!y"] == "no picture: there is only .txt" and "not an uncompressed tar" in reasons["a-3.tar"]
+    assert reasons["a-1.tar!y"] == "no image: there is only .txt" and "not an uncompressed tar" in reasons["a-3.tar"]
     # By two jobs, the second part of the first shard lost in between.
     for job in range(2):
         embed_collection(retrieval_model, listing, tmp_path / "two", job=job, of=2, max_problem_fraction=0.5)

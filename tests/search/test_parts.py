@@ -14,8 +14,8 @@ from sfumato.search.parts import (
     PartName,
     begin,
     check_complete,
-    read_metadata,
     read_manifest,
+    read_metadata,
     read_parts,
     write_job,
     write_part,
@@ -58,7 +58,9 @@ def test_the_same_content_gives_the_same_bytes_and_the_problems_are_kept(tmp_pat
         make_part(folder, PartName(7), problems=problems)
     assert (tmp_path / "a" / PartName(7).file).read_bytes() == (tmp_path / "b" / PartName(7).file).read_bytes()
     about = read_metadata(tmp_path / "a", PartName(7))
-    assert about == PartMetadata(EMBEDDED.identity, 2, 1, problems) and read_metadata(tmp_path / "a", PartName(8)) is None
+    assert (
+        about == PartMetadata(EMBEDDED.identity, 2, 1, problems) and read_metadata(tmp_path / "a", PartName(8)) is None
+    )
 
 
 def test_points_and_half_precision(tmp_path):

@@ -18,23 +18,23 @@ _SQUARES = 8
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-def erase_squares(picture: bytes, share: float, seed: Sequence[int]) -> bytes:
-    """Grey squares, of a grid of 8 x 8, over a share of a picture.
+def erase_squares(picture: bytes, fraction: float, seed: Sequence[int]) -> bytes:
+    """Grey squares, of a grid of 8 x 8, over a fraction of a picture.
 
     Args:
         picture: a file in a format that :func:`~sfumato.data.transforms.decode_image` reads.
-        share: in [0, 1], of the 64 squares.
+        fraction: in [0, 1], of the 64 squares.
         seed: of the order in which squares are erased.
 
     Returns:
         A PNG file.
 
     Raises:
-        ValueError: the picture cannot be decoded, or share is outside of [0, 1].
+        ValueError: the picture cannot be decoded, or fraction is outside of [0, 1].
     """
     pixels = decode_image(picture, None).copy()
     erased = np.zeros(_SQUARES**2, bool)
-    erased[_first(_SQUARES**2, share, seed)] = True
+    erased[_first(_SQUARES**2, fraction, seed)] = True
     down, across = (np.arange(k) * _SQUARES // k for k in pixels.shape[1:])
     pixels[:, erased.reshape(_SQUARES, _SQUARES)[down][:, across]] = 128
     return encode_png(pixels)
@@ -45,7 +45,7 @@ def blur(picture: bytes, radius: float, seed: Sequence[int] = ()) -> bytes:
 
     Args:
         picture: see :func:`erase_squares`.
-        radius: standard deviation as a share of the shorter side.
+        radius: standard deviation as a fraction of the shorter side.
         seed: not used; nothing is random here.
 
     Returns:
@@ -60,58 +60,58 @@ def blur(picture: bytes, radius: float, seed: Sequence[int] = ()) -> bytes:
     return encode_png(np.asarray(image.filter(ImageFilter.GaussianBlur(radius * min(image.size)))).transpose(2, 0, 1))
 
 
-def drop_words(text: str, share: float, seed: Sequence[int]) -> str:
-    """A share of the words of a text left out, at random; one word always stays.
+def drop_words(text: str, fraction: float, seed: Sequence[int]) -> str:
+    """A fraction of the words of a text left out, at random; one word always stays.
 
     Args:
         text: words are what white space separates.
-        share: in [0, 1]; rounded to whole words, halves up.
+        fraction: in [0, 1]; rounded to whole words, halves up.
         seed: of the order in which words go.
 
     Raises:
-        ValueError: share is outside of [0, 1].
+        ValueError: fraction is outside of [0, 1].
     """
     words = text.split()
-    gone = set(_first(len(words), share, seed)[: max(len(words) - 1, 0)].tolist())
+    gone = set(_first(len(words), fraction, seed)[: max(len(words) - 1, 0)].tolist())
     return " ".join(word for i, word in enumerate(words) if i not in gone)
 
 
-def replace_letters(text: str, share: float, seed: Sequence[int]) -> str:
-    """A share of the letters of a text replaced by others at random, as bad spelling.
+def replace_letters(text: str, fraction: float, seed: Sequence[int]) -> str:
+    """A fraction of the letters of a text replaced by others at random, as bad spelling.
 
     Args:
         text: letters are a-z and A-Z; everything else stays.
-        share: in [0, 1], of the letters; rounded, halves up.
+        fraction: in [0, 1], of the letters; rounded, halves up.
         seed: of their order and of what they become.
 
     Raises:
-        ValueError: share is outside of [0, 1].
+        ValueError: fraction is outside of [0, 1].
     """
-    places = [m.start() for m in re.finditer("[a-zA-Z]", text)]
-    letters = np.random.default_rng([*seed, 1]).integers(1, 26, len(places))
+    positions = [m.start() for m in re.finditer("[a-zA-Z]", text)]
+    letters = np.random.default_rng([*seed, 1]).integers(1, 26, len(positions))
     result = list(text)
-    for i in _first(len(places), share, seed):
+    for i in _first(len(positions), fraction, seed):
         # A shift of 1 to 25 letters: never the letter that was there.
-        old = _LETTERS.index(text[places[i]].lower())
-        result[places[i]] = _LETTERS[(old + int(letters[i])) % 26]
+        old = _LETTERS.index(text[positions[i]].lower())
+        result[positions[i]] = _LETTERS[(old + int(letters[i])) % 26]
     return "".join(result)
 
 
-def unknown_words(text: str, share: float, seed: Sequence[int]) -> str:
-    """A share of the words of a text, at random, replaced by as many random letters: words that no model knows.
+def unknown_words(text: str, fraction: float, seed: Sequence[int]) -> str:
+    """A fraction of the words of a text, at random, replaced by as many random letters: words that no model knows.
 
     It stands for the <unk> tokens of PCME's appendix F.1, whatever the tokenizer.
 
     Args:
         text: words are what white space separates.
-        share: in [0, 1]; rounded to whole words, halves up.
+        fraction: in [0, 1]; rounded to whole words, halves up.
         seed: of the order in which words go and of the letters.
 
     Raises:
-        ValueError: share is outside of [0, 1].
+        ValueError: fraction is outside of [0, 1].
     """
     words = text.split()
-    gone = set(_first(len(words), share, seed).tolist())
+    gone = set(_first(len(words), fraction, seed).tolist())
     return " ".join(_nonsense(len(word), (*seed, 1, i)) if i in gone else word for i, word in enumerate(words))
 
 
@@ -172,11 +172,11 @@ TEXT_CORRUPTIONS: dict[str, TextCorruption] = {
 """Corruptions of texts by name."""
 
 
-def _first(n: int, share: float, seed: Sequence[int]) -> np.ndarray:
-    """The first share of n positions in a random order."""
-    if not 0 <= share <= 1:
-        raise ValueError(f"the share must be between 0 and 1, got {share}")
-    return np.random.default_rng(list(seed)).permutation(n)[: int(share * n + 0.5)]
+def _first(n: int, fraction: float, seed: Sequence[int]) -> np.ndarray:
+    """The first fraction of n positions in a random order."""
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"the fraction must be between 0 and 1, got {fraction}")
+    return np.random.default_rng(list(seed)).permutation(n)[: int(fraction * n + 0.5)]
 
 
 def _nonsense(n: int, seed: Sequence[int]) -> str:

@@ -46,13 +46,13 @@ def read_embeddings(
     if file.suffix == ".npy":
         if name is not None:
             raise ValueError(f"{path}: a .npy file holds one array and no names; leave out :{name}")
-        mean, spread = _read_array(file), None
+        mean, log_variance = _read_array(file), None
     elif file.suffix == ".safetensors":
         if name is None and is_embeddings_file(file):
             embeddings, own = load_embeddings(file)
-            mean, spread = embeddings.mean, embeddings.log_var
+            mean, log_variance = embeddings.mean, embeddings.log_var
         else:
-            mean, spread = _read_tensors(file, name)
+            mean, log_variance = _read_tensors(file, name)
     else:
         raise ValueError(
             f"{file}: unknown kind of file {file.suffix!r}; expected .npy or .safetensors"
@@ -63,17 +63,17 @@ def read_embeddings(
             )
         )
     if log_var is not None:
-        if spread is not None:
+        if log_variance is not None:
             raise ValueError(f"{file}: has log variances of its own; leave out {log_var}")
         if not Path(log_var).is_file():
             raise FileNotFoundError(f"no log variances at {log_var}")
-        spread = _read_array(Path(log_var)).to(mean.dtype)
-        if spread.shape != mean.shape:
+        log_variance = _read_array(Path(log_var)).to(mean.dtype)
+        if log_variance.shape != mean.shape:
             raise ValueError(
-                f"{log_var}: log variances of shape {tuple(spread.shape)} for means of shape {tuple(mean.shape)} in {file}"
+                f"{log_var}: log variances of shape {tuple(log_variance.shape)} for means of shape {tuple(mean.shape)} in {file}"
             )
-    result = GaussianEmbedding(mean, _minus_infinity(mean) if spread is None else spread)
-    check_finite(GaussianEmbedding(mean, mean) if spread is None else result, str(file))
+    result = GaussianEmbedding(mean, _minus_infinity(mean) if log_variance is None else log_variance)
+    check_finite(GaussianEmbedding(mean, mean) if log_variance is None else result, str(file))
     if ids is not None:
         own = read_ids(ids)
     if own is not None and len(own) != result.n:
@@ -91,7 +91,7 @@ def read_ids(path: str | Path) -> list[str]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no ids at {path}")
-    place = "line" if path.suffix not in (".npy", ".json") else "entry"
+    unit = "line" if path.suffix not in (".npy", ".json") else "entry"
     try:
         if path.suffix == ".npy":
             loaded = np.load(path, allow_pickle=False)
@@ -115,10 +115,10 @@ def read_ids(path: str | Path) -> list[str]:
     first: dict[str, int] = {}
     for number, i in enumerate(ids, 1):
         if not i:
-            raise ValueError(f"{path}: {place} {number} is empty; every embedding needs an id")
+            raise ValueError(f"{path}: {unit} {number} is empty; every embedding needs an id")
         if first.setdefault(i, number) != number:
             raise ValueError(
-                f"{path}: id {i!r} occurs at {place} {first[i]} and again at {number}; ids must be distinct"
+                f"{path}: id {i!r} occurs at {unit} {first[i]} and again at {number}; ids must be distinct"
             )
     return ids
 
@@ -164,18 +164,18 @@ def _read_tensors(path: Path, name: str | None) -> tuple[Tensor, Tensor | None]:
                     f"{path}: {wanted}; it has {', '.join(present) or 'none'}: choose one with {path.name}:NAME"
                 )
             mean = file.get_tensor(chosen)
-            spread = file.get_tensor("log_var") if name in (None, "mean") and "log_var" in present else None
+            log_variance = file.get_tensor("log_var") if name in (None, "mean") and "log_var" in present else None
     except SafetensorError as error:
         raise ValueError(f"{path}: not a whole .safetensors file ({error})") from error
     if mean.ndim != 2 or not mean.is_floating_point():
         raise ValueError(
             f"{path}: tensor {chosen!r} has shape {tuple(mean.shape)} and type {mean.dtype}; expected (n, d) floating point"
         )
-    if spread is not None and spread.shape != mean.shape:
+    if log_variance is not None and log_variance.shape != mean.shape:
         raise ValueError(
-            f"{path}: log_var has shape {tuple(spread.shape)}, {chosen} {tuple(mean.shape)}; they must be the same"
+            f"{path}: log_var has shape {tuple(log_variance.shape)}, {chosen} {tuple(mean.shape)}; they must be the same"
         )
-    return mean, None if spread is None else spread.to(mean.dtype)
+    return mean, None if log_variance is None else log_variance.to(mean.dtype)
 
 
 def _minus_infinity(mean: Tensor) -> Tensor:

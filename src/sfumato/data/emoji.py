@@ -48,14 +48,14 @@ def load_emoji(*, held_out_style: Style = "fluent3d", val_fraction: float = 0.2)
 
     Args:
         held_out_style: the drawing style of validation and test.
-        val_fraction: share of the concepts in "val"; the rest are in "test". A concept's part depends on its code point alone.
+        val_fraction: fraction of the concepts in "val"; the rest are in "test". A concept's part depends on its code point alone.
 
     Returns:
         "train": the two other styles, groups are concepts; "val" and "test": the held-out style on disjoint concepts, with the
         texts that are true of at least one; "style": the whole held-out style.
 
     Raises:
-        ValueError: the style is unknown, or the share is not in (0, 1).
+        ValueError: the style is unknown, or the fraction is not in (0, 1).
     """
     if held_out_style not in get_args(Style):
         raise ValueError(f"load_emoji: unknown style {held_out_style!r}; known: {', '.join(get_args(Style))}")
@@ -82,8 +82,8 @@ def load_emoji(*, held_out_style: Style = "fluent3d", val_fraction: float = 0.2)
         return everything.keep_images(np.arange(len(own)))
 
     everyone = list(range(len(concepts)))
-    val = [c for c in everyone if _share(concepts[c]["hexcode"]) < val_fraction]
-    test = [c for c in everyone if _share(concepts[c]["hexcode"]) >= val_fraction]
+    val = [c for c in everyone if _uniform(concepts[c]["hexcode"]) < val_fraction]
+    test = [c for c in everyone if _uniform(concepts[c]["hexcode"]) >= val_fraction]
     seen = [style for style in get_args(Style) if style != held_out_style]
     return {
         "train": split(seen, everyone),
@@ -106,7 +106,7 @@ def emoji_classes(kind: EmojiClasses) -> dict[str, str]:
 
 def _texts(concepts: list[dict[str, Any]]) -> tuple[list[str], list[str], np.ndarray]:
     """The distinct wordings, their kinds, and (p, 2) pairs of concept and text."""
-    place: dict[str, int] = {}
+    number: dict[str, int] = {}
     kinds: list[int] = []
     pairs = []
     for c, concept in enumerate(concepts):
@@ -114,12 +114,12 @@ def _texts(concepts: list[dict[str, Any]]) -> tuple[list[str], list[str], np.nda
         worded += [(2, _subgroup_text(concept["subgroup"])), (3, _group_text(concept["group"]))]
         for kind, wording in worded:
             key = " ".join(wording.lower().split())
-            t = place.setdefault(key, len(place))
+            t = number.setdefault(key, len(number))
             if t == len(kinds):
                 kinds.append(kind)
             kinds[t] = min(kinds[t], kind)
             pairs.append((c, t))
-    return list(place), [KINDS[k] for k in kinds], np.unique(np.array(pairs, dtype=np.int64), axis=0)
+    return list(number), [KINDS[k] for k in kinds], np.unique(np.array(pairs, dtype=np.int64), axis=0)
 
 
 def _subgroup_text(key: str) -> str:
@@ -137,7 +137,7 @@ def _group_text(key: str) -> str:
     return key.replace("-", " & ")
 
 
-def _share(hexcode: str) -> float:
+def _uniform(hexcode: str) -> float:
     """A number in [0, 1) that depends on the concept alone."""
     return int.from_bytes(hashlib.sha256(hexcode.encode()).digest()[:6], "big") / 2**48
 

@@ -15,7 +15,7 @@ from sfumato.data.transforms import decode_image
 
 
 class ImageSource(Protocol):
-    """An encoded picture that can be read when it is needed."""
+    """An encoded image that can be read when it is needed."""
 
     @property
     def location(self) -> str:
@@ -29,7 +29,7 @@ class ImageSource(Protocol):
 
 @dataclass(frozen=True)
 class FileImage:
-    """A picture in a file of its own.
+    """An image in a file of its own.
 
     Attributes:
         path: the file.
@@ -49,7 +49,7 @@ class FileImage:
 
 @dataclass(frozen=True)
 class ZipImage:
-    """A picture in an open zip archive.
+    """An image in an open zip archive.
 
     Attributes:
         archive: reads of one archive may come from several threads.
@@ -74,11 +74,11 @@ class ZipImage:
 
 @dataclass(frozen=True)
 class MemoryImage:
-    """A picture whose file is in memory.
+    """An image whose file is in memory.
 
     Attributes:
         location: where it came from.
-        data: the encoded picture.
+        data: the encoded image.
     """
 
     location: str
@@ -127,7 +127,7 @@ class TarArchive:
 
 @dataclass(frozen=True)
 class TarImage:
-    """A picture in a tar archive.
+    """An image in a tar archive.
 
     Attributes:
         archive: the scanned archive.
@@ -148,23 +148,23 @@ class TarImage:
 
 
 THUMBNAIL = 144
-"""Longer side of a picture on the page, in pixels; twice what a phone shows."""
+"""Longer side of an image on the page, in pixels; twice what a phone shows."""
 
 _BYTES = 12_000
-"""Largest thumbnail; busier pictures are compressed harder."""
+"""Largest thumbnail; busier images are compressed harder."""
 
 
 def thumbnail(source: ImageSource) -> bytes | None:
-    """A picture as a small WebP file, upright and with transparency on white; None if it cannot be read."""
+    """An image as a small WebP file, upright and with transparency on white; None if it cannot be read."""
     try:
         pixels = decode_image(source.read_bytes(), None)
     except (OSError, ValueError):
         return None
-    picture = Image.fromarray(pixels.transpose(1, 2, 0))
-    picture.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
+    image = Image.fromarray(pixels.transpose(1, 2, 0))
+    image.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
     for quality in (78, 50, 25, 5):
         file = io.BytesIO()
-        picture.save(file, "WEBP", quality=quality, method=4)
+        image.save(file, "WEBP", quality=quality, method=4)
         if file.tell() <= _BYTES:
             break
     return file.getvalue()

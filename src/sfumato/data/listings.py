@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 
 from sfumato.data.captioned import is_unicode
 from sfumato.data.manifest import ListedImage, list_images
-from sfumato.data.shards import ShardError, ShardImage, expand_shards, list_shard
+from sfumato.data.shard_files import ShardError, ShardImage, expand_shards, list_shard
 from sfumato.data.transforms import IMAGE_ENDINGS
 from sfumato.errors import UserError
 
@@ -31,7 +31,7 @@ class Entry:
         id: different for every item of a listing that can be used.
         location: where it is, for messages.
         payload: what is kept with its embedding.
-        read: returns the encoded picture or the text; called from any thread. Raises OSError or ValueError for what cannot be used,
+        read: returns the encoded image or the text; called from any thread. Raises OSError or ValueError for what cannot be used,
             and ShardError where that says nothing of this item.
     """
 
@@ -49,8 +49,8 @@ class Listing:
         modality: what the items are.
         kind: "folder", "manifest", "shards" or "texts".
         path: as the user gave it.
-        n: number of what is listed: pictures, rows, shards or lines.
-        digest: of the list; of a text file, of its content. That a picture or a shard has changed under its name is not seen.
+        n: number of what is listed: images, rows, shards or lines.
+        digest: of the list; of a text file, of its content. That an image or a shard has changed under its name is not seen.
         part_size: most items of a part; a section of anything but shards has no more.
         sections: how many there are.
         entries: number of a section -> its items, at least one. Raises ShardError for a shard that cannot be read as a whole.
@@ -67,15 +67,15 @@ class Listing:
 
 
 def list_folder(folder: str | Path, *, part_size: int, endings: frozenset[str] = IMAGE_ENDINGS) -> Listing:
-    """Every picture below a folder, sorted by its path; ids are paths relative to the folder. Links to folders are not followed.
+    """Every image below a folder, sorted by its path; ids are paths relative to the folder. Links to folders are not followed.
 
     Args:
         folder: it.
-        part_size: pictures in a section.
+        part_size: images in a section.
         endings: of the names of files that count, in lower case.
 
     Raises:
-        UserError: there is no such folder, or no picture in it.
+        UserError: there is no such folder, or no image in it.
         ValueError: part_size is less than 1.
     """
     folder = Path(folder)
@@ -83,7 +83,7 @@ def list_folder(folder: str | Path, *, part_size: int, endings: frozenset[str] =
         raise UserError(f"there is no folder {folder}")
     names = sorted(_pictures(folder, endings), key=lambda name: name.split("/"))
     if not names:
-        raise UserError(f"no pictures in {folder} (looked for {', '.join(sorted(endings))})")
+        raise UserError(f"no images in {folder} (looked for {', '.join(sorted(endings))})")
     home = os.path.abspath(folder)
 
     def entry(name: str) -> Entry:
@@ -96,11 +96,11 @@ def list_folder(folder: str | Path, *, part_size: int, endings: frozenset[str] =
 
 
 def list_manifest(path: str | Path, *, part_size: int, image_root: str | Path | None = None) -> Listing:
-    """The pictures of a manifest (JSONL, CSV, Parquet) in its order; see :func:`sfumato.data.manifest.list_images`.
+    """The images of a manifest (JSONL, CSV, Parquet) in its order; see :func:`sfumato.data.manifest.list_images`.
 
     Args:
         path: the manifest.
-        part_size: pictures in a section.
+        part_size: images in a section.
         image_root: what its paths are relative to; its folder if None.
 
     Raises:
@@ -109,7 +109,7 @@ def list_manifest(path: str | Path, *, part_size: int, image_root: str | Path | 
     """
     rows = list(list_images(path, image_root=image_root))
     if not rows:
-        raise UserError(f"{path} lists no picture")
+        raise UserError(f"{path} lists no image")
 
     def entry(row: ListedImage) -> Entry:
         if row.error:
@@ -122,11 +122,11 @@ def list_manifest(path: str | Path, *, part_size: int, image_root: str | Path | 
 
 
 def list_shards(spec: str, *, part_size: int) -> Listing:
-    """The pictures of webdataset shards, captions or not; a section is a shard. Ids are SHARD.tar!KEY, relative to the shards' folder.
+    """The images of webdataset shards, captions or not; a section is a shard. Ids are SHARD.tar!KEY, relative to the shards' folder.
 
     Args:
         spec: see :func:`sfumato.data.shards.expand_shards`.
-        part_size: most pictures of a part; a larger shard has several.
+        part_size: most images of a part; a larger shard has several.
 
     Raises:
         UserError: see :func:`sfumato.data.shards.expand_shards`.
@@ -136,17 +136,17 @@ def list_shards(spec: str, *, part_size: int) -> Listing:
     home = os.path.commonpath([os.path.dirname(path) for path in paths])
     names = [os.path.relpath(path, home) for path in paths]
 
-    def entry(shard: int, picture: ShardImage) -> Entry:
-        location = f"{paths[shard]}!{picture.key}" if picture.key else paths[shard]
-        if picture.error:
-            return _unusable(location, picture.error)
-        payload = {"path": f"{paths[shard]}!{picture.member}"}
-        if not is_unicode(names[shard] + picture.member):
+    def entry(shard: int, image: ShardImage) -> Entry:
+        location = f"{paths[shard]}!{image.key}" if image.key else paths[shard]
+        if image.error:
+            return _unusable(location, image.error)
+        payload = {"path": f"{paths[shard]}!{image.member}"}
+        if not is_unicode(names[shard] + image.member):
             return _unusable(location, "the name is not valid UTF-8")
-        return Entry(f"{names[shard]}!{picture.key}", location, payload, partial(_member, paths[shard], picture))
+        return Entry(f"{names[shard]}!{image.key}", location, payload, partial(_member, paths[shard], image))
 
     def entries(shard: int) -> list[Entry]:
-        return [entry(shard, picture) for picture in list_shard(paths[shard])]
+        return [entry(shard, image) for image in list_shard(paths[shard])]
 
     _check_part_size(part_size)
     digest = _digest(map(os.fsencode, names))
@@ -224,15 +224,15 @@ def _pictures(folder: Path, endings: frozenset[str], below: str = "") -> Iterabl
                 yield name
 
 
-def _member(shard: str, picture: ShardImage) -> bytes:
+def _member(shard: str, image: ShardImage) -> bytes:
     try:
         with open(shard, "rb") as file:
-            file.seek(picture.offset)
-            data = file.read(picture.size)
+            file.seek(image.offset)
+            data = file.read(image.size)
     except OSError as error:
         raise ShardError(shard, f"cannot be read: {error.strerror or error}") from error
-    if len(data) < picture.size:
-        raise ShardError(shard, f"cut short since it was listed: ends within {picture.member}")
+    if len(data) < image.size:
+        raise ShardError(shard, f"cut short since it was listed: ends within {image.member}")
     return data
 
 

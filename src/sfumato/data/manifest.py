@@ -57,7 +57,9 @@ def read_manifest(
     path = Path(path)
     read = _row_reader(path)
     root = Path(image_root) if image_root is not None else path.parent
-    found = (_check_row(location, values, root, problems) for location, values in read(path, problems, ("image", "captions")))
+    found = (
+        _check_row(location, values, root, problems) for location, values in read(path, problems, ("image", "captions"))
+    )
     return splits_of_rows((row for row in found if row), path, problems, val_fraction, test_fraction)
 
 

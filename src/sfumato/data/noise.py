@@ -17,14 +17,14 @@ _TRIES = 20
 
 
 def shuffle_pairs(data: PairData, rate: float, seed: int) -> tuple[PairData, np.ndarray]:
-    r"""Give a share of the pairs each other's images, so that none of them is a true pair afterwards.
+    r"""Give a fraction of the pairs each other's images, so that none of them is a true pair afterwards.
 
     The images of round(rate * p) pairs are permuted among them; the rest stay as they are. Every image and every text keeps its
     number of pairs. Equal arguments give equal results, on every process.
 
     Args:
         data: a split with p pairs.
-        rate: share of the pairs in [0, 1]; 0 changes nothing.
+        rate: fraction of the pairs in [0, 1]; 0 changes nothing.
         seed: of everything random.
 
     Returns:

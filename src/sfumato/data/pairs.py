@@ -74,16 +74,16 @@ class PairData:
         if not len(self._keys):
             return np.zeros((len(image_index), len(text_index)), np.float32)
         keys = image_index[:, None] * len(self.text_ids) + text_index
-        place = np.searchsorted(self._keys, keys).clip(max=len(self._keys) - 1)
-        found: np.ndarray = (self._keys[place] == keys).astype(np.float32)
+        position = np.searchsorted(self._keys, keys).clip(max=len(self._keys) - 1)
+        found: np.ndarray = (self._keys[position] == keys).astype(np.float32)
         return found
 
     def keep_images(self, index: np.ndarray) -> "PairData":
         """Only the images at these positions, in this order, and the texts that still match one of them."""
         index = np.asarray(index, dtype=np.int64)
-        place = np.full(len(self.image_ids), -1)
-        place[index] = np.arange(len(index))
-        pairs = np.stack([place[self.pairs[:, 0]], self.pairs[:, 1]], axis=1)
+        position = np.full(len(self.image_ids), -1)
+        position[index] = np.arange(len(index))
+        pairs = np.stack([position[self.pairs[:, 0]], self.pairs[:, 1]], axis=1)
         pairs = pairs[pairs[:, 0] >= 0]
         texts, renumbered = np.unique(pairs[:, 1], return_inverse=True)
         return PairData(
@@ -137,7 +137,7 @@ class PairSampler:
         seed: of everything random.
         epoch_over: "images": each image once, with one of its texts at random; "pairs": every pair once.
         positives: "listed": every pair of the batch that the data lists is a match, so that several captions of one image
-            are positives of each other's image, and a shared tag matches all pictures that carry it. "sampled": only texts
+            are positives of each other's image, and a shared tag matches all images that carry it. "sampled": only texts
             drawn for an image of the same group, as in data where nobody listed the other matches.
         kind_weights: relative frequency of each kind of text, uniform within a kind, for epoch_over "images"; kinds left out
             are never drawn. None draws uniformly from an image's texts.

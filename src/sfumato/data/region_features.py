@@ -1,7 +1,7 @@
-"""Region features: pictures that come as arrays of r regions with c channels, in .npy files of SCAN's layout or one for each picture.
+"""Region features: images that come as arrays of r regions with c channels, in .npy files of SCAN's layout or one for each image.
 
-An item's bytes are those of a .npy file, of (r, c) numbers, as a picture's are those of a JPEG: so whatever carries pictures by
-their bytes carries regions too. What holds regions has no picture to show.
+An item's bytes are those of a .npy file, of (r, c) numbers, as an image's are those of a JPEG: so whatever carries images by
+their bytes carries regions too. What holds regions has no image to show.
 """
 
 import io
@@ -29,7 +29,7 @@ _BEGINNING = 512
 
 
 class RegionFile:
-    """A .npy file of the features of n pictures: (n, r, c), or (n, c) for one region each, in float16, float32 or float64.
+    """A .npy file of the features of n images: (n, r, c), or (n, c) for one region each, in float16, float32 or float64.
 
     Its header tells how long it must be; rows are then read where they lie, from any thread. So memory never holds more than the
     rows asked for, and a disk that fails is an OSError. The file is closed when nothing refers to this any more.
@@ -38,7 +38,7 @@ class RegionFile:
         path: the file.
 
     Attributes:
-        n: number of pictures.
+        n: number of images.
         regions, channels: r and c.
 
     Raises:
@@ -61,13 +61,13 @@ class RegionFile:
             raise UserError(f"{self.path}: {error}") from error
         if len(shape) not in (2, 3) or 0 in shape:
             raise UserError(
-                f"{self.path}: an array of shape {shape}; expected (pictures, regions, channels) or (pictures, channels)"
+                f"{self.path}: an array of shape {shape}; expected (images, regions, channels) or (images, channels)"
             )
         self.n, self.channels = shape[0], shape[-1]
         self.regions = shape[1] if len(shape) == 3 else 1
 
     def row(self, row: int) -> np.ndarray:
-        """The (r, c) features of a picture, in the type of the file.
+        """The (r, c) features of an image, in the type of the file.
 
         Raises:
             OSError: the file cannot be read, or no longer has this row.
@@ -90,11 +90,11 @@ class RegionFile:
 
 @dataclass(frozen=True)
 class RegionRow:
-    """The features of a picture in a :class:`RegionFile`.
+    """The features of an image in a :class:`RegionFile`.
 
     Attributes:
         file: it.
-        row: which of its pictures.
+        row: which of its images.
     """
 
     file: RegionFile
@@ -118,7 +118,7 @@ def regions_to_bytes(features: np.ndarray) -> bytes:
 
 
 def regions_from_bytes(data: bytes, channels: int | None = None) -> np.ndarray:
-    """The bytes of a .npy file -> (r, c) float32 features of one picture; nothing is ever unpickled.
+    """The bytes of a .npy file -> (r, c) float32 features of one image; nothing is ever unpickled.
 
     Args:
         data: (r, c) numbers, or (c,) for a single region, in float16, float32 or float64.
@@ -129,11 +129,11 @@ def regions_from_bytes(data: bytes, channels: int | None = None) -> np.ndarray:
     """
     if not data.startswith(_MAGIC):
         raise ValueError(
-            "not a .npy file: region features are expected here, not a picture; `sfumato regions` makes them from pictures"
+            "not a .npy file: region features are expected here, not an image; `sfumato regions` makes them from images"
         )
     shape, dtype, start = _checked_header(io.BytesIO(data), len(data))
     if len(shape) not in (1, 2) or 0 in shape:
-        raise ValueError(f"holds {dtype} of shape {shape}; expected the (regions, channels) of one picture")
+        raise ValueError(f"holds {dtype} of shape {shape}; expected the (regions, channels) of one image")
     array = np.frombuffer(data, dtype, math.prod(shape), start)
     with np.errstate(over="ignore"):  # What is too large for float32 becomes infinity, and is refused below.
         features: np.ndarray = array.reshape(-1, shape[-1]).astype(np.float32)
@@ -149,8 +149,8 @@ def read_scan(folder: str | Path, problems: Problems) -> dict[str, PairData]:
 
     ``NAME_caps.txt`` has one caption a line and ``NAME_ims.npy`` the features, see :class:`RegionFile`; NAME is train, dev, test,
     testall or any other. Where there are k times as many captions as rows, the captions of a row are the k lines in its turn. Where there
-    are as many, lines whose rows have one id, or without ids follow each other with equal rows, are captions of one picture.
-    ``NAME_ids.txt``, if it is there, has an id for each row, or for each caption that of its picture; without it a picture is NAME-ROW.
+    are as many, lines whose rows have one id, or without ids follow each other with equal rows, are captions of one image.
+    ``NAME_ids.txt``, if it is there, has an id for each row, or for each caption that of its image; without it an image is NAME-ROW.
 
     Args:
         folder: where the files are.

@@ -30,7 +30,8 @@ from sfumato.data.manifest import read_manifest
 from sfumato.data.pairs import EpochOver, PairData, Positives
 from sfumato.data.problems import Problems
 from sfumato.data.region_features import read_scan
-from sfumato.data.shards import expand_shards, read_shards
+from sfumato.data.shard_files import expand_shards
+from sfumato.data.shards import read_shards
 from sfumato.errors import UserError
 
 Inputs = Literal["images", "regions", "either"]

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from sfumato.data.listings import Entry, Listing, list_folder, list_manifest, list_shards, list_texts
 from sfumato.data.problems import Problem, Problems
 from sfumato.data.region_features import REGION_ENDINGS, regions_from_bytes
-from sfumato.data.shards import ShardError
+from sfumato.data.shard_files import ShardError
 from sfumato.data.transforms import IMAGE_ENDINGS, check_image, decode_image
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import PixelStore, RaggedStore
@@ -305,7 +305,7 @@ class _Share:
                     there[number] = about
             for number, about in there.items():
                 self.usable += about.n
-                self.problems_of[section, number] = [Problem(**problem) for problem in about.problems]
+                self.problems_of[section, number] = [Problem.from_json(problem) for problem in about.problems]
                 self.problems.items += self.problems_of[section, number]
             if first is None or len(there) < first.parts:
                 self._todo.append((section, there))
@@ -366,7 +366,7 @@ class _Share:
             self._reset()
             return
         embeddings = GaussianEmbedding.cat(self._embeddings or [GaussianEmbedding.point(torch.empty(0, 0))])
-        left_out = [{"place": problem.location, "reason": problem.reason} for problem in self._left_out]
+        left_out = [problem.to_json() for problem in self._left_out]
         about = PartMetadata(self.identity, embeddings.n, parts, left_out)
         ids, payloads = [entry.id for entry in self._entries], [entry.payload for entry in self._entries]
         self.problems_of[name.section, name.number] = self._left_out

@@ -22,7 +22,8 @@ from sfumato.data.grading import Grades
 from sfumato.data.noise import apply_noise, load_noise, save_noise, shuffle_pairs
 from sfumato.data.pairs import PairData, PairSampler
 from sfumato.data.problems import Problems
-from sfumato.data.shards import ShardStream, expand_shards
+from sfumato.data.shard_files import expand_shards
+from sfumato.data.shards import ShardStream
 from sfumato.data.sources import DataConfig
 from sfumato.distances import Distance
 from sfumato.encoders.dual import DualEncoder
@@ -205,7 +206,7 @@ def _fit(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> dict[str,
     if val is None:
         say(
             "no validation split: the last weights are kept, and match probabilities are not calibrated;"
-            " with few pictures give data.val_fraction a larger share, with shards data.val_path"
+            " if there are few images raise data.val_fraction; with shards give data.val_path"
         )
         with averaged(model, average):
             if process_group.main:
