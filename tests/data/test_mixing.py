@@ -23,11 +23,11 @@ def loop(plan, values):
     out = values.double().clone()
     for i in range(len(plan)):
         top, bottom, left, right = plan.box[i].tolist()
-        other, share = values[plan.partner[i]].double(), plan.own_fraction[i].item()
+        other, fraction = values[plan.partner[i]].double(), plan.own_fraction[i].item()
         for y in range(values.shape[2]):
             for x in range(values.shape[3]):
                 if not plan.cut[i]:
-                    out[i, :, y, x] = share * values[i, :, y, x].double() + (1 - share) * other[:, y, x]
+                    out[i, :, y, x] = fraction * values[i, :, y, x].double() + (1 - fraction) * other[:, y, x]
                 elif top <= y < bottom and left <= x < right:
                     out[i, :, y, x] = other[:, y, x]
     return out
@@ -180,11 +180,11 @@ def test_share_is_honoured_when_one_of_the_two_is_off(off):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"share": 1.5}, r"share must be a number in \[0, 1\], got 1.5"),
+        ({"fraction": 1.5}, r"fraction must be a number in \[0, 1\], got 1.5"),
         ({"cutmix_probability": -0.1}, "cutmix_probability must be"),
         ({"mixup_alpha": float("nan")}, "mixup_alpha must be a number"),
         ({"cutmix_alpha": float("inf")}, "cutmix_alpha must be a number"),
-        ({"mixup_alpha": 0.0, "cutmix_alpha": 0.0}, "both 0; to mix nothing set share to 0"),
+        ({"mixup_alpha": 0.0, "cutmix_alpha": 0.0}, "both 0; to mix nothing set fraction to 0"),
         ({"choice": "pair"}, "unknown choice 'pair'; known: batch, element"),
         ({"size": (0, 5)}, r"got 9 of \(0, 5\)"),
         ({"n": -1}, "got -1 of"),

@@ -111,22 +111,22 @@ def test_an_epoch_is_the_same_for_the_same_seed_epoch_and_process(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "world"), [([7, 9, 5, 8, 6], 1), ([7, 9, 5, 8, 6], 3), ([7, 9, 5], 3), ([20, 21], 5), ([2, 2, 2], 4)]
+    ("sizes", "n_processes"), [([7, 9, 5, 8, 6], 1), ([7, 9, 5, 8, 6], 3), ([7, 9, 5], 3), ([20, 21], 5), ([2, 2, 2], 4)]
 )
 @pytest.mark.parametrize("shuffle_buffer", [1, 4, 1000])
-def test_processes_share_the_data_out_and_a_pass_has_each_sample_once(tmp_path, sizes, world, shuffle_buffer):
+def test_processes_share_the_data_out_and_a_pass_has_each_sample_once(tmp_path, sizes, n_processes, shuffle_buffer):
     shards = make_shards(tmp_path, sizes)
-    options = {"world": world, "samples_per_epoch": 4 * world, "shuffle_buffer": shuffle_buffer}
+    options = {"n_processes": n_processes, "samples_per_epoch": 4 * n_processes, "shuffle_buffer": shuffle_buffer}
     for epoch in (0, 1):
         parts = []
-        for rank in range(world):
+        for rank in range(n_processes):
             keys = [s.key for s in itertools.islice(stream(shards, rank=rank, **options).samples(epoch), 200)]
             own = len(set(keys))
             # Pass after pass: each has every sample of this process once, in another order.
             passes = [keys[i : i + own] for i in range(0, len(keys) - own + 1, own)]
             assert len(passes) > 3 and all(set(p) == set(keys) for p in passes)
             # One sample has one order only, and so has one shard that is not mixed.
-            assert len({tuple(p) for p in passes}) > 1 or own == 1 or (shuffle_buffer == 1 and world > 1)
+            assert len({tuple(p) for p in passes}) > 1 or own == 1 or (shuffle_buffer == 1 and n_processes > 1)
             parts.append(set(keys))
         assert sum(map(len, parts)) == len(set().union(*parts)) == sum(sizes)
         assert min(map(len, parts)) >= (5 if sum(sizes) > 6 else 1)
@@ -139,13 +139,13 @@ def test_every_epoch_deals_the_samples_out_anew(tmp_path, sizes):
     assert len(parts) > (3 if len(sizes) > 1 else 1)
 
 
-@pytest.mark.parametrize("world", [1, 2, 5])
-def test_every_process_has_the_same_number_of_full_batches(tmp_path, world):
+@pytest.mark.parametrize("n_processes", [1, 2, 5])
+def test_every_process_has_the_same_number_of_full_batches(tmp_path, n_processes):
     shards = make_shards(tmp_path, [3, 30, 1, 7])
-    for samples_per_epoch in (4 * world, 75):
-        expected = samples_per_epoch // (4 * world)
-        for rank in range(world):
-            source = stream(shards, rank=rank, n_processes=world, samples_per_epoch=samples_per_epoch)
+    for samples_per_epoch in (4 * n_processes, 75):
+        expected = samples_per_epoch // (4 * n_processes)
+        for rank in range(n_processes):
+            source = stream(shards, rank=rank, n_processes=n_processes, samples_per_epoch=samples_per_epoch)
             batches = list(source.batches(3))
             assert len(batches) == len(source) == expected
             assert all(len(b.keys) == len(b.images) == len(b.texts) == 4 for b in batches)
@@ -366,10 +366,10 @@ def test_a_stream_left_early_closes_its_file(tmp_path, monkeypatch):
         ({"shards": []}, "got no shards"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"shuffle_buffer": 0}, "shuffle_buffer must be at least 1, got 0"),
-        ({"world": 0}, "world must be at least 1, got 0"),
-        ({"rank": 2, "world": 2}, r"rank must be in \[0, n_processes\), got 2 of 2"),
+        ({"n_processes": 0}, "n_processes must be at least 1, got 0"),
+        ({"rank": 2, "n_processes": 2}, r"rank must be in \[0, n_processes\), got 2 of 2"),
         (
-            {"world": 3},
+            {"n_processes": 3},
             "an epoch of 8 samples has no batch of 4 for each of 3 processes; samples_per_epoch must be at least 12",
         ),
     ],
@@ -490,7 +490,7 @@ def test_a_folder_with_something_in_it_is_not_written_to(tmp_path):
     (tmp_path / "empty").mkdir()
     assert len(write_shards(data, tmp_path / "empty")) == 1
     for folder in (tmp_path / "empty", tmp_path / "a.png"):
-        with pytest.raises(UserError, match="it is there and not an empty folder"):
+        with pytest.raises(UserError, match="it exists and is not an empty folder"):
             write_shards(data, folder)
     with pytest.raises(ValueError, match="per_shard must be at least 1, got 0"):
         write_shards(data, tmp_path / "x", per_shard=0)
