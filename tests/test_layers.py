@@ -170,11 +170,12 @@ FLOORS: dict[str, list[str]] = {
         "embedded_input",
     ],
     "models": [
-        "ingest process_group pretrained_layouts recipe",
-        "build pretrained splits",
+        "embedding_steps process_group pretrained_layouts recipe",
+        "build ingest pretrained splits",
         "extract_regions run",
         "calibrate embed export",
         "galleries trust_run",
+        "gallery_search",
     ],
     "training": [
         "optim step",

@@ -111,7 +111,8 @@ def test_an_epoch_is_the_same_for_the_same_seed_epoch_and_process(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "n_processes"), [([7, 9, 5, 8, 6], 1), ([7, 9, 5, 8, 6], 3), ([7, 9, 5], 3), ([20, 21], 5), ([2, 2, 2], 4)]
+    ("sizes", "n_processes"),
+    [([7, 9, 5, 8, 6], 1), ([7, 9, 5, 8, 6], 3), ([7, 9, 5], 3), ([20, 21], 5), ([2, 2, 2], 4)],
 )
 @pytest.mark.parametrize("shuffle_buffer", [1, 4, 1000])
 def test_processes_share_the_data_out_and_a_pass_has_each_sample_once(tmp_path, sizes, n_processes, shuffle_buffer):

@@ -411,7 +411,7 @@ def test_erasing_leaves_one_rectangle_of_the_stated_area_and_aspect_in_the_state
         height, width = len(rows) / 60, len(columns) / 90
         if height < 0.99 and width < 0.99:
             assert 0.3 * 0.75 < height / width < 1 / 0.3 / 0.75
-    assert 0.01 < min(fractions) < 0.06 and 0.28 < max(shares) < 0.35
+    assert 0.01 < min(fractions) < 0.06 and 0.28 < max(fractions) < 0.35
     tops = changed[hit].any(2).int().argmax(1)
     assert tops.min() == 0 and tops.max() > 40, "anywhere"
 

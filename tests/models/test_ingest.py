@@ -35,7 +35,8 @@ from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embed_folder, embed_lines
-from sfumato.models.ingest import embed_collection, model_digest, which_job
+from sfumato.models.embedding_steps import model_digest
+from sfumato.models.ingest import embed_collection, which_job
 from sfumato.search.parts import check_complete, read_manifest, read_metadata, read_parts
 
 WORDS = ("[UNK]", "red", "green", "blue", "circle", "square")
@@ -106,7 +107,7 @@ def test_parts_hold_what_embed_folder_gives(tmp_path, pictures):
     retrieval_model = tiny_retrieval_model()
     expected, ids, _ = embed_folder(retrieval_model, pictures)
     done = embed_collection(
-        retrieval_model, list_folder(pictures, part_size=5), tmp_path / "out", batch_size=3, home=tmp_path
+        retrieval_model, list_folder(pictures, part_size=5), tmp_path / "out", batch_size=3, model_source=tmp_path
     )
     found_ids, found, payloads = together(tmp_path / "out")
     assert found_ids == ids and done.n == done.new == 23 and done.parts == 5 and done.per_second > 0
@@ -115,7 +116,7 @@ def test_parts_hold_what_embed_folder_gives(tmp_path, pictures):
     assert payloads == [{"path": str(pictures / i)} for i in ids]
     assert (tmp_path / "out" / "problems.jsonl").read_text() == ""
     about = read_manifest(tmp_path / "out")
-    assert (about.n, about.sections, about.home, about.distance) == (23, 5, str(tmp_path), "csd")
+    assert (about.n, about.sections, about.model_source, about.distance) == (23, 5, str(tmp_path), "csd")
 
 
 @pytest.mark.parametrize("of", [2, 3, 7])

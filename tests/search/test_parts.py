@@ -1,5 +1,6 @@
 """The folder of parts: what is written is read, the same bytes for the same content, and whatever is missing is named."""
 
+import dataclasses
 import json
 import math
 
@@ -9,9 +10,9 @@ import torch
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding, load_embeddings
 from sfumato.search.parts import (
-    Embedded,
     PartMetadata,
     PartName,
+    PartsManifest,
     begin,
     check_complete,
     read_manifest,
@@ -21,7 +22,7 @@ from sfumato.search.parts import (
     write_part,
 )
 
-EMBEDDED = Embedded("images", "m" * 64, "folder", 20, "d" * 64, 2, 10, "runs/mine", "pictures", "csd")
+EMBEDDED = PartsManifest("images", "m" * 64, "folder", 20, "d" * 64, 2, 10, "runs/mine", "pictures", "csd")
 
 
 def make_part(folder, name, *, n=2, parts=1, problems=()):
@@ -131,10 +132,9 @@ def test_other_folders_are_told(tmp_path):
     # Where the model lies may change; which model, which data and which parts may not.
     pinned = {"modality", "model", "kind", "n", "digest", "part_size", "sections"}
     values = json.loads((tmp_path / "manifest.json").read_text())
-    for key, value in values.items():
-        if key == "format":
-            continue
-        other = Embedded(**{k: v for k, v in values.items() if k != "format"} | {key: value * 2})
+    assert values["home"] == EMBEDDED.model_source
+    for key, value in dataclasses.asdict(EMBEDDED).items():
+        other = dataclasses.replace(EMBEDDED, **{key: value * 2})
         assert (other.identity != EMBEDDED.identity) == (key in pinned)
         if key in pinned - {"sections"}:
             with pytest.raises(UserError, match="give another --out, or remove that folder"):

@@ -81,8 +81,9 @@ def embed(
     from sfumato.gaussian import save_embeddings
     from sfumato.models.build import choose_device
     from sfumato.models.embed import embed_folder, embed_lines
+    from sfumato.models.embedding_steps import file_endings
     from sfumato.models.export import load_model
-    from sfumato.models.ingest import embed_collection, file_endings, list_source, which_job
+    from sfumato.models.ingest import embed_collection, list_source, which_job
 
     if out.suffix != ".safetensors":
         job, of = which_job(shard)
@@ -93,7 +94,7 @@ def embed(
         )  # fmt: skip
         done = embed_collection(
             loaded, listing, out, job=job, of=of, workers=workers, batch_size=batch,
-            max_problem_fraction=max_problem_share, home=model,
+            max_problem_fraction=max_problem_share, model_source=model,
         )  # fmt: skip
         line = f"job {job}/{of}: {done.n} embeddings in {done.parts} parts, {done.new} of them new: {out}"
         print_result(done.to_json(), as_json, line + say_speed(done.per_second) + say_left_out(done.problems))

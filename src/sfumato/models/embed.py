@@ -17,7 +17,7 @@ from sfumato.evaluation.ground_truth import ground_truth_from_data
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.ingest import file_endings
+from sfumato.models.embedding_steps import file_endings
 from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.run import Run
 from sfumato.models.splits import embed_split, load_split

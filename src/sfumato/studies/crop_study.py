@@ -19,7 +19,7 @@ from sfumato.errors import UserError
 from sfumato.files import is_plain_name
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import RetrievalModel
-from sfumato.models.ingest import embedding_steps, file_endings
+from sfumato.models.embedding_steps import embedding_steps, file_endings
 from sfumato.progress import progress_bar
 from sfumato.studies.crops import (
     CANDIDATES,
