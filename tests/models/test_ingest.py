@@ -217,7 +217,7 @@ def test_a_killed_job_goes_on_to_the_same_bytes(tmp_path, pictures, moment):
     torch.set_num_threads(threads)
     assert files(out) == files(tmp_path / "whole") and not list(out.glob(".part-*"))
     assert files(out, "problems*") == files(tmp_path / "whole", "problems*") and len(done.problems) == 1
-    assert [p.place for p in done.problems.items] == [p.place for p in whole.problems.items]
+    assert [p.location for p in done.problems.items] == [p.location for p in whole.problems.items]
 
 
 def test_the_command_killed_at_any_time_goes_on(tmp_path, pictures):
@@ -305,12 +305,12 @@ def test_bad_pictures_are_reported_and_left_out(tmp_path, pictures):
         (pictures / name).write_bytes(data)
     retrieval_model, listing, out = tiny_retrieval_model(), list_folder(pictures, part_size=6), tmp_path / "out"
     done = embed_collection(retrieval_model, listing, out)
-    assert [os.path.basename(p.place) for p in done.problems.items] == ["bomb.png", "cut.jpg", "empty.gif"]
+    assert [os.path.basename(p.location) for p in done.problems.items] == ["bomb.png", "cut.jpg", "empty.gif"]
     assert "pixels" in done.problems.items[0].reason
     listed = [json.loads(line) for line in (out / "problems.jsonl").read_text().splitlines()]
     assert [p["place"] for p in listed] == [str(pictures / n) for n in ("bomb.png", "cut.jpg", "empty.gif")]
     expected, ids, problems = embed_folder(retrieval_model, pictures)
-    assert together(out)[0] == ids and [p.place for p in problems.items] == [p["place"] for p in listed]
+    assert together(out)[0] == ids and [p.location for p in problems.items] == [p["place"] for p in listed]
     assert_close(together(out)[1], expected)
     again = embed_collection(retrieval_model, listing, out)
     assert again.new == 0 and again.problems.items == done.problems.items
@@ -393,7 +393,7 @@ def test_a_picture_that_spoils_its_batch_or_has_no_embedding_is_left_out(tmp_pat
     retrieval_model.model.image.forward = spoilt
     done = embed_collection(retrieval_model, list_folder(pictures, part_size=50), tmp_path / "out", batch_size=8)
     assert bad["refused"] == 2, "once in its batch and once alone"
-    assert {(os.path.basename(p.place), p.reason) for p in done.problems.items} == {
+    assert {(os.path.basename(p.location), p.reason) for p in done.problems.items} == {
         ("001.png", "a strange shape"),
         ("002.jpg", "its embedding holds NaN or infinity"),
     }
@@ -450,7 +450,7 @@ def test_texts_are_those_of_embed_lines(tmp_path):
     with pytest.raises(UserError, match="other data, 7 items of the texts"):
         embed_collection(retrieval_model, list_texts(path, part_size=3), out)
     done = embed_collection(retrieval_model, list_texts(path, part_size=3), tmp_path / "other")
-    assert [(p.place, p.reason.split(":")[0]) for p in done.problems.items] == [
+    assert [(p.location, p.reason.split(":")[0]) for p in done.problems.items] == [
         (f"{path}:2", "empty line"),
         (f"{path}:4", "not UTF-8"),
     ]
@@ -477,7 +477,7 @@ def test_shards_in_parts_of_a_shard(tmp_path):
     assert set(files(out)) == {
         f"part-{n}.safetensors" for n in ("000000", "000000-0001", "000000-0002", "000001", "000002", "000003")
     }
-    reasons = {os.path.basename(p.place): p.reason for p in done.problems.items}
+    reasons = {os.path.basename(p.location): p.reason for p in done.problems.items}
     assert list(reasons) == ["a-1.tar!y", "a-2.tar!5", "a-3.tar"]
     assert reasons["a-1.tar!y"] == "no image: there is only .txt" and "not an uncompressed tar" in reasons["a-3.tar"]
     # By two jobs, the second part of the first shard lost in between.
@@ -645,7 +645,7 @@ def test_names_that_are_no_unicode_and_links(tmp_path, pictures):
     except OSError:
         pytest.skip("this file system takes only Unicode")
     done = embed_collection(retrieval_model, list_folder(pictures, part_size=9), tmp_path / "out")
-    assert [(p.place.rsplit("/")[-1], p.reason) for p in done.problems.items] == [
+    assert [(p.location.rsplit("/")[-1], p.reason) for p in done.problems.items] == [
         ("\\udcff.png", "the name is not valid UTF-8")
     ]
     assert len(together(tmp_path / "out")[0]) == 24

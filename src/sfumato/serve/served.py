@@ -178,7 +178,7 @@ def _from_run(run: Run, folder: Path, split: str, *, images_alone: bool) -> Sour
     prepared = load_split(run.model, run.recipe.data, split)
     images, texts = embed_split(run.model, prepared)
     data = prepared.data
-    sources: dict[GalleryName, Source] = {
+    sources: dict[GalleryName, GalleryPart] = {
         "images": GalleryPart(images, data.image_ids, images={"split": split}),
         "texts": GalleryPart(texts, data.text_ids, data.texts),
     }
