@@ -17,8 +17,8 @@ class MixPlan:
 
     Attributes:
         partner: (n,) int64, the other image; an image that is not mixed has itself.
-        own_fraction: (n,) float32 in [0, 1], what stays of the own image: lambda of Mixup, the area that CutMix leaves; 1 where
-            not mixed.
+        own_fraction: (n,) float32 in [0, 1], what stays of the own image: lambda of Mixup, the area that CutMix leaves;
+            1 where not mixed.
         box: (n, 4) int64, top, bottom, left and right of what CutMix replaces, ends excluded; zeros elsewhere.
         size: (h, w) of the images that it was drawn for.
     """
@@ -67,7 +67,8 @@ class MixPlan:
 
             mixed_ij = own_share_i * match_ij + (1 - own_share_i) * match_(partner_i)j
 
-        Whatever matched before mixing keeps its part: a second caption of either image, and a caption of both its whole.
+        Whatever matched before mixing keeps its part: a second caption of either image, and a caption of both its
+        whole.
 
         Args:
             match: (n, m) labels in [0, 1], rows are images.
@@ -78,8 +79,8 @@ class MixPlan:
         Raises:
             ValueError: match has not n rows.
 
-        Paper: Chun, ICLR 2024, section 2.4. The released code rebuilds the labels from a diagonal instead, so that a second
-        caption of an image in the batch becomes a non-match.
+        Paper: Chun, ICLR 2024, section 2.4. The released code rebuilds the labels from a diagonal instead, so that a
+        second caption of an image in the batch becomes a non-match.
         """
         if match.ndim != 2 or len(match) != len(self):
             raise ValueError(f"MixPlan.match: match must have shape ({len(self)}, m), got {tuple(match.shape)}")
@@ -93,6 +94,9 @@ class MixPlan:
 
         Args:
             plans: one at least, all for images of one size.
+
+        Returns:
+            The plan of all their images.
 
         Raises:
             ValueError: there is no plan, or their sizes differ.
@@ -122,9 +126,10 @@ def plan_mixing(
 ) -> MixPlan:
     r"""Draw a plan for n images: each is mixed with probability fraction, with image n - 1 - i.
 
-    Mixup blends with lambda ~ Beta(alpha, alpha). CutMix draws lambda too and puts a box of the partner, of 1 - lambda of the
-    area and around a uniform centre, in the same place; what lies outside of the image is clipped, and own_fraction is the area
-    that is really left. With odd n the image in the middle is its own partner: it is never mixed.
+    Mixup blends with lambda ~ Beta(alpha, alpha). CutMix draws lambda too and puts a box of the partner, of 1 - lambda
+    of the area and around a uniform centre, in the same place; what lies outside of the image is clipped, and
+    own_fraction is the area that is really left. With odd n the image in the middle is its own partner: it is never
+    mixed.
 
     Args:
         n: number of images.
@@ -134,8 +139,8 @@ def plan_mixing(
         mixup_alpha: of Mixup; 0 leaves CutMix only.
         cutmix_alpha: of CutMix; 0 leaves Mixup only.
         cutmix_probability: of CutMix where both are on.
-        choice: "batch" takes one of the two for the whole batch, as the paper says; "element" one for each image, as the
-            released code does.
+        choice: "batch" takes one of the two for the whole batch, as the paper says; "element" one for each image, as
+            the released code does.
 
     Returns:
         The plan, its tensors on the CPU.
@@ -143,8 +148,8 @@ def plan_mixing(
     Raises:
         ValueError: a number is out of its range, both alphas are 0, or choice is unknown.
 
-    Paper: Zhang et al., "mixup", ICLR 2018; Yun et al., "CutMix", ICCV 2019; Chun, ICLR 2024, section 2.4 and table B.1. The
-    released code mixes every image, not a fraction, when one of the two is off.
+    Paper: Zhang et al., "mixup", ICLR 2018; Yun et al., "CutMix", ICCV 2019; Chun, ICLR 2024, section 2.4 and table
+    B.1. The released code mixes every image, not a fraction, when one of the two is off.
     """
     if n < 0 or min(size) < 1:
         raise ValueError(f"plan_mixing: expected n >= 0 images of size (h, w) >= 1, got {n} of {size}")
@@ -205,8 +210,8 @@ def smooth_match(match: Tensor, smoothing: float) -> Tensor:
 def drop_tokens(mask: Tensor, *, rate: float = 0.2, generator: torch.Generator | None = None) -> Tensor:
     r"""Leave out some tokens of some items: (1 - rate) of the items lose up to a fraction rate of theirs.
 
-    Each item draws p ~ U(0, 1). If p > rate, each of its tokens goes with probability rate * p; otherwise none does. An item
-    keeps at least one of its tokens. A class token is a token like the others, as in the released code.
+    Each item draws p ~ U(0, 1). If p > rate, each of its tokens goes with probability rate * p; otherwise none does. An
+    item keeps at least one of its tokens. A class token is a token like the others, as in the released code.
 
     Args:
         mask: (n, t) bool, True where there is a token; torch.ones(n, t, dtype=torch.bool, device=...) where all are.
@@ -245,8 +250,9 @@ def augment_token_ids(
 ) -> tuple[Tensor, Tensor]:
     r"""Damage texts: each word token is chosen with probability rate, then masked, replaced or deleted.
 
-    Of the chosen, 50 % become mask_id, 10 % a random id of the vocabulary and 40 % are deleted, unless other fractions are given;
-    what is left moves together to the left. A text that would lose all its words keeps one of them as it was.
+    Of the chosen, 50 % become mask_id, 10 % a random id of the vocabulary and 40 % are deleted, unless other fractions
+    are given; what is left moves together to the left. A text that would lose all its words keeps one of them as it
+    was.
 
     Args:
         ids: (n, t) int64 token ids.
@@ -267,8 +273,8 @@ def augment_token_ids(
         TypeError: mask is not bool, or ids are not int64.
         ValueError: shapes do not fit, a number or an id is out of its range, or all ids are forbidden.
 
-    Paper: Chen et al., CVPR 2021; Chun, ICLR 2024, table B.1. The released code draws its random ids from the size of BERT's
-    vocabulary whatever the model's own is.
+    Paper: Chen et al., CVPR 2021; Chun, ICLR 2024, table B.1. The released code draws its random ids from the size of
+    BERT's vocabulary whatever the model's own is.
     """
     _check_mask(mask, rate, "augment_token_ids")
     if ids.dtype != torch.int64:
@@ -285,7 +291,8 @@ def augment_token_ids(
     for name, values in (("mask_id", [mask_id]), ("pad_id", [pad_id]), ("forbidden", forbidden)):
         if outside := [i for i in values if not 0 <= i < vocabulary_size]:
             raise ValueError(
-                f"augment_token_ids: {name} holds {outside[0]}, but the ids of the vocabulary are 0 to {vocabulary_size - 1}"
+                f"augment_token_ids: {name} holds {outside[0]}, but the ids of the vocabulary are 0 to"
+                f" {vocabulary_size - 1}"
             )
     allowed = torch.ones(vocabulary_size, dtype=torch.bool)
     allowed[list(forbidden)] = False

@@ -1,7 +1,7 @@
 """Reading embeddings of any model: .npy and .safetensors files with their ids; plain vectors are points.
 
-Nothing here runs code from a file: pickled arrays are refused. Large .npy files are mapped into memory, not read. Files of our own
-are read by gaussian.py; this module knows what others write.
+Nothing here runs code from a file: pickled arrays are refused. Large .npy files are mapped into memory, not read. Files
+of our own are read by gaussian.py; this module knows what others write.
 """
 
 import json
@@ -26,14 +26,14 @@ def read_embeddings(
     """Read embeddings that any model has written.
 
     Args:
-        path: a .npy file of (n, d) means, or a .safetensors file: one of ours, or with a tensor "mean" or "embeddings", (n, d), and
-            perhaps "log_var". PATH.safetensors:NAME takes the tensor of that name.
+        path: a .npy file of (n, d) means, or a .safetensors file: one of ours, or with a tensor "mean" or "embeddings",
+            (n, d), and perhaps "log_var". PATH.safetensors:NAME takes the tensor of that name.
         ids: file of n distinct ids, see :func:`read_ids`; a file of ours has its own.
         log_var: .npy file of (n, d) natural logarithms of variances; without any, vectors are points.
 
     Returns:
-        (embeddings in the dtype of the file, ids; None where no file says them). A .npy file is mapped into memory: pages are read
-        when they are needed, and what is written to them never reaches the file.
+        (embeddings in the dtype of the file, ids; None where no file says them). A .npy file is mapped into memory:
+        pages are read when they are needed, and what is written to them never reaches the file.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -70,7 +70,8 @@ def read_embeddings(
         log_variance = _read_array(Path(log_var)).to(mean.dtype)
         if log_variance.shape != mean.shape:
             raise ValueError(
-                f"{log_var}: log variances of shape {tuple(log_variance.shape)} for means of shape {tuple(mean.shape)} in {file}"
+                f"{log_var}: log variances of shape {tuple(log_variance.shape)} for means of shape"
+                f" {tuple(mean.shape)} in {file}"
             )
     result = GaussianEmbedding(mean, _minus_infinity(mean) if log_variance is None else log_variance)
     check_finite(GaussianEmbedding(mean, mean) if log_variance is None else result, str(file))
@@ -82,7 +83,13 @@ def read_embeddings(
 
 
 def read_ids(path: str | Path) -> list[str]:
-    """Read distinct ids: text with one a line (empty last line aside), a JSON list, or .npy of strings or whole numbers.
+    """Read distinct ids: a text file with one a line, a JSON list, or a .npy file of strings or whole numbers.
+
+    Args:
+        path: .json, .npy, or any other ending for text.
+
+    Returns:
+        n ids as strings.
 
     Raises:
         FileNotFoundError: the file is missing.
@@ -138,7 +145,8 @@ def _read_array(path: Path) -> Tensor:
     except (ValueError, EOFError, OSError) as error:
         if _pickled(path) or "Object arrays" in str(error) or "Python objects" in str(error):
             raise ValueError(
-                f"{path}: holds pickled Python objects, which can run code when read; save plain numbers with numpy.save"
+                f"{path}: holds pickled Python objects, which can run code when read; save plain numbers with"
+                f" numpy.save"
             ) from error
         raise ValueError(f"{path}: not a whole .npy file ({error})") from error
     if not isinstance(array, np.ndarray):
@@ -169,17 +177,19 @@ def _read_tensors(path: Path, name: str | None) -> tuple[Tensor, Tensor | None]:
         raise ValueError(f"{path}: not a whole .safetensors file ({error})") from error
     if mean.ndim != 2 or not mean.is_floating_point():
         raise ValueError(
-            f"{path}: tensor {chosen!r} has shape {tuple(mean.shape)} and type {mean.dtype}; expected (n, d) floating point"
+            f"{path}: tensor {chosen!r} has shape {tuple(mean.shape)} and type {mean.dtype}; expected (n, d)"
+            f" floating point"
         )
     if log_variance is not None and log_variance.shape != mean.shape:
         raise ValueError(
-            f"{path}: log_var has shape {tuple(log_variance.shape)}, {chosen} {tuple(mean.shape)}; they must be the same"
+            f"{path}: log_var has shape {tuple(log_variance.shape)}, {chosen} {tuple(mean.shape)}; they must be"
+            f" the same"
         )
     return mean, None if log_variance is None else log_variance.to(mean.dtype)
 
 
 def _minus_infinity(mean: Tensor) -> Tensor:
-    """The log variances of points, as one number seen n d times: as many again would undo the mapping of a large file."""
+    """The log variances of points: one number viewed as (n, d), so that a memory-mapped file stays on disk."""
     return torch.full((1, 1), -torch.inf, dtype=mean.dtype).expand_as(mean)
 
 

@@ -1,8 +1,9 @@
 """The embedded data set: 1,911 concepts drawn in three styles, with names and tags that people chose.
 
-Its point is that the truth is known and many-to-many: a name stands for one concept, a tag for all that carry it, a subgroup or
-group for tens to hundreds. Training sees two drawing styles of all concepts; validation and test see the third, each on a part
-of the concepts. Licences and sources lie beside the data in ``emoji_set``; scripts/build_emoji.py rebuilds it.
+Its purpose: the ground truth is known and many-to-many: a name stands for one concept, a tag for all that carry it, a
+subgroup or group for tens to hundreds. Training sees two drawing styles of all concepts; validation and test see the
+third, each on a part of the concepts. Licences and sources lie beside the data in ``emoji_set``; scripts/build_emoji.py
+rebuilds it.
 """
 
 import hashlib
@@ -43,16 +44,17 @@ _SUBGROUPS = {
 def load_emoji(*, held_out_style: Style = "fluent3d", val_fraction: float = 0.2) -> dict[str, PairData]:
     """The splits of the emoji set.
 
-    A text is one wording: a tag "fox" and the name "fox" are one text whose truth is all concepts that carry either. Its kind
-    is the narrowest of them, so that every concept has its name among the texts of kind "name".
+    A text is one wording: a tag "fox" and the name "fox" are one text whose truth is all concepts that carry either.
+    Its kind is the narrowest of them, so that every concept has its name among the texts of kind "name".
 
     Args:
         held_out_style: the drawing style of validation and test.
-        val_fraction: fraction of the concepts in "val"; the rest are in "test". A concept's part depends on its code point alone.
+        val_fraction: fraction of the concepts in "val"; the rest are in "test". A concept's part depends on its code
+            point alone.
 
     Returns:
-        "train": the two other styles, groups are concepts; "val" and "test": the held-out style on disjoint concepts, with the
-        texts that are true of at least one; "style": the whole held-out style.
+        "train": the two other styles, groups are concepts; "val" and "test": the held-out style on disjoint concepts,
+        with the texts that are true of at least one; "style": the whole held-out style.
 
     Raises:
         ValueError: the style is unknown, or the fraction is not in (0, 1).
@@ -94,12 +96,27 @@ def load_emoji(*, held_out_style: Style = "fluent3d", val_fraction: float = 0.2)
 
 
 def emoji_names() -> dict[str, str]:
-    """hexcode -> name of every concept; image ids of the emoji set are "hexcode/style"."""
+    """The name of every concept; image ids of the emoji set are "hexcode/style".
+
+    Returns:
+        hexcode -> name.
+
+    Example:
+        >>> emoji_names()["1F992"]
+        'giraffe'
+    """
     return {c["hexcode"]: c["label"] for c in _concepts()}
 
 
 def emoji_classes(kind: EmojiClasses) -> dict[str, str]:
-    """hexcode -> the wording of every concept's one group, or one subgroup."""
+    """The group, or subgroup, of every concept.
+
+    Args:
+        kind: "group" or "subgroup".
+
+    Returns:
+        hexcode -> wording of the class.
+    """
     worded = {"group": _group_text, "subgroup": _subgroup_text}[kind]
     return {c["hexcode"]: worded(c[kind]) for c in _concepts()}
 

@@ -13,8 +13,8 @@ _WORD = re.compile(r"\w\w+")
 class Grades:
     """TF-IDF cosines between texts and the texts of images.
 
-    Words are what ``\\w\\w+`` finds in the lower-case text; a word in k of n texts weighs its count times ln((1 + n) / (1 + k)) + 1;
-    a text's weights have unit length. A text without a word is like no other.
+    Words are what ``\\w\\w+`` finds in the lower-case text; a word in k of n texts weighs its count times ln((1 + n) /
+    (1 + k)) + 1; a text's weights have unit length. A text without a word is like no other.
 
     Args:
         data: whose texts count.

@@ -23,7 +23,14 @@ class ImageSource(Protocol):
         ...
 
     def read_bytes(self) -> bytes:
-        """The file's bytes. Raises OSError when they cannot be read."""
+        """The bytes of the image file.
+
+        Returns:
+            Encoded bytes, not decoded.
+
+        Raises:
+            OSError: they cannot be read.
+        """
         ...
 
 
@@ -115,7 +122,18 @@ class TarArchive:
         return member in self._members
 
     def read(self, member: str) -> bytes:
-        """The bytes of a member."""
+        """The bytes of a member.
+
+        Args:
+            member: its name, normalised; see ``in``.
+
+        Returns:
+            Its bytes.
+
+        Raises:
+            KeyError: there is no such member.
+            OSError: the archive is shorter than when it was opened.
+        """
         offset, size = self._members[member]
         with self._lock:
             self._file.seek(offset)
@@ -155,7 +173,14 @@ _BYTES = 12_000
 
 
 def thumbnail(source: ImageSource) -> bytes | None:
-    """An image as a small WebP file, upright and with transparency on white; None if it cannot be read."""
+    """An image as a small WebP file, upright and with transparency on white.
+
+    Args:
+        source: the image.
+
+    Returns:
+        The bytes of the file, its longer side THUMBNAIL pixels; None if the image cannot be read.
+    """
     try:
         pixels = decode_image(source.read_bytes(), None)
     except (OSError, ValueError):

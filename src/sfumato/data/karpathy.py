@@ -1,4 +1,4 @@
-"""Source "karpathy": Karpathy's JSON of COCO, Flickr30k and Flickr8k, as training data and as entries for a ground truth."""
+"""Source "karpathy": Karpathy's JSON of COCO, Flickr30k and Flickr8k, as data or as plain entries."""
 
 import json
 import os

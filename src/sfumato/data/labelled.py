@@ -1,4 +1,4 @@
-"""Images with one class each: folders in ImageNet's layout, the groups of the emoji set, and data whose only text of an image is its class."""
+"""Images with one class each: folders in ImageNet's layout, groups of the emoji set, data whose texts are classes."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,14 @@ class Labelled:
 
 
 def read_class_names(path: Path) -> dict[str, str]:
-    """class -> name, in the order of a file that has both on every line, with a tab between, or the first space where no line has a tab.
+    """Read the names of classes from a text file.
+
+    Args:
+        path: a UTF-8 file with a class and its name on every line, separated by a tab, or by the first blank if no line
+            has a tab.
+
+    Returns:
+        class -> name, in the order of the file.
 
     Raises:
         UserError: there is no such file, it is not UTF-8, a line has no name, or a class occurs twice.
@@ -71,6 +78,9 @@ def read_class_folder(
         names: class -> name in prompts, of all classes that there are; None takes the folders, "_" read as a space.
         endings: of the files that count, in lower case with the dot.
 
+    Returns:
+        The images with their classes.
+
     Raises:
         UserError: there is no such folder, no class or image in it, or a class with images has no name.
     """
@@ -99,6 +109,9 @@ def emoji_labelled(kind: str, *, style: str = "fluent3d", names: Mapping[str, st
         style: of the drawings.
         names: see :func:`read_class_folder`.
 
+    Returns:
+        The images with their classes.
+
     Raises:
         UserError: kind is another, or a class has no name.
         ValueError: the style is unknown.
@@ -117,7 +130,10 @@ def data_labelled(data: PairData, names: Mapping[str, str] | None = None, *, whe
     Args:
         data: one split.
         names: see :func:`read_class_folder`; None takes the distinct texts, sorted.
-        where: for messages.
+        where: source of the data, for messages.
+
+    Returns:
+        The images with their classes.
 
     Raises:
         UserError: an image has two different texts, or none, or a class has no name.
@@ -128,7 +144,8 @@ def data_labelled(data: PairData, names: Mapping[str, str] | None = None, *, whe
     bad = next((i for i, own in enumerate(texts) if len(own) != 1), None)
     if bad is not None:
         raise UserError(
-            f"{where}: image {data.image_ids[bad]} has {len(texts[bad])} texts; expected one each, the name of its class"
+            f"{where}: image {data.image_ids[bad]} has {len(texts[bad])} texts; expected one each, the name of its"
+            f" class"
         )
     keys = [next(iter(own)) for own in texts]
     return _labelled(data.images, data.image_ids, keys, names or {k: k for k in sorted(set(keys))}, where)
@@ -141,7 +158,8 @@ def _labelled(
     unknown = next((key for key in keys if key not in number), None)
     if unknown is not None:
         raise UserError(
-            f"{where}: there is no name for the class {unknown!r}; the first that have one: {', '.join(list(names)[:5])}"
+            f"{where}: there is no name for the class {unknown!r}; the first that have one:"
+            f" {', '.join(list(names)[:5])}"
         )
     labels = np.array([number[key] for key in keys], np.int64)
     return Labelled(tuple(sources), tuple(ids), labels, tuple(names), tuple(names.values()))

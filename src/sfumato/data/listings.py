@@ -1,7 +1,7 @@
 """What is to be embedded: a folder, a manifest, shards or a text file, listed in a fixed order and cut into sections.
 
-A listing knows where every item is and how to read it, and reads none. It holds names, never pixels: a folder's and a manifest's in
-memory, a shard's while that shard is being read, of a text file only where its sections begin.
+A listing knows where every item is and how to read it, and reads none. It holds names, never pixels: a folder's and a
+manifest's in memory, a shard's while that shard is being read, of a text file only where its sections begin.
 """
 
 import hashlib
@@ -31,8 +31,8 @@ class Entry:
         id: different for every item of a listing that can be used.
         location: where it is, for messages.
         payload: what is kept with its embedding.
-        read: returns the encoded image or the text; called from any thread. Raises OSError or ValueError for what cannot be used,
-            and ShardError where that says nothing of this item.
+        read: returns the encoded image or the text; called from any thread. Raises OSError or ValueError for what
+            cannot be used, and ShardError where that says nothing of this item.
     """
 
     id: str
@@ -50,10 +50,12 @@ class Listing:
         kind: "folder", "manifest", "shards" or "texts".
         path: as the user gave it.
         n: number of what is listed: images, rows, shards or lines.
-        digest: of the list; of a text file, of its content. That an image or a shard has changed under its name is not seen.
+        digest: of the list; of a text file, of its content. That an image or a shard has changed under its name is not
+            seen.
         part_size: most items of a part; a section of anything but shards has no more.
         sections: how many there are.
-        entries: number of a section -> its items, at least one. Raises ShardError for a shard that cannot be read as a whole.
+        entries: number of a section -> its items, at least one. Raises ShardError for a shard that cannot be read as a
+            whole.
     """
 
     modality: Modality
@@ -67,12 +69,15 @@ class Listing:
 
 
 def list_folder(folder: str | Path, *, part_size: int, endings: frozenset[str] = IMAGE_ENDINGS) -> Listing:
-    """Every image below a folder, sorted by its path; ids are paths relative to the folder. Links to folders are not followed.
+    """Every image below a folder, sorted by path; ids are relative paths. Links to folders are not followed.
 
     Args:
-        folder: it.
+        folder: the folder.
         part_size: images in a section.
-        endings: of the names of files that count, in lower case.
+        endings: file name endings that count, in lower case.
+
+    Returns:
+        The listing.
 
     Raises:
         UserError: there is no such folder, or no image in it.
@@ -101,7 +106,10 @@ def list_manifest(path: str | Path, *, part_size: int, image_root: str | Path | 
     Args:
         path: the manifest.
         part_size: images in a section.
-        image_root: what its paths are relative to; its folder if None.
+        image_root: folder that its paths are relative to; its own folder if None.
+
+    Returns:
+        The listing.
 
     Raises:
         UserError: it cannot be read, or is empty.
@@ -122,11 +130,16 @@ def list_manifest(path: str | Path, *, part_size: int, image_root: str | Path | 
 
 
 def list_shards(spec: str, *, part_size: int) -> Listing:
-    """The images of webdataset shards, captions or not; a section is a shard. Ids are SHARD.tar!KEY, relative to the shards' folder.
+    """The images of webdataset shards, with or without captions; a section is a shard.
+
+    Ids are SHARD.tar!KEY, relative to the shards' folder.
 
     Args:
         spec: see :func:`sfumato.data.shards.expand_shards`.
-        part_size: most images of a part; a larger shard has several.
+        part_size: most images of a part; a larger shard has several parts.
+
+    Returns:
+        The listing.
 
     Raises:
         UserError: see :func:`sfumato.data.shards.expand_shards`.
@@ -159,6 +172,9 @@ def list_texts(path: str | Path, *, part_size: int) -> Listing:
     Args:
         path: a UTF-8 file.
         part_size: lines in a section.
+
+    Returns:
+        The listing.
 
     Raises:
         UserError: there is no such file, or no line in it.

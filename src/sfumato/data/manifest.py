@@ -1,7 +1,8 @@
 """Source "manifest": a JSONL, CSV or Parquet file that lists images with their captions.
 
-A row has ``image`` (a path, relative to the manifest or to a given root), ``captions`` (a list, or one string; ``caption``
-works too), and optionally ``split`` and ``id``. What cannot be used is reported with its location and left out.
+A row has ``image`` (a path, relative to the manifest or to a given root), ``captions`` (a list, or one string;
+``caption`` works too), and optionally ``split`` and ``id``. What cannot be used is reported with its location and left
+out.
 """
 
 import csv
@@ -42,8 +43,8 @@ def read_manifest(
         path: a .jsonl, .csv or .parquet file. In CSV, ``captions`` is one caption or a JSON list of them.
         problems: receives malformed lines, missing images, empty captions and repeated ids.
         image_root: folder that the image paths are relative to; the manifest's folder if None.
-        val_fraction: fraction of the images for "val" where no row names a split, in [0, 1); chosen by a hash of the id,
-            so that adding rows moves none. Where some rows name a split, those that do not are in "train".
+        val_fraction: fraction of the images for "val" where no row names a split, in [0, 1); chosen by a hash of the
+            id, so that adding rows moves none. Where some rows name a split, those that do not are in "train".
         test_fraction: the same for "test".
 
     Returns:
@@ -81,7 +82,7 @@ class ListedImage:
 
 
 def list_images(path: str | Path, *, image_root: str | Path | None = None) -> Iterator[ListedImage]:
-    """The images of a manifest in its order, for embedding: a row needs an ``image`` and no captions. No image is opened.
+    """The images of a manifest in its order, for embedding: rows need no captions, and no image is opened.
 
     An image that occurs again under its id (one caption a row is a common layout) comes once.
 

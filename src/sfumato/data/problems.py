@@ -1,4 +1,4 @@
-"""Items that could not be used: each with its location and reason, counted, listed in a file, and an error if too many."""
+"""Items that could not be used, each with location and reason: counted, listed in a file, an error if too many."""
 
 import json
 from collections.abc import Mapping

@@ -1,9 +1,10 @@
 """Tar files of the webdataset layout: which files a pattern means, and the samples and images in one of them.
 
 A sample is a run of members with one key (the name up to its first dot): KEY.jpg, .jpeg, .png or .webp, and KEY.txt or
-KEY.json with "caption" or "text". Other members are passed over. Images are not decoded here, nothing is ever unpickled, and
-only local files are opened. The tar files are read with tarfile and not with the webdataset library, because that library
-ends a shard without a message at the first damaged header, and runs the shell commands that it finds in names of shards.
+KEY.json with "caption" or "text". Other members are passed over. Images are not decoded here, nothing is ever
+unpickled, and only local files are opened. The tar files are read with tarfile and not with the webdataset library,
+because that library ends a shard without a message at the first damaged header, and runs the shell commands that it
+finds in names of shards.
 """
 
 import glob
@@ -62,14 +63,15 @@ def expand_shards(spec: str) -> list[str]:
     """The files that a shard pattern names.
 
     Args:
-        spec: a folder of .tar files, one file, or a pattern: ``data/cc3m-{00000..00331}.tar`` with any number of ranges and
-            lists in braces, or a glob with ``*``, ``?``, ``[...]`` and ``**``, of which the .tar files count.
+        spec: a folder of .tar files, one file, or a pattern: ``data/cc3m-{00000..00331}.tar`` with any number of ranges
+            and lists in braces, or a glob with ``*``, ``?``, ``[...]`` and ``**``, of which the .tar files count.
 
     Returns:
         Local paths, each once, in natural order (2 before 10).
 
     Raises:
-        UserError: a remote address or a command, a pattern that cannot be read, files that do not exist, or nothing found.
+        UserError: a remote address or a command, a pattern that cannot be read, files that do not exist, or nothing
+            found.
     """
     if _REMOTE.match(spec):
         raise UserError(
@@ -93,7 +95,8 @@ def expand_shards(spec: str) -> list[str]:
         found = plain + [file for name in globs for file in glob.glob(name, recursive=True) if file.endswith(".tar")]
     if not found:
         raise UserError(
-            f"shards {spec!r}: found no .tar file; give a folder, a glob, or a pattern such as cc3m-{{00000..00331}}.tar"
+            f"shards {spec!r}: found no .tar file; give a folder, a glob, or a pattern such as"
+            f" cc3m-{{00000..00331}}.tar"
         )
     return sorted(set(found), key=lambda name: (_natural(name), name))
 
@@ -191,7 +194,7 @@ def read_shard(shard: str, mine: slice, bad: Callable[[str, str], None]) -> Iter
 
 
 def _members(file: IO[bytes], bad: Callable[[str, bool], None]) -> Iterator[tarfile.TarInfo]:
-    """The members of a tar file, resumed behind damage; ``bad`` receives (reason, whether the file's end is missing)."""
+    """The members of a tar file, also behind damage; ``bad`` receives (reason, whether the end is missing)."""
     size = os.fstat(file.fileno()).st_size
     try:
         tar = tarfile.TarFile(fileobj=file, ignore_zeros=True)

@@ -21,8 +21,8 @@ def write_shards(
 ) -> list[Path]:
     """Write a split as shards: one sample for every pair, in order, so an image with five captions occurs five times.
 
-    The images keep their bytes; KEY.txt is the caption, and KEY.json has the ids of image and text. The same split gives the
-    same bytes. The folder appears when everything is written, or not at all.
+    The images keep their bytes; KEY.txt is the caption, and KEY.json has the ids of image and text. The same split
+    gives the same bytes. The folder appears when everything is written, or not at all.
 
     Args:
         data: the split; JPEG, PNG and WEBP images.

@@ -1,4 +1,4 @@
-"""Source "shards": webdataset shards as a shuffled stream without an end, for training at scale, or as a whole for validation."""
+"""Source "shards": webdataset shards as an endless shuffled stream for training, or as a whole for validation."""
 
 import contextlib
 import hashlib
@@ -36,11 +36,11 @@ class ShardBatch:
 class ShardStream:
     """The batches of an epoch from shards, the same for the same seed, epoch and process.
 
-    In each epoch the shards are assigned to the processes anew. If there are fewer shards than processes, the samples of each
-    shard are divided among them. No two processes ever see one sample in an epoch. Each process reads its part in passes: the
-    shards in a random order, then their samples through a shuffle buffer, every sample once. If an epoch is longer than the
-    data, another pass follows, in another order; if it is shorter, it ends within the first. The parts are even if there are
-    many more shards than processes.
+    In each epoch the shards are assigned to the processes anew. If there are fewer shards than processes, the samples
+    of each shard are divided among them. No two processes ever see one sample in an epoch. Each process reads its part
+    in passes: the shards in a random order, then their samples through a shuffle buffer, every sample once. If an epoch
+    is longer than the data, another pass follows, in another order; if it is shorter, it ends within the first. The
+    parts are even if there are many more shards than processes.
 
     Args:
         shards: local tar files, see :func:`~sfumato.data.shard_files.expand_shards`; the same list in every process.
@@ -51,8 +51,8 @@ class ShardStream:
         n_processes: number of processes.
         shuffle_buffer: size of the shuffle buffer in samples; 1 keeps the order within a shard.
         problems: receives what cannot be used, once each; a new list if None.
-        max_problem_fraction: largest tolerated fraction of unusable samples, in [0, 1]; checked after the first thousand
-            samples and after every pass.
+        max_problem_fraction: largest tolerated fraction of unusable samples, in [0, 1]; checked after the first
+            thousand samples and after every pass.
 
     Raises:
         ValueError: there are no shards, a number is out of its range, or an epoch has no batch.
@@ -115,7 +115,8 @@ class ShardStream:
     def samples(self, epoch: int) -> Generator[ShardSample, None, None]:
         """The samples that the batches of an epoch are made of, without an end.
 
-        Use it to decode before batching: take samples until a batch is full, and leave out those reported to :meth:`skip`.
+        Use it to decode before batching: take samples until a batch is full, and leave out those reported to
+        :meth:`skip`.
 
         Args:
             epoch: number of the epoch, from 0.
@@ -164,7 +165,8 @@ class ShardStream:
 
     def _read(self, epoch: int, order: Iterable[int], by_shard: bool) -> Iterator[ShardSample]:
         for position in order:
-            # The first process rotates with shard and epoch: small shards reach all processes, and samples change process.
+            # The first process rotates with shard and epoch: small shards reach all processes, and samples change
+            # process.
             first = (self.rank + epoch - position) % self.n_processes
             mine = slice(None) if by_shard else slice(first, None, self.n_processes)
             for sample in read_shard(self.shards[position], mine, self.skip):

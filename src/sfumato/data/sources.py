@@ -1,7 +1,7 @@
-"""Where data comes from: section ``data`` of a recipe, and SOURCES, the registry of everything that ``data.source`` can name.
+"""Sources of data: section ``data`` of a recipe, and SOURCES, the registry of what ``data.source`` can name.
 
-A source is a function that reads the splits of some data, see :class:`ReadSource`. The package brings six; another one is
-registered with :func:`register_source` and then works in every recipe.
+A source is a function that reads the splits of some data, see :class:`ReadSource`. The package brings six; another one
+is registered with :func:`register_source` and then works in every recipe.
 """
 
 from collections.abc import Mapping
@@ -48,8 +48,8 @@ class DataConfig(BaseModel):
     )
     path: str = Field(
         "",
-        description="manifest (.jsonl, .csv, .parquet), image folder, Karpathy JSON, folder of region features (scan), or the"
-        " training shards (folder, glob or braces: cc3m-{00000..00331}.tar); not used by emoji",
+        description="manifest (.jsonl, .csv, .parquet), image folder, Karpathy JSON, folder of region features (scan), or"
+        " the training shards (folder, glob or braces: cc3m-{00000..00331}.tar); not used by emoji",
     )
     val_path: str = Field("", description="shards: the validation shards, read as a whole; none by default")
     samples_per_epoch: PositiveInt = Field(1_000_000, description="shards: number of pairs per epoch")
@@ -68,8 +68,8 @@ class DataConfig(BaseModel):
     )
     graded: bool = Field(
         False,
-        description="give a pair that is not listed a label from 0 to 1/2, half the TF-IDF cosine of its text with the texts"
-        " of its image, instead of 0",
+        description="give a pair that is not listed a label from 0 to 1/2, half the TF-IDF cosine of its text with the"
+        " texts of its image, instead of 0",
     )
     kind_weights: dict[str, NonNegativeFloat] = Field(
         default={},
@@ -109,7 +109,8 @@ class DataConfig(BaseModel):
         ge=0,
         le=1,
         validation_alias=AliasChoices("max_problem_fraction", "max_problem_share"),
-        description="stop if a larger fraction of the training and validation images is unusable; up to three never stop a run",
+        description="stop if a larger fraction of the training and validation images is unusable; up to three unusable"
+        " images never stop a run",
     )
     options: dict[str, Any] = Field(default={}, description="options of a source that was registered from outside")
 
@@ -171,7 +172,8 @@ class Source:
         options: pydantic model of ``data.options``; None if the source has no options of its own.
         needs_path: whether ``data.path`` must be given.
         inputs: what there is for a model to look at.
-        streamed: whether the training pairs are a stream of the shards at ``data.path``, and ``read`` gives "val" alone.
+        streamed: whether the training pairs are a stream of the shards at ``data.path``, and ``read`` gives "val"
+            alone.
     """
 
     read: ReadSource

@@ -53,18 +53,20 @@ def decode_image(
     Args:
         data: the bytes of a file in one of FORMATS; the first frame of several.
         size: side in pixels of the square it becomes (bicubic). None keeps the image's own size.
-        fit: "squash": resized to the square whatever the aspect. "crop": the shorter side resized to ``size`` and the middle
-            cut out, pixel for pixel what the CLIP image processor of transformers does.
-        crop: the part to cut out first, of the image as it stands upright, rounded to whole pixels. Large JPEG files are then
-            decoded at a half, a quarter or an eighth of their size as long as the part keeps twice ``size`` on both sides.
-        upright: False leaves the pixels as they lie in the file, whatever orientation its EXIF data tells; a TIFF file is turned
-            all the same, by pillow.
+        fit: "squash": resized to the square whatever the aspect. "crop": the shorter side resized to ``size`` and the
+            middle cut out, pixel for pixel what the CLIP image processor of transformers does.
+        crop: the part to cut out first, of the image as it stands upright, rounded to whole pixels. Large JPEG files
+            are then decoded at a half, a quarter or an eighth of their size as long as the part keeps twice ``size`` on
+            both sides.
+        upright: False leaves the pixels as they lie in the file, whatever orientation its EXIF data tells; a TIFF file
+            is turned all the same, by pillow.
 
     Returns:
         (3, h, w) uint8.
 
     Raises:
-        ValueError: not an image, cut short, or of more than MAX_PIXELS pixels; fit is unknown or the crop not within [0, 1].
+        ValueError: not an image, cut short, or of more than MAX_PIXELS pixels; fit is unknown or the crop not within
+            [0, 1].
     """
     check_fit(fit)
     if crop is not None:
@@ -101,25 +103,34 @@ def check_image(data: bytes) -> None:
 
 
 def check_fit(fit: str) -> None:
-    """Raise the ValueError for a ``fit`` that :func:`decode_image` does not know."""
+    """Refuse a ``fit`` that :func:`decode_image` does not know.
+
+    Args:
+        fit: as given by the user.
+
+    Raises:
+        ValueError: it is unknown; the message lists the known ones.
+    """
     if fit not in get_args(Fit):
         raise ValueError(f"unknown fit {fit!r}; known: {', '.join(get_args(Fit))}")
 
 
 def random_crop_box(random: np.random.Generator, low: float = 0.6) -> Box:
-    """A random part of an image for training: width and height drawn independently, so the aspect changes, then the place.
+    """A random part of an image for training: random width and height, so the aspect changes, then a random position.
 
     Args:
         random: source of everything random; four numbers are drawn.
         low: smallest fraction of either side, in (0, 1]; the largest is 1.
 
     Returns:
-        (left, top, width, height) in fractions: width and height uniform in [low, 1], the place uniform in what they leave.
+        (left, top, width, height) in fractions: width and height uniform in [low, 1], the place uniform in what they
+        leave.
 
     Raises:
         ValueError: low is not in (0, 1].
 
-    Source: the training crop of the PCME++ code, https://github.com/naver-ai/pcmepp, which draws one fraction for both sides.
+    Source: the training crop of the PCME++ code, https://github.com/naver-ai/pcmepp, which draws one fraction for both
+        sides.
     """
     if not 0 < low <= 1:
         raise ValueError(f"random_crop_box: low must be in (0, 1], got {low}")
@@ -129,11 +140,11 @@ def random_crop_box(random: np.random.Generator, low: float = 0.6) -> Box:
 
 
 def augment(pixels: Tensor, *, generator: torch.Generator) -> Tensor:
-    """Random geometry and colours, different for each image: what a drawing style may change and a thing's identity not.
+    """Random geometry and colours, different for each image: changes that keep the identity of what is drawn.
 
-    Rotation by up to 15 degrees, scale 0.75 to 1.15, shift by up to 12 % and, for every other image, a mirror image; then a
-    random background instead of white for half of them, brightness, contrast, a random mix of the colour channels, and grey
-    for one in five.
+    Rotation by up to 15 degrees, scale 0.75 to 1.15, shift by up to 12 % and, for every other image, a mirror image;
+    then a random background instead of white for half of them, brightness, contrast, a random mix of the colour
+    channels, and grey for one in five.
 
     Args:
         pixels: (n, 3, h, w) uint8.
@@ -175,7 +186,7 @@ def augment(pixels: Tensor, *, generator: torch.Generator) -> Tensor:
 
 
 def crop_and_mirror(pixels: Tensor, *, generator: torch.Generator, low: float = 0.6) -> Tensor:
-    """PCME++'s training geometry on images that are decoded already: a random part of each, stretched, every other mirrored.
+    """PCME++'s training geometry on decoded images: a random part of each, stretched; half of them mirrored.
 
     Args:
         pixels: (n, 3, h, w) uint8.
@@ -197,8 +208,8 @@ def crop_and_mirror(pixels: Tensor, *, generator: torch.Generator, low: float = 
 def erase_rectangles(pixels: Tensor, *, fraction: float, generator: torch.Generator) -> Tensor:
     """Random erasing: some images lose what is in a rectangle, which takes the mean colour of ImageNet.
 
-    The rectangle has between 2 % and a third of the image's area, an aspect between 0.3 and 1 / 0.3, and lies anywhere in it;
-    one that would be longer than the image is cut to its side.
+    The rectangle has between 2 % and a third of the image's area, an aspect between 0.3 and 1 / 0.3, and lies anywhere
+    in it; one that would be longer than the image is cut to its side.
 
     Args:
         pixels: (n, 3, h, w) uint8, or float in [0, 1].

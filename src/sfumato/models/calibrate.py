@@ -36,8 +36,8 @@ def calibrate_split(
 ) -> Calibration:
     """Fit probabilities on the pairs of a split, and keep the scores of its queries in both directions.
 
-    A large split is sampled: random images, with all texts, for the pairs of the fit, and random queries of either side, with
-    the whole other side as their gallery, for the scores.
+    A large split is sampled: random images, with all texts, for the pairs of the fit, and random queries of either
+    side, with the whole other side as their gallery, for the scores.
 
     Args:
         embedded: (images, texts) of the split.
@@ -52,8 +52,8 @@ def calibrate_split(
 
     Returns:
         The calibration. In its `about`, "expected_calibration_error" is measured on the pairs of the fit, and
-        "expected_calibration_error_before" with the logits of the loss. For i2t the growth is 0, because a larger gallery of
-        texts comes with more images and adds no texts to an image; for t2i it is measured.
+        "expected_calibration_error_before" with the logits of the loss. For i2t the growth is 0, because a larger
+        gallery of texts comes with more images and adds no texts to an image; for t2i it is measured.
 
     Raises:
         ValueError: nothing can be fitted; see :func:`~sfumato.calibration.platt.fit_logits`.
@@ -133,9 +133,10 @@ def describe_calibration(calibration: Calibration) -> dict[str, Any]:
         calibration: fitted.
 
     Returns:
-        Its `about`, and for "t2i" and "i2t" {"n_queries", "n_gallery", "matches_per_query", "growth", "precision": {0.5, 0.8,
-        0.9: threshold}, "risk": {0.2, 0.1, 0.05: {"abstain_below", "answered"}}, "coverage": {0.8, 0.9, 0.95: radius}}; null
-        where the held-out queries do not support a guarantee.
+        Its `about`, and for "t2i" and "i2t" {"n_queries", "n_gallery", "matches_per_query", "growth", "precision":
+        {0.5, 0.8,
+        0.9: threshold}, "risk": {0.2, 0.1, 0.05: {"abstain_below", "answered"}}, "coverage": {0.8, 0.9, 0.95: radius}};
+        null where the held-out queries do not support a guarantee.
     """
     result: dict[str, Any] = dict(calibration.about)
     for direction in get_args(Direction):

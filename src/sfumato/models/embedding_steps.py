@@ -1,4 +1,4 @@
-"""How a model embeds items that come one by one: the digest that identifies it, the files it reads, and its two steps."""
+"""How a model embeds single items: the digest that identifies it, the files it reads, and its two steps."""
 
 import hashlib
 from collections.abc import Callable
@@ -66,8 +66,8 @@ def embedding_steps(
         modality: "images" or "texts".
 
     Returns:
-        (prepare, encode). ``prepare``, for worker threads, turns the bytes of an image, or a text, into what the encoder
-        takes; ``encode`` turns a list of n of these into (n, d) embeddings.
+        (prepare, encode). ``prepare``, for worker threads, turns the bytes of an image, or a text, into what the
+        encoder takes; ``encode`` turns a list of n of these into (n, d) embeddings.
     """
     processor = tower.processor
     if isinstance(processor, FrozenProcessor):

@@ -35,8 +35,8 @@ class GalleryPart:
         ids: n distinct ids.
         texts: n texts if the gallery is of texts; None if it is of images.
         kept: name -> n texts to store beside the images.
-        images: location of the image files: {"folder": folder that the ids are relative to}, {"split": a split of the run's
-            data}, or {} if unknown.
+        images: location of the image files: {"folder": folder that the ids are relative to}, {"split": a split of the
+            run's data}, or {} if unknown.
     """
 
     embeddings: GaussianEmbedding
@@ -219,14 +219,16 @@ def fill_collection(
         retrieval_model: the model.
         sources: the parts to store, one after the other.
         folder: of the collection.
-        store: URL; a relative path is relative to the current folder; without a path the store is in the collection's folder.
+        store: URL; a relative path is relative to the current folder; without a path the store is in the collection's
+            folder.
         model_source: folder or hub name of the model.
 
     Returns:
         The collection, open.
 
     Raises:
-        UserError: there is no collection (or one already), it is of another model or kind, or there is nothing to store.
+        UserError: there is no collection (or one already), it is of another model or kind, or there is nothing to
+            store.
     """
     first = next(sources, None)
     if first is None:
@@ -241,7 +243,8 @@ def fill_collection(
         if collection.about.get("model") != about["model"] or collection.answers.direction != first.direction:
             collection.close()
             raise UserError(
-                f"{folder} holds embeddings by the model of {collection.about.get('run')}; add only embeddings of the same"
+                f"{folder} holds embeddings by the model of {collection.about.get('run')}; add only embeddings of"
+                f" the same"
                 " kind by the same model"
             )
         start = _below(collection.about.get("pictures") or {}, first.images, folder)
@@ -266,14 +269,15 @@ def fill_collection(
 
 
 def _below(kept: Mapping[str, str], added: Mapping[str, str], folder: Path) -> str:
-    """Prefix of the ids of added images, relative to the collection's folder of images; refused if they are elsewhere."""
+    """Prefix of the ids of added images, relative to the folder of the collection's images."""
     if kept == added:
         return ""
     if "folder" in kept and "folder" in added and Path(added["folder"]).is_relative_to(kept["folder"]):
         return Path(added["folder"]).relative_to(kept["folder"]).as_posix() + "/"
     where = kept.get("folder") or f"the {kept['split']} split" if kept else "an unknown folder"
     raise UserError(
-        f"the images of {folder} are in {where}, and those to be added in {added.get('folder') or added or 'an unknown folder'}:"
+        f"the images of {folder} are in {where}, and those to be added in"
+        f" {added.get('folder') or added or 'an unknown folder'}:"
         " they could not be shown; move them below that folder, or index them into a collection of their own"
     )
 
@@ -299,7 +303,8 @@ def own_or_anchored(store: str) -> str:
     """A store's URL from the command line as a collection keeps it.
 
     Args:
-        store: URL; "file:" without a path is in the collection's folder, other relative paths start at the current folder.
+        store: URL; "file:" without a path is in the collection's folder, other relative paths start at the current
+            folder.
 
     Returns:
         The URL with an absolute path, or "store".
@@ -395,7 +400,8 @@ def load_retrieval_model(gallery: Gallery, folder: str | Path, run: str | Path |
     # The first indices of version 0.1 do not know their model.
     if gallery.about.get("model", digest := model_digest(loaded.model)) != digest:
         raise UserError(
-            f"{folder} was built with another model than {model_source} is now: distances between the two mean nothing; give"
+            f"{folder} was built with another model than {model_source} is now: distances between the two mean"
+            f" nothing; give"
             " the right model with --run, or build the index again"
         )
     return loaded

@@ -47,7 +47,8 @@ def search_index(
         native, foreign = ("texts", images) if gallery.answers.direction == "t2i" else ("images", texts)
         if foreign and not (min_probability is coverage is max_risk is None):
             raise UserError(
-                f"this index has calibrated probabilities, coverages and risks for {native} as queries, not for others; search by"
+                f"this index has calibrated probabilities, coverages and risks for {native} as queries, not for"
+                f" others; search by"
                 f" {native} alone, or leave these options out"
             )
         loaded = load_retrieval_model(gallery, folder, run)
@@ -95,10 +96,10 @@ def describe(
 
     Returns:
         For each query {"query", "distance" (its name), "calibrated" (whether the probabilities were fitted on held-out
-        pairs), "uncertainty" (total variance), "expected_matches" (sum of the match probabilities over the whole gallery),
-        "abstained" (whether the risk is too high to answer; null without max_risk), "verdict" (a sentence), "hits": [{"id",
-        "distance", "match_probability", "uncertainty", and the payload}], "conformal_set" (like hits, all items within the
-        radius of the coverage; null without coverage)}.
+        pairs), "uncertainty" (total variance), "expected_matches" (sum of the match probabilities over the whole
+        gallery), "abstained" (whether the risk is too high to answer; null without max_risk), "verdict" (a sentence),
+        "hits": [{"id", "distance", "match_probability", "uncertainty", and the payload}], "conformal_set" (like hits,
+        all items within the radius of the coverage; null without coverage)}.
     """
     found = index.search(queries, k, min_probability=min_probability, coverage=coverage, max_risk=max_risk)
     return [

@@ -1,8 +1,8 @@
 """Embedding collections of any size: bounded memory, resumable, in as many independent jobs as there are machines.
 
-Worker threads read, decode and resize; this thread runs the encoder and writes the parts. Threads, because Pillow decodes and
-resizes without the interpreter's lock: they were faster than processes (docs/ingest.md). What a part holds depends on the
-listing and the model alone, never on the number of jobs or workers, or on where an earlier job stopped.
+Worker threads read, decode and resize; this thread runs the encoder and writes the parts. Threads, because Pillow
+decodes and resizes without the interpreter's lock: they were faster than processes (docs/ingest.md). What a part holds
+depends on the listing and the model alone, never on the number of jobs or workers, or on where an earlier job stopped.
 """
 
 import itertools
@@ -109,13 +109,14 @@ def embed_collection(
 ) -> Ingested:
     """Embed one job's part of a collection into a folder of parts, or continue where an earlier job stopped.
 
-    Jobs are independent: each writes the parts of its sections, number ``job``, ``job + of``, ... A part that exists is not
-    made again. Any number of jobs gives the same parts, bit for bit if the encoder is deterministic (a CPU with equal
-    threads); another ``batch_size`` or device changes embeddings by rounding.
+    Jobs are independent: each writes the parts of its sections, number ``job``, ``job + of``, ... A part that exists is
+    not made again. Any number of jobs gives the same parts, bit for bit if the encoder is deterministic (a CPU with
+    equal threads); another ``batch_size`` or device changes embeddings by rounding.
 
-    Items that cannot be used are left out, listed in the part, and reported again by a job that finds the part made. If a
-    whole shard cannot be read, its part is not written, the others are, and then the job ends with an error. Memory holds
-    the listing, the embeddings of one or two parts and the decoded images of three batches, whatever the collection's size.
+    Items that cannot be used are left out, listed in the part, and reported again by a job that finds the part made. If
+    a whole shard cannot be read, its part is not written, the others are, and then the job ends with an error. Memory
+    holds the listing, the embeddings of one or two parts and the decoded images of three batches, whatever the
+    collection's size.
 
     Args:
         retrieval_model: model that embeds, on its device.
@@ -126,17 +127,17 @@ def embed_collection(
         of: number of jobs.
         workers: threads that read and decode; None for one a processor.
         batch_size: items per batch of the encoder.
-        max_problem_fraction: largest tolerated fraction of unusable items of this job, in [0, 1]; up to three are never too
-            many. Checked from the first thousand items on, and at the end; the part that exceeds it is not written.
+        max_problem_fraction: largest tolerated fraction of unusable items of this job, in [0, 1]; up to three are never
+            too many. Checked from the first thousand items on, and at the end; the part that exceeds it is not written.
         model_source: folder or name of the model, kept with the embeddings.
 
     Returns:
-        What was done. The same is in problems.jsonl (problems-JOB-of-OF.jsonl of several jobs) and job-JOB-of-OF.json in
-        ``out``.
+        What was done. The same is in problems.jsonl (problems-JOB-of-OF.jsonl of several jobs) and job-JOB-of-OF.json
+        in ``out``.
 
     Raises:
-        UserError: ``out`` holds embeddings of something else, too much is unusable, nothing can be used, or a shard could
-            not be read.
+        UserError: ``out`` holds embeddings of something else, too much is unusable, nothing can be used, or a shard
+            could not be read.
         ValueError: a number is out of its range.
         OSError: ``out`` cannot be written to.
 
@@ -208,7 +209,8 @@ def _unread_shards(state: "_JobState") -> str:
     listed = "\n".join(f"  {shard}: {reason}" for shard, reason in sorted(state.unread.items())[:_FEW_UNREAD])
     more = len(state.unread) - _FEW_UNREAD
     return (
-        f"{len(state.unread)} of {state.listing.n} shards could not be read, and their parts are not written; see to them, and"
+        f"{len(state.unread)} of {state.listing.n} shards could not be read, and their parts are not written; see"
+        f" to them, and"
         f" start the same command again, which writes what is missing:\n{listed}"
         + (f"\n  ... and {more} more" if more > 0 else "")
     )
@@ -334,7 +336,8 @@ class _JobState:
             parts = -(-len(entries) // size)
             if changed := next((about.parts for about in there.values() if about.parts != parts), 0):
                 raise UserError(
-                    f"section {section} of {self.listing.path} has changed: it had {changed} parts, and now has {parts};"
+                    f"section {section} of {self.listing.path} has changed: it had {changed} parts, and now has"
+                    f" {parts};"
                     " embed the collection into another --out"
                 )
             for number in range(parts):
@@ -450,7 +453,7 @@ def _batches(group: Iterable[tuple[_Task, Any]], size: int, state: _JobState) ->
 def _encoded(
     encode: Callable[[list[Any]], GaussianEmbedding], batch: Sequence[tuple[Entry, Any]], state: _JobState
 ) -> tuple[list[Entry], list[GaussianEmbedding]]:
-    """The items that have an embedding, and the embeddings; one that spoils a batch is found by asking for each alone."""
+    """The items that have an embedding, and the embeddings; if a batch fails, each item is tried alone."""
     entries = [entry for entry, _ in batch]
     try:
         embeddings = encode([value for _, value in batch])

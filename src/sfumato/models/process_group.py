@@ -1,7 +1,8 @@
 """Several processes that work on one model: which part belongs to which process, and what they exchange.
 
-torchrun starts them. Every process encodes its part of a batch, all receive all embeddings, and each computes its own rows and
-columns of the pairs. Parameters, optimiser and random numbers stay equal on all of them without being sent again.
+torchrun starts them. Every process encodes its part of a batch, all receive all embeddings, and each computes its own
+rows and columns of the pairs. Parameters, optimiser and random numbers stay equal on all of them without being sent
+again.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Splits of data, read for a model: loading, preparing and embedding them."""
+"""Splits of data for a model: loading, preparing and embedding them."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,8 @@ class PreparedSplit:
 
     Attributes:
         data: the usable items.
-        images, texts: their inputs, in the same order.
+        images: inputs of the image tower, in the order of the data.
+        texts: inputs of the text tower, in the order of the data.
     """
 
     data: PairData
@@ -35,7 +36,20 @@ def prepare_split(
 ) -> PreparedSplit:
     """Read every image and text of a split for the model's towers; items that cannot be used are left out and reported.
 
-    Of several processes each computes the frozen features of its part first; all then find them in the cache.
+    With several processes each one first computes the frozen features of its part; all then read them from the cache.
+
+    Args:
+        model: image and text towers.
+        data: the split.
+        problems: receives the images that cannot be used.
+        name: name of the split, for messages.
+        process_group: the processes that share the work; None for this one alone.
+
+    Returns:
+        The split, without the unusable images.
+
+    Raises:
+        UserError: no usable pair is left.
     """
     items: list[Item] = [source.read_bytes for source in data.images]
     if process_group is not None and process_group.size > 1:
@@ -65,7 +79,17 @@ def load_split(
     problems: Problems | None = None,
     process_group: ProcessGroup | None = None,
 ) -> PreparedSplit:
-    """A split of some data, ready for a model; problems are noted, and told on standard error.
+    """A split of some data, ready for a model; problems are recorded, and printed on standard error.
+
+    Args:
+        model: image and text towers.
+        config: section ``data`` of the recipe.
+        name: name of the split.
+        problems: receives every unusable item; a new list if None.
+        process_group: the processes that share the work; None for this one alone.
+
+    Returns:
+        The split.
 
     Raises:
         UserError: the data has no such split.
@@ -83,7 +107,16 @@ def load_split(
 def embed_split(
     model: DualEncoder, split: PreparedSplit, process_group: ProcessGroup | None = None
 ) -> tuple[GaussianEmbedding, GaussianEmbedding]:
-    """Embeddings of the images and of the texts of a split; each process computes its part, all get the whole."""
+    """Embed a split; each process computes its part, and all return the whole.
+
+    Args:
+        model: image and text towers.
+        split: ready for the model.
+        process_group: the processes that share the work; None for this one alone.
+
+    Returns:
+        ((n, d) embeddings of the images, (m, d) of the texts).
+    """
     process_group = process_group or alone()
     image, text = (
         _embed_part(tower, store, process_group)
@@ -112,7 +145,10 @@ def load_splits(config: DataConfig, problems: Problems) -> dict[str, PairData]:
         config: section ``data`` of the recipe.
         problems: receives every unusable item.
 
+    Returns:
+        split -> data.
+
     Raises:
-        UserError: the path does not exist.
+        UserError: the path does not exist, or nothing in the data can be used.
     """
     return get_source(config.source).read(config, problems)

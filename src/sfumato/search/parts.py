@@ -245,8 +245,8 @@ def check_complete(folder: str | Path) -> list[PartName]:
         The names of the parts.
 
     Raises:
-        UserError: it is no folder of embeddings, a part is of another collection, or some are missing; the message names
-            them and the job of each.
+        UserError: it is no folder of embeddings, a part is of another collection, or some are missing; the message
+            names them and the job of each.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
