@@ -12,11 +12,11 @@ from .data.embedding_files import (
 from .data.emoji import (
     load_emoji as load_emoji,
 )
+from .data.folder import (
+    read_image_folder as read_image_folder,
+)
 from .data.karpathy import (
     read_karpathy as read_karpathy,
-)
-from .data.manifest import (
-    read_image_folder as read_image_folder,
 )
 from .data.manifest import (
     read_manifest as read_manifest,
@@ -30,14 +30,14 @@ from .data.pairs import (
 from .data.problems import (
     Problems as Problems,
 )
+from .data.shard_writer import (
+    write_shards as write_shards,
+)
 from .data.shards import (
     ShardStream as ShardStream,
 )
 from .data.shards import (
     read_shards as read_shards,
-)
-from .data.shards import (
-    write_shards as write_shards,
 )
 from .distances import (
     DISTANCES as DISTANCES,

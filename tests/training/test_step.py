@@ -122,12 +122,12 @@ def test_mixed_images_are_mixed_before_they_are_encoded():
     make = lambda: (build(image=PatchEncoder()), LOSSES["pcmepp"].build().double())
     generator = torch.Generator().manual_seed(1)
     pixels = torch.randint(0, 256, (N, 3, 8, 8), dtype=torch.uint8, generator=generator)
-    plan = plan_mixing(N, size=(8, 8), generator=generator, share=1.0)
-    assert (plan.own_share < 1).sum() >= 4
+    plan = plan_mixing(N, size=(8, 8), generator=generator, fraction=1.0)
+    assert (plan.own_fraction < 1).sum() >= 4
     match, texts = plan.match(labels()), batch().texts
     mixed = torch.stack([pixels[i] / 255 for i in range(N)])
     for i in range(N):
-        other, share = int(plan.partner[i]), float(plan.own_share[i])
+        other, share = int(plan.partner[i]), float(plan.own_fraction[i])
         top, bottom, left, right = plan.box[i].tolist()
         if plan.cut[i]:
             mixed[i, :, top:bottom, left:right] = pixels[other, :, top:bottom, left:right] / 255

@@ -312,7 +312,7 @@ def _sums(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _first(w: np.ndarray, e: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """(b, g) sizes and totals of groups, (b, k) numbers of first items -> (b, k) their totals; a group in even parts."""
+    """(b, g) sizes and totals of groups, (b, k) numbers of first items -> (b, k) totals; groups in even parts."""
     end, total = np.cumsum(w, axis=1), np.cumsum(e, axis=1)
     rows = np.arange(len(w))
     result = np.zeros(wanted.shape)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import tomli_w
 from pydantic import (
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
@@ -29,7 +30,7 @@ from pydantic import (
     model_validator,
 )
 
-from sfumato.data.folds import parse_part
+from sfumato.data.sources import DataConfig, get_source
 from sfumato.distances import get_distance
 from sfumato.errors import UserError
 from sfumato.files import write_atomically
@@ -38,73 +39,6 @@ from sfumato.losses import LOSSES, LossOptions
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class DataConfig(_Section):
-    """Which data, and how a batch is drawn from it."""
-
-    source: Literal["emoji", "manifest", "folder", "karpathy", "shards", "scan"] = "emoji"
-    path: str = Field(
-        "",
-        description="manifest (.jsonl, .csv, .parquet), image folder, Karpathy JSON, folder of region features (scan), or the"
-        " training shards (folder, glob or braces: cc3m-{00000..00331}.tar); unused for emoji",
-    )
-    val_path: str = Field("", description="shards: those to validate on, read as a whole")
-    samples_per_epoch: PositiveInt = Field(1_000_000, description="shards: pairs that are called an epoch")
-    shuffle_buffer: PositiveInt = Field(10_000, description="shards: pairs among which the next one is drawn")
-    images: str = Field(
-        "", description="folder of the pictures, if not beside the manifest; for karpathy also an uncompressed .tar"
-    )
-    epoch_over: Literal["images", "pairs"] = Field(
-        "images", description="an epoch shows each image once with one of its texts, or every pair once"
-    )
-    positives: Literal["listed", "sampled"] = Field(
-        "listed",
-        description="a batch's matches: every pair that the data lists, or only texts drawn for the same image",
-    )
-    graded: bool = Field(
-        False,
-        description="label an unlisted pair by half of what the text shares with the image's own texts (TF-IDF cosine), not 0",
-    )
-    kind_weights: dict[str, NonNegativeFloat] = Field(default={}, description="relative frequency of each kind of text")
-    val_share: float = Field(0.1, ge=0, lt=1, description="share for validation where the data names no splits")
-    test_share: float = Field(0.1, ge=0, lt=1, description="share for test where the data names no splits")
-    held_out_style: Literal["noto", "twemoji", "fluent3d"] = Field(
-        "fluent3d", description="emoji: the drawing style that training never sees"
-    )
-    noise_rate: float = Field(
-        0.0, ge=0, le=1, description="share of the training pairs whose images are shuffled: noisy correspondence"
-    )
-    noise_seed: int = Field(0, ge=0, description="of the shuffle, apart from train.seed")
-    noise_file: str = Field(
-        "", description="a .npy index file of an earlier run (noise.npy) or of NCR, instead of a new shuffle"
-    )
-    leave_out: str = Field(
-        "",
-        description="I/K, e.g. 0/2: train without the I-th of K parts of the training images, as `sfumato audit --cross-fit K` does",
-    )
-    max_problem_share: float = Field(
-        0.01,
-        ge=0,
-        le=1,
-        description="stop when the unusable items are a larger share of the training and validation images",
-    )
-
-    @model_validator(mode="after")
-    def _path_given(self) -> "DataConfig":
-        if self.source != "emoji" and not self.path:
-            raise ValueError(f"data.path must name the {self.source}, e.g. data.path=my/captions.jsonl")
-        if self.noise_rate and self.noise_file:
-            raise ValueError("give either data.noise_rate or data.noise_file, not both")
-        if self.source == "shards" and (self.noise_rate or self.noise_file):
-            raise ValueError("data.noise_rate and noise_file need all pairs at hand; shards are read as a stream")
-        if self.source == "shards" and self.graded:
-            raise ValueError("data.graded needs all texts at hand; shards are read as a stream")
-        if self.leave_out:
-            parse_part(self.leave_out)
-            if self.source == "shards":
-                raise ValueError("data.leave_out needs all pairs at hand; shards are read as a stream")
-        return self
 
 
 class SmallImageConfig(_Section):
@@ -604,7 +538,8 @@ class Recipe(_Section):
             )
         if self.spread.epochs and not self.model.variance:
             raise ValueError("spread.epochs must be 0 when model.variance=false: points have no variance to fit")
-        if self.spread.epochs and self.data.source == "shards":
+        source = get_source(self.data.source)
+        if self.spread.epochs and source.streamed:
             raise ValueError("spread.epochs needs all pairs at hand; shards are read as a stream, set it to 0")
         if self.spread.epochs and distance.name != "squared_l2":
             raise ValueError(
@@ -623,14 +558,14 @@ class Recipe(_Section):
                 "augment.drop_words leaves out words before the encoder reads them, and frozen features are read once; set it to 0"
             )
         regions = self.model.image.kind == "regions"
-        if regions and self.data.source not in ("scan", "manifest"):
+        if regions and source.inputs == "images":
             raise ValueError(
                 f"model.image.kind='regions' reads features, and data.source={self.data.source!r} has pictures; make a folder of"
                 " features from them with `sfumato regions`, for data.source=scan, or take model.image.kind=frozen"
             )
-        if self.data.source == "scan" and not regions:
+        if source.inputs == "regions" and not regions:
             raise ValueError(
-                f"data.source='scan' has region features, which model.image.kind={self.model.image.kind!r} does not read; set it to regions"
+                f"data.source={self.data.source!r} has region features, which model.image.kind={self.model.image.kind!r} does not read; set it to regions"
             )
         if self.augment.mixed_share and not (self.augment.mixup_alpha or self.augment.cutmix_alpha):
             raise ValueError("augment.mixed_share needs augment.mixup_alpha or augment.cutmix_alpha above 0")
@@ -692,6 +627,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a valid TOML file: {error}") from error
+    _use_new_names(values, str(path))
     # What starts a section afresh comes first, wherever it stands.
     for override in sorted(overrides, key=lambda o: o.partition("=")[0].strip() not in _TAG_KEYS):
         _apply(values, override)
@@ -714,7 +650,8 @@ def save_recipe(recipe: Recipe, path: str | Path) -> None:
 
 def _apply(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
+    key = _new_name(key.strip())
+    parts = key.split(".")
     if not equals or not all(parts):
         raise UserError(f"override {override!r}: expected section.key=value, e.g. train.epochs=10")
     try:
@@ -726,9 +663,44 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if not isinstance(inner, dict):
             raise UserError(f"override {override!r}: {part!r} is a value, not a section")
         values = inner
-    if key.strip() in _TAG_KEYS and values.get(parts[-1]) != value:
+    if key in _TAG_KEYS and values.get(parts[-1]) != value:
         values.clear()  # Another loss or encoder: the options of the old one mean nothing to it.
     values[parts[-1]] = value
+
+
+def _old_names(model: type[BaseModel] | None = None, prefix: str = "") -> dict[str, str]:
+    """Old key -> new key of every field that was renamed, by its AliasChoices."""
+    found: dict[str, str] = {}
+    model = model or Recipe
+    for name, sections in _fields(model):
+        alias = model.model_fields[name].validation_alias
+        choices = alias.choices if isinstance(alias, AliasChoices) else []
+        found |= {f"{prefix}{old}": f"{prefix}{name}" for old in choices if old != name}
+        for section in sections:
+            found |= _old_names(section, f"{prefix}{name}.")
+    return found
+
+
+def _new_name(key: str) -> str:
+    """The key under its new name, if it or a section above it was renamed."""
+    for old, new in _old_names().items():
+        if key == old or key.startswith(f"{old}."):
+            key = new + key.removeprefix(old)
+    return key
+
+
+def _use_new_names(values: dict[str, Any], where: str) -> None:
+    """Rename the old keys of a recipe, so that an override by either name replaces them."""
+    for old, new in _old_names().items():
+        *sections, last = old.split(".")
+        inner: Any = values
+        for section in sections:
+            inner = inner.get(section) if isinstance(inner, dict) else None
+        if isinstance(inner, dict) and last in inner:
+            canonical = new.rpartition(".")[2]
+            if canonical in inner:
+                raise UserError(f"{where}: {old} is the old name of {new}; both are given, leave {old} out")
+            inner[canonical] = inner.pop(last)
 
 
 def _explain(item: Any) -> str:
@@ -744,12 +716,12 @@ def _explain(item: Any) -> str:
     }
     shown = ".".join(part for i, part in enumerate(path) if not (part in tags and i > 0))
     if item["type"] == "extra_forbidden":
-        known = _keys() - {shown}
+        known = (_keys() | _old_names().keys()) - {shown}
         near = difflib.get_close_matches(shown, known, n=1, cutoff=0.5) or difflib.get_close_matches(
             path[-1], [k.rsplit(".", 1)[-1] for k in known], n=1, cutoff=0.5
         )
         return f"unknown key {shown!r}" + (
-            f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+            f"; did you mean {_new_name(near[0])!r}?" if near else f"; known: {', '.join(sorted(_keys()))}"
         )
     if item["type"] == "union_tag_invalid":
         known_tags = sorted(re.findall(r"'([^']+)'", item["ctx"]["expected_tags"]))

@@ -18,9 +18,9 @@ from sfumato.data.folds import images_of_part
 from sfumato.data.noise import apply_noise, load_noise, shuffle_pairs
 from sfumato.data.pairs import PairData
 from sfumato.data.problems import Problems
+from sfumato.data.sources import DataConfig
 from sfumato.errors import UserError
 from sfumato.models.embed import RetrievalModel
-from sfumato.models.recipe import DataConfig
 from sfumato.models.run import Run, load_run
 from sfumato.models.splits import PreparedSplit, embed_split, load_split, load_splits, prepare_split
 from sfumato.progress import progress_bar, say
