@@ -22,7 +22,17 @@ PARTS: dict[str, set[str]] = {
     "data": {"errors", "files", "gaussian", "metrics"},
     "encoders": {"data", "errors", "files", "gaussian"},
     "losses": {"distances", "gaussian", "inclusion", "matching"},
-    "search": {"calibration", "direction", "distances", "errors", "files", "gaussian", "matching", "metrics"},
+    "search": {
+        "calibration",
+        "direction",
+        "distances",
+        "errors",
+        "files",
+        "gaussian",
+        "matching",
+        "metrics",
+        "progress",
+    },
     "evaluation": {
         "data",
         "direction",
@@ -129,11 +139,12 @@ PARTS: dict[str, set[str]] = {
 # The floors of each folder, lowest first. A module may import modules of lower floors of its folder, none of its own floor.
 FLOORS: dict[str, list[str]] = {
     "metrics": [
-        "relevance reliability selective uncertainty",
-        "retrieval",
+        "bootstrap relevance reliability uncertainty",
+        "retrieval selective",
     ],
     "calibration": [
-        "platt",
+        "isotonic platt query_scores",
+        "abstention conformal",
         "calibrator",
     ],
     "data": [
@@ -151,6 +162,10 @@ FLOORS: dict[str, list[str]] = {
         "dual",
         "regions",
     ],
+    "distances": [
+        "distance inputs",
+        "blockwise separable",
+    ],
     "losses": [
         "base dispersion",
         "infonce pcme prolip triplet",
@@ -158,8 +173,10 @@ FLOORS: dict[str, list[str]] = {
     ],
     "search": [
         "atomic_folder exact lifting parts stores stores.faiss stores.protocol",
-        "gallery stores.segments stores.store_url",
-        "collection index stores.local stores.milvus stores.pgvector",
+        "gallery stores.nearest stores.store_url",
+        "collection index stores.local_database stores.local_settings stores.milvus stores.pgvector",
+        "stores.local_index stores.version_0_1",
+        "stores.local",
         "stores.rerank",
     ],
     "evaluation": [
@@ -180,6 +197,7 @@ FLOORS: dict[str, list[str]] = {
     "training": [
         "optim step",
         "batches variance_stage",
+        "setup",
         "loop",
         "ablation",
     ],
