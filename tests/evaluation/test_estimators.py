@@ -12,11 +12,14 @@ from sfumato.evaluation import estimators as module
 from sfumato.evaluation.estimators import (
     ESTIMATORS,
     NEAREST,
-    FailurePredictor,
+    Estimator,
     Matching,
     estimate_uncertainty,
+    register_estimator,
     usable_estimators,
 )
+from sfumato.evaluation.failure_predictor import FailurePredictor
+from sfumato.evaluation.trust import described, measure_trust
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.selective import auroc
@@ -101,7 +104,7 @@ def test_every_estimator_is_its_loop():
     for name, estimator in ESTIMATORS.items():
         assert estimator.name == name and found[name].shape == (N,) and found[name].dtype == float
         np.testing.assert_array_equal(estimator(queries, gallery, MATCHING), found[name])
-        assert estimator.kind in ("aleatoric", "epistemic", "both") and estimator.estimates and estimator.cost
+        assert estimator.kind in ("aleatoric", "epistemic", "both") and estimator.formula and estimator.cost
 
 
 def test_items_that_are_left_out_are_as_good_as_not_there():
@@ -165,11 +168,11 @@ def test_samples_of_a_root_distance_take_the_root():
         assert root[i] == pytest.approx(float(torch.sigmoid(1.3 * pairs - 2).mean()), rel=1e-4)
 
 
-def test_the_mean_squared_distance_of_draws_is_twice_the_total_variance():
+def test_the_mean_squared_distance_of_samples_is_twice_the_total_variance():
     # With the same noise for all queries the ratio is a mean over 5,000 dimensions of a fixed draw: deviation about 1 %.
     queries = GaussianEmbedding(torch.zeros(3, 5000), torch.tensor([[-2.0], [0.0], [1.0]]).expand(3, 5000))
     block = module.Block(queries, queries, torch.empty(3, 0), MATCHING)
-    ratio = block.draws.mean(1) / queries.total_variance
+    ratio = block.sample_distances.mean(1) / queries.total_variance
     torch.testing.assert_close(ratio, torch.full((3,), 2.0), rtol=0.05, atol=0)
 
 
@@ -281,8 +284,8 @@ def test_bad_input_is_named(tmp_path):
     head = FailurePredictor.fit(queries, np.arange(N) % 2)
     with pytest.raises(ValueError, match="which 3 dimensions do not give"):
         head.score(scene(d=3)[0])
-    with pytest.raises(FileNotFoundError, match="no head at"):
+    with pytest.raises(FileNotFoundError, match="no failure predictor at"):
         FailurePredictor.load(tmp_path / "nowhere")
     (tmp_path / "bad").write_bytes(b"{}")
-    with pytest.raises(ValueError, match="damaged or not a head"):
+    with pytest.raises(ValueError, match="damaged or not a failure predictor"):
         FailurePredictor.load(tmp_path / "bad")

@@ -16,7 +16,8 @@ from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.regions import uses_regions
 from sfumato.errors import UserError
-from sfumato.evaluation.estimators import FailurePredictor, Matching, usable_estimators
+from sfumato.evaluation.estimators import Matching, usable_estimators
+from sfumato.evaluation.failure_predictor import FailurePredictor
 from sfumato.evaluation.trust import (
     Corrupted,
     DirectionTrust,
