@@ -30,7 +30,7 @@ from sfumato.distances import get_distance
 from sfumato.encoders.features import cached_features
 from sfumato.encoders.frozen import text_backbone
 from sfumato.encoders.heads import AveragePool
-from sfumato.evaluation.benchmark_ground_truths import eccv_caption
+from sfumato.evaluation.coco_ground_truths import eccv_caption
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import expected_calibration_error

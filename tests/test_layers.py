@@ -163,7 +163,9 @@ FLOORS: dict[str, list[str]] = {
     ],
     "evaluation": [
         "estimators ground_truth protocols published",
-        "benchmark_ground_truths trust",
+        "coco_ground_truths failure_predictor trust",
+        "benchmark_ground_truths rank_plan",
+        "ranked_lists",
         "benchmarks",
         "compare strategies",
         "embedded_input",

@@ -144,6 +144,9 @@ from .evaluation.estimators import (
 from .evaluation.estimators import (
     estimate_uncertainty as estimate_uncertainty,
 )
+from .evaluation.estimators import (
+    register_estimator as register_estimator,
+)
 from .evaluation.ground_truth import (
     GroundTruth as GroundTruth,
 )

@@ -1,6 +1,7 @@
 """Every estimator against slow loops, what they must and must not see, and the learnt one on data whose truth is known."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -105,6 +106,55 @@ def test_every_estimator_is_its_loop():
         assert estimator.name == name and found[name].shape == (N,) and found[name].dtype == float
         np.testing.assert_array_equal(estimator(queries, gallery, MATCHING), found[name])
         assert estimator.kind in ("aleatoric", "epistemic", "both") and estimator.formula and estimator.cost
+
+
+def largest_variance(block):
+    return block.queries.var.amax(1)
+
+
+TOY = Estimator("largest_variance", "largest variance of the query", "aleatoric", "n d", largest_variance, False)
+
+
+@pytest.fixture
+def toy():
+    register_estimator(TOY)
+    yield TOY
+    del ESTIMATORS[TOY.name]
+
+
+def test_a_registered_estimator_is_measured_like_the_others(toy):
+    queries, gallery = scene(10)
+    expected = queries.var.max(1).values.numpy()
+    np.testing.assert_array_equal(estimate_uncertainty(queries, gallery, MATCHING)[toy.name], expected)
+    assert usable_estimators(queries, gallery)[toy.name] is toy
+    assert described(usable_estimators())[toy.name]["estimates"] == toy.formula
+    # Each query is at its true item, except those with a large largest variance, which are at another item.
+    items, wrong = GaussianEmbedding.point(gallery.mean), queries.var.amax(1, keepdim=True) > queries.var.amax(1).median()
+    clear = GaussianEmbedding(torch.where(wrong, items.mean[-1], items.mean[:N]), queries.log_var)
+    ground_truth = Relevance.from_lists([[i] for i in range(N)], n_gallery=M)
+    figures = measure_trust(
+        clear, items, ground_truth, MATCHING, estimators=usable_estimators(items), n_resamples=0
+    ).estimators
+    assert figures[toy.name]["wrong_auroc"].value == 1 > figures["total_variance"]["wrong_auroc"].value
+    with pytest.raises(ValueError, match="there is an estimator 'largest_variance' already"):
+        register_estimator(toy)
+
+
+def test_estimators_without_a_proper_name_or_kind_are_not_registered():
+    with pytest.raises(ValueError, match="'largest variance' is not an identifier"):
+        register_estimator(replace(TOY, name="largest variance"))
+    with pytest.raises(ValueError, match="unknown kind 'model'; known: aleatoric, epistemic, both"):
+        register_estimator(replace(TOY, kind="model"))
+    assert TOY.name not in ESTIMATORS
+
+
+def test_samples_depend_on_the_seed_and_on_nothing_else():
+    queries, gallery = scene(11)
+    first, again, other = (estimate_uncertainty(queries, gallery, MATCHING, seed=s) for s in (0, 0, 1))
+    for name in ESTIMATORS:
+        np.testing.assert_array_equal(first[name], again[name])
+        assert (first[name] == other[name]).all() == (name not in ("sample_spread", "self_mismatch")), name
+    np.testing.assert_allclose(other["sample_spread"], first["sample_spread"], rtol=1)
 
 
 def test_items_that_are_left_out_are_as_good_as_not_there():

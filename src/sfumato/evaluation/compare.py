@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from sfumato.errors import UserError
-from sfumato.evaluation.benchmarks import BenchmarkRanks
+from sfumato.evaluation.rank_plan import BenchmarkRanks
 from sfumato.files import write_atomically
 from sfumato.metrics.retrieval import UNLISTED
 from sfumato.metrics.selective import Interval, bootstrap, mean_statistic

@@ -1,13 +1,14 @@
 """Estimators of how uncertain a query is, on one interface: queries and a gallery in, one number per query out.
 
-Higher is less certain, everywhere. An estimator never sees a label of the query that it judges. evaluation/trust.py measures what
-each estimator is worth.
+Higher is less certain, everywhere. An estimator never sees a label of the query that it judges. evaluation/trust.py
+measures what each estimator is worth.
 
-There are two kinds of uncertainty. *Aleatoric*: the query itself is ambiguous, as the text "animal" is. *Epistemic*: the model does
-not know, because it was not trained for such a query or because the gallery holds no answer.
+There are two kinds of uncertainty. *Aleatoric*: the query itself is ambiguous, as the text "animal" is. *Epistemic*:
+the model does not know, because it was not trained for such a query or because the gallery holds no answer.
 
-To add an estimator: write a function of a :class:`Block`, add its :class:`Estimator` to the list of ESTIMATORS below, and its slow
-loop to ``by_loops`` in tests/evaluation/test_estimators.py. Code outside of the package calls :func:`register_estimator` instead.
+To add an estimator: write a function of a :class:`Block`, add its :class:`Estimator` to the list of ESTIMATORS below,
+and its slow loop to ``by_loops`` in tests/evaluation/test_estimators.py. Code outside of the package calls
+:func:`register_estimator` instead.
 """
 
 from collections.abc import Callable, Mapping
@@ -84,7 +85,8 @@ class Block:
 
     @cached_property
     def nearest(self) -> tuple[Tensor, Tensor]:
-        """((b, k) distances ascending, (b, k) positions) of the k = NEAREST closest items, or of all m if there are fewer."""
+        """((b, k) distances ascending, (b, k) positions) of the k = NEAREST closest items, or of all m if there are
+        fewer."""
         values, index = self.distance.topk(min(NEAREST, self.distance.shape[1]), dim=1, largest=False)
         return values, index
 
@@ -92,8 +94,8 @@ class Block:
     def sample_distances(self) -> Tensor:
         """(b, p) squared distances between all p pairs of N_SAMPLES samples of each query.
 
-        All queries share the same noise. Two queries therefore differ by their variances alone, and the size of a block does not
-        change the result.
+        All queries share the same noise. Two queries therefore differ by their variances alone, and the size of a block
+        does not change the result.
         """
         generator = torch.Generator().manual_seed(self.seed)
         noise = torch.randn(N_SAMPLES, self.queries.d, generator=generator).to(self.queries.device)
@@ -119,8 +121,8 @@ class Block:
 class UncertaintyFunction(Protocol):
     """What an estimator computes: any function with this signature.
 
-    It must treat each row of the block by itself, as the size of a block depends on the memory budget. It must not change the
-    block. It may return infinities but no NaN.
+    It must treat each row of the block by itself, as the size of a block depends on the memory budget. It must not
+    change the block. It may return infinities but no NaN.
     """
 
     def __call__(self, block: Block, /) -> Tensor:
@@ -299,12 +301,12 @@ ESTIMATORS: dict[str, Estimator] = {
         ),
         Estimator(
             "inclusion",
-            f"mean over the {NEAREST} nearest items of log inclusion(item in query) - log inclusion(query in item) (ProLIP)",
+            f"log inclusion of the {NEAREST} nearest items in the query minus that of the query in them (ProLIP)",
             "aleatoric", f"n d {NEAREST}", _inclusion, needs_variance=True,
         ),
         Estimator(
             "not_included",
-            f"mean log inclusion of the query in its {NEAREST} nearest items, negated: high if no item covers the query",
+            f"negated mean log inclusion of the query in its {NEAREST} nearest items: high if none covers it",
             "epistemic", f"n d {NEAREST}", _not_included, needs_variance=True,
         ),
     )
@@ -315,8 +317,8 @@ ESTIMATORS: dict[str, Estimator] = {
 def register_estimator(estimator: Estimator) -> Estimator:
     """Add an estimator to ESTIMATORS, so that everything that measures all estimators measures it too.
 
-    After this call :func:`estimate_uncertainty`, :func:`~sfumato.evaluation.trust.measure_trust` and the commands of the same
-    process know it by its name. ``ESTIMATORS.pop(name)`` removes it.
+    After this call :func:`estimate_uncertainty`, :func:`~sfumato.evaluation.trust.measure_trust` and the commands of
+    the same process know it by its name. ``ESTIMATORS.pop(name)`` removes it.
 
     Args:
         estimator: its name must be new.
@@ -331,18 +333,14 @@ def register_estimator(estimator: Estimator) -> Estimator:
         >>> def largest_variance(block: Block) -> Tensor:
         ...     return block.queries.var.amax(1)
         >>> entry = Estimator(
-        ...     "largest_variance", "largest variance of the query", "aleatoric", "n d", largest_variance, needs_gallery=False
-        ... )
-        >>> entry is register_estimator(entry)
-        True
-        >>> query = GaussianEmbedding(torch.zeros(1, 2), torch.tensor([[0.0, -1.0]]))
-        >>> float(estimate_uncertainty(query, query[:0], Matching(), estimators={"largest_variance": entry})["largest_variance"])
-        1.0
-        >>> ESTIMATORS.pop("largest_variance") is entry
-        True
+        ...     "largest_variance", "largest variance of the query", "aleatoric", "n d", largest_variance,
+        needs_gallery=False ... ) >>> entry is register_estimator(entry) True >>> query =
+        GaussianEmbedding(torch.zeros(1, 2), torch.tensor([[0.0, -1.0]])) >>> float(estimate_uncertainty(query,
+        query[:0], Matching(), estimators={"largest_variance": entry})["largest_variance"]) 1.0 >>>
+        ESTIMATORS.pop("largest_variance") is entry True
     """
     if not estimator.name.isidentifier():
-        raise ValueError(f"register_estimator: the name {estimator.name!r} is not an identifier; use letters, digits and _")
+        raise ValueError(f"register_estimator: {estimator.name!r} is not an identifier; use letters, digits and _")
     if estimator.name in ESTIMATORS:
         raise ValueError(f"register_estimator: there is an estimator {estimator.name!r} already; choose another name")
     if estimator.kind not in get_args(Kind):
@@ -369,7 +367,8 @@ def estimate_uncertainty(
         gallery: (m, d) embeddings; m >= 2 if an estimator looks at the gallery.
         matching: the distance and the match logits.
         estimators: by name; all of ESTIMATORS by default.
-        without: for n queries and m items, the items that are left out of a query's gallery; at least NEAREST must remain.
+        without: for n queries and m items, the items that are left out of a query's gallery; at least NEAREST must
+            remain.
         memory_mb: size of a block of distances, in MiB; the working memory is about six times that.
         seed: of the samples of sample_spread and self_mismatch.
 
@@ -429,8 +428,8 @@ def _check(
 ) -> None:
     if without is not None and (without.n_queries, without.n_gallery) != (queries.n, gallery.n):
         raise ValueError(
-            f"estimate_uncertainty: {queries.n} queries and {gallery.n} items, but `without` is of {without.n_queries} by"
-            f" {without.n_gallery}"
+            f"estimate_uncertainty: {queries.n} queries and {gallery.n} items, but `without` is of"
+            f" {without.n_queries} by {without.n_gallery}"
         )
     if without is not None and gallery.n - without.counts.max(initial=0) < NEAREST:
         raise ValueError(

@@ -1,4 +1,5 @@
-"""A learnt estimator of uncertainty: the probability that a query's best item is wrong, predicted from its embedding."""
+"""A learnt estimator of uncertainty: the probability that a query's best item is wrong, predicted from its
+embedding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ _FORMAT = "sfumato-miss-head-1"
 class FailurePredictor:
     """Predicts from a query's embedding the probability that its best item is wrong.
 
-    A logistic regression on the standardised means and log variances. It is fitted on queries with known outcomes, and it needs no
-    gallery to score new queries.
+    A logistic regression on the standardised means and log variances. It is fitted on queries with known outcomes, and
+    it needs no gallery to score new queries.
 
     Attributes:
         centre: (f,) means of the features; f = d, or 2 d with log variances.
@@ -109,8 +110,8 @@ class FailurePredictor:
         with_variance = len(self.weight) == 2 * queries.d
         if not with_variance and len(self.weight) != queries.d:
             raise ValueError(
-                f"FailurePredictor: fitted on {len(self.weight)} features, which {queries.d} dimensions do not give; use"
-                " embeddings of the model that it was fitted on"
+                f"FailurePredictor: fitted on {len(self.weight)} features, which {queries.d} dimensions do not give;"
+                " use embeddings of the model that it was fitted on"
             )
         features = _features(queries, with_variance)
         if not torch.isfinite(features).all():

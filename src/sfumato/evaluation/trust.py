@@ -1,7 +1,7 @@
-"""What is an uncertainty worth? Every estimator is compared with everything that it should predict, with confidence intervals.
+"""What is an uncertainty worth? Measures every estimator against everything that it should predict, with intervals.
 
-This module knows embeddings and their ground truth, not the models, images and texts that they came from. Labels judge the
-estimators and never reach one. :data:`FIGURES` defines the figures; docs/trust.md explains how to read them.
+This module knows embeddings and their ground truth, not the models, images and texts that they came from. Labels judge
+the estimators and never reach one. :data:`FIGURES` defines the figures; docs/trust.md explains how to read them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,14 +38,14 @@ FIGURES: dict[str, str] = {
     "wrong_auroc": "AUROC of wrong against right best items: 0.5 chance, 1 perfect",
     "wrong_aurc": "area under the risk-coverage curve, smaller is better; chance is the error rate",
     "wrong_excess_aurc": "excess AURC (E-AURC): wrong_aurc minus that of a perfect order",
-    "wrong_gain": "prediction rejection ratio (PRR), the fraction of a perfect order's gain over chance: 0 chance, 1 perfect",
+    "wrong_gain": "prediction rejection ratio (PRR): fraction of a perfect order's gain, 0 chance, 1 perfect",
     "risk_at_half": "error rate of the more certain half of the queries",
     "deciles": "Pearson correlation of decile of uncertainty and recall@1; negative if uncertain queries fail",
     "multiplicity": "Spearman with the true number of matches",
-    "multiplicity_balanced": "as multiplicity, over sets of queries that are balanced over powers of two of this number",
-    "caption_distance": "Spearman with the mean squared distance between the means of an image's own captions, a proxy of ambiguity",
-    "caption_words": "Spearman with one minus the mean word overlap (Jaccard) of an image's own captions, a proxy without a model",
-    "out_of_gallery": "AUROC of unanswerable queries, whose true matches were removed from the gallery, against the same queries with them",
+    "multiplicity_balanced": "as multiplicity, over sets of queries balanced over powers of two of this number",
+    "caption_distance": "Spearman with the mean squared distance between an image's own captions, a proxy of ambiguity",
+    "caption_words": "Spearman with 1 - mean word overlap (Jaccard) of an image's own captions, a proxy without a model",
+    "out_of_gallery": "AUROC of unanswerable queries, their true matches removed, against the same queries with them",
 }
 """The figures that are measured of each estimator. Only the benchmark knows the ground truth behind them."""
 
@@ -75,9 +75,10 @@ class CorruptionTrust:
         n: number of corrupted queries.
         strengths: ascending, from 0 for the clean inputs.
         recall: recall@1 at each strength, which shows whether the queries do become harder.
-        estimators: by name, "spearman" (of strength and uncertainty within a query, mean over queries), "rises" (fraction of
-            queries that are less certain at the greatest strength than clean; a tie counts one half), "monotone" (fraction whose
-            uncertainty rises and never falls from one strength to the next) and "auroc" (greatest strength against clean).
+        estimators: by name, "spearman" (of strength and uncertainty within a query, mean over queries), "rises"
+            (fraction of queries that are less certain at the greatest strength than clean; a tie counts one half),
+            "monotone" (fraction whose uncertainty rises and never falls from one strength to the next) and "auroc"
+            (greatest strength against clean).
         medians: by name, the median uncertainty at each strength.
         means: by name, the mean uncertainty at each strength; None where it is infinite.
     """
@@ -99,7 +100,8 @@ class DirectionTrust:
         n_gallery: size of the gallery.
         recall: recall@1 of these queries.
         risk_best: area under the risk-coverage curve of a perfect order; that of chance is 1 - recall.
-        right_pairs: AUROC of the match probability of a true pair against that of a random wrong pair; one of both per query.
+        right_pairs: AUROC of the match probability of a true pair against that of a random wrong pair; one of both per
+            query.
         n_out_of_gallery: number of queries in the figure out_of_gallery.
         estimators: by name, the figures of :data:`FIGURES` that are defined here; empty for a constant estimator.
         deciles: by name, recall@1 in ten bins from the most certain queries to the least.
@@ -171,8 +173,8 @@ def described(estimators: Mapping[str, Estimator]) -> dict[str, dict[str, str]]:
 def caption_distance(texts: GaussianEmbedding, relevance: Relevance) -> np.ndarray:
     """Mean squared distance between the means of an image's own captions, over all pairs of them.
 
-    A proxy of an image's ambiguity for data in which nobody counted the true matches. It uses the ground truth, namely which
-    captions belong to the image, so it can judge estimators but is none.
+    A proxy of an image's ambiguity for data in which nobody counted the true matches. It uses the ground truth, namely
+    which captions belong to the image, so it can judge estimators but is none.
 
     Args:
         texts: (m, d) embeddings.
@@ -191,7 +193,7 @@ def caption_distance(texts: GaussianEmbedding, relevance: Relevance) -> np.ndarr
 
 
 def caption_words(texts: Sequence[str], relevance: Relevance) -> np.ndarray:
-    """One minus the mean Jaccard overlap of the sets of lower-case words of an image's own captions, over all pairs of them.
+    """One minus the mean Jaccard overlap of the word sets of an image's own captions, over all pairs of them.
 
     It is a proxy of ambiguity as :func:`caption_distance` is, but needs no model.
 
@@ -255,11 +257,12 @@ def measure_trust(
         relevance: query -> its true items.
         matching: the distance and the match logits.
         estimators: by name.
-        multiplicity: whether a query's number of true items is its ambiguity. Set it where every true pair is listed, not where
-            each image merely has five captions of its own.
+        multiplicity: whether a query's number of true items is its ambiguity. Set it where every true pair is listed,
+            not where each image merely has five captions of its own.
         proxies: by name in FIGURES, (n,) stand-ins for ambiguity; NaN leaves a query out.
         corrupted: some queries, embedded from corrupted inputs.
-        groups: (n,) numbers; queries with the same number are resampled together, see :func:`~sfumato.metrics.selective.bootstrap`.
+        groups: (n,) numbers; queries with the same number are resampled together, see
+            :func:`~sfumato.metrics.selective.bootstrap`.
         n_resamples: number of bootstrap resamples of the intervals.
         level: coverage of the intervals.
         seed: of the resamples, the wrong pairs and all samples.
