@@ -4,7 +4,6 @@ import torch
 from support.references_metrics import metrics_by_definition
 
 from sfumato.distances import csd_matrix, kl_matrix
-from sfumato.evaluation.coco_ground_truths import coco_1k
 from sfumato.evaluation.benchmarks import (
     benchmark_metrics,
     evaluate_benchmarks,
@@ -13,6 +12,7 @@ from sfumato.evaluation.benchmarks import (
     rank_ground_truths,
     rank_ground_truths_by_scores,
 )
+from sfumato.evaluation.coco_ground_truths import coco_1k
 from sfumato.evaluation.ground_truth import ALL_METRICS, RECALLS, GroundTruth, ground_truth_from_pairs
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
@@ -93,9 +93,7 @@ SMALL_MB = 4 * 150 / 2**20
 @pytest.mark.parametrize("memory_mb", [64, SMALL_MB])
 def test_embeddings_agree_with_the_definitions(memory_mb):
     done = []
-    result = evaluate_benchmarks(
-        IMAGE, TEXT, IMAGES, TEXTS, ground_truths(), progress=done.append, memory_mb=memory_mb
-    )
+    result = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, ground_truths(), progress=done.append, memory_mb=memory_mb)
     assert (len(done) == 2) == (memory_mb == 64)
     assert sum(done) == 70
     for ground_truth in ground_truths():
@@ -290,7 +288,8 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="names must be distinct"):
         evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, [chosen[0], chosen[0]])
     with pytest.raises(
-        ValueError, match=r"1 of the 20 images of whole are not among the 20 image_ids, for instance '0'; the first.* is 'new'"
+        ValueError,
+        match=r"1 of the 20 images of whole are not among the 20 image_ids, for instance '0'; the first.* is 'new'",
     ):
         evaluate_benchmarks(IMAGE, TEXT, ("new", *IMAGES[1:]), TEXTS, chosen)
     with pytest.raises(ValueError, match="only 49 of the 50 text_ids are distinct"):

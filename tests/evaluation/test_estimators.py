@@ -20,7 +20,8 @@ from sfumato.evaluation.estimators import (
     usable_estimators,
 )
 from sfumato.evaluation.failure_predictor import FailurePredictor
-from sfumato.evaluation.trust import described, measure_trust
+from sfumato.evaluation.trust import measure_trust
+from sfumato.evaluation.trust_report import described
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.selective import auroc
@@ -129,7 +130,10 @@ def test_a_registered_estimator_is_measured_like_the_others(toy):
     assert usable_estimators(queries, gallery)[toy.name] is toy
     assert described(usable_estimators())[toy.name]["estimates"] == toy.formula
     # Each query is at its true item, except those with a large largest variance, which are at another item.
-    items, wrong = GaussianEmbedding.point(gallery.mean), queries.var.amax(1, keepdim=True) > queries.var.amax(1).median()
+    items, wrong = (
+        GaussianEmbedding.point(gallery.mean),
+        queries.var.amax(1, keepdim=True) > queries.var.amax(1).median(),
+    )
     clear = GaussianEmbedding(torch.where(wrong, items.mean[-1], items.mean[:N]), queries.log_var)
     ground_truth = Relevance.from_lists([[i] for i in range(N)], n_gallery=M)
     figures = measure_trust(

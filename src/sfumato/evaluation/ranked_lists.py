@@ -42,7 +42,7 @@ class ListRanker:
             if self.array.ndim != 2 or len(self.array) != len(self.query_ids) or self.array.dtype.kind not in "iu":
                 raise ValueError(
                     f"{direction}: got lists of shape {self.array.shape} and type {self.array.dtype} for"
-                    f" {len(self.query_ids)} queries; expected one row of gallery positions each, or a dictionary of ids"
+                    f" {len(self.query_ids)} queries; expected a row of gallery positions each, or a dictionary of ids"
                 )
         # Binary search for all numbers of a list at once is far faster than a dictionary.
         self.numbers: np.ndarray | None = None

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from sfumato.evaluation.trust import words_of
+from sfumato.evaluation.caption_proxies import words_of
 
 Corpus = Literal["bin", "split"]
 """Of which captions n_i and N of the inverse document frequency are counted."""
