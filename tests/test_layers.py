@@ -185,7 +185,7 @@ FLOORS: dict[str, list[str]] = {
         "ablation",
     ],
     "studies": [
-        "audit_scores corruption crops maps prompts toy words",
+        "audit_scores corruption crops maps phrase_boxes prompts toy words",
         "audit crop_study sets zeroshot",
         "analyse",
     ],

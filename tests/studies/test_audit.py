@@ -17,7 +17,7 @@ from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.selective import auroc
 from sfumato.reports.audit_page import summary
 from sfumato.studies.audit import varied
-from sfumato.studies.audit_scores import NEIGHBOURS, MissingScores, audit_pairs, wrong_probability, wrong_share
+from sfumato.studies.audit_scores import NEIGHBOURS, MissingScores, audit_pairs, wrong_fraction, wrong_probability
 
 
 def embeddings(n, d, seed, *, points=False):
@@ -130,7 +130,7 @@ def test_equal_distances_and_everything_listed():
 
 
 def test_a_text_with_many_pictures_is_compared_with_the_others_alone():
-    """A tag of 11 of 12 pictures: its own pictures are no better alternatives for each other."""
+    """A tag of 11 of 12 images: its own images are no better alternatives for each other."""
     images = GaussianEmbedding.point(torch.arange(12.0)[:, None])
     texts = GaussianEmbedding.point(torch.tensor([[0.0], [100.0]]))
     scores, _ = audit_pairs(images, texts, Relevance.from_lists([[0]] * 11 + [[1]], n_gallery=2))
@@ -180,7 +180,7 @@ def test_share_of_wrong_pairs_is_estimated(share):
     wrong = random.random(200_000) < share
     x = random.normal(size=200_000) + 2.0 * wrong
     log_odds = 2.0 - 2.0 * x  # log N(x; 0, 1) - log N(x; 2, 1)
-    found = wrong_share(log_odds)
+    found = wrong_fraction(log_odds)
     assert found == pytest.approx(wrong.mean(), abs=0.015)
     p = wrong_probability(log_odds, found)
     for low in (0.0, 0.3, 0.6):

@@ -16,7 +16,7 @@ from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
 from sfumato.models.splits import load_split
 from sfumato.studies.analyse import AnalysisOptions, analyse_model
-from sfumato.studies.sets import MADE, PictureSets, choose_pairs, measure_sets, read_pictures
+from sfumato.studies.sets import MADE, ImageSets, choose_pairs, measure_sets, read_mixed_images
 from sfumato.training.loop import fit
 
 QUICK = ("--corrupted", 5, "--pairs", 4, "--bins", 3, "--bootstrap", 20, "--items", 10)
@@ -42,7 +42,7 @@ def test_all_studies_are_printed_written_and_drawn(run, sfumato):
     assert status == 0
     for words in (
         "does damage raise total_variance?",
-        "mixtures of two pictures, 4 pairs",
+        "mixtures of two images, 4 pairs",
         "words of texts",
         "principal",
     ):
@@ -69,7 +69,7 @@ def test_all_studies_are_printed_written_and_drawn(run, sfumato):
 
 
 def test_corruption_is_that_of_trust(run, sfumato):
-    """The same items; and the same intervals, of which those of texts draw the two captions of a picture together."""
+    """The same items; and the same intervals, of which those of texts draw the two captions of an image together."""
     sfumato("analyse", run, "--only", "corruption", "--corrupted", 9, "--bootstrap", 20, "--seed", 3)
     sfumato("trust", run, "--corrupted", 9, "--bootstrap", 20, "--seed", 3)
     own = json.loads((run / "analysis-test" / "corruption.json").read_text())["sides"]
@@ -91,12 +91,12 @@ def test_the_other_picture_is_embedded_like_the_mixtures(run, sfumato):
     loaded = load_run(run)
     data = load_split(loaded.model, loaded.recipe.data, "test").data
     rows = choose_pairs(data.groups, 4, 1)
-    made = [read_pictures(data.images, row, 1) for row in rows.tolist()]
+    made = [read_mixed_images(data.images, row, 1) for row in rows.tolist()]
 
     def other(prepare):
         parts = {name: loaded.model.embed_images([one[name] for one in made]) for name in MADE}
         whole = loaded.model.embed_images([prepare(data.images[i].read_bytes()) for i in rows[:, 2]])
-        return {f: i.value for f, i in measure_sets(PictureSets(rows[:, :2], parts, whole)).mixes["other"].items()}
+        return {f: i.value for f, i in measure_sets(ImageSets(rows[:, :2], parts, whole)).mixes["other"].items()}
 
     def square(content):
         file = io.BytesIO()
@@ -219,7 +219,7 @@ def test_too_few_items_are_refused_before_anything_is_embedded(run, sfumato, mon
     status, _, err = sfumato("analyse", run, "--only", "corruption,words", "--bins", "100")
     assert status == 2 and "too few for 100 bins of uncertainty; ask for fewer with --bins" in err
     loaded = load_run(run)
-    with pytest.raises(UserError, match="2 pairs of pictures are too few"):
+    with pytest.raises(UserError, match="2 pairs of images are too few"):
         analyse_model(loaded, loaded.recipe.data, "test", studies=["sets"], options=AnalysisOptions(n_pairs=2))
     with pytest.raises(UserError, match="2 items are too few for a map, which takes 3 or more"):
         analyse_model(loaded, loaded.recipe.data, "test", studies=["map"], options=AnalysisOptions(n_mapped=1))
@@ -274,4 +274,4 @@ def test_region_features_leave_what_needs_no_pictures(tmp_path, sfumato):
     assert status == 0 and list(found["corruption"]["sides"]) == ["text"] and "sets" not in found
     assert {"words", "map"} <= set(found) and "images are region features" in err and len(found["notes"]) == 2
     status, _, err = sfumato("analyse", tmp_path / "run", "--only", "sets")
-    assert status == 2 and "set algebra needs pictures" in err
+    assert status == 2 and "set algebra needs images" in err

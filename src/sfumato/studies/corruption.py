@@ -1,7 +1,7 @@
 """Does an uncertainty rise when images are erased or blurred, and when words are dropped or unknown?
 
-The corruptions and their figures are those of `sfumato trust`, which measures every estimator. This study follows one estimator and
-adds a curve with intervals.
+The corruptions and their figures are those of `sfumato trust`, which measures every estimator. This study follows one
+estimator and adds a curve with intervals.
 """
 
 from collections.abc import Mapping, Sequence
@@ -76,8 +76,8 @@ def corruption_curves(
         matching: the distance and the match logits.
         corrupted: some queries, each with a true item, embedded from corrupted inputs.
         estimator: of uncertainty.
-        groups: (n,) numbers; queries with the same number are resampled together, as the captions of an image. None resamples
-            each query by itself.
+        groups: (n,) numbers; queries with the same number are resampled together, as the captions of an image. None
+            resamples each query by itself.
         n_resamples: number of bootstrap resamples of the intervals.
         level: coverage of the intervals.
         seed: of the resamples and of sampled estimators.
