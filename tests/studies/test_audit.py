@@ -174,7 +174,7 @@ def test_missing_pairs_are_found():
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
-def test_share_of_wrong_pairs_is_estimated(share):
+def test_fraction_of_wrong_pairs_is_estimated(share):
     """Two normal distributions, whose log odds are exact."""
     random = np.random.default_rng(0)
     wrong = random.random(200_000) < share
@@ -188,7 +188,7 @@ def test_share_of_wrong_pairs_is_estimated(share):
         assert p[some].mean() == pytest.approx(wrong[some].mean(), abs=0.04)
     np.testing.assert_array_equal(wrong_probability(log_odds, 0.0), 0)
     np.testing.assert_array_equal(wrong_probability(log_odds, 1.0), 1)
-    with pytest.raises(ValueError, match=r"share must lie in \[0, 1\], got 2"):
+    with pytest.raises(ValueError, match=r"fraction must lie in \[0, 1\], got 2"):
         wrong_probability(log_odds, 2)
 
 
@@ -327,7 +327,7 @@ def test_the_command_says_what_is_wrong(work, sfumato, tmp_path):
     for arguments, expected in (
         (("--run", tmp_path), "is not a run folder"),
         (("--run", tmp_path, "--cross-fit", 2), "no run folder"),
-        (("--run", run, "--cross-fit", 1), "at least 2, got 1"),
+        (("--run", run, "--cross-fit", 1), "at least 2 parts, got 1"),
         (("--run", run, "--cross-fit", 2, "--split", "test"), "leave --split test out"),
         (("--run", run, "--split", "none"), "has no split 'none'"),
         (("no-recipe", "--run", run), "no-recipe"),

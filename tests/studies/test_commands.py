@@ -42,7 +42,7 @@ def test_all_studies_are_printed_written_and_drawn(run, sfumato):
     assert status == 0
     for words in (
         "does damage raise total_variance?",
-        "mixtures of two images, 4 pairs",
+        "mixtures of two pictures, 4 pairs",
         "words of texts",
         "principal",
     ):
@@ -182,8 +182,8 @@ def test_other_data_are_analysed_here(work, sfumato, tmp_path, monkeypatch):
         (["{run}", "--corpus", "all"], "--corpus all: unknown; known: bin, split"),
         (["{run}", "--method", "tnse"], "--method tnse: unknown; known: pca, tsne"),
         (["{run}", "--pairs", "1"], "'--pairs': Input should be greater than or equal to 3"),
-        (["{points}", "--only", "sets"], "are points: set algebra needs variances"),
-        (["{points}", "--only", "words"], "take an --uncertainty that looks at the gallery: expected_matches"),
+        (["{points}", "--only", "sets"], "are points, but set algebra needs variances"),
+        (["{points}", "--only", "words"], "choose an --uncertainty that looks at the gallery: expected_matches"),
         (["{run}", "--split", "dev"], "has no split 'dev'"),
         (["{run}", "train.epochs=3"], "name it with --data RECIPE"),
         (["{data}"], "is not a run folder"),
@@ -221,7 +221,7 @@ def test_too_few_items_are_refused_before_anything_is_embedded(run, sfumato, mon
     loaded = load_run(run)
     with pytest.raises(UserError, match="2 pairs of images are too few"):
         analyse_model(loaded, loaded.recipe.data, "test", studies=["sets"], options=AnalysisOptions(n_pairs=2))
-    with pytest.raises(UserError, match="2 items are too few for a map, which takes 3 or more"):
+    with pytest.raises(UserError, match="2 items are too few for a map, which needs 3; --items is 1"):
         analyse_model(loaded, loaded.recipe.data, "test", studies=["map"], options=AnalysisOptions(n_mapped=1))
 
 
@@ -231,13 +231,13 @@ def test_the_report_does_what_is_missing_and_keeps_the_rest(run, sfumato):
     sfumato("analyse", run, *QUICK, "--only", "corruption")
     before = {name: (folder / f"{name}.json").read_bytes() for name in ("corruption", "words", "sets")}
     status, _, err = sfumato("report", run, "--analyses")
-    assert status == 0 and "corruption, sets, words: done before with this model and split, and kept" in err
+    assert status == 0 and "corruption, sets, words: kept from an earlier run with this model and split" in err
     assert before == {name: (folder / f"{name}.json").read_bytes() for name in before}
     assert json.loads(before["words"])["corpus"] == "split" and (folder / "map.json").exists()
     page = (folder / "analysis.html").stat().st_mtime_ns
     status, _, err = sfumato("report", run, "--analyses")
     assert (
-        status == 0 and "sets, words, map: done before" in err and page == (folder / "analysis.html").stat().st_mtime_ns
+        status == 0 and "sets, words, map: kept from an earlier run" in err and page == (folder / "analysis.html").stat().st_mtime_ns
     )
     # Another model's is done anew.
     (folder / "words.json").write_text(before["words"].decode().replace('"weights": "', '"weights": "0'))
@@ -272,6 +272,6 @@ def test_region_features_leave_what_needs_no_pictures(tmp_path, sfumato):
     status, out, err = sfumato("analyse", tmp_path / "run", *QUICK, "--json")
     found = json.loads(out)
     assert status == 0 and list(found["corruption"]["sides"]) == ["text"] and "sets" not in found
-    assert {"words", "map"} <= set(found) and "images are region features" in err and len(found["notes"]) == 2
+    assert {"words", "map"} <= set(found) and "this model reads region features" in err and len(found["notes"]) == 2
     status, _, err = sfumato("analyse", tmp_path / "run", "--only", "sets")
-    assert status == 2 and "set algebra needs images" in err
+    assert status == 2 and "set algebra needs image files" in err

@@ -17,7 +17,6 @@ from sfumato.data.problems import Problems
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.reports.console import print_crops
-from sfumato.studies import crop_study as boxes_module
 from sfumato.studies.crops import CANDIDATES, ROLES, Triplet, choose_triplet, join_captions, measure_crops, overlap
 from sfumato.studies.phrase_boxes import read_boxed_images
 
@@ -164,13 +163,13 @@ def picture(path):
 
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("chunk", [7, 2**20])
-def test_pictures_are_read_piece_by_piece(tmp_path, monkeypatch, chunk, indent):
-    monkeypatch.setattr(boxes_module, "_CHUNK", chunk)
+def test_images_are_read_chunk_by_chunk(tmp_path, chunk, indent):
     picture(tmp_path / "1.jpg")
     picture(tmp_path / "VG_100K" / "2.jpg")
     picture(tmp_path / "VG_100K_2" / "33.png")
     entries = [{"id": i, "regions": [region(0, 1, 2.5, 3, f" a “{i}”,\n thing ")]} for i in (33, 1, 2)]
-    found = read_boxed_images(write(tmp_path, entries, indent=indent, ensure_ascii=False), tmp_path, Problems())
+    path = write(tmp_path, entries, indent=indent, ensure_ascii=False)
+    found = read_boxed_images(path, tmp_path, Problems(), chunk_size=chunk)
     assert [p.id for p in found] == ["33", "1", "2"]
     (only,) = found[0].boxes
     assert (only.x, only.y, only.width, only.height, only.phrase) == (0, 1, 2.5, 3, "a “33”, thing")
@@ -258,7 +257,7 @@ def work(tmp_path_factory):
             colour = ("red", "green", "blue")[k % 3]
             draw.rectangle((x, y, x + side - 1, y + side - 1), fill=colour)
             regions.append(region(x, y, side, side, f"a {colour} square", k))
-        regions.append(region(-10, 80, 40, 30, "sticks out"))
+        regions.append(region(-10, 80, 40, 30, "extends beyond"))
         regions.append(region(500, 80, 40, 30, "outside"))
         scene.save(folder / f"{number}.png")
         entries.append({"id": number, "regions": regions})
@@ -284,7 +283,7 @@ def test_the_command_measures_writes_and_says(work, sfumato, tmp_path, capsys):
     assert result["thresholds"][0]["area"]["A"] == pytest.approx((29**2 + 27**2 + 24**2) / 3 / 10800)
     reasons = [json.loads(line)["reason"] for line in (tmp_path / "out" / "problems.jsonl").read_text().splitlines()]
     assert (
-        sum("sticks out" in r for r in reasons) == 3
+        sum("extends beyond" in r for r in reasons) == 3
         and sum("no pixel" in r for r in reasons) == 3
         and sum("is missing" in r for r in reasons) == 1
     )
@@ -311,7 +310,7 @@ def test_the_command_measures_writes_and_says(work, sfumato, tmp_path, capsys):
     status, out, err = sfumato(*arguments, "--bootstrap", "0", "--uncertainty", "log_det")
     assert "±: one standard error of the mean\n" in out and "brackets" not in out
     assert (
-        status == 0 and "published" in out and "sticks out" in out and (work / "run" / "crops" / "crops.html").is_file()
+        status == 0 and "published" in out and "extends beyond" in out and (work / "run" / "crops" / "crops.html").is_file()
     ), err
 
 
@@ -398,7 +397,7 @@ def test_boxes_are_in_the_pixels_of_the_file(work, tmp_path):
     ("arguments", "message"),
     [
         (["--thresholds", "0.1,x"], "expected shares with commas between"),
-        (["--thresholds", "0.1,1.5"], "thresholds must be different shares in (0, 1]"),
+        (["--thresholds", "0.1,1.5"], "thresholds must be different fractions in (0, 1]"),
         (["--thresholds", "0.001"], "none of 3 images has 10 boxes below a threshold of 0.001"),
         (["--uncertainty", "entropy"], "unknown; known: total_variance, log_det, geometric_std"),
         (["--images", "nowhere"], "there is no folder nowhere"),

@@ -331,7 +331,7 @@ def test_prompts_that_are_all_alike_differ_in_nothing():
 def test_a_model_of_points_is_not_filtered():
     points = Table({"sure a": (0.0, 0.0), "sure b": (10.0, 0.0)})
     pictures = labelled([(0.0, 0), (0.0, 0), (10.0, 1), (10.0, 1)])
-    with pytest.raises(UserError, match="no variances, so there is nothing to filter by"):
+    with pytest.raises(UserError, match="no variances to filter prompts by"):
         evaluate_zeroshot(points, pictures, ["sure {}"])
     report = evaluate_zeroshot(points, pictures, ["sure {}"], filters=["none"], choose_on=pictures)
     assert [m.top1.value for m in report.methods] == [1, 1]
@@ -343,7 +343,7 @@ def test_unreadable_pictures_are_left_out_and_told():
     )
     assert report.n_images == 3 and report.methods[0].top1.value == 1
     assert report.left_out == ["picture 0: cannot be decoded", "picture 3: cannot be decoded"]
-    with pytest.raises(UserError, match="none of 1 images can be used"):
+    with pytest.raises(UserError, match="none of 1 pictures can be used"):
         evaluate_zeroshot(BOUNDARY, labelled([(None, 0)]), ["sure {}"], filters=["none"])
 
 
@@ -377,7 +377,7 @@ def test_the_templates_of_clip():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("a photo of a {}.\na photo\n", ":2: expected one {} where the class goes"),
+        ("a photo of a {}.\na photo\n", ":2: expected one {} for the class"),
         ("{} and {}\n", ":1: expected one {}"),
         ("a {class}\n", ":1: expected one {}"),
         ("a {}\n\na {}\n", "the template 'a {}' occurs twice"),
@@ -433,7 +433,7 @@ def test_class_folders(tmp_path):
     with pytest.raises(UserError, match="expected one for each class"):
         read_class_folder(tmp_path / "empty")
     (tmp_path / "empty" / "inner").mkdir()
-    with pytest.raises(UserError, match="no images in the folders"):
+    with pytest.raises(UserError, match="no pictures in the folders"):
         read_class_folder(tmp_path / "empty")
     with pytest.raises(UserError, match="there is no folder"):
         read_class_folder(tmp_path / "none")

@@ -17,7 +17,6 @@ FOLDERS = ("", "VG_100K", "VG_100K_2")
 """Folders below the folder of images in which an image may be."""
 
 _ENDINGS = (".jpg", ".png", ".jpeg")
-_CHUNK = 2**20
 _FAR = 1e9  # Larger than any image; NaN and infinity are not below it.
 _SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -59,7 +58,13 @@ class BoxedImage:
 
 
 def read_boxed_images(
-    path: str | Path, images: str | Path, problems: Problems, *, sample: int | None = None, seed: int = 0
+    path: str | Path,
+    images: str | Path,
+    problems: Problems,
+    *,
+    sample: int | None = None,
+    seed: int = 0,
+    chunk_size: int = 2**20,
 ) -> list[BoxedImage]:
     """Read a sample of images with their boxes.
 
@@ -74,6 +79,7 @@ def read_boxed_images(
             of the sample.
         sample: number of images, chosen at random among those in the folder; all if None.
         seed: of the sample, which depends on the ids but not on their order.
+        chunk_size: number of characters that are read at once.
 
     Returns:
         The sample, in the order of the file.
@@ -89,7 +95,7 @@ def read_boxed_images(
         raise UserError(f"there is no folder {images}")
     chosen: list[tuple[int, int, str, Path, list[Any]]] = []  # A heap whose first item is the next to be removed.
     seen: set[str] = set()
-    for number, entry in enumerate(_entries(path)):
+    for number, entry in enumerate(_entries(path, chunk_size)):
         location = f"{path}[{number}]"
         identity = _id(entry)
         if identity is None:
@@ -101,7 +107,7 @@ def read_boxed_images(
         seen.add(identity)
         file = _find(images, identity)
         if file is None:
-            problems.add(location, f"picture {identity} is missing from {images}")
+            problems.add(location, f"image {identity} is missing from {images}")
             continue
         key = -int.from_bytes(hashlib.sha256(f"{seed} {identity}".encode()).digest()[:8], "big")
         keep = heapq.heappush if sample is None or len(chosen) < sample else heapq.heappushpop
@@ -148,12 +154,12 @@ def _number(region: Any, key: str) -> float | None:
     return float(value) if numeric and value is not None else None
 
 
-def _entries(path: Path) -> Iterator[Any]:
+def _entries(path: Path, chunk_size: int) -> Iterator[Any]:
     """The items of a JSON list; about one of them is in memory at a time."""
     decoder = json.JSONDecoder()
     try:
         with path.open(encoding="utf-8-sig") as file:
-            text, position, ended = file.read(_CHUNK).lstrip(), 1, False
+            text, position, ended = file.read(chunk_size).lstrip(), 1, False
             if not text.startswith("["):
                 raise UserError(f"{path}: expected a list of images with their regions, as Visual Genome has it")
             separated, wrong = True, "the end of the list is missing"
@@ -179,7 +185,7 @@ def _entries(path: Path) -> Iterator[Any]:
                 if ended:
                     raise UserError(f"{path}: not JSON, or cut short: {wrong}")
                 # Doubles the text, so that a long item is not decoded from its start for every chunk.
-                more = file.read(max(_CHUNK, len(text) - position))
+                more = file.read(max(chunk_size, len(text) - position))
                 text, position, ended = text[position:] + more, 0, not more
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error

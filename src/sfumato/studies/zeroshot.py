@@ -249,11 +249,9 @@ def evaluate_zeroshot(
     ways = _simple_ways(templates, uncertainty, prompts, held, seed)
     filtered, best_alone = _filtered_ways(wanted, shown, held, prompts, uncertainty, (distance, pooling), seed)
     ways += filtered
-    top1, figures = _figures(ways, shown, prompts, (distance, pooling))
+    figures = _figures(ways, shown, prompts, (distance, pooling))
     alone_top1 = [_right(shown, prompts, w.expand(c, p), (distance, pooling))[:, 0].mean() for w in torch.eye(p)]
     correlation = none_if_nan(spearman(uncertainty.mean(0).numpy(), np.array(alone_top1)))
-    for way in ways:
-        figures |= {(way.name, "top1"): top1[way.name], (way.name, "against_all"): top1[way.name] - top1[ways[1].name]}
     intervals = bootstrap(
         {"/".join(key): mean_statistic(values) for key, values in figures.items() if c > 5 or key[1] != "top5"},
         len(shown.labels), n_resamples=n_resamples, seed=seed,
@@ -361,9 +359,10 @@ def _right(shown: _Embedded, prompts: GaussianEmbedding, weights: Tensor, how: t
 
 def _figures(
     ways: Sequence["_Way"], shown: _Embedded, prompts: GaussianEmbedding, how: tuple[str, str]
-) -> tuple[dict[str, np.ndarray], dict[tuple[str, str], np.ndarray]]:
-    """(n,) top1 by name of the way, and (n,) top5 and differences from random prompts by (name, figure)."""
-    top1, figures = {}, {}
+) -> dict[tuple[str, str], np.ndarray]:
+    """(n,) values by name of the way and figure of :class:`Method`; the second way has all prompts."""
+    top1: dict[str, np.ndarray] = {}
+    figures: dict[tuple[str, str], np.ndarray] = {}
     with progress_bar("classifying", len(ways)) as advance:
         for way in ways:
             top1[way.name], figures[way.name, "top5"] = _right(shown, prompts, way.weights, how).T
@@ -371,7 +370,9 @@ def _figures(
                 others = [_right(shown, prompts, weights, how)[:, 0] for weights in randoms]
                 figures[way.name, figure] = top1[way.name] - np.mean(others, axis=0)
             advance(1)
-    return top1, figures
+    for name, right in top1.items():
+        figures |= {(name, "top1"): right, (name, "against_all"): right - top1[ways[1].name]}
+    return figures
 
 
 @dataclass(frozen=True, eq=False)
