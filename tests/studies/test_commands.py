@@ -237,7 +237,9 @@ def test_the_report_does_what_is_missing_and_keeps_the_rest(run, sfumato):
     page = (folder / "analysis.html").stat().st_mtime_ns
     status, _, err = sfumato("report", run, "--analyses")
     assert (
-        status == 0 and "sets, words, map: kept from an earlier run" in err and page == (folder / "analysis.html").stat().st_mtime_ns
+        status == 0
+        and "sets, words, map: kept from an earlier run" in err
+        and page == (folder / "analysis.html").stat().st_mtime_ns
     )
     # Another model's is done anew.
     (folder / "words.json").write_text(before["words"].decode().replace('"weights": "', '"weights": "0'))

@@ -210,8 +210,8 @@ def test_what_cannot_be_used_is_told(tmp_path):
     problems = Problems()
     found = read_boxed_images(write(tmp_path, entries), tmp_path, problems)
     assert [(p.id, len(p.boxes)) for p in found] == [("1", 1), ("2", 0)]
-    told = {p.place.split("json")[1]: p.reason for p in problems.items}
-    assert told["[1]"].startswith("picture 3 is missing") and told["[2]"] == "id 1 occurs before"
+    told = {p.location.split("json")[1]: p.reason for p in problems.items}
+    assert told["[1]"].startswith("image 3 is missing") and told["[2]"] == "id 1 occurs before"
     assert told["[3]"] == told["[4]"] == 'expected an object with an "id" and a list of "regions"'
     assert told["[0].regions[1]"] == "empty phrase" and "has no area" in told["[0].regions[2]"]
     for k in (3, 4, 5, 6):
@@ -310,7 +310,10 @@ def test_the_command_measures_writes_and_says(work, sfumato, tmp_path, capsys):
     status, out, err = sfumato(*arguments, "--bootstrap", "0", "--uncertainty", "log_det")
     assert "±: one standard error of the mean\n" in out and "brackets" not in out
     assert (
-        status == 0 and "published" in out and "extends beyond" in out and (work / "run" / "crops" / "crops.html").is_file()
+        status == 0
+        and "published" in out
+        and "extends beyond" in out
+        and (work / "run" / "crops" / "crops.html").is_file()
     ), err
 
 

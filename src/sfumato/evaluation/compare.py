@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sfumato.evaluation.per_query import COMPARED, PerQuery, query_name
-from sfumato.metrics.selective import Interval, bootstrap, mean_statistic
+from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
 
 _CHUNK = 2**22
 """Number of random signs in memory at once."""

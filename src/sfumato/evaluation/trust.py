@@ -14,20 +14,22 @@ import torch
 from sfumato.evaluation.estimators import ESTIMATORS, NEAREST, Estimator, Matching, estimate_uncertainty
 from sfumato.evaluation.trust_report import FIGURES, CorruptionTrust, DirectionTrust
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.bootstrap import (
+    Interval,
+    Statistic,
+    bootstrap,
+    mean_statistic,
+    percentile_interval,
+    resampled_balanced_spearman,
+)
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.metrics.selective import (
-    Interval,
-    Statistic,
     aurc_statistic,
     auroc_statistic,
-    balanced_spearman_draws,
-    bootstrap,
     decile_statistic,
     excess_aurc_statistic,
-    gain_statistic,
-    mean_statistic,
-    percentile_interval,
+    rejection_ratio_statistic,
     risk_statistic,
     spearman_statistic,
 )
@@ -80,7 +82,7 @@ def measure_trust(
         proxies: by name in FIGURES, (n,) stand-ins for ambiguity; NaN leaves a query out.
         corrupted: some queries, embedded from corrupted inputs.
         groups: (n,) numbers; queries with the same number are resampled together, see
-            :func:`~sfumato.metrics.selective.bootstrap`.
+            :func:`~sfumato.metrics.bootstrap.bootstrap`.
         n_resamples: number of bootstrap resamples of the intervals.
         level: coverage of the intervals.
         seed: of the resamples, the wrong pairs and all samples.
@@ -183,7 +185,7 @@ def _of_errors(scene: _Scene, scores: Mapping[str, np.ndarray]) -> dict[str, Int
             f"{name}/wrong_auroc": auroc_statistic(u, error),
             f"{name}/wrong_aurc": aurc_statistic(u, error),
             f"{name}/wrong_excess_aurc": excess_aurc_statistic(u, error),
-            f"{name}/wrong_gain": gain_statistic(u, error),
+            f"{name}/wrong_gain": rejection_ratio_statistic(u, error),
             f"{name}/risk_at_half": risk_statistic(u, error, 0.5),
             f"{name}/deciles": decile_statistic(u, scene.hit),
         }
@@ -194,7 +196,7 @@ def _of_multiplicity(scene: _Scene, scores: Mapping[str, np.ndarray]) -> dict[st
     """Correlations with the number of true items."""
     counts, options = scene.relevance.counts, scene.resampling
     found = scene.intervals({f"{name}/multiplicity": spearman_statistic(u, counts) for name, u in scores.items()})
-    resampled = balanced_spearman_draws(scores, counts, n_resamples=options.n_resamples, seed=options.seed)
+    resampled = resampled_balanced_spearman(scores, counts, n_resamples=options.n_resamples, seed=options.seed)
     for name, u in scores.items():
         value = balanced_spearman(u, counts)
         found[f"{name}/multiplicity_balanced"] = percentile_interval(value, resampled[name], options.level)

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sfumato.evaluation.estimators import Estimator
-from sfumato.metrics.selective import Interval
+from sfumato.metrics.bootstrap import Interval
 
 FIGURES: dict[str, str] = {
     "wrong_auroc": "AUROC of wrong against right best items: 0.5 chance, 1 perfect",

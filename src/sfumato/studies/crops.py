@@ -18,7 +18,7 @@ import torch
 
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.selective import Interval, bootstrap, mean_statistic
+from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
 
 Uncertainty = Literal["total_variance", "log_det", "geometric_std"]
 
