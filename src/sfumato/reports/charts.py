@@ -36,7 +36,7 @@ _STYLE: Any = {
     "svg.fonttype": "none", "text.parse_math": False, "axes.unicode_minus": True, "font.size": 11, "axes.axisbelow": True,
     "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False, "axes.edgecolor": FAINT,
     "axes.labelcolor": INK, "xtick.color": SOFT, "ytick.color": SOFT, "xtick.major.size": 0, "ytick.major.size": 0,
-    "grid.color": GRID, "grid.linewidth": 1, "text.color": INK, "legend.frameon": False, "legend.borderaxespad": 0,
+    "grid.color": GRID, "grid.linewidth": 1, "text.color": INK, "legend.frameon": False, "legend.borderaxespad": 0.4,
     "errorbar.capsize": 3, "axes.titlesize": 11,
 }  # fmt: skip
 
@@ -83,8 +83,8 @@ class Chart:
         self._label, self._width, self._height = label, width, height
         self._titles: dict[str, list[str]] = {}
         with matplotlib.rc_context(_STYLE):
-            self._figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
-            self.axes: Axes = self._figure.subplots()
+            self._figure = Figure(figsize=(width / 72, height / 72), layout=None if plane else "constrained")
+            self.axes: Axes = self._figure.add_axes((0, 0, 1, 1)) if plane else self._figure.subplots()
             if plane:
                 self.axes.set_aspect("equal", adjustable="datalim")
                 self.axes.axis("off")
@@ -107,7 +107,7 @@ class Chart:
         import matplotlib
 
         with matplotlib.rc_context(_STYLE):
-            self._figure.legend(loc="outside upper left", ncols=4, handlelength=1.4, columnspacing=1.4)
+            self._figure.legend(loc="outside upper left", ncols=4, handlelength=2.1, columnspacing=1.4)
 
     def svg(self) -> Markup:
         """The chart as an SVG element.
@@ -123,7 +123,8 @@ class Chart:
             self._figure.savefig(file, format="svg", transparent=True, metadata=nothing)
         text = re.sub(r"\s+", " ", file.getvalue().split("</defs>", 1)[1].rpartition("</svg>")[0])
         text = re.sub(r' clip-path="[^"]*"|; font-family: [^;"]*|<defs> <clipPath.*?</defs>', "", text)
-        text = re.sub(r"(\d\.\d)\d+", r"\1", text)
+        text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), text)
+        text = re.sub(r'<g id="[^"]*" ?/>', "", text)
         text = re.sub(r'<g id="([^"]*)">', lambda found: "<g>" + self._children(found[1]), text)
         for name, titles in self._titles.items():
             if len(titles) > 1:

@@ -117,7 +117,7 @@ def ellipse_chart(
         if e.title:
             chart.hover(patch, e.title)
         chart.axes.plot([e.x], [e.y], "o", color=e.colour, markersize=3.6 if e.strong else 2, markeredgewidth=0)
-    chart.axes.autoscale_view()
+    chart.axes.margins(0.08 if any(e.letter for e in ellipses) else 0.02)
     for e, (x, y) in zip(ellipses, letter_positions(ellipses, times), strict=True):
         if e.letter:
             chart.axes.text(x, y, e.letter, color=e.colour, weight="bold", ha="center", va="center")
@@ -125,7 +125,7 @@ def ellipse_chart(
 
 
 def letter_positions(ellipses: Sequence[Ellipse], times: float) -> list[tuple[float, float]]:
-    """Positions for a letter beside each ellipse, as far as possible from other letters and from all centres.
+    """Positions for a letter beside each ellipse: apart from other letters and all centres, outside of ellipses, outwards.
 
     Args:
         ellipses: of one chart.
@@ -136,22 +136,37 @@ def letter_positions(ellipses: Sequence[Ellipse], times: float) -> list[tuple[fl
     """
     if not ellipses:
         return []
-    reach = [times * e.a for e in ellipses]
-    sides = [
-        max(v + r for v, r in zip(values, reach, strict=True)) - min(v - r for v, r in zip(values, reach, strict=True))
-        for values in ([e.x for e in ellipses], [e.y for e in ellipses])
-    ]
-    gap = 0.05 * max(*sides, 1e-9)
+    sides = [(max(v) - min(v)) for v in ([e.x for e in ellipses], [e.y for e in ellipses])]
+    gap = 0.04 * (max(sides) + 2 * times * max(e.a for e in ellipses)) or 1.0
+    middle = sum(e.x for e in ellipses) / len(ellipses), sum(e.y for e in ellipses) / len(ellipses)
     taken = [(e.x, e.y) for e in ellipses]
     for e in ellipses:
-        candidates = [_beside(e, times, gap * away, 2 * math.pi * k / 24) for away in (1, 2) for k in range(24)]
-        taken.append(max(candidates, key=lambda p: min(*(math.dist(p, q) for q in taken), 1.5 * gap)))
+        outward = math.atan2(e.y - middle[1], e.x - middle[0])
+        angles = [outward + math.pi * k / 12 for k in range(24)]
+
+        def merit(angle: float, one: Ellipse = e, outward: float = outward) -> tuple[float, int, float]:
+            point = _beside(one, times, gap, angle)
+            apart = min(math.dist(point, other) for other in taken)
+            inside = sum(_contains(other, times, point, 0.9 * gap) for other in ellipses)
+            return min(apart, 1.8 * gap), -inside, math.cos(angle - outward)
+
+        taken.append(_beside(e, times, gap, max(angles, key=merit)))
     return taken[len(ellipses) :]
+
+
+def _radius(ellipse: Ellipse, times: float, angle: float) -> float:
+    """From the centre of an ellipse to its edge."""
+    a, b = max(times * ellipse.a, 1e-12), max(times * ellipse.b, 1e-12)
+    return 1 / math.hypot(math.cos(angle - ellipse.angle) / a, math.sin(angle - ellipse.angle) / b)
 
 
 def _beside(ellipse: Ellipse, times: float, gap: float, angle: float) -> tuple[float, float]:
     """The point that lies a gap outside of an ellipse's edge, in a direction from its centre."""
-    turned = angle - ellipse.angle
-    a, b = max(times * ellipse.a, 1e-12), max(times * ellipse.b, 1e-12)
-    radius = 1 / math.hypot(math.cos(turned) / a, math.sin(turned) / b) + gap
+    radius = _radius(ellipse, times, angle) + gap
     return ellipse.x + radius * math.cos(angle), ellipse.y + radius * math.sin(angle)
+
+
+def _contains(ellipse: Ellipse, times: float, point: tuple[float, float], margin: float) -> bool:
+    """Whether a point lies within an ellipse, or less than a margin outside."""
+    dx, dy = point[0] - ellipse.x, point[1] - ellipse.y
+    return math.hypot(dx, dy) < _radius(ellipse, times, math.atan2(dy, dx)) + margin

@@ -70,8 +70,8 @@ def number(value: Any, decimals: int | None = None) -> str:
         The text.
 
     Example:
-        >>> number(-0.5), number(0.00312), number(1.0, 1), number(None)
-        ('−0.50', '0.00312', '1.0', '–')
+        >>> number(-0.5), number(0.00312), number(-0.001, 1), number(None)
+        ('−0.50', '0.00312', '0.0', '–')
     """
     if not is_number(value):
         return MISSING
@@ -79,7 +79,7 @@ def number(value: Any, decimals: int | None = None) -> str:
         text = f"{value:.2f}" if 0.1 <= abs(value) < 100 or value == 0 else f"{value:.3g}"
     else:
         text = f"{value:.{decimals}f}"
-    return text.replace("-", "−")
+    return (text if text.strip("-0.") else text.lstrip("-")).replace("-", "−")
 
 
 def digits(value: Any, n: int = 4) -> str:

@@ -79,7 +79,7 @@ def variance_histogram(data: ReportData) -> dict[str, Any]:
     Returns:
         For the template: chart, rows, and how many items of variance 0 are not in the chart.
     """
-    from matplotlib.ticker import FuncFormatter, LogLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
     variance = {
         "images": data.images.total_variance.double().cpu().numpy(),
@@ -96,7 +96,7 @@ def variance_histogram(data: ReportData) -> dict[str, Any]:
         for bar, height, left, right in zip(bars, fraction, edges[:-1], edges[1:], strict=True):
             chart.hover(bar, f"{side}: {height:.1%} between {left:.3g} and {right:.3g}")
     chart.axes.set_xscale("log")
-    chart.axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    chart.axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 5 * low else MaxNLocator(4))
     chart.axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     chart.axes.minorticks_off()
     _in_percent(chart.axes.yaxis)
