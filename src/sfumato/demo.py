@@ -33,14 +33,14 @@ from sfumato.training.loop import fit
 RECIPE = "emoji-demo"
 
 PAIRS = (("flag", "black flag"), ("game", "pool 8 ball"), ("clock", "mantelpiece clock"), ("animal", "giraffe"))
-"""A vague and a precise query each, chosen as illustrations; the model fails at the last precise one and should report it."""
+"""A vague and a precise query each, chosen as illustrations; the model should report that it fails at the last one."""
 
 PICTURES = ("1F98A", "1F34E", "1F692", "1F47B")
 """Images to describe: fox, red apple, fire engine, ghost."""
 
 _VARIANCE_NOTE = (
-    "So use expected matches, not the variance, to measure how ambiguous a text is: the variance also depends on how many"
-    " other items are near."
+    "So use expected matches, not the variance, to measure how ambiguous a text is:"
+    " the variance also depends on how many other items are near."
 )
 
 _COLOURS = {"name": FIRST, "tag": FAMILIES[1], "subgroup": SECOND, "group": FAMILIES[2]}

@@ -1,7 +1,7 @@
 """The command line: reads arguments, calls the library, prints. Nothing is computed here.
 
-Results go to standard output, progress to standard error. Exit status: 0 done, 1 the run failed (a diverged loss, a lost
-process), 2 the user can correct it. Everything heavy is imported inside the commands, so that --help answers at once.
+Results go to standard output, progress to standard error. Exit status: 0 done, 1 the run failed (a diverged loss, a
+lost process), 2 the user can correct it. Everything heavy is imported inside the commands, so that --help answers at once.
 """
 
 import os
@@ -46,8 +46,8 @@ def main() -> None:
     except SystemExit as error:
         if error.code == _INTERRUPTED:
             print(
-                "sfumato: interrupted. Nothing is half written. Call train, ablate, embed or audit --cross-fit again to continue"
-                " where it stopped.",
+                "sfumato: interrupted. Nothing is half written."
+                " Call train, ablate, embed or audit --cross-fit again to continue where it stopped.",
                 file=sys.stderr,
             )
         raise

@@ -140,7 +140,8 @@ def embed(
     if out.suffix == ".safetensors":
         if manifest or shards or shard or (images is None) == (texts is None):
             raise UserError(
-                f"{out} is one file, for either --images FOLDER or --texts FILE; more goes into a folder, --out {out.stem}"
+                f"{out} is one file, for either --images FOLDER or --texts FILE; more goes into a folder,"
+                f" --out {out.stem}"
             )
         result, line = _embed_one_file(model, out, images, texts, device)
         print_result(result, as_json, line)

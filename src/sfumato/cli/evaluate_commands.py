@@ -77,7 +77,8 @@ Distance = Annotated[
 Strategies = Annotated[
     str | None,
     typer.Option(
-        help="Search strategies to compare: all, or some of mean,wasserstein2,csd,faiss_mean,faiss_rerank,faiss_lifted.",
+        help="Search strategies to compare: all, or some of mean, wasserstein2, csd, faiss_mean, faiss_rerank,"
+        " faiss_lifted, separated by commas.",
         show_default=False,
     ),
 ]
@@ -127,7 +128,8 @@ def run(
 ) -> None:
     """Evaluate a run on its own data.
 
-    Writes evaluation-SPLIT-DISTANCE.json into the folder of the run. Started by torchrun, several processes share the work.
+    Writes evaluation-SPLIT-DISTANCE.json into the folder of the run. Started by torchrun, several processes share the
+    work.
     """
     from sfumato.evaluation.embedded_input import More
 
@@ -160,7 +162,8 @@ def model(
 ) -> None:
     """Evaluate any model on the data of a recipe.
 
-    The model may be exported or published, or a run that is evaluated on other data. Started by torchrun, several processes share the work.
+    The model may be exported or published, or a run that is evaluated on other data. Started by torchrun, several
+    processes share the work.
     """
     from sfumato.evaluation.embedded_input import More
 
@@ -168,67 +171,80 @@ def model(
     _evaluate_and_print(model, data, overrides, split, distance, more, device, as_json)
 
 
+ImageEmbeddings = Annotated[
+    str | None,
+    typer.Option(help="Image embeddings: .npy, .safetensors or FILE.safetensors:TENSOR.", show_default=False),
+]
+TextEmbeddings = Annotated[str | None, typer.Option(help="Text embeddings, in the same formats.", show_default=False)]
+ImageIds = Annotated[
+    Path | None,
+    typer.Option(
+        help="Ids of the images: .txt, .json or .npy. Default: those of the ground truth, in its order.",
+        show_default=False,
+    ),
+]
+TextIds = Annotated[Path | None, typer.Option(help="Ids of the texts, likewise.", show_default=False)]
+ImageLogVar = Annotated[
+    Path | None,
+    typer.Option(help="Log variances of the images: .npy. Default: none, they are points.", show_default=False),
+]
+TextLogVar = Annotated[Path | None, typer.Option(help="Log variances of the texts, likewise.", show_default=False)]
+RankedLists = Annotated[
+    Path | None,
+    typer.Option(
+        help='Or ranked lists instead of embeddings, JSON: {"i2t": {image: [texts]}, "t2i": {text: [images]}}.',
+        show_default=False,
+    ),
+]
+GroundTruthFile = Annotated[
+    Path | None,
+    typer.Option(help="Ground truth: .csv of image,text or .json of {image: [texts]}.", show_default=False),
+]
+BenchmarkName = Annotated[
+    str | None,
+    typer.Option(help="Or a benchmark: coco, flickr30k, flickr8k, cub or emoji.", show_default=False),
+]
+AnnotationFiles = Annotated[
+    Path | None, typer.Option(help="File or folder with the benchmark's annotations.", show_default=False)
+]
+InstanceFiles = Annotated[
+    list[Path] | None,
+    typer.Option(help="COCO's instances_*.json, to add PMRP; may be given several times.", show_default=False),
+]
+MetricNames = Annotated[
+    str | None,
+    typer.Option(
+        help="Metrics, separated by commas, e.g. recall@1,map@r. Default: those of the ground truth.",
+        show_default=False,
+    ),
+]
+Score = Annotated[
+    str | None,
+    typer.Option(
+        "--score",
+        "--distance",
+        help="What to rank by: a distance, cosine or dot. Default: csd.",
+        show_default=False,
+    ),
+]
+
+
 @evaluate.command()
 def files(
-    images: Annotated[
-        str | None,
-        typer.Option(help="Image embeddings: .npy, .safetensors or FILE.safetensors:TENSOR.", show_default=False),
-    ] = None,
-    texts: Annotated[str | None, typer.Option(help="Text embeddings, in the same formats.", show_default=False)] = None,
-    image_ids: Annotated[
-        Path | None,
-        typer.Option(
-            help="Ids of the images: .txt, .json or .npy. Default: those of the ground truth, in its order.",
-            show_default=False,
-        ),
-    ] = None,
-    text_ids: Annotated[Path | None, typer.Option(help="Ids of the texts, likewise.", show_default=False)] = None,
-    image_log_var: Annotated[
-        Path | None,
-        typer.Option(help="Log variances of the images: .npy. Default: none, they are points.", show_default=False),
-    ] = None,
-    text_log_var: Annotated[
-        Path | None, typer.Option(help="Log variances of the texts, likewise.", show_default=False)
-    ] = None,
-    ranked: Annotated[
-        Path | None,
-        typer.Option(
-            help='Or ranked lists instead of embeddings, JSON: {"i2t": {image: [texts]}, "t2i": {text: [images]}}.',
-            show_default=False,
-        ),
-    ] = None,
-    truth: Annotated[
-        Path | None,
-        typer.Option(help="Ground truth: .csv of image,text or .json of {image: [texts]}.", show_default=False),
-    ] = None,
-    benchmark: Annotated[
-        str | None,
-        typer.Option(help="Or a benchmark: coco, flickr30k, flickr8k, cub or emoji.", show_default=False),
-    ] = None,
-    annotations: Annotated[
-        Path | None, typer.Option(help="File or folder with the benchmark's annotations.", show_default=False)
-    ] = None,
-    instances: Annotated[
-        list[Path] | None,
-        typer.Option(help="COCO's instances_*.json, to add PMRP; may be given several times.", show_default=False),
-    ] = None,
-    metrics: Annotated[
-        str | None,
-        typer.Option(
-            help="Metrics, separated by commas, e.g. recall@1,map@r. Default: those of the ground truth.",
-            show_default=False,
-        ),
-    ] = None,
+    images: ImageEmbeddings = None,
+    texts: TextEmbeddings = None,
+    image_ids: ImageIds = None,
+    text_ids: TextIds = None,
+    image_log_var: ImageLogVar = None,
+    text_log_var: TextLogVar = None,
+    ranked: RankedLists = None,
+    truth: GroundTruthFile = None,
+    benchmark: BenchmarkName = None,
+    annotations: AnnotationFiles = None,
+    instances: InstanceFiles = None,
+    metrics: MetricNames = None,
     split: Annotated[str, typer.Option(help="Split of a benchmark that has several.")] = "test",
-    score: Annotated[
-        str | None,
-        typer.Option(
-            "--score",
-            "--distance",
-            help="What to rank by: a distance, cosine or dot. Default: csd.",
-            show_default=False,
-        ),
-    ] = None,
+    score: Score = None,
     strategies: Strategies = None,
     engine: Engine = "ivf",
     candidates: Candidates = 100,
@@ -257,7 +273,8 @@ def files(
     measured, embedded = measure_files(chosen, score, split=split, device=where)
     if ranked is None and not (image_ids and text_ids):
         say(
-            "note: rows without ids in their file or in --image-ids and --text-ids have the ground truth's ids, in order"
+            "note: rows without ids in their file or in --image-ids and --text-ids"
+            " get the ids of the ground truth, in its order"
         )
     extra = more_results(measured, embedded, more, other)
     if as_json:

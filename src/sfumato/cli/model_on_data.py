@@ -1,4 +1,4 @@
-"""Which model and which data a command works on: resolved here once from MODEL, --data RECIPE, overrides and --split."""
+"""Which model and which data a command works on: resolved once from MODEL, --data RECIPE, overrides and --split."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -118,6 +118,28 @@ def copy(
     print_result({"out": str(out), "store": url, "items": n}, as_json, f"{n} items copied to {url}: {out}")
 
 
+MinProbability = Annotated[
+    float | None,
+    typer.Option(help="Leave out results with a smaller match probability, e.g. 0.5.", show_default=False),
+]
+Coverage = Annotated[
+    float | None,
+    typer.Option(
+        help="Add the conformal set of this coverage, e.g. 0.9: it holds a match for this fraction of queries like"
+        " those of the calibration.",
+        show_default=False,
+    ),
+]
+Risk = Annotated[
+    float | None,
+    typer.Option(
+        metavar="RISK",
+        help="Report no confident match where needed, to keep the fraction of wrong first results at RISK, e.g. 0.1.",
+        show_default=False,
+    ),
+]
+
+
 @app.command()
 def search(
     folder: Annotated[Path, typer.Argument(metavar="INDEX", help="Folder of an index or a collection.")],
@@ -127,26 +149,9 @@ def search(
         typer.Option(help="Image to search for; may be given several times.", show_default=False),
     ] = None,
     k: Annotated[int, typer.Option("-k", min=1, help="Number of results per query.")] = 10,
-    min_probability: Annotated[
-        float | None,
-        typer.Option(help="Leave out results with a smaller match probability, e.g. 0.5.", show_default=False),
-    ] = None,
-    coverage: Annotated[
-        float | None,
-        typer.Option(
-            help="Add the conformal set of this coverage, e.g. 0.9: it holds a match for this fraction of queries like"
-            " those of the calibration.",
-            show_default=False,
-        ),
-    ] = None,
-    abstain: Annotated[
-        float | None,
-        typer.Option(
-            metavar="RISK",
-            help="Report no confident match where needed to keep the fraction of wrong first results at RISK, e.g. 0.1.",
-            show_default=False,
-        ),
-    ] = None,
+    min_probability: MinProbability = None,
+    coverage: Coverage = None,
+    abstain: Risk = None,
     run: Annotated[
         str | None,
         typer.Option(

@@ -1,4 +1,4 @@
-"""The commands that study a model or its data: analyse, crops, zeroshot, audit; and report, which writes a page about it."""
+"""The commands that study a model or its data: analyse, crops, zeroshot, audit; and report, which writes a page."""
 
 import json
 from pathlib import Path
@@ -72,9 +72,10 @@ def analyse(
 ) -> None:
     """Repeat studies of the papers on any model, with a page.
 
-    corruption: does uncertainty rise when images are erased or blurred and words dropped? sets: do mixtures of two images
-    lie between them, and do erased images become less certain? words: which go with low and with high uncertainty?
-    map: images and texts as ellipses in a plane. Earlier results of the same studies in the folder are replaced.
+    corruption: does uncertainty rise when images are erased or blurred and words dropped? sets: do mixtures of two
+    images lie between them, and do erased images become less certain? words: which go with low and with high
+    uncertainty? map: images and texts as ellipses in a plane. Earlier results of the same studies in the folder are
+    replaced.
     """
     from sfumato import __version__
     from sfumato.reports.analysis_page import write_analyses
@@ -129,7 +130,8 @@ def crops(
 ) -> None:
     """Compare crops of one thing with crops of two.
 
-    Measures their uncertainty, and how often each finds its own caption. In each image, A is the largest box below a threshold, B a box that overlaps little with A, and C the crop around both.
+    Measures their uncertainty, and how often each finds its own caption. In each image, A is the largest box below a
+    threshold, B a box that overlaps little with A, and C the crop around both.
     """
     from sfumato import __version__
     from sfumato.models.build import choose_device
@@ -182,7 +184,8 @@ Templates = Annotated[
 Classes = Annotated[
     Path | None,
     typer.Option(
-        help="File of all classes, one per line: the folder (group, text), a tab, the name. Default: the folders' names.",
+        help="File of all classes, one per line: the folder (group, text), a tab, the name. Default: the folders'"
+        " names.",
         show_default=False,
     ),
 ]
@@ -293,32 +296,37 @@ def _labelled_images(
     return labelled_split(load_recipe(find_recipe(data or ""), overrides or []).data, split, names)
 
 
+AuditedModel = Annotated[
+    str,
+    typer.Option(
+        "--run",
+        metavar="MODEL",
+        help="Folder of a run, folder of an exported or published model, or name of a model on the hub.",
+    ),
+]
+AuditedRecipe = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RECIPE]",
+        help="Recipe (path or name) whose data to audit. Default: the data of the run.",
+        show_default=False,
+    ),
+]
+AuditedOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[SECTION.KEY=VALUE]...",
+        help="Changes to that recipe, e.g. data.path=my.jsonl.",
+        show_default=False,
+    ),
+]
+
+
 @app.command()
 def audit(
-    model: Annotated[
-        str,
-        typer.Option(
-            "--run",
-            metavar="MODEL",
-            help="Folder of a run, folder of an exported or published model, or name of a model on the hub.",
-        ),
-    ],
-    data: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[RECIPE]",
-            help="Recipe (path or name) whose data to audit. Default: the data of the run.",
-            show_default=False,
-        ),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[SECTION.KEY=VALUE]...",
-            help="Changes to that recipe, e.g. data.path=my.jsonl.",
-            show_default=False,
-        ),
-    ] = None,
+    model: AuditedModel,
+    data: AuditedRecipe = None,
+    overrides: AuditedOverrides = None,
     split: Annotated[
         str | None,
         typer.Option(help="Split of the data. Default: test; with --cross-fit train.", show_default=False),
@@ -371,7 +379,8 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="HTML file to write. Default: report-SPLIT.html, in the run's folder or, with --data, in the current one.",
+            help="HTML file to write. Default: report-SPLIT.html, in the run's folder or, with --data, in the current"
+            " one.",
             show_default=False,
         ),
     ] = None,
@@ -379,7 +388,8 @@ def report(
         bool,
         typer.Option(
             "--analyses",
-            help="For a run: first do the studies of `sfumato analyse` that are missing or were made with other weights.",
+            help="For a run: first do the studies of `sfumato analyse` that are missing or were made with other"
+            " weights.",
         ),
     ] = False,
     device: Device = "auto",

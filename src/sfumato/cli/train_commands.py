@@ -44,7 +44,7 @@ def ablate(
         str | None,
         typer.Option(
             "--train",
-            help="Distances to train with, separated by commas, e.g. csd,wasserstein2. Default: all that need no samples.",
+            help="Distances to train with, separated by commas, e.g. csd,wasserstein2. Default: all without samples.",
             show_default=False,
         ),
     ] = None,

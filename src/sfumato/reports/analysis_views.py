@@ -1,6 +1,6 @@
 """What `sfumato analyse` has found, made ready for the templates: charts, tables and words.
 
-It reads the plain values that the studies write, so that their page and the report show the same; it computes nothing anew.
+It reads the plain values that the studies write, so that their page and the report show the same. It computes nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -54,8 +54,8 @@ def summary(figures: Mapping[str, Any], shown: int = 5) -> str:
     ]
     if figures["wrong_share"] is not None:
         lines.append(
-            f"estimated fraction of wrong pairs: {percent(figures['wrong_share'])}; {figures['suspects']:,} pairs are more"
-            " likely wrong than right"
+            f"estimated fraction of wrong pairs: {percent(figures['wrong_share'])};"
+            f" {figures['suspects']:,} pairs are more likely wrong than right"
         )
     lines.append(
         "listed, and probably wrong, by how much farther apart they are than from their closest unlisted items:"

@@ -1,4 +1,4 @@
-"""Charts by matplotlib as inline SVG: colours follow the page's light or dark style, and shapes may have hover titles."""
+"""Charts by matplotlib as inline SVG, with the page's light or dark colours and titles under the pointer."""
 
 import html
 import io
@@ -33,7 +33,7 @@ _VARIABLES = {
 _VARIABLES |= {colour: f"--f{k}" for k, colour in enumerate(FAMILIES)}
 
 _STYLE: Any = {
-    "svg.fonttype": "none", "text.parse_math": False, "axes.unicode_minus": True, "font.size": 11, "axes.axisbelow": True,
+    "svg.fonttype": "none", "text.parse_math": False, "font.size": 11, "axes.axisbelow": True,
     "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False, "axes.edgecolor": FAINT,
     "axes.labelcolor": INK, "xtick.color": SOFT, "ytick.color": SOFT, "xtick.major.size": 0, "ytick.major.size": 0,
     "grid.color": GRID, "grid.linewidth": 1, "text.color": INK, "legend.frameon": False, "legend.borderaxespad": 0.4,

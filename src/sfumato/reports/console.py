@@ -253,7 +253,8 @@ def print_calibration(result: dict[str, Any]) -> None:
         if (found := result.get(key)) is None:
             continue
         print(
-            f"{name}, {found['n_queries']} queries among {found['n_gallery']} items, {found['matches_per_query']:.2f} matches each,"
+            f"{name}: {found['n_queries']} queries, {found['n_gallery']} items,"
+            f" {found['matches_per_query']:.2f} matches per query,"
             f" growing with the gallery to the power {found['growth']:.2f}"
         )
         for level, threshold in found["precision"].items():
@@ -295,13 +296,13 @@ def print_trust(report: TrustReport, title: str) -> None:
             _print_corruptions(wide_console(), direction)
         chance = None if direction.recall.value is None else 1 - direction.recall.value
         print(
-            f"{direction.n_queries} queries, {direction.n_gallery} items, recall@1 {compact_interval(direction.recall)};"
-            f" AURC of chance {compact_number(chance)}, of a perfect order {compact_interval(direction.risk_best)};"
+            f"{direction.n_queries} queries, {direction.n_gallery} items,"
+            f" recall@1 {compact_interval(direction.recall)}; AURC of chance {compact_number(chance)}, of a perfect order {compact_interval(direction.risk_best)};"
             f" match probability of true against random pairs, AUROC {compact_interval(direction.right_pairs)}"
         )
     print(
-        f"Higher is less certain. In brackets: {report.level:.0%} intervals from {report.n_resamples} bootstrap resamples"
-        " of the queries."
+        f"Higher is less certain. In brackets: {report.level:.0%} intervals"
+        f" from {report.n_resamples} bootstrap resamples of the queries."
     )
     for note in report.notes:
         print(f"note: {note}")

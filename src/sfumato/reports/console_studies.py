@@ -46,7 +46,8 @@ def print_crops(study: Mapping[str, Any]) -> None:
     wide_console().print(table)
     if study["n_resamples"]:
         print(
-            f"In brackets: {study['level']:.0%} intervals from {study['n_resamples']:,} bootstrap resamples of the images."
+            f"In brackets: {study['level']:.0%} intervals"
+            f" from {study['n_resamples']:,} bootstrap resamples of the images."
         )
     for reason, count in study["problems"].items():
         print(f"{count:,}: {reason}")

@@ -125,7 +125,7 @@ def ellipse_chart(
 
 
 def letter_positions(ellipses: Sequence[Ellipse], times: float) -> list[tuple[float, float]]:
-    """Positions for a letter beside each ellipse: apart from other letters and all centres, outside of ellipses, outwards.
+    """Positions for a letter beside each ellipse: apart from letters and centres, outside of ellipses, outwards.
 
     Args:
         ellipses: of one chart.

@@ -109,7 +109,7 @@ def _on_host(embeddings: GaussianEmbedding) -> GaussianEmbedding:
 
 
 def _learnt_logits(run: Run) -> tuple[float, float] | None:
-    """Scale and bias of the loss if it learns both; without a bias its scores are those of a softmax, no probabilities."""
+    """Scale and bias of the loss if it learns both; without a bias its scores are no probabilities."""
     logits = getattr(run.loss, "logits", None)
     if not isinstance(logits, MatchingLogits) or not logits.logit_bias.requires_grad:
         return None

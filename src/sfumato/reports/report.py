@@ -1,7 +1,8 @@
 """One page about a model's retrieval: figures, uncertainty, calibration, and results, as self-contained HTML.
 
-It knows embeddings, the ground truth, captions, and images as functions that return the bytes of a file; nothing of models,
-recipes or folders of images. Everything that is shown is bounded in number, so that the page's size does not grow with the data.
+It knows embeddings, the ground truth, captions, and images as functions that return the bytes of a file; nothing of
+models, recipes or folders of images. Everything that is shown is bounded in number, so that the page's size does not
+grow with the data.
 """
 
 import math
@@ -36,8 +37,8 @@ class Report:
     Attributes:
         html: the page; it asks for no other file.
         evaluation: of both directions by the model's own distance.
-        calibration: of all pairs ("pairs") and of each query's first result ("i2t", "t2i"): "n", "matches" (fraction that
-            is right) and, before and after calibration, "ece" and "brier".
+        calibration: of all pairs ("pairs") and of each query's first result ("i2t", "t2i"): "n", "matches" (fraction
+            that is right) and, before and after calibration, "ece" and "brier".
         mistakes: by direction, "n" queries, those whose first result is "wrong", and those of them with a match
             probability of at least one half, "plausible".
     """
@@ -150,8 +151,8 @@ def _summary(
         chance = float(np.mean(counts[counts > 0])) / max(direction.gallery.n, 1)
         side, other = ("images", "texts") if direction.key == "i2t" else ("texts", "images")
         sentences.append(
-            f"{metrics['recall@1']:.1%} of {metrics['n_queries']:,} {side} have a true match as their first result among"
-            f" {direction.gallery.n:,} {other} (chance: {chance:.2%}), {metrics['recall@10']:.1%} within the first ten."
+            f"{metrics['recall@1']:.1%} of {metrics['n_queries']:,} {side} have a true match as their first result"
+            f" among {direction.gallery.n:,} {other} (chance: {chance:.2%}), {metrics['recall@10']:.1%} within the first ten."
         )
     for direction in directions:
         if evaluation.uncertainty is not None:

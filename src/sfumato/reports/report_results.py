@@ -1,4 +1,4 @@
-"""The results that a report shows with their images: of the most and least uncertain queries, and wrong but plausible ones."""
+"""The results that a report shows: of the most and least uncertain queries, and wrong but plausible ones."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -117,7 +117,7 @@ def wrong_first_results(
         thumbnails: the images.
 
     Returns:
-        (by direction the counts of :class:`~sfumato.reports.report.Report`, for the template a group for each direction).
+        (by direction the counts of :class:`~sfumato.reports.report.Report`, for the template a group each).
     """
     counts: dict[str, dict[str, int]] = {}
     shown = []
