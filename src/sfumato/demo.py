@@ -23,7 +23,7 @@ from sfumato.models.run import Run, load_run
 from sfumato.models.splits import embed_split, load_split
 from sfumato.reports.charts import FAINT, FAMILIES, FIRST, SECOND, Chart, require_matplotlib
 from sfumato.reports.console import print_evaluation, print_search
-from sfumato.reports.formatting import percent, signed
+from sfumato.reports.formatting import percent, probability, signed
 from sfumato.reports.html_pages import data_url, render_page
 from sfumato.search.exact import top_k
 from sfumato.search.gallery import MANY, verdict
@@ -154,7 +154,7 @@ def _card(result: dict[str, Any], data: PairData, pictures: dict[str, str]) -> d
         "verdict": verdict(expected, best).text,
         "expected": f"{expected:.0f}" if vague else f"{expected:.1f}",
         "truth": len(true),
-        "top": f"{best:.0%}",
+        "top": probability(best),
         "uncertainty": f"{result['uncertainty']:.3g}",
         "hits": [
             {
@@ -162,7 +162,7 @@ def _card(result: dict[str, Any], data: PairData, pictures: dict[str, str]) -> d
                 "label": hit["label"],
                 "true": hit["id"] in true,
                 "width": round(100 * hit["match_probability"]),
-                "pct": f"{hit['match_probability']:.0%}",
+                "pct": probability(hit["match_probability"]),
             }
             for hit in result["hits"]
         ],
@@ -183,11 +183,11 @@ def _described(
         if position is None:
             continue
         distance, closest = top_k(images[position : position + 1], texts, 8, run.loss.distance.name)
-        probability = match_probability(distance, run.logit_scale, run.logit_bias)[0].tolist()
+        probabilities = match_probability(distance, run.logit_scale, run.logit_bias)[0].tolist()
         true = set(data.pairs[data.pairs[:, 0] == position, 1].tolist())
         rows = [
-            {"text": data.texts[t], "kind": data.text_kinds[t], "pct": f"{p:.0%}", "true": t in true}
-            for t, p in zip(closest[0].tolist(), probability, strict=True)
+            {"text": data.texts[t], "kind": data.text_kinds[t], "pct": probability(p), "true": t in true}
+            for t, p in zip(closest[0].tolist(), probabilities, strict=True)
         ]
         described.append({"src": pictures[data.image_ids[position]], "label": names[code], "texts": rows})
     return described

@@ -1,7 +1,8 @@
 """The command line: reads arguments, calls the library, prints. Nothing is computed here.
 
 Results go to standard output, progress to standard error. Exit status: 0 done, 1 the run failed (a diverged loss, a
-lost process), 2 the user can correct it. Everything heavy is imported inside the commands, so that --help answers at once.
+lost process), 2 the user can correct it. Heavy modules are imported inside the commands, so that
+--help is fast.
 """
 
 import os

@@ -26,11 +26,13 @@ app = typer.Typer(
     help="Image-text search and matching that knows what it does not know.",
 )
 
-RecipeName = Annotated[str, typer.Argument(help="Path of a recipe, or name of a recipe of the package.")]
+RecipeName = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="Path of a recipe, or name of a recipe of the package.")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[SECTION.KEY=VALUE]...",
+        metavar="SECTION.KEY=VALUE",
         help="Changes to the recipe, e.g. train.epochs=10 loss.alpha=0.01.",
         show_default=False,
     ),
@@ -38,7 +40,8 @@ Overrides = Annotated[
 ModelName = Annotated[
     str,
     typer.Argument(
-        help="Folder of a run, folder of an exported or published model, or name of a model on the Hugging Face hub."
+        metavar="MODEL",
+        help="Folder of a run, folder of an exported or published model, or name of a model on the Hugging Face hub.",
     ),
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
@@ -53,7 +56,7 @@ DataRecipe = Annotated[
 DataOverrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[SECTION.KEY=VALUE]...",
+        metavar="SECTION.KEY=VALUE",
         help="With --data: changes to that recipe, e.g. data.path=my.jsonl.",
         show_default=False,
     ),

@@ -57,7 +57,9 @@ def toy(
 
 @app.command()
 def recipes(
-    name: Annotated[str | None, typer.Argument(help="Name of a recipe to print.", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Name of a recipe to print.", show_default=False)
+    ] = None,
 ) -> None:
     """List the recipes of the package, or print one."""
     from sfumato.models.recipe import find_recipe, recipe_files, recipe_summary

@@ -26,7 +26,7 @@ def regions(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SECTION.KEY=VALUE]...", help="Changes to the recipe, e.g. data.path=my.jsonl.", show_default=False
+            metavar="SECTION.KEY=VALUE", help="Changes to the recipe, e.g. data.path=my.jsonl.", show_default=False
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder to write: new, or empty.")] = Path("regions"),
@@ -187,7 +187,7 @@ def _embed_one_file(
 @app.command()
 def export(
     run: RunFolder,
-    out: Annotated[Path, typer.Argument(help="Folder to write: new, or empty.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write: new, or empty.")],
     as_json: AsJson = False,
 ) -> None:
     """Export a run's model in the layout of the Hugging Face hub.

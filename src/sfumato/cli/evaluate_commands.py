@@ -106,7 +106,7 @@ Published = Annotated[bool, typer.Option("--published", help="Show published fig
 @evaluate.command()
 def run(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Folder of a run.")],
-    overrides: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
     split: Split = "test",
     distance: Distance = None,
     seeds: Annotated[
@@ -397,7 +397,7 @@ def trust(
 ) -> None:
     """Measure what each estimator of uncertainty predicts.
 
-    Of failure, ambiguity, absence and corruption. For a run on its own data, writes trust-SPLIT.json into its folder.
+    The tables say how well each predicts failure, ambiguity, absence and corruption. For a run on its own data, writes trust-SPLIT.json into its folder.
     """
     from sfumato.models.trust_run import trust_model, trust_run
     from sfumato.reports.console import print_trust

@@ -101,7 +101,7 @@ def _check_index_options(sources: tuple[object, ...], engine: str | None, store:
 @app.command()
 def copy(
     folder: Annotated[Path, typer.Argument(metavar="INDEX", help="Folder of an index or a collection.")],
-    out: Annotated[Path, typer.Argument(help="Folder of the copy: new, or empty.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the copy: new, or empty.")],
     store: Annotated[str, typer.Option(metavar="URL", help="Store of the copy, as for sfumato index.")] = "file:",
     source_store: Annotated[
         str | None,
@@ -143,7 +143,9 @@ Risk = Annotated[
 @app.command()
 def search(
     folder: Annotated[Path, typer.Argument(metavar="INDEX", help="Folder of an index or a collection.")],
-    query: Annotated[list[str] | None, typer.Argument(help="Texts to search for.", show_default=False)] = None,
+    query: Annotated[
+        list[str] | None, typer.Argument(metavar="TEXT", help="Texts to search for.", show_default=False)
+    ] = None,
     image: Annotated[
         list[Path] | None,
         typer.Option(help="Image to search for; may be given several times.", show_default=False),

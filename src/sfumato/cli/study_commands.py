@@ -307,7 +307,7 @@ AuditedModel = Annotated[
 AuditedRecipe = Annotated[
     str | None,
     typer.Argument(
-        metavar="[RECIPE]",
+        metavar="RECIPE",
         help="Recipe (path or name) whose data to audit. Default: the data of the run.",
         show_default=False,
     ),
@@ -315,7 +315,7 @@ AuditedRecipe = Annotated[
 AuditedOverrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[SECTION.KEY=VALUE]...",
+        metavar="SECTION.KEY=VALUE",
         help="Changes to that recipe, e.g. data.path=my.jsonl.",
         show_default=False,
     ),
@@ -348,7 +348,7 @@ def audit(
 ) -> None:
     """Find pairs of a data set that are probably wrong or missing.
 
-    Lists listed pairs that are probably wrong and unlisted pairs that probably match, in tables and on a page.
+    Writes listed pairs that are probably wrong, and unlisted pairs that probably match, to tables and a page.
     """
     from sfumato import __version__
     from sfumato.reports.audit_page import PAGE, summary, write_audit

@@ -297,7 +297,8 @@ def print_trust(report: TrustReport, title: str) -> None:
         chance = None if direction.recall.value is None else 1 - direction.recall.value
         print(
             f"{direction.n_queries} queries, {direction.n_gallery} items,"
-            f" recall@1 {compact_interval(direction.recall)}; AURC of chance {compact_number(chance)}, of a perfect order {compact_interval(direction.risk_best)};"
+            f" recall@1 {compact_interval(direction.recall)};"
+            f" AURC of chance {compact_number(chance)}, of a perfect order {compact_interval(direction.risk_best)};"
             f" match probability of true against random pairs, AUROC {compact_interval(direction.right_pairs)}"
         )
     print(

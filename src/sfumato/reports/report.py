@@ -152,7 +152,8 @@ def _summary(
         side, other = ("images", "texts") if direction.key == "i2t" else ("texts", "images")
         sentences.append(
             f"{metrics['recall@1']:.1%} of {metrics['n_queries']:,} {side} have a true match as their first result"
-            f" among {direction.gallery.n:,} {other} (chance: {chance:.2%}), {metrics['recall@10']:.1%} within the first ten."
+            f" among {direction.gallery.n:,} {other} (chance: {chance:.2%}),"
+            f" {metrics['recall@10']:.1%} within the first ten."
         )
     for direction in directions:
         if evaluation.uncertainty is not None:
