@@ -31,11 +31,7 @@ RecipeName = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="SECTION.KEY=VALUE",
-        help="Changes to the recipe, e.g. train.epochs=10 loss.alpha=0.01.",
-        show_default=False,
-    ),
+    typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to the recipe, e.g. train.epochs=10 loss.alpha=0.01."),
 ]
 ModelName = Annotated[
     str,
@@ -47,19 +43,11 @@ ModelName = Annotated[
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 DataRecipe = Annotated[
     str | None,
-    typer.Option(
-        metavar="RECIPE",
-        help="Recipe (path or name) whose data to use. Default: the data of the run.",
-        show_default=False,
-    ),
+    typer.Option(metavar="RECIPE", help="Recipe (path or name) whose data to use. Default: the data of the run."),
 ]
 DataOverrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="SECTION.KEY=VALUE",
-        help="With --data: changes to that recipe, e.g. data.path=my.jsonl.",
-        show_default=False,
-    ),
+    typer.Argument(metavar="SECTION.KEY=VALUE", help="With --data: changes to that recipe, e.g. data.path=my.jsonl."),
 ]
 Split = Annotated[str, typer.Option(help="Split of the data.")]
 Bootstrap = Annotated[

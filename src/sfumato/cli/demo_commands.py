@@ -15,10 +15,7 @@ def demo(
     overrides: Annotated[
         list[str] | None,
         typer.Option(
-            "--set",
-            metavar="SECTION.KEY=VALUE",
-            help="Change to the recipe emoji-demo; may be given several times.",
-            show_default=False,
+            "--set", metavar="SECTION.KEY=VALUE", help="Change to the recipe emoji-demo; may be given several times."
         ),
     ] = None,
     as_json: AsJson = False,
@@ -57,9 +54,7 @@ def toy(
 
 @app.command()
 def recipes(
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Name of a recipe to print.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of a recipe to print.")] = None,
 ) -> None:
     """List the recipes of the package, or print one."""
     from sfumato.models.recipe import find_recipe, recipe_files, recipe_summary

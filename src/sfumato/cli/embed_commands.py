@@ -25,28 +25,23 @@ def regions(
     data: Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe (path or name) whose images to use.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="SECTION.KEY=VALUE", help="Changes to the recipe, e.g. data.path=my.jsonl.", show_default=False
-        ),
+        typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to the recipe, e.g. data.path=my.jsonl."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder to write: new, or empty.")] = Path("regions"),
     backbone: Annotated[
         str, typer.Option(help="Frozen model: efficientnet-lite0, a name on the hub, or a local transformers folder.")
     ] = "efficientnet-lite0",
     size: Annotated[
-        int | None, typer.Option(help="Side of the images, in pixels. Default: the backbone's own.", show_default=False)
+        int | None, typer.Option(help="Side of the images, in pixels. Default: the backbone's own.")
     ] = None,
     grid: Annotated[
-        int | None,
-        typer.Option(help="Average a convolutional map down to GRID x GRID regions. Default: all.", show_default=False),
+        int | None, typer.Option(help="Average a convolutional map down to GRID x GRID regions. Default: all.")
     ] = None,
     layout: Annotated[
-        str,
-        typer.Option(help="scan: one file per split. manifest: one file per image, for any number of captions."),
+        str, typer.Option(help="scan: one file per split. manifest: one file per image, for any number of captions.")
     ] = "scan",
     splits: Annotated[
-        str | None,
-        typer.Option(help="Splits of the data, separated by commas, e.g. train,val. Default: all.", show_default=False),
+        str | None, typer.Option(help="Splits of the data, separated by commas, e.g. train,val. Default: all.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -70,31 +65,22 @@ def regions(
     )
 
 
-Images = Annotated[Path | None, typer.Option(help="Folder of images, with all its subfolders.", show_default=False)]
+Images = Annotated[Path | None, typer.Option(help="Folder of images, with all its subfolders.")]
 Manifest = Annotated[
-    Path | None,
-    typer.Option(
-        help="Or a .jsonl, .csv or .parquet file with a column image and, optionally, id.", show_default=False
-    ),
+    Path | None, typer.Option(help="Or a .jsonl, .csv or .parquet file with a column image and, optionally, id.")
 ]
 Shards = Annotated[
-    str | None,
-    typer.Option(
-        help="Or webdataset shards: a folder, a glob, or a pattern such as 'a-{000..009}.tar'.", show_default=False
-    ),
+    str | None, typer.Option(help="Or webdataset shards: a folder, a glob, or a pattern such as 'a-{000..009}.tar'.")
 ]
-Texts = Annotated[Path | None, typer.Option(help="Or a file with one text per line.", show_default=False)]
+Texts = Annotated[Path | None, typer.Option(help="Or a file with one text per line.")]
 Shard = Annotated[
     str | None,
     typer.Option(
-        metavar="I/N",
-        help="Do job I of N jobs, from 0/N to N-1/N. Default: 0/1, under torchrun RANK/WORLD_SIZE.",
-        show_default=False,
+        metavar="I/N", help="Do job I of N jobs, from 0/N to N-1/N. Default: 0/1, under torchrun RANK/WORLD_SIZE."
     ),
 ]
 Workers = Annotated[
-    int | None,
-    typer.Option(min=1, help="Number of threads that decode. Default: the number of processors.", show_default=False),
+    int | None, typer.Option(min=1, help="Number of threads that decode. Default: the number of processors.")
 ]
 PartSize = Annotated[int, typer.Option(min=1, help="Largest number of items per part; the same in all jobs.")]
 ProblemFraction = Annotated[

@@ -71,34 +71,29 @@ evaluate = typer.Typer(
 app.add_typer(evaluate, name="evaluate")
 
 Distance = Annotated[
-    str | None,
-    typer.Option("--distance", "--score", help="Distance to rank by. Default: the model's own.", show_default=False),
+    str | None, typer.Option("--distance", "--score", help="Distance to rank by. Default: the model's own.")
 ]
 Strategies = Annotated[
     str | None,
     typer.Option(
         help="Search strategies to compare: all, or some of mean, wasserstein2, csd, faiss_mean, faiss_rerank,"
-        " faiss_lifted, separated by commas.",
-        show_default=False,
+        " faiss_lifted, separated by commas."
     ),
 ]
 Engine = Annotated[str, typer.Option(help="Engine of the FAISS strategies: ivf, hnsw, flat or exact.")]
 Candidates = Annotated[int, typer.Option(min=1, help="Number of candidates that FAISS returns to be re-ranked.")]
 PerQueryFile = Annotated[
-    Path | None,
-    typer.Option(help="File to write the results of single queries to: .parquet or .csv.", show_default=False),
+    Path | None, typer.Option(help="File to write the results of single queries to: .parquet or .csv.")
 ]
 CompareRun = Annotated[
     str | None,
     typer.Option(
         metavar="RUN_OR_FILE",
         help="Compare query by query with another run on its data, or with a file of --per-query.",
-        show_default=False,
     ),
 ]
 CompareFile = Annotated[
-    str | None,
-    typer.Option(metavar="FILE", help="Compare query by query with a file of --per-query.", show_default=False),
+    str | None, typer.Option(metavar="FILE", help="Compare query by query with a file of --per-query.")
 ]
 Published = Annotated[bool, typer.Option("--published", help="Show published figures as well.")]
 
@@ -106,7 +101,7 @@ Published = Annotated[bool, typer.Option("--published", help="Show published fig
 @evaluate.command()
 def run(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Folder of a run.")],
-    overrides: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="SECTION.KEY=VALUE")] = None,
     split: Split = "test",
     distance: Distance = None,
     seeds: Annotated[
@@ -114,7 +109,6 @@ def run(
         typer.Option(
             metavar="RUN",
             help="Another run of the same recipe; may be given several times. Prints mean ± standard deviation.",
-            show_default=False,
         ),
     ] = None,
     strategies: Strategies = None,
@@ -172,60 +166,38 @@ def model(
 
 
 ImageEmbeddings = Annotated[
-    str | None,
-    typer.Option(help="Image embeddings: .npy, .safetensors or FILE.safetensors:TENSOR.", show_default=False),
+    str | None, typer.Option(help="Image embeddings: .npy, .safetensors or FILE.safetensors:TENSOR.")
 ]
-TextEmbeddings = Annotated[str | None, typer.Option(help="Text embeddings, in the same formats.", show_default=False)]
+TextEmbeddings = Annotated[str | None, typer.Option(help="Text embeddings, in the same formats.")]
 ImageIds = Annotated[
     Path | None,
-    typer.Option(
-        help="Ids of the images: .txt, .json or .npy. Default: those of the ground truth, in its order.",
-        show_default=False,
-    ),
+    typer.Option(help="Ids of the images: .txt, .json or .npy. Default: those of the ground truth, in its order."),
 ]
-TextIds = Annotated[Path | None, typer.Option(help="Ids of the texts, likewise.", show_default=False)]
+TextIds = Annotated[Path | None, typer.Option(help="Ids of the texts, likewise.")]
 ImageLogVar = Annotated[
-    Path | None,
-    typer.Option(help="Log variances of the images: .npy. Default: none, they are points.", show_default=False),
+    Path | None, typer.Option(help="Log variances of the images: .npy. Default: none, they are points.")
 ]
-TextLogVar = Annotated[Path | None, typer.Option(help="Log variances of the texts, likewise.", show_default=False)]
+TextLogVar = Annotated[Path | None, typer.Option(help="Log variances of the texts, likewise.")]
 RankedLists = Annotated[
     Path | None,
     typer.Option(
-        help='Or ranked lists instead of embeddings, JSON: {"i2t": {image: [texts]}, "t2i": {text: [images]}}.',
-        show_default=False,
+        help='Or ranked lists instead of embeddings, JSON: {"i2t": {image: [texts]}, "t2i": {text: [images]}}.'
     ),
 ]
 GroundTruthFile = Annotated[
-    Path | None,
-    typer.Option(help="Ground truth: .csv of image,text or .json of {image: [texts]}.", show_default=False),
+    Path | None, typer.Option(help="Ground truth: .csv of image,text or .json of {image: [texts]}.")
 ]
-BenchmarkName = Annotated[
-    str | None,
-    typer.Option(help="Or a benchmark: coco, flickr30k, flickr8k, cub or emoji.", show_default=False),
-]
-AnnotationFiles = Annotated[
-    Path | None, typer.Option(help="File or folder with the benchmark's annotations.", show_default=False)
-]
+BenchmarkName = Annotated[str | None, typer.Option(help="Or a benchmark: coco, flickr30k, flickr8k, cub or emoji.")]
+AnnotationFiles = Annotated[Path | None, typer.Option(help="File or folder with the benchmark's annotations.")]
 InstanceFiles = Annotated[
-    list[Path] | None,
-    typer.Option(help="COCO's instances_*.json, to add PMRP; may be given several times.", show_default=False),
+    list[Path] | None, typer.Option(help="COCO's instances_*.json, to add PMRP; may be given several times.")
 ]
 MetricNames = Annotated[
     str | None,
-    typer.Option(
-        help="Metrics, separated by commas, e.g. recall@1,map@r. Default: those of the ground truth.",
-        show_default=False,
-    ),
+    typer.Option(help="Metrics, separated by commas, e.g. recall@1,map@r. Default: those of the ground truth."),
 ]
 Score = Annotated[
-    str | None,
-    typer.Option(
-        "--score",
-        "--distance",
-        help="What to rank by: a distance, cosine or dot. Default: csd.",
-        show_default=False,
-    ),
+    str | None, typer.Option("--score", "--distance", help="What to rank by: a distance, cosine or dot. Default: csd.")
 ]
 
 
@@ -397,7 +369,8 @@ def trust(
 ) -> None:
     """Measure what each estimator of uncertainty predicts.
 
-    The tables say how well each predicts failure, ambiguity, absence and corruption. For a run on its own data, writes trust-SPLIT.json into its folder.
+    The tables show how well each predicts failure, ambiguity, absence and corruption. For a run on its own data,
+    writes trust-SPLIT.json into its folder.
     """
     from sfumato.models.trust_run import trust_model, trust_run
     from sfumato.reports.console import print_trust

@@ -10,24 +10,14 @@ import typer
 from sfumato.cli.common import AsJson, Device, ModelName, app, print_result, problems_suffix
 from sfumato.errors import UserError
 
-ImagesToIndex = Annotated[
-    Path | None, typer.Option(help="Folder of images, with all its subfolders.", show_default=False)
-]
-SplitToIndex = Annotated[
-    str | None, typer.Option(help="Or, for a run, the images of this split of its data.", show_default=False)
-]
-TextsToIndex = Annotated[
-    Path | None,
-    typer.Option(help="Or a file with one text per line, to be searched by image.", show_default=False),
-]
-EmbeddingsToIndex = Annotated[
-    Path | None, typer.Option(help="Or a folder that sfumato embed has written.", show_default=False)
-]
+ImagesToIndex = Annotated[Path | None, typer.Option(help="Folder of images, with all its subfolders.")]
+SplitToIndex = Annotated[str | None, typer.Option(help="Or, for a run, the images of this split of its data.")]
+TextsToIndex = Annotated[Path | None, typer.Option(help="Or a file with one text per line, to be searched by image.")]
+EmbeddingsToIndex = Annotated[Path | None, typer.Option(help="Or a folder that sfumato embed has written.")]
 IndexEngine = Annotated[
     str | None,
     typer.Option(
-        help="Engine of an index: exact, or with the extra faiss flat, hnsw or ivf. Default: exact. Not with --store.",
-        show_default=False,
+        help="Engine of an index: exact, or with the extra faiss flat, hnsw or ivf. Default: exact. Not with --store."
     ),
 ]
 StoreUrl = Annotated[
@@ -37,7 +27,6 @@ StoreUrl = Annotated[
         help="Fill a collection in a vector store instead, where items can be added and deleted: file: (in the folder),"
         " file:?engine=hnsw, milvus:PATH.db, milvus+http://host:19530/NAME, postgresql://user@host/database?table=NAME,"
         " rerank:PATH, redis://host:6379/0?means=PATH.",
-        show_default=False,
     ),
 ]
 
@@ -104,10 +93,7 @@ def copy(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the copy: new, or empty.")],
     store: Annotated[str, typer.Option(metavar="URL", help="Store of the copy, as for sfumato index.")] = "file:",
     source_store: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL", help="Where the collection's store is. Default: where it was made.", show_default=False
-        ),
+        str | None, typer.Option(metavar="URL", help="Where the collection's store is. Default: where it was made.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -119,15 +105,13 @@ def copy(
 
 
 MinProbability = Annotated[
-    float | None,
-    typer.Option(help="Leave out results with a smaller match probability, e.g. 0.5.", show_default=False),
+    float | None, typer.Option(help="Leave out results with a smaller match probability, e.g. 0.5.")
 ]
 Coverage = Annotated[
     float | None,
     typer.Option(
         help="Add the conformal set of this coverage, e.g. 0.9: it holds a match for this fraction of queries like"
-        " those of the calibration.",
-        show_default=False,
+        " those of the calibration."
     ),
 ]
 Risk = Annotated[
@@ -135,7 +119,6 @@ Risk = Annotated[
     typer.Option(
         metavar="RISK",
         help="Report no confident match where needed, to keep the fraction of wrong first results at RISK, e.g. 0.1.",
-        show_default=False,
     ),
 ]
 
@@ -143,32 +126,19 @@ Risk = Annotated[
 @app.command()
 def search(
     folder: Annotated[Path, typer.Argument(metavar="INDEX", help="Folder of an index or a collection.")],
-    query: Annotated[
-        list[str] | None, typer.Argument(metavar="TEXT", help="Texts to search for.", show_default=False)
-    ] = None,
-    image: Annotated[
-        list[Path] | None,
-        typer.Option(help="Image to search for; may be given several times.", show_default=False),
-    ] = None,
+    query: Annotated[list[str] | None, typer.Argument(metavar="TEXT", help="Texts to search for.")] = None,
+    image: Annotated[list[Path] | None, typer.Option(help="Image to search for; may be given several times.")] = None,
     k: Annotated[int, typer.Option("-k", min=1, help="Number of results per query.")] = 10,
     min_probability: MinProbability = None,
     coverage: Coverage = None,
     abstain: Risk = None,
     run: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Folder or name of the model. Default: where it was for the index.",
-            show_default=False,
-        ),
+        typer.Option(metavar="MODEL", help="Folder or name of the model. Default: where it was for the index."),
     ] = None,
     store: Annotated[
         str | None,
-        typer.Option(
-            metavar="URL",
-            help="Store of the collection, e.g. with other search options. Default: its own.",
-            show_default=False,
-        ),
+        typer.Option(metavar="URL", help="Store of the collection, e.g. with other search options. Default: its own."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -195,40 +165,26 @@ def search(
 
 
 TextGallery = Annotated[
-    Path | None,
-    typer.Option(metavar="INDEX", help="Also serve this index of texts, to be searched by image.", show_default=False),
+    Path | None, typer.Option(metavar="INDEX", help="Also serve this index of texts, to be searched by image.")
 ]
 MovedModel = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL", help="Folder or name of the model. Default: where it was for the index.", show_default=False
-    ),
+    str | None, typer.Option(metavar="MODEL", help="Folder or name of the model. Default: where it was for the index.")
 ]
-MovedStore = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="Store of the collection. Default: its own.", show_default=False),
-]
+MovedStore = Annotated[str | None, typer.Option(metavar="URL", help="Store of the collection. Default: its own.")]
 ServedSplit = Annotated[
-    str | None,
-    typer.Option(help="For a run: split of its data to embed and serve. Default: test.", show_default=False),
+    str | None, typer.Option(help="For a run: split of its data to embed and serve. Default: test.")
 ]
 Host = Annotated[str, typer.Option(help="Address to listen at. Addresses that other machines can reach require a key.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 for any free one.")]
 KeyFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="File of accepted API keys, one per line. Default: the variable SFUMATO_API_KEY.", show_default=False
-    ),
+    Path | None, typer.Option(help="File of accepted API keys, one per line. Default: the variable SFUMATO_API_KEY.")
 ]
 NoKey = Annotated[
     bool, typer.Option("--no-key", help="Listen to a network without a key; requires --allowed-host as well.")
 ]
 AllowedHost = Annotated[
     list[str] | None,
-    typer.Option(
-        help="Host name that clients may use, besides this machine's own; may be given several times.",
-        show_default=False,
-    ),
+    typer.Option(help="Host name that clients may use, besides this machine's own; may be given several times."),
 ]
 MaxUpload = Annotated[float, typer.Option(help="Largest size of an image file, in megabytes.")]
 MaxPixels = Annotated[int, typer.Option(help="Largest number of pixels in all images of a request.")]

@@ -45,8 +45,7 @@ def analyse(
     only: Annotated[
         str | None,
         typer.Option(
-            help="Studies, separated by commas: corruption,sets,words,map. Default: all that model and data allow.",
-            show_default=False,
+            help="Studies, separated by commas: corruption,sets,words,map. Default: all that model and data allow."
         ),
     ] = None,
     uncertainty: Annotated[
@@ -63,8 +62,7 @@ def analyse(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder to write. Default: analysis-SPLIT, in the run's folder or, with --data, in the current one.",
-            show_default=False,
+            help="Folder to write. Default: analysis-SPLIT, in the run's folder or, with --data, in the current one."
         ),
     ] = None,
     device: Device = "auto",
@@ -121,8 +119,7 @@ def crops(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder to write. Default: crops, in the run's folder or, for other models, in the current one.",
-            show_default=False,
+            help="Folder to write. Default: crops, in the run's folder or, for other models, in the current one."
         ),
     ] = None,
     device: Device = "auto",
@@ -159,34 +156,25 @@ def crops(
     print(f"page: {page}")
 
 
-LabelledFolder = Annotated[
-    Path | None, typer.Option(help="Folder of images, ROOT/CLASS/IMAGE.jpg.", show_default=False)
-]
+LabelledFolder = Annotated[Path | None, typer.Option(help="Folder of images, ROOT/CLASS/IMAGE.jpg.")]
 EmojiClasses = Annotated[
-    str | None,
-    typer.Option(help="Or the emoji set, with the classes of this level: group or subgroup.", show_default=False),
+    str | None, typer.Option(help="Or the emoji set, with the classes of this level: group or subgroup.")
 ]
 EmojiStyle = Annotated[str, typer.Option(help="With --emoji: drawing style, noto, twemoji or fluent3d.")]
 LabelledRecipe = Annotated[
     str | None,
     typer.Option(
-        metavar="RECIPE",
-        help="Or a recipe (path or name) with data in which the only text of an image is its class.",
-        show_default=False,
+        metavar="RECIPE", help="Or a recipe (path or name) with data in which the only text of an image is its class."
     ),
 ]
 Templates = Annotated[
-    Path | None,
-    typer.Option(
-        help="File of templates, one per line, with {} for the class. Default: the 80 of CLIP.", show_default=False
-    ),
+    Path | None, typer.Option(help="File of templates, one per line, with {} for the class. Default: the 80 of CLIP.")
 ]
 Classes = Annotated[
     Path | None,
     typer.Option(
         help="File of all classes, one per line: the folder (group, text), a tab, the name. Default: the folders'"
-        " names.",
-        show_default=False,
+        " names."
     ),
 ]
 Filters = Annotated[
@@ -195,20 +183,14 @@ Filters = Annotated[
         "--filter",
         help="How many prompts to keep: none, global, per-class or oracle; may be given several times. Default: global"
         " and per-class.",
-        show_default=False,
     ),
 ]
 ChooseOn = Annotated[
     Path | None,
-    typer.Option(
-        help="Folder like --images, used to choose the number of prompts. Default: half of each class.",
-        show_default=False,
-    ),
+    typer.Option(help="Folder like --images, used to choose the number of prompts. Default: half of each class."),
 ]
 Pooling = Annotated[str, typer.Option(help="How a class's prompts are joined: mixture, or unit as in CLIP.")]
-ZeroshotDistance = Annotated[
-    str | None, typer.Option(help="Distance to classify by. Default: the model's own.", show_default=False)
-]
+ZeroshotDistance = Annotated[str | None, typer.Option(help="Distance to classify by. Default: the model's own.")]
 
 
 @app.command()
@@ -229,8 +211,7 @@ def zeroshot(
     bootstrap: Bootstrap = 1000,
     seed: Seed = 0,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for zeroshot.json and prompts.csv. Default: not written.", show_default=False),
+        Path | None, typer.Option(help="Folder for zeroshot.json and prompts.csv. Default: not written.")
     ] = None,
     device: Device = "auto",
     as_json: AsJson = False,
@@ -306,19 +287,11 @@ AuditedModel = Annotated[
 ]
 AuditedRecipe = Annotated[
     str | None,
-    typer.Argument(
-        metavar="RECIPE",
-        help="Recipe (path or name) whose data to audit. Default: the data of the run.",
-        show_default=False,
-    ),
+    typer.Argument(metavar="RECIPE", help="Recipe (path or name) whose data to audit. Default: the data of the run."),
 ]
 AuditedOverrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="SECTION.KEY=VALUE",
-        help="Changes to that recipe, e.g. data.path=my.jsonl.",
-        show_default=False,
-    ),
+    typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to that recipe, e.g. data.path=my.jsonl."),
 ]
 
 
@@ -327,10 +300,7 @@ def audit(
     model: AuditedModel,
     data: AuditedRecipe = None,
     overrides: AuditedOverrides = None,
-    split: Annotated[
-        str | None,
-        typer.Option(help="Split of the data. Default: test; with --cross-fit train.", show_default=False),
-    ] = None,
+    split: Annotated[str | None, typer.Option(help="Split of the data. Default: test; with --cross-fit train.")] = None,
     parts: Annotated[
         int,
         typer.Option("--cross-fit", metavar="K", help="Audit train in K parts, each by a model trained on the others."),
@@ -339,8 +309,7 @@ def audit(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder to write. Default: audit-SPLIT, in the run's folder or, with RECIPE, in the current one.",
-            show_default=False,
+            help="Folder to write. Default: audit-SPLIT, in the run's folder or, with RECIPE, in the current one."
         ),
     ] = None,
     device: Device = "auto",
@@ -380,8 +349,7 @@ def report(
         Path | None,
         typer.Option(
             help="HTML file to write. Default: report-SPLIT.html, in the run's folder or, with --data, in the current"
-            " one.",
-            show_default=False,
+            " one."
         ),
     ] = None,
     analyses: Annotated[

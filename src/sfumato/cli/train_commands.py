@@ -13,9 +13,7 @@ from sfumato.cli.common import AsJson, Device, Overrides, RecipeName, RunFolder,
 def train(
     recipe: RecipeName,
     overrides: Overrides = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the run. Default: runs/NAME-OF-THE-RECIPE.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run. Default: runs/NAME-OF-THE-RECIPE.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a model as a recipe says.
@@ -45,24 +43,18 @@ def ablate(
         typer.Option(
             "--train",
             help="Distances to train with, separated by commas, e.g. csd,wasserstein2. Default: all without samples.",
-            show_default=False,
         ),
     ] = None,
     retrieved: Annotated[
         str | None,
-        typer.Option(
-            "--retrieve",
-            help="Distances to rank by, separated by commas. Default: those of --train.",
-            show_default=False,
-        ),
+        typer.Option("--retrieve", help="Distances to rank by, separated by commas. Default: those of --train."),
     ] = None,
     seeds: Annotated[
         int, typer.Option(min=1, help="Number of runs per distance; their seeds count up from the recipe's train.seed.")
     ] = 1,
     split: Split = "test",
     out: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the runs. Default: runs/ablation-NAME-OF-THE-RECIPE.", show_default=False),
+        Path | None, typer.Option(help="Folder of the runs. Default: runs/ablation-NAME-OF-THE-RECIPE.")
     ] = None,
     device: Device = "auto",
     as_json: AsJson = False,
