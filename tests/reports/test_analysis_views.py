@@ -50,7 +50,7 @@ def test_what_users_wrote_cannot_become_markup():
         "words": {"uncertainty": EVIL, "corpus": "bin", "sides": {"image": [one]}},
     }  # fmt: skip
     for content in (None, picture(1)):
-        page = make_report(scene(analyses=found, analysis_picture=lambda name, content=content: content)).html
+        page = make_report(scene(analyses=found, analysis_image=lambda name, content=content: content)).html
         checked = Checker(page)
         assert {"map", "sets", "words"} <= set(checked.ids) and sum("<script>" in text for text in checked.text) > 6
         assert ("data:image/png" in page[page.index('id="sets"') : page.index('id="words"')]) == (content is not None)

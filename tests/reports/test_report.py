@@ -15,7 +15,7 @@ from sfumato.matching import match_probability
 from sfumato.metrics.relevance import Relevance
 from sfumato.reports.report import make_report
 from sfumato.reports.report_data import ReportData
-from sfumato.reports.report_results import MISTAKES, PICTURES
+from sfumato.reports.report_results import IMAGES, MISTAKES
 
 EVIL = '<script>alert("x")</script> & <img src=x onerror=alert(1)>'
 VOID = {"meta", "img", "br"}
@@ -47,8 +47,8 @@ def scene(n=13, m=29, d=5, seed=0, **changes):
         "calibrated": True,
         "learnt_logits": (0.7, 2.5),
         "captions": [f"caption {i}" for i in range(m)],
-        "picture_names": [f"picture-{i}.png" for i in range(n)],
-        "picture": picture,
+        "image_names": [f"picture-{i}.png" for i in range(n)],
+        "thumbnail": picture,
     }
     return ReportData(**(values | changes))
 
@@ -108,7 +108,7 @@ def test_the_page_is_whole_and_needs_nothing_else():
     ids = checked.ids + checked.svg_ids
     assert len(ids) == len(set(ids))
     assert checked.uses and all(use[0] == "#" and use[1:] in checked.svg_ids for use in checked.uses)
-    assert len(checked.alts) <= PICTURES
+    assert len(checked.alts) <= IMAGES
     assert checked.tags.count("h1") == 1
 
 
@@ -116,7 +116,7 @@ def test_what_users_wrote_cannot_become_markup():
     data = scene()
     bad = {
         "captions": [EVIL] * data.texts.n,
-        "picture_names": [f"{EVIL}{i}" for i in range(data.images.n)],
+        "image_names": [f"{EVIL}{i}" for i in range(data.images.n)],
         "text_kinds": [EVIL if i % 2 else "plain" for i in range(data.texts.n)],
         "model": EVIL,
         "split": EVIL,
@@ -132,7 +132,7 @@ def test_what_users_wrote_cannot_become_markup():
     }
     checked = Checker(make_report(scene(**bad)).html)
     assert sum(EVIL in text for text in checked.text) > 20
-    gone = make_report(scene(picture=lambda i: None, picture_names=[EVIL] * data.images.n)).html
+    gone = make_report(scene(thumbnail=lambda i: None, image_names=[EVIL] * data.images.n)).html
     assert "img" not in Checker(gone).tags
 
 
@@ -285,7 +285,7 @@ def test_the_page_does_not_grow_with_the_data():
     data = scene(n=60, m=900, captions=["a very long caption " * 200] * 900)
     page = make_report(data).html
     checked = Checker(page)
-    assert len(checked.alts) <= PICTURES and len(page) < 400_000
+    assert len(checked.alts) <= IMAGES and len(page) < 400_000
     assert page.count("found first") <= 2 * MISTAKES
 
 
@@ -298,7 +298,7 @@ def test_a_gallery_of_few_and_a_perfect_model():
             texts=GaussianEmbedding(mean, torch.full((3, 4), -5.0) - mean * torch.arange(3)[:, None]),
             relevance=Relevance.from_pairs(*pairs.T, n_queries=3, n_gallery=3),
             captions=["one", "two", "three"],
-            picture_names=["a", "b", "c"],
+            image_names=["a", "b", "c"],
         )
     ).html
     Checker(page)
@@ -308,7 +308,7 @@ def test_a_gallery_of_few_and_a_perfect_model():
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"got 3 captions for 29 texts; give one for each"):
         scene(captions=["a", "b", "c"])
-    with pytest.raises(ValueError, match=r"got 0 picture_names for 13 images"):
-        scene(picture_names=[])
+    with pytest.raises(ValueError, match=r"got 0 image_names for 13 images"):
+        scene(image_names=[])
     with pytest.raises(ValueError, match=r"got 1 text_kinds for 29 texts"):
         scene(text_kinds=["name"])

@@ -6,7 +6,7 @@ from typing import Any
 from sfumato.files import write_atomically, write_json
 from sfumato.reports.analysis_views import analysis_views
 from sfumato.reports.html_pages import render_page
-from sfumato.reports.run_files import read_picture, read_studies
+from sfumato.reports.run_files import read_image, read_studies
 from sfumato.studies.analyse import Analyses, same_model_and_data
 
 PAGE = "analysis.html"
@@ -38,7 +38,7 @@ def write_analyses(analyses: Analyses, folder: Path, version: str) -> Path:
         "about": analyses.about,
         "notes": list(analyses.notes),
         "version": version,
-        "views": analysis_views(found, lambda name: read_picture(folder, name)),
+        "views": analysis_views(found, lambda name: read_image(folder, name)),
     }
     write_atomically(folder / PAGE, render_page("analysis.html.j2", values))
     return folder / PAGE

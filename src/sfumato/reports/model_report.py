@@ -17,7 +17,7 @@ from sfumato.models.splits import embed_split, load_split
 from sfumato.reports.analysis_page import write_analyses
 from sfumato.reports.report import Report, make_report
 from sfumato.reports.report_data import ReportData
-from sfumato.reports.run_files import read_evaluations, read_log, read_object, read_picture, read_studies
+from sfumato.reports.run_files import read_evaluations, read_image, read_log, read_object, read_studies
 from sfumato.studies.analyse import FORMAT, NAMES, analyse_model
 
 
@@ -81,14 +81,14 @@ def _report(
             logits=(retrieval_model.logit_scale, retrieval_model.logit_bias),
             calibrated=retrieval_model.calibrated,
             captions=pairs.texts,
-            picture_names=pairs.image_ids,
-            picture=lambda i: thumbnail(pairs.images[i]),
+            image_names=pairs.image_ids,
+            thumbnail=lambda i: thumbnail(pairs.images[i]),
             text_kinds=pairs.text_kinds,
             learnt_logits=None if run is None else _learnt_logits(run),
             others=[] if run is None else read_evaluations(run.folder, split, run.distance, images.n, texts.n),
             trust=None if run is None else read_object(run.folder / f"trust-{split}.json"),
             analyses={} if run is None else _analyses(run, split, images.n, texts.n),
-            analysis_picture=lambda name: None if run is None else read_picture(run.folder / f"analysis-{split}", name),
+            analysis_image=lambda name: None if run is None else read_image(run.folder / f"analysis-{split}", name),
             recipe="" if run is None else (run.folder / RECIPE).read_text(encoding="utf-8"),
             log=[] if run is None else read_log(run.folder / LOG),
             notes=_notes(len(problems), uses_regions(retrieval_model.model)),

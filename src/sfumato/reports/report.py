@@ -97,7 +97,7 @@ def make_report(data: ReportData) -> Report:
         "mistakes": mistakes,
         "shown_mistakes": [group | {"name": DIRECTIONS[group["key"]]} for group in shown_mistakes],
         "trust": _trust(data.trust),
-        "analyses": analysis_views(data.analyses, data.analysis_picture),
+        "analyses": analysis_views(data.analyses, data.analysis_image),
         "curves": training_curves(data.log),
         "signed": signed,
     }

@@ -14,7 +14,7 @@ from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.search.exact import top_k
 
-HITS = 5
+RESULTS = 5
 """Results that are kept of each query."""
 
 
@@ -34,12 +34,12 @@ class ReportData:
         learnt_logits: (scale, bias) that the loss learnt in training, to compare with; None if there are none.
         captions: (m,) the texts.
         text_kinds: (m,) kinds for a breakdown; None for none.
-        picture_names: (n,) ids of the images.
-        picture: the bytes of a small WebP, PNG or JPEG file of the image at a position; None where it cannot be read.
+        image_names: (n,) ids of the images.
+        thumbnail: the bytes of a small WebP, PNG or JPEG file of the image at a position; None where it cannot be read.
         others: evaluations of the same split by other distances, as :meth:`Evaluation.to_json` gives them.
         trust: the figures of the estimators of uncertainty, as `sfumato trust` writes them.
         analyses: by name, what the studies found, as `sfumato analyse` writes it.
-        analysis_picture: the bytes of an image that a study names; None where it is gone.
+        analysis_image: the bytes of an image that a study names; None where it is gone.
         recipe: the text of the run's recipe.
         log: of training, one dictionary for each epoch.
         notes: sentences about what was left out.
@@ -58,14 +58,14 @@ class ReportData:
     logits: tuple[float, float]
     calibrated: bool
     captions: Sequence[str]
-    picture_names: Sequence[str]
-    picture: Callable[[int], bytes | None]
+    image_names: Sequence[str]
+    thumbnail: Callable[[int], bytes | None]
     learnt_logits: tuple[float, float] | None = None
     text_kinds: Sequence[str] | None = None
     others: Sequence[Mapping[str, Any]] = ()
     trust: Mapping[str, Any] | None = None
     analyses: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    analysis_picture: Callable[[str], bytes | None] = lambda name: None
+    analysis_image: Callable[[str], bytes | None] = lambda name: None
     recipe: str = ""
     log: Sequence[Mapping[str, Any]] = ()
     notes: Sequence[str] = ()
@@ -74,7 +74,7 @@ class ReportData:
     def __post_init__(self) -> None:
         for name, side, n in (
             ("captions", "texts", self.texts.n),
-            ("picture_names", "images", self.images.n),
+            ("image_names", "images", self.images.n),
             *((("text_kinds", "texts", self.texts.n),) if self.text_kinds is not None else ()),
         ):
             if len(getattr(self, name)) != n:
@@ -91,8 +91,8 @@ class DirectionResult:
         gallery: (m, d) embeddings.
         ground_truth: query -> gallery items that truly match.
         ranks: (p,) ranks of these items, from 0.
-        hits: (n, HITS) positions of the closest items.
-        distances: (n, HITS) their distances.
+        closest: (n, RESULTS) positions of the closest items.
+        distances: (n, RESULTS) their distances.
     """
 
     key: Direction
@@ -100,7 +100,7 @@ class DirectionResult:
     gallery: GaussianEmbedding
     ground_truth: Relevance
     ranks: np.ndarray
-    hits: np.ndarray
+    closest: np.ndarray
     distances: Tensor
 
     def true_items(self, query: int) -> np.ndarray:
@@ -129,7 +129,7 @@ class DirectionResult:
 
     @property
     def first_is_right(self) -> np.ndarray:
-        """(n,) 1 where the first hit is true, 0 where not, NaN for queries without a true item."""
+        """(n,) 1 where the first result is true, 0 where not, NaN for queries without a true item."""
         return per_query_metrics(self.ranks, self.ground_truth)["recall@1"]
 
 
@@ -146,5 +146,5 @@ def direction_result(data: ReportData, direction: Direction, ranks: np.ndarray) 
     """
     queries, gallery = (data.images, data.texts) if direction == "i2t" else (data.texts, data.images)
     ground_truth = data.relevance if direction == "i2t" else data.relevance.transpose()
-    distances, hits = top_k(queries, gallery, HITS, get_distance(data.distance).for_direction(direction))
-    return DirectionResult(direction, queries, gallery, ground_truth, ranks, hits.cpu().numpy(), distances.cpu())
+    distances, closest = top_k(queries, gallery, RESULTS, get_distance(data.distance).for_direction(direction))
+    return DirectionResult(direction, queries, gallery, ground_truth, ranks, closest.cpu().numpy(), distances.cpu())

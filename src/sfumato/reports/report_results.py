@@ -10,7 +10,7 @@ from sfumato.distances import get_distance
 from sfumato.matching import match_probability
 from sfumato.reports.formatting import clipped, probability
 from sfumato.reports.html_pages import data_url
-from sfumato.reports.report_data import HITS, DirectionResult, ReportData
+from sfumato.reports.report_data import RESULTS, DirectionResult, ReportData
 from sfumato.search.exact import distance_blocks
 
 SHOWN = 4
@@ -19,7 +19,7 @@ SHOWN = 4
 MISTAKES = 6
 """Wrong but plausible results shown in each direction."""
 
-PICTURES = 4 * SHOWN * HITS + 6 * MISTAKES
+IMAGES = 4 * SHOWN * RESULTS + 6 * MISTAKES
 """No page holds more images than this."""
 
 
@@ -35,10 +35,10 @@ class Thumbnails:
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         if position not in self._read:
-            content = self._data.picture(position)
+            content = self._data.thumbnail(position)
             self._read[position] = data_url(content) if content else None
         texts = self._data.relevance.indices[slice(*self._data.relevance.indptr[position : position + 2])]
-        name = clipped(str(self._data.picture_names[position]), 60)
+        name = clipped(str(self._data.image_names[position]), 60)
         caption = f": {clipped(self._data.captions[texts[0]], 120)}" if len(texts) else ""
         return {"src": self._read[position], "name": name, "alt": f"image {name}{caption}"}
 
@@ -79,15 +79,15 @@ def _query(
 ) -> dict[str, Any]:
     true, of_text = direction.true_items(query), direction.key == "t2i"
     distances = direction.distances[query]
-    hits = []
+    results = []
     for item, distance, p in zip(
-        direction.hits[query].tolist(),
+        direction.closest[query].tolist(),
         distances.tolist(),
         match_probability(distances, *data.logits).tolist(),
         strict=True,
     ):
         shown = thumbnails[item] if of_text else {"text": clipped(data.captions[item])}
-        hits.append(shown | {"true": item in true, **_match(p, distance)})
+        results.append(shown | {"true": item in true, **_match(p, distance)})
     kinds = data.text_kinds
     return {
         "picture": None if of_text else thumbnails[query],
@@ -97,7 +97,7 @@ def _query(
         "expected": f"{expected:.1f}" if expected < 10 else f"{expected:.0f}",
         "true": len(true),
         "rank": f"{direction.best_rank(query):,}" if len(true) else None,
-        "hits": hits,
+        "results": results,
     }
 
 
@@ -131,7 +131,7 @@ def wrong_first_results(
         rows: list[dict[str, Any]] = []
         seen: set[int] = set()
         for query in wrong[np.argsort(direction.distances[wrong, 0].numpy(), kind="stable")].tolist():
-            item = int(direction.hits[query, 0])
+            item = int(direction.closest[query, 0])
             if item not in seen and direction.ground_truth.counts[query] and len(rows) < MISTAKES:
                 seen.add(item)
                 found = _match(float(probabilities[query]), float(direction.distances[query, 0]))

@@ -25,7 +25,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def read_picture(folder: Path, name: str) -> bytes | None:
+def read_image(folder: Path, name: str) -> bytes | None:
     """Read an image beside the studies of a folder.
 
     Args:
