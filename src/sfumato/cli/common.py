@@ -62,20 +62,47 @@ TIMEOUT_MINUTES = 30.0
 
 
 def print_result(result: dict[str, Any], as_json: bool, line: str) -> None:
-    """Print a result as JSON, or as a line of text."""
+    """Print a result as JSON, or as text.
+
+    Args:
+        result: plain values.
+        as_json: whether to print JSON.
+        line: the text otherwise.
+    """
     print(json.dumps(result) if as_json else line)
 
 
 def parse_names(listed: str) -> list[str]:
-    """Split a list of names at its commas."""
+    """Split a list of names at its commas.
+
+    Args:
+        listed: names with commas between them.
+
+    Returns:
+        The names, without empty ones.
+    """
     return [name.strip() for name in listed.split(",") if name.strip()]
 
 
 def speed_suffix(per_second: float | None) -> str:
-    """Items per second, as the end of a line."""
+    """Items per second, as the end of a line.
+
+    Args:
+        per_second: the rate; None if it is not known.
+
+    Returns:
+        The text.
+    """
     return f"; {per_second:.1f} a second" if per_second else ""
 
 
 def problems_suffix(problems: Any) -> str:
-    """What was left out and why, as the end of a line."""
+    """What was left out and why, as the end of a line.
+
+    Args:
+        problems: :class:`~sfumato.data.problems.Problems`.
+
+    Returns:
+        The text; empty without problems.
+    """
     return f"; {len(problems)} left out:\n{problems.summary()}" if len(problems) else ""

@@ -1,6 +1,7 @@
 """The commands that measure a model: the group `evaluate` with run, model and files, and trust."""
 
 import json
+import shlex
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -43,7 +44,7 @@ class _EvaluateGroup(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or (args[0] not in self.commands and args[0] not in ("--help", "-h")):
             command = _command_of_old_spelling(args)
-            print(f"hint: the new spelling is sfumato evaluate {' '.join([command, *args])}", file=sys.stderr)
+            print(f"hint: the new spelling is sfumato evaluate {shlex.join([command, *args])}", file=sys.stderr)
             args = [command, *args]
         parsed: list[str] = super().parse_args(ctx, args)
         return parsed

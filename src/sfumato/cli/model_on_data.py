@@ -47,12 +47,27 @@ class ModelOnData:
         return own is not None and (self.data.source, self.data.path) == (own.source, own.path)
 
     def folder(self, out: Path | None, name: str) -> Path:
-        """Where results go: ``out``, or the folder ``name`` in the run's folder or, with --data, in the current one."""
+        """Where results go.
+
+        Args:
+            out: the folder that was asked for; None for the default.
+            name: of the default, in the run's folder or, with --data, in the current one.
+
+        Returns:
+            The folder.
+        """
         return out or (self.own_run.folder if self.own_run is not None else Path()) / name
 
 
 def is_run(model: str | Path) -> bool:
-    """Whether a name is the folder of a run."""
+    """Whether a name is the folder of a run.
+
+    Args:
+        model: a folder, or a name on the hub.
+
+    Returns:
+        The answer.
+    """
     from sfumato.models.run import RECIPE
 
     return (Path(model) / RECIPE).is_file()
