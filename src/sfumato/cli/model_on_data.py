@@ -10,8 +10,8 @@ from sfumato.errors import UserError
 if TYPE_CHECKING:
     import torch
 
+    from sfumato.data.sources import DataConfig
     from sfumato.models.embed import RetrievalModel
-    from sfumato.models.recipe import DataConfig
     from sfumato.models.run import Run
 
 

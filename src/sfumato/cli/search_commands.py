@@ -64,11 +64,11 @@ def index(
     sources, problems = embed_source(retrieval_model, images=images, split=split, texts=texts, parts=embeddings)
     if store is None and not add:
         source, engine = whole(sources), engine or "exact"
-        build_index(retrieval_model, source, home=model, engine=engine).save(out)
+        build_index(retrieval_model, source, model_source=model, engine=engine).save(out)
         n, kept, direction = len(source.ids), {"engine": engine}, source.direction
         line = f"indexed ({engine})"
     else:
-        with fill_collection(retrieval_model, sources, out, store, home=model) as collection:
+        with fill_collection(retrieval_model, sources, out, store, model_source=model) as collection:
             n, kept, direction = len(collection), {"store": collection.store.url}, collection.answers.direction
         line = f"in {kept['store']}"
     result = {"out": str(out), "n": n, **kept, "problems": len(problems)}
@@ -146,7 +146,7 @@ def search(
 
     Prints ids, distances, match probabilities and uncertainties.
     """
-    from sfumato.models.galleries import search_index
+    from sfumato.models.gallery_search import search_index
     from sfumato.reports.console import print_search
 
     if not query and not image:

@@ -222,8 +222,8 @@ def zeroshot(
     """
     from sfumato.data.labelled import read_class_folder, read_class_names
     from sfumato.models.build import choose_device
+    from sfumato.models.embedding_steps import file_endings
     from sfumato.models.export import load_model
-    from sfumato.models.ingest import file_endings
     from sfumato.studies.prompts import read_templates
     from sfumato.studies.zeroshot import evaluate_zeroshot
 
@@ -266,7 +266,7 @@ def _labelled_images(
 ) -> "Labelled":
     """The images to classify, from the one source that was given."""
     from sfumato.data.labelled import emoji_labelled, read_class_folder
-    from sfumato.models.ingest import file_endings
+    from sfumato.models.embedding_steps import file_endings
     from sfumato.models.recipe import find_recipe, load_recipe
     from sfumato.studies.zeroshot import labelled_split
 

@@ -209,7 +209,7 @@ def print_search(result: dict[str, Any]) -> None:
     """Print one query and its results.
 
     Args:
-        result: of :func:`~sfumato.models.galleries.describe`.
+        result: of :func:`~sfumato.models.gallery_search.describe`.
     """
     expected = f"about {result['expected_matches']:.1f} matches expected"
     print(f"{result['query']}   uncertainty {digits(result['uncertainty'], 3)}, {expected}")

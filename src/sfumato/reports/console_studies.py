@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sfumato.metrics.selective import Interval
+from sfumato.metrics.bootstrap import Interval
 from sfumato.reports.console import wide_console
 from sfumato.reports.formatting import MISSING, compact_interval, digits, interval, number, percent
 

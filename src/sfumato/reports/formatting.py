@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sfumato.metrics.selective import Interval
+from sfumato.metrics.bootstrap import Interval
 
 MISSING = "–"
 """Stands where there is no value."""
