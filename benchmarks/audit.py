@@ -40,7 +40,7 @@ from sfumato.models.build import cache_folder
 from sfumato.models.run import Run, load_run
 from sfumato.models.splits import embed_split, load_split, load_splits
 from sfumato.studies.audit import prepare_listed
-from sfumato.studies.audit_scores import NEIGHBOURS, ListedScores, audit_pairs, wrong_probability, wrong_fraction
+from sfumato.studies.audit_scores import NEIGHBOURS, ListedScores, audit_pairs, wrong_fraction, wrong_probability
 
 ASKED = 1_000
 """Most images whose missing matches are asked for among all captions."""

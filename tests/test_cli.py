@@ -72,29 +72,71 @@ def test_toy_prints_a_table_or_json(sfumato, tmp_path):
 
 
 def test_evaluate_prints_a_table_and_writes_json(work, sfumato):
-    status, out, _ = sfumato("evaluate", work / "run")
+    status, out, _ = sfumato("evaluate", "run", work / "run")
     assert status == 0 and "image -> text" in out and "recall@1" in out and "rsum" in out
     written = json.loads((work / "run" / "evaluation-test-csd.json").read_text())
-    status, out, _ = sfumato("evaluate", work / "run", "--json")
+    status, out, _ = sfumato("evaluate", "run", work / "run", "--json")
     assert json.loads(out) == written
     assert written["n_images"] * 2 == written["n_texts"] and 0 <= written["i2t"]["recall@1"] <= 1
 
 
+def test_evaluate_in_the_spelling_of_version_0_1(work, files, sfumato, tmp_path):
+    """Each old call prints what its new spelling prints, and a hint on standard error."""
+    assert sfumato("export", work / "run", tmp_path / "out")[0] == 0
+    data = "--data", work / "toy.toml", "data.test_share=0.25"
+    embeddings = "--images", files / "i.npy", "--texts", files / "t.npy", "--truth", files / "truth.csv"
+    for command, arguments in (
+        ("run", (work / "run", "--distance", "wasserstein2")),
+        ("run", ("--split", "val", work / "run")),
+        ("model", (tmp_path / "out", *data)),
+        ("model", (work / "run", *data)),
+        ("model", (f"--data={work / 'toy.toml'}", "--split", "val", work / "run")),
+        ("files", (*embeddings, "--score", "dot")),
+        ("files", ("--ranked", files / "lists.json", "--truth", files / "truth.csv")),
+    ):
+        old, new = sfumato("evaluate", *arguments, "--json"), sfumato("evaluate", command, *arguments, "--json")
+        assert old[:2] == new[:2] and old[0] == 0 and json.loads(old[1])
+        assert f"hint: the new spelling is sfumato evaluate {command} {arguments[0]}" in old[2]
+        assert "hint" not in new[2]
+    status, out, err = sfumato("evaluate")
+    assert status == 2 and not out and "give a model, or --images and --texts, or --ranked" in err
+    status, out, _ = sfumato("evaluate", "--help")
+    assert status == 0 and all(f"  {command} " in out for command in ("run", "model", "files"))
+
+
+def test_a_run_and_the_recipe_of_its_data_give_the_same_figures(work, sfumato):
+    """MODEL alone, and with --data: trust and evaluate resolve both in one way."""
+    quick = ("--bootstrap", 5, "--corrupted", 0, "--json")
+    reports = [
+        json.loads(sfumato("trust", work / "run", *data, *quick)[1]) for data in ((), ("--data", work / "toy.toml"))
+    ]
+    assert reports[0] == reports[1]
+    evaluations = [
+        json.loads(sfumato("evaluate", *arguments, "--json")[1])
+        for arguments in (
+            ("run", work / "run"),
+            ("model", work / "run"),
+            ("model", work / "run", "--data", work / "toy.toml"),
+        )
+    ]
+    assert evaluations[0] == evaluations[1] == evaluations[2]
+
+
 def test_evaluate_by_another_distance(work, sfumato):
-    status, out, _ = sfumato("evaluate", work / "run", "--split", "val", "--distance", "wasserstein2", "--json")
+    status, out, _ = sfumato("evaluate", "run", work / "run", "--split", "val", "--distance", "wasserstein2", "--json")
     assert status == 0 and json.loads(out)["distance"] == "wasserstein2"
     assert (work / "run" / "evaluation-val-wasserstein2.json").exists()
 
 
 def test_report_of_a_run_and_of_a_model_elsewhere(work, sfumato, tmp_path):
     """The page lies where it should, says what evaluate says, and shows the run's recipe, curves and other evaluations."""
-    assert sfumato("evaluate", work / "run", "--distance", "squared_l2", "--json")[0] == 0
+    assert sfumato("evaluate", "run", work / "run", "--distance", "squared_l2", "--json")[0] == 0
     status, out, _ = sfumato("report", work / "run", "--json")
     result = json.loads(out)
     page = (work / "run" / "report-test.html").read_text()
     assert status == 0 and result["out"] == str(work / "run" / "report-test.html")
     assert result["bytes"] == len(page.encode()) < 3_000_000
-    assert result["evaluation"] == json.loads(sfumato("evaluate", work / "run", "--json")[1])
+    assert result["evaluation"] == json.loads(sfumato("evaluate", "run", work / "run", "--json")[1])
     for shown in ("data:image/webp;base64,", "squared_l2", "training loss", "warmup_epochs", "before calibration"):
         assert shown in page
     out_file = tmp_path / "page.html"
@@ -121,29 +163,29 @@ def test_report_says_what_is_wrong(work, sfumato, tmp_path):
 
 def test_evaluate_a_run_with_everything_beside(work, sfumato, tmp_path):
     pytest.importorskip("faiss", reason="the extra faiss is not installed")
-    plain = json.loads(sfumato("evaluate", work / "run", "--json")[1])
+    plain = json.loads(sfumato("evaluate", "run", work / "run", "--json")[1])
     table = tmp_path / "q.csv"
-    status, out, _ = sfumato("evaluate", work / "run", "--per-query", table, "--json")
+    status, out, _ = sfumato("evaluate", "run", work / "run", "--per-query", table, "--json")
     result = json.loads(out)
     assert status == 0 and result.pop("per_query") == str(table) and result == plain
     assert len(table.read_text().splitlines()) == 1 + plain["n_images"] + plain["n_texts"]
-    status, out, _ = sfumato("evaluate", work / "run", "--strategies", "all", "--engine", "flat", "--json")
+    status, out, _ = sfumato("evaluate", "run", work / "run", "--strategies", "all", "--engine", "flat", "--json")
     strategies = json.loads(out)["strategies"]
     assert list(strategies) == ["mean", "wasserstein2", "csd", "faiss_mean", "faiss_rerank", "faiss_lifted"]
     for direction in ("i2t", "t2i"):
         csd, lifted = (strategies[name]["truths"]["test"][direction] for name in ("csd", "faiss_lifted"))
         assert csd["map@r"] == plain[direction]["map@r"] == lifted["map@r"] and "mean_rank" not in lifted
-    other = ["evaluate", work / "run", "--distance", "squared_l2", "--json", "--compare"]
+    other = ["evaluate", "run", work / "run", "--distance", "squared_l2", "--json", "--compare"]
     by_file, by_run = (json.loads(sfumato(*other, with_what)[1])["comparison"] for with_what in (table, work / "run"))
-    means = json.loads(sfumato("evaluate", work / "run", "--distance", "squared_l2", "--json")[1])
+    means = json.loads(sfumato("evaluate", "run", work / "run", "--distance", "squared_l2", "--json")[1])
     for d in by_file["differences"]:
         assert d["first"] == pytest.approx(plain[d["direction"]][d["metric"]])
         assert d["second"] == pytest.approx(means[d["direction"]][d["metric"]])
     # A run is ranked by the distance that is asked for, as this one is.
     assert all(d["difference"] == 0 for d in by_run["differences"])
-    status, out, _ = sfumato("evaluate", work / "run", "--strategies", "csd,faiss_mean", "--engine", "flat")
+    status, out, _ = sfumato("evaluate", "run", work / "run", "--strategies", "csd,faiss_mean", "--engine", "flat")
     assert status == 0 and "FAISS (mean only)" in out and "image -> text" in out
-    status, out, _ = sfumato("evaluate", work / "run", "--compare", table)
+    status, out, _ = sfumato("evaluate", "run", work / "run", "--compare", table)
     assert status == 0 and "compared with" in out and "+0.00" in out
 
 
@@ -164,7 +206,16 @@ def files(tmp_path):
 
 
 def test_evaluate_embeddings_of_another_model(files, sfumato):
-    arguments = ["evaluate", "--images", files / "i.npy", "--texts", files / "t.npy", "--truth", files / "truth.csv"]
+    arguments = [
+        "evaluate",
+        "files",
+        "--images",
+        files / "i.npy",
+        "--texts",
+        files / "t.npy",
+        "--truth",
+        files / "truth.csv",
+    ]
     images, texts = np.load(files / "i.npy"), np.load(files / "t.npy")
     lengths = [np.linalg.norm(x, axis=1) for x in (images, texts)]
     scores = {
@@ -188,7 +239,9 @@ def test_evaluate_embeddings_of_another_model(files, sfumato):
 
 
 def test_evaluate_ranked_lists(files, sfumato):
-    status, out, _ = sfumato("evaluate", "--ranked", files / "lists.json", "--truth", files / "truth.csv", "--json")
+    status, out, _ = sfumato(
+        "evaluate", "files", "--ranked", files / "lists.json", "--truth", files / "truth.csv", "--json"
+    )
     found = json.loads(out)["truths"]["truth"]
     assert status == 0
     # Images find t5 first, which is i2's; i1 finds its own at ranks 3 and 4, i0 at 5 and 6. Texts find i1 first.
@@ -197,7 +250,7 @@ def test_evaluate_ranked_lists(files, sfumato):
     lists = json.loads((files / "lists.json").read_text())
     lists["i2t"]["i0"] = lists["i2t"]["i0"][:3]
     (files / "lists.json").write_text(json.dumps(lists))
-    status, out, err = sfumato("evaluate", "--ranked", files / "lists.json", "--truth", files / "truth.csv")
+    status, out, err = sfumato("evaluate", "files", "--ranked", files / "lists.json", "--truth", files / "truth.csv")
     assert status == 2 and "too short" in err and out == ""
 
 
@@ -210,7 +263,7 @@ def test_every_official_figure_from_the_command_line(shared, sfumato, tmp_path):
     images = list(dict.fromkeys(own[c] for c in captions))
     (tmp_path / "images.txt").write_text("".join(f"{i}\n" for i in images))
     status, out, _ = sfumato(
-        "evaluate", "--images", f"{fixture}.safetensors:image_embeddings", "--image-ids", tmp_path / "images.txt",
+        "evaluate", "files", "--images", f"{fixture}.safetensors:image_embeddings", "--image-ids", tmp_path / "images.txt",
         "--texts", f"{fixture}.safetensors:caption_embeddings", "--text-ids", coco / "coco_test_ids.npy",
         "--benchmark", "coco", "--annotations", coco, "--score", "dot", "--published", "--json",
     )  # fmt: skip
@@ -235,21 +288,21 @@ def test_every_official_figure_from_the_command_line(shared, sfumato, tmp_path):
 def test_evaluate_over_several_seeds(work, sfumato, tmp_path):
     runs = [work / "run", tmp_path / "other"]
     assert sfumato("train", work / "toy.toml", "train.epochs=1", "train.seed=7", "--out", runs[1])[0] == 0
-    alone = [json.loads(sfumato("evaluate", run, "--json")[1])["rsum"] * 100 for run in runs]
-    status, out, _ = sfumato("evaluate", runs[0], "--seeds", runs[1], "--json")
+    alone = [json.loads(sfumato("evaluate", "run", run, "--json")[1])["rsum"] * 100 for run in runs]
+    status, out, _ = sfumato("evaluate", "run", runs[0], "--seeds", runs[1], "--json")
     rsum = json.loads(out)["rsum"]
     assert status == 0 and rsum["values"] == pytest.approx(alone)
     assert rsum["mean"] == pytest.approx(sum(alone) / 2)
     assert rsum["deviation"] == pytest.approx(abs(alone[0] - alone[1]) / 2**0.5)
-    status, out, _ = sfumato("evaluate", runs[0], "--seeds", runs[1])
+    status, out, _ = sfumato("evaluate", "run", runs[0], "--seeds", runs[1])
     assert status == 0 and "csd, test, 2 runs" in out and " ± " in out
-    status, _, err = sfumato("evaluate", runs[0], "--seeds", runs[1], "--published")
+    status, _, err = sfumato("evaluate", "run", runs[0], "--seeds", runs[1], "--published")
     assert status == 2 and "--seeds sums up runs on their own data" in err
 
 
 def test_evaluate_on_the_data_of_a_recipe(work, sfumato, tmp_path):
     """A run, and the same model exported and moved away from its data, give the same figures."""
-    status, out, _ = sfumato("evaluate", work / "run", "--json")
+    status, out, _ = sfumato("evaluate", "run", work / "run", "--json")
     of_run = json.loads(out)
     status, out, _ = sfumato("export", work / "run", tmp_path / "out", "--json")
     assert status == 0 and json.loads(out)["bytes"] > 10_000
@@ -257,11 +310,18 @@ def test_evaluate_on_the_data_of_a_recipe(work, sfumato, tmp_path):
         p.name for p in (tmp_path / "out").iterdir()
     }
     status, out, _ = sfumato(
-        "evaluate", tmp_path / "out", "--data", work / "toy.toml", "data.test_share=0.25", "--json"
+        "evaluate", "model", tmp_path / "out", "--data", work / "toy.toml", "data.test_share=0.25", "--json"
     )
     assert status == 0 and json.loads(out) == of_run
     status, out, _ = sfumato(
-        "evaluate", tmp_path / "out", "--data", work / "toy.toml", "data.val_share=0", "data.test_share=0.5", "--json"
+        "evaluate",
+        "model",
+        tmp_path / "out",
+        "--data",
+        work / "toy.toml",
+        "data.val_share=0",
+        "data.test_share=0.5",
+        "--json",
     )
     assert status == 0 and json.loads(out)["n_images"] > 1.5 * of_run["n_images"]
 
@@ -377,7 +437,7 @@ def test_index_and_search(work, sfumato, engine):
         pytest.importorskip("faiss", reason="the extra faiss is not installed")
     folder = work / f"index-{engine}"
     status, out, _ = sfumato("index", work / "run", "--images", work / "data", "--engine", engine, "--out", folder)
-    assert status == 0 and "48 pictures indexed" in out
+    assert status == 0 and "48 images indexed" in out
     status, out, _ = sfumato("search", folder, "a red circle", "some bar in blue", "-k", 5, "--json")
     results = json.loads(out)
     assert [r["query"] for r in results] == ["a red circle", "some bar in blue"]
@@ -398,7 +458,7 @@ def test_a_collection_in_a_store_is_filled_searched_added_to_and_copied(work, sf
     for file in every[:20]:
         shutil.copy(file, half)
     status, said, _ = sfumato("index", work / "run", "--images", half, "--store", "file:", "--out", out)
-    assert status == 0 and "20 pictures in " in said and "collection/store" in said
+    assert status == 0 and "20 images in " in said and "collection/store" in said
     (half / "more").mkdir()
     for file in every[20:30]:
         shutil.copy(file, half / "more")
@@ -521,7 +581,7 @@ def test_calibrate_again_and_search_by_its_promises(work, sfumato, tmp_path):
     radius = max(hit["distance"] for hit in result["conformal_set"])
     assert radius <= told["t2i"]["coverage"]["0.8"] * 3 and len(result["conformal_set"]) >= len(result["hits"])
     status, out, _ = sfumato(*asked)
-    assert status == 0 and "the set that holds a match as often as asked for:" in out
+    assert status == 0 and "conformal set of the coverage asked for:" in out
     for asked, message in (
         (["a red circle", "--abstain", "0.0001"], "no limit has a risk of at most 0.0001"),
         (["a red circle", "--coverage", "90"], "coverage must be between 0 and 1, got 90"),
@@ -600,33 +660,44 @@ def test_who_interrupts_is_told_what_is_left(sfumato, monkeypatch):
         (["train", "flickr8k-daas"], "did you mean 'flickr8k-daa'?"),
         (["train", "{recipe}", "train.device=abacus", "--out", "{new}"], "train.device='abacus' is not available"),
         (["train", "{recipe}", "data.path=nowhere", "--out", "{new}2"], "there is no nowhere"),
-        (["evaluate", "{data}"], "is not a run folder"),
-        (["evaluate"], "give a model, or --images and --texts, or --ranked"),
+        (["evaluate", "run", "{data}"], "is not a run folder"),
+        (["evaluate", "files"], "give a model, or --images and --texts, or --ranked"),
         (["evaluate", "{run}", "--images", "x.npy"], "--images goes without a model"),
-        (["evaluate", "--images", "x.npy", "--texts", "y.npy"], "either --truth FILE or --benchmark NAME"),
-        (["evaluate", "--images", "x.npy", "--texts", "y.npy", "--benchmark", "emoji"], "no embeddings at x.npy"),
-        (["evaluate", "--ranked", "x.json", "--benchmark", "cocoa"], "unknown benchmark 'cocoa'"),
+        (["evaluate", "files", "--images", "x.npy", "--texts", "y.npy"], "either --truth FILE or --benchmark NAME"),
+        (
+            ["evaluate", "files", "--images", "x.npy", "--texts", "y.npy", "--benchmark", "emoji"],
+            "no embeddings at x.npy",
+        ),
+        (["evaluate", "files", "--ranked", "x.json", "--benchmark", "cocoa"], "unknown benchmark 'cocoa'"),
         (["evaluate", "--ranked", "x.json", "--benchmark", "emoji", "--data", "{recipe}"], "--data goes with a model"),
         (
-            ["evaluate", "--ranked", "x.json", "--benchmark", "emoji", "--compare", "{run}"],
+            ["evaluate", "files", "--ranked", "x.json", "--benchmark", "emoji", "--compare", "{run}"],
             "with single queries, .parquet",
         ),
-        (["evaluate", "{run}", "--strategies", "fiass"], "unknown strategy 'fiass'; known: all, mean"),
-        (["evaluate", "{run}", "--strategies", "all", "--per-query", "x.csv"], "name one strategy, or none"),
-        (["evaluate", "{run}", "--per-query", "x.txt"], "are .parquet or .csv files"),
-        (["evaluate", "{run}", "--compare", "x.csv"], "no results of single queries at x.csv"),
-        (["evaluate", "{run}", "--compare", "{data}"], "neither a run folder nor a file of single queries"),
-        (["evaluate", "{run}", "--published"], "no published table has figures of test"),
-        (["evaluate", "{run}", "train.epochs=3"], "'train.epochs=3' changes a recipe; name it with --data RECIPE"),
-        (["evaluate", "{run}", "--device", "abacus"], "'abacus' is not available"),
+        (["evaluate", "run", "{run}", "--strategies", "fiass"], "unknown strategy 'fiass'; known: all, mean"),
+        (["evaluate", "run", "{run}", "--strategies", "all", "--per-query", "x.csv"], "name one strategy, or none"),
+        (["evaluate", "run", "{run}", "--per-query", "x.txt"], "are .parquet or .csv files"),
+        (["evaluate", "run", "{run}", "--compare", "x.csv"], "no results of single queries at x.csv"),
+        (["evaluate", "run", "{run}", "--compare", "{data}"], "neither a run folder nor a file of single queries"),
+        (["evaluate", "run", "{run}", "--published"], "no published table has figures of test"),
+        (
+            ["evaluate", "run", "{run}", "train.epochs=3"],
+            "'train.epochs=3' changes a recipe; name it with --data RECIPE",
+        ),
+        (["evaluate", "run", "{run}", "--device", "abacus"], "'abacus' is not available"),
+        (["evaluate", "model", "{data}"], "is not a run folder"),
+        (
+            ["evaluate", "model", "{run}", "train.epochs=3"],
+            "'train.epochs=3' changes a recipe; name it with --data RECIPE",
+        ),
         (["trust", "{data}"], "is not a run folder"),
         (["trust", "{run}", "train.epochs=3"], "'train.epochs=3' changes a recipe; name it with --data RECIPE"),
         (["trust", "{run}", "--split", "dev"], "has no split 'dev'; it has"),
         (["trust", "{run}", "--queries", "sounds"], "queries must be one of text, image, both, got 'sounds'"),
         (["export", "{data}", "{new}4"], "is not a run folder"),
         (["export", "{run}", "{data}"], "exists already; give a new or empty folder"),
-        (["evaluate", "{run}", "--split", "dev"], "has no split 'dev'; it has"),
-        (["evaluate", "{run}", "--distance", "cds"], "did you mean 'csd'?"),
+        (["evaluate", "run", "{run}", "--split", "dev"], "has no split 'dev'; it has"),
+        (["evaluate", "run", "{run}", "--distance", "cds"], "did you mean 'csd'?"),
         (["embed", "{run}", "--out", "x.safetensors"], "for either --images FOLDER or --texts FILE"),
         (["embed", "{run}", "--images", "nowhere", "--out", "x.safetensors"], "there is no folder nowhere"),
         (["index", "{run}", "--split", "val", "--engine", "magic", "--out", "{new}3"], "unknown engine 'magic'"),
@@ -652,7 +723,7 @@ def test_a_damaged_run_is_told(work, sfumato, tmp_path):
     for file in (work / "run").iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
     (copy / "model.safetensors").write_bytes((copy / "model.safetensors").read_bytes()[:100])
-    status, _, err = sfumato("evaluate", copy)
+    status, _, err = sfumato("evaluate", "run", copy)
     assert status == 2 and "damaged" in err
     (copy / "tokenizer.json").unlink()
-    assert "tokenizer.json is missing" in sfumato("evaluate", copy)[2]
+    assert "tokenizer.json is missing" in sfumato("evaluate", "run", copy)[2]

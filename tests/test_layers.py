@@ -96,6 +96,7 @@ PARTS: dict[str, set[str]] = {
         "direction",
         "distances",
         "encoders",
+        "errors",
         "evaluation",
         "files",
         "gaussian",
@@ -210,11 +211,11 @@ FLOORS: dict[str, list[str]] = {
         "analyse",
     ],
     "reports": [
-        "console drawing",
-        "analysis_views audit_page crop_page",
-        "report",
+        "charts formatting html_pages report_data run_files",
+        "audit_page console crop_page ellipses report_charts report_results",
+        "analysis_views console_studies",
+        "analysis_page report",
         "model_report",
-        "analysis_page",
     ],
     "serve": [
         "schemas",
@@ -226,8 +227,8 @@ FLOORS: dict[str, list[str]] = {
         "app",
     ],
     "cli": [
-        "common",
-        "embedding evaluating searching studying trying",
+        "common model_on_data",
+        "demo_commands embed_commands evaluate_commands search_commands study_commands train_commands",
     ],
 }
 

@@ -61,7 +61,9 @@ def test_commands_that_need_data_or_a_network_name_what_exists():
             assert f'"{re.search(r"127.0.0.1:8000(/[a-z0-9/]+)", line)[1]}"' in served, line
             continue
         command = line.split("sfumato ", 1)[1].split()
-        assert command[0] in {c.callback.__name__ for c in app.registered_commands}
+        assert command[0] in {c.callback.__name__ for c in app.registered_commands} | {
+            g.name for g in app.registered_groups
+        }
         if command[0] == "train":
             load_recipe(find_recipe(command[1]), shlex.split(" ".join(command[2:]), comments=True))
 

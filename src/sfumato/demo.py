@@ -1,14 +1,12 @@
-"""The demonstration: the whole way on the embedded emoji set, and a page that shows what uncertainty is good for."""
+"""The demonstration: all steps on the embedded emoji set, and a page that shows what uncertainty is useful for."""
 
-import base64
-import math
 import time
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import torch
+from markupsafe import Markup
 
 from sfumato import __version__
 from sfumato.data.emoji import emoji_names
@@ -24,7 +22,10 @@ from sfumato.models.gallery_search import describe
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import Run, load_run
 from sfumato.models.splits import embed_split, load_split
+from sfumato.reports.charts import FAINT, FAMILIES, FIRST, SECOND, Chart, require_matplotlib
 from sfumato.reports.console import print_evaluation, print_search
+from sfumato.reports.formatting import percent, probability, signed
+from sfumato.reports.html_pages import data_url, render_page
 from sfumato.search.exact import top_k
 from sfumato.search.gallery import MANY, verdict
 from sfumato.search.index import GaussianIndex
@@ -33,17 +34,17 @@ from sfumato.training.loop import fit
 RECIPE = "emoji-demo"
 
 PAIRS = (("flag", "black flag"), ("game", "pool 8 ball"), ("clock", "mantelpiece clock"), ("animal", "giraffe"))
-"""A vague and a precise question each, picked to illustrate; the last precise one is beyond the model, and it should say so."""
+"""A vague and a precise query each, chosen as illustrations; the model should report that it fails at the last one."""
 
 PICTURES = ("1F98A", "1F34E", "1F692", "1F47B")
-"""Pictures to be described: fox, red apple, fire engine, ghost."""
+"""Images to describe: fox, red apple, fire engine, ghost."""
 
 _VARIANCE_NOTE = (
-    "So ask for expected matches, not for the variance, when you want to know how ambiguous a text is: variance also measures how"
-    " crowded its neighbourhood is."
+    "So use expected matches, not the variance, to measure how ambiguous a text is:"
+    " the variance also depends on how many other items are near."
 )
 
-_COLOURS = {"name": "#2563eb", "tag": "#0f766e", "subgroup": "#c2410c", "group": "#7c3aed"}
+_COLOURS = {"name": FIRST, "tag": FAMILIES[1], "subgroup": SECOND, "group": FAMILIES[2]}
 
 
 def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
@@ -55,10 +56,14 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
 
     Returns:
         {"page", "run", "index", "seconds", "test": metrics, "searches": results}.
+
+    Raises:
+        UserError: matplotlib, which draws the page's chart, is not installed; or an override is wrong.
     """
+    require_matplotlib()
     started = time.monotonic()
     recipe = load_recipe(find_recipe(RECIPE), overrides)
-    print(f"1. Training {recipe.name}: emoji in two drawing styles, from their pictures and names")
+    print(f"1. Training {recipe.name}: emoji in two drawing styles, from their images and names")
     seconds = fit(recipe, out / "run")["seconds"]
     run = load_run(out / "run")
 
@@ -66,16 +71,16 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
     evaluation, _ = evaluate_run(run, "test")
     print_evaluation(evaluation, "test split")
 
-    print("\n3. Indexing every picture of that style")
+    print("\n3. Indexing all images of that style")
     style = load_split(run.model, run.recipe.data, "style")
     images, texts = embed_split(run.model, style)
     index = build_index(
         run, GalleryPart(images, style.data.image_ids, images={"split": "style"}), model_source=out / "run"
     )
     index.save(out / "index")
-    print(f"{len(index)} pictures: {out / 'index'}")
+    print(f"{len(index)} images: {out / 'index'}")
 
-    print("\n4. Searching: a vague and a precise question side by side")
+    print("\n4. Searching: a vague and a precise query side by side")
     queries = [q for pair in PAIRS for q in pair]
     results = describe(index, queries, run.model.embed_texts(queries), 12)
     for result in results:
@@ -86,7 +91,8 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
     page = _page(run, index, results, style.data, images, texts, whole, seconds)
     write_atomically(out / "index.html", page)
     print(
-        f'\n5. Look at {out / "index.html"} in a browser; search yourself with: sfumato search {out / "index"} "something red"'
+        f"\n5. Open {out / 'index.html'} in a browser; search yourself with:"
+        f' sfumato search {out / "index"} "something red"'
     )
     return {
         "page": str(out / "index.html"),
@@ -110,37 +116,34 @@ def _page(
 ) -> str:
     """The self-contained HTML page."""
     sources = dict(zip(data.image_ids, data.images, strict=True))
-    pictures = {i: "data:image/png;base64," + base64.b64encode(s.read_bytes()).decode() for i, s in sources.items()}
+    pictures = {i: data_url(s.read_bytes()) for i, s in sources.items()}
     cards = [_card(result, data, pictures) for result in results]
     expected = np.array(index.expected_matches(texts))
     counts = data.relevance().transpose().counts
     variance = texts.total_variance.numpy()
     balanced = balanced_spearman(expected, counts), balanced_spearman(variance, counts)
-    environment = jinja2.Environment(loader=jinja2.PackageLoader("sfumato.reports"), autoescape=True, trim_blocks=True)
-    page: str = environment.get_template("demo.html.j2").render(
-        version=__version__,
-        n_images=len(index),
-        n_texts=texts.n,
-        pairs=[cards[i : i + 2] for i in range(0, len(cards), 2)],
-        pictures=_described(run, data, images, texts, pictures),
-        expected_spearman=f"{spearman(expected, counts):+.2f}",
-        expected_balanced=f"{balanced[0]:+.2f}",
-        variance_spearman=f"{spearman(variance, counts):+.2f}",
-        variance_balanced=f"{balanced[1]:+.2f}",
-        variance_note=_VARIANCE_NOTE if abs(balanced[0]) > abs(balanced[1]) else "",
-        distance=index.distance,
-        **_plot(data, expected, counts),
-        table=[
-            {
-                "name": name,
-                "cells": [f"{metrics[m]:.1%}" for m in ("recall@1", "recall@5", "recall@10", "r_precision", "map@r")],
-            }
+    metric_names = ("recall@1", "recall@5", "recall@10", "r_precision", "map@r")
+    values = {
+        "version": __version__,
+        "n_images": len(index),
+        "n_texts": texts.n,
+        "pairs": [cards[i : i + 2] for i in range(0, len(cards), 2)],
+        "pictures": _described(run, data, images, texts, pictures),
+        "expected_spearman": signed(spearman(expected, counts)),
+        "expected_balanced": signed(balanced[0]),
+        "variance_spearman": signed(spearman(variance, counts)),
+        "variance_balanced": signed(balanced[1]),
+        "variance_note": _VARIANCE_NOTE if abs(balanced[0]) > abs(balanced[1]) else "",
+        "distance": index.distance,
+        "chart": _expected_chart(data, expected, counts),
+        "table": [
+            {"name": name, "cells": [percent(metrics[m]) for m in metric_names]}
             for name, metrics in table_rows(evaluation)
         ],
-        seconds=round(seconds),
-        threads=torch.get_num_threads(),
-    )
-    return page
+        "seconds": round(seconds),
+        "threads": torch.get_num_threads(),
+    }
+    return render_page("demo.html.j2", values)
 
 
 def _card(result: dict[str, Any], data: PairData, pictures: dict[str, str]) -> dict[str, Any]:
@@ -154,7 +157,7 @@ def _card(result: dict[str, Any], data: PairData, pictures: dict[str, str]) -> d
         "verdict": verdict(expected, best).text,
         "expected": f"{expected:.0f}" if vague else f"{expected:.1f}",
         "truth": len(true),
-        "top": f"{best:.0%}",
+        "top": probability(best),
         "uncertainty": f"{result['uncertainty']:.3g}",
         "hits": [
             {
@@ -162,7 +165,7 @@ def _card(result: dict[str, Any], data: PairData, pictures: dict[str, str]) -> d
                 "label": hit["label"],
                 "true": hit["id"] in true,
                 "width": round(100 * hit["match_probability"]),
-                "pct": f"{hit['match_probability']:.0%}",
+                "pct": probability(hit["match_probability"]),
             }
             for hit in result["hits"]
         ],
@@ -170,8 +173,8 @@ def _card(result: dict[str, Any], data: PairData, pictures: dict[str, str]) -> d
 
 
 def _true_images(data: PairData, text: str) -> set[str]:
-    place = {t: i for i, t in enumerate(data.texts)}.get(text)
-    return set() if place is None else {data.image_ids[i] for i, t in data.pairs.tolist() if t == place}
+    position = {t: i for i, t in enumerate(data.texts)}.get(text)
+    return set() if position is None else {data.image_ids[i] for i, t in data.pairs.tolist() if t == position}
 
 
 def _described(
@@ -179,47 +182,43 @@ def _described(
 ) -> list[dict[str, Any]]:
     names, described = emoji_names(), []
     for code in PICTURES:
-        place = next((i for i, image in enumerate(data.image_ids) if image.startswith(f"{code}/")), None)
-        if place is None:
+        position = next((i for i, image in enumerate(data.image_ids) if image.startswith(f"{code}/")), None)
+        if position is None:
             continue
-        distance, closest = top_k(images[place : place + 1], texts, 8, run.loss.distance.name)
-        probability = match_probability(distance, run.logit_scale, run.logit_bias)[0].tolist()
-        true = set(data.pairs[data.pairs[:, 0] == place, 1].tolist())
+        distance, closest = top_k(images[position : position + 1], texts, 8, run.loss.distance.name)
+        probabilities = match_probability(distance, run.logit_scale, run.logit_bias)[0].tolist()
+        true = set(data.pairs[data.pairs[:, 0] == position, 1].tolist())
         rows = [
-            {"text": data.texts[t], "kind": data.text_kinds[t], "pct": f"{p:.0%}", "true": t in true}
-            for t, p in zip(closest[0].tolist(), probability, strict=True)
+            {"text": data.texts[t], "kind": data.text_kinds[t], "pct": probability(p), "true": t in true}
+            for t, p in zip(closest[0].tolist(), probabilities, strict=True)
         ]
-        described.append({"src": pictures[data.image_ids[place]], "label": names[code], "texts": rows})
+        described.append({"src": pictures[data.image_ids[position]], "label": names[code], "texts": rows})
     return described
 
 
-def _plot(data: PairData, expected: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
-    """Dots and axes of the scatter plot, in the coordinates of its 720 x 380 drawing; both axes logarithmic."""
-    top = math.log10(max(counts.max(), expected.max(), 10) * 1.2)
-    low = -1.0
+def _expected_chart(data: PairData, expected: np.ndarray, counts: np.ndarray) -> Markup:
+    """Expected against true number of matches of every text, on logarithmic axes."""
+    from matplotlib.ticker import FuncFormatter
 
-    def x(value: float) -> float:
-        return round(60 + 640 * (math.log10(max(value, 0.1)) - low) / (top - low), 1)
-
-    def y(value: float) -> float:
-        return round(330 - 310 * (math.log10(max(value, 0.1)) - low) / (top - low), 1)
-
+    chart = Chart("expected against true number of matches", width=720, height=380)
+    axes = chart.axes
+    top = 1.2 * max(counts.max(), expected.max(), 10)
+    axes.plot([0.1, top], [0.1, top], color=FAINT, linestyle=(0, (5, 5)), linewidth=1)
     jitter = np.random.default_rng(0).uniform(0.9, 1.11, len(counts))
-    dots = [
-        {
-            "x": x(count * wiggle),
-            "y": y(value),
-            "colour": _COLOURS[kind],
-            "title": f"{text}: {count} true, {value:.1f} expected",
-        }
-        for text, kind, count, value, wiggle in zip(
-            data.texts, data.text_kinds, counts.tolist(), expected.tolist(), jitter, strict=True
-        )
-    ]
-    marks = [m for m in (0.1, 1, 10, 100, 1000) if math.log10(m) <= top]
-    ticks = [{"x": x(m), "y": y(m), "label": f"{m:g}"} for m in marks]
-    return {
-        "dots": dots,
-        "ticks": ticks,
-        "legend": [{"name": kind, "colour": colour} for kind, colour in _COLOURS.items()],
-    }
+    kinds = np.array(data.text_kinds)
+    for kind, colour in _COLOURS.items():
+        chosen = np.flatnonzero(kinds == kind)
+        if len(chosen):
+            x, y = (counts * jitter)[chosen], expected[chosen].clip(0.1)
+            dots = axes.scatter(x.clip(0.1), y, s=28, color=colour, alpha=0.45, linewidth=0, label=kind)
+            titles = [f"{data.texts[i]}: {counts[i]} true, {expected[i]:.1f} expected" for i in chosen]
+            chart.hover(dots, *titles)
+    for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
+        scale("log")
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.minorticks_off()
+    axes.grid(axis="x")
+    axes.set_xlabel("true matches")
+    axes.set_ylabel("expected matches")
+    chart.legend()
+    return chart.svg()

@@ -87,9 +87,9 @@ def test_gaussians_train_within_their_bounds_and_come_back(run, scan, sfumato):
     both = model.embed_images([train.read_bytes(), *(i.read_bytes() for i in twice)])
     variance = both.log_var.exp()
     assert variance.min() > 0.1 and variance.max() < 10 and variance.std() > 0
-    status, out, _ = sfumato("evaluate", run, "--json")
+    status, out, _ = sfumato("evaluate", "run", run, "--json")
     assert status == 0 and json.loads(out)["n_images"] == 24
-    again = json.loads(sfumato("evaluate", run, "--split", "val", "--json")[1])
+    again = json.loads(sfumato("evaluate", "run", run, "--split", "val", "--json")[1])
     assert again["i2t"]["recall@10"] == pytest.approx(last["val/i2t/recall@10"])
 
 

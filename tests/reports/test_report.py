@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy import stats
 
 from sfumato import GaussianEmbedding, csd_matrix
 from sfumato.matching import match_probability
 from sfumato.metrics.relevance import Relevance
-from sfumato.reports.report import MISTAKES, PICTURES, ReportData, make_report
+from sfumato.reports.report import make_report
+from sfumato.reports.report_data import ReportData
+from sfumato.reports.report_results import IMAGES, MISTAKES
 
 EVIL = '<script>alert("x")</script> & <img src=x onerror=alert(1)>'
 VOID = {"meta", "img", "br"}
@@ -25,7 +28,7 @@ def picture(position: int) -> bytes:
 
 
 def scene(n=13, m=29, d=5, seed=0, **changes):
-    """Texts near their pictures; the last text belongs to nothing, the first picture has no text."""
+    """Texts near their images; the last text belongs to nothing, the first image has no text."""
     random = torch.Generator().manual_seed(seed)
     mean = torch.randn(n, d, generator=random)
     owner = 1 + torch.arange(m - 1) % (n - 1)
@@ -44,8 +47,8 @@ def scene(n=13, m=29, d=5, seed=0, **changes):
         "calibrated": True,
         "learnt_logits": (0.7, 2.5),
         "captions": [f"caption {i}" for i in range(m)],
-        "picture_names": [f"picture-{i}.png" for i in range(n)],
-        "picture": picture,
+        "image_names": [f"picture-{i}.png" for i in range(n)],
+        "thumbnail": picture,
     }
     return ReportData(**(values | changes))
 
@@ -56,6 +59,7 @@ class Checker(html.parser.HTMLParser):
     def __init__(self, page):
         super().__init__()
         self.open, self.tags, self.alts, self.text, self.ids, self.links = [], [], [], [], [], []
+        self.svg_ids, self.uses = [], []
         self.feed(page)
         assert not self.open, self.open
 
@@ -72,14 +76,21 @@ class Checker(html.parser.HTMLParser):
         if tag == "th":
             assert values["scope"]
         if "id" in values:
-            self.ids.append(values["id"])
+            (self.svg_ids if "svg" in self.open else self.ids).append(values["id"])
         if tag == "a":
             self.links.append(values["href"])
+        if tag == "use":
+            self.uses.append(values["xlink:href"])
         if tag not in VOID:
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attributes):
         self.tags.append(tag)
+        values = dict(attributes)
+        if tag == "use":
+            self.uses.append(values["xlink:href"])
+        if "id" in values:
+            (self.svg_ids if "svg" in self.open else self.ids).append(values["id"])
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag, (tag, self.getpos())
@@ -94,8 +105,10 @@ def test_the_page_is_whole_and_needs_nothing_else():
     assert not re.search(r"https?://|url\(|@import", page)
     assert page.startswith("<!doctype html>") and "None" not in page and "nan" not in page.lower().replace("nano", "")
     assert all(link.startswith("#") and link[1:] in checked.ids for link in checked.links)
-    assert len(checked.ids) == len(set(checked.ids))
-    assert len(checked.alts) <= PICTURES
+    ids = checked.ids + checked.svg_ids
+    assert len(ids) == len(set(ids))
+    assert checked.uses and all(use[0] == "#" and use[1:] in checked.svg_ids for use in checked.uses)
+    assert len(checked.alts) <= IMAGES
     assert checked.tags.count("h1") == 1
 
 
@@ -103,7 +116,7 @@ def test_what_users_wrote_cannot_become_markup():
     data = scene()
     bad = {
         "captions": [EVIL] * data.texts.n,
-        "picture_names": [f"{EVIL}{i}" for i in range(data.images.n)],
+        "image_names": [f"{EVIL}{i}" for i in range(data.images.n)],
         "text_kinds": [EVIL if i % 2 else "plain" for i in range(data.texts.n)],
         "model": EVIL,
         "split": EVIL,
@@ -119,7 +132,7 @@ def test_what_users_wrote_cannot_become_markup():
     }
     checked = Checker(make_report(scene(**bad)).html)
     assert sum(EVIL in text for text in checked.text) > 20
-    gone = make_report(scene(picture=lambda i: None, picture_names=[EVIL] * data.images.n)).html
+    gone = make_report(scene(thumbnail=lambda i: None, image_names=[EVIL] * data.images.n)).html
     assert "img" not in Checker(gone).tags
 
 
@@ -179,7 +192,7 @@ def test_the_most_uncertain_come_with_what_they_retrieved():
     card = part[start : part.index("</section>", start)]
     d = csd_matrix(data.images, data.texts)[:, most]
     order = d.argsort(stable=True)[:5].tolist()
-    assert [int(i) for i in re.findall(r'alt="picture picture-(\d+)\.png', card)] == order
+    assert [int(i) for i in re.findall(r'alt="image picture-(\d+)\.png', card)] == order
     expected = match_probability(d, *data.logits).sum().item()
     assert f"total variance <b>{float(data.texts.total_variance[most]):.3g}</b>" in card
     assert (f"{expected:.1f}" if expected < 10 else f"{expected:.0f}") + " matches expected" in card
@@ -187,6 +200,22 @@ def test_the_most_uncertain_come_with_what_they_retrieved():
     assert card.count(">right<") == sum(ground_truth[i] for i in order) and card.count(">wrong<") == 5 - card.count(
         ">right<"
     )
+
+
+def test_intervals_of_recall_are_scipys():
+    """In the head of the page and in the table of the tenths; scipy computes them in its own way."""
+    data = scene()
+    page = make_report(data).html
+    distance = csd_matrix(data.images, data.texts)
+    true = torch.from_numpy(np.asarray(data.relevance.to_dense())) > 0
+    for d, t in ((distance, true), (distance.T, true.T)):
+        has = t.any(1)
+        right = int(t[torch.arange(len(d)), d.argmin(1)][has].sum())
+        other = stats.binomtest(right, int(has.sum())).proportion_ci(method="wilson")
+        assert f"{other.low:.1%} to {other.high:.1%} (95%), {int(has.sum())} queries" in page
+    for count, low, high in re.findall(r"recall@1 100.0% \(([\d.]+)% to ([\d.]+)%\), (\d+) queries", page):
+        other = stats.binomtest(int(high), int(high)).proportion_ci(method="wilson")
+        assert float(count) == pytest.approx(100 * other.low, abs=0.06) and float(low) == 100
 
 
 def test_words_about_the_uncertainty_follow_its_sign():
@@ -256,7 +285,7 @@ def test_the_page_does_not_grow_with_the_data():
     data = scene(n=60, m=900, captions=["a very long caption " * 200] * 900)
     page = make_report(data).html
     checked = Checker(page)
-    assert len(checked.alts) <= PICTURES and len(page) < 400_000
+    assert len(checked.alts) <= IMAGES and len(page) < 400_000
     assert page.count("found first") <= 2 * MISTAKES
 
 
@@ -269,17 +298,17 @@ def test_a_gallery_of_few_and_a_perfect_model():
             texts=GaussianEmbedding(mean, torch.full((3, 4), -5.0) - mean * torch.arange(3)[:, None]),
             relevance=Relevance.from_pairs(*pairs.T, n_queries=3, n_gallery=3),
             captions=["one", "two", "three"],
-            picture_names=["a", "b", "c"],
+            image_names=["a", "b", "c"],
         )
     ).html
     Checker(page)
-    assert page.count("Every first hit is right.") == 2
+    assert page.count("Every first result is right.") == 2
 
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"got 3 captions for 29 texts; give one for each"):
         scene(captions=["a", "b", "c"])
-    with pytest.raises(ValueError, match=r"got 0 picture_names for 13 images"):
-        scene(picture_names=[])
+    with pytest.raises(ValueError, match=r"got 0 image_names for 13 images"):
+        scene(image_names=[])
     with pytest.raises(ValueError, match=r"got 1 text_kinds for 29 texts"):
         scene(text_kinds=["name"])

@@ -268,7 +268,7 @@ def test_the_command_writes_tables_and_a_page(work, sfumato):
     assert page.count('<li class="card">') == 6 and "data:image/webp;base64," in page and pairs[0]["text"] in page
     assert "http" not in page and "<script" not in page
     lines = summary(result)
-    assert str(result["n_pairs"]) in lines and "the likeliest of" in lines and " wrong  " in lines
+    assert str(result["n_pairs"]) in lines and "the most probable of" in lines and " wrong  " in lines
     long = result | {"pairs": [result["pairs"][0] | {"text": "a" * 71, "better_text": "b" * 51}]}
     assert f"'{'a' * 69}…'  (better: '{'b' * 49}…')" in summary(long)
 

@@ -59,7 +59,8 @@ def test_all_studies_are_printed_written_and_drawn(run, sfumato):
     checked = Checker(page)
     assert checked.tags.count("img") == 4 * 6 and checked.ids == ["corruption", "sets", "words", "map"]
     assert not re.search(r"https?://|\bNone\b|\bnan\b", re.sub(r'src="data:[^"]*"', "", page)) and len(page) < 300_000
-    assert page.count("<ellipse") == 4 * 6 + 20
+    assert len(re.findall(r"<title>(?:A|B|M|C|A′|B′): ", page)) == 4 * 6
+    assert len(re.findall(r"<title>(?:image of|text) “", page)) == 20
 
     status, out, _ = sfumato("analyse", run, *QUICK, "--json")
     printed = json.loads(out)

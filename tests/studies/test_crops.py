@@ -16,7 +16,7 @@ from sfumato import cli
 from sfumato.data.problems import Problems
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.reports.console import print_crops
+from sfumato.reports.console_studies import print_crops
 from sfumato.studies.crops import CANDIDATES, ROLES, Triplet, choose_triplet, join_captions, measure_crops, overlap
 from sfumato.studies.phrase_boxes import read_boxed_images
 
@@ -352,7 +352,7 @@ def test_one_picture_has_no_error(work, sfumato, tmp_path):
         tmp_path / "out",
     )
     status, out, err = sfumato(*arguments, "--thresholds", "0.08", "--bootstrap", "20")
-    assert status == 0 and " ± -" in out and "nan" not in out, err
+    assert status == 0 and " ± –" in out and "nan" not in out, err
     (found,) = json.loads((tmp_path / "out" / "crops.json").read_text())["thresholds"]
     for side in ("crops", "captions"):
         assert found["n"] == 1 and found[side]["standard_error"] == {"A": None, "B": None, "C": None}
@@ -399,7 +399,7 @@ def test_boxes_are_in_the_pixels_of_the_file(work, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--thresholds", "0.1,x"], "expected shares with commas between"),
+        (["--thresholds", "0.1,x"], "expected fractions with commas between"),
         (["--thresholds", "0.1,1.5"], "thresholds must be different fractions in (0, 1]"),
         (["--thresholds", "0.001"], "none of 3 images has 10 boxes below a threshold of 0.001"),
         (["--uncertainty", "entropy"], "unknown; known: total_variance, log_det, geometric_std"),

@@ -83,7 +83,7 @@ def test_a_run_of_two_processes_evaluates_and_resumes_like_one(tmp_path):
     # Evaluated by one process, by two and by three, whose parts are uneven: the same file.
     written = []
     for size in (1, 2, 3):
-        succeed(size, command, "evaluate", whole)
+        succeed(size, command, "evaluate", "run", whole)
         written.append(json.loads((whole / "evaluation-test-csd.json").read_text()))
         (whole / "evaluation-test-csd.json").unlink()
     assert same_numbers(written[0], written[1]) and same_numbers(written[0], written[2])

@@ -1,24 +1,41 @@
 """The command line: reads arguments, calls the library, prints. Nothing is computed here.
 
-Results go to standard output, progress to standard error. Exit status: 0 done, 1 the run failed (a diverged loss, a lost
-process), 2 the user can mend it. Everything heavy is imported inside the commands, so that --help answers at once.
+Results go to standard output, progress to standard error. Exit status: 0 done, 1 the run failed (a diverged loss, a
+lost process), 2 the user can correct it. Heavy modules are imported inside the commands, so that
+--help is fast.
 """
 
 import os
 import sys
 
 # In the order of the help.
-from sfumato.cli import embedding, evaluating, searching, studying, trying
+from sfumato.cli import (  # isort: skip
+    train_commands,
+    evaluate_commands,
+    study_commands,
+    embed_commands,
+    search_commands,
+    demo_commands,
+)
 from sfumato.cli.common import app
 from sfumato.errors import RunFailedError, UserError
 
-__all__ = ["app", "embedding", "evaluating", "main", "searching", "studying", "trying"]
+__all__ = [
+    "app",
+    "demo_commands",
+    "embed_commands",
+    "evaluate_commands",
+    "main",
+    "search_commands",
+    "study_commands",
+    "train_commands",
+]
 
 _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Entry point: errors that users can mend become one line and exit status 2."""
+    """Entry point: errors that users can correct become one line and exit status 2."""
     debug = bool(os.environ.get("SFUMATO_DEBUG"))
     try:
         app(standalone_mode=True)
@@ -30,8 +47,8 @@ def main() -> None:
     except SystemExit as error:
         if error.code == _INTERRUPTED:
             print(
-                "sfumato: interrupted. Nothing is half written; train, ablate, embed and audit --cross-fit go on where they were"
-                " when they are called again",
+                "sfumato: interrupted. Nothing is half written."
+                " Call train, ablate, embed or audit --cross-fit again to continue where it stopped.",
                 file=sys.stderr,
             )
         raise

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.calibration import Calibration, QueryScores
+from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.query_scores import QueryScores
 from sfumato.data.pairs import PairData
 from sfumato.direction import Direction
 from sfumato.distances import get_distance

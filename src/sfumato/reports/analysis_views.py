@@ -1,65 +1,52 @@
-"""What `sfumato analyse` has found, made ready to be drawn: plots, tables and words for templates.
+"""What `sfumato analyse` has found, made ready for the templates: charts, tables and words.
 
-It reads the plain values that the studies write, so that their page and the report show the same; it computes nothing anew.
+It reads the plain values that the studies write, so that their page and the report show the same. It computes nothing.
 """
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from sfumato.reports.drawing import (
-    Axes,
-    Ellipse,
-    Plane,
-    clipped,
-    data_address,
-    magnification,
-    place_marks,
-    round_steps,
-)
+from sfumato.reports.charts import FAMILIES, FIRST, INK, SECOND, Chart
+from sfumato.reports.ellipses import Ellipse, ellipse_chart, magnification
+from sfumato.reports.formatting import clipped, column_decimals, digits, in_words, interval, number, percent
+from sfumato.reports.html_pages import data_url
 from sfumato.studies.analyse import NAMES
 
 DRAWN_SIGMAS = 2
 """Standard deviations of the ellipses of set algebra."""
 
 CORRUPTIONS: dict[str, tuple[str, str]] = {
-    "erased": ("erased pictures", "share of the picture under grey squares"),
-    "blurred": ("blurred pictures", "deviation of the blur, as a share of the shorter side"),
-    "dropped_words": ("texts with words left out", "share of the words"),
-    "unknown_words": ("texts with unknown words", "share of the words"),
-    "wrong_letters": ("misspelt texts", "share of the letters"),
+    "erased": ("erased images", "fraction of the image under grey squares"),
+    "blurred": ("blurred images", "deviation of the blur, as a fraction of the shorter side"),
+    "dropped_words": ("texts with words left out", "fraction of the words"),
+    "unknown_words": ("texts with unknown words", "fraction of the words"),
+    "wrong_letters": ("misspelt texts", "fraction of the letters"),
 }
 """What each corruption is called, and what its strength is."""
 
-_LETTERS = {"first": "A", "second": "B", "mixup": "M", "cutmix": "C", "erased_first": "A′", "erased_second": "B′"}
 _MADE = {
-    "first": "first",
-    "second": "second",
-    "mixup": "half of either (Mixup)",
-    "cutmix": "halves side by side (CutMix)",
-    "erased_first": "first, a part erased",
-    "erased_second": "second, a part erased",
+    "first": ("A", FIRST, "first"),
+    "second": ("B", SECOND, "second"),
+    "mixup": ("M", FAMILIES[2], "half of each (Mixup)"),
+    "cutmix": ("C", FAMILIES[1], "halves side by side (CutMix)"),
+    "erased_first": ("A′", FIRST, "first, erased in part"),
+    "erased_second": ("B′", SECOND, "second, erased in part"),
 }
-_MIXED = {"mixup": "Mixup", "cutmix": "CutMix", "other": "another picture"}
-_SPELT = {
-    "more_uncertain": "more uncertain",
-    "variance_ratio": "ratio of total variances",
-    "between": "lies between its parts",
-    "off_line": "distance off the line",
-    "covers": "covers a part",
-    "includes": "includes a part",
-    "moved": "has moved by",
-}
+_MIXED = {"mixup": "Mixup", "cutmix": "CutMix", "other": "another image"}
 
 
 def analysis_views(
     found: Mapping[str, Mapping[str, Any]], picture: Callable[[str], bytes | None]
 ) -> dict[str, dict[str, Any]]:
-    """What the templates draw, by the name of the study.
+    """What the templates show, by the name of the study.
 
     Args:
         found: by name, what `sfumato analyse` wrote.
-        picture: the bytes of a picture that a study names; None where it is gone.
+        picture: the bytes of an image that a study names; None where it is gone.
+
+    Returns:
+        A view for each study that was found.
     """
     makers: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
         "corruption": _corruption,
@@ -70,112 +57,96 @@ def analysis_views(
     return {name: makers[name](found[name]) for name in NAMES if name in found}
 
 
-def spelt(name: str) -> str:
-    """A name of an estimator or a figure in words."""
-    return _SPELT.get(name, name.replace("_", " "))
-
-
 def _corruption(study: Mapping[str, Any]) -> dict[str, Any]:
     charts, rows = [], []
-    of = spelt(study["uncertainty"])
+    estimator = in_words(study["uncertainty"])
+    two = partial(number, decimals=2)
     for side, curves in study["sides"].items():
         for name, curve in curves.items():
             title, strength = CORRUPTIONS[name]
-            strengths, mean = curve["strengths"], curve["mean"]
-            rows.append(
-                [title, f"{curve['n']:,}", *(interval(curve[f], 2) for f in ("spearman", "rises", "monotone", "auroc"))]
-            )
-            digits = _decimals(m["value"] for m in mean)
+            mean = curve["mean"]
+            figures = [interval(curve[f], two) for f in ("spearman", "rises", "monotone", "auroc")]
+            rows.append([title, f"{curve['n']:,}", *figures])
+            show = partial(number, decimals=column_decimals(m["value"] for m in mean))
             numbers = [
-                [f"{s:g}", interval(m, digits)["text"], f"{r:.1%}"]
-                for s, m, r in zip(strengths, mean, curve["recall"], strict=True)
+                [f"{s:g}", str(interval(m, show)), percent(r)]
+                for s, m, r in zip(curve["strengths"], mean, curve["recall"], strict=True)
             ]
-            known = [(s, m) for s, m in zip(strengths, mean, strict=True) if m["value"] is not None]
+            known = [(s, m) for s, m in zip(curve["strengths"], mean, strict=True) if m["value"] is not None]
             if known:
-                charts.append(
-                    {"name": title, "chart": _curve(known, strength, of, title, side), "n": f"{curve['n']:,}", "rows": numbers}
-                )  # fmt: skip
-    return {"of": of, "charts": charts, "rows": rows}
+                chart = _curve(known, strength, estimator, title, FIRST if side == "image" else SECOND)
+                charts.append({"name": title, "chart": chart.svg(), "rows": numbers})
+    return {"of": estimator, "charts": charts, "rows": rows}
 
 
 def _curve(
-    points: Sequence[tuple[float, Mapping[str, Any]]], strength: str, of: str, title: str, side: str
-) -> dict[str, Any]:
-    values = [v for _, m in points for v in (m["value"], m["low"], m["high"]) if v is not None]
-    low, high = min(values), max(values)
-    pad = 0.06 * (high - low) or abs(high) or 1.0
-    low, high = low - pad, high + pad
-    if 0 < low < 0.5 * high or (low < 0 <= min(values)):
-        low = 0.0
-    axes = Axes((0.0, 1.04 * points[-1][0] or 1.0), (low, high))
-    chart = axes.chart(
-        x_ticks=[(v, f"{v:g}") for v in round_steps(0.0, points[-1][0], 5)],
-        y_ticks=[(v, f"{v:.4g}") for v in axes.y_steps()],
-        x_label=strength,
-        y_label=f"mean {of}",
-        label=f"Mean {of} of {title} by strength: " + ", ".join(f"{m['value']:.3g} at {s:g}" for s, m in points),
-    )
-    colour = "a" if side == "image" else "b"
-    chart["lines"].append(axes.line([(s, m["value"]) for s, m in points], colour))
+    points: Sequence[tuple[float, Mapping[str, Any]]], strength: str, estimator: str, title: str, colour: str
+) -> Chart:
+    """Mean uncertainty by the strength of a corruption."""
+    label = f"Mean {estimator} of {title} by strength: "
+    chart = Chart(label + ", ".join(f"{digits(m['value'], 3)} at {s:g}" for s, m in points))
+    axes = chart.axes
+    axes.plot([s for s, _ in points], [m["value"] for _, m in points], color=colour, linewidth=2)
     for s, m in points:
         if m["low"] is not None:
-            chart["whiskers"].append(axes.whisker(s, m["low"], m["high"]))
-        chart["dots"].append(axes.dot(s, m["value"], 3.5, colour, f"strength {s:g}: {interval(m)['text']}"))
+            axes.vlines(s, m["low"], m["high"], color=INK, linewidth=1.2)
+        chart.hover(axes.plot([s], [m["value"]], "o", color=colour, markersize=6)[0], f"strength {s:g}: {interval(m)}")
+    low, high = axes.get_ylim()
+    if 0 < low < 0.5 * high:
+        axes.set_ylim(bottom=0)
+    axes.set_xlabel(strength)
+    axes.set_ylabel(f"mean {estimator}")
     return chart
 
 
 def _sets(study: Mapping[str, Any], picture: Callable[[str], bytes | None]) -> dict[str, Any]:
     mixes = [name for name in _MIXED if name in study["mixes"]]
-    told = study["definitions"]
-    shown = []
-    for pair in study["shown"]:
-        ellipses = _ellipses(pair)
-        times = magnification(ellipses, 0.14 / DRAWN_SIGMAS)
-        plane = Plane(ellipses, width=380, height=300, reach=DRAWN_SIGMAS * times, margin=24)
-        drawn = [plane.ellipse(e) for e in ellipses]
-        marks = place_marks(drawn, plane.width, plane.height)
-        items = []
-        for item, ellipse, mark in zip(pair["items"], drawn, marks, strict=True):
-            name = item["name"]
-            content = picture(item["picture"])
-            items.append(
-                {
-                    **ellipse,
-                    "mark": mark,
-                    "class": name,
-                    "letter": _LETTERS[name],
-                    "about": _MADE[name],
-                    "src": data_address(content) if content else None,
-                    "alt": f"picture {_LETTERS[name]}, {_MADE[name]}",
-                    "name": _LETTERS[name],
-                    "variance": f"{item['total_variance']:.3g}",
-                }
-            )
-        shown.append(
-            {
-                "items": items,
-                "plane": plane,
-                "captions": [clipped(text, 60) for text in pair["captions"]],
-                "explained": f"{sum(pair['explained']):.0%}",
-                "times": f"{times:g}",
-                "label": "Six Gaussians in a plane: "
-                + ", ".join(f"{_LETTERS[i['name']]} total variance {i['total_variance']:.3g}" for i in pair["items"]),
-            }
-        )
+    definitions, two = study["definitions"], partial(number, decimals=2)
     return {
         "n": f"{study['n']:,}",
-        "erased_share": f"{study['erased_share']:.0%}",
+        "erased_fraction": percent(study["erased_share"], 0),
         "columns": [_MIXED[name] for name in mixes],
         "rows": [
-            {"name": spelt(f), "about": about, "cells": [interval(study["mixes"][name][f], 2) for name in mixes]}
-            for f, about in told["mixes"].items()
+            {"name": in_words(f), "about": about, "cells": [interval(study["mixes"][name][f], two) for name in mixes]}
+            for f, about in definitions["mixes"].items()
         ],
         "erased": [
-            {"name": spelt(f), "about": about, "cells": [interval(study["erased"][f], 2)]} for f, about in told["erased"].items()
+            {"name": in_words(f), "about": about, "cells": [interval(study["erased"][f], two)]}
+            for f, about in definitions["erased"].items()
         ],
-        "shown": shown,
+        "shown": [_shown_pair(pair, picture) for pair in study["shown"]],
         "sigmas": DRAWN_SIGMAS,
-    }  # fmt: skip
+    }
+
+
+def _shown_pair(pair: Mapping[str, Any], picture: Callable[[str], bytes | None]) -> dict[str, Any]:
+    """Two images and what was made of them: the ellipses, and the images themselves."""
+    ellipses, items = [], []
+    for item in pair["items"]:
+        letter, colour, about = _MADE[item["name"]]
+        dashed = item["name"].startswith("erased")
+        ellipse = Ellipse.read(item, colour, letter=letter, dashed=dashed, title=f"{letter}: {about}")
+        content = picture(item["picture"])
+        items.append(
+            {
+                "letter": letter,
+                "src": data_url(content) if content else None,
+                "alt": f"image {letter}, {about}",
+                "name": letter,
+                "variance": digits(item["total_variance"], 3),
+            }
+        )
+        ellipses.append(ellipse)
+    times = magnification(ellipses, 0.14 / DRAWN_SIGMAS)
+    label = "Six Gaussians in a plane: " + ", ".join(f"{i['letter']} total variance {i['variance']}" for i in items)
+    chart = ellipse_chart(ellipses, label, times=DRAWN_SIGMAS * times, width=380, height=300)
+    return {
+        "items": items,
+        "chart": chart.svg(),
+        "captions": [clipped(text, 60) for text in pair["captions"]],
+        "explained": percent(sum(pair["explained"]), 0),
+        "times": f"{times:g}",
+    }
 
 
 def _words(study: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,75 +155,42 @@ def _words(study: Mapping[str, Any]) -> dict[str, Any]:
         rows = [
             {
                 "bin": str(k),
-                "uncertainty": f"{one['mean']:.3g}",
+                "uncertainty": digits(one["mean"], 3),
                 "captions": f"{one['n_captions']:,}",
-                "length": f"{one['words_per_caption']:.1f}",
+                "length": number(one["words_per_caption"], 1),
                 "words": [
-                    {"word": w["word"], "n": f"{w['n']:,}", "weight": f"{w['weight']:.2f}"} for w in one["words"]
+                    {"word": w["word"], "n": f"{w['n']:,}", "weight": number(w["weight"], 2)} for w in one["words"]
                 ],
             }
             for k, one in enumerate(bins, 1)
         ]
         tables.append({"name": "images, by their captions" if side == "image" else "texts", "rows": rows})
-    return {"of": spelt(study["uncertainty"]), "corpus": study["corpus"], "tables": tables}
+    return {"of": in_words(study["uncertainty"]), "corpus": study["corpus"], "tables": tables}
 
 
 def _map(study: Mapping[str, Any]) -> dict[str, Any]:
-    ellipses, tsne = _ellipses(study), study["method"] == "tsne"
-    times = 1.0 if tsne else magnification(ellipses, 0.035)
-    plane = Plane(ellipses, reach=times)
-    items, families = [], {}
-    for item, ellipse in zip(study["items"], ellipses, strict=True):
+    tsne, ellipses, families = study["method"] == "tsne", [], {}
+    # Highlighted items are drawn over the others.
+    for item in sorted(study["items"], key=lambda item: item["family"] is not None):
         image, family = item["side"] == "image", item["family"]
-        items.append(
-            {
-                **plane.ellipse(ellipse),
-                "class": ("a" if image else "b") if family is None else f"f{family} {'whole' if image else 'dashed'}",
-                "family": family,
-                "title": f"{'picture of' if image else 'text'} “{clipped(item['label'], 120)}”, total variance"
-                f" {item['total_variance']:.3g}",
-            }
-        )
+        colour = FAMILIES[family] if family is not None else FIRST if image else SECOND
+        kind, label = "image of" if image else "text", clipped(item["label"], 120)
+        title = f"{kind} “{label}”, total variance {digits(item['total_variance'], 3)}"
+        strong = family is not None
+        ellipses.append(Ellipse.read(item, colour, title=title, dashed=strong and not image, strong=strong))
         if family is not None and image:
             families[family] = clipped(item["label"], 48)
+    times = 1.0 if tsne else magnification(ellipses, 0.035)
     counts = [sum(item["side"] == side for item in study["items"]) for side in ("image", "text")]
+    label = (
+        f"Map of {counts[0]} images and {counts[1]} texts by {'t-SNE' if tsne else 'PCA'}; the colours of"
+        f" {len(families)} images and their texts stand out"
+    )
     return {
         "tsne": tsne,
-        "plane": plane,
         "times": f"{times:g}",
-        # Those of a family on top of the others.
-        "items": sorted(items, key=lambda item: item["family"] is not None),
+        "chart": ellipse_chart(ellipses, label, times=times).svg(),
         "families": [{"class": f"f{k}", "name": name} for k, name in sorted(families.items())],
         "counts": [f"{n:,}" for n in counts],
-        "explained": None if study["explained"] is None else f"{sum(study['explained']):.0%}",
-        "label": f"Map of {counts[0]} images and {counts[1]} texts by {'t-SNE' if tsne else 'PCA'}; the colours of"
-        f" {len(families)} images and their texts stand out",
+        "explained": None if study["explained"] is None else percent(sum(study["explained"]), 0),
     }
-
-
-def _ellipses(study: Mapping[str, Any]) -> list[Ellipse]:
-    return [(item["x"], item["y"], item["a"], item["b"], item["angle"]) for item in study["items"]]
-
-
-def interval(value: Mapping[str, float | None], decimals: int | None = None) -> dict[str, str]:
-    """{"value", "low", "high"} as texts: the value, the interval, and both together; with as many decimals as its column has."""
-    number, low, high = (value.get(k) for k in ("value", "low", "high"))
-    if number is None:
-        return {"value": "–", "interval": "", "text": "–"}
-    said = _plain(number, decimals)
-    span = "" if low is None or high is None else f"{_plain(low, decimals)} to {_plain(high, decimals)}"
-    return {"value": said, "interval": span, "text": f"{said} ({span})" if span else said}
-
-
-def _decimals(values: Iterable[float | None]) -> int:
-    """Decimals of a column that give its largest number three digits; two at least."""
-    largest = max((abs(v) for v in values if v), default=1.0)
-    return max(2, 2 - math.floor(math.log10(largest)))
-
-
-def _plain(value: float, decimals: int | None) -> str:
-    """As many decimals; without a number of them two, and of small or large numbers three digits."""
-    if decimals is not None:
-        return f"{value:.{decimals}f}".replace("-", "−")
-    text = f"{value:.2f}" if 0.1 <= abs(value) < 100 or value == 0 else f"{value:.3g}"
-    return text.replace("-", "−")

@@ -1,4 +1,4 @@
-"""What an audit leaves behind: two tables, a page with the pictures to look at, and a few lines for a person."""
+"""What an audit leaves behind: two tables, a page with the images, and a few lines for the screen."""
 
 import csv
 import io
@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from sfumato.data.images import thumbnail
 from sfumato.files import write_atomically, write_json
-from sfumato.reports.drawing import clipped, data_address
+from sfumato.reports.formatting import clipped, percent, probability
+from sfumato.reports.html_pages import data_url, render_page
 from sfumato.studies.audit import Audit, varied
 
 PAIRS, MISSING, PAGE, FIGURES = "pairs.csv", "missing.csv", "audit.html", "audit.json"
@@ -19,7 +18,17 @@ _SHOWN_TEXTS = 4
 
 
 def write_audit(audit: Audit, folder: Path, top: int, version: str) -> dict[str, Any]:
-    """Write pairs.csv and missing.csv whole, and of both the first in audit.json and audit.html; returns what audit.json holds."""
+    """Write all pairs to pairs.csv and missing.csv, and the first of each to audit.json and audit.html.
+
+    Args:
+        audit: what was found.
+        folder: where to write; made if it does not exist.
+        top: number of pairs of each kind in audit.json and on the page.
+        version: of the program, for the page.
+
+    Returns:
+        The content of audit.json.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     pairs, missing, figures = audit.pair_rows(), audit.missing_rows(), audit.to_json(top)
     write_atomically(folder / PAIRS, _table(pairs))
@@ -30,14 +39,23 @@ def write_audit(audit: Audit, folder: Path, top: int, version: str) -> dict[str,
 
 
 def summary(figures: Mapping[str, Any], shown: int = 5) -> str:
-    """The figures of :meth:`Audit.to_json` in lines for a person."""
+    """The figures of an audit in lines for the screen.
+
+    Args:
+        figures: of :meth:`~sfumato.studies.audit.Audit.to_json`.
+        shown: number of pairs of each kind.
+
+    Returns:
+        The lines.
+    """
     lines = [
         f"{figures['n_pairs']:,} listed pairs of {figures['n_images']:,} images and {figures['n_texts']:,} texts, split"
         f" {figures['split']}, by {figures['distance']} of {figures['model']}"
     ]
     if figures["wrong_share"] is not None:
         lines.append(
-            f"estimated share of wrong pairs: {figures['wrong_share']:.1%}; {figures['suspects']:,} pairs are wrong rather than right"
+            f"estimated fraction of wrong pairs: {percent(figures['wrong_share'])};"
+            f" {figures['suspects']:,} pairs are more likely wrong than right"
         )
     lines.append(
         "listed, and probably wrong, by how much farther apart they are than from their closest unlisted items:"
@@ -47,7 +65,9 @@ def summary(figures: Mapping[str, Any], shown: int = 5) -> str:
         f"  (better: {clipped(row['better_text'] or '-', 50)!r})"
         for row in figures["pairs"][:shown]
     ]
-    first = "the closest" if all(row["match_probability"] is None for row in figures["missing"]) else "the likeliest"
+    first = (
+        "the closest" if all(row["match_probability"] is None for row in figures["missing"]) else "the most probable"
+    )
     lines.append(f"not listed, and probably a match, {first} of {figures['candidates']:,} candidates first:")
     lines += [
         f"  {_likely(row['match_probability'], 'match')}{row['image']}  {clipped(row['text'], 70)!r}"
@@ -57,8 +77,8 @@ def summary(figures: Mapping[str, Any], shown: int = 5) -> str:
 
 
 def _likely(value: float | None, what: str) -> str:
-    """How likely it is what it is listed as; nothing without a calibration."""
-    return "" if value is None else f"{_percent(value)} {what}  "
+    """A probability and what it is of; nothing without a calibration."""
+    return "" if value is None else f"{probability(value)} {what}  "
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -80,13 +100,12 @@ def _page(audit: Audit, figures: Mapping[str, Any], version: str) -> str:
         if position < 0:
             return None
         if position not in read:
-            content, name = thumbnail(data.images[position]), data.image_ids[position]
-            address = None if content is None else data_address(content)
-            read[position] = {"src": address, "name": name}
+            content = thumbnail(data.images[position])
+            read[position] = {"src": data_url(content) if content else None, "name": data.image_ids[position]}
         return read[position]
 
     def texts(image: int, but: int) -> list[str]:
-        """What else is listed of an image."""
+        """The other texts that are listed for an image."""
         own = relevance.indices[relevance.indptr[image] : relevance.indptr[image + 1]]
         return [clipped(data.texts[t]) for t in own if t != but][:_SHOWN_TEXTS]
 
@@ -94,20 +113,11 @@ def _page(audit: Audit, figures: Mapping[str, Any], version: str) -> str:
     for k, row in zip(varied(listed, len(figures["pairs"])), figures["pairs"], strict=True):
         image, text = int(listed.image[k]), int(listed.text[k])
         beside = {"picture": picture(image), "better": picture(int(listed.better_image[k]))}
-        wrong.append(row | beside | {"others": texts(image, text), "percent": _percent(row["wrong_probability"])})
+        wrong.append(row | beside | {"others": texts(image, text), "percent": probability(row["wrong_probability"])})
     for k, row in zip(varied(missing, len(figures["missing"])), figures["missing"], strict=True):
         image, text = int(missing.image[k]), int(missing.text[k])
         own = of_text.indices[of_text.indptr[text] : of_text.indptr[text + 1]]
         beside = {"picture": picture(image), "better": picture(int(own[0]) if len(own) else -1)}
-        unlisted.append(row | beside | {"others": texts(image, text), "percent": _percent(row["match_probability"])})
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("sfumato.reports"), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.get_template("audit.html.j2")
-    return template.render(figures=figures, wrong=wrong, unlisted=unlisted, version=version)
-
-
-def _percent(value: float | None) -> str:
-    if value is None or 0.001 <= value <= 0.995:
-        return "–" if value is None else f"{100 * value:.{0 if value > 0.1 else 1}f} %"
-    return "< 0.1 %" if value < 0.5 else "> 99 %"
+        unlisted.append(row | beside | {"others": texts(image, text), "percent": probability(row["match_probability"])})
+    values = {"figures": figures, "wrong": wrong, "unlisted": unlisted, "version": version}
+    return render_page("audit.html.j2", values)

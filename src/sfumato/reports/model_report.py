@@ -1,8 +1,5 @@
-"""A report of a model on a split: what it needs is embedded, read from the run's folder, and made small enough for one page."""
+"""A report of a model on a split: embeds the split, reads what lies in the run's folder, and writes the page."""
 
-import json
-import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +14,20 @@ from sfumato.matching import MatchingLogits
 from sfumato.models.embed import RetrievalModel
 from sfumato.models.run import LOG, RECIPE, Run, weights_digest
 from sfumato.models.splits import embed_split, load_split
-from sfumato.reports.report import Report, ReportData, make_report
-from sfumato.studies.analyse import FORMAT, NAMES
+from sfumato.reports.analysis_page import write_analyses
+from sfumato.reports.report import Report, make_report
+from sfumato.reports.report_data import ReportData
+from sfumato.reports.run_files import read_evaluations, read_image, read_log, read_object, read_studies
+from sfumato.studies.analyse import FORMAT, NAMES, analyse_model
 
 
 def report_model(retrieval_model: RetrievalModel, data: DataConfig, split: str, out: Path, *, name: str) -> Report:
     """Evaluate any model on a split of any data and write a page about it.
 
     Args:
-        matcher: the model.
+        retrieval_model: the model.
         data: where the split comes from.
-        split: its name.
+        split: name of the split.
         out: the HTML file; its folder must exist.
         name: of the model, for the title.
 
@@ -37,21 +37,28 @@ def report_model(retrieval_model: RetrievalModel, data: DataConfig, split: str, 
     return _report(retrieval_model, data, split, out, name, run=None)
 
 
-def report_run(run: Run, split: str, out: Path | None = None) -> tuple[Report, Path]:
+def report_run(run: Run, split: str, out: Path | None = None, *, analyses: bool = False) -> tuple[Report, Path]:
     """Evaluate a run on a split of its own data and write a page about it.
 
     Beside what :func:`report_model` shows, the page has the recipe, the training curves, and what `sfumato evaluate`,
     `sfumato trust` and `sfumato analyse` have left in the run's folder for this split.
 
     Args:
-        run, split: what to evaluate.
+        run: what to evaluate.
+        split: name of the split.
         out: the HTML file; report-SPLIT.html in the run's folder if None.
+        analyses: first do the studies of `sfumato analyse` that are missing or were made with other weights.
 
     Returns:
-        (the page and its figures, where it is).
+        (the page and its figures, the file).
     """
-    path = run.folder / f"report-{split}.html" if out is None else out
-    return _report(run, run.recipe.data, split, path, run.recipe.name or run.folder.name, run=run), path
+    path, name = run.folder / f"report-{split}.html" if out is None else out, run.recipe.name or run.folder.name
+    if analyses:
+        folder = run.folder / f"analysis-{split}"
+        found = analyse_model(run, run.recipe.data, split, name=name, earlier=read_studies(folder))
+        if found.studies:
+            write_analyses(found, folder, __version__)
+    return _report(run, run.recipe.data, split, path, name, run=run), path
 
 
 def _report(
@@ -74,16 +81,16 @@ def _report(
             logits=(retrieval_model.logit_scale, retrieval_model.logit_bias),
             calibrated=retrieval_model.calibrated,
             captions=pairs.texts,
-            picture_names=pairs.image_ids,
-            picture=lambda i: thumbnail(pairs.images[i]),
-            learnt_logits=None if run is None else _learnt_logits(run),
+            image_names=pairs.image_ids,
+            thumbnail=lambda i: thumbnail(pairs.images[i]),
             text_kinds=pairs.text_kinds,
-            others=[] if run is None else _evaluations(run.folder, split, run.distance, images.n, texts.n),
+            learnt_logits=None if run is None else _learnt_logits(run),
+            others=[] if run is None else read_evaluations(run.folder, split, run.distance, images.n, texts.n),
             trust=None if run is None else read_object(run.folder / f"trust-{split}.json"),
             analyses={} if run is None else _analyses(run, split, images.n, texts.n),
-            analysis_picture=lambda name: None if run is None else read_picture(run.folder / f"analysis-{split}", name),
+            analysis_image=lambda name: None if run is None else read_image(run.folder / f"analysis-{split}", name),
             recipe="" if run is None else (run.folder / RECIPE).read_text(encoding="utf-8"),
-            log=[] if run is None else _log(run.folder / LOG),
+            log=[] if run is None else read_log(run.folder / LOG),
             notes=_notes(len(problems), uses_regions(retrieval_model.model)),
             version=__version__,
         )
@@ -93,8 +100,8 @@ def _report(
 
 
 def _notes(left_out: int, features: bool) -> list[str]:
-    told = [f"{left_out} items could not be used and were left out."] if left_out else []
-    return told + (["The images are region features: there are no pictures to show."] if features else [])
+    notes = [f"{left_out} items could not be used and were left out."] if left_out else []
+    return notes + (["The images are region features: there are no image files to show."] if features else [])
 
 
 def _on_host(embeddings: GaussianEmbedding) -> GaussianEmbedding:
@@ -102,26 +109,11 @@ def _on_host(embeddings: GaussianEmbedding) -> GaussianEmbedding:
 
 
 def _learnt_logits(run: Run) -> tuple[float, float] | None:
-    """Scale and bias of the loss, where it learns both: without a bias there are scores of a softmax, no probabilities."""
+    """Scale and bias of the loss if it learns both; without a bias its scores are no probabilities."""
     logits = getattr(run.loss, "logits", None)
     if not isinstance(logits, MatchingLogits) or not logits.logit_bias.requires_grad:
         return None
     return float(logits.logit_scale.detach()), float(logits.logit_bias.detach())
-
-
-def _evaluations(folder: Path, split: str, own: str, n: int, m: int) -> list[dict[str, Any]]:
-    """What was evaluated by other distances on as many images and texts, in the order of their names."""
-    found = []
-    for path in sorted(folder.glob("evaluation-*.json")):
-        result = read_object(path)
-        if (
-            result is not None
-            and result.get("distance") != own
-            and path.name == f"evaluation-{split}-{result.get('distance')}.json"
-            and (result.get("n_images"), result.get("n_texts")) == (n, m)
-        ):
-            found.append(result)
-    return found
 
 
 def _analyses(run: Run, split: str, n: int, m: int) -> dict[str, dict[str, Any]]:
@@ -134,33 +126,3 @@ def _analyses(run: Run, split: str, n: int, m: int) -> dict[str, dict[str, Any]]
         for name, study in found.items()
         if study is not None and tuple(study.get(key) for key in keys) == expected
     }
-
-
-def read_picture(folder: Path, name: str) -> bytes | None:
-    """A picture beside the studies of a folder; None if it is not there."""
-    try:
-        return (folder / Path(name).name).read_bytes()
-    except OSError:
-        return None
-
-
-def read_object(path: Path) -> dict[str, Any] | None:
-    """An object from a file; None if there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _log(path: Path) -> Sequence[dict[str, Any]]:
-    """The finite numbers of each whole line of a training log."""
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            lines.append({k: v for k, v in value.items() if not isinstance(v, float) or math.isfinite(v)})
-    return lines

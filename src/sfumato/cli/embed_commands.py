@@ -1,0 +1,189 @@
+"""The commands that write features, embeddings and models to files: regions, embed, export."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sfumato.cli.common import (
+    AsJson,
+    Device,
+    ModelName,
+    RunFolder,
+    app,
+    parse_names,
+    print_result,
+    problems_suffix,
+    speed_suffix,
+)
+from sfumato.errors import UserError
+
+
+@app.command()
+def regions(
+    data: Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe (path or name) whose images to use.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to the recipe, e.g. data.path=my.jsonl."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder to write: new, or empty.")] = Path("regions"),
+    backbone: Annotated[
+        str, typer.Option(help="Frozen model: efficientnet-lite0, a name on the hub, or a local transformers folder.")
+    ] = "efficientnet-lite0",
+    size: Annotated[
+        int | None, typer.Option(help="Side of the images, in pixels. Default: the backbone's own.")
+    ] = None,
+    grid: Annotated[
+        int | None, typer.Option(help="Average a convolutional map down to GRID x GRID regions. Default: all.")
+    ] = None,
+    layout: Annotated[
+        str, typer.Option(help="scan: one file per split. manifest: one file per image, for any number of captions.")
+    ] = "scan",
+    splits: Annotated[
+        str | None, typer.Option(help="Splits of the data, separated by commas, e.g. train,val. Default: all.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write images as region features of a frozen backbone.
+
+    A model with model.image.kind=regions is trained from them.
+    """
+    from sfumato.models.extract_regions import MANIFEST, regions_of_images
+    from sfumato.models.recipe import find_recipe, load_recipe
+
+    config = load_recipe(find_recipe(data), overrides or []).data
+    chosen = None if splits is None else parse_names(splits)
+    shapes, problems = regions_of_images(config, out, backbone, size=size, grid=grid, layout=layout, splits=chosen)
+    result = {"out": str(out), "splits": shapes, "problems": len(problems)}
+    line = "\n".join(f"{name}: {n} x {r} x {c}" for name, (n, r, c) in shapes.items())
+    channels = next(iter(shapes.values()))[2]
+    path = out / MANIFEST if layout == "manifest" else out
+    keys = f"data.source={layout} data.path={path} model.image.kind=regions model.image.channels={channels}"
+    print_result(
+        result, as_json, f"{line}\nto train from them: sfumato train RECIPE {keys}" + problems_suffix(problems)
+    )
+
+
+Images = Annotated[Path | None, typer.Option(help="Folder of images, with all its subfolders.")]
+Manifest = Annotated[
+    Path | None, typer.Option(help="Or a .jsonl, .csv or .parquet file with a column image and, optionally, id.")
+]
+Shards = Annotated[
+    str | None, typer.Option(help="Or webdataset shards: a folder, a glob, or a pattern such as 'a-{000..009}.tar'.")
+]
+Texts = Annotated[Path | None, typer.Option(help="Or a file with one text per line.")]
+Shard = Annotated[
+    str | None,
+    typer.Option(
+        metavar="I/N", help="Do job I of N jobs, from 0/N to N-1/N. Default: 0/1, under torchrun RANK/WORLD_SIZE."
+    ),
+]
+Workers = Annotated[
+    int | None, typer.Option(min=1, help="Number of threads that decode. Default: the number of processors.")
+]
+PartSize = Annotated[int, typer.Option(min=1, help="Largest number of items per part; the same in all jobs.")]
+ProblemFraction = Annotated[
+    float,
+    typer.Option(
+        "--max-problem-fraction",
+        "--max-problem-share",
+        min=0,
+        max=1,
+        help="Stop when more than this fraction of a job's items, and more than three, are unusable.",
+    ),
+]
+
+
+@app.command()
+def embed(
+    model: ModelName,
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder of parts, new or to be continued. Or, for few items, one file NAME.safetensors."),
+    ],
+    images: Images = None,
+    manifest: Manifest = None,
+    shards: Shards = None,
+    texts: Texts = None,
+    shard: Shard = None,
+    workers: Workers = None,
+    batch: Annotated[int, typer.Option(min=1, help="Number of items that the encoder takes at a time.")] = 64,
+    part_size: PartSize = 4096,
+    max_problem_share: ProblemFraction = 0.01,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Embed any number of images or texts, with their ids.
+
+    The result is a folder of parts; after a crash the same command continues it. N jobs, on one machine or several, can
+    write into the same folder.
+    """
+    from sfumato.data.listings import list_source
+    from sfumato.models.build import choose_device
+    from sfumato.models.embedding_steps import file_endings
+    from sfumato.models.export import load_model
+    from sfumato.models.ingest import embed_collection, which_job
+
+    if out.suffix == ".safetensors":
+        if manifest or shards or shard or (images is None) == (texts is None):
+            raise UserError(
+                f"{out} is one file, for either --images FOLDER or --texts FILE; more goes into a folder,"
+                f" --out {out.stem}"
+            )
+        result, line = _embed_one_file(model, out, images, texts, device)
+        print_result(result, as_json, line)
+        return
+    job, of = which_job(shard)
+    loaded = load_model(model, device=choose_device(device, int(os.environ.get("LOCAL_RANK", "0"))))
+    listing = list_source(
+        images=images, manifest=manifest, shards=shards, texts=texts, part_size=part_size,
+        endings=file_endings(loaded.model),
+    )  # fmt: skip
+    done = embed_collection(
+        loaded, listing, out, job=job, of=of, workers=workers, batch_size=batch,
+        max_problem_fraction=max_problem_share, model_source=model,
+    )  # fmt: skip
+    line = f"job {job}/{of}: {done.n} embeddings in {done.parts} parts, {done.new} of them new: {out}"
+    print_result(done.to_json(), as_json, line + speed_suffix(done.per_second) + problems_suffix(done.problems))
+
+
+def _embed_one_file(
+    model: str, out: Path, images: Path | None, texts: Path | None, device: str
+) -> tuple[dict[str, Any], str]:
+    """Embed a folder of images or a file of texts into one file; returns the result and a line about it."""
+    import time
+
+    from sfumato.gaussian import save_embeddings
+    from sfumato.models.build import choose_device
+    from sfumato.models.embed import embed_folder, embed_lines
+    from sfumato.models.export import load_model
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    loaded = load_model(model, device=choose_device(device))
+    start = time.perf_counter()
+    embeddings, ids, problems = embed_folder(loaded, images) if images else embed_lines(loaded, texts or Path())
+    per_second = embeddings.n / (time.perf_counter() - start)
+    save_embeddings(out, embeddings, ids)
+    result = {
+        "out": str(out), "n": embeddings.n, "d": embeddings.d, "problems": len(problems), "per_second": per_second
+    }  # fmt: skip
+    line = f"{embeddings.n} embeddings of {embeddings.d} dimensions: {out}"
+    return result, line + speed_suffix(per_second) + problems_suffix(problems)
+
+
+@app.command()
+def export(
+    run: RunFolder,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write: new, or empty.")],
+    as_json: AsJson = False,
+) -> None:
+    """Export a run's model in the layout of the Hugging Face hub.
+
+    Writes the weights, config.json and a model card with scores.
+    """
+    from sfumato.models.export import export_run
+
+    written = export_run(run, out)
+    size = sum(file.stat().st_size for file in written.iterdir())
+    print_result({"out": str(written), "bytes": size}, as_json, f"exported {size / 1e6:.1f} MB: {written}")

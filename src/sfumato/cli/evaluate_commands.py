@@ -1,0 +1,396 @@
+"""The commands that measure a model: the group `evaluate` with run, model and files, and trust."""
+
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from sfumato.cli.common import (
+    TIMEOUT_MINUTES,
+    AsJson,
+    Bootstrap,
+    DataOverrides,
+    DataRecipe,
+    Device,
+    ModelName,
+    Seed,
+    Split,
+    app,
+)
+from sfumato.cli.model_on_data import ModelOnData, is_run, open_model_on_data
+from sfumato.errors import UserError
+
+if TYPE_CHECKING:
+    from sfumato.evaluation.more_results import More, MoreResults
+    from sfumato.evaluation.per_query import PerQuery
+    from sfumato.evaluation.protocols import Evaluation
+    from sfumato.models.process_group import ProcessGroup
+
+_FILE_OPTIONS = (
+    "--images", "--texts", "--image-ids", "--text-ids", "--image-log-var", "--text-log-var", "--ranked", "--truth",
+    "--benchmark", "--annotations", "--instances", "--metrics",
+)  # fmt: skip
+
+
+class _EvaluateGroup(TyperGroup):
+    """Takes the spelling of version 0.1 as well, in which `sfumato evaluate` was one command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] not in ("--help", "-h")):
+            command = _command_of_old_spelling(args)
+            print(f"hint: the new spelling is sfumato evaluate {shlex.join([command, *args])}", file=sys.stderr)
+            args = [command, *args]
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
+
+
+def _command_of_old_spelling(args: list[str]) -> str:
+    """The subcommand that arguments without one belong to."""
+    names = [argument.partition("=")[0] for argument in args]
+    of_files = next((name for name in names if name in _FILE_OPTIONS), None)
+    if of_files and not args[0].startswith("-"):
+        raise UserError(f"{of_files} goes without a model; a model is evaluated on its own data or with --data")
+    if of_files and "--data" in names:
+        raise UserError("--data goes with a model; files take --truth or --benchmark")
+    if of_files or not args:
+        return "files"
+    return "model" if "--data" in names else "run"
+
+
+evaluate = typer.Typer(
+    cls=_EvaluateGroup,
+    no_args_is_help=False,
+    rich_markup_mode=None,
+    help="Evaluate a run, a model on other data, or embedding files.",
+)
+app.add_typer(evaluate, name="evaluate")
+
+Distance = Annotated[
+    str | None, typer.Option("--distance", "--score", help="Distance to rank by. Default: the model's own.")
+]
+Strategies = Annotated[
+    str | None,
+    typer.Option(
+        help="Search strategies to compare: all, or some of mean, wasserstein2, csd, faiss_mean, faiss_rerank,"
+        " faiss_lifted, separated by commas."
+    ),
+]
+Engine = Annotated[str, typer.Option(help="Engine of the FAISS strategies: ivf, hnsw, flat or exact.")]
+Candidates = Annotated[int, typer.Option(min=1, help="Number of candidates that FAISS returns to be re-ranked.")]
+PerQueryFile = Annotated[
+    Path | None, typer.Option(help="File to write the results of single queries to: .parquet or .csv.")
+]
+CompareRun = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RUN_OR_FILE",
+        help="Compare query by query with another run on its data, or with a file of --per-query.",
+    ),
+]
+CompareFile = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Compare query by query with a file of --per-query.")
+]
+Published = Annotated[bool, typer.Option("--published", help="Show published figures as well.")]
+
+
+@evaluate.command()
+def run(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    overrides: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="SECTION.KEY=VALUE")] = None,
+    split: Split = "test",
+    distance: Distance = None,
+    seeds: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="RUN",
+            help="Another run of the same recipe; may be given several times. Prints mean ± standard deviation.",
+        ),
+    ] = None,
+    strategies: Strategies = None,
+    engine: Engine = "ivf",
+    candidates: Candidates = 100,
+    per_query: PerQueryFile = None,
+    compare: CompareRun = None,
+    published: Published = False,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate a run on its own data.
+
+    Writes evaluation-SPLIT-DISTANCE.json into the folder of the run. Started by torchrun, several processes share the
+    work.
+    """
+    from sfumato.evaluation.more_results import More
+
+    more = More(strategies, engine, candidates, per_query, compare, published)
+    if overrides or not is_run(run):
+        open_model_on_data(run, None, overrides, split, "cpu", purpose="evaluate it on")
+    if seeds:
+        if more.anything:
+            raise UserError("--seeds sums up runs on their own data: sfumato evaluate run RUN --seeds RUN --seeds RUN")
+        _evaluate_seeds([run, *map(str, seeds)], split, distance, device, as_json)
+    else:
+        _evaluate_and_print(run, None, None, split, distance, more, device, as_json)
+
+
+@evaluate.command()
+def model(
+    model: ModelName,
+    overrides: DataOverrides = None,
+    data: DataRecipe = None,
+    split: Split = "test",
+    distance: Distance = None,
+    strategies: Strategies = None,
+    engine: Engine = "ivf",
+    candidates: Candidates = 100,
+    per_query: PerQueryFile = None,
+    compare: CompareRun = None,
+    published: Published = False,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate any model on the data of a recipe.
+
+    The model may be exported or published, or a run that is evaluated on other data. Started by torchrun, several
+    processes share the work.
+    """
+    from sfumato.evaluation.more_results import More
+
+    more = More(strategies, engine, candidates, per_query, compare, published)
+    _evaluate_and_print(model, data, overrides, split, distance, more, device, as_json)
+
+
+ImageEmbeddings = Annotated[
+    str | None, typer.Option(help="Image embeddings: .npy, .safetensors or FILE.safetensors:TENSOR.")
+]
+TextEmbeddings = Annotated[str | None, typer.Option(help="Text embeddings, in the same formats.")]
+ImageIds = Annotated[
+    Path | None,
+    typer.Option(help="Ids of the images: .txt, .json or .npy. Default: those of the ground truth, in its order."),
+]
+TextIds = Annotated[Path | None, typer.Option(help="Ids of the texts, likewise.")]
+ImageLogVar = Annotated[
+    Path | None, typer.Option(help="Log variances of the images: .npy. Default: none, they are points.")
+]
+TextLogVar = Annotated[Path | None, typer.Option(help="Log variances of the texts, likewise.")]
+RankedLists = Annotated[
+    Path | None,
+    typer.Option(
+        help='Or ranked lists instead of embeddings, JSON: {"i2t": {image: [texts]}, "t2i": {text: [images]}}.'
+    ),
+]
+GroundTruthFile = Annotated[
+    Path | None, typer.Option(help="Ground truth: .csv of image,text or .json of {image: [texts]}.")
+]
+BenchmarkName = Annotated[str | None, typer.Option(help="Or a benchmark: coco, flickr30k, flickr8k, cub or emoji.")]
+AnnotationFiles = Annotated[Path | None, typer.Option(help="File or folder with the benchmark's annotations.")]
+InstanceFiles = Annotated[
+    list[Path] | None, typer.Option(help="COCO's instances_*.json, to add PMRP; may be given several times.")
+]
+MetricNames = Annotated[
+    str | None,
+    typer.Option(help="Metrics, separated by commas, e.g. recall@1,map@r. Default: those of the ground truth."),
+]
+Score = Annotated[
+    str | None, typer.Option("--score", "--distance", help="What to rank by: a distance, cosine or dot. Default: csd.")
+]
+
+
+@evaluate.command()
+def files(
+    images: ImageEmbeddings = None,
+    texts: TextEmbeddings = None,
+    image_ids: ImageIds = None,
+    text_ids: TextIds = None,
+    image_log_var: ImageLogVar = None,
+    text_log_var: TextLogVar = None,
+    ranked: RankedLists = None,
+    truth: GroundTruthFile = None,
+    benchmark: BenchmarkName = None,
+    annotations: AnnotationFiles = None,
+    instances: InstanceFiles = None,
+    metrics: MetricNames = None,
+    split: Annotated[str, typer.Option(help="Split of a benchmark that has several.")] = "test",
+    score: Score = None,
+    strategies: Strategies = None,
+    engine: Engine = "ivf",
+    candidates: Candidates = 100,
+    per_query: PerQueryFile = None,
+    compare: CompareFile = None,
+    published: Published = False,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate embeddings or ranked lists from files.
+
+    They may come from any program; --truth or --benchmark gives the ground truth.
+    """
+    from sfumato.evaluation.embedded_input import Files, measure_files
+    from sfumato.evaluation.more_results import More, more_results
+    from sfumato.models.build import choose_device
+    from sfumato.progress import say
+    from sfumato.reports.console import print_measured, print_more
+
+    more = More(strategies, engine, candidates, per_query, compare, published)
+    other = _read_compared(compare)
+    chosen = Files(
+        images, texts, image_ids, text_ids, image_log_var, text_log_var, ranked, truth, benchmark, annotations,
+        tuple(instances or ()), metrics,
+    )  # fmt: skip
+    where = None if device == "auto" else choose_device(device)
+    measured, embedded = measure_files(chosen, score, split=split, device=where)
+    if ranked is None and not (image_ids and text_ids):
+        say(
+            "note: rows without ids in their file or in --image-ids and --text-ids"
+            " get the ids of the ground truth, in its order"
+        )
+    extra = more_results(measured, embedded, more, other)
+    if as_json:
+        print(json.dumps(measured.to_json() | extra.to_json()))
+        return
+    print_measured(measured, str(ranked) if ranked else f"{images}, {texts}")
+    print_more(extra)
+
+
+def _read_compared(compare: str | None) -> "PerQuery | None":
+    """The file of single queries to compare with; None if there is none."""
+    from sfumato.evaluation.per_query import PER_QUERY_ENDINGS, read_per_query
+
+    if compare is None:
+        return None
+    if Path(compare).suffix not in PER_QUERY_ENDINGS:
+        endings = " or ".join(PER_QUERY_ENDINGS)
+        raise UserError(f"--compare {compare}: files are compared with single queries, {endings}")
+    return read_per_query(compare)
+
+
+def _evaluate_and_print(
+    model: str,
+    data: str | None,
+    overrides: list[str] | None,
+    split: str,
+    distance: str | None,
+    more: "More",
+    device: str,
+    as_json: bool,
+) -> None:
+    """Evaluate one model and print the result in the first process."""
+    from sfumato.models.build import choose_device
+    from sfumato.models.process_group import join_process_group
+    from sfumato.reports.console import print_evaluation, print_more
+
+    with join_process_group(partial(choose_device, device), TIMEOUT_MINUTES) as group:
+        opened = open_model_on_data(model, data, overrides, split, group.device, purpose="evaluate it on")
+        result, path, beside = _evaluate(opened, distance, more, group)
+    if not group.main:
+        return
+    if as_json:
+        print(json.dumps(result.to_json() | (beside.to_json() if beside else {})))
+        return
+    print_evaluation(result, f"{model} on {split}, by {result.distance}")
+    if beside is not None:
+        print_more(beside)
+    if path is not None:
+        print(f"written to {path}")
+
+
+def _evaluate(
+    opened: ModelOnData, distance: str | None, more: "More", group: "ProcessGroup"
+) -> "tuple[Evaluation, Path | None, MoreResults | None]":
+    """The figures, the file that they are written to, and what else was asked for."""
+    from sfumato.evaluation.embedded_input import measure
+    from sfumato.evaluation.more_results import more_results
+    from sfumato.evaluation.per_query import PER_QUERY_ENDINGS, per_query_table
+    from sfumato.models.embed import embed_for_evaluation, evaluate_model, evaluate_run
+    from sfumato.models.run import load_run
+
+    other, other_set, embedded, path = None, None, None, None
+    if more.compared_with is not None and Path(more.compared_with).suffix in PER_QUERY_ENDINGS:
+        other = _read_compared(more.compared_with)
+    elif more.compared_with is not None:
+        if not is_run(more.compared_with):
+            raise UserError(f"--compare {more.compared_with}: neither a run folder nor a file of single queries")
+        compared = load_run(more.compared_with, device=group.device)
+        other_set = embed_for_evaluation(compared, compared.recipe.data, opened.split, process_group=group)
+    if more.anything:
+        embedded = embed_for_evaluation(opened.model, opened.data, opened.split, process_group=group)
+    if opened.own_run is not None:
+        result, path = evaluate_run(opened.own_run, opened.split, distance, process_group=group, embedded=embedded)
+    else:
+        result = evaluate_model(
+            opened.model, opened.data, opened.split, distance, process_group=group, embedded=embedded
+        )
+    if embedded is None or not group.main:
+        return result, path, None
+    if other_set is not None:
+        theirs = measure(other_set, distance or compared.distance)
+        other = per_query_table(theirs.ranks, other_set.uncertainty())
+    return result, path, more_results(measure(embedded, result.distance), embedded, more, other)
+
+
+def _evaluate_seeds(runs: list[str], split: str, distance: str | None, device: str, as_json: bool) -> None:
+    """Evaluate runs of several seeds and print mean ± standard deviation."""
+    from sfumato.evaluation.compare import main_figures, over_seeds
+    from sfumato.models.build import choose_device
+    from sfumato.models.embed import evaluate_run
+    from sfumato.models.process_group import join_process_group
+    from sfumato.models.run import load_run
+    from sfumato.reports.console import print_over_seeds
+
+    with join_process_group(partial(choose_device, device), TIMEOUT_MINUTES) as group:
+        results = [
+            evaluate_run(load_run(folder, device=group.device), split, distance, process_group=group)[0]
+            for folder in runs
+        ]
+    if not group.main:
+        return
+    summary = over_seeds([main_figures(one.to_json()) for one in results])
+    if as_json:
+        print(json.dumps({name: asdict(value) for name, value in summary.items()}))
+    else:
+        print_over_seeds(summary, f"{results[0].distance}, {split}, {len(results)} runs")
+
+
+@app.command()
+def trust(
+    model: ModelName,
+    overrides: DataOverrides = None,
+    data: DataRecipe = None,
+    split: Split = "test",
+    queries: Annotated[str, typer.Option(help="Queries whose uncertainty is measured: text, image or both.")] = "both",
+    bootstrap: Bootstrap = 1000,
+    corrupted: Annotated[int, typer.Option(min=0, help="Number of queries to corrupt in each way; 0 for none.")] = 200,
+    seed: Seed = 0,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Measure what each estimator of uncertainty predicts.
+
+    The tables show how well each predicts failure, ambiguity, absence and corruption. For a run on its own data,
+    writes trust-SPLIT.json into its folder.
+    """
+    from sfumato.models.trust_run import trust_model, trust_run
+    from sfumato.reports.console import print_trust
+
+    opened = open_model_on_data(model, data, overrides, split, device, purpose="measure it on")
+    path = None
+    if opened.own_run is not None:
+        report, path = trust_run(
+            opened.own_run, split, queries=queries, n_resamples=bootstrap, n_corrupted=corrupted, seed=seed
+        )
+    else:
+        report = trust_model(
+            opened.model, opened.data, split, queries=queries, n_resamples=bootstrap, n_corrupted=corrupted, seed=seed
+        )
+    if as_json:
+        print(json.dumps(report.to_json()))
+        return
+    print_trust(report, f"{model} on {split}, by {report.distance}")
+    if path is not None:
+        print(f"written to {path}")

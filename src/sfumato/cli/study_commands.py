@@ -1,0 +1,384 @@
+"""The commands that study a model or its data: analyse, crops, zeroshot, audit; and report, which writes a page."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sfumato.cli.common import (
+    AsJson,
+    Bootstrap,
+    DataOverrides,
+    DataRecipe,
+    Device,
+    ModelName,
+    Seed,
+    Split,
+    app,
+    parse_names,
+    print_result,
+)
+from sfumato.cli.model_on_data import is_run, open_model_on_data
+from sfumato.errors import UserError
+
+if TYPE_CHECKING:
+    from sfumato.data.labelled import Labelled
+    from sfumato.models.embed import RetrievalModel
+
+Corrupted = Annotated[int, typer.Option(min=1, help="corruption: number of items to corrupt in each way.")]
+SetPairs = Annotated[int, typer.Option(min=3, help="sets: number of pairs of images to mix, and to erase in part.")]
+WordBins = Annotated[int, typer.Option(min=1, help="words: number of bins of uncertainty.")]
+WordCorpus = Annotated[
+    str, typer.Option(help="words: what a word is weighed against, the captions of its bin or of the whole split.")
+]
+MapMethod = Annotated[str, typer.Option(help="map: pca, or tsne (needs the extra analysis).")]
+MapItems = Annotated[int, typer.Option(min=2, help="map: largest number of images, and of texts.")]
+
+
+@app.command()
+def analyse(
+    model: ModelName,
+    overrides: DataOverrides = None,
+    data: DataRecipe = None,
+    split: Split = "test",
+    only: Annotated[
+        str | None,
+        typer.Option(
+            help="Studies, separated by commas: corruption,sets,words,map. Default: all that model and data allow."
+        ),
+    ] = None,
+    uncertainty: Annotated[
+        str, typer.Option(help="corruption and words: estimator, e.g. log_det; `sfumato trust` lists them.")
+    ] = "total_variance",
+    corrupted: Corrupted = 200,
+    pairs: SetPairs = 100,
+    bins: WordBins = 10,
+    corpus: WordCorpus = "bin",
+    method: MapMethod = "pca",
+    items: MapItems = 200,
+    bootstrap: Bootstrap = 1000,
+    seed: Seed = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder to write. Default: analysis-SPLIT, in the run's folder or, with --data, in the current one."
+        ),
+    ] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Repeat studies of the papers on any model, with a page.
+
+    corruption: does uncertainty rise when images are erased or blurred and words dropped? sets: do mixtures of two
+    images lie between them, and do erased images become less certain? words: which go with low and with high
+    uncertainty? map: images and texts as ellipses in a plane. Earlier results of the same studies in the folder are
+    replaced.
+    """
+    from sfumato import __version__
+    from sfumato.reports.analysis_page import write_analyses
+    from sfumato.reports.charts import require_matplotlib
+    from sfumato.reports.console_studies import print_analyses
+    from sfumato.studies.analyse import AnalysisOptions, analyse_model, known_studies
+
+    require_matplotlib()
+    options = AnalysisOptions(
+        uncertainty=uncertainty, n_corrupted=corrupted, n_pairs=pairs, n_bins=bins, corpus=corpus, method=method,
+        n_mapped=items, n_resamples=bootstrap, seed=seed,
+    )  # fmt: skip
+    studies = None if only is None else known_studies(parse_names(only))
+    opened = open_model_on_data(model, data, overrides, split, device, purpose="analyse")
+    found = analyse_model(opened.model, opened.data, split, studies=studies, options=options, name=opened.name)
+    folder = opened.folder(out, f"analysis-{split}")
+    page = write_analyses(found, folder, __version__)
+    if as_json:
+        print(json.dumps(found.to_json() | {"out": str(folder)}, ensure_ascii=False))
+        return
+    print_analyses(found.to_json())
+    print(f"page: {page}")
+
+
+@app.command()
+def crops(
+    model: ModelName,
+    regions: Annotated[
+        Path, typer.Option(help="Boxes with phrases, in the format of Visual Genome's region_descriptions.json.")
+    ],
+    images: Annotated[
+        Path, typer.Option(help="Folder of the images, ID.jpg or ID.png; its VG_100K and VG_100K_2 are searched too.")
+    ],
+    thresholds: Annotated[
+        str, typer.Option(help="Largest areas of a box, as fractions of its image, separated by commas.")
+    ] = "0.1,0.2,0.3,0.4,0.5",
+    sample: Annotated[int, typer.Option(min=1, help="Number of images, chosen at random.")] = 2000,
+    uncertainty: Annotated[
+        str, typer.Option(help="Estimator: total_variance, log_det or geometric_std.")
+    ] = "total_variance",
+    bootstrap: Bootstrap = 1000,
+    seed: Seed = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder to write. Default: crops, in the run's folder or, for other models, in the current one."
+        ),
+    ] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Compare crops of one thing with crops of two.
+
+    Measures their uncertainty, and how often each finds its own caption. In each image, A is the largest box below a
+    threshold, B a box that overlaps little with A, and C the crop around both.
+    """
+    from sfumato import __version__
+    from sfumato.models.build import choose_device
+    from sfumato.models.export import load_model
+    from sfumato.reports.charts import require_matplotlib
+    from sfumato.reports.console_studies import print_crops
+    from sfumato.reports.crop_page import write_crops
+    from sfumato.studies.crop_study import study_crops
+
+    require_matplotlib()
+    try:
+        fractions = [float(fraction) for fraction in parse_names(thresholds)]
+    except ValueError:
+        raise UserError(f"--thresholds {thresholds}: expected fractions with commas between, e.g. 0.1,0.3") from None
+    study, examples, problems = study_crops(
+        load_model(model, device=choose_device(device)), regions, images, name=Path(model).resolve().name,
+        thresholds=fractions, sample=sample, uncertainty=uncertainty, n_resamples=bootstrap, seed=seed,
+    )  # fmt: skip
+    folder = out or (Path(model) if is_run(model) else Path()) / "crops"
+    page = write_crops(study, examples, problems, folder, __version__)
+    if as_json:
+        print(json.dumps(study.to_json() | {"out": str(folder)}, ensure_ascii=False))
+        return
+    print_crops(study.to_json())
+    print(f"page: {page}")
+
+
+LabelledFolder = Annotated[Path | None, typer.Option(help="Folder of images, ROOT/CLASS/IMAGE.jpg.")]
+EmojiClasses = Annotated[
+    str | None, typer.Option(help="Or the emoji set, with the classes of this level: group or subgroup.")
+]
+EmojiStyle = Annotated[str, typer.Option(help="With --emoji: drawing style, noto, twemoji or fluent3d.")]
+LabelledRecipe = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RECIPE", help="Or a recipe (path or name) with data in which the only text of an image is its class."
+    ),
+]
+Templates = Annotated[
+    Path | None, typer.Option(help="File of templates, one per line, with {} for the class. Default: the 80 of CLIP.")
+]
+Classes = Annotated[
+    Path | None,
+    typer.Option(
+        help="File of all classes, one per line: the folder (group, text), a tab, the name. Default: the folders'"
+        " names."
+    ),
+]
+Filters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--filter",
+        help="How many prompts to keep: none, global, per-class or oracle; may be given several times. Default: global"
+        " and per-class.",
+    ),
+]
+ChooseOn = Annotated[
+    Path | None,
+    typer.Option(help="Folder like --images, used to choose the number of prompts. Default: half of each class."),
+]
+Pooling = Annotated[str, typer.Option(help="How a class's prompts are joined: mixture, or unit as in CLIP.")]
+ZeroshotDistance = Annotated[str | None, typer.Option(help="Distance to classify by. Default: the model's own.")]
+
+
+@app.command()
+def zeroshot(
+    model: ModelName,
+    overrides: DataOverrides = None,
+    images: LabelledFolder = None,
+    emoji: EmojiClasses = None,
+    style: EmojiStyle = "fluent3d",
+    data: LabelledRecipe = None,
+    split: Split = "test",
+    templates: Templates = None,
+    classes: Classes = None,
+    filters: Filters = None,
+    choose_on: ChooseOn = None,
+    pooling: Pooling = "mixture",
+    distance: ZeroshotDistance = None,
+    bootstrap: Bootstrap = 1000,
+    seed: Seed = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for zeroshot.json and prompts.csv. Default: not written.")
+    ] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Classify images without training, by prompts.
+
+    The prompts are class names in templates. Measures the gain of keeping only the most certain prompts.
+    """
+    from sfumato.data.labelled import read_class_folder, read_class_names
+    from sfumato.models.build import choose_device
+    from sfumato.models.embedding_steps import file_endings
+    from sfumato.models.export import load_model
+    from sfumato.studies.prompts import read_templates
+    from sfumato.studies.zeroshot import evaluate_zeroshot
+
+    if sum(source is not None for source in (images, emoji, data)) != 1:
+        raise UserError("give one of --images FOLDER, --emoji group or subgroup, and --data RECIPE")
+    if overrides and data is None:
+        raise UserError(f"{overrides[0]!r} changes a recipe; name it with --data RECIPE")
+    if choose_on is not None and images is not None and choose_on.resolve() == images.resolve():
+        raise UserError(
+            "--choose-on holds the images that are reported on; to choose the number on them is --filter oracle"
+        )
+    prompts = read_templates(templates)
+    names = read_class_names(classes) if classes is not None else None
+    retrieval_model = load_model(model, device=choose_device(device))
+    labelled = _labelled_images(retrieval_model, images, emoji, style, data, overrides, split, names)
+    others = None
+    if choose_on is not None:
+        known = dict(zip(labelled.keys, labelled.classes, strict=True))
+        others = read_class_folder(choose_on, known, endings=file_endings(retrieval_model.model))
+    report = evaluate_zeroshot(
+        retrieval_model, labelled, prompts, filters=filters or ("global", "per-class"),
+        choose_on=others, pooling=pooling, distance=distance, n_resamples=bootstrap, seed=seed,
+    )  # fmt: skip
+    if out is not None:
+        report.write(out)
+    print(json.dumps(report.to_json(), ensure_ascii=False) if as_json else report.table())
+    if out is not None and not as_json:
+        print(f"written to {out}")
+
+
+def _labelled_images(
+    retrieval_model: "RetrievalModel",
+    images: Path | None,
+    emoji: str | None,
+    style: str,
+    data: str | None,
+    overrides: list[str] | None,
+    split: str,
+    names: dict[str, str] | None,
+) -> "Labelled":
+    """The images to classify, from the one source that was given."""
+    from sfumato.data.labelled import emoji_labelled, read_class_folder
+    from sfumato.models.embedding_steps import file_endings
+    from sfumato.models.recipe import find_recipe, load_recipe
+    from sfumato.studies.zeroshot import labelled_split
+
+    if images is not None:
+        return read_class_folder(images, names, endings=file_endings(retrieval_model.model))
+    if emoji is not None:
+        return emoji_labelled(emoji, style=style, names=names)
+    return labelled_split(load_recipe(find_recipe(data or ""), overrides or []).data, split, names)
+
+
+AuditedModel = Annotated[
+    str,
+    typer.Option(
+        "--run",
+        metavar="MODEL",
+        help="Folder of a run, folder of an exported or published model, or name of a model on the hub.",
+    ),
+]
+AuditedRecipe = Annotated[
+    str | None,
+    typer.Argument(metavar="RECIPE", help="Recipe (path or name) whose data to audit. Default: the data of the run."),
+]
+AuditedOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to that recipe, e.g. data.path=my.jsonl."),
+]
+
+
+@app.command()
+def audit(
+    model: AuditedModel,
+    data: AuditedRecipe = None,
+    overrides: AuditedOverrides = None,
+    split: Annotated[str | None, typer.Option(help="Split of the data. Default: test; with --cross-fit train.")] = None,
+    parts: Annotated[
+        int,
+        typer.Option("--cross-fit", metavar="K", help="Audit train in K parts, each by a model trained on the others."),
+    ] = 0,
+    top: Annotated[int, typer.Option(min=0, help="Number of pairs of each kind on the page and in audit.json.")] = 100,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder to write. Default: audit-SPLIT, in the run's folder or, with RECIPE, in the current one."
+        ),
+    ] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Find pairs of a data set that are probably wrong or missing.
+
+    Writes listed pairs that are probably wrong, and unlisted pairs that probably match, to tables and a page.
+    """
+    from sfumato import __version__
+    from sfumato.reports.audit_page import PAGE, summary, write_audit
+    from sfumato.studies.audit import audit_model, cross_fit
+
+    if parts and split not in (None, "train"):
+        raise UserError(f"--cross-fit audits the split train, which it trains on in parts; leave --split {split} out")
+    if parts and not is_run(model):
+        raise UserError(f"--cross-fit trains as a run was trained, and {model} is no run folder")
+    split = split or ("train" if parts else "test")
+    opened = open_model_on_data(model, data, overrides, split, device, purpose="audit")
+    folder = opened.folder(out, f"audit-{split}")
+    if parts and opened.run is not None:
+        result = cross_fit(opened.run, opened.data, parts, folder)
+    else:
+        name = Path(model).resolve().name if opened.run is not None else opened.name
+        result = audit_model(opened.model, opened.data, split, name=name, seen=opened.same_data and split == "train")
+    figures = write_audit(result, folder, top, __version__)
+    print_result(figures | {"out": str(folder)}, as_json, f"{summary(figures)}\npage: {folder / PAGE}")
+
+
+@app.command()
+def report(
+    model: ModelName,
+    overrides: DataOverrides = None,
+    data: DataRecipe = None,
+    split: Split = "test",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="HTML file to write. Default: report-SPLIT.html, in the run's folder or, with --data, in the current"
+            " one."
+        ),
+    ] = None,
+    analyses: Annotated[
+        bool,
+        typer.Option(
+            "--analyses",
+            help="For a run: first do the studies of `sfumato analyse` that are missing or were made with other"
+            " weights.",
+        ),
+    ] = False,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Write one HTML page about a model.
+
+    It shows figures, uncertainty, calibration, and right and wrong results with their images.
+    """
+    from sfumato.reports.charts import require_matplotlib
+    from sfumato.reports.model_report import report_model, report_run
+
+    require_matplotlib()
+    if data is not None and analyses:
+        raise UserError("--analyses goes with a run on its own data; with --data, `sfumato analyse` writes a page")
+    opened = open_model_on_data(model, data, overrides, split, device, purpose="report on")
+    if opened.own_run is not None:
+        page, path = report_run(opened.own_run, split, out, analyses=analyses)
+    else:
+        path = out or Path(f"report-{split}.html")
+        page = report_model(opened.model, opened.data, split, path, name=opened.name)
+    size = path.stat().st_size
+    result: dict[str, Any] = {"out": str(path), "bytes": size, **page.to_json()}
+    print_result(result, as_json, f"a page of {size / 1e6:.1f} MB: {path}")

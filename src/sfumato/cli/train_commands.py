@@ -1,0 +1,112 @@
+"""The commands that train: train, ablate, calibrate."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sfumato.cli.common import AsJson, Device, Overrides, RecipeName, RunFolder, Split, app, parse_names, print_result
+
+
+@app.command()
+def train(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run. Default: runs/NAME-OF-THE-RECIPE.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a model as a recipe says.
+
+    An interrupted run in the same folder is resumed.
+    """
+    from sfumato.models.recipe import find_recipe, load_recipe
+    from sfumato.progress import first_process
+    from sfumato.training.loop import fit
+
+    resolved = load_recipe(find_recipe(recipe), overrides or [])
+    result = fit(resolved, out or Path("runs") / resolved.name)
+    if not first_process():
+        return
+    best = result["best_score"]
+    score = "" if best is None else f", best epoch {result['best_epoch'] + 1} with score {best:.4f}"
+    line = f"trained {result['parameters']:,} parameters for {result['epochs']} epochs{score}: {result['run']}"
+    print_result(result, as_json, line)
+
+
+@app.command()
+def ablate(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    trained: Annotated[
+        str | None,
+        typer.Option(
+            "--train",
+            help="Distances to train with, separated by commas, e.g. csd,wasserstein2. Default: all without samples.",
+        ),
+    ] = None,
+    retrieved: Annotated[
+        str | None,
+        typer.Option("--retrieve", help="Distances to rank by, separated by commas. Default: those of --train."),
+    ] = None,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Number of runs per distance; their seeds count up from the recipe's train.seed.")
+    ] = 1,
+    split: Split = "test",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the runs. Default: runs/ablation-NAME-OF-THE-RECIPE.")
+    ] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Compare distances: train with each, rank by each.
+
+    The runs are OUT/DISTANCE-SEED. Runs that are finished there, also by `sfumato train`, are used as they are.
+    """
+    from sfumato.models.build import choose_device
+    from sfumato.models.recipe import find_recipe, load_recipe
+    from sfumato.reports.console import print_ablation
+    from sfumato.training.ablation import ABLATED, ablate, ablation_file
+
+    resolved = load_recipe(find_recipe(recipe), overrides or [])
+    folder = out or Path("runs") / f"ablation-{resolved.name}"
+    names = ABLATED if trained is None else parse_names(trained)
+    result = ablate(
+        resolved, folder, trained=names, retrieved=names if retrieved is None else parse_names(retrieved),
+        n_seeds=seeds, split=split, device=choose_device(device),
+    )  # fmt: skip
+    if as_json:
+        print(json.dumps(result.to_json()))
+        return
+    print_ablation(result.cells, f"{resolved.name}, {split}, {seeds} {'seed' if seeds == 1 else 'seeds'}")
+    for run, why in result.failed.items():
+        print(f"{run}: {why}")
+    print(f"written to {ablation_file(folder, split)}")
+
+
+@app.command()
+def calibrate(
+    run: RunFolder,
+    split: Annotated[
+        str, typer.Option(help="Split of the run's data to fit on; not one that it was trained on.")
+    ] = "val",
+    method: Annotated[
+        str, typer.Option(help="How to fit: platt, or isotonic (needs the extra calibration).")
+    ] = "platt",
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Calibrate a run again.
+
+    Fits match probabilities, thresholds, abstention and conformal sets, and writes them to the run's calibration.json.
+    """
+    from sfumato.models.build import choose_device
+    from sfumato.models.calibrate import calibrate_run, describe_calibration
+    from sfumato.reports.console import print_calibration
+
+    result = describe_calibration(calibrate_run(run, split, method=method, device=choose_device(device)))
+    if as_json:
+        print(json.dumps(result))
+        return
+    print_calibration(result)
+    print("written to calibration.json; build indices of this run again, so that they use it")

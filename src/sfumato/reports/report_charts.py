@@ -1,0 +1,263 @@
+"""The charts of a report with their tables of numbers: uncertainty, calibration and training."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sfumato.evaluation.protocols import Evaluation
+from sfumato.matching import match_probability
+from sfumato.metrics.reliability import brier_score, expected_calibration_error, reliability_curve, wilson_interval
+from sfumato.reports.charts import CARD, FAINT, FIRST, INK, SECOND, Chart
+from sfumato.reports.formatting import DIRECTIONS, digits, is_number, percent, signed
+from sfumato.reports.report_data import DirectionResult, ReportData
+from sfumato.search.exact import distance_blocks
+
+if TYPE_CHECKING:
+    from matplotlib.axis import Axis
+
+_PAIRS = 4_000_000
+_BINS = 10
+_QUANTILES = (("least", 0.0), ("tenth", 0.1), ("median", 0.5), ("nine tenths", 0.9), ("most", 1.0))
+
+
+def _in_percent(axis: "Axis") -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    axis.set_major_formatter(PercentFormatter(1))
+
+
+def recall_by_uncertainty(direction: DirectionResult, evaluation: Evaluation) -> dict[str, Any]:
+    """Recall@1 of the queries in ten parts, from the most to the least certain.
+
+    Args:
+        direction: what was found.
+        evaluation: whose embeddings have variances.
+
+    Returns:
+        For the template: name, chart, correlations and rows.
+    """
+    assert evaluation.uncertainty is not None
+    found = evaluation.uncertainty[direction.key]
+    bins, name = found["bins"], DIRECTIONS[direction.key]
+    chart = Chart(f"Recall at 1 by tenth of uncertainty, {name}: " + ", ".join(f"{b['recall']:.0%}" for b in bins))
+    rows = []
+    for i, b in enumerate(bins, 1):
+        low, high = wilson_interval(b["recall"], b["count"])
+        between, variance = f"{low:.1%} to {high:.1%}", digits(b["uncertainty"], 3)
+        (bar,) = chart.axes.bar([i], [b["recall"]], width=0.72, color=FIRST, alpha=0.75)
+        chart.hover(
+            bar,
+            f"tenth {i}: recall@1 {b['recall']:.1%} ({between}), {b['count']} queries, mean total variance {variance}",
+        )
+        chart.axes.errorbar([i], [(low + high) / 2], [(high - low) / 2], color=INK, linewidth=1.2)
+        rows.append([str(i), variance, f"{b['count']:,}", percent(b["recall"]), between])
+    chart.axes.set_xticks(range(1, len(bins) + 1))
+    chart.axes.set_ylim(bottom=0)
+    _in_percent(chart.axes.yaxis)
+    chart.axes.set_xlabel("tenth of the queries: most certain → least certain")
+    chart.axes.set_ylabel("recall@1")
+    counts = sorted({b["count"] for b in bins})
+    return {
+        "name": name,
+        "chart": chart.svg(),
+        "counts": f"n = {counts[0]:,}" if len(counts) == 1 else f"n = {counts[0]:,} to {counts[-1]:,}",
+        "correlation": signed(found["correlation"]),
+        "spearman": signed(found["spearman"]),
+        "rows": rows,
+    }
+
+
+def variance_histogram(data: ReportData) -> dict[str, Any]:
+    """Histogram of the total variances of both sides, on a logarithmic axis because they differ by factors.
+
+    Args:
+        data: of the report.
+
+    Returns:
+        For the template: chart, rows, and how many items of variance 0 are not in the chart.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+
+    variance = {
+        "images": data.images.total_variance.double().cpu().numpy(),
+        "texts": data.texts.total_variance.double().cpu().numpy(),
+    }
+    joined = np.concatenate([v[v > 0] for v in variance.values()])
+    low, high = joined.min(), joined.max()
+    edges = np.geomspace(*((low, high) if high > 1.26 * low else (low / 1.12, high * 1.12)), 36)
+    label = "; ".join(f"{side} median {digits(np.median(v), 3)}" for side, v in variance.items())
+    chart = Chart(f"Histogram of total variance: {label}")
+    for (side, v), colour, alpha in zip(variance.items(), (FIRST, SECOND), (0.75, 0.6), strict=True):
+        fraction = np.histogram(v, edges)[0] / max(len(v), 1)
+        bars = chart.axes.bar(edges[:-1], fraction, np.diff(edges), align="edge", color=colour, alpha=alpha, label=side)
+        for bar, height, left, right in zip(bars, fraction, edges[:-1], edges[1:], strict=True):
+            chart.hover(bar, f"{side}: {height:.1%} between {left:.3g} and {right:.3g}")
+    chart.axes.set_xscale("log")
+    chart.axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 5 * low else MaxNLocator(4))
+    chart.axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    chart.axes.minorticks_off()
+    _in_percent(chart.axes.yaxis)
+    chart.axes.set_xlabel("total variance (logarithmic)")
+    chart.axes.set_ylabel("fraction of the items")
+    chart.legend()
+    both = list(variance.values())
+    rows = [["number of items", *(f"{len(v):,}" for v in both)], ["mean", *(digits(v.mean(), 3) for v in both)]]
+    rows += [[name, *(digits(np.quantile(v, q), 3) for v in both)] for name, q in _QUANTILES]
+    return {"chart": chart.svg(), "rows": rows, "zeros": int(sum((v <= 0).sum() for v in both))}
+
+
+def calibration_panels(
+    data: ReportData, directions: Sequence[DirectionResult]
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """How well match probabilities are calibrated, over all pairs and over first results.
+
+    Args:
+        data: of the report.
+        directions: what was found.
+
+    Returns:
+        (the figures of :class:`~sfumato.reports.report.Report`, for the template a panel for each of them).
+    """
+    sets = _judged_pairs(data, directions)
+    versions = {} if data.learnt_logits is None and data.calibrated else {"before": data.learnt_logits or data.logits}
+    versions |= {"after": data.logits} if data.calibrated else {}
+    figures: dict[str, dict[str, Any]] = {}
+    panels = []
+    for key, (name, distance, match) in sets.items():
+        figures[key] = {"n": len(match), "matches": float(match.double().mean())}
+        curves = {}
+        for version, logits in versions.items():
+            probability = match_probability(distance.double(), *logits)
+            curves[version] = reliability_curve(probability, match, n_bins=_BINS)
+            figures[key][version] = {
+                "ece": expected_calibration_error(probability, match, n_bins=_BINS),
+                "brier": brier_score(probability, match),
+            }
+        rows = [
+            [version, percent(b["probability"]), percent(b["observed"]), f"{b['count']:,}"]
+            for version, curve in curves.items()
+            for b in curve
+        ]
+        panels.append({"key": key, "name": name, "chart": _reliability_chart(curves, name).svg(), "rows": rows})
+    return figures, panels
+
+
+def _judged_pairs(data: ReportData, directions: Sequence[DirectionResult]) -> dict[str, tuple[str, Tensor, Tensor]]:
+    """(name, distances, whether they match) of all pairs, or of a random part of very many, and of first results."""
+    n, m = data.images.n, data.texts.n
+    chosen = np.sort(np.random.default_rng(0).permutation(n)[: max(1, _PAIRS // max(m, 1))])
+    part = data.images[torch.from_numpy(chosen).to(data.images.device)]
+    sets = {
+        "pairs": (
+            "every pair of an image and a text",
+            torch.cat([block.cpu() for _, block in distance_blocks(part, data.texts, data.distance)]).flatten(),
+            torch.from_numpy(np.asarray(data.relevance.select_queries(chosen).to_dense())).flatten(),
+        )
+    }
+    for direction in directions:
+        right = direction.first_is_right
+        has = ~np.isnan(right)
+        name = f"first results, {DIRECTIONS[direction.key]}"
+        sets[direction.key] = name, direction.distances[torch.from_numpy(has), 0], torch.from_numpy(right[has])
+    return sets
+
+
+def _reliability_chart(curves: Mapping[str, list[dict[str, Any]]], name: str) -> Chart:
+    chart = Chart(
+        f"Reliability of {name}: "
+        + "; ".join(
+            f"{version} calibration "
+            + ", ".join(f"predicted {b['probability']:.0%} observed {b['observed']:.0%}" for b in curve)
+            for version, curve in curves.items()
+        )
+    )
+    axes = chart.axes
+    axes.plot([0, 1], [0, 1], color=FAINT, linestyle=(0, (5, 5)), linewidth=1)
+    most = max(b["count"] for curve in curves.values() for b in curve)
+    for version, curve in curves.items():
+        before = version == "before"
+        colour, line = (SECOND, (0, (4, 3))) if before else (FIRST, "-")
+        points = [b["probability"] for b in curve], [b["observed"] for b in curve]
+        axes.plot(*points, color=colour, linestyle=line, linewidth=2, label=f"{version} calibration")
+        for b in curve:
+            axes.vlines(b["probability"], b["low"], b["high"], color=colour, alpha=0.6, linewidth=1.2)
+            size = 5 + 8 * np.log1p(b["count"]) / np.log1p(most)
+            (dot,) = axes.plot(
+                [b["probability"]], [b["observed"]], "o", color=colour, markersize=size,
+                markerfacecolor=CARD if before else colour,
+            )  # fmt: skip
+            chart.hover(
+                dot,
+                f"{version} calibration: predicted {b['probability']:.1%}, observed {b['observed']:.1%}"
+                f" ({b['low']:.1%} to {b['high']:.1%}) of {b['count']:,}",
+            )
+    for axis in (axes.xaxis, axes.yaxis):
+        _in_percent(axis)
+        axis.set_ticks([0, 0.25, 0.5, 0.75, 1])
+    axes.set_xlabel("predicted match probability")
+    axes.set_ylabel("fraction that matches")
+    chart.legend()
+    return chart
+
+
+_CURVES: tuple[tuple[str, dict[str, tuple[str, str]]], ...] = (
+    ("training loss", {"loss": (FIRST, "loss")}),
+    (
+        "recall@1 on the validation split",
+        {"val/i2t/recall@1": (FIRST, DIRECTIONS["i2t"]), "val/t2i/recall@1": (SECOND, DIRECTIONS["t2i"])},
+    ),
+    (
+        "mean total variance in training",
+        {"total_variance/image": (FIRST, "images"), "total_variance/text": (SECOND, "texts")},
+    ),
+)
+
+
+def training_curves(log: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Charts of what a training log holds.
+
+    Args:
+        log: a dictionary for each epoch.
+
+    Returns:
+        For the template: name and chart of each quantity that is in the log.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    shown = []
+    for name, series in _CURVES:
+        lines = {
+            key: [
+                (float(e["epoch"]) + 1, float(e[key]))
+                for e in log
+                if is_number(e.get(key)) and is_number(e.get("epoch"))
+            ]
+            for key in series
+        }
+        lines = {key: points for key, points in lines.items() if points}
+        if not lines or max(v for points in lines.values() for _, v in points) <= 0:
+            continue
+        fraction = "recall" in name
+        ends = (f"{series[key][1]} from {digits(p[0][1], 3)} to {digits(p[-1][1], 3)}" for key, p in lines.items())
+        chart = Chart(f"{name} by epoch: " + "; ".join(ends))
+        for key, points in lines.items():
+            colour, label = series[key]
+            epochs, values = zip(*points, strict=True)
+            chart.axes.plot(epochs, values, color=colour, linewidth=2, label=label)
+            for epoch, value in points if len(points) <= 20 else ():
+                (dot,) = chart.axes.plot([epoch], [value], "o", color=colour, markersize=5)
+                chart.hover(dot, f"epoch {epoch:g}: {percent(value) if fraction else digits(value)}")
+        chart.axes.set_ylim(
+            bottom=min(0.0, chart.axes.get_ylim()[0]) if min(v for p in lines.values() for _, v in p) < 0 else 0
+        )
+        chart.axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        if fraction:
+            _in_percent(chart.axes.yaxis)
+        chart.axes.set_xlabel("epoch")
+        if len(lines) > 1:
+            chart.legend()
+        shown.append({"name": name, "chart": chart.svg()})
+    return shown

@@ -1,0 +1,100 @@
+"""What earlier commands left in the folder of a run, as far as pages show it."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sfumato.studies.analyse import STUDIES
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Read a JSON object.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The object; None if there is no such file, or it holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_image(folder: Path, name: str) -> bytes | None:
+    """Read an image beside the studies of a folder.
+
+    Args:
+        folder: of the studies.
+        name: of the image; folders in it are ignored.
+
+    Returns:
+        The bytes of the file; None if it is not there.
+    """
+    try:
+        return (folder / Path(name).name).read_bytes()
+    except OSError:
+        return None
+
+
+def read_studies(folder: Path) -> dict[str, dict[str, Any]]:
+    """Read what earlier calls of `sfumato analyse` left in a folder.
+
+    Args:
+        folder: of the studies.
+
+    Returns:
+        The studies by name, of whatever model and split.
+    """
+    found = {name: read_object(folder / f"{name}.json") for name in STUDIES}
+    return {name: study for name, study in found.items() if study is not None}
+
+
+def read_evaluations(folder: Path, split: str, own: str, n: int, m: int) -> list[dict[str, Any]]:
+    """Read what `sfumato evaluate` wrote about a split by other distances.
+
+    Args:
+        folder: of the run.
+        split: name of the split.
+        own: name of the distance to leave out.
+        n: number of images that an evaluation must have.
+        m: number of texts that it must have.
+
+    Returns:
+        The evaluations, in the order of their names.
+    """
+    found = []
+    for path in sorted(folder.glob("evaluation-*.json")):
+        result = read_object(path)
+        if (
+            result is not None
+            and result.get("distance") != own
+            and path.name == f"evaluation-{split}-{result.get('distance')}.json"
+            and (result.get("n_images"), result.get("n_texts")) == (n, m)
+        ):
+            found.append(result)
+    return found
+
+
+def read_log(path: Path) -> Sequence[dict[str, Any]]:
+    """Read a training log.
+
+    Args:
+        path: of the file, one JSON object per line.
+
+    Returns:
+        The finite values of each whole line; nothing if there is no such file.
+    """
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            lines.append({k: v for k, v in value.items() if not isinstance(v, float) or math.isfinite(v)})
+    return lines
