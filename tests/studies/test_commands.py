@@ -42,7 +42,7 @@ def test_all_studies_are_printed_written_and_drawn(run, sfumato):
     assert status == 0
     for words in (
         "does damage raise total_variance?",
-        "mixtures of two pictures, 4 pairs",
+        "mixtures of two images, 4 pairs",
         "words of texts",
         "principal",
     ):
