@@ -12,7 +12,7 @@ import transformers
 
 from sfumato.encoders.clip import ClipImageEncoder, ClipTextEncoder, clip_image_encoder, clip_text_encoder
 from sfumato.encoders.features import Inputs
-from sfumato.encoders.heads import GaussianHead
+from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.errors import UserError
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
@@ -414,7 +414,7 @@ def test_recomputed_activations_give_the_same_gradients(kind, side):
 def test_what_is_padded_behind_a_text_of_clip_changes_nothing(pooling):
     encoder = text_encoder(plain("clip", "text", **TEXT["clip"][1]))
     torch.manual_seed(0)
-    head = GaussianHead(12, 5, pooling=pooling).double().eval()
+    head = GaussianHead(12, 5, HeadOptions(pooling=pooling)).double().eval()
     mask = torch.arange(9) < torch.tensor([7, 2, 4, 1]).unsqueeze(1)
     ids = torch.nn.functional.pad(IDS, (0, 2)) * mask
     with torch.no_grad():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sfumato.encoders.features import TokenFeatures
-from sfumato.encoders.heads import GaussianHead
+from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.models.build import build_loss
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
@@ -138,7 +138,7 @@ def test_a_method_learns_a_small_world(method):
         GaussianHead(
             12,
             config.dim,
-            pooling="average",
+            HeadOptions(pooling="average",
             mlp=config.mlp,
             normalize=config.normalize,
             variance=config.variance,
@@ -146,7 +146,7 @@ def test_a_method_learns_a_small_world(method):
             covariance=config.covariance,
             variance_bounds=config.variance_bounds,
             embeddings=config.embeddings,
-            local_attention=config.local_attention,
+            local_attention=config.local_attention),
         )
         for _ in ("image", "text")
     ]

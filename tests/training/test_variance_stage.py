@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from support.toy import make_toy
 
 from sfumato.encoders.dual import Tower
-from sfumato.encoders.heads import GaussianHead
+from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.processors import TokenProcessor
 from sfumato.encoders.small import SmallTextEncoder, train_tokenizer
 from sfumato.models.recipe import SpreadConfig, load_recipe
@@ -23,7 +23,7 @@ def tower(variance=True, **options):
     torch.manual_seed(0)
     tokenizer = train_tokenizer(WORDS, 100)
     encoder = SmallTextEncoder(tokenizer.get_vocab_size(), 48, 0.5)
-    head = GaussianHead(encoder.channels, 32, variance=variance, variance_mlp=True, **options)
+    head = GaussianHead(encoder.channels, 32, HeadOptions(variance=variance, variance_mlp=True, **options))
     built = Tower(TokenProcessor(tokenizer, 8), encoder, head)
     store, _ = built.processor.read([lambda word=word: word for word in WORDS])
     return built, store

@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sfumato.encoders.clip import ClipImageEncoder, ClipTextEncoder
+from sfumato.encoders.clip_transformers import ClipImageEncoder, ClipTextEncoder
 from sfumato.encoders.features import Inputs, TokenFeatures
+from sfumato.encoders.protocol import EncoderModule
 
 
-class _UncTokenEncoder(nn.Module):
+class _UncTokenEncoder(EncoderModule):
     """An encoder and the [UNC] token before its blocks."""
+
+    pretrained = True
 
     encoder: ClipImageEncoder | ClipTextEncoder
 

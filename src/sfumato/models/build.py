@@ -15,7 +15,7 @@ from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
 from sfumato.encoders.efficientnet import EfficientNetEncoder
 from sfumato.encoders.frozen import image_backbone, text_backbone
 from sfumato.encoders.gru import WordEncoder, read_word_vectors, word_tokenizer
-from sfumato.encoders.heads import GaussianHead
+from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.package_weights import pretrained_tokenizer
 from sfumato.encoders.processors import FrozenProcessor, ImageFileProcessor, PixelProcessor, Processor, TokenProcessor
 from sfumato.encoders.regions import RegionEncoder, RegionProcessor
@@ -116,7 +116,7 @@ def _tower(config: ModelConfig, processor: Processor, encoder: Any, token: str, 
     head = GaussianHead(
         encoder.channels,
         config.dim,
-        pooling=token if config.pooling == "token" else config.pooling,
+        HeadOptions(pooling=token if config.pooling == "token" else config.pooling,
         mlp=config.mlp,
         normalize=config.normalize,
         variance=config.variance,
@@ -126,7 +126,7 @@ def _tower(config: ModelConfig, processor: Processor, encoder: Any, token: str, 
         covariance=config.covariance,
         variance_bounds=config.variance_bounds,
         embeddings=config.embeddings,
-        local_attention=config.local_attention,
+        local_attention=config.local_attention),
         local_channels=getattr(encoder, "local_channels", None),
     )
     return Tower(processor, encoder, head, token_dropout=token_dropout)

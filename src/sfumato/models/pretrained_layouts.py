@@ -27,7 +27,7 @@ from sfumato.encoders.clip import (
     openai_text_state,
 )
 from sfumato.encoders.dual import DualEncoder, Tower
-from sfumato.encoders.heads import GaussianHead
+from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.processors import CLEANINGS, BilinearProcessor, ImageFileProcessor, SpecialTokenProcessor
 from sfumato.encoders.unc_token import UncTokenImageEncoder, UncTokenTextEncoder
 from sfumato.errors import UserError
@@ -96,9 +96,9 @@ def pcmepp_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
     text_encoder = text.encoder(text_own)
     model = DualEncoder(
         Tower(
-            ImageFileProcessor(vision.size, fit="crop"), image_encoder, GaussianHead(vision.width, dim, pooling="first")
+            ImageFileProcessor(vision.size, fit="crop"), image_encoder, GaussianHead(vision.width, dim, HeadOptions(pooling="first"))
         ),
-        Tower(_clip_reader(find, text), text_encoder, GaussianHead(text.width, dim, pooling="last")),
+        Tower(_clip_reader(find, text), text_encoder, GaussianHead(text.width, dim, HeadOptions(pooling="last"))),
     )
     visual = _without(_below("visual.", tensors), ("proj", "uncertainty_proj"))
     others = ("visual.", "text_projection", "uncertainty_text_projection", "logit_scale", "shift", "negative_scale")
@@ -162,9 +162,9 @@ def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
     )
     model = DualEncoder(
         Tower(
-            ImageFileProcessor(vision.size, fit="crop"), image_encoder, GaussianHead(vision.width, dim, pooling="first")
+            ImageFileProcessor(vision.size, fit="crop"), image_encoder, GaussianHead(vision.width, dim, HeadOptions(pooling="first"))
         ),
-        Tower(processor, text_encoder, GaussianHead(text.width, dim, pooling="first")),
+        Tower(processor, text_encoder, GaussianHead(text.width, dim, HeadOptions(pooling="first"))),
     )
     visual, words = _below("visual.", tensors), _below("text.", tensors)
     codes, word_codes = visual["positional_embedding"].double(), words["positional_embedding"].double()
@@ -258,7 +258,7 @@ def pcmepp_training(
 
     def head(channels: int, without_gpo: str, normalize: bool) -> GaussianHead:
         pooling = "gpo" if gpo else without_gpo
-        return GaussianHead(channels, dim, pooling=pooling, normalize=normalize, variance=variance, variance_norm=norm)
+        return GaussianHead(channels, dim, HeadOptions(pooling=pooling, normalize=normalize, variance=variance, variance_norm=norm))
 
     image_encoder = vision.encoder(IMAGENET_MEAN, IMAGENET_STD, _count_blocks(tensors, image_own), final_norm=False)
     text_encoder = text.encoder(_count_blocks(tensors, text_own))
