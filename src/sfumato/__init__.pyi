@@ -105,10 +105,10 @@ from .distances import (
 from .distances import (
     wasserstein2_printed_matrix as wasserstein2_printed_matrix,
 )
-from .encoders.clip import (
+from .encoders.clip_transformers import (
     ClipImageEncoder as ClipImageEncoder,
 )
-from .encoders.clip import (
+from .encoders.clip_transformers import (
     ClipTextEncoder as ClipTextEncoder,
 )
 from .encoders.dual import (
@@ -122,6 +122,15 @@ from .encoders.heads import (
 )
 from .encoders.heads import (
     GaussianHead as GaussianHead,
+)
+from .encoders.heads import (
+    HeadOptions as HeadOptions,
+)
+from .encoders.registry import (
+    ENCODERS as ENCODERS,
+)
+from .encoders.registry import (
+    register_encoder as register_encoder,
 )
 from .evaluation.benchmarks import (
     evaluate_benchmarks as evaluate_benchmarks,

@@ -10,7 +10,8 @@ pytest.importorskip("transformers", reason="the extra backbones is not installed
 
 import transformers
 
-from sfumato.encoders.clip import ClipImageEncoder, ClipTextEncoder, clip_image_encoder, clip_text_encoder
+from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
+from sfumato.encoders.clip_transformers import ClipImageEncoder, ClipTextEncoder
 from sfumato.encoders.features import Inputs
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.errors import UserError

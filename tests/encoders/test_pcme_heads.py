@@ -21,10 +21,12 @@ def features(*, local=False, log_var=False):
     return TokenFeatures(torch.randn(3, 5, 8), mask, torch.randn(3, 5, 8) if log_var else None, *own)
 
 
-def head_of(outputs=7, **options):
+def head_of(outputs=7, local_channels=None, **options):
     """A head whose weights are all of one size, so that each of them shows."""
     torch.manual_seed(1)
-    head = GaussianHead(8, outputs, HeadOptions(pooling="average", local_attention=True, **options))
+    head = GaussianHead(
+        8, outputs, HeadOptions(pooling="average", local_attention=True, **options), local_channels=local_channels
+    )
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter)
     return head

@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="the extra backbones is not installed
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sfumato.distances import csd_matrix
-from sfumato.encoders.clip import CLIP_MEAN, CLIP_STD
+from sfumato.encoders.clip_transformers import CLIP_MEAN, CLIP_STD
 from sfumato.encoders.features import Inputs
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding

@@ -138,15 +138,17 @@ def test_a_method_learns_a_small_world(method):
         GaussianHead(
             12,
             config.dim,
-            HeadOptions(pooling="average",
-            mlp=config.mlp,
-            normalize=config.normalize,
-            variance=config.variance,
-            init_total_variance=config.init_total_variance,
-            covariance=config.covariance,
-            variance_bounds=config.variance_bounds,
-            embeddings=config.embeddings,
-            local_attention=config.local_attention),
+            HeadOptions(
+                pooling="average",
+                mlp=config.mlp,
+                normalize=config.normalize,
+                variance=config.variance,
+                init_total_variance=config.init_total_variance,
+                covariance=config.covariance,
+                variance_bounds=config.variance_bounds,
+                embeddings=config.embeddings,
+                local_attention=config.local_attention,
+            ),
         )
         for _ in ("image", "text")
     ]

@@ -75,9 +75,7 @@ class _ClipConfig(EncoderConfig):
     variance_token: bool = Field(
         False, description="ProLIP's way: the log variance from an extra token [UNC] instead of extra blocks"
     )
-    checkpointing: bool = Field(
-        False, description="recompute activations in the backward pass: less memory, more time"
-    )
+    checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
 
     @property
     def base_model(self) -> str:

@@ -58,7 +58,9 @@ class FrozenImageConfig(ImageEncoderConfig):
         None, ge=16, description="side in pixels to which images are resized; the backbone's own size if left out"
     )
     grid: int | None = Field(
-        None, ge=1, description="average the map of a convolutional backbone to grid x grid tokens; all cells if left out"
+        None,
+        ge=1,
+        description="average the map of a convolutional backbone to grid x grid tokens; all cells if left out",
     )
 
     @property

@@ -43,7 +43,8 @@ class WordTextConfig(TextEncoderConfig):
     )
     max_tokens: PositiveInt = Field(64, description="largest number of words of a text; longer texts are cut")
     vectors: str = Field(
-        "", description="text file of GloVe with word vectors to start from, needed only when a run begins; none if empty"
+        "",
+        description="text file of GloVe with word vectors to start from, needed only when a run begins; none if empty",
     )
     freeze: bool = Field(False, description="never change the word vectors; needs vectors")
     variance_gru: bool = Field(True, description="a second GRU for the log variance alone")
@@ -51,7 +52,9 @@ class WordTextConfig(TextEncoderConfig):
     def check(self, section: str) -> None:
         """See :meth:`EncoderConfig.check <sfumato.encoders.protocol.EncoderConfig.check>`."""
         if self.freeze and not self.vectors:
-            raise ValueError(f"{section}.freeze is for word vectors from a file; give {section}.vectors, or leave it out")
+            raise ValueError(
+                f"{section}.freeze is for word vectors from a file; give {section}.vectors, or leave it out"
+            )
 
 
 def word_tokenizer(texts: Iterable[str], *, min_count: int = 1) -> Tokenizer:

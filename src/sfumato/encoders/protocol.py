@@ -23,6 +23,7 @@ Side = Literal["image", "text"]
 Item = Callable[[], bytes | str]
 """A function that returns the bytes of an image file (or of a file of region features), or a text."""
 
+
 def item_bytes(item: Item) -> bytes:
     """The bytes of an item.
 

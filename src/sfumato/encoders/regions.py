@@ -44,10 +44,12 @@ class RegionImageConfig(ImageEncoderConfig):
     width: PositiveInt | None = Field(None, description="channels of the layers above them; model.dim if left out")
     graph_layers: int = Field(4, ge=0, description="number of layers of reasoning between the regions of an image")
     recurrent: bool = Field(
-        True, description="the token feature is the last state of a GRU over the regions; otherwise model.pooling pools them"
+        True,
+        description="the token feature is the last state of a GRU over the regions; otherwise model.pooling pools them",
     )
     variance_layers: bool = Field(
-        True, description="the log variance has graph layers and a GRU of its own; otherwise it shares those of the mean"
+        True,
+        description="the log variance has graph layers and a GRU of its own; otherwise it shares those of the mean",
     )
 
     def check(self, section: str) -> None:

@@ -21,7 +21,9 @@ class SmallImageConfig(ImageEncoderConfig):
     kind: Literal["small"] = "small"
     size: int = Field(64, ge=16, description="side of the square images in pixels")
     width: PositiveInt = Field(48, description="channels of the first stage; each later stage has twice as many")
-    augment: bool = Field(True, description="change training images at random: rotations, crops, mirror images, colours")
+    augment: bool = Field(
+        True, description="change training images at random: rotations, crops, mirror images, colours"
+    )
 
     @property
     def augment_mode(self) -> Literal["none", "crop", "style"]:

@@ -171,4 +171,3 @@ class SpecialTokenProcessor:
 
 def _id(tokenizer: Tokenizer, token: str) -> int:
     return tokenizer.get_vocab()[token]
-

@@ -31,7 +31,8 @@ from sfumato.data.shards import ShardError
 from sfumato.data.transforms import check_image, decode_image
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import PixelStore, RaggedStore
-from sfumato.encoders.processors import FrozenProcessor, ImageFileProcessor, PixelProcessor, processors
+from sfumato.encoders.frozen import FrozenProcessor
+from sfumato.encoders.image_processors import ImageFileProcessor, PixelProcessor, available_cpus
 from sfumato.encoders.regions import RegionProcessor, stacked, uses_regions
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
@@ -147,7 +148,7 @@ def embed_collection(
         >>> done = embed_collection(load_model("runs/mine"), list_folder("pictures", part_size=4096), "out")  # doctest: +SKIP
         >>> for ids, embeddings, payloads in read_parts("out"): ...  # doctest: +SKIP
     """
-    workers = processors() if workers is None else workers
+    workers = available_cpus() if workers is None else workers
     if of < 1 or not 0 <= job < of:
         raise ValueError(f"embed_collection: job must be in [0, of), got {job} of {of}")
     for name, value in (("workers", workers), ("batch_size", batch_size)):

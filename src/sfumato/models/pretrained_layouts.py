@@ -16,19 +16,13 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from sfumato.encoders.clip import (
-    CLIP_MEAN,
-    CLIP_STD,
-    ClipImageEncoder,
-    ClipTextEncoder,
-    clip_image_encoder,
-    clip_text_encoder,
-    openai_image_state,
-    openai_text_state,
-)
+from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
+from sfumato.encoders.clip_transformers import CLIP_MEAN, CLIP_STD, ClipImageEncoder, ClipTextEncoder
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.heads import GaussianHead, HeadOptions
-from sfumato.encoders.processors import CLEANINGS, BilinearProcessor, ImageFileProcessor, SpecialTokenProcessor
+from sfumato.encoders.image_processors import BilinearProcessor, ImageFileProcessor
+from sfumato.encoders.openai_names import openai_image_state, openai_text_state
+from sfumato.encoders.text_processors import CLEANINGS, SpecialTokenProcessor
 from sfumato.encoders.unc_token import UncTokenImageEncoder, UncTokenTextEncoder
 from sfumato.errors import UserError
 
@@ -96,7 +90,9 @@ def pcmepp_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
     text_encoder = text.encoder(text_own)
     model = DualEncoder(
         Tower(
-            ImageFileProcessor(vision.size, fit="crop"), image_encoder, GaussianHead(vision.width, dim, HeadOptions(pooling="first"))
+            ImageFileProcessor(vision.size, fit="crop"),
+            image_encoder,
+            GaussianHead(vision.width, dim, HeadOptions(pooling="first")),
         ),
         Tower(_clip_reader(find, text), text_encoder, GaussianHead(text.width, dim, HeadOptions(pooling="last"))),
     )
@@ -162,7 +158,9 @@ def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
     )
     model = DualEncoder(
         Tower(
-            ImageFileProcessor(vision.size, fit="crop"), image_encoder, GaussianHead(vision.width, dim, HeadOptions(pooling="first"))
+            ImageFileProcessor(vision.size, fit="crop"),
+            image_encoder,
+            GaussianHead(vision.width, dim, HeadOptions(pooling="first")),
         ),
         Tower(processor, text_encoder, GaussianHead(text.width, dim, HeadOptions(pooling="first"))),
     )
@@ -258,7 +256,9 @@ def pcmepp_training(
 
     def head(channels: int, without_gpo: str, normalize: bool) -> GaussianHead:
         pooling = "gpo" if gpo else without_gpo
-        return GaussianHead(channels, dim, HeadOptions(pooling=pooling, normalize=normalize, variance=variance, variance_norm=norm))
+        return GaussianHead(
+            channels, dim, HeadOptions(pooling=pooling, normalize=normalize, variance=variance, variance_norm=norm)
+        )
 
     image_encoder = vision.encoder(IMAGENET_MEAN, IMAGENET_STD, _count_blocks(tensors, image_own), final_norm=False)
     text_encoder = text.encoder(_count_blocks(tensors, text_own))

@@ -8,26 +8,33 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tomli_w
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
+    SerializeAsAny,
     ValidationError,
     model_validator,
 )
 
 from sfumato.data.folds import parse_part
+from sfumato.encoders.protocol import ImageEncoderConfig, Side, TextEncoderConfig
+from sfumato.encoders.registry import ENCODERS, encoder_entry, encoder_section
+from sfumato.encoders.small import SmallImageConfig, SmallTextConfig
 from sfumato.errors import UserError
 from sfumato.files import write_atomically
+from sfumato.models.training_sections import AugmentConfig, OptimConfig, TrainConfig, VarianceStageConfig
 
 
 class _Section(BaseModel):
@@ -101,278 +108,16 @@ class DataConfig(_Section):
         return self
 
 
-class SmallImageConfig(_Section):
-    """A small convolutional network that learns from pixels."""
-
-    kind: Literal["small"] = "small"
-    size: int = Field(64, ge=16, description="side of the square pictures in pixels")
-    width: PositiveInt = Field(48, description="channels of the first stage; doubled at each of the later ones")
-    augment: bool = Field(True, description="random geometry and colours while training")
-
-    @property
-    def augment_mode(self) -> Literal["none", "crop", "style"]:
-        """How pictures are changed at random while training."""
-        return "style" if self.augment else "none"
-
-
-class SmallTextConfig(_Section):
-    """A small network over word pieces, whose vocabulary is learnt from the training texts."""
-
-    kind: Literal["small"] = "small"
-    vocabulary: PositiveInt = Field(4000, description="number of word pieces; single characters are always among them")
-    width: PositiveInt = Field(256, description="channels of the token features")
-    max_tokens: PositiveInt = 64
-    dropout: float = Field(0.1, ge=0, lt=1)
-
-
-class WordTextConfig(_Section):
-    """A GRU over whole words, those of the training texts."""
-
-    kind: Literal["gru"] = "gru"
-    width: PositiveInt = Field(300, description="of the word vectors")
-    hidden: PositiveInt = Field(512, description="width of the GRU, in each direction")
-    bidirectional: bool = Field(False, description="read backwards too")
-    states: Literal["final", "all"] = Field(
-        "final", description="token features: the state in which each direction ends, or those at all words"
-    )
-    min_count: PositiveInt = Field(1, description="how often the training texts must have a word for it to be known")
-    max_tokens: PositiveInt = 64
-    vectors: str = Field(
-        "", description="start from the word vectors of this text file of GloVe; needed to begin training only"
-    )
-    freeze: bool = Field(False, description="vectors: they never learn")
-    variance_gru: bool = Field(True, description="the log variance has a GRU of its own")
-
-    def check(self) -> None:
-        """Refuse values that would have no effect, or a bad one."""
-        if self.freeze and not self.vectors:
-            raise ValueError(
-                "model.text.freeze is for word vectors from a file; give model.text.vectors, or leave it out"
-            )
-
-
-class FrozenImageConfig(_Section):
-    """Token features of a pre-trained image backbone, computed once."""
-
-    kind: Literal["frozen"] = "frozen"
-    backbone: str = Field(
-        "efficientnet-lite0", description="efficientnet-lite0, a hub name, or a local transformers folder"
-    )
-    size: int | None = Field(None, ge=16, description="side of the pictures in pixels; the backbone's own if left out")
-    grid: int | None = Field(
-        None, ge=1, description="average a convolutional map down to grid x grid tokens; all if left out"
-    )
-
-    @property
-    def augment_mode(self) -> Literal["none", "crop", "style"]:
-        """Features are computed once: their pictures do not change."""
-        return "none"
-
-
-class FrozenTextConfig(_Section):
-    """Token features of a pre-trained text backbone, computed once."""
-
-    kind: Literal["frozen"] = "frozen"
-    backbone: str = Field("minilm-l6-v2", description="minilm-l6-v2, a hub name, or a local transformers folder")
-    max_tokens: PositiveInt = 64
-
-
-class EfficientNetImageConfig(_Section):
-    """EfficientNet-Lite0 (extra ``offline``), fine-tuned from pixels."""
-
-    kind: Literal["efficientnet"] = "efficientnet"
-    size: int = Field(128, ge=32, description="side of the square pictures in pixels")
-    pretrained: bool = Field(True, description="start from the weights of ImageNet")
-    augment: Literal["none", "crop", "style"] = Field(
-        "crop", description="while training: random crops and mirror images, or all that a drawing style may change"
-    )
-    in_memory: bool = Field(True, description="decode all pictures once instead of anew for each batch")
-
-    @property
-    def augment_mode(self) -> Literal["none", "crop", "style"]:
-        """How pictures are changed at random while training."""
-        return self.augment
-
-    @property
-    def starts_pretrained(self) -> bool:
-        """Whether its weights come from elsewhere, so that they may rest while what is new learns."""
-        return self.pretrained
-
-
-class ResNetImageConfig(_Section):
-    """A residual network of transformers, trained from pixels."""
-
-    kind: Literal["resnet"] = "resnet"
-    weights: str = Field("", description="hub name or local folder of a ResNet; random weights if empty")
-    architecture: Literal["resnet-18", "resnet-34", "resnet-50", "resnet-101", "resnet-152"] = Field(
-        "resnet-50", description="without weights"
-    )
-    depths: tuple[PositiveInt, ...] | None = Field(
-        None, min_length=1, description="without weights, in place of an architecture: blocks of each stage"
-    )
-    width: PositiveInt = Field(
-        64, description="with depths: channels of the first stage; doubled at each of the later ones"
-    )
-    size: int = Field(224, ge=32, description="side of the square pictures in pixels")
-    fit: Literal["squash", "crop"] = Field("squash", description="pictures to squares: by squeezing, or a centre crop")
-    augment: Literal["none", "crop", "style"] = Field(
-        "crop", description="while training: random crops and mirror images, or all that a drawing style may change"
-    )
-    in_memory: bool = Field(False, description="decode all pictures once instead of anew for each batch")
-
-    @property
-    def augment_mode(self) -> Literal["none", "crop", "style"]:
-        """How pictures are changed at random while training."""
-        return self.augment
-
-    @property
-    def starts_pretrained(self) -> bool:
-        """Whether its weights come from elsewhere, so that they may rest while what is new learns."""
-        return bool(self.weights)
-
-    def check(self) -> None:
-        """Refuse values that would have no effect."""
-        set_to = {key for key in ("architecture", "depths", "width") if getattr(self, key) != _default(self, key)}
-        useless = set_to if self.weights else (set_to & {"architecture"} if self.depths else set_to & {"width"})
-        if useless:
-            instead = "weights" if self.weights else "depths"
-            how = "without" if instead == "depths" and "width" in useless else "beside"
-            raise ValueError(f"model.image.{min(useless)} has no effect {how} model.image.{instead}; leave it out")
-
-
-def _default(section: _Section, key: str) -> Any:
-    return type(section).model_fields[key].default
-
-
-class _ClipConfig(_Section):
-    """What both sides of the CLIP family refuse."""
-
-    def check(self, section: str) -> None:
-        """Refuse values that would have no effect."""
-        without_weights = {"architecture", "blocks", "activation", "vocabulary", "tokenizer"} & set(
-            type(self).model_fields
-        )
-        for key in sorted(without_weights):
-            if getattr(self, "weights", "") and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{section}.{key} is for random weights; leave it out beside {section}.weights")
-        if getattr(self, "variance_token", False) and getattr(self, "variance_blocks", 1) > 1:
-            raise ValueError(
-                f"{section}.variance_token takes the place of variance_blocks; leave {section}.variance_blocks out"
-            )
-
-
-class ClipImageConfig(_ClipConfig):
-    """A vision transformer of the CLIP family, trained from pixels, with blocks of its own for the log variance."""
-
-    kind: Literal["clip"] = "clip"
-    weights: str = Field("", description="hub name or local folder of a CLIP or SigLIP model; random weights if empty")
-    architecture: Literal["ViT-Ti/16", "ViT-S/16", "ViT-B/32", "ViT-B/16", "ViT-L/14"] = Field(
-        "ViT-B/32", description="without weights"
-    )
-    size: int | None = Field(None, ge=16, description="side of the square pictures; the model's own (224) if left out")
-    blocks: PositiveInt | None = Field(None, description="without weights: number of blocks, if not the architecture's")
-    activation: Literal["quick_gelu", "gelu"] = Field(
-        "quick_gelu", description="without weights: OpenAI's or open_clip's"
-    )
-    variance_blocks: int = Field(1, ge=0, description="last blocks that the log variance has for itself")
-    variance_start: Literal["random", "copy"] = Field("random", description="of these: as published, or the mean's")
-    variance_token: bool = Field(
-        False, description="ProLIP's way: the log variance from an extra token [UNC] instead of extra blocks"
-    )
-    final_norm: bool = Field(False, description="the backbone's last norm on the way to the mean")
-    fit: Literal["squash", "crop"] = Field(
-        "squash", description="pictures to squares: by squeezing, or CLIP's centre crop"
-    )
-    augment: Literal["none", "crop", "style"] = Field(
-        "crop", description="while training: random crops and mirror images, or all that a drawing style may change"
-    )
-    in_memory: bool = Field(False, description="decode all pictures once instead of anew for each batch")
-    checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
-
-    @property
-    def augment_mode(self) -> Literal["none", "crop", "style"]:
-        """How pictures are changed at random while training."""
-        return self.augment
-
-
-class RegionImageConfig(_Section):
-    """Region features made by another model, of data.source scan or a manifest of .npy files: VSRN, or VSE-infinity on regions."""
-
-    kind: Literal["regions"] = "regions"
-    channels: PositiveInt = Field(2048, description="c of the features")
-    width: PositiveInt | None = Field(None, description="channels of what follows; model.dim if left out")
-    graph_layers: int = Field(4, ge=0, description="layers of reasoning between the regions of a picture")
-    recurrent: bool = Field(
-        True, description="end in the last state of a GRU over the regions; otherwise they are pooled, model.pooling"
-    )
-    variance_layers: bool = Field(
-        True, description="the log variance has these layers for itself, without sharing; otherwise a linear map alone"
-    )
-
-    @property
-    def augment_mode(self) -> Literal["none", "crop", "style"]:
-        """Features are what they are."""
-        return "none"
-
-    def check(self) -> None:
-        """Refuse values that would have no effect."""
-        for key in ("width", "variance_layers"):
-            if not self.graph_layers and not self.recurrent and getattr(self, key) != _default(self, key):
-                raise ValueError(
-                    f"model.image.{key} has no effect with model.image.graph_layers=0 and recurrent=false, where the regions go to"
-                    " the head as they are; leave it out"
-                )
-
-
-class ClipTextConfig(_ClipConfig):
-    """The text transformer of the CLIP family, with blocks of its own for the log variance."""
-
-    kind: Literal["clip"] = "clip"
-    weights: str = Field("", description="hub name or local folder of a CLIP or SigLIP model; random weights if empty")
-    architecture: Literal["ViT-Ti/16", "ViT-S/16", "ViT-B/32", "ViT-B/16", "ViT-L/14"] = Field(
-        "ViT-B/32", description="without weights"
-    )
-    blocks: PositiveInt | None = Field(None, description="without weights: number of blocks, if not the architecture's")
-    activation: Literal["quick_gelu", "gelu"] = Field(
-        "quick_gelu", description="without weights: OpenAI's or open_clip's"
-    )
-    vocabulary: PositiveInt = Field(4000, description="without weights: word pieces, learnt from the training texts")
-    tokenizer: str = Field(
-        "", description="without weights: hub name or local folder whose word pieces to take instead of learning some"
-    )
-    max_tokens: int | None = Field(
-        None,
-        ge=3,
-        description="longer texts are cut; as many as the encoder has positions if left out, 77 without weights",
-    )
-    variance_blocks: int = Field(1, ge=0, description="last blocks that the log variance has for itself")
-    variance_start: Literal["random", "copy"] = Field("random", description="of these: as published, or the mean's")
-    variance_token: bool = Field(
-        False, description="ProLIP's way: the log variance from an extra token [UNC] instead of extra blocks"
-    )
-    checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
-
-
-ImageConfig = Annotated[
-    SmallImageConfig
-    | FrozenImageConfig
-    | EfficientNetImageConfig
-    | ResNetImageConfig
-    | ClipImageConfig
-    | RegionImageConfig,
-    Field(discriminator="kind"),
-]
-TextConfig = Annotated[
-    SmallTextConfig | WordTextConfig | FrozenTextConfig | ClipTextConfig, Field(discriminator="kind")
-]
+_ImageSection = Annotated[SerializeAsAny[ImageEncoderConfig], BeforeValidator(partial(encoder_section, "image"))]
+_TextSection = Annotated[SerializeAsAny[TextEncoderConfig], BeforeValidator(partial(encoder_section, "text"))]
 
 
 class ModelConfig(_Section):
     """Encoders and Gaussian heads."""
 
     dim: PositiveInt = Field(256, description="d of the embeddings")
-    image: ImageConfig = SmallImageConfig()
-    text: TextConfig = SmallTextConfig()
+    image: _ImageSection = SmallImageConfig()
+    text: _TextSection = SmallTextConfig()
     pooling: Literal["gpo", "average", "max", "first", "last", "token"] = Field(
         "gpo", description="token: the class token of images and the last token of texts"
     )
@@ -505,113 +250,6 @@ class ProLIPConfig(_Section):
     logit_bias: float = 0.0
 
 
-class AugmentConfig(_Section):
-    """Random changes of the training data, beside the geometry and colours of pictures that the image encoder names."""
-
-    image_tokens: float = Field(0.0, ge=0, lt=1, description="SizeAugment: largest share of an image's tokens dropped")
-    text_tokens: float = Field(
-        0.0, ge=0, lt=1, description="SizeAugment: share of a text's tokens masked, replaced or deleted"
-    )
-    drop_words: float = Field(
-        0.0, ge=0, lt=1, description="share of a text's words left out; 0.1 as published for PCME"
-    )
-    erase: float = Field(
-        0.0, ge=0, le=1, description="share of the images with a rectangle erased; 0.2 as published for PCME"
-    )
-    mixed_share: float = Field(0.0, ge=0, le=1, description="share of the images mixed with another of the batch")
-    mixup_alpha: NonNegativeFloat = Field(2.0, description="Beta distribution of Mixup's shares; 0: CutMix only")
-    cutmix_alpha: NonNegativeFloat = Field(2.0, description="Beta distribution of CutMix's shares; 0: Mixup only")
-    mix_choice: Literal["batch", "element"] = Field(
-        "batch", description="Mixup or CutMix is chosen for each batch (the paper) or image (the released code)"
-    )
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="labels lie in [this, 1 - this]")
-
-
-class OptimConfig(_Section):
-    """Optimiser and schedule."""
-
-    name: Literal["adamw", "adamp"] = "adamw"
-    lr: PositiveFloat = 5e-4
-    weight_decay: NonNegativeFloat = Field(1e-4, description="of weights; biases, norms and logits have none")
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: PositiveFloat = 1e-8
-    logits_lr_multiplier: NonNegativeFloat = Field(1.0, description="for the match logits' scale and bias")
-    image_lr_multiplier: NonNegativeFloat = Field(1.0, description="for the image network below its head")
-    text_lr_multiplier: NonNegativeFloat = Field(1.0, description="for the text network below its head")
-    layer_decay: float = Field(
-        1.0, gt=0, le=1, description="clip: learning rate of a block relative to the one above it"
-    )
-    freeze_image_epochs: int = Field(
-        0,
-        ge=0,
-        description="epochs in which a pre-trained image network below its head, its variance blocks excepted, is frozen",
-    )
-    first_stage_epochs: int = Field(
-        0,
-        ge=0,
-        description="epochs in which what came pre-trained below the heads rests (of a gru its vectors from a file);"
-        " the rest of the run is a second stage, in which all learns; 0 for one stage",
-    )
-    second_stage_factor: PositiveFloat = Field(0.1, description="of all learning rates in the second stage")
-    schedule: Literal["constant", "cosine", "step"] = Field("cosine", description="of each stage for itself")
-    warmup_epochs: NonNegativeFloat = Field(1.0, description="linear warm-up, after the frozen epochs")
-    step_at: float = Field(
-        0.6, gt=0, le=1, description="step: share of the run after which lr is multiplied by step_factor"
-    )
-    step_factor: PositiveFloat = 0.1
-    clip_norm: NonNegativeFloat = Field(2.0, description="largest gradient norm; 0 for none")
-
-    @model_validator(mode="after")
-    def _one_way_to_rest(self) -> "OptimConfig":
-        if self.first_stage_epochs and self.freeze_image_epochs:
-            raise ValueError(
-                "the image network rests in all optim.first_stage_epochs; leave out optim.freeze_image_epochs"
-            )
-        return self
-
-
-class TrainConfig(_Section):
-    """The loop."""
-
-    epochs: PositiveInt = 30
-    batch_size: int = Field(128, ge=2)
-    seed: int = Field(0, ge=0)
-    threads: int = Field(
-        0, ge=0, description="CPU threads; 0 leaves the choice to torch. Runs are bit-equal at equal threads"
-    )
-    device: str = Field("auto", description="auto (a GPU where there is one), cpu, cuda, cuda:1")
-    evaluate_every: PositiveInt = Field(1, description="epochs between validations; the last epoch is always validated")
-    precision: Literal["float32", "bfloat16"] = Field(
-        "float32", description="of the encoders below the heads; never of distances"
-    )
-    ema_decay: float = Field(
-        0.0, ge=0, lt=1, description="validate and keep an exponential moving average of the weights; 0 for none"
-    )
-    swa_epochs: int = Field(
-        0, ge=0, description="validate and keep the mean of the weights after each of the last epochs; 0 for none"
-    )
-    micro_batch: int = Field(
-        0, ge=0, description="pairs that are encoded at a time, at the price of a second pass; 0: the whole batch"
-    )
-    compile: bool = Field(False, description="compile the encoders with torch.compile")
-    timeout_minutes: PositiveFloat = Field(10.0, description="several processes: longest wait for each other")
-    select: Literal["auto", "rsum", "map@r", "last"] = Field(
-        "auto",
-        description="which epoch's weights to keep: the best by rsum or map@r (auto: by map@r where the truth is many-to-many), or the last",
-    )
-
-
-class SpreadConfig(_Section):
-    """A second stage: all else at rest, log variances learn how widely an item's listed matches lie apart."""
-
-    epochs: int = Field(0, ge=0, description="passes over the items; 0 for no second stage")
-    sides: Literal["both", "images", "texts"] = "both"
-    whiten: bool = Field(True, description="measure angles between the whitened means of the matches, not the means")
-    floor: PositiveFloat = Field(0.02, description="total variance of an item with a single match")
-    lr: PositiveFloat = 1e-2
-    batch_size: PositiveInt = 256
-
-
 class Recipe(_Section):
     """A complete run."""
 
@@ -625,7 +263,7 @@ class Recipe(_Section):
     augment: AugmentConfig = AugmentConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
-    spread: SpreadConfig = SpreadConfig()
+    spread: VarianceStageConfig = VarianceStageConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
@@ -660,19 +298,19 @@ class Recipe(_Section):
             raise ValueError(
                 f"spread.epochs changes variances after training, and loss.distance={distance.name!r} ranks by them; use squared_l2"
             )
-        if self.augment.mixed_share and self.model.image.kind in ("frozen", "regions"):
+        if self.augment.mixed_share and not self.model.image.from_pixels:
             raise ValueError(
                 f"augment.mixed_share mixes pixels; features have none (model.image.kind={self.model.image.kind!r}), set it to 0"
             )
-        if self.augment.erase and self.model.image.kind in ("frozen", "regions"):
+        if self.augment.erase and not self.model.image.from_pixels:
             raise ValueError(
                 f"augment.erase erases pixels; features have none (model.image.kind={self.model.image.kind!r}), set it to 0"
             )
-        if self.augment.drop_words and self.model.text.kind == "frozen":
+        if self.augment.drop_words and encoder_entry("text", self.model.text.kind).tokenizer is None:
             raise ValueError(
                 "augment.drop_words leaves out words before the encoder reads them, and frozen features are read once; set it to 0"
             )
-        regions = self.model.image.kind == "regions"
+        regions = self.model.image.reads_regions
         if regions and self.data.source not in ("scan", "manifest"):
             raise ValueError(
                 f"model.image.kind='regions' reads features, and data.source={self.data.source!r} has pictures; make a folder of"
@@ -684,24 +322,24 @@ class Recipe(_Section):
             )
         if self.augment.mixed_share and not (self.augment.mixup_alpha or self.augment.cutmix_alpha):
             raise ValueError("augment.mixed_share needs augment.mixup_alpha or augment.cutmix_alpha above 0")
-        if self.augment.image_tokens and self.model.pooling in ("token", "first", "last") and not regions:
+        if (
+            self.augment.image_tokens
+            and self.model.pooling in ("token", "first", "last")
+            and not self.model.image.drops_tokens
+        ):
             raise ValueError(
                 f"augment.image_tokens drops tokens that model.pooling={self.model.pooling!r} never looks at; set it to 0"
             )
-        sides = {"image": self.model.image, "text": self.model.text}
-        if self.optim.layer_decay != 1 and not any(side.kind == "clip" for side in sides.values()):
+        if self.optim.layer_decay != 1 and not (self.model.image.has_blocks or self.model.text.has_blocks):
             raise ValueError(
-                "optim.layer_decay is for the blocks of clip encoders, of which there is none; leave it out"
+                "optim.layer_decay is for the blocks of clip encoders, and this model has none; leave it out"
             )
-        for name, side in sides.items():
-            if isinstance(side, ClipImageConfig | ClipTextConfig):
-                side.check(f"model.{name}")
-            elif isinstance(side, WordTextConfig | ResNetImageConfig | RegionImageConfig):
-                side.check()
-        if self.optim.freeze_image_epochs and not _may_rest(self.model.image):
+        self.model.image.check("model.image")
+        self.model.text.check("model.text")
+        if self.optim.freeze_image_epochs and not self.model.image.starts_pretrained:
             raise ValueError(
-                f"optim.freeze_image_epochs={self.optim.freeze_image_epochs} lets a pre-trained image network rest, and nothing of"
-                f" model.image.kind={self.model.image.kind!r} as it is here came pre-trained; set it to 0"
+                f"optim.freeze_image_epochs={self.optim.freeze_image_epochs} freezes a pre-trained image encoder, and the section"
+                f" model.image with kind={self.model.image.kind!r} starts from random weights; set it to 0"
             )
         if self.optim.first_stage_epochs >= self.train.epochs:
             raise ValueError(
@@ -715,12 +353,7 @@ class Recipe(_Section):
         return self
 
 
-def _may_rest(image: ImageConfig) -> bool:
-    if isinstance(image, ResNetImageConfig | EfficientNetImageConfig):
-        return image.starts_pretrained
-    return not isinstance(image, SmallImageConfig | RegionImageConfig)
-
-
+_SIDES: dict[Any, Side] = {ImageEncoderConfig: "image", TextEncoderConfig: "text"}
 _TAG_KEYS = ("loss.name", "model.image.kind", "model.text.kind")
 
 
@@ -782,15 +415,13 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _explain(item: Any) -> str:
-    # Tags of discriminated unions ("small", "pcmepp") stand in the location but not in the file.
+    # The location has the name of a loss ("pcmepp"), which is a tag of a union and no key of the file.
     path = [str(part) for part in item["loc"]]
     tags = {
-        section.model_fields[key].default
-        for model in (Recipe, ModelConfig)
-        for _, sections in _fields(model)
+        section.model_fields["name"].default
+        for _, sections in _fields(Recipe)
         for section in sections
-        for key in ("kind", "name")
-        if key in section.model_fields
+        if "name" in section.model_fields
     }
     shown = ".".join(part for i, part in enumerate(path) if not (part in tags and i > 0))
     if item["type"] == "extra_forbidden":
@@ -824,7 +455,10 @@ def _keys(model: type[BaseModel] = Recipe, prefix: str = "") -> set[str]:
 
 def _fields(model: type[BaseModel]) -> Iterator[tuple[str, list[type[BaseModel]]]]:
     for name, field in model.model_fields.items():
-        options = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        if field.annotation in _SIDES:
+            yield name, [entry.config for entry in ENCODERS[_SIDES[field.annotation]].values()]
+            continue
+        options = [field.annotation, *get_args(field.annotation)]
         yield name, [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]
 
 
