@@ -20,7 +20,7 @@ PARTS: dict[str, set[str]] = {
     "metrics": set(),
     "calibration": {"direction", "errors", "files", "matching", "metrics"},
     "data": {"errors", "files", "gaussian", "metrics"},
-    "encoders": {"data", "errors", "files", "gaussian"},
+    "encoders": {"data", "errors", "files", "gaussian", "progress"},
     "losses": {"distances", "gaussian", "inclusion", "matching"},
     "search": {"calibration", "direction", "distances", "errors", "files", "gaussian", "matching", "metrics"},
     "evaluation": {
@@ -144,11 +144,13 @@ FLOORS: dict[str, list[str]] = {
         "labelled listings",
     ],
     "encoders": [
-        "features package_weights",
-        "clip efficientnet heads resnet small",
-        "frozen gru processors unc_token",
-        "dual",
-        "regions",
+        "features package_weights tokenization",
+        "encoder_protocol heads",
+        "clip_transformers image_processors text_processors",
+        "openai_names unc_token",
+        "clip dual efficientnet gru resnet small",
+        "frozen regions",
+        "encoder_registry",
     ],
     "losses": [
         "base dispersion",
@@ -169,7 +171,8 @@ FLOORS: dict[str, list[str]] = {
         "embedded_input",
     ],
     "models": [
-        "ingest process_group pretrained_layouts recipe",
+        "ingest process_group pretrained_layouts training_sections",
+        "recipe",
         "build pretrained splits",
         "extract_regions run",
         "calibrate embed export",

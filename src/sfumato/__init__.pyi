@@ -114,6 +114,12 @@ from .encoders.clip_transformers import (
 from .encoders.dual import (
     DualEncoder as DualEncoder,
 )
+from .encoders.encoder_registry import (
+    ENCODERS as ENCODERS,
+)
+from .encoders.encoder_registry import (
+    register_encoder as register_encoder,
+)
 from .encoders.heads import (
     GPO as GPO,
 )
@@ -125,12 +131,6 @@ from .encoders.heads import (
 )
 from .encoders.heads import (
     HeadOptions as HeadOptions,
-)
-from .encoders.registry import (
-    ENCODERS as ENCODERS,
-)
-from .encoders.registry import (
-    register_encoder as register_encoder,
 )
 from .evaluation.benchmarks import (
     evaluate_benchmarks as evaluate_benchmarks,

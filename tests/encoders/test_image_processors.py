@@ -11,10 +11,10 @@ from PIL import Image
 
 from sfumato.data.transforms import decode_image, random_crop_box
 from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.encoder_protocol import Processor
 from sfumato.encoders.features import Store
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.image_processors import BilinearProcessor, ImageFileProcessor, ImageFileStore, PixelProcessor
-from sfumato.encoders.protocol import Processor
 from sfumato.encoders.small import SmallImageEncoder
 
 

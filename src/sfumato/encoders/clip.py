@@ -19,9 +19,7 @@ from sfumato.encoders.clip_transformers import (
     ClipTextEncoder,
     VarianceStart,
 )
-from sfumato.encoders.image_processors import ImageFileProcessor, PixelProcessor
-from sfumato.encoders.package_weights import from_pretrained, import_transformers, pretrained_tokenizer
-from sfumato.encoders.protocol import (
+from sfumato.encoders.encoder_protocol import (
     AugmentMode,
     BuildContext,
     EncoderConfig,
@@ -30,6 +28,8 @@ from sfumato.encoders.protocol import (
     InMemory,
     TextEncoderConfig,
 )
+from sfumato.encoders.image_processors import ImageFileProcessor, PixelProcessor
+from sfumato.encoders.package_weights import from_pretrained, import_transformers, pretrained_tokenizer
 from sfumato.encoders.text_processors import TokenProcessor
 from sfumato.encoders.tokenization import add_begin_and_end, train_tokenizer
 from sfumato.encoders.unc_token import UncTokenImageEncoder, UncTokenTextEncoder
@@ -79,17 +79,17 @@ class _ClipConfig(EncoderConfig):
 
     @property
     def base_model(self) -> str:
-        """See :class:`~sfumato.encoders.protocol.EncoderConfig`."""
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
         return self.weights
 
     @property
     def origin(self) -> str:
-        """See :class:`~sfumato.encoders.protocol.EncoderConfig`."""
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
         return self.weights or self.architecture
 
     @property
     def extras(self) -> frozenset[str]:
-        """See :class:`~sfumato.encoders.protocol.EncoderConfig`."""
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
         return frozenset({"backbones"})
 
     def own_blocks(self, variance: bool) -> int:
@@ -104,7 +104,7 @@ class _ClipConfig(EncoderConfig):
         return self.variance_blocks if variance and not self.variance_token else 0
 
     def check(self, section: str) -> None:
-        """See :meth:`EncoderConfig.check <sfumato.encoders.protocol.EncoderConfig.check>`."""
+        """See :meth:`EncoderConfig.check <sfumato.encoders.encoder_protocol.EncoderConfig.check>`."""
         if self.weights and (useless := self.changed(*self._without_weights)):
             raise ValueError(f"{section}.{min(useless)} is for random weights; leave it out beside {section}.weights")
         if self.variance_token and self.variance_blocks > 1:
@@ -131,12 +131,12 @@ class ClipImageConfig(_ClipConfig, ImageEncoderConfig):
 
     @property
     def augment_mode(self) -> Literal["none", "crop", "style"]:
-        """See :class:`~sfumato.encoders.protocol.ImageEncoderConfig`."""
+        """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`."""
         return self.augment
 
     @property
     def starts_pretrained(self) -> bool:
-        """See :class:`~sfumato.encoders.protocol.ImageEncoderConfig`. Random blocks can be frozen too."""
+        """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`. Random blocks can be frozen too."""
         return True
 
 

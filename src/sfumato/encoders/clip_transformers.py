@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from sfumato.encoders.encoder_protocol import EncoderModule
 from sfumato.encoders.features import Inputs, TokenFeatures
-from sfumato.encoders.protocol import EncoderModule
 
 VarianceStart = Literal["random", "copy"]
 """How variance blocks start: with random weights, or as a copy of the mean's blocks."""
@@ -79,7 +79,7 @@ class ClipEncoder(EncoderModule):
         return len(self.shared_blocks) + len(self.mean_blocks)
 
     def blocks_from_top(self, parameter: str) -> int:
-        """See :class:`~sfumato.encoders.protocol.Encoder`. The blocks of mean and log variance are numbered side by side."""
+        """See :class:`~sfumato.encoders.encoder_protocol.Encoder`. The blocks of mean and log variance are numbered side by side."""
         found = re.match(r"(shared|mean|variance)_blocks\.(\d+)\.", parameter)
         if found is None:
             return 0

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from sfumato.data.augment import drop_tokens
+from sfumato.encoders.encoder_protocol import Encoder, Item, Processor, Progress
 from sfumato.encoders.features import Inputs, Store
 from sfumato.encoders.heads import GaussianHead
-from sfumato.encoders.protocol import Encoder, Item, Processor, Progress
 from sfumato.gaussian import GaussianEmbedding
 
 

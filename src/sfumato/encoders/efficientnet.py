@@ -7,10 +7,10 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from sfumato.encoders.encoder_protocol import AugmentMode, BuildContext, EncoderModule, ImageEncoderConfig, InMemory
 from sfumato.encoders.features import Inputs, TokenFeatures
 from sfumato.encoders.image_processors import ImageFileProcessor, PixelProcessor
 from sfumato.encoders.package_weights import package_folder
-from sfumato.encoders.protocol import AugmentMode, BuildContext, EncoderModule, ImageEncoderConfig, InMemory
 
 CHANNELS = 1280
 """c of its token features."""
@@ -27,17 +27,17 @@ class EfficientNetImageConfig(ImageEncoderConfig):
 
     @property
     def augment_mode(self) -> Literal["none", "crop", "style"]:
-        """See :class:`~sfumato.encoders.protocol.ImageEncoderConfig`."""
+        """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`."""
         return self.augment
 
     @property
     def starts_pretrained(self) -> bool:
-        """See :class:`~sfumato.encoders.protocol.ImageEncoderConfig`."""
+        """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`."""
         return self.pretrained
 
     @property
     def extras(self) -> frozenset[str]:
-        """See :class:`~sfumato.encoders.protocol.EncoderConfig`."""
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
         return frozenset({"offline"})
 
 

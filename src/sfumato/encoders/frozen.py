@@ -19,14 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sfumato.data.transforms import decode_image
-from sfumato.encoders.features import FrozenBackbone, Inputs, Store, TokenFeatures, cached_features
-from sfumato.encoders.package_weights import (
-    from_pretrained,
-    import_transformers,
-    package_folder,
-    pretrained_tokenizer,
-)
-from sfumato.encoders.protocol import (
+from sfumato.encoders.encoder_protocol import (
     BuildContext,
     EncoderModule,
     ImageEncoderConfig,
@@ -34,6 +27,13 @@ from sfumato.encoders.protocol import (
     OnError,
     Progress,
     TextEncoderConfig,
+)
+from sfumato.encoders.features import FrozenBackbone, Inputs, Store, TokenFeatures, cached_features
+from sfumato.encoders.package_weights import (
+    from_pretrained,
+    import_transformers,
+    package_folder,
+    pretrained_tokenizer,
 )
 from sfumato.errors import UserError
 
@@ -65,22 +65,22 @@ class FrozenImageConfig(ImageEncoderConfig):
 
     @property
     def starts_pretrained(self) -> bool:
-        """See :class:`~sfumato.encoders.protocol.ImageEncoderConfig`."""
+        """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`."""
         return True
 
     @property
     def base_model(self) -> str:
-        """See :class:`~sfumato.encoders.protocol.EncoderConfig`."""
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
         return self.backbone
 
     @property
     def frozen_backbone(self) -> str:
-        """See :class:`~sfumato.encoders.protocol.EncoderConfig`."""
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
         return self.backbone
 
     @property
     def extras(self) -> frozenset[str]:
-        """See :class:`~sfumato.encoders.protocol.EncoderConfig`."""
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
         return frozenset({"offline" if self.backbone in IMAGE_BACKBONES else "backbones"})
 
 
@@ -95,17 +95,17 @@ class FrozenTextConfig(TextEncoderConfig):
 
     @property
     def base_model(self) -> str:
-        """See :class:`~sfumato.encoders.protocol.EncoderConfig`."""
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
         return self.backbone
 
     @property
     def frozen_backbone(self) -> str:
-        """See :class:`~sfumato.encoders.protocol.EncoderConfig`."""
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
         return self.backbone
 
     @property
     def extras(self) -> frozenset[str]:
-        """See :class:`~sfumato.encoders.protocol.EncoderConfig`."""
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
         return frozenset({"offline" if self.backbone in TEXT_BACKBONES else "backbones"})
 
 
@@ -123,7 +123,7 @@ class FrozenProcessor:
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[Store, np.ndarray]:
-        """See :class:`~sfumato.encoders.protocol.Processor`."""
+        """See :class:`~sfumato.encoders.encoder_protocol.Processor`."""
         return cached_features(self.backbone, items, self.cache, progress=progress, on_error=on_error)
 
 

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from sfumato.encoders.encoder_protocol import BuildContext, EncoderModule, TextEncoderConfig
 from sfumato.encoders.features import Inputs, TokenFeatures
-from sfumato.encoders.protocol import BuildContext, EncoderModule, TextEncoderConfig
 from sfumato.encoders.text_processors import TokenProcessor
 from sfumato.encoders.tokenization import count_words, splitting_at_words
 from sfumato.errors import UserError
@@ -50,7 +50,7 @@ class WordTextConfig(TextEncoderConfig):
     variance_gru: bool = Field(True, description="a second GRU for the log variance alone")
 
     def check(self, section: str) -> None:
-        """See :meth:`EncoderConfig.check <sfumato.encoders.protocol.EncoderConfig.check>`."""
+        """See :meth:`EncoderConfig.check <sfumato.encoders.encoder_protocol.EncoderConfig.check>`."""
         if self.freeze and not self.vectors:
             raise ValueError(
                 f"{section}.freeze is for word vectors from a file; give {section}.vectors, or leave it out"
@@ -193,7 +193,7 @@ class WordEncoder(EncoderModule):
         self.channels, self.local_channels = 2 * hidden if bidirectional else hidden, width
 
     def freezes(self, parameter: str) -> bool:
-        """See :class:`~sfumato.encoders.protocol.Encoder`: word vectors from a file; the GRUs are new."""
+        """See :class:`~sfumato.encoders.encoder_protocol.Encoder`: word vectors from a file; the GRUs are new."""
         return self.pretrained and parameter.startswith("words.")
 
     @torch.no_grad()

@@ -11,8 +11,8 @@ from PIL import Image
 from torch.nn import functional
 
 from sfumato.data.transforms import Fit, check_fit, check_image, decode_image, random_crop_box
+from sfumato.encoders.encoder_protocol import Item, OnError, Progress, item_bytes
 from sfumato.encoders.features import Inputs, PixelStore, Store
-from sfumato.encoders.protocol import Item, OnError, Progress, item_bytes
 
 
 class PixelProcessor:
@@ -29,7 +29,7 @@ class PixelProcessor:
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[Store, np.ndarray]:
-        """See :class:`~sfumato.encoders.protocol.Processor`."""
+        """See :class:`~sfumato.encoders.encoder_protocol.Processor`."""
         pixels = np.empty((len(items), 3, self.size, self.size), np.uint8)
         errors: dict[int, Exception] = {}
 
@@ -172,7 +172,7 @@ class ImageFileProcessor:
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[ImageFileStore, np.ndarray]:
-        """See :class:`~sfumato.encoders.protocol.Processor`. Every file is read once, and no pixels are kept."""
+        """See :class:`~sfumato.encoders.encoder_protocol.Processor`. Every file is read once, and no pixels are kept."""
 
         def check(position: int) -> Exception | None:
             try:
@@ -224,7 +224,7 @@ class BilinearProcessor:
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[Store, np.ndarray]:
-        """See :class:`~sfumato.encoders.protocol.Processor`."""
+        """See :class:`~sfumato.encoders.encoder_protocol.Processor`."""
         return self._squares.read([self._square(item) for item in items], progress=progress, on_error=on_error)
 
     def _square(self, item: Item) -> Item:

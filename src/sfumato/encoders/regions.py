@@ -17,8 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from sfumato.data.augment import drop_tokens
 from sfumato.data.region_features import regions_from_bytes, regions_to_bytes
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.features import Inputs, RaggedStore, TokenFeatures
-from sfumato.encoders.protocol import (
+from sfumato.encoders.encoder_protocol import (
     BuildContext,
     EncoderModule,
     ImageEncoderConfig,
@@ -27,6 +26,7 @@ from sfumato.encoders.protocol import (
     Progress,
     item_bytes,
 )
+from sfumato.encoders.features import Inputs, RaggedStore, TokenFeatures
 
 
 class RegionImageConfig(ImageEncoderConfig):
@@ -53,7 +53,7 @@ class RegionImageConfig(ImageEncoderConfig):
     )
 
     def check(self, section: str) -> None:
-        """See :meth:`EncoderConfig.check <sfumato.encoders.protocol.EncoderConfig.check>`."""
+        """See :meth:`EncoderConfig.check <sfumato.encoders.encoder_protocol.EncoderConfig.check>`."""
         useless = self.changed("width", "variance_layers")
         if useless and not self.graph_layers and not self.recurrent:
             raise ValueError(
@@ -113,7 +113,7 @@ class RegionProcessor:
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[RegionStore, np.ndarray]:
-        """See :class:`~sfumato.encoders.protocol.Processor`. Every item is read once, and none is kept in memory."""
+        """See :class:`~sfumato.encoders.encoder_protocol.Processor`. Every item is read once, and none is kept in memory."""
         kept = []
         for position, item in enumerate(items):
             try:

@@ -11,10 +11,17 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
+from sfumato.encoders.encoder_protocol import (
+    AugmentMode,
+    BuildContext,
+    EncoderModule,
+    Fit,
+    ImageEncoderConfig,
+    InMemory,
+)
 from sfumato.encoders.features import Inputs, TokenFeatures
 from sfumato.encoders.image_processors import ImageFileProcessor, PixelProcessor
 from sfumato.encoders.package_weights import from_pretrained, import_transformers
-from sfumato.encoders.protocol import AugmentMode, BuildContext, EncoderModule, Fit, ImageEncoderConfig, InMemory
 from sfumato.errors import UserError
 
 RESNETS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {
@@ -51,31 +58,31 @@ class ResNetImageConfig(ImageEncoderConfig):
 
     @property
     def augment_mode(self) -> Literal["none", "crop", "style"]:
-        """See :class:`~sfumato.encoders.protocol.ImageEncoderConfig`."""
+        """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`."""
         return self.augment
 
     @property
     def starts_pretrained(self) -> bool:
-        """See :class:`~sfumato.encoders.protocol.ImageEncoderConfig`."""
+        """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`."""
         return bool(self.weights)
 
     @property
     def base_model(self) -> str:
-        """See :class:`~sfumato.encoders.protocol.EncoderConfig`."""
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
         return self.weights
 
     @property
     def origin(self) -> str:
-        """See :class:`~sfumato.encoders.protocol.EncoderConfig`."""
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
         return self.weights or self.architecture
 
     @property
     def extras(self) -> frozenset[str]:
-        """See :class:`~sfumato.encoders.protocol.EncoderConfig`."""
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
         return frozenset({"backbones"})
 
     def check(self, section: str) -> None:
-        """See :meth:`EncoderConfig.check <sfumato.encoders.protocol.EncoderConfig.check>`."""
+        """See :meth:`EncoderConfig.check <sfumato.encoders.encoder_protocol.EncoderConfig.check>`."""
         changed = self.changed("architecture", "depths", "width")
         if self.weights:
             useless, how = changed, "beside"

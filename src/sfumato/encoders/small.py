@@ -8,9 +8,9 @@ from pydantic import Field, PositiveInt
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from sfumato.encoders.encoder_protocol import BuildContext, EncoderModule, ImageEncoderConfig, TextEncoderConfig
 from sfumato.encoders.features import Inputs, TokenFeatures
 from sfumato.encoders.image_processors import PixelProcessor
-from sfumato.encoders.protocol import BuildContext, EncoderModule, ImageEncoderConfig, TextEncoderConfig
 from sfumato.encoders.text_processors import TokenProcessor
 from sfumato.encoders.tokenization import train_tokenizer
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from tokenizers import Tokenizer
 
+from sfumato.encoders.encoder_protocol import Item, OnError, Progress
 from sfumato.encoders.features import RaggedStore, Store
-from sfumato.encoders.protocol import Item, OnError, Progress
 from sfumato.encoders.tokenization import tokenize
 from sfumato.errors import UserError
 
@@ -40,7 +40,7 @@ class TokenProcessor:
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[Store, np.ndarray]:
-        """See :class:`~sfumato.encoders.protocol.Processor`."""
+        """See :class:`~sfumato.encoders.encoder_protocol.Processor`."""
         store = RaggedStore.from_list(tokenize(self.tokenizer, [str(item()) for item in items], self.max_tokens))
         if progress:
             progress(len(items))
@@ -133,7 +133,7 @@ class SpecialTokenProcessor:
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[Store, np.ndarray]:
-        """See :class:`~sfumato.encoders.protocol.Processor`.
+        """See :class:`~sfumato.encoders.encoder_protocol.Processor`.
 
         Raises:
             UserError: the tokenizer cannot be loaded, or belongs to another model.

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from sfumato.encoders.clip_transformers import ClipImageEncoder, ClipTextEncoder
+from sfumato.encoders.encoder_protocol import EncoderModule
 from sfumato.encoders.features import Inputs, TokenFeatures
-from sfumato.encoders.protocol import EncoderModule
 
 
 class _UncTokenEncoder(EncoderModule):

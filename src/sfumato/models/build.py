@@ -10,9 +10,9 @@ import torch
 from tokenizers import Tokenizer
 
 from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.encoder_protocol import BuildContext, Side
+from sfumato.encoders.encoder_registry import encoder_entry
 from sfumato.encoders.heads import GaussianHead, HeadOptions
-from sfumato.encoders.protocol import BuildContext, Side
-from sfumato.encoders.registry import encoder_entry
 from sfumato.errors import UserError, first_line
 from sfumato.losses import LOSSES, MatchLoss
 from sfumato.models.recipe import ModelConfig, Recipe
@@ -36,7 +36,7 @@ class Assets:
     Attributes:
         tokenizer: of a text encoder that reads words or subword tokens.
         encoders: by side, "image" and "text", the descriptions of encoders
-            (:attr:`~sfumato.encoders.protocol.Encoder.description`).
+            (:attr:`~sfumato.encoders.encoder_protocol.Encoder.description`).
         trained: trained weights will be loaded: the model need not start from pre-trained ones.
     """
 

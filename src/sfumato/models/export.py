@@ -21,8 +21,8 @@ from tokenizers import Tokenizer
 
 from sfumato import __version__
 from sfumato.calibration.calibrator import Calibration
-from sfumato.encoders.protocol import EncoderConfig
-from sfumato.encoders.registry import encoder_entry
+from sfumato.encoders.encoder_protocol import EncoderConfig
+from sfumato.encoders.encoder_registry import encoder_entry
 from sfumato.errors import UserError
 from sfumato.files import sync_folder, write_atomically, write_json
 from sfumato.models.build import Assets, build_model

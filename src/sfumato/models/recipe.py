@@ -29,8 +29,8 @@ from pydantic import (
 )
 
 from sfumato.data.folds import parse_part
-from sfumato.encoders.protocol import ImageEncoderConfig, Side, TextEncoderConfig
-from sfumato.encoders.registry import ENCODERS, encoder_entry, encoder_section
+from sfumato.encoders.encoder_protocol import ImageEncoderConfig, Side, TextEncoderConfig
+from sfumato.encoders.encoder_registry import ENCODERS, encoder_entry, encoder_section
 from sfumato.encoders.small import SmallImageConfig, SmallTextConfig
 from sfumato.errors import UserError
 from sfumato.files import write_atomically

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.registry import encoder_entry
+from sfumato.encoders.encoder_registry import encoder_entry
 from sfumato.errors import UserError
 from sfumato.files import write_atomically, write_json
 from sfumato.losses import MatchLoss

@@ -13,9 +13,9 @@ from sfumato.data.problems import Problems
 from sfumato.data.region_features import read_scan
 from sfumato.data.shards import expand_shards, read_shards
 from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.encoder_protocol import Item
 from sfumato.encoders.features import Store
 from sfumato.encoders.frozen import FrozenProcessor
-from sfumato.encoders.protocol import Item
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.process_group import ProcessGroup, alone

@@ -9,7 +9,7 @@ from adamp import AdamP
 from torch import Tensor, nn
 
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.protocol import Encoder
+from sfumato.encoders.encoder_protocol import Encoder
 from sfumato.losses import MatchLoss
 from sfumato.models.training_sections import OptimConfig
 
@@ -25,7 +25,7 @@ def build_optimiser(model: DualEncoder, loss: MatchLoss, config: OptimConfig) ->
 
     Args:
         model: parameters named ``image.encoder.*`` and ``text.encoder.*`` belong to the encoders, which number their
-            blocks (:meth:`~sfumato.encoders.protocol.Encoder.blocks_from_top`).
+            blocks (:meth:`~sfumato.encoders.encoder_protocol.Encoder.blocks_from_top`).
         loss: may hold learnable match logits.
         config: section ``optim`` of the recipe.
 
@@ -65,7 +65,7 @@ def freeze_encoder(encoder: Encoder, frozen: bool) -> None:
     Call it after ``model.train()``.
 
     Args:
-        encoder: names its pre-trained parameters (:meth:`~sfumato.encoders.protocol.Encoder.freezes`).
+        encoder: names its pre-trained parameters (:meth:`~sfumato.encoders.encoder_protocol.Encoder.freezes`).
         frozen: True to freeze, False to train.
     """
     for name, module in encoder.named_modules():

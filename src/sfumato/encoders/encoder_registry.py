@@ -14,9 +14,7 @@ from sfumato.encoders.clip import (
     clip_tokenizer,
 )
 from sfumato.encoders.efficientnet import EfficientNetImageConfig, build_efficientnet
-from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig, build_frozen_image, build_frozen_text
-from sfumato.encoders.gru import WordTextConfig, build_word_text, words_of_texts
-from sfumato.encoders.protocol import (
+from sfumato.encoders.encoder_protocol import (
     BuildContext,
     Encoder,
     EncoderConfig,
@@ -26,6 +24,8 @@ from sfumato.encoders.protocol import (
     Side,
     TextEncoderConfig,
 )
+from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig, build_frozen_image, build_frozen_text
+from sfumato.encoders.gru import WordTextConfig, build_word_text, words_of_texts
 from sfumato.encoders.regions import RegionImageConfig, build_regions
 from sfumato.encoders.resnet import ResNetImageConfig, build_resnet
 from sfumato.encoders.small import (
@@ -69,7 +69,7 @@ def register_encoder(
         side: "image" or "text".
         kind: value of ``model.image.kind`` or ``model.text.kind`` in recipes; not yet taken.
         config: class of its section in the recipe, with ``kind`` as the default of its field ``kind``.
-        build: the section and a :class:`~sfumato.encoders.protocol.BuildContext` -> (processor, encoder).
+        build: the section and a :class:`~sfumato.encoders.encoder_protocol.BuildContext` -> (processor, encoder).
         tokenizer: for texts: the section and the training texts -> the tokenizer of a new model, which ``build`` then finds in
             ``context.tokenizer``. None for encoders without a tokenizer.
 
@@ -144,7 +144,8 @@ def encoder_section(side: Side, value: Any) -> EncoderConfig:
         raise PydanticKnownError("dict_type")
     if "kind" not in value:
         raise PydanticKnownError("union_tag_not_found", {"discriminator": "'kind'"})
-    if (kind := value["kind"]) not in ENCODERS[side]:
+    kind = value["kind"]
+    if not isinstance(kind, str) or kind not in ENCODERS[side]:
         known = ", ".join(repr(name) for name in ENCODERS[side])
         raise PydanticKnownError(
             "union_tag_invalid", {"discriminator": "'kind'", "tag": str(kind), "expected_tags": known}
