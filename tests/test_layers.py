@@ -171,8 +171,9 @@ FLOORS: dict[str, list[str]] = {
         "embedded_input",
     ],
     "models": [
-        "ingest process_group pretrained_layouts training_sections",
-        "recipe",
+        "checkpoint_files ingest pretrained_tensors process_group training_sections",
+        "pretrained_sizes recipe",
+        "pretrained_layouts",
         "build pretrained splits",
         "extract_regions run",
         "calibrate embed export",

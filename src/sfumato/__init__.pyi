@@ -252,6 +252,9 @@ from .matching import (
 from .metrics.relevance import (
     Relevance as Relevance,
 )
+from .models.checkpoint_files import (
+    read_checkpoint as read_checkpoint,
+)
 from .models.export import (
     export_run as export_run,
 )
@@ -266,9 +269,6 @@ from .models.pretrained import (
 )
 from .models.pretrained import (
     load_pretrained as load_pretrained,
-)
-from .models.pretrained import (
-    read_checkpoint as read_checkpoint,
 )
 from .models.recipe import (
     Recipe as Recipe,

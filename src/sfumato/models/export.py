@@ -26,6 +26,7 @@ from sfumato.encoders.encoder_registry import encoder_entry
 from sfumato.errors import UserError
 from sfumato.files import sync_folder, write_atomically, write_json
 from sfumato.models.build import Assets, build_model
+from sfumato.models.checkpoint_files import read_checkpoint
 from sfumato.models.pretrained import (
     CALIBRATION,
     CONFIG,
@@ -34,7 +35,6 @@ from sfumato.models.pretrained import (
     PretrainedModel,
     download,
     load_pretrained,
-    read_checkpoint,
     read_config,
 )
 from sfumato.models.recipe import ModelConfig
