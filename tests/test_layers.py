@@ -171,7 +171,7 @@ FLOORS: dict[str, list[str]] = {
         "embedded_input",
     ],
     "models": [
-        "checkpoint_files ingest pretrained_tensors process_group training_sections",
+        "checkpoint_files ingest model_section pretrained_tensors process_group training_sections",
         "pretrained_sizes recipe",
         "pretrained_layouts",
         "build pretrained splits",

@@ -1,16 +1,15 @@
-"""The CLIP family, fine-tuned from pixels and subword tokens: the sections of a recipe, and how encoders are built from them.
+"""The CLIP family, fine-tuned from pixels and subword tokens: sections of the recipe, and how encoders are built.
 
-The encoders stand in :mod:`sfumato.encoders.clip_transformers`, and those of ProLIP in :mod:`sfumato.encoders.unc_token`. What the
-weights of a published model mean is known in :mod:`sfumato.models.pretrained`.
+The encoders stand in :mod:`sfumato.encoders.clip_transformers`, and those of ProLIP in
+:mod:`sfumato.encoders.unc_token`. What the weights of a published model mean is known in
+:mod:`sfumato.models.pretrained`.
 """
 
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
-import torch
 from pydantic import Field, PositiveInt
 from tokenizers import Tokenizer
-from torch import nn
 
 from sfumato.encoders.clip_transformers import (
     CLIP_MEAN,
@@ -18,6 +17,7 @@ from sfumato.encoders.clip_transformers import (
     ClipImageEncoder,
     ClipTextEncoder,
     VarianceStart,
+    resize_positions,
 )
 from sfumato.encoders.encoder_protocol import (
     AugmentMode,
@@ -47,7 +47,7 @@ ARCHITECTURES: dict[str, dict[str, tuple[int, int, int]]] = {
     "ViT-B/16": {"image": (768, 12, 12), "text": (512, 12, 8)},
     "ViT-L/14": {"image": (1024, 24, 16), "text": (768, 12, 12)},
 }
-"""(width, blocks, heads) of the encoders that can be built without weights; the number after the slash is the patch size.
+"""(width, blocks, heads) of encoders without weights; the number after the slash is the patch size.
 B and L are CLIP's (Radford et al. 2021, table 20); Ti and S have the ViT's shape on both sides."""
 
 _MAX_TOKENS = 77
@@ -180,15 +180,19 @@ def clip_image_encoder(
     Args:
         weights: a hub name or a local folder of transformers; "" for random weights.
         architecture: without weights, a name in ARCHITECTURES.
-        size: side of the pictures in pixels; position codes are interpolated to it. None: the model's own (224).
+        size: side of the images in pixels; position codes are interpolated to it. None: that of the weights, or 224.
         blocks: without weights, number of blocks; the architecture's if None.
         activation: without weights; quick_gelu is OpenAI's, gelu open_clip's.
-        description: of an encoder built before, in place of weights and architecture.
-        final_norm, variance_blocks, variance_start, checkpointing: see :class:`ClipImageEncoder`.
+        description: description of an earlier encoder, instead of weights and architecture.
+        final_norm, variance_blocks, variance_start, checkpointing: see
+            :class:`~sfumato.encoders.clip_transformers.ClipImageEncoder`.
+
+    Returns:
+        The encoder.
 
     Raises:
         UserError: transformers or the weights are missing, or the model is of another kind.
-        ValueError: the architecture is unknown, or the size no multiple of the patch.
+        ValueError: the architecture is unknown, or the size is not a multiple of the patch.
     """
     transformers = import_transformers()
     kinds = {
@@ -219,7 +223,7 @@ def clip_image_encoder(
         backbone = transformers.CLIPVisionModel(config)
     if size is not None and size != backbone.embeddings.image_size:
         _check_size(size, backbone.embeddings.patch_size)
-        _resize_positions(backbone.embeddings, size)
+        resize_positions(backbone.embeddings, size)
     return ClipImageEncoder(
         backbone,
         pixel_mean=mean,
@@ -249,11 +253,15 @@ def clip_text_encoder(
     Args:
         weights: a hub name or a local folder of transformers; "" for random weights.
         architecture: without weights, a name in ARCHITECTURES.
-        vocabulary, max_tokens: without weights, number of word pieces and longest text.
+        vocabulary, max_tokens: without weights, number of subword tokens and of positions.
         blocks: without weights, number of blocks; the architecture's if None.
         activation: without weights; quick_gelu is OpenAI's, gelu open_clip's.
-        description: of an encoder built before, in place of weights and architecture.
-        variance_blocks, variance_start, checkpointing: see :class:`ClipTextEncoder`.
+        description: description of an earlier encoder, instead of weights and architecture.
+        variance_blocks, variance_start, checkpointing: see
+            :class:`~sfumato.encoders.clip_transformers.ClipTextEncoder`.
+
+    Returns:
+        The encoder.
 
     Raises:
         UserError: transformers or the weights are missing, or the model is of another kind.
@@ -289,13 +297,19 @@ def clip_text_encoder(
 
 
 def text_positions(weights: str) -> int:
-    """The longest text, in tokens, that the text side of a CLIP or SigLIP model takes.
+    """Number of positions of the text side of a CLIP or SigLIP model.
+
+    Args:
+        weights: a hub name or a local folder of transformers.
+
+    Returns:
+        Largest number of tokens of a text.
 
     Raises:
         UserError: transformers or the model's configuration are missing.
     """
     config = from_pretrained(import_transformers().AutoConfig, weights)
-    return int(getattr(config, "text_config", config).max_position_embeddings)
+    return int(_part(config, "text").max_position_embeddings)
 
 
 def clip_tokenizer(config: ClipTextConfig, texts: Iterable[str]) -> Tokenizer:
@@ -315,7 +329,8 @@ def clip_tokenizer(config: ClipTextConfig, texts: Iterable[str]) -> Tokenizer:
     max_tokens = config.max_tokens or positions
     if max_tokens > positions:
         raise UserError(
-            f"model.text.max_tokens={max_tokens} is more than the {positions} positions of {config.weights!r}; leave it out"
+            f"model.text.max_tokens={max_tokens} is more than the {positions} positions of {config.weights!r};"
+            " leave it out"
         )
     if not config.weights and not config.tokenizer:
         return add_begin_and_end(train_tokenizer(texts, config.vocabulary), max_tokens)
@@ -405,26 +420,20 @@ def _from_description(kinds: dict[str, Any], config: Mapping[str, Any]) -> Any:
 
 def _load(transformers: Any, kinds: dict[str, Any], weights: str, side: str) -> Any:
     config = from_pretrained(transformers.AutoConfig, weights)
-    part = getattr(config, f"{side}_config", config)
+    part = _part(config, side)
     if part.model_type not in kinds:
         raise UserError(
-            f"{weights!r} is a model of type {config.model_type!r}; its {side} side cannot be had as one of {', '.join(kinds)}"
+            f"{weights!r} is a model of type {config.model_type!r}; expected one whose {side} side is one of"
+            f" {', '.join(kinds)}"
         )
     return from_pretrained(kinds[part.model_type], weights).float()  # Some are stored in half precision.
+
+
+def _part(config: Any, side: str) -> Any:
+    """The configuration of one side, out of that of a whole model or of that side alone."""
+    return getattr(config, f"{side}_config", config)
 
 
 def _check_size(size: int, patch: int) -> None:
     if size % patch:
         raise ValueError(f"size must be a multiple of the patch, {patch} pixels, got {size}")
-
-
-def _resize_positions(embeddings: Any, size: int) -> None:
-    """Interpolate the position codes of a vision transformer to pictures of another size, in place."""
-    patches = (size // embeddings.patch_size) ** 2
-    extra = embeddings.num_positions - embeddings.num_patches
-    with torch.no_grad():
-        blank = torch.zeros(1, patches + extra, embeddings.embed_dim)  # Only its length is looked at.
-        codes = embeddings.interpolate_pos_encoding(blank, size, size)[0]
-    embeddings.position_embedding = nn.Embedding.from_pretrained(codes.clone(), freeze=False)
-    embeddings.position_ids = torch.arange(patches + extra).expand(1, -1)
-    embeddings.num_patches, embeddings.num_positions, embeddings.image_size = patches, patches + extra, size

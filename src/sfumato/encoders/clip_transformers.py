@@ -1,8 +1,8 @@
 """Transformers of the CLIP family as encoders, with blocks of their own for the log variance.
 
-PCME++ shares all blocks but the last one: the mean passes the pre-trained last block, the log variance a new block beside it.
-The layers are those of transformers (CLIP, SigLIP, SigLIP 2 of fixed size). How an encoder is built from a section of a recipe
-stands in :mod:`sfumato.encoders.clip`.
+PCME++ shares all blocks but the last one: the mean passes the pre-trained last block, the log variance a new block
+beside it. The layers are those of transformers (CLIP, SigLIP, SigLIP 2 of fixed size). How an encoder is built from a
+section of a recipe stands in :mod:`sfumato.encoders.clip`.
 """
 
 import re
@@ -79,7 +79,7 @@ class ClipEncoder(EncoderModule):
         return len(self.shared_blocks) + len(self.mean_blocks)
 
     def blocks_from_top(self, parameter: str) -> int:
-        """See :class:`~sfumato.encoders.encoder_protocol.Encoder`. The blocks of mean and log variance are numbered side by side."""
+        """See :class:`~sfumato.encoders.encoder_protocol.Encoder`. Both kinds of last blocks have equal numbers."""
         found = re.match(r"(shared|mean|variance)_blocks\.(\d+)\.", parameter)
         if found is None:
             return 0
@@ -95,7 +95,8 @@ class ClipEncoder(EncoderModule):
             embedded: (n, t, c).
             mask: (n, t), returned unchanged.
             causal: each token attends to the tokens before it; otherwise to all.
-            attention: (n, 1, t or 1, t) bool, True where a token (row) may attend to a token (column); instead of ``causal``.
+            attention: (n, 1, t or 1, t) bool, True where a token (row) may attend to a token (column); instead of
+                ``causal``.
 
         Returns:
             (n, t, c) features for the mean, and as many for the log variance if it has blocks of its own.
@@ -122,7 +123,8 @@ class ClipImageEncoder(ClipEncoder):
     Args:
         backbone: CLIPVisionModel or SiglipVisionModel of transformers.
         pixel_mean, pixel_std: mean and standard deviation by which pixels in [0, 1] are standardised.
-        final_norm: pass the mean's tokens through the backbone's last norm. PCME++'s hub models do, its COCO models do not.
+        final_norm: pass the mean's tokens through the backbone's last norm. PCME++'s hub models do, its COCO models do
+            not.
         variance_blocks, variance_start, checkpointing: see :class:`ClipEncoder`.
     """
 
@@ -155,7 +157,7 @@ class ClipImageEncoder(ClipEncoder):
 
     @property
     def description(self) -> dict[str, Any]:
-        """JSON values with which :func:`~sfumato.encoders.clip.clip_image_encoder` builds it again without its weights."""
+        """JSON values with which :func:`~sfumato.encoders.clip.clip_image_encoder` builds it without weights."""
         return {
             "backbone": self.backbone_config | {"image_size": self.size},
             "pixel_mean": self.pixel_mean.flatten().tolist(),
@@ -220,7 +222,7 @@ class ClipTextEncoder(ClipEncoder):
 
     @property
     def description(self) -> dict[str, Any]:
-        """JSON values with which :func:`~sfumato.encoders.clip.clip_text_encoder` builds it again without its weights."""
+        """JSON values with which :func:`~sfumato.encoders.clip.clip_text_encoder` builds it without weights."""
         return {"backbone": self.backbone_config}
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
@@ -233,6 +235,23 @@ class ClipTextEncoder(ClipEncoder):
             (n, t, c) features and the mask of the inputs.
         """
         return self.tokens(self.embeddings(inputs.values), inputs.mask, causal=self.causal)
+
+
+def resize_positions(embeddings: Any, size: int) -> None:
+    """Interpolate the position codes of a vision transformer to images of another size, in place.
+
+    Args:
+        embeddings: its embedding layer.
+        size: new side of the images in pixels, a multiple of the patch.
+    """
+    patches = (size // embeddings.patch_size) ** 2
+    extra = embeddings.num_positions - embeddings.num_patches
+    with torch.no_grad():
+        blank = torch.zeros(1, patches + extra, embeddings.embed_dim)  # Only its length is looked at.
+        codes = embeddings.interpolate_pos_encoding(blank, size, size)[0]
+    embeddings.position_embedding = nn.Embedding.from_pretrained(codes.clone(), freeze=False)
+    embeddings.position_ids = torch.arange(patches + extra).expand(1, -1)
+    embeddings.num_patches, embeddings.num_positions, embeddings.image_size = patches, patches + extra, size
 
 
 def _is_siglip(backbone: Any) -> bool:

@@ -21,8 +21,8 @@ class Tower(nn.Module):
         processor: raw items -> inputs.
         encoder: inputs -> token features; a torch module.
         head: token features -> Gaussian embeddings.
-        token_dropout: rate of SizeAugment, see :func:`~sfumato.data.augment.drop_tokens`: largest fraction of the tokens that
-            are hidden from the head while training.
+        token_dropout: rate of SizeAugment, see :func:`~sfumato.data.augment.drop_tokens`: largest fraction of the
+            tokens that are hidden from the head while training.
     """
 
     def __init__(

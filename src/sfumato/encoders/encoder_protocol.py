@@ -1,8 +1,9 @@
 """The written protocols of encoders: what the rest of the package asks of them, and nothing about any one of them.
 
 A kind of encoder is one file with three things: its section of the recipe (a subclass of :class:`ImageEncoderConfig` or
-:class:`TextEncoderConfig`), the encoder itself (an :class:`Encoder`; :class:`EncoderModule` has the defaults), and a build
-function that makes a :class:`Processor` and the encoder from that section. :mod:`sfumato.encoders.encoder_registry` lists the kinds.
+:class:`TextEncoderConfig`), the encoder itself (an :class:`Encoder`; :class:`EncoderModule` has the defaults), and a
+build function that makes a :class:`Processor` and the encoder from that section.
+:mod:`sfumato.encoders.encoder_registry` lists the kinds.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,8 +56,8 @@ class Processor(Protocol):
         Args:
             items: n functions, each of which returns an item.
             progress: called with the number of items just done.
-            on_error: called with the position and the error of each unusable item, which is then left out. Without it the
-                error is raised.
+            on_error: called with the position and the error of each unusable item, which is then left out. Without it
+                the error is raised.
 
         Returns:
             The inputs of the k usable items in their order, and the (k,) positions of these items.
@@ -66,7 +67,7 @@ class Processor(Protocol):
 
 @runtime_checkable
 class Encoder(Protocol):
-    """A torch module from a batch of inputs to token features. :class:`EncoderModule` has a default for all but ``channels``.
+    """A torch module from a batch of inputs to token features; :class:`EncoderModule` has defaults.
 
     Attributes:
         channels: c of the token features.
@@ -79,7 +80,7 @@ class Encoder(Protocol):
 
     @property
     def description(self) -> dict[str, Any] | None:
-        """JSON values that rebuild the encoder without its pre-trained weights; run folders keep them in encoders.json."""
+        """JSON values that rebuild the encoder without pre-trained weights; run folders keep them in encoders.json."""
         ...
 
     def freezes(self, parameter: str) -> bool:
@@ -140,7 +141,7 @@ class EncoderModule(nn.Module):
         return None
 
     def freezes(self, parameter: str) -> bool:
-        """See :class:`Encoder`: all parameters of a pre-trained encoder but those named ``variance_*``, which are new."""
+        """See :class:`Encoder`: all parameters of a pre-trained encoder except ``variance_*``, which are new."""
         return self.pretrained and not parameter.startswith("variance_")
 
     def blocks_from_top(self, parameter: str) -> int:
@@ -170,7 +171,8 @@ class EncoderConfig(BaseModel):
 
     Attributes:
         has_blocks: whether optim.layer_decay has an effect (:meth:`Encoder.blocks_from_top`).
-        needs_description: whether an encoder is built again from :attr:`Encoder.description`, so that run folders need it.
+        needs_description: whether an encoder is built again from :attr:`Encoder.description`, so that run folders need
+            it.
         path_fields: the keys that may hold a path of the machine where the model was trained.
     """
 
@@ -259,8 +261,8 @@ class BuildContext:
         dim: d of the embeddings, model.dim.
         variance: whether the model has variances, model.variance.
         feature_dropout: fraction of the token features to drop while training, model.feature_dropout.
-        token_dropout: fraction of the tokens to drop while training, augment.image_tokens or augment.text_tokens; only for
-            encoders that drop tokens themselves.
+        token_dropout: fraction of the tokens to drop while training, augment.image_tokens or augment.text_tokens; only
+            for encoders that drop tokens themselves.
         cache: folder for features of frozen backbones.
         tokenizer: of a text encoder that reads tokens; None for others.
         description: of the same encoder in a saved model, see :attr:`Encoder.description`; None for a new one.
@@ -299,9 +301,10 @@ class EncoderEntry:
 
     Attributes:
         config: class of its section in the recipe.
-        build: its section and a :class:`BuildContext` -> (processor, encoder). With ``context.trained`` it starts from random
-            weights.
-        tokenizer: for text encoders that read tokens: its section and the training texts -> the tokenizer of a new model.
+        build: its section and a :class:`BuildContext` -> (processor, encoder). With ``context.trained`` it starts from
+            random weights.
+        tokenizer: for text encoders that read tokens: its section and the training texts -> the tokenizer of a new
+            model.
     """
 
     config: type[EncoderConfig]

@@ -70,8 +70,8 @@ def register_encoder(
         kind: value of ``model.image.kind`` or ``model.text.kind`` in recipes; not yet taken.
         config: class of its section in the recipe, with ``kind`` as the default of its field ``kind``.
         build: the section and a :class:`~sfumato.encoders.encoder_protocol.BuildContext` -> (processor, encoder).
-        tokenizer: for texts: the section and the training texts -> the tokenizer of a new model, which ``build`` then finds in
-            ``context.tokenizer``. None for encoders without a tokenizer.
+        tokenizer: for texts: the section and the training texts -> the tokenizer of a new model, which ``build`` then
+            finds in ``context.tokenizer``. None for encoders without a tokenizer.
 
     Raises:
         ValueError: the side is unknown, the kind is taken, or the section does not fit the side or the kind.

@@ -1,7 +1,7 @@
-"""Frozen pre-trained backbones: any model of transformers, and two whose weights are ordinary packages (extra ``offline``).
+"""Frozen pre-trained backbones: any model of transformers, and two that are packages (extra ``offline``).
 
-A backbone turns items into token features once, and :mod:`sfumato.encoders.features` keeps these on disk. The encoder above
-them has no parameters: only the heads learn.
+A backbone turns items into token features once, and :mod:`sfumato.encoders.features` keeps these on disk. The encoder
+above them has no parameters: only the heads learn.
 """
 
 import hashlib

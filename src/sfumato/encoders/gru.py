@@ -1,7 +1,7 @@
 """Whole words and a recurrent network over them: the texts of VSE++, VSRN and PCME.
 
-The words are those of the training texts. Their vectors are learnt from scratch, or start from a file of GloVe; that file is
-needed only when a run begins.
+The words are those of the training texts. Their vectors are learnt from scratch, or start from a file of GloVe; that
+file is needed only when a run begins.
 """
 
 from collections.abc import Iterable
@@ -85,7 +85,8 @@ def read_word_vectors(path: str | Path, tokenizer: Tokenizer, width: int) -> dic
     """Read the vectors that a text file of GloVe or fastText has for the words of a vocabulary.
 
     Args:
-        path: the file, with a line for each word: the word and its numbers, with spaces between them. It is read line by line.
+        path: the file, with a line for each word: the word and its numbers, with spaces between them. It is read line
+            by line.
         tokenizer: has the vocabulary.
         width: number of values of a vector.
 
@@ -98,7 +99,8 @@ def read_word_vectors(path: str | Path, tokenizer: Tokenizer, width: int) -> dic
     path = Path(path)
     if not path.is_file():
         raise UserError(
-            f"no word vectors at {path}; nlp.stanford.edu/projects/glove has them, e.g. glove.6B.300d.txt in glove.6B.zip"
+            f"no word vectors at {path}; nlp.stanford.edu/projects/glove has them, e.g. glove.6B.300d.txt in"
+            " glove.6B.zip"
         )
     wanted = {word.encode(): i for word, i in tokenizer.get_vocab().items() if i > 0}
     found: dict[int, np.ndarray] = {}
@@ -109,7 +111,7 @@ def read_word_vectors(path: str | Path, tokenizer: Tokenizer, width: int) -> dic
                 continue
             fields = line.split()
             if number == 1 and len(fields) == 2 and fields[0].isdigit() and fields[1].isdigit():
-                continue  # The first line of a file of fastText: number of words and width.
+                continue  # The first line of a fastText file: number of words and width.
             if len(fields) > width + 1 and number > 2:
                 continue  # A few words of GloVe 840B contain spaces; their first part is another word.
             vector = _vector(path, number, fields, width)
@@ -130,8 +132,8 @@ def _vector(path: Path, number: int, fields: list[bytes], width: int) -> np.ndar
         raise UserError(f"{path}, line {number}: expected a word and its numbers, got {len(fields)} fields{_UNPACKED}")
     if len(vector) != width:
         raise UserError(
-            f"{path}, line {number}: {len(vector)} numbers behind the word, but model.text.width={width}; give a file of that"
-            f" width, or set model.text.width={len(vector)} if all lines have as many"
+            f"{path}, line {number}: {len(vector)} numbers behind the word, but model.text.width={width}; give a file"
+            f" of that width, or set model.text.width={len(vector)} if all lines have as many"
         )
     if not np.isfinite(vector).all():
         raise UserError(f"{path}, line {number}: a number behind the word is not finite; the file is damaged")
@@ -144,9 +146,9 @@ _UNPACKED = "; is it the text file of GloVe, unpacked?"
 class WordEncoder(EncoderModule):
     r"""Word vectors and a GRU: (n, t) ids -> (n, 1, c) final states, or (n, t, c) states of all words.
 
-    The final state of the forward direction is the state at the last word, that of the backward direction the state at the
-    first word: each has read the whole text. Padding has no influence. (PCME's code takes both states at the last word, where
-    the backward direction has read only that word.)
+    The final state of the forward direction is the state at the last word, that of the backward direction the state at
+    the first word: each has read the whole text. Padding has no influence. (PCME's code takes both states at the last
+    word, where the backward direction has read only that word.)
 
     Args:
         vocabulary: number of words; id 0 is the unknown word.
@@ -213,8 +215,8 @@ class WordEncoder(EncoderModule):
             inputs: (n, t) word ids and their mask; the words stand at the left of each row.
 
         Returns:
-            (n, 1, c) or (n, t, c) features for the mean, as many for the log variance if it has a GRU of its own, and (n, t,
-            width) features for local attention.
+            (n, 1, c) or (n, t, c) features for the mean, as many for the log variance if it has a GRU of its own, and
+            (n, t, width) features for local attention.
         """
         words = self.words(inputs.values)
         n, t = inputs.values.shape

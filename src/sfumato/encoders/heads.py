@@ -78,16 +78,16 @@ class GPO(Pooling):
         pooled_c = sum_k weight_k * (k-th largest of channel c over the tokens)
 
     The weights come from a bidirectional GRU over sinusoidal codes of the positions 0..t-1, averaged over its two
-    directions, a linear layer, and a softmax with temperature 0.1. They depend only on the number of tokens, so the GRU runs
-    once for each number that occurs in the batch. Average and maximum pooling are special cases.
+    directions, a linear layer, and a softmax with temperature 0.1. They depend only on the number of tokens, so the GRU
+    runs once for each number that occurs in the batch. Average and maximum pooling are special cases.
 
     Args:
         d_pe: width of the position codes.
         d_hidden: width of the GRU.
         temperature: of the softmax over positions.
 
-    Paper: Chen et al., "Learning the Best Pooling Strategy for Visual Semantic Embedding", CVPR 2021. Parameter names are
-    those of the released code.
+    Paper: Chen et al., "Learning the Best Pooling Strategy for Visual Semantic Embedding", CVPR 2021. Parameter names
+    are those of the released code.
     """
 
     def __init__(self, d_pe: int = 32, d_hidden: int = 32, temperature: float = 0.1) -> None:
@@ -158,7 +158,7 @@ POOLINGS: dict[str, type[Pooling]] = {
     "first": FirstToken,
     "last": LastToken,
 }
-"""Every pooling by the name that recipes use. "first" is the class token of images, "last" the end token of CLIP's texts."""
+"""Every pooling by its name in recipes. "first" is the class token of images, "last" the end token of CLIP's texts."""
 
 Covariance = Literal["ellipsoidal", "spherical-average", "spherical-one"]
 
@@ -224,33 +224,34 @@ class _LogBounds:
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """How a Gaussian head pools, and how it makes variances. The keys of section ``model`` of a recipe have the same names.
+    """How a Gaussian head pools and makes variances. Section ``model`` of a recipe has the same keys.
 
     Attributes:
         pooling: name in POOLINGS; mean and log variance have a pooling each.
         mlp: add a two-layer network to the linear map of the mean.
         normalize: scale the means to unit length.
         variance: with False the head has one branch and returns points.
-        variance_norm: a layer norm on the pooled log variance; its weight starts at 0.01 (an option of the released code that
-            its configurations leave off).
+        variance_norm: a layer norm on the pooled log variance; its weight starts at 0.01 (an option of the released
+            code that its configurations leave off).
         variance_mlp: add a two-layer network to the linear map of the log variance; it starts as small as that map.
         init_total_variance: sum of the variances of an embedding at the start.
-        covariance: "ellipsoidal": a variance for each dimension. One variance for all dimensions: "spherical-average", the
-            average of those, or "spherical-one", the only output of the branch.
-        variance_bounds: lowest and highest variance of a dimension; None for no bounds. A tanh of the log variance approaches
-            them, so that the gradient is never 0 as with a clamp.
-        embeddings: K embeddings of d dimensions for each item, side by side in a mean of K d dimensions; for points only. Above
-            1, local attention as in PVSE is added to the pooled vector that all K share, and a layer norm follows; see
-            :func:`~sfumato.distances.nearest_matrix` for the distance.
-        local_attention: the same for one embedding, as in PCME: mean = norm(pooled + sigmoid(linear(attended))), scaled to unit
-            length with ``normalize``; log variance = pooled + linear(attended), with an attention of its own, neither squashed
-            nor normalised.
+        covariance: "ellipsoidal": a variance for each dimension. One variance for all dimensions: "spherical-average",
+            the average of those, or "spherical-one", the only output of the branch.
+        variance_bounds: lowest and highest variance of a dimension; None for no bounds. A tanh of the log variance
+            approaches them, so that the gradient is never 0 as with a clamp.
+        embeddings: K embeddings of d dimensions for each item, side by side in a mean of K d dimensions; for points
+            only. Above 1, local attention as in PVSE is added to the pooled vector that all K share, and a layer norm
+            follows; see :func:`~sfumato.distances.nearest_matrix` for the distance.
+        local_attention: the same for one embedding, as in PCME: mean = norm(pooled + sigmoid(linear(attended))), scaled
+            to unit length with ``normalize``; log variance = pooled + linear(attended), with an attention of its own,
+            neither squashed nor normalised.
 
     Raises:
-        ValueError: pooling or covariance is unknown, the initial variance is not positive, the bounds are not in order, or
-            several embeddings are to have variances.
+        ValueError: pooling or covariance is unknown, the initial variance is not positive, the bounds are not in order,
+            or several embeddings are to have variances.
 
-    Papers: Song and Soleymani, "Polysemous Visual-Semantic Embedding", CVPR 2019; Chun et al., "PCME", CVPR 2021, section 3.2.
+    Papers: Song and Soleymani, "Polysemous Visual-Semantic Embedding", CVPR 2019; Chun et al., "PCME", CVPR 2021,
+    section 3.2.
     """
 
     pooling: str = "gpo"
@@ -284,21 +285,23 @@ class HeadOptions:
 
 
 class GaussianHead(nn.Module):
-    r"""Token features -> Gaussian embeddings: a branch for the mean and one for the log variance, each linear then pooling.
+    r"""Token features -> Gaussian embeddings, with a branch each for mean and log variance: linear, then pooling.
 
     The log variance is neither normalised nor squashed, and clamped only by ``variance_bounds``. It starts at
-    log(init_total_variance / d) everywhere, up to a hundredth of the usual random weights. The papers give no start; with log
-    variance 0 a total variance of d exceeds every distance between unit means (docs/math.md has the measurements).
+    log(init_total_variance / d) everywhere, up to a hundredth of the usual random weights. The papers give no start;
+    with log variance 0 a total variance of d exceeds every distance between unit means (docs/math.md has the
+    measurements).
 
     Args:
         channels: c of the token features.
         dim: d of the embedding.
         options: see :class:`HeadOptions`.
-        local_channels: width of the features for local attention, where an encoder has features of their own for it; c if
-            None.
+        local_channels: width of the features for local attention, where an encoder has features of their own for it; c
+            if None.
 
     Raises:
-        ValueError: channels or dim is not positive, or the initial variance of a dimension does not lie between the bounds.
+        ValueError: channels or dim is not positive, or the initial variance of a dimension does not lie between the
+            bounds.
     """
 
     def __init__(

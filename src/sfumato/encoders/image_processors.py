@@ -58,8 +58,8 @@ class ImageFileStore:
     """Image files, decoded batch by batch; only the batch is in memory.
 
     Args:
-        items: for each image, a function that returns its bytes. It is called whenever the image is needed, from several
-            threads.
+        items: for each image, a function that returns its bytes. It is called whenever the image is needed, from
+            several threads.
         size: side of the square images in pixels.
         fit: how an image becomes a square outside of training; see :func:`sfumato.data.transforms.decode_image`.
         crop_low: smallest fraction of either side that a training crop keeps.
@@ -107,13 +107,13 @@ class ImageFileStore:
     def training_batch(self, index: np.ndarray, seed_key: Sequence[int]) -> Inputs:
         """The images at some positions with the random geometry of PCME++'s training.
 
-        Each image is cut to a random box (:func:`sfumato.data.transforms.random_crop_box`), resized to the square whatever
-        its aspect ratio, and mirrored with probability 1/2.
+        Each image is cut to a random box (:func:`sfumato.data.transforms.random_crop_box`), resized to the square
+        whatever its aspect ratio, and mirrored with probability 1/2.
 
         Args:
             index: (n,) positions.
-            seed_key: numbers >= 0 from which the batch's randomness follows, e.g. (seed, epoch, step, rank). Image i of the
-                batch has the generator ``numpy.random.default_rng([*seed_key, i])``.
+            seed_key: numbers >= 0 from which the batch's randomness follows, e.g. (seed, epoch, step, rank). Image i of
+                the batch has the generator ``numpy.random.default_rng([*seed_key, i])``.
 
         Returns:
             (n, 3, size, size) uint8 pixels.
@@ -141,8 +141,8 @@ class ImageFileStore:
                 pixels[i] = decode(i, item_bytes(self.items[position]))
             except (ValueError, OSError) as error:
                 raise OSError(
-                    f"the image at position {position} can no longer be read: {error}. It was readable when the data were"
-                    " checked. Check whether the file has changed and its disk is there"
+                    f"the image at position {position} can no longer be read: {error}. It was readable when the data"
+                    " were checked. Check whether the file has changed and its disk is there"
                 ) from error
 
         with ThreadPoolExecutor(self.workers) as pool:
@@ -152,7 +152,7 @@ class ImageFileStore:
 
 
 class ImageFileProcessor:
-    """Checks image files once and leaves them where they are; each batch is decoded when it is needed.
+    """Checks image files once and leaves them on disk; each batch is decoded when it is needed.
 
     Args:
         size: side of the square images in pixels.
@@ -172,7 +172,7 @@ class ImageFileProcessor:
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[ImageFileStore, np.ndarray]:
-        """See :class:`~sfumato.encoders.encoder_protocol.Processor`. Every file is read once, and no pixels are kept."""
+        """See :class:`~sfumato.encoders.encoder_protocol.Processor`. Every file is read once; no pixels are kept."""
 
         def check(position: int) -> Exception | None:
             try:
@@ -211,7 +211,7 @@ def available_cpus() -> int:
 
 
 class BilinearProcessor:
-    """Images as PCME++'s training code resizes them: to a square whatever their aspect ratio, bilinearly, without smoothing.
+    """Images as PCME++'s training code resizes them: to a square, bilinearly, without smoothing.
 
     Args:
         size: side in pixels.

@@ -12,8 +12,9 @@ def openai_image_state(state: Mapping[str, Tensor], encoder: ClipImageEncoder) -
     """Rename the tensors of a vision transformer.
 
     Args:
-        state: ``conv1.weight``, ``class_embedding``, ``positional_embedding``, ``ln_pre.*``, ``ln_post.*`` (left out where the
-            encoder has no last norm), ``transformer.resblocks.i.*``, ``uncertainty_transformer.resblocks.j.*``.
+        state: ``conv1.weight``, ``class_embedding``, ``positional_embedding``, ``ln_pre.*``, ``ln_post.*`` (left out
+            where the encoder has no last norm), ``transformer.resblocks.i.*``,
+            ``uncertainty_transformer.resblocks.j.*``.
         encoder: the encoder that will load them.
 
     Returns:
@@ -33,8 +34,8 @@ def openai_text_state(state: Mapping[str, Tensor], encoder: ClipTextEncoder) -> 
     """Rename the tensors of a text transformer.
 
     Args:
-        state: ``token_embedding.weight``, ``positional_embedding``, ``ln_final.*``, ``transformer.resblocks.i.*``, and the
-            variance blocks as ``uncertainty_transformer.resblocks.j.*`` or ``transformer.prob_resblocks.j.*``.
+        state: ``token_embedding.weight``, ``positional_embedding``, ``ln_final.*``, ``transformer.resblocks.i.*``, and
+            the variance blocks as ``uncertainty_transformer.resblocks.j.*`` or ``transformer.prob_resblocks.j.*``.
         encoder: the encoder that will load them.
 
     Returns:

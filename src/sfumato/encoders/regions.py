@@ -1,7 +1,7 @@
-"""Region features: a processor that leaves them on disk, and an encoder that reasons over the graph of an image's regions.
+"""Region features: a processor that leaves them on disk, and an encoder that reasons over the regions of an image.
 
-Paper: Li et al., "Visual Semantic Reasoning for Image-Text Matching" (VSRN), ICCV 2019; its log variances: Pishdad et al.,
-"Uncertainty-based Cross-Modal Retrieval with Probabilistic Representations".
+Paper: Li et al., "Visual Semantic Reasoning for Image-Text Matching" (VSRN), ICCV 2019; its log variances: Pishdad et
+al., "Uncertainty-based Cross-Modal Retrieval with Probabilistic Representations".
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,8 @@ class RegionStore:
     """Region features that stay on disk: a batch reads only its own items.
 
     Args:
-        items: for each image, a function that returns the bytes of its .npy file. It is called whenever the item is needed.
+        items: for each image, a function that returns the bytes of its .npy file. It is called whenever the item is
+            needed.
         channels: c of the features.
     """
 
@@ -94,8 +95,8 @@ class RegionStore:
                 found.append(regions_from_bytes(item_bytes(self.items[position]), self.channels))
             except (ValueError, OSError) as error:
                 raise OSError(
-                    f"the features at position {position} can no longer be read: {error}. They were readable when the data"
-                    " were checked. Check whether the file has changed and its disk is there"
+                    f"the features at position {position} can no longer be read: {error}. They were readable when the"
+                    " data were checked. Check whether the file has changed and its disk is there"
                 ) from error
         return stacked(found, self.channels).batch(np.arange(len(found)))
 
@@ -113,7 +114,7 @@ class RegionProcessor:
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[RegionStore, np.ndarray]:
-        """See :class:`~sfumato.encoders.encoder_protocol.Processor`. Every item is read once, and none is kept in memory."""
+        """See :class:`~sfumato.encoders.encoder_protocol.Processor`. Every item is read once, and none is kept."""
         kept = []
         for position, item in enumerate(items):
             try:
@@ -148,9 +149,9 @@ class GraphLayer(nn.Module):
 
         relation_ij = <theta(v_i), phi(v_j)> / r,    v_i <- v_i + BatchNorm(out(sum_j relation_ij g(v_j)))
 
-    r is the number of regions that are not masked; masked regions have no influence, also not on the batch statistics. A
-    single region has no statistics: while training it is normalised by the running ones, which then do not change. The
-    weight and bias of the norm start at 0, as in the released code, so that the layer starts as the identity.
+    r is the number of regions that are not masked; masked regions have no influence, also not on the batch statistics.
+    A single region has no statistics: while training it is normalised by the running ones, which then do not change.
+    The weight and bias of the norm start at 0, as in the released code, so that the layer starts as the identity.
 
     Args:
         width: channels of v and of theta, phi and g.
@@ -188,7 +189,7 @@ class GraphLayer(nn.Module):
 
 
 class RegionReasoning(nn.Module):
-    """A linear map of every region to unit length, graph layers, unit length again, and a GRU over the regions if wanted.
+    """A linear map of every region to unit length, graph layers, unit length again, and if wanted a GRU over them.
 
     Args:
         channels: c of the features.

@@ -1,6 +1,7 @@
 """Residual networks as image towers, fine-tuned from pixels: the images of VSE++ and PCME.
 
-The layers are those of transformers. The description that a run folder keeps has their shape and how pixels are standardised.
+The layers are those of transformers. The description that a run folder keeps has their shape and how pixels are
+standardised.
 """
 
 from collections.abc import Mapping, Sequence
@@ -154,8 +155,8 @@ def resnet_encoder(
     """A residual network as an image encoder.
 
     Args:
-        weights: a hub name or a local folder of transformers, e.g. "microsoft/resnet-152"; "" for random weights. Its image
-            processor decides how pixels are standardised.
+        weights: a hub name or a local folder of transformers, e.g. "microsoft/resnet-152"; "" for random weights. Its
+            image processor decides how pixels are standardised.
         architecture: without weights, a name in RESNETS.
         depths: instead of an architecture, the number of basic blocks of each stage.
         width: with depths, channels of the first stage; each later stage has twice as many.

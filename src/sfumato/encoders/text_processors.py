@@ -17,14 +17,14 @@ class TokenProcessor:
     """Texts as the ids of their subword tokens.
 
     Args:
-        tokenizer: the tokenizer that the model was trained with. A tokenizer that adds begin and end tokens cuts long texts
-            itself, so that these tokens stay. A tokenizer for an encoder that attends to padding also pads.
+        tokenizer: the tokenizer that the model was trained with. A tokenizer that adds begin and end tokens cuts long
+            texts itself, so that these tokens stay. A tokenizer for an encoder that attends to padding also pads.
         max_tokens: largest number of tokens; longer texts are cut.
 
     Attributes:
         special: number of begin tokens and number of end tokens of each text.
-        mask_id: id of the token for a hidden word: the tokenizer's mask token, else its unknown token, else "m" as in PCME++'s
-            code.
+        mask_id: id of the token for a hidden word: the tokenizer's mask token, else its unknown token, else "m" as in
+            PCME++'s code.
         forbidden: ids that are not words.
     """
 
@@ -48,7 +48,7 @@ class TokenProcessor:
 
 
 def single_spaces(text: str) -> str:
-    """Replace HTML entities by their characters, also those that were escaped twice, and all white space by single spaces.
+    """Replace HTML entities (also those escaped twice) by characters, and white space by single spaces.
 
     The released tokenizers also repair broken encodings with ftfy; here such texts stay as they are.
 
@@ -105,8 +105,10 @@ class SpecialTokenProcessor:
     """Texts as the token ids of a pre-trained text transformer, with its begin and end tokens.
 
     Args:
-        find: returns the tokenizer. It is called with the first text, so that images can be embedded without a tokenizer.
-        vocabulary: number of tokens of the model. A tokenizer with more tokens, or with less than half as many, is refused.
+        find: returns the tokenizer. It is called with the first text, so that images can be embedded without a
+            tokenizer.
+        vocabulary: number of tokens of the model. A tokenizer with more tokens, or with less than half as many, is
+            refused.
         max_tokens: largest number of tokens with the begin and end tokens; a longer text loses its last words.
         begin: special token before a text; "" for none.
         end: special token behind a text.
@@ -160,8 +162,8 @@ class SpecialTokenProcessor:
         if missing or not self.vocabulary / 2 <= size <= self.vocabulary:
             without = f", none of them {missing[0]!r}" if missing else ""
             raise UserError(
-                f"the tokenizer has {size} tokens{without}; the model expects {self.vocabulary}. Give the tokenizer.json that"
-                " belongs to it"
+                f"the tokenizer has {size} tokens{without}; the model expects {self.vocabulary}. Give the"
+                " tokenizer.json that belongs to it"
             )
         own = Tokenizer.from_str(tokenizer.to_str())
         own.no_padding()

@@ -9,9 +9,9 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     """Learn subword tokens: lower case, without accents, split at spaces and punctuation.
 
-    The tokens are all single characters, then the most frequent words, then the most frequent word endings. An unseen word is
-    split into known tokens, if need be into characters. The same texts always give the same tokens. (The trainers of the
-    library ``tokenizers`` break ties at random: two equal runs would differ.)
+    The tokens are all single characters, then the most frequent words, then the most frequent word endings. An unseen
+    word is split into known tokens, if need be into characters. The same texts always give the same tokens. (The
+    trainers of the library ``tokenizers`` break ties at random: two equal runs would differ.)
 
     Args:
         texts: the training texts.
@@ -36,8 +36,8 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     tokens = ["[UNK]", *letters, *(f"##{letter}" for letter in letters)]
     if len(tokens) > vocabulary:
         raise ValueError(
-            f"train_tokenizer: {len(tokens)} single characters do not fit into a vocabulary of {vocabulary} tokens; raise"
-            " model.text.vocabulary"
+            f"train_tokenizer: {len(tokens)} single characters do not fit into a vocabulary of {vocabulary} tokens;"
+            " raise model.text.vocabulary"
         )
     for counts in (words, endings):
         ranked = sorted(

@@ -15,7 +15,8 @@ from sfumato.encoders.encoder_registry import encoder_entry
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.errors import UserError, first_line
 from sfumato.losses import LOSSES, MatchLoss
-from sfumato.models.recipe import ModelConfig, Recipe
+from sfumato.models.model_section import ModelConfig
+from sfumato.models.recipe import Recipe
 from sfumato.models.training_sections import AugmentConfig
 
 
@@ -113,7 +114,7 @@ def build_loss(recipe: Recipe) -> MatchLoss:
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device of a name. "auto" is cuda if there is a GPU, else the CPU: Apple's mps lacks the float64 that sums need.
+    """The device of a name. "auto" is cuda if there is a GPU, else the CPU: Apple's mps lacks float64, which sums need.
 
     Args:
         name: "auto", "cpu", "cuda", "cuda:1" ...

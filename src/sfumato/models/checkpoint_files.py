@@ -20,8 +20,8 @@ from sfumato.errors import UserError
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """Read a checkpoint without running code from it.
 
-    A pickle may hold tensors and containers of plain values. Settings of the classes munch.Munch, argparse.Namespace and
-    Lightning's AttributeDict become dictionaries, numpy scalars become numbers. Any other class is refused.
+    A pickle may hold tensors and containers of plain values. Settings of the classes munch.Munch, argparse.Namespace
+    and Lightning's AttributeDict become dictionaries, numpy scalars become numbers. Any other class is refused.
 
     Args:
         path: a file of torch.save, or a .safetensors file.
@@ -70,7 +70,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Dict:
-    """Stands in for subclasses of dict: an OrderedDict, which torch's reader fills like a dict and lets have a state."""
+    """Stands in for subclasses of dict: an OrderedDict, which torch's reader fills and which may have a state."""
 
     def __new__(cls) -> Any:
         return OrderedDict()

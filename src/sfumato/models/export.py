@@ -1,4 +1,4 @@
-"""Trained models to give away: writing one as a folder in the layout of the Hugging Face hub, and loading any model again.
+"""Trained models to give away: written as a folder in the layout of the Hugging Face hub, and loaded again.
 
 model.safetensors   the weights that embedding needs     config.json   section model of the recipe, distance and logits
 tokenizer.json      its words or subword tokens          README.md     a model card
@@ -27,6 +27,7 @@ from sfumato.errors import UserError
 from sfumato.files import sync_folder, write_atomically, write_json
 from sfumato.models.build import Assets, build_model
 from sfumato.models.checkpoint_files import read_checkpoint
+from sfumato.models.model_section import ModelConfig
 from sfumato.models.pretrained import (
     CALIBRATION,
     CONFIG,
@@ -37,7 +38,6 @@ from sfumato.models.pretrained import (
     load_pretrained,
     read_config,
 )
-from sfumato.models.recipe import ModelConfig
 from sfumato.models.run import RECIPE, Run, load_assets, load_run
 
 CARD = "README.md"
@@ -240,7 +240,8 @@ def _scores(folder: Path) -> list[str]:
     lines = [
         "In per cent; written by `sfumato evaluate`.",
         "",
-        "| split | distance | images | texts | image to text R@1 | R@5 | R@10 | text to image R@1 | R@5 | R@10 | rsum |",
+        "| split | distance | images | texts | image to text R@1 | R@5 | R@10 | text to image R@1 | R@5 | R@10 | rsum"
+        " |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for path in found:

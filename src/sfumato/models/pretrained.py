@@ -1,7 +1,7 @@
 """Published probabilistic image-text models, loaded as a :class:`~sfumato.encoders.dual.DualEncoder`.
 
-Supported are the PCME++ and ProLIP models of the Hugging Face hub, and the checkpoints of the released PCME++ training code (the
-COCO models). The config.json and the names of the tensors show which of them a folder or a file holds.
+Supported are the PCME++ and ProLIP models of the Hugging Face hub, and the checkpoints of the released PCME++ training
+code (the COCO models). The config.json and the names of the tensors show which of them a folder or a file holds.
 :func:`sfumato.models.export.load_model` also loads the models that sfumato exported.
 """
 
@@ -60,24 +60,25 @@ def load_pretrained(
     Its tokenizer is loaded when the first text is embedded: images can be embedded without it.
 
     Args:
-        name_or_folder: a name on the Hugging Face hub (``SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps``), a local folder with
-            its config.json and model.safetensors, or a file of the PCME++ training code (.ckpt, .pt, .pth or .safetensors; a
-            Lightning checkpoint or a bare state dict).
+        name_or_folder: a name on the Hugging Face hub (``SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps``), a local
+            folder with its config.json and model.safetensors, or a file of the PCME++ training code (.ckpt, .pt, .pth
+            or .safetensors; a Lightning checkpoint or a bare state dict).
         tokenizer: replaces the model's own, which is the tokenizer.json beside its weights, else that of the hub.
         device: device of the model.
-        average: load the averaged weights (SWA) of a training checkpoint that has them. The released evaluation uses them
-            only for texts: by an oversight its images go through the last weights.
+        average: load the averaged weights (SWA) of a training checkpoint that has them. The released evaluation uses
+            them only for texts: by an oversight its images go through the last weights.
 
     Returns:
-        The model with its logits. ProLIP's logit ``scale * (mean.mean - total variances / 2) + bias`` is expressed by csd, which
-        for unit means is ``2 - 2 mean.mean + total variances``: logit_scale = scale / 2, logit_bias = bias + scale. A
-        deterministic baseline has no logits of a distance; they are 1 and 0.
+        The model with its logits. ProLIP's logit ``scale * (mean.mean - total variances / 2) + bias`` is expressed by
+        csd, which for unit means is ``2 - 2 mean.mean + total variances``: logit_scale = scale / 2, logit_bias = bias +
+        scale. A deterministic baseline has no logits of a distance; they are 1 and 0.
 
     Raises:
-        UserError: there is no such file or model, the hub cannot be reached, the file would run code, the model is of another
-            kind, or tensors are missing, left over or of the wrong shape (the message names the first ones).
+        UserError: there is no such file or model, the hub cannot be reached, the file would run code, the model is of
+            another kind, or tensors are missing, left over or of the wrong shape (the message names the first ones).
 
-    Source: https://github.com/naver-ai/pcmepp and https://github.com/naver-ai/prolip; see :mod:`sfumato.models.pretrained_layouts`.
+    Source: https://github.com/naver-ai/pcmepp and https://github.com/naver-ai/prolip; see
+    :mod:`sfumato.models.pretrained_layouts`.
     """
     path, name = Path(name_or_folder), str(name_or_folder)
     if path.is_file():
@@ -108,7 +109,8 @@ def download(name: str) -> Path:
         A folder in the hub's cache.
 
     Raises:
-        UserError: the name has another form, there is no such model, or there is neither a network nor a copy in the cache.
+        UserError: the name has another form, there is no such model, or there is neither a network nor a copy in the
+            cache.
     """
     if not _HUB_NAME.fullmatch(name):
         raise UserError(f"there is no file or folder {name!r}, and a name on the hub looks like owner/model")
@@ -156,8 +158,8 @@ def _recognise(
         if vision.get("unc_layers"):
             return pcmepp_hub, "PCME++"
     raise UserError(
-        f"{where}: {CONFIG} is not that of a PCME++ or ProLIP model. A plain CLIP or SigLIP model has no variances; train one"
-        " from it (model.image.weights in a recipe)"
+        f"{where}: {CONFIG} is not that of a PCME++ or ProLIP model. A plain CLIP or SigLIP model has no variances;"
+        " train one from it (model.image.weights in a recipe)"
     )
 
 
@@ -169,8 +171,8 @@ def _training_file(path: Path, average: bool) -> tuple[dict[str, Any], dict[str,
     content = read_checkpoint(path)
     if "word2idx" in content or any(str(key).startswith("img_enc.cnn.") for key in content):
         raise UserError(
-            f"{path}: a model of the original PCME (2021), whose encoders sfumato does not have; read_checkpoint() reads its"
-            " tensors and settings"
+            f"{path}: a model of the original PCME (2021), whose encoders sfumato does not have; read_checkpoint()"
+            " reads its tensors and settings"
         )
     state = content.get("state_dict", content)
     last: dict[str, Any] = {}
@@ -203,7 +205,8 @@ def _finder(own: Tokenizer | None, folder: Path) -> TokenizerFinder:
             if not path.is_file():
                 path = _from_hub(
                     lambda hub: hub.hf_hub_download(name, TOKENIZER),
-                    f"no {TOKENIZER} beside the weights, and that of {name!r} cannot be downloaded from the Hugging Face hub",
+                    f"no {TOKENIZER} beside the weights, and that of {name!r} cannot be downloaded from the Hugging"
+                    " Face hub",
                     f"Put the {TOKENIZER} of {name!r} beside the weights, or give it as tokenizer=",
                 )
             return Tokenizer.from_file(str(path))

@@ -1,7 +1,8 @@
 """How published models are laid out: which of their tensors is which part of ours, and what their inputs look like.
 
-There is one function for each layout: configuration and tensors in, a model and its state dict out. All names and shapes are
-checked before anything is built. Nothing is read from files or the network here; :mod:`sfumato.models.pretrained` does that.
+There is one function for each layout: configuration and tensors in, a model and its state dict out. All names and
+shapes are checked before anything is built. Nothing is read from files or the network here;
+:mod:`sfumato.models.pretrained` does that.
 
 Source: https://github.com/naver-ai/pcmepp (hf_models for the models on the hub, pcmepp for the training code) and
 https://github.com/naver-ai/prolip.
@@ -64,8 +65,8 @@ class Layout:
     Attributes:
         model: the model with random weights.
         state: the published weights by the names of the model's state dict; some are computed, in float64.
-        logit_scale, logit_bias: match probability = sigmoid(logit_bias - logit_scale * distance); nan for tensors on the meta
-            device.
+        logit_scale, logit_bias: match probability = sigmoid(logit_bias - logit_scale * distance); nan for tensors on
+            the meta device.
         distance: name in DISTANCES.
     """
 
@@ -130,7 +131,7 @@ def pcmepp_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
 
 
 def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: TokenizerFinder, where: str) -> Layout:
-    """ProLIP as on the hub: an [UNC] token on each side, used as its weights were trained (:mod:`sfumato.encoders.unc_token`).
+    """ProLIP as on the hub: an [UNC] token on each side, as in its training (:mod:`sfumato.encoders.unc_token`).
 
     Args:
         config: content of config.json.
@@ -230,9 +231,9 @@ def pcmepp_training(
 ) -> Layout:
     """The training code's COCO models: all tokens mapped linearly, then pooled; a final norm on the text's mean only.
 
-    As in that code, images are squashed to a square without smoothing, and standardised by ImageNet's mean and deviation
-    instead of CLIP's. Its ``x / (|x| + 1e-8)`` is x / |x| here. The tensors show whether a model has GPO, a layer norm on the
-    log variance, and variances at all; deterministic baselines have logits 1 and 0 here.
+    As in that code, images are squashed to a square without smoothing, and standardised by ImageNet's mean and
+    deviation instead of CLIP's. Its ``x / (|x| + 1e-8)`` is x / |x| here. The tensors show whether a model has GPO, a
+    layer norm on the log variance, and variances at all; deterministic baselines have logits 1 and 0 here.
 
     Args:
         options: the settings of the run that are known: model.no_imgnorm, model.no_txtnorm, criterion.name,
@@ -251,8 +252,8 @@ def pcmepp_training(
     model_options, criterion = (dict(options.get(section) or {}) for section in ("model", "criterion"))
     if criterion.get("name") == "pcme":
         raise UserError(
-            f"{where}: trained with PCME's loss, whose logits belong to sampled distances; only models trained with criterion"
-            " pcmepp, info_nce or triplet can be loaded"
+            f"{where}: trained with PCME's loss, whose logits belong to sampled distances; only models trained with"
+            " criterion pcmepp, info_nce or triplet can be loaded"
         )
     for key in _ANCHORS:
         if not isinstance(tensors.get(key), Tensor):

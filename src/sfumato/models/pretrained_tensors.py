@@ -91,8 +91,8 @@ def check_tensors(tensors: Mapping[str, Any], expected: Shapes, where: str) -> N
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise UserError(
-            f"{where}: {len(wrong)} tensors do not fit the {len(expected)} expected ones: {'; '.join(wrong[:3])}{more}. Check"
-            " that the file is complete and that the configuration belongs to it"
+            f"{where}: {len(wrong)} tensors do not fit the {len(expected)} expected ones:"
+            f" {'; '.join(wrong[:3])}{more}. Check that the file is complete and that the configuration belongs to it"
         )
 
 

@@ -8,7 +8,6 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
-from functools import partial
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -17,23 +16,21 @@ from typing import Annotated, Any, Literal, get_args
 import tomli_w
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
-    SerializeAsAny,
     ValidationError,
     model_validator,
 )
 
 from sfumato.data.folds import parse_part
 from sfumato.encoders.encoder_protocol import ImageEncoderConfig, Side, TextEncoderConfig
-from sfumato.encoders.encoder_registry import ENCODERS, encoder_entry, encoder_section
-from sfumato.encoders.small import SmallImageConfig, SmallTextConfig
+from sfumato.encoders.encoder_registry import ENCODERS, encoder_entry
 from sfumato.errors import UserError
 from sfumato.files import write_atomically
+from sfumato.models.model_section import ModelConfig
 from sfumato.models.training_sections import AugmentConfig, OptimConfig, TrainConfig, VarianceStageConfig
 
 
@@ -106,59 +103,6 @@ class DataConfig(_Section):
             if self.source == "shards":
                 raise ValueError("data.leave_out needs all pairs at hand; shards are read as a stream")
         return self
-
-
-_ImageSection = Annotated[SerializeAsAny[ImageEncoderConfig], BeforeValidator(partial(encoder_section, "image"))]
-_TextSection = Annotated[SerializeAsAny[TextEncoderConfig], BeforeValidator(partial(encoder_section, "text"))]
-
-
-class ModelConfig(_Section):
-    """Encoders and Gaussian heads."""
-
-    dim: PositiveInt = Field(256, description="d of the embeddings")
-    image: _ImageSection = SmallImageConfig()
-    text: _TextSection = SmallTextConfig()
-    pooling: Literal["gpo", "average", "max", "first", "last", "token"] = Field(
-        "gpo", description="token: the class token of images and the last token of texts"
-    )
-    mlp: bool = Field(False, description="a two-layer network beside the linear map of the mean")
-    normalize: bool = Field(True, description="means of unit length")
-    variance: bool = Field(True, description="False: points, the deterministic baselines")
-    variance_norm: bool = Field(False, description="a layer norm on the log variance")
-    variance_mlp: bool = Field(False, description="a two-layer network beside the linear map of the log variance")
-    init_total_variance: PositiveFloat = Field(0.1, description="sum of an embedding's variances at the start")
-    covariance: Literal["ellipsoidal", "spherical-average", "spherical-one"] = Field(
-        "ellipsoidal", description="a variance for each dimension, their average for all, or one output for all"
-    )
-    variance_bounds: tuple[PositiveFloat, PositiveFloat] | None = Field(
-        None, description="lowest and highest variance of a dimension; none if left out"
-    )
-    embeddings: PositiveInt = Field(
-        1, description="embeddings of an item, each with dim dimensions, by local attention; for points only"
-    )
-    local_attention: bool = Field(
-        False, description="PCME's heads: attended tokens (of a gru: words) add to the pooled mean and log variance"
-    )
-    feature_dropout: float = Field(0.0, ge=0, lt=1, description="share of the token features dropped before the heads")
-
-    def check_variances(self) -> None:
-        """Refuse variances that contradict each other."""
-        if self.embeddings > 1 and self.variance:
-            raise ValueError("model.embeddings above 1 is for points; set model.variance=false")
-        if self.embeddings > 1 and self.local_attention:
-            raise ValueError("model.embeddings above 1 come from local attention; leave out model.local_attention")
-        if not self.variance and (self.variance_bounds or self.covariance != "ellipsoidal"):
-            raise ValueError("model.covariance and model.variance_bounds are for variances, but model.variance=false")
-        if self.covariance == "spherical-one" and self.variance_norm:
-            raise ValueError("model.variance_norm of a single output is constant; leave it out with spherical-one")
-        if self.variance_bounds:
-            lowest, highest = self.variance_bounds
-            if not lowest < self.init_total_variance / self.dim < highest:
-                raise ValueError(
-                    f"model.init_total_variance={self.init_total_variance:g} over model.dim={self.dim} dimensions must lie"
-                    f" between model.variance_bounds, {lowest:g} and {highest:g} each; e.g."
-                    f" {self.dim * (lowest * highest) ** 0.5:g}"
-                )
 
 
 class PCMEPPConfig(_Section):
@@ -267,6 +211,15 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
+        self._check_loss()
+        self._check_variance_stage()
+        self._check_inputs()
+        self._check_augmentation()
+        self._check_training()
+        return self
+
+    def _check_loss(self) -> None:
+        """Refuse a loss that does not fit the model or the data."""
         from sfumato.distances import get_distance
 
         distance = get_distance(self.loss.distance)
@@ -290,67 +243,78 @@ class Recipe(_Section):
                 f"model.embeddings={self.model.embeddings} does not fit loss.distance={distance.name!r}; with"
                 " model.embeddings=2 use nearest_of_2, and with 1 any other"
             )
+
+    def _check_variance_stage(self) -> None:
+        """Refuse a second stage that cannot learn variances."""
         if self.spread.epochs and not self.model.variance:
             raise ValueError("spread.epochs must be 0 when model.variance=false: points have no variance to fit")
         if self.spread.epochs and self.data.source == "shards":
             raise ValueError("spread.epochs needs all pairs at hand; shards are read as a stream, set it to 0")
-        if self.spread.epochs and distance.name != "squared_l2":
+        if self.spread.epochs and self.loss.distance != "squared_l2":
             raise ValueError(
-                f"spread.epochs changes variances after training, and loss.distance={distance.name!r} ranks by them; use squared_l2"
+                f"spread.epochs changes variances after training, and loss.distance={self.loss.distance!r} ranks by"
+                " them; use squared_l2"
             )
-        if self.augment.mixed_share and not self.model.image.from_pixels:
-            raise ValueError(
-                f"augment.mixed_share mixes pixels; features have none (model.image.kind={self.model.image.kind!r}), set it to 0"
-            )
-        if self.augment.erase and not self.model.image.from_pixels:
-            raise ValueError(
-                f"augment.erase erases pixels; features have none (model.image.kind={self.model.image.kind!r}), set it to 0"
-            )
+
+    def _check_augmentation(self) -> None:
+        """Refuse random changes that have nothing to change."""
+        for key in ("mixed_share", "erase"):
+            if dict(self.augment)[key] and not self.model.image.from_pixels:
+                raise ValueError(
+                    f"augment.{key} changes pixels, and model.image.kind={self.model.image.kind!r} reads features;"
+                    " set it to 0"
+                )
         if self.augment.drop_words and encoder_entry("text", self.model.text.kind).tokenizer is None:
             raise ValueError(
-                "augment.drop_words leaves out words before the encoder reads them, and frozen features are read once; set it to 0"
-            )
-        regions = self.model.image.reads_regions
-        if regions and self.data.source not in ("scan", "manifest"):
-            raise ValueError(
-                f"model.image.kind='regions' reads features, and data.source={self.data.source!r} has pictures; make a folder of"
-                " features from them with `sfumato regions`, for data.source=scan, or take model.image.kind=frozen"
-            )
-        if self.data.source == "scan" and not regions:
-            raise ValueError(
-                f"data.source='scan' has region features, which model.image.kind={self.model.image.kind!r} does not read; set it to regions"
+                "augment.drop_words leaves out words before the encoder reads them, and frozen features are computed"
+                " once; set it to 0"
             )
         if self.augment.mixed_share and not (self.augment.mixup_alpha or self.augment.cutmix_alpha):
             raise ValueError("augment.mixed_share needs augment.mixup_alpha or augment.cutmix_alpha above 0")
-        if (
-            self.augment.image_tokens
-            and self.model.pooling in ("token", "first", "last")
-            and not self.model.image.drops_tokens
-        ):
+        one_token = self.model.pooling in ("token", "first", "last")
+        if self.augment.image_tokens and one_token and not self.model.image.drops_tokens:
             raise ValueError(
-                f"augment.image_tokens drops tokens that model.pooling={self.model.pooling!r} never looks at; set it to 0"
+                f"augment.image_tokens drops tokens that model.pooling={self.model.pooling!r} does not use; set it to 0"
             )
+
+    def _check_inputs(self) -> None:
+        """Refuse encoders that cannot read the data, or whose sections contradict themselves."""
+        self.model.image.check("model.image")
+        self.model.text.check("model.text")
+        regions = self.model.image.reads_regions
+        if regions and self.data.source not in ("scan", "manifest"):
+            raise ValueError(
+                f"model.image.kind={self.model.image.kind!r} reads features, and data.source={self.data.source!r} has"
+                " images;"
+                " write their features with `sfumato regions` for data.source=scan, or set model.image.kind=frozen"
+            )
+        if self.data.source == "scan" and not regions:
+            raise ValueError(
+                f"data.source='scan' has region features, which model.image.kind={self.model.image.kind!r} does not"
+                " read; set it to regions"
+            )
+
+    def _check_training(self) -> None:
+        """Refuse settings of optimiser and schedule that have no effect or contradict each other."""
         if self.optim.layer_decay != 1 and not (self.model.image.has_blocks or self.model.text.has_blocks):
             raise ValueError(
                 "optim.layer_decay is for the blocks of clip encoders, and this model has none; leave it out"
             )
-        self.model.image.check("model.image")
-        self.model.text.check("model.text")
         if self.optim.freeze_image_epochs and not self.model.image.starts_pretrained:
             raise ValueError(
-                f"optim.freeze_image_epochs={self.optim.freeze_image_epochs} freezes a pre-trained image encoder, and the section"
-                f" model.image with kind={self.model.image.kind!r} starts from random weights; set it to 0"
+                f"optim.freeze_image_epochs={self.optim.freeze_image_epochs} freezes a pre-trained image encoder, and"
+                " the"
+                f" section model.image with kind={self.model.image.kind!r} starts from random weights; set it to 0"
             )
         if self.optim.first_stage_epochs >= self.train.epochs:
             raise ValueError(
-                f"optim.first_stage_epochs={self.optim.first_stage_epochs} leaves none of train.epochs={self.train.epochs} to the"
-                " second stage"
+                f"optim.first_stage_epochs={self.optim.first_stage_epochs} leaves none of"
+                f" train.epochs={self.train.epochs} to the second stage; give fewer"
             )
         if self.train.swa_epochs and self.train.ema_decay:
             raise ValueError("give either train.swa_epochs or train.ema_decay, not both")
         if self.train.swa_epochs > self.train.epochs:
             raise ValueError(f"train.swa_epochs={self.train.swa_epochs} is more than train.epochs={self.train.epochs}")
-        return self
 
 
 _SIDES: dict[Any, Side] = {ImageEncoderConfig: "image", TextEncoderConfig: "text"}
@@ -362,11 +326,15 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Args:
         path: a TOML file.
-        overrides: "section.key=value" each; values are TOML (``loss.alpha=0.01``), bare words are strings. Another loss.name or
-            model.image.kind starts that section afresh.
+        overrides: each "section.key=value". Values are TOML (``loss.alpha=0.01``), bare words are strings. Another
+            loss.name or model.image.kind starts that section afresh.
+
+    Returns:
+        The recipe.
 
     Raises:
-        UserError: the file is missing or not TOML, or a key or value is wrong: the message names it and the nearest right one.
+        UserError: the file is missing or not TOML, or a key or value is wrong: the message names it and the nearest
+            right one.
     """
     path = Path(path)
     if not path.is_file():
@@ -382,7 +350,18 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def check_recipe(values: dict[str, Any], where: str) -> Recipe:
-    """The recipe of these values, or a UserError that lists everything wrong with them."""
+    """Check the values of a recipe.
+
+    Args:
+        values: by section and key, as in the TOML file.
+        where: name of the file for errors.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        UserError: values are wrong; the message lists all of them.
+    """
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
@@ -391,7 +370,12 @@ def check_recipe(values: dict[str, Any], where: str) -> Recipe:
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
-    """Write the resolved recipe, every default spelt out, as TOML."""
+    """Write a resolved recipe as TOML, with all defaults.
+
+    Args:
+        recipe: the recipe.
+        path: the file.
+    """
     write_atomically(path, tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True)))
 
 
@@ -463,7 +447,11 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[str, list[type[BaseModel]]
 
 
 def recipe_files() -> dict[str, Traversable]:
-    """name -> file of every recipe in the package (or, in a checkout, in its recipes folder), by name."""
+    """The recipes of the package, or in a checkout of its folder ``recipes``.
+
+    Returns:
+        name -> file, in the order of the names.
+    """
     packaged = resources.files("sfumato") / "recipe_files"
     folder: Traversable = packaged if packaged.is_dir() else Path(__file__).resolve().parents[3] / "recipes"
     return {
@@ -474,7 +462,13 @@ def recipe_files() -> dict[str, Traversable]:
 
 
 def find_recipe(name: str) -> Path:
-    """The path of a recipe given as a path or as the name of one that comes with the package.
+    """The path of a recipe.
+
+    Args:
+        name: a path, or the name of a recipe that comes with the package.
+
+    Returns:
+        The path.
 
     Raises:
         UserError: there is neither such a file nor such a name.
@@ -490,6 +484,13 @@ def find_recipe(name: str) -> Path:
 
 
 def recipe_summary(file: Traversable) -> str:
-    """The first comment line of a recipe: what it is."""
+    """What a recipe is.
+
+    Args:
+        file: the recipe.
+
+    Returns:
+        Its first comment line.
+    """
     first = file.read_text(encoding="utf-8").splitlines()[0]
     return first.lstrip("# ").strip()

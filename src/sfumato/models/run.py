@@ -222,8 +222,8 @@ def load_state(
         ]
         if wrong:
             raise UserError(
-                f"{path}: does not fit the {name} of this recipe: {wrong[0]!r} and {len(wrong) - 1} more tensors differ; use the"
-                " recipe that is saved beside it"
+                f"{path}: does not fit the {name} of this recipe: {wrong[0]!r} and {len(wrong) - 1} more tensors"
+                " differ; use the recipe that is saved beside it"
             )
         module.load_state_dict(own)
     if optimiser is not None:

@@ -44,7 +44,8 @@ class AugmentConfig(_Section):
     )
     mix_choice: Literal["batch", "element"] = Field(
         "batch",
-        description="choose between Mixup and CutMix once for each batch (the paper) or for each image (the released code)",
+        description="choose between Mixup and CutMix once for each batch (the paper) or for each image (the released"
+        " code)",
     )
     label_smoothing: float = Field(
         0.0, ge=0, lt=0.5, description="labels lie in [label_smoothing, 1 - label_smoothing]; 0 for none"
@@ -76,14 +77,14 @@ class OptimConfig(_Section):
     freeze_image_epochs: int = Field(
         0,
         ge=0,
-        description="number of first epochs with the pre-trained layers of the image encoder frozen; its variance blocks and"
-        " the head learn. 0 for none",
+        description="number of first epochs with the pre-trained layers of the image encoder frozen; its variance"
+        " blocks and the head learn. 0 for none",
     )
     first_stage_epochs: int = Field(
         0,
         ge=0,
-        description="number of first epochs with the pre-trained layers of both encoders frozen (of a gru, word vectors from a"
-        " file). All layers learn in the remaining epochs, the second stage. 0 for a single stage",
+        description="number of first epochs with the pre-trained layers of both encoders frozen (of a gru, word"
+        " vectors from a file). All layers learn in the remaining epochs, the second stage. 0 for a single stage",
     )
     second_stage_factor: PositiveFloat = Field(0.1, description="multiplier of all learning rates in the second stage")
     schedule: Literal["constant", "cosine", "step"] = Field(
@@ -142,8 +143,8 @@ class TrainConfig(_Section):
     )
     select: Literal["auto", "rsum", "map@r", "last"] = Field(
         "auto",
-        description="which epoch's weights to keep: the best by rsum or by map@r, or the last. auto: map@r if an item has"
-        " several matches, else rsum",
+        description="which epoch's weights to keep: the best by rsum or by map@r, or the last. auto: map@r if an item"
+        " has several matches, else rsum",
     )
 
 
