@@ -22,7 +22,7 @@ PARTS: dict[str, set[str]] = {
     "data": {"errors", "files", "gaussian", "metrics"},
     "encoders": {"data", "errors", "files", "gaussian", "progress"},
     "losses": {"distances", "gaussian", "inclusion", "matching"},
-    "search": {"calibration", "direction", "distances", "errors", "files", "gaussian", "matching", "metrics"},
+    "search": {"calibration", "direction", "distances", "errors", "files", "gaussian", "matching", "metrics", "progress"},
     "evaluation": {
         "data",
         "direction",
@@ -129,11 +129,12 @@ PARTS: dict[str, set[str]] = {
 # The floors of each folder, lowest first. A module may import modules of lower floors of its folder, none of its own floor.
 FLOORS: dict[str, list[str]] = {
     "metrics": [
-        "relevance reliability selective uncertainty",
-        "retrieval",
+        "bootstrap relevance reliability uncertainty",
+        "retrieval selective",
     ],
     "calibration": [
-        "platt",
+        "isotonic platt query_scores",
+        "abstention conformal",
         "calibrator",
     ],
     "data": [
@@ -152,6 +153,10 @@ FLOORS: dict[str, list[str]] = {
         "frozen regions",
         "encoder_registry",
     ],
+    "distances": [
+        "distance inputs",
+        "blockwise separable",
+    ],
     "losses": [
         "base dispersion",
         "infonce pcme prolip triplet",
@@ -159,8 +164,10 @@ FLOORS: dict[str, list[str]] = {
     ],
     "search": [
         "atomic_folder exact lifting parts stores stores.faiss stores.protocol",
-        "gallery stores.segments stores.store_url",
-        "collection index stores.local stores.milvus stores.pgvector",
+        "gallery stores.nearest stores.store_url",
+        "collection index stores.local_database stores.local_settings stores.milvus stores.pgvector",
+        "stores.local_index stores.version_0_1",
+        "stores.local",
         "stores.rerank",
     ],
     "evaluation": [

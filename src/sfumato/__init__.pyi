@@ -183,6 +183,15 @@ from .gaussian import (
 from .gaussian import (
     save_embeddings as save_embeddings,
 )
+from .inclusion import (
+    inclusion_loss as inclusion_loss,
+)
+from .inclusion import (
+    inclusion_test as inclusion_test,
+)
+from .inclusion import (
+    log_inclusion as log_inclusion,
+)
 from .losses import (
     LOSSES as LOSSES,
 )
@@ -190,37 +199,49 @@ from .losses import (
     DAALoss as DAALoss,
 )
 from .losses import (
+    DAAOptions as DAAOptions,
+)
+from .losses import (
     InfoNCELoss as InfoNCELoss,
+)
+from .losses import (
+    InfoNCEOptions as InfoNCEOptions,
 )
 from .losses import (
     PCMELoss as PCMELoss,
 )
 from .losses import (
+    PCMEOptions as PCMEOptions,
+)
+from .losses import (
     PCMEPPLoss as PCMEPPLoss,
+)
+from .losses import (
+    PCMEPPOptions as PCMEPPOptions,
 )
 from .losses import (
     ProLIPLoss as ProLIPLoss,
 )
 from .losses import (
+    ProLIPOptions as ProLIPOptions,
+)
+from .losses import (
     PVSELoss as PVSELoss,
+)
+from .losses import (
+    PVSEOptions as PVSEOptions,
 )
 from .losses import (
     TripletLoss as TripletLoss,
 )
 from .losses import (
+    TripletOptions as TripletOptions,
+)
+from .losses import (
     daa_loss as daa_loss,
 )
 from .losses import (
-    inclusion_loss as inclusion_loss,
-)
-from .losses import (
-    inclusion_test as inclusion_test,
-)
-from .losses import (
     infonce_loss as infonce_loss,
-)
-from .losses import (
-    log_inclusion as log_inclusion,
 )
 from .losses import (
     pcme_loss as pcme_loss,

@@ -487,7 +487,7 @@ def test_models_of_another_kind_are_refused(tmp_path):
     plain("clip", "text", **TEXT["clip"][1]).config.save_pretrained(tmp_path / "text")
     transformers.Siglip2Config().save_pretrained(tmp_path / "naflex")
     for name, kind in (("bert", "bert"), ("vit", "vit"), ("naflex", "siglip2"), ("text", "clip_text_model")):
-        message = f"is a model of type '{kind}'; its vision side cannot be had as one of clip_vision_model"
+        message = f"is a model of type '{kind}'; expected one whose vision side is one of clip_vision_model"
         with pytest.raises(UserError, match=message):
             clip_image_encoder(str(tmp_path / name))
     for name, kind in (("bert", "bert"), ("naflex", "siglip2")):

@@ -14,7 +14,7 @@ from sfumato.encoders.features import Inputs, TokenFeatures
 from sfumato.encoders.frozen import FeatureInput
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import LOSSES
+from sfumato.losses import LOSSES, PCMEPPOptions
 from sfumato.models.process_group import alone
 from sfumato.models.recipe import load_recipe
 from sfumato.training import loop, step
@@ -99,7 +99,7 @@ def assert_same_gradients(got, expected):
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_are_those_of_a_plain_backward_pass(name, variance):
     points = {} if variance or name not in ("pcmepp", "prolip", "pcme") else {"beta": 0}
-    make = lambda: (build(variance=variance), LOSSES[name](**points).double())
+    make = lambda: (build(variance=variance), LOSSES[name].build(LOSSES[name].options(**points)).double())
     output, expected = plain(*make(), batch())
     model, loss = make()
     measured = forward_backward(model, loss, batch(), alone(), epoch=5)
@@ -114,7 +114,7 @@ def test_gradients_are_those_of_a_plain_backward_pass(name, variance):
 
 
 def test_the_epoch_reaches_the_loss():
-    make = lambda: (build(), LOSSES["pcmepp"](pseudo_positives_from=3).double())
+    make = lambda: (build(), LOSSES["pcmepp"].build(PCMEPPOptions(pseudo_positives_from=3)).double())
     for epoch in (2, 3):
         _, expected = plain(*make(), batch(), epoch=epoch)
         model, loss = make()
@@ -123,7 +123,7 @@ def test_the_epoch_reaches_the_loss():
 
 
 def test_mixed_images_are_mixed_before_they_are_encoded():
-    make = lambda: (build(image=PatchEncoder()), LOSSES["pcmepp"]().double())
+    make = lambda: (build(image=PatchEncoder()), LOSSES["pcmepp"].build().double())
     generator = torch.Generator().manual_seed(1)
     pixels = torch.randint(0, 256, (N, 3, 8, 8), dtype=torch.uint8, generator=generator)
     plan = plan_mixing(N, size=(8, 8), generator=generator, share=1.0)
@@ -156,7 +156,7 @@ PIECES = {1: (1,) * 7, 3: (3, 3, 1), 4: (4, 3), 7: (7,), 50: (7,)}
 @pytest.mark.parametrize("micro_batch", PIECES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_micro_batches_give_the_gradients_of_the_whole(name, micro_batch):
-    make = lambda: (build(), LOSSES[name]().double())
+    make = lambda: (build(), LOSSES[name].build().double())
     _, expected = plain(*make(), batch())
     model, loss = make()
     forward_backward(model, loss, batch(), alone(), epoch=5, micro_batch=micro_batch)
@@ -164,7 +164,7 @@ def test_micro_batches_give_the_gradients_of_the_whole(name, micro_batch):
 
 
 def random_case():
-    return build(dropout=0.4, token_dropout=0.6), LOSSES["pcmepp"]().double()
+    return build(dropout=0.4, token_dropout=0.6), LOSSES["pcmepp"].build().double()
 
 
 @pytest.mark.parametrize("micro_batch", PIECES)
@@ -206,7 +206,7 @@ def test_no_more_than_a_piece_is_encoded_at_a_time_and_the_first_pass_keeps_no_g
 
 def test_bfloat16_is_for_what_lies_below_the_heads():
     encoder = PatchEncoder()
-    model, loss = build(image=encoder).float(), LOSSES["pcmepp"]()
+    model, loss = build(image=encoder).float(), LOSSES["pcmepp"].build()
     pixels = torch.rand(N, 3, 8, 8, generator=torch.Generator().manual_seed(2))
     data = TrainBatch(
         Inputs(pixels), Inputs(batch().texts.values.float(), batch().texts.mask), lambda _: (labels(), labels().T)
@@ -232,7 +232,7 @@ def test_bfloat16_is_for_what_lies_below_the_heads():
 @pytest.mark.parametrize("value, word", [(float("nan"), "nan"), (float("inf"), "nan")])
 @pytest.mark.parametrize("micro_batch", [0, 3])
 def test_nan_is_told_by_its_term_and_leaves_no_gradient(value, word, micro_batch):
-    model, loss = build(), LOSSES["pcmepp"]().double()
+    model, loss = build(), LOSSES["pcmepp"].build().double()
     data = batch()
     data.images.values[2, 1, 3] = value
     with pytest.raises(DivergedError, match=rf"the loss term '\w+' is {word};.* lower optim.lr, lengthen") as error:

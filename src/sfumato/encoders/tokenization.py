@@ -25,7 +25,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 
     Example:
         >>> train_tokenizer(["a red dog", "a red cat"], 40).encode("a red dogcat").tokens
-        ['a', 'red', 'dog', '##cat']
+        ['a', 'red', 'dog', '##c', '##a', '##t']
     """
     tokenizer = splitting_at_words(Tokenizer(models.WordPiece(unk_token="[UNK]")))
     words = count_words(tokenizer, texts)

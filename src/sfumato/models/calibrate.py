@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.calibration.calibrator import Calibration, QueryScores
+from sfumato.calibration import Calibration, QueryScores
 from sfumato.data.pairs import PairData
 from sfumato.direction import Direction
 from sfumato.distances import get_distance
@@ -85,7 +85,7 @@ def calibrate_split(
     if learnt is not None:
         errors["expected_calibration_error_before"] = match_probability(d, *learnt)
     found = {name: expected_calibration_error(p.flatten(), match.flatten()) for name, p in errors.items()}
-    calibration.about.update(about | found)
+    calibration.metadata.update(about | found)
     return calibration
 
 
@@ -128,7 +128,7 @@ def describe_calibration(calibration: Calibration) -> dict[str, Any]:
         threshold}, "risk": {0.2, 0.1, 0.05: {"abstain_below", "answered"}}, "coverage": {0.8, 0.9, 0.95: radius}}; null where the held-out
         queries vouch for nothing.
     """
-    result: dict[str, Any] = dict(calibration.about)
+    result: dict[str, Any] = dict(calibration.metadata)
     for direction in get_args(Direction):
         if getattr(calibration, direction) is None:
             continue
@@ -150,7 +150,7 @@ def describe_calibration(calibration: Calibration) -> dict[str, Any]:
             "risk": {
                 str(r): {
                     "abstain_below": at(calibration.abstain_below, r),
-                    "answered": at(calibration.answered, r),
+                    "answered": at(calibration.answered_fraction, r),
                 }
                 for r in (0.2, 0.1, 0.05)
             },

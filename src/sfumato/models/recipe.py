@@ -5,13 +5,16 @@ A recipe is complete and strict: an unknown key is an error that names the neare
 """
 
 import difflib
+import functools
+import operator
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 import tomli_w
 from pydantic import (
@@ -19,17 +22,19 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
-    PositiveFloat,
     PositiveInt,
     ValidationError,
+    create_model,
     model_validator,
 )
 
 from sfumato.data.folds import parse_part
+from sfumato.distances import get_distance
 from sfumato.encoders.encoder_protocol import ImageEncoderConfig, Side, TextEncoderConfig
 from sfumato.encoders.encoder_registry import ENCODERS, encoder_entry
 from sfumato.errors import UserError
 from sfumato.files import write_atomically
+from sfumato.losses import LOSSES, LossOptions
 from sfumato.models.model_section import ModelConfig
 from sfumato.models.training_sections import AugmentConfig, OptimConfig, TrainConfig, VarianceStageConfig
 
@@ -105,93 +110,42 @@ class DataConfig(_Section):
         return self
 
 
-class PCMEPPConfig(_Section):
-    """PCME++: match loss, pseudo-positives, information bottleneck."""
+class LossConfig(_Section):
+    """The section of a loss: its name, and the options of the loss as keys."""
 
-    name: Literal["pcmepp"] = "pcmepp"
-    distance: str = "csd"
-    alpha: NonNegativeFloat = Field(0.1, description="weight of the pseudo-positives")
-    beta: NonNegativeFloat = Field(1e-4, description="weight of the information bottleneck; 0 for points")
-    match_weight: PositiveFloat = 2.0
-    logit_scale: PositiveFloat = 5.0
-    logit_bias: float = 5.0
-    pseudo_positives_from: int = Field(0, ge=0, description="first epoch with pseudo-positives")
-    infonce_weight: NonNegativeFloat = Field(0.0, description="weight of an InfoNCE loss of the means beside it")
-    infonce_scale: PositiveFloat = Field(5.0, description="initial scale of that loss, with a logit of its own")
+    name: str
+    distance: str
+
+    def options(self) -> LossOptions:
+        """The options of the loss, checked."""
+        return LOSSES[self.name].options(**self.model_dump(exclude={"name"}))
 
 
-class PCMEConfig(_Section):
-    """PCME: soft contrastive loss of sampled match probabilities, bottleneck, uniformity."""
+def loss_config(name: str, options: type[LossOptions]) -> type[LossConfig]:
+    """The section of a loss, made from its options: the same keys, defaults, descriptions and bounds.
 
-    name: Literal["pcme"] = "pcme"
-    distance: str = Field("csd", description="by which the trained model ranks; the loss compares draws")
-    n_samples: PositiveInt = Field(7, description="draws of each embedding")
-    sigmoid: Literal["plain", "compressed"] = Field("plain", description="compressed: the released sigmoid(2 logit)")
-    beta: NonNegativeFloat = Field(1e-4, description="weight of the information bottleneck; 0 for points")
-    uniformity_weight: NonNegativeFloat = Field(0.0, description="of all draws; 10 as published for CUB")
-    match_weight: PositiveFloat = 2.0
-    logit_scale: PositiveFloat = 5.0
-    logit_bias: float = 5.0
-    seed: int = Field(0, ge=0, lt=2**20, description="of the draws")
+    Args:
+        name: of the loss in LOSSES.
+        options: class of its options.
 
-
-class InfoNCEConfig(_Section):
-    """InfoNCE with a learnable temperature."""
-
-    name: Literal["infonce"] = "infonce"
-    distance: str = "squared_l2"
-    logit_scale: PositiveFloat = 5.0
+    Returns:
+        A pydantic model; its key ``name`` accepts this name alone.
+    """
+    kinds = get_type_hints(options)
+    keys: dict[str, Any] = {o.name: (kinds[o.name], Field(o.default, **o.metadata)) for o in fields(options)}
+    keys["name"] = (Literal[name], name)
+    summary = (options.__doc__ or name).partition("\n")[0]
+    return create_model(options.__name__.replace("Options", "Config"), __base__=LossConfig, __doc__=summary, **keys)
 
 
-class _HingeConfig(_Section):
-    """A triplet hinge, alone or beside another term."""
-
-    distance: str = "squared_l2"
-    margin: PositiveFloat = Field(0.4, description="in units of the distance; 0.4 on squared_l2 is 0.2 on the cosine")
-    mining: Literal["hardest", "sum", "semi-hard"] = "hardest"
-    sum_epochs: int = Field(0, ge=0, description="epochs at the start in which all negatives count")
-    soft_margin: bool = Field(False, description="with data.graded: a smaller margin to what is nearly a match")
+LOSS_CONFIGS = {name: loss_config(name, entry.options) for name, entry in LOSSES.items()}
+"""The section of every loss by its name."""
 
 
-class TripletConfig(_HingeConfig):
-    """Triplet hinge."""
-
-    name: Literal["triplet"] = "triplet"
-
-
-class DAAConfig(_HingeConfig):
-    """DAA: a triplet hinge, and ranks by distance that agree with ranks by graded labels."""
-
-    name: Literal["daa"] = "daa"
-    asp_weight: NonNegativeFloat = Field(0.2, description="of the ranks' disagreement")
-    temperature: PositiveFloat = Field(0.02, description="of the comparisons, in units of the distance")
-
-
-class PVSEConfig(_Section):
-    """PVSE: triplet hinge between items of K embeddings, discrepancy of the sides, diversity within an item."""
-
-    name: Literal["pvse"] = "pvse"
-    distance: str = Field("squared_l2", description="nearest_of_K for model.embeddings=K above 1")
-    margin: PositiveFloat = Field(0.2, description="in units of the distance; 0.2 on squared_l2 is 0.1 on the cosine")
-    mining: Literal["hardest", "sum", "semi-hard"] = "hardest"
-    sum_epochs: int = Field(0, ge=0, description="epochs at the start in which all negatives count")
-    mmd_weight: NonNegativeFloat = Field(0.01, description="of the discrepancy between images and texts")
-    diversity_weight: NonNegativeFloat = Field(0.1, description="of the likeness of an item's embeddings")
-
-
-class ProLIPConfig(_Section):
-    """ProLIP: the sigmoid loss of SigLIP on the logits of Gaussians, with inclusion."""
-
-    name: Literal["prolip"] = "prolip"
-    distance: str = "csd"
-    beta: NonNegativeFloat = Field(1e-4, description="weight of the information bottleneck; 0 for points")
-    inclusion_weight: NonNegativeFloat = Field(0.0, description="images included in their texts; 1e-7 as published")
-    inclusion_scale: PositiveFloat = 1000.0
-    released_eps: float | None = Field(
-        None, description="the released inclusion test with this eps in place of the exact one"
-    )
-    logit_scale: PositiveFloat = Field(5.0, description="5 and a bias of 0 are ProLIP's scale 10 and bias -10")
-    logit_bias: float = 0.0
+if TYPE_CHECKING:
+    LossConfigs = LossConfig
+else:
+    LossConfigs = functools.reduce(operator.or_, LOSS_CONFIGS.values())
 
 
 class Recipe(_Section):
@@ -200,10 +154,7 @@ class Recipe(_Section):
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
-    loss: Annotated[
-        PCMEPPConfig | PCMEConfig | ProLIPConfig | InfoNCEConfig | TripletConfig | PVSEConfig | DAAConfig,
-        Field(discriminator="name"),
-    ] = PCMEPPConfig()
+    loss: Annotated[LossConfigs, Field(discriminator="name")] = LOSS_CONFIGS["pcmepp"].model_validate({})
     augment: AugmentConfig = AugmentConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
@@ -220,8 +171,6 @@ class Recipe(_Section):
 
     def _check_loss(self) -> None:
         """Refuse a loss that does not fit the model or the data."""
-        from sfumato.distances import get_distance
-
         distance = get_distance(self.loss.distance)
         if not self.model.variance and distance.needs_variance:
             raise ValueError(
@@ -235,10 +184,10 @@ class Recipe(_Section):
             raise ValueError("loss.inclusion_weight must be 0 when model.variance=false: points include nothing")
         if self.loss.name == "daa" and not self.data.graded:
             raise ValueError("loss.name='daa' learns from graded labels; set data.graded=true")
-        if isinstance(self.loss, _HingeConfig) and self.loss.soft_margin and not self.data.graded:
+        if getattr(self.loss, "soft_margin", False) and not self.data.graded:
             raise ValueError("loss.soft_margin=true is for graded labels; set data.graded=true")
         self.model.check_variances()
-        if self.model.embeddings != distance.pieces:
+        if self.model.embeddings != distance.embeddings:
             raise ValueError(
                 f"model.embeddings={self.model.embeddings} does not fit loss.distance={distance.name!r}; with"
                 " model.embeddings=2 use nearest_of_2, and with 1 any other"
@@ -285,8 +234,8 @@ class Recipe(_Section):
         if regions and self.data.source not in ("scan", "manifest"):
             raise ValueError(
                 f"model.image.kind={self.model.image.kind!r} reads features, and data.source={self.data.source!r} has"
-                " images;"
-                " write their features with `sfumato regions` for data.source=scan, or set model.image.kind=frozen"
+                " images; write their features with `sfumato regions` for data.source=scan, or set"
+                " model.image.kind=frozen"
             )
         if self.data.source == "scan" and not regions:
             raise ValueError(
@@ -303,8 +252,7 @@ class Recipe(_Section):
         if self.optim.freeze_image_epochs and not self.model.image.starts_pretrained:
             raise ValueError(
                 f"optim.freeze_image_epochs={self.optim.freeze_image_epochs} freezes a pre-trained image encoder, and"
-                " the"
-                f" section model.image with kind={self.model.image.kind!r} starts from random weights; set it to 0"
+                f" the section model.image with kind={self.model.image.kind!r} starts from random weights; set it to 0"
             )
         if self.optim.first_stage_epochs >= self.train.epochs:
             raise ValueError(
@@ -333,8 +281,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         The recipe.
 
     Raises:
-        UserError: the file is missing or not TOML, or a key or value is wrong: the message names it and the nearest
-            right one.
+        UserError: the file is missing or not TOML, or a key or value is wrong; the message names the nearest right key.
     """
     path = Path(path)
     if not path.is_file():

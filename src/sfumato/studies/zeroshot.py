@@ -17,7 +17,7 @@ from sfumato.distances import get_distance
 from sfumato.errors import UserError
 from sfumato.files import write_atomically, write_json
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.selective import Interval, bootstrap, mean_statistic
+from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
 from sfumato.metrics.uncertainty import spearman
 from sfumato.models.embed import RetrievalModel, embed_sources
 from sfumato.models.recipe import DataConfig
