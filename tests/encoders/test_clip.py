@@ -491,5 +491,5 @@ def test_models_of_another_kind_are_refused(tmp_path):
         with pytest.raises(UserError, match=message):
             clip_image_encoder(str(tmp_path / name))
     for name, kind in (("bert", "bert"), ("naflex", "siglip2")):
-        with pytest.raises(UserError, match=f"of type '{kind}'; its text side"):
+        with pytest.raises(UserError, match=f"of type '{kind}'; expected one whose text side"):
             clip_text_encoder(str(tmp_path / name))
