@@ -32,10 +32,11 @@ from PIL import Image
 from sfumato.data.listings import list_folder
 from sfumato.data.transforms import decode_image
 from sfumato.encoders.clip import clip_image_encoder
-from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
+from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.efficientnet import EfficientNetEncoder
+from sfumato.encoders.frozen import FeatureInput
 from sfumato.encoders.heads import GaussianHead
-from sfumato.encoders.processors import PixelProcessor
+from sfumato.encoders.image_processors import PixelProcessor
 from sfumato.models.ingest import embed_collection
 
 SIDE, DIM = 224, 512

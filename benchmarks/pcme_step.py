@@ -30,13 +30,14 @@ from match_loss import peak_mb
 from towers import inputs as clip_inputs
 
 from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
-from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
+from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Inputs
+from sfumato.encoders.frozen import FeatureInput
 from sfumato.encoders.heads import GaussianHead
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import MatchLoss, PCMELoss, PCMEOptions, PCMEPPLoss
 from sfumato.models.process_group import ProcessGroup, alone
-from sfumato.models.recipe import OptimConfig
+from sfumato.models.training_sections import OptimConfig
 from sfumato.training.optim import build_optimiser, clip_gradients
 from sfumato.training.step import TrainBatch, forward_backward
 

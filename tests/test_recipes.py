@@ -212,7 +212,7 @@ def test_files_that_are_no_recipes(tmp_path):
         (["model.image.blocks=3"], "model.image.blocks is for random weights; leave it out beside model.image.weights"),
         (["model.text.tokenizer=mine"], "model.text.tokenizer is for random weights"),
         (["model.image.variance_token=true", "model.image.variance_blocks=2"], "takes the place of variance_blocks"),
-        (["model.pooling=token"], "augment.image_tokens drops tokens that model.pooling='token' never looks at"),
+        (["model.pooling=token"], "augment.image_tokens drops tokens that model.pooling='token' does not use"),
         (["augment.mixup_alpha=0", "augment.cutmix_alpha=0"], "augment.mixed_share needs augment.mixup_alpha"),
     ],
 )

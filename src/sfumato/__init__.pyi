@@ -105,14 +105,20 @@ from .distances import (
 from .distances import (
     wasserstein2_printed_matrix as wasserstein2_printed_matrix,
 )
-from .encoders.clip import (
+from .encoders.clip_transformers import (
     ClipImageEncoder as ClipImageEncoder,
 )
-from .encoders.clip import (
+from .encoders.clip_transformers import (
     ClipTextEncoder as ClipTextEncoder,
 )
 from .encoders.dual import (
     DualEncoder as DualEncoder,
+)
+from .encoders.encoder_registry import (
+    ENCODERS as ENCODERS,
+)
+from .encoders.encoder_registry import (
+    register_encoder as register_encoder,
 )
 from .encoders.heads import (
     GPO as GPO,
@@ -122,6 +128,9 @@ from .encoders.heads import (
 )
 from .encoders.heads import (
     GaussianHead as GaussianHead,
+)
+from .encoders.heads import (
+    HeadOptions as HeadOptions,
 )
 from .evaluation.benchmarks import (
     evaluate_benchmarks as evaluate_benchmarks,
@@ -267,6 +276,9 @@ from .matching import (
 from .metrics.relevance import (
     Relevance as Relevance,
 )
+from .models.checkpoint_files import (
+    read_checkpoint as read_checkpoint,
+)
 from .models.export import (
     export_run as export_run,
 )
@@ -281,9 +293,6 @@ from .models.pretrained import (
 )
 from .models.pretrained import (
     load_pretrained as load_pretrained,
-)
-from .models.pretrained import (
-    read_checkpoint as read_checkpoint,
 )
 from .models.recipe import (
     Recipe as Recipe,

@@ -10,9 +10,10 @@ pytest.importorskip("transformers", reason="the extra backbones is not installed
 
 import transformers
 
-from sfumato.encoders.clip import ClipImageEncoder, ClipTextEncoder, clip_image_encoder, clip_text_encoder
+from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
+from sfumato.encoders.clip_transformers import ClipImageEncoder, ClipTextEncoder
 from sfumato.encoders.features import Inputs
-from sfumato.encoders.heads import GaussianHead
+from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.errors import UserError
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
@@ -414,7 +415,7 @@ def test_recomputed_activations_give_the_same_gradients(kind, side):
 def test_what_is_padded_behind_a_text_of_clip_changes_nothing(pooling):
     encoder = text_encoder(plain("clip", "text", **TEXT["clip"][1]))
     torch.manual_seed(0)
-    head = GaussianHead(12, 5, pooling=pooling).double().eval()
+    head = GaussianHead(12, 5, HeadOptions(pooling=pooling)).double().eval()
     mask = torch.arange(9) < torch.tensor([7, 2, 4, 1]).unsqueeze(1)
     ids = torch.nn.functional.pad(IDS, (0, 2)) * mask
     with torch.no_grad():
@@ -486,9 +487,9 @@ def test_models_of_another_kind_are_refused(tmp_path):
     plain("clip", "text", **TEXT["clip"][1]).config.save_pretrained(tmp_path / "text")
     transformers.Siglip2Config().save_pretrained(tmp_path / "naflex")
     for name, kind in (("bert", "bert"), ("vit", "vit"), ("naflex", "siglip2"), ("text", "clip_text_model")):
-        message = f"is a model of type '{kind}'; its vision side cannot be had as one of clip_vision_model"
+        message = f"is a model of type '{kind}'; expected one whose vision side is one of clip_vision_model"
         with pytest.raises(UserError, match=message):
             clip_image_encoder(str(tmp_path / name))
     for name, kind in (("bert", "bert"), ("naflex", "siglip2")):
-        with pytest.raises(UserError, match=f"of type '{kind}'; its text side"):
+        with pytest.raises(UserError, match=f"of type '{kind}'; expected one whose text side"):
             clip_text_encoder(str(tmp_path / name))

@@ -10,9 +10,11 @@ from PIL import Image
 
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Inputs, TokenFeatures
-from sfumato.encoders.heads import GPO, POOLINGS, AveragePool, GaussianHead, MaxPool
-from sfumato.encoders.processors import PixelProcessor, TokenProcessor
-from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder, tokenize, train_tokenizer
+from sfumato.encoders.heads import GPO, POOLINGS, AveragePool, GaussianHead, HeadOptions, MaxPool
+from sfumato.encoders.image_processors import PixelProcessor
+from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder
+from sfumato.encoders.text_processors import TokenProcessor
+from sfumato.encoders.tokenization import tokenize, train_tokenizer
 from sfumato.errors import UserError
 
 
@@ -60,7 +62,7 @@ def test_gpo_refuses_an_item_without_tokens():
 @pytest.mark.parametrize("variance_mlp", [False, True])
 def test_head_starts_at_the_stated_total_variance(variance_mlp):
     torch.manual_seed(0)
-    embedding = GaussianHead(32, 64, init_total_variance=0.25, variance_mlp=variance_mlp)(
+    embedding = GaussianHead(32, 64, HeadOptions(init_total_variance=0.25, variance_mlp=variance_mlp))(
         TokenFeatures(torch.randn(50, 7, 32))
     )
     assert embedding.total_variance.mean().item() == pytest.approx(0.25, rel=0.05)
@@ -69,12 +71,12 @@ def test_head_starts_at_the_stated_total_variance(variance_mlp):
 
 def test_head_options():
     features = TokenFeatures(torch.randn(3, 4, 8))
-    loose = GaussianHead(8, 5, normalize=False, variance=False, mlp=True)(features)
+    loose = GaussianHead(8, 5, HeadOptions(normalize=False, variance=False, mlp=True))(features)
     assert loose.log_var.isneginf().all() and not torch.allclose(loose.mean.norm(dim=1), torch.ones(3))
     with pytest.raises(ValueError, match="unknown pooling 'mean'; known: gpo"):
-        GaussianHead(8, 5, pooling="mean")
+        GaussianHead(8, 5, HeadOptions(pooling="mean"))
     with pytest.raises(ValueError, match="must be positive"):
-        GaussianHead(8, 5, init_total_variance=0)
+        GaussianHead(8, 5, HeadOptions(init_total_variance=0))
 
 
 def small_model():
@@ -198,7 +200,7 @@ def test_a_hub_name_without_a_network_is_one_clear_error(monkeypatch):
 
 
 def test_log_variance_bias_is_the_stated_formula():
-    head = GaussianHead(4, 10, init_total_variance=2.0)
+    head = GaussianHead(4, 10, HeadOptions(init_total_variance=2.0))
     torch.testing.assert_close(head.log_var.linear.bias, torch.full((10,), math.log(0.2)))
 
 
@@ -207,7 +209,7 @@ def test_covariances_start_as_stated_and_keep_their_form_and_their_bounds(covari
     torch.manual_seed(0)
     features = TokenFeatures(torch.randn(50, 7, 32))
     options = {"covariance": covariance, "init_total_variance": 32.0, "variance_bounds": (0.1, 10.0)}
-    head = GaussianHead(32, 64, **options)
+    head = GaussianHead(32, 64, HeadOptions(**options))
     assert head(features).total_variance.mean().item() == pytest.approx(32, rel=0.05)
     with torch.no_grad():
         head.log_var.linear.weight.mul_(1000)
@@ -225,7 +227,7 @@ def test_covariances_start_as_stated_and_keep_their_form_and_their_bounds(covari
 def test_the_spherical_average_is_that_of_the_variances_and_not_of_their_logarithms():
     torch.manual_seed(0)
     features = TokenFeatures(torch.randn(5, 3, 4))
-    head = GaussianHead(4, 6, init_total_variance=6.0, variance_bounds=(0.1, 10.0)).double()
+    head = GaussianHead(4, 6, HeadOptions(init_total_variance=6.0, variance_bounds=(0.1, 10.0))).double()
     with torch.no_grad():
         head.log_var.linear.weight.mul_(500)
     features = TokenFeatures(features.mean.double())
@@ -236,7 +238,7 @@ def test_the_spherical_average_is_that_of_the_variances_and_not_of_their_logarit
 
 
 def test_bounds_have_slope_one_in_their_middle():
-    head = GaussianHead(4, 6, init_total_variance=6.0, variance_bounds=(0.1, 10.0))
+    head = GaussianHead(4, 6, HeadOptions(init_total_variance=6.0, variance_bounds=(0.1, 10.0)))
     torch.testing.assert_close(head.bounds(torch.tensor([-1e-3, 0.0, 1e-3])), torch.tensor([-1e-3, 0.0, 1e-3]))
     assert head.bounds(head.bounds.inverse(math.log(5)) + torch.zeros(())).item() == pytest.approx(math.log(5))
 
@@ -251,12 +253,12 @@ def test_bounds_have_slope_one_in_their_middle():
 )
 def test_covariances_that_cannot_be(options, message):
     with pytest.raises(ValueError, match=message):
-        GaussianHead(8, 5, **options)
+        GaussianHead(8, 5, HeadOptions(**options))
 
 
 def test_a_head_of_several_embeddings_is_a_loop_over_their_attention():
     torch.manual_seed(0)
-    head = GaussianHead(8, 5, pooling="average", variance=False, embeddings=3)
+    head = GaussianHead(8, 5, HeadOptions(pooling="average", variance=False, embeddings=3))
     features = torch.randn(4, 6, 8)
     mask = torch.arange(6) < torch.tensor([6, 3, 1, 4]).unsqueeze(1)
     embedding = head(TokenFeatures(features, mask))
@@ -269,4 +271,4 @@ def test_a_head_of_several_embeddings_is_a_loop_over_their_attention():
             one = head.local_norm(head.mean.linear(tokens).mean(0) + local)
             torch.testing.assert_close(embedding.mean[i, 5 * k : 5 * k + 5], one / one.norm())
     with pytest.raises(ValueError, match="embeddings must be 1, or more with variance=False; got 2, variance=True"):
-        GaussianHead(8, 5, embeddings=2)
+        GaussianHead(8, 5, HeadOptions(embeddings=2))

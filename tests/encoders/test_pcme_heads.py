@@ -8,7 +8,7 @@ import torch
 
 from sfumato.encoders.features import Inputs, TokenFeatures
 from sfumato.encoders.gru import WordEncoder
-from sfumato.encoders.heads import GaussianHead
+from sfumato.encoders.heads import GaussianHead, HeadOptions
 
 LENGTHS = (5, 2, 1)
 
@@ -21,10 +21,12 @@ def features(*, local=False, log_var=False):
     return TokenFeatures(torch.randn(3, 5, 8), mask, torch.randn(3, 5, 8) if log_var else None, *own)
 
 
-def head_of(outputs=7, **options):
+def head_of(outputs=7, local_channels=None, **options):
     """A head whose weights are all of one size, so that each of them shows."""
     torch.manual_seed(1)
-    head = GaussianHead(8, outputs, pooling="average", local_attention=True, **options)
+    head = GaussianHead(
+        8, outputs, HeadOptions(pooling="average", local_attention=True, **options), local_channels=local_channels
+    )
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter)
     return head
@@ -94,7 +96,7 @@ def test_what_is_masked_has_no_influence():
 )
 def test_the_small_start_of_the_variance_holds_with_local_attention(options):
     torch.manual_seed(0)
-    head = GaussianHead(32, 64, local_attention=True, init_total_variance=0.25, **options)
+    head = GaussianHead(32, 64, HeadOptions(local_attention=True, init_total_variance=0.25, **options))
     embedding = head(TokenFeatures(3 * torch.randn(50, 7, 32)))
     assert embedding.total_variance.mean().item() == pytest.approx(0.25, rel=0.05)
     assert embedding.log_var.std(0).max() > 1e-4
@@ -111,7 +113,7 @@ def test_points_have_local_attention_for_the_mean_alone():
 
 
 def test_several_embeddings_keep_the_names_that_their_checkpoints_have():
-    names = set(GaussianHead(8, 5, pooling="average", variance=False, embeddings=3).state_dict())
+    names = set(GaussianHead(8, 5, HeadOptions(pooling="average", variance=False, embeddings=3)).state_dict())
     assert names == {
         *("local.attention.0.weight", "local.attention.2.weight", "local.linear.weight", "local.linear.bias"),
         *("local_norm.weight", "local_norm.bias", "mean.linear.weight", "mean.linear.bias"),
@@ -125,7 +127,7 @@ def test_the_text_tower_of_pcme_sees_a_text_alone_as_in_a_padded_batch(bidirecti
     torch.manual_seed(0)
     encoder = WordEncoder(9, 4, 3, bidirectional=bidirectional).double()
     head = GaussianHead(
-        encoder.channels, 5, pooling="average", local_attention=True, local_channels=encoder.local_channels
+        encoder.channels, 5, HeadOptions(pooling="average", local_attention=True), local_channels=encoder.local_channels
     ).double()
     ids = torch.randint(0, 9, (3, 5))
     mask = torch.arange(5) < torch.tensor(LENGTHS).unsqueeze(1)

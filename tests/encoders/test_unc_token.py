@@ -7,7 +7,7 @@ pytest.importorskip("transformers", reason="the extra backbones is not installed
 
 from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
 from sfumato.encoders.features import Inputs
-from sfumato.encoders.heads import POOLINGS, GaussianHead
+from sfumato.encoders.heads import POOLINGS, GaussianHead, HeadOptions
 from sfumato.encoders.unc_token import UncTokenImageEncoder, UncTokenTextEncoder
 
 IMAGE = {
@@ -98,7 +98,7 @@ def test_padding_has_no_influence_on_texts(class_token, causal):
     encoder = text_encoder(class_token=class_token, causal=causal)
     together = encoder(Inputs(IDS.masked_fill(~MASK, 0), MASK))
     other_padding = encoder(Inputs(IDS, MASK))
-    head = GaussianHead(12, 5, pooling="last").eval()
+    head = GaussianHead(12, 5, HeadOptions(pooling="last")).eval()
     torch.testing.assert_close(head(together).mean, head(other_padding).mean)
     torch.testing.assert_close(together.log_var, other_padding.log_var)
     for i, n in enumerate(MASK.sum(1).tolist()):
@@ -140,7 +140,7 @@ def test_as_released_a_text_fills_the_context():
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_every_pooling_takes_the_variance_token_as_it_is(pooling):
     torch.manual_seed(0)
-    head = GaussianHead(12, 5, pooling=pooling).eval()
+    head = GaussianHead(12, 5, HeadOptions(pooling=pooling)).eval()
     for options in ({}, {"class_token": True}):
         tokens = text_encoder(**options)(Inputs(IDS, MASK))
         torch.testing.assert_close(head(tokens).log_var, head.log_var.linear(tokens.log_var[:, 0]))

@@ -75,7 +75,9 @@ def test_load_model_takes_runs_and_exported_models(toy, run, tmp_path):
     from_run, from_out = load_model(run), load_model(str(out))
     assert_embeds_alike(from_run.model, from_out.model, picture(toy))
     assert (from_run.logit_bias, from_run.calibrated) == (from_out.logit_bias, from_out.calibrated)
-    with pytest.raises(UserError, match="no folder 'nobody/nothing', and it cannot be got from the Hugging Face hub"):
+    with pytest.raises(
+        UserError, match="no folder 'nobody/nothing', and it cannot be downloaded from the Hugging Face hub"
+    ):
         load_model("nobody/nothing")
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from sfumato.errors import UserError
-from sfumato.models.pretrained import read_checkpoint
+from sfumato.models.checkpoint_files import read_checkpoint
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ class Own:
 
 def test_foreign_classes_are_named(tmp_path):
     torch.save({"model": Own()}, tmp_path / "module.pt")
-    with pytest.raises(UserError, match=r"holds a .*test_foreign_checkpoints.Own.*save its state dict alone"):
+    with pytest.raises(UserError, match=r"holds a .*test_foreign_checkpoints.Own.*save only its state dict"):
         read_checkpoint(tmp_path / "module.pt")
 
 

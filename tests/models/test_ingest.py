@@ -22,16 +22,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from sfumato.data.listings import Entry, list_folder, list_manifest, list_shards, list_texts
-from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
+from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.frozen import FeatureInput, FrozenProcessor
 from sfumato.encoders.heads import GaussianHead
-from sfumato.encoders.processors import (
-    BilinearProcessor,
-    FrozenProcessor,
-    ImageFileProcessor,
-    PixelProcessor,
-    TokenProcessor,
-)
+from sfumato.encoders.image_processors import BilinearProcessor, ImageFileProcessor, PixelProcessor
 from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder
+from sfumato.encoders.text_processors import TokenProcessor
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embed_folder, embed_lines

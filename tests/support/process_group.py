@@ -6,9 +6,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
+from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Inputs
-from sfumato.encoders.heads import GaussianHead
+from sfumato.encoders.frozen import FeatureInput
+from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.losses import LOSSES
 from sfumato.models.process_group import ProcessGroup, join_process_group
 from sfumato.training.step import TrainBatch, forward_backward
@@ -18,7 +19,8 @@ def tiny_model(*, variance: bool = True) -> DualEncoder:
     """Two heads on token features of 6 channels, in float64."""
     torch.manual_seed(0)
     towers = [
-        Tower(None, FeatureInput(6, 0.0), GaussianHead(6, 8, variance=variance, init_total_variance=0.5)) for _ in "it"
+        Tower(None, FeatureInput(6, 0.0), GaussianHead(6, 8, HeadOptions(variance=variance, init_total_variance=0.5)))
+        for _ in "it"
     ]
     return DualEncoder(*towers).double()
 

@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file
 from support.toy import make_toy
 
-from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
+from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Inputs
+from sfumato.encoders.frozen import FeatureInput
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.small import SmallImageEncoder
 from sfumato.errors import UserError

@@ -16,11 +16,13 @@ from sfumato.data.augment import MixPlan
 from sfumato.data.images import FileImage
 from sfumato.data.pairs import PairBatch, PairData, PairSampler
 from sfumato.data.shards import ShardBatch
-from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
+from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Inputs, PixelStore, RaggedStore
+from sfumato.encoders.frozen import FeatureInput
 from sfumato.encoders.heads import GaussianHead
-from sfumato.encoders.processors import PixelProcessor, TokenProcessor
-from sfumato.encoders.small import add_begin_and_end, train_tokenizer
+from sfumato.encoders.image_processors import PixelProcessor
+from sfumato.encoders.text_processors import TokenProcessor
+from sfumato.encoders.tokenization import add_begin_and_end, train_tokenizer
 from sfumato.errors import UserError
 from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.recipe import check_recipe

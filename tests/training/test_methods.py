@@ -8,7 +8,7 @@ import torch
 
 from sfumato.data.emoji import load_emoji
 from sfumato.encoders.features import TokenFeatures
-from sfumato.encoders.heads import GaussianHead
+from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.models.build import build_loss
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
@@ -147,15 +147,17 @@ def test_a_method_learns_a_small_world(method):
         GaussianHead(
             12,
             config.dim,
-            pooling="average",
-            mlp=config.mlp,
-            normalize=config.normalize,
-            variance=config.variance,
-            init_total_variance=config.init_total_variance,
-            covariance=config.covariance,
-            variance_bounds=config.variance_bounds,
-            embeddings=config.embeddings,
-            local_attention=config.local_attention,
+            HeadOptions(
+                pooling="average",
+                mlp=config.mlp,
+                normalize=config.normalize,
+                variance=config.variance,
+                init_total_variance=config.init_total_variance,
+                covariance=config.covariance,
+                variance_bounds=config.variance_bounds,
+                embeddings=config.embeddings,
+                local_attention=config.local_attention,
+            ),
         )
         for _ in ("image", "text")
     ]

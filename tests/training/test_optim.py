@@ -11,8 +11,10 @@ from support.toy import make_toy
 pytest.importorskip("transformers", reason="the extra backbones is not installed")
 
 from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
-from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
+from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.encoder_protocol import EncoderModule
 from sfumato.encoders.features import Inputs
+from sfumato.encoders.frozen import FeatureInput
 from sfumato.encoders.gru import WordEncoder
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.regions import RegionEncoder
@@ -20,7 +22,8 @@ from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder
 from sfumato.errors import UserError
 from sfumato.losses import LOSSES
 from sfumato.models.build import Assets, build_model, fresh_tokenizer
-from sfumato.models.recipe import OptimConfig, check_recipe, load_recipe
+from sfumato.models.recipe import check_recipe, load_recipe
+from sfumato.models.training_sections import OptimConfig
 from sfumato.training import loop
 from sfumato.training.optim import (
     build_optimiser,
@@ -251,7 +254,7 @@ def test_freezing_rests_the_image_network_but_not_its_variance_blocks():
     assert all(not torch.equal(frozen[n], again[n]) for n in resting if n.endswith("fc1.weight"))
 
 
-def test_only_what_came_pre_trained_rests():
+def test_only_pre_trained_parameters_are_frozen():
     cases = [
         (SmallTextEncoder(9, 4, 0.0), set()),
         (WordEncoder(9, 4, 3), set()),
@@ -260,17 +263,19 @@ def test_only_what_came_pre_trained_rests():
         (SmallImageEncoder(2), set()),
         (RegionEncoder(5, 4, variance=True), set()),
     ]
-    for encoder, rests in cases:
+    for encoder, expected in cases:
         names = {name for name, _ in encoder.named_parameters()}
         freeze_encoder(encoder, True)
-        resting = {name for name, p in encoder.named_parameters() if not p.requires_grad}
-        assert resting == ({n for n in names if not n.startswith("variance_")} if rests is None else rests)
+        frozen = {name for name, p in encoder.named_parameters() if not p.requires_grad}
+        assert frozen == ({n for n in names if not n.startswith("variance_")} if expected is None else expected)
         freeze_encoder(encoder, False)
         assert all(p.requires_grad for p in encoder.parameters())
 
 
-class TwoNorms(torch.nn.Module):
-    """An encoder with a batch norm on the way to the mean and one in the variance's own layers."""
+class TwoNorms(EncoderModule):
+    """A pre-trained encoder with a batch norm on the way to the mean and one in the variance's own layers."""
+
+    pretrained = True
 
     def __init__(self):
         super().__init__()
@@ -312,7 +317,7 @@ def test_random_layers_cannot_be_told_to_rest(tmp_path, image, rests):
     with (
         nullcontext()
         if rests
-        else pytest.raises(UserError, match="nothing of model.image.kind='.*' as it is here came")
+        else pytest.raises(UserError, match="the section model.image with kind='.*' starts from random weights")
     ):
         load_recipe(make_toy(tmp_path), settings)
 

@@ -9,9 +9,10 @@ from support.toy import make_toy
 from torch import nn
 
 from sfumato.data.augment import plan_mixing
-from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
+from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Inputs, TokenFeatures
-from sfumato.encoders.heads import GaussianHead
+from sfumato.encoders.frozen import FeatureInput
+from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import LOSSES, PCMEPPOptions
 from sfumato.models.process_group import alone
@@ -42,7 +43,10 @@ def build(*, variance=True, dropout=0.0, token_dropout=0.0, image=None):
     encoders = [FeatureInput(6, dropout) if image is None else image, FeatureInput(6, dropout)]
     towers = [
         Tower(
-            None, encoder, GaussianHead(6, 8, variance=variance, init_total_variance=0.5), token_dropout=token_dropout
+            None,
+            encoder,
+            GaussianHead(6, 8, HeadOptions(variance=variance, init_total_variance=0.5)),
+            token_dropout=token_dropout,
         )
         for encoder in encoders
     ]

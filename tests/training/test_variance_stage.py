@@ -7,23 +7,25 @@ from safetensors.torch import load_file
 from support.toy import make_toy
 
 from sfumato.encoders.dual import Tower
-from sfumato.encoders.heads import GaussianHead
-from sfumato.encoders.processors import TokenProcessor
-from sfumato.encoders.small import SmallTextEncoder, train_tokenizer
-from sfumato.models.recipe import SpreadConfig, load_recipe
+from sfumato.encoders.heads import GaussianHead, HeadOptions
+from sfumato.encoders.small import SmallTextEncoder
+from sfumato.encoders.text_processors import TokenProcessor
+from sfumato.encoders.tokenization import train_tokenizer
+from sfumato.models.recipe import load_recipe
+from sfumato.models.training_sections import VarianceStageConfig
 from sfumato.training.loop import fit
 from sfumato.training.variance_stage import fit_variance_stage
 
 WORDS = [f"{a} {b}" for a in ("red", "green", "blue", "pink") for b in ("circle", "square", "cross", "bar", "ring")]
 SPREAD = torch.linspace(0, 0.9, len(WORDS))[torch.randperm(len(WORDS), generator=torch.Generator().manual_seed(0))]
-CONFIG = SpreadConfig(epochs=120, batch_size=7)
+CONFIG = VarianceStageConfig(epochs=120, batch_size=7)
 
 
 def tower(variance=True, **options):
     torch.manual_seed(0)
     tokenizer = train_tokenizer(WORDS, 100)
     encoder = SmallTextEncoder(tokenizer.get_vocab_size(), 48, 0.5)
-    head = GaussianHead(encoder.channels, 32, variance=variance, variance_mlp=True, **options)
+    head = GaussianHead(encoder.channels, 32, HeadOptions(variance=variance, variance_mlp=True, **options))
     built = Tower(TokenProcessor(tokenizer, 8), encoder, head)
     store, _ = built.processor.read([lambda word=word: word for word in WORDS])
     return built, store
@@ -47,7 +49,7 @@ def test_it_learns_the_spreads_of_the_items_it_is_given_and_moves_no_mean():
 def test_local_attention_of_the_log_variance_learns_with_it():
     built, store = tower(local_attention=True)
     before, state = built.embed(store).mean, {k: v.clone() for k, v in built.state_dict().items()}
-    fit_variance_stage(built, store, SPREAD, np.arange(len(WORDS)), SpreadConfig(epochs=2, batch_size=7), seed=1)
+    fit_variance_stage(built, store, SPREAD, np.arange(len(WORDS)), VarianceStageConfig(epochs=2, batch_size=7), seed=1)
     changed = {k for k, v in built.state_dict().items() if not torch.equal(v, state[k])}
     assert {"head.log_var_local.linear.weight", "head.log_var_local.attention.0.weight"} <= changed
     assert all(k.startswith(("head.log_var.", "head.log_var_local.")) for k in changed)
@@ -58,7 +60,9 @@ def test_two_equal_fits_are_bitwise_equal_and_seeds_differ():
     results = []
     for seed in (1, 1, 2):
         built, store = tower()
-        fit_variance_stage(built, store, SPREAD, np.arange(len(WORDS)), SpreadConfig(epochs=2, batch_size=7), seed=seed)
+        fit_variance_stage(
+            built, store, SPREAD, np.arange(len(WORDS)), VarianceStageConfig(epochs=2, batch_size=7), seed=seed
+        )
         results.append(built.embed(store).log_var)
     assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
 

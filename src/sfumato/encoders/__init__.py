@@ -1,1 +1,1 @@
-"""Encoders: from pictures and texts to Gaussian embeddings."""
+"""Encoders: from images and texts to Gaussian embeddings."""

@@ -1,27 +1,42 @@
-"""Transformer towers of the CLIP family, fine-tuned from pixels and words, with blocks of their own for the log variance.
+"""The CLIP family, fine-tuned from pixels and subword tokens: sections of the recipe, and how encoders are built.
 
-PCME++ shares all blocks but the last one: the mean goes on through the pre-trained last block, the log variance through a new
-one beside it. The layers are those of transformers (CLIP, SigLIP, SigLIP 2 of fixed size); what is done with them is here. Which
-weights a published model holds, is known in :mod:`sfumato.models.pretrained`.
+The encoders stand in :mod:`sfumato.encoders.clip_transformers`, and those of ProLIP in
+:mod:`sfumato.encoders.unc_token`. What the weights of a published model mean is known in
+:mod:`sfumato.models.pretrained`.
 """
 
-import re
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Literal
 
-import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from pydantic import Field, PositiveInt
+from tokenizers import Tokenizer
 
-from sfumato.encoders.features import Inputs, TokenFeatures
-from sfumato.encoders.package_weights import from_pretrained, import_transformers
+from sfumato.encoders.clip_transformers import (
+    CLIP_MEAN,
+    CLIP_STD,
+    ClipImageEncoder,
+    ClipTextEncoder,
+    VarianceStart,
+    resize_positions,
+)
+from sfumato.encoders.encoder_protocol import (
+    AugmentMode,
+    BuildContext,
+    EncoderConfig,
+    Fit,
+    ImageEncoderConfig,
+    InMemory,
+    TextEncoderConfig,
+)
+from sfumato.encoders.image_processors import ImageFileProcessor, PixelProcessor
+from sfumato.encoders.package_weights import from_pretrained, import_transformers, pretrained_tokenizer
+from sfumato.encoders.text_processors import TokenProcessor
+from sfumato.encoders.tokenization import add_begin_and_end, train_tokenizer
+from sfumato.encoders.unc_token import UncTokenImageEncoder, UncTokenTextEncoder
 from sfumato.errors import UserError
 
-VarianceStart = Literal["random", "copy"]
 Activation = Literal["quick_gelu", "gelu"]
-
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Mean and standard deviation of the pixels that CLIP was trained on, in [0, 1]."""
+Architecture = Literal["ViT-Ti/16", "ViT-S/16", "ViT-B/32", "ViT-B/16", "ViT-L/14"]
 
 _SIGLIP_MEAN = _SIGLIP_STD = (0.5, 0.5, 0.5)
 
@@ -32,194 +47,119 @@ ARCHITECTURES: dict[str, dict[str, tuple[int, int, int]]] = {
     "ViT-B/16": {"image": (768, 12, 12), "text": (512, 12, 8)},
     "ViT-L/14": {"image": (1024, 24, 16), "text": (768, 12, 12)},
 }
-"""(width, blocks, heads) of the towers that can be built without weights; the number after the slash is the patch size.
-B and L are CLIP's (Radford et al. 2021, table 20); Ti and S take the ViT's shape for both sides."""
+"""(width, blocks, heads) of encoders without weights; the number after the slash is the patch size.
+B and L are CLIP's (Radford et al. 2021, table 20); Ti and S have the ViT's shape on both sides."""
+
+_MAX_TOKENS = 77
+"""CLIP's number of positions."""
 
 
-class ClipEncoder(nn.Module):
-    """What both sides share: the blocks, of which the last ones exist twice.
+class _ClipConfig(EncoderConfig):
+    """The keys of both sides."""
 
-    Args:
-        backbone: CLIPVisionModel, CLIPTextModel, SiglipVisionModel or SiglipTextModel; its layers are taken over.
-        norm_in: between the embeddings and the first block.
-        norm_out: after the last block of the mean; the log variance never passes one.
-        variance_blocks: how many of the last blocks the log variance has for itself; 0: none, for points.
-        variance_start: of these, random (as published) or a copy of the mean's.
-        checkpointing: recompute activations in the backward pass instead of keeping them.
+    has_blocks: ClassVar[bool] = True
+    needs_description: ClassVar[bool] = True
 
-    Raises:
-        ValueError: variance_blocks is not in [0, number of blocks].
-    """
-
-    def __init__(
-        self,
-        backbone: Any,
-        *,
-        norm_in: nn.Module,
-        norm_out: nn.Module,
-        variance_blocks: int,
-        variance_start: VarianceStart,
-        checkpointing: bool,
-    ) -> None:
-        super().__init__()
-        blocks = list(backbone.encoder.layers)
-        if not 0 <= variance_blocks <= len(blocks):
-            raise ValueError(
-                f"variance_blocks must lie in [0, {len(blocks)}], the number of blocks, got {variance_blocks}"
-            )
-        # Whatever the folder asks for: "eager" ignores is_causal and adds a mask of booleans instead of applying it.
-        backbone.set_attn_implementation("sdpa")
-        first = len(blocks) - variance_blocks
-        fresh = [type(block)(backbone.config) for block in blocks[first:]]
-        for block, own in zip(blocks[first:], fresh, strict=True):
-            if variance_start == "copy":
-                own.load_state_dict(block.state_dict())
-            else:
-                own.apply(backbone._init_weights)
-        self.embeddings = backbone.embeddings
-        self.norm_in, self.norm_out = norm_in, norm_out
-        self.shared_blocks = nn.ModuleList(blocks[:first])
-        self.mean_blocks = nn.ModuleList(blocks[first:])
-        self.variance_blocks = nn.ModuleList(fresh)
-        self.channels = int(backbone.config.hidden_size)
-        self.backbone_config: dict[str, Any] = backbone.config.to_diff_dict()
-        self.checkpointing = checkpointing
+    weights: str = Field("", description="hub name or local folder of a CLIP or SigLIP model; random weights if empty")
+    architecture: Architecture = Field("ViT-B/32", description="architecture, without weights")
+    blocks: PositiveInt | None = Field(
+        None, description="number of blocks, without weights; the architecture's number if left out"
+    )
+    activation: Activation = Field(
+        "quick_gelu", description="activation, without weights: quick_gelu as OpenAI's models, gelu as open_clip's"
+    )
+    variance_blocks: int = Field(1, ge=0, description="number of last blocks that the log variance has for itself")
+    variance_start: VarianceStart = Field(
+        "random", description="start of the variance blocks: random weights, as published, or a copy of the mean's"
+    )
+    variance_token: bool = Field(
+        False, description="ProLIP's way: the log variance from an extra token [UNC] instead of extra blocks"
+    )
+    checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
 
     @property
-    def depth(self) -> int:
-        """Number of blocks that an input passes."""
-        return len(self.shared_blocks) + len(self.mean_blocks)
+    def base_model(self) -> str:
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
+        return self.weights
 
-    def blocks_from_top(self, parameter: str) -> int:
-        """1 for a parameter of the last block (either of the two), 2 for the one below ..., 0 for one outside of the blocks."""
-        found = re.match(r"(shared|mean|variance)_blocks\.(\d+)\.", parameter)
-        if found is None:
-            return 0
-        below = len(self.shared_blocks) if found[1] != "shared" else 0
-        return self.depth - below - int(found[2])
+    @property
+    def origin(self) -> str:
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
+        return self.weights or self.architecture
 
-    def tokens(
-        self, embedded: Tensor, mask: Tensor | None, *, causal: bool = False, attention: Tensor | None = None
-    ) -> TokenFeatures:
-        """(n, t, c) embedded tokens through the blocks.
+    @property
+    def extras(self) -> frozenset[str]:
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
+        return frozenset({"backbones"})
+
+    def own_blocks(self, variance: bool) -> int:
+        """Number of variance blocks to build.
 
         Args:
-            embedded: (n, t, c).
-            mask: (n, t), handed on as it is.
-            causal: each token sees those before it; without: all.
-            attention: (n, 1, t or 1, t) bool, True where a token (rows) may look at one (columns); in place of causal.
+            variance: whether the model has variances.
+
+        Returns:
+            0 for points and beside an [UNC] token.
         """
-        options: dict[str, Any] = {"is_causal": True} if causal else {}
-        hidden = self._through(self.shared_blocks, self.norm_in(embedded), attention, options)
-        log_var = self._through(self.variance_blocks, hidden, attention, options) if len(self.variance_blocks) else None
-        return TokenFeatures(self.norm_out(self._through(self.mean_blocks, hidden, attention, options)), mask, log_var)
+        return self.variance_blocks if variance and not self.variance_token else 0
 
-    def _through(
-        self, blocks: nn.ModuleList, hidden: Tensor, attention: Tensor | None, options: dict[str, Any]
-    ) -> Tensor:
-        for block in blocks:
-            if self.checkpointing and self.training:
-                hidden = checkpoint(block, hidden, attention, use_reentrant=False, **options)
-            else:
-                hidden = block(hidden, attention, **options)
-        return hidden
+    def check(self, section: str) -> None:
+        """See :meth:`EncoderConfig.check <sfumato.encoders.encoder_protocol.EncoderConfig.check>`."""
+        if self.weights and (useless := self.changed(*self._without_weights)):
+            raise ValueError(f"{section}.{min(useless)} is for random weights; leave it out beside {section}.weights")
+        if self.variance_token and self.variance_blocks > 1:
+            raise ValueError(
+                f"{section}.variance_token takes the place of variance_blocks; leave {section}.variance_blocks out"
+            )
+
+    _without_weights: ClassVar[tuple[str, ...]] = ("architecture", "blocks", "activation")
 
 
-class ClipImageEncoder(ClipEncoder):
-    """A vision transformer: (n, 3, s, s) pixels -> class token (CLIP's only) and patches.
+class ClipImageConfig(_ClipConfig, ImageEncoderConfig):
+    """A vision transformer of the CLIP family, trained from pixels."""
 
-    Args:
-        backbone: CLIPVisionModel or SiglipVisionModel of transformers.
-        pixel_mean, pixel_std: by which pixels in [0, 1] are standardised.
-        final_norm: pass the mean's tokens through the backbone's last norm. PCME++'s COCO models do not, its hub models do.
-        variance_blocks, variance_start, checkpointing: see :class:`ClipEncoder`.
-    """
+    path_fields: ClassVar[tuple[str, ...]] = ("weights",)
 
-    pixel_mean: Tensor
-    pixel_std: Tensor
-
-    def __init__(
-        self,
-        backbone: Any,
-        *,
-        pixel_mean: tuple[float, ...] = CLIP_MEAN,
-        pixel_std: tuple[float, ...] = CLIP_STD,
-        final_norm: bool = False,
-        variance_blocks: int = 1,
-        variance_start: VarianceStart = "random",
-        checkpointing: bool = False,
-    ) -> None:
-        super().__init__(
-            backbone,
-            norm_in=getattr(backbone, "pre_layrnorm", nn.Identity()),
-            norm_out=backbone.post_layernorm if final_norm else nn.Identity(),
-            variance_blocks=variance_blocks,
-            variance_start=variance_start,
-            checkpointing=checkpointing,
-        )
-        self.size = int(self.embeddings.image_size)
-        self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(3, 1, 1), persistent=False)
-        self.register_buffer("pixel_std", torch.tensor(pixel_std).view(3, 1, 1), persistent=False)
+    kind: Literal["clip"] = "clip"
+    size: int | None = Field(
+        None, ge=16, description="side of the square images in pixels; that of the weights (or 224) if left out"
+    )
+    final_norm: bool = Field(False, description="pass the mean's features through the last norm of the transformer")
+    fit: Fit = "squash"
+    augment: AugmentMode = "crop"
+    in_memory: InMemory = False
 
     @property
-    def description(self) -> dict[str, Any]:
-        """JSON-able: what :func:`clip_image_encoder` needs to build it again without its weights."""
-        return {
-            "backbone": self.backbone_config | {"image_size": self.size},
-            "pixel_mean": self.pixel_mean.flatten().tolist(),
-            "pixel_std": self.pixel_std.flatten().tolist(),
-        }
-
-    def embed(self, inputs: Inputs) -> Tensor:
-        """(n, t, c) class token (CLIP's only) and patches with their position codes, before the first block."""
-        pixels = inputs.values
-        pixels = pixels.to(self.pixel_mean.dtype) / 255 if pixels.dtype == torch.uint8 else pixels
-        embedded: Tensor = self.embeddings((pixels - self.pixel_mean) / self.pixel_std)
-        return embedded
-
-    def forward(self, inputs: Inputs) -> TokenFeatures:
-        """Token features without a mask. float pixels (augmented ones) are taken as they are, in [0, 1]."""
-        return self.tokens(self.embed(inputs), None)
-
-
-class ClipTextEncoder(ClipEncoder):
-    """A text transformer: (n, t) token ids -> (n, t, c) token features.
-
-    Args:
-        backbone: CLIPTextModel (each token sees those before it) or SiglipTextModel (each sees all, padding included, so
-            that texts must come padded to one length).
-        final_norm: pass the mean's tokens through the backbone's last norm, as all PCME++ models do.
-        variance_blocks, variance_start, checkpointing: see :class:`ClipEncoder`.
-    """
-
-    def __init__(
-        self,
-        backbone: Any,
-        *,
-        final_norm: bool = True,
-        variance_blocks: int = 1,
-        variance_start: VarianceStart = "random",
-        checkpointing: bool = False,
-    ) -> None:
-        super().__init__(
-            backbone,
-            norm_in=nn.Identity(),
-            norm_out=backbone.final_layer_norm if final_norm else nn.Identity(),
-            variance_blocks=variance_blocks,
-            variance_start=variance_start,
-            checkpointing=checkpointing,
-        )
-        self.causal = "siglip" not in backbone.config.model_type
-        self.max_tokens = int(backbone.config.max_position_embeddings)
+    def augment_mode(self) -> Literal["none", "crop", "style"]:
+        """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`."""
+        return self.augment
 
     @property
-    def description(self) -> dict[str, Any]:
-        """JSON-able: what :func:`clip_text_encoder` needs to build it again without its weights."""
-        return {"backbone": self.backbone_config}
+    def starts_pretrained(self) -> bool:
+        """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`. Random blocks can be frozen too."""
+        return True
 
-    def forward(self, inputs: Inputs) -> TokenFeatures:
-        """Token features and the mask of the inputs."""
-        return self.tokens(self.embeddings(inputs.values), inputs.mask, causal=self.causal)
+
+class ClipTextConfig(_ClipConfig, TextEncoderConfig):
+    """The text transformer of the CLIP family."""
+
+    path_fields: ClassVar[tuple[str, ...]] = ("weights", "tokenizer")
+    _without_weights: ClassVar[tuple[str, ...]] = ("architecture", "blocks", "activation", "vocabulary", "tokenizer")
+
+    kind: Literal["clip"] = "clip"
+    vocabulary: PositiveInt = Field(
+        4000, description="largest number of subword tokens, learnt from the training texts; without weights"
+    )
+    tokenizer: str = Field(
+        "",
+        description="hub name or local folder with subword tokens to use instead of learning them; without weights",
+    )
+    max_tokens: int | None = Field(
+        None,
+        ge=3,
+        description="largest number of tokens of a text, longer texts are cut; the positions of the weights (or 77) if"
+        " left out",
+    )
 
 
 def clip_image_encoder(
@@ -240,15 +180,19 @@ def clip_image_encoder(
     Args:
         weights: a hub name or a local folder of transformers; "" for random weights.
         architecture: without weights, a name in ARCHITECTURES.
-        size: side of the pictures in pixels; position codes are interpolated to it. None: the model's own (224).
+        size: side of the images in pixels; position codes are interpolated to it. None: that of the weights, or 224.
         blocks: without weights, number of blocks; the architecture's if None.
         activation: without weights; quick_gelu is OpenAI's, gelu open_clip's.
-        description: of an encoder built before, in place of weights and architecture.
-        final_norm, variance_blocks, variance_start, checkpointing: see :class:`ClipImageEncoder`.
+        description: description of an earlier encoder, instead of weights and architecture.
+        final_norm, variance_blocks, variance_start, checkpointing: see
+            :class:`~sfumato.encoders.clip_transformers.ClipImageEncoder`.
+
+    Returns:
+        The encoder.
 
     Raises:
         UserError: transformers or the weights are missing, or the model is of another kind.
-        ValueError: the architecture is unknown, or the size no multiple of the patch.
+        ValueError: the architecture is unknown, or the size is not a multiple of the patch.
     """
     transformers = import_transformers()
     kinds = {
@@ -279,7 +223,7 @@ def clip_image_encoder(
         backbone = transformers.CLIPVisionModel(config)
     if size is not None and size != backbone.embeddings.image_size:
         _check_size(size, backbone.embeddings.patch_size)
-        _resize_positions(backbone.embeddings, size)
+        resize_positions(backbone.embeddings, size)
     return ClipImageEncoder(
         backbone,
         pixel_mean=mean,
@@ -309,11 +253,15 @@ def clip_text_encoder(
     Args:
         weights: a hub name or a local folder of transformers; "" for random weights.
         architecture: without weights, a name in ARCHITECTURES.
-        vocabulary, max_tokens: without weights, number of word pieces and longest text.
+        vocabulary, max_tokens: without weights, number of subword tokens and of positions.
         blocks: without weights, number of blocks; the architecture's if None.
         activation: without weights; quick_gelu is OpenAI's, gelu open_clip's.
-        description: of an encoder built before, in place of weights and architecture.
-        variance_blocks, variance_start, checkpointing: see :class:`ClipTextEncoder`.
+        description: description of an earlier encoder, instead of weights and architecture.
+        variance_blocks, variance_start, checkpointing: see
+            :class:`~sfumato.encoders.clip_transformers.ClipTextEncoder`.
+
+    Returns:
+        The encoder.
 
     Raises:
         UserError: transformers or the weights are missing, or the model is of another kind.
@@ -349,80 +297,114 @@ def clip_text_encoder(
 
 
 def text_positions(weights: str) -> int:
-    """The longest text, in tokens, that the text side of a CLIP or SigLIP model takes.
+    """Number of positions of the text side of a CLIP or SigLIP model.
+
+    Args:
+        weights: a hub name or a local folder of transformers.
+
+    Returns:
+        Largest number of tokens of a text.
 
     Raises:
         UserError: transformers or the model's configuration are missing.
     """
     config = from_pretrained(import_transformers().AutoConfig, weights)
-    return int(getattr(config, "text_config", config).max_position_embeddings)
+    return int(_part(config, "text").max_position_embeddings)
 
 
-def openai_image_state(state: Mapping[str, Tensor], encoder: ClipImageEncoder) -> dict[str, Tensor]:
-    """The tensors of a vision transformer in OpenAI's names, in those of an encoder.
-
-    Args:
-        state: ``conv1.weight``, ``class_embedding``, ``positional_embedding``, ``ln_pre.*``, ``ln_post.*`` (left out where the
-            encoder has none), ``transformer.resblocks.i.*``, ``uncertainty_transformer.resblocks.j.*``.
-        encoder: whose names and number of blocks count.
-    """
-    names = {
-        "conv1.weight": "embeddings.patch_embedding.weight",
-        "class_embedding": "embeddings.class_embedding",
-        "positional_embedding": "embeddings.position_embedding.weight",
-        "ln_pre": "norm_in",
-        "ln_post": None if isinstance(encoder.norm_out, nn.Identity) else "norm_out",
-    }
-    return _openai_state(state, names, len(encoder.shared_blocks))
-
-
-def openai_text_state(state: Mapping[str, Tensor], encoder: ClipTextEncoder) -> dict[str, Tensor]:
-    """The tensors of a text transformer in OpenAI's names, in those of an encoder.
+def clip_tokenizer(config: ClipTextConfig, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer of a new text encoder of kind "clip".
 
     Args:
-        state: ``token_embedding.weight``, ``positional_embedding``, ``ln_final.*``, ``transformer.resblocks.i.*``, and the
-            blocks of the log variance as ``uncertainty_transformer.resblocks.j.*`` or ``transformer.prob_resblocks.j.*``.
-        encoder: whose number of blocks counts.
+        config: its section of the recipe.
+        texts: the training texts; used only without weights and without a tokenizer of another model.
+
+    Returns:
+        The tokenizer of the weights, or subword tokens learnt from the texts, with a begin and an end token.
+
+    Raises:
+        UserError: max_tokens is more than the weights have positions, or a tokenizer cannot be loaded.
     """
-    names: dict[str, str | None] = {
-        "token_embedding.weight": "embeddings.token_embedding.weight",
-        "positional_embedding": "embeddings.position_embedding.weight",
-        "ln_final": "norm_out",
-    }
-    return _openai_state(state, names, len(encoder.shared_blocks))
+    positions = text_positions(config.weights) if config.weights else config.max_tokens or _MAX_TOKENS
+    max_tokens = config.max_tokens or positions
+    if max_tokens > positions:
+        raise UserError(
+            f"model.text.max_tokens={max_tokens} is more than the {positions} positions of {config.weights!r};"
+            " leave it out"
+        )
+    if not config.weights and not config.tokenizer:
+        return add_begin_and_end(train_tokenizer(texts, config.vocabulary), max_tokens)
+    pretrained = pretrained_tokenizer(config.weights or config.tokenizer)
+    tokenizer: Tokenizer = pretrained.backend_tokenizer
+    tokenizer.enable_truncation(max_tokens)
+    if len(tokenizer.encode("").ids) < 2:  # SigLIP attends to padding: every text has the full length.
+        tokenizer.enable_padding(length=max_tokens, pad_id=pretrained.pad_token_id, pad_token=pretrained.pad_token)
+    else:
+        tokenizer.no_padding()
+    return tokenizer
 
 
-_BLOCK = re.compile(r"(uncertainty_transformer\.resblocks|transformer\.(?:prob_)?resblocks)\.(\d+)\.(.+)")
-_BLOCK_NAMES = {
-    "ln_1": "layer_norm1",
-    "ln_2": "layer_norm2",
-    "attn.out_proj": "self_attn.out_proj",
-    "mlp.c_fc": "mlp.fc1",
-    "mlp.c_proj": "mlp.fc2",
-}
+def build_clip_image(
+    config: ClipImageConfig, context: BuildContext
+) -> tuple[PixelProcessor | ImageFileProcessor, ClipImageEncoder | UncTokenImageEncoder]:
+    """Build the image side of kind "clip".
+
+    Args:
+        config: its section of the recipe.
+        context: with the description, for a trained model.
+
+    Returns:
+        (processor, encoder).
+
+    Raises:
+        UserError: transformers or the weights are missing, or the model is of another kind.
+    """
+    encoder = clip_image_encoder(
+        config.weights,
+        architecture=config.architecture,
+        size=config.size,
+        blocks=config.blocks,
+        activation=config.activation,
+        description=context.description,
+        final_norm=config.final_norm,
+        variance_blocks=config.own_blocks(context.variance),
+        variance_start=config.variance_start,
+        checkpointing=config.checkpointing,
+    )
+    processor = (PixelProcessor if config.in_memory else ImageFileProcessor)(encoder.size, fit=config.fit)
+    return processor, UncTokenImageEncoder(encoder) if config.variance_token and context.variance else encoder
 
 
-def _openai_state(state: Mapping[str, Tensor], names: dict[str, str | None], shared: int) -> dict[str, Tensor]:
-    converted: dict[str, Tensor] = {}
-    for key, value in state.items():
-        if (block := _BLOCK.fullmatch(key)) is None:
-            stem, _, last = key.rpartition(".")
-            name = names[key] if key in names else names[stem]
-            if name is not None:
-                converted[name if key in names else f"{name}.{last}"] = value
-            continue
-        number, rest = int(block[2]), block[3]
-        if block[1] != "transformer.resblocks":
-            prefix = f"variance_blocks.{number}"
-        else:
-            prefix = f"shared_blocks.{number}" if number < shared else f"mean_blocks.{number - shared}"
-        if rest.startswith("attn.in_proj_"):
-            for which, part in zip("qkv", value.chunk(3), strict=True):
-                converted[f"{prefix}.self_attn.{which}_proj.{rest.removeprefix('attn.in_proj_')}"] = part
-        else:
-            stem, _, last = rest.rpartition(".")
-            converted[f"{prefix}.{_BLOCK_NAMES[stem]}.{last}"] = value
-    return converted
+def build_clip_text(
+    config: ClipTextConfig, context: BuildContext
+) -> tuple[TokenProcessor, ClipTextEncoder | UncTokenTextEncoder]:
+    """Build the text side of kind "clip".
+
+    Args:
+        config: its section of the recipe.
+        context: with the tokenizer, and for a trained model the description.
+
+    Returns:
+        (processor, encoder).
+
+    Raises:
+        UserError: transformers or the weights are missing, or the model is of another kind.
+    """
+    tokenizer = context.need_tokenizer(config.kind)
+    encoder = clip_text_encoder(
+        config.weights,
+        architecture=config.architecture,
+        vocabulary=tokenizer.get_vocab_size(),
+        max_tokens=config.max_tokens or _MAX_TOKENS,
+        blocks=config.blocks,
+        activation=config.activation,
+        description=context.description,
+        variance_blocks=config.own_blocks(context.variance),
+        variance_start=config.variance_start,
+        checkpointing=config.checkpointing,
+    )
+    processor = TokenProcessor(tokenizer, min(config.max_tokens or encoder.max_tokens, encoder.max_tokens))
+    return processor, UncTokenTextEncoder(encoder) if config.variance_token and context.variance else encoder
 
 
 def _shape(architecture: str, side: str) -> tuple[int, int, int]:
@@ -438,26 +420,20 @@ def _from_description(kinds: dict[str, Any], config: Mapping[str, Any]) -> Any:
 
 def _load(transformers: Any, kinds: dict[str, Any], weights: str, side: str) -> Any:
     config = from_pretrained(transformers.AutoConfig, weights)
-    part = getattr(config, f"{side}_config", config)
+    part = _part(config, side)
     if part.model_type not in kinds:
         raise UserError(
-            f"{weights!r} is a model of type {config.model_type!r}; its {side} side cannot be had as one of {', '.join(kinds)}"
+            f"{weights!r} is a model of type {config.model_type!r}; expected one whose {side} side is one of"
+            f" {', '.join(kinds)}"
         )
     return from_pretrained(kinds[part.model_type], weights).float()  # Some are stored in half precision.
+
+
+def _part(config: Any, side: str) -> Any:
+    """The configuration of one side, out of that of a whole model or of that side alone."""
+    return getattr(config, f"{side}_config", config)
 
 
 def _check_size(size: int, patch: int) -> None:
     if size % patch:
         raise ValueError(f"size must be a multiple of the patch, {patch} pixels, got {size}")
-
-
-def _resize_positions(embeddings: Any, size: int) -> None:
-    """Interpolate the position codes of a vision transformer to pictures of another size, in place."""
-    patches = (size // embeddings.patch_size) ** 2
-    extra = embeddings.num_positions - embeddings.num_patches
-    with torch.no_grad():
-        blank = torch.zeros(1, patches + extra, embeddings.embed_dim)  # Only its length is looked at.
-        codes = embeddings.interpolate_pos_encoding(blank, size, size)[0]
-    embeddings.position_embedding = nn.Embedding.from_pretrained(codes.clone(), freeze=False)
-    embeddings.position_ids = torch.arange(patches + extra).expand(1, -1)
-    embeddings.num_patches, embeddings.num_positions, embeddings.image_size = patches, patches + extra, size

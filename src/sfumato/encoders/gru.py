@@ -1,36 +1,73 @@
 """Whole words and a recurrent network over them: the texts of VSE++, VSRN and PCME.
 
-Words are those of the training texts; their vectors are learnt, or start from a file of GloVe, which is needed no more once the
-run has begun.
+The words are those of the training texts. Their vectors are learnt from scratch, or start from a file of GloVe; that
+file is needed only when a run begins.
 """
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
+from pydantic import Field, PositiveInt
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from sfumato.encoders.encoder_protocol import BuildContext, EncoderModule, TextEncoderConfig
 from sfumato.encoders.features import Inputs, TokenFeatures
-from sfumato.encoders.small import count_words, splitting_at_words
+from sfumato.encoders.text_processors import TokenProcessor
+from sfumato.encoders.tokenization import count_words, splitting_at_words
 from sfumato.errors import UserError
+from sfumato.progress import say
 
 States = Literal["final", "all"]
-"""What is made of a text: the state in which each direction ends, or the states at all of its words."""
+"""Token features of a text: the final state of each direction, or the states at all of its words."""
+
+
+class WordTextConfig(TextEncoderConfig):
+    """A GRU over whole words, those of the training texts."""
+
+    path_fields: ClassVar[tuple[str, ...]] = ("vectors",)
+
+    kind: Literal["gru"] = "gru"
+    width: PositiveInt = Field(300, description="width of the word vectors")
+    hidden: PositiveInt = Field(512, description="width of the GRU in each direction")
+    bidirectional: bool = Field(False, description="read texts backwards too")
+    states: States = Field(
+        "final", description="token features. final: the final state of each direction; all: the states at all words"
+    )
+    min_count: PositiveInt = Field(
+        1, description="how often a word must occur in the training texts to be in the vocabulary"
+    )
+    max_tokens: PositiveInt = Field(64, description="largest number of words of a text; longer texts are cut")
+    vectors: str = Field(
+        "",
+        description="text file of GloVe with word vectors to start from, needed only when a run begins; none if empty",
+    )
+    freeze: bool = Field(False, description="never change the word vectors; needs vectors")
+    variance_gru: bool = Field(True, description="a second GRU for the log variance alone")
+
+    def check(self, section: str) -> None:
+        """See :meth:`EncoderConfig.check <sfumato.encoders.encoder_protocol.EncoderConfig.check>`."""
+        if self.freeze and not self.vectors:
+            raise ValueError(
+                f"{section}.freeze is for word vectors from a file; give {section}.vectors, or leave it out"
+            )
 
 
 def word_tokenizer(texts: Iterable[str], *, min_count: int = 1) -> Tokenizer:
-    """Whole words from texts: lower case, without accents, split at spaces and punctuation, which are words too.
+    """Learn the vocabulary of whole words: lower case, without accents, split at spaces and punctuation marks.
+
+    A punctuation mark is a word too.
 
     Args:
-        texts: the training texts; the same ones give the same vocabulary, whatever their order.
+        texts: the training texts; the same texts in another order give the same vocabulary.
         min_count: how often a word must occur in them to have an id of its own.
 
     Returns:
-        Ids by falling frequency, 0 for all unknown words ("[UNK]").
+        A tokenizer with ids by falling frequency; id 0 is "[UNK]", all unknown words.
 
     Raises:
         ValueError: min_count is less than 1.
@@ -45,23 +82,25 @@ def word_tokenizer(texts: Iterable[str], *, min_count: int = 1) -> Tokenizer:
 
 
 def read_word_vectors(path: str | Path, tokenizer: Tokenizer, width: int) -> dict[int, np.ndarray]:
-    """The vectors that a text file of GloVe, or of fastText, has for the words of a vocabulary.
+    """Read the vectors that a text file of GloVe or fastText has for the words of a vocabulary.
 
     Args:
-        path: a line for each word: the word, and its numbers behind it, with spaces between them. It is read line by line.
-        tokenizer: whose words are looked for, as they stand.
-        width: how many numbers a vector must have.
+        path: the file, with a line for each word: the word and its numbers, with spaces between them. It is read line
+            by line.
+        tokenizer: has the vocabulary.
+        width: number of values of a vector.
 
     Returns:
-        id -> (width,) float32 of the words found.
+        id -> (width,) float32, for the words that are in the file.
 
     Raises:
-        UserError: the file is missing, of another form or width, or has none of the words.
+        UserError: the file is missing, has another form or width, or has none of the words.
     """
     path = Path(path)
     if not path.is_file():
         raise UserError(
-            f"no word vectors at {path}; nlp.stanford.edu/projects/glove has them, e.g. glove.6B.300d.txt in glove.6B.zip"
+            f"no word vectors at {path}; nlp.stanford.edu/projects/glove has them, e.g. glove.6B.300d.txt in"
+            " glove.6B.zip"
         )
     wanted = {word.encode(): i for word, i in tokenizer.get_vocab().items() if i > 0}
     found: dict[int, np.ndarray] = {}
@@ -72,9 +111,9 @@ def read_word_vectors(path: str | Path, tokenizer: Tokenizer, width: int) -> dic
                 continue
             fields = line.split()
             if number == 1 and len(fields) == 2 and fields[0].isdigit() and fields[1].isdigit():
-                continue  # The head of a file of fastText: number of words, width.
+                continue  # The first line of a fastText file: number of words and width.
             if len(fields) > width + 1 and number > 2:
-                continue  # A few words of GloVe 840B have spaces within; the first part of one is not that word.
+                continue  # A few words of GloVe 840B contain spaces; their first part is another word.
             vector = _vector(path, number, fields, width)
             if word in wanted:
                 found.setdefault(wanted[word], vector)
@@ -84,17 +123,17 @@ def read_word_vectors(path: str | Path, tokenizer: Tokenizer, width: int) -> dic
 
 
 def _vector(path: Path, number: int, fields: list[bytes], width: int) -> np.ndarray:
-    """The numbers behind a word."""
+    """The vector in a line."""
     try:
         vector = np.array([float(field) for field in fields[1:]], dtype=np.float32)
     except ValueError as error:
-        raise UserError(f"{path}, line {number}: not a word and its numbers ({error}){_UNPACKED}") from error
+        raise UserError(f"{path}, line {number}: expected a word and its numbers ({error}){_UNPACKED}") from error
     if len(vector) < 2:
-        raise UserError(f"{path}, line {number}: a word and its numbers expected, got {len(fields)} fields{_UNPACKED}")
+        raise UserError(f"{path}, line {number}: expected a word and its numbers, got {len(fields)} fields{_UNPACKED}")
     if len(vector) != width:
         raise UserError(
-            f"{path}, line {number}: {len(vector)} numbers behind the word, but model.text.width={width}; give the file of that"
-            f" width, or set model.text.width={len(vector)} if all lines have as many"
+            f"{path}, line {number}: {len(vector)} numbers behind the word, but model.text.width={width}; give a file"
+            f" of that width, or set model.text.width={len(vector)} if all lines have as many"
         )
     if not np.isfinite(vector).all():
         raise UserError(f"{path}, line {number}: a number behind the word is not finite; the file is damaged")
@@ -104,27 +143,26 @@ def _vector(path: Path, number: int, fields: list[bytes], width: int) -> np.ndar
 _UNPACKED = "; is it the text file of GloVe, unpacked?"
 
 
-class WordEncoder(nn.Module):
+class WordEncoder(EncoderModule):
     r"""Word vectors and a GRU: (n, t) ids -> (n, 1, c) final states, or (n, t, c) states of all words.
 
-    The final state of the direction that reads forwards is that at an item's last word, of the one that reads backwards that at
-    its first word: where each has read the whole text. What is padded behind a text changes nothing. (PCME's code takes both
-    at the last word, where the backward one has read that word alone.)
+    The final state of the forward direction is the state at the last word, that of the backward direction the state at
+    the first word: each has read the whole text. Padding has no influence. (PCME's code takes both states at the last
+    word, where the backward direction has read only that word.)
 
     Args:
-        vocabulary: number of words; 0 is the unknown one.
+        vocabulary: number of words; id 0 is the unknown word.
         width: of the word vectors.
-        hidden: width of the GRU, in each direction.
-        bidirectional: read backwards too; c is hidden, or twice that.
+        hidden: width of the GRU in each direction.
+        bidirectional: read backwards too; c is then twice ``hidden``, else ``hidden``.
         states: "final" or "all".
-        variance_gru: a second GRU on the same word vectors, without a parameter in common, for the log variance.
-        freeze: the word vectors never learn.
-        pretrained: the word vectors are to start from a file, and rest while the text network does.
+        variance_gru: a second GRU on the same word vectors, with weights of its own, for the log variance.
+        freeze: never change the word vectors.
+        pretrained: the word vectors start from a file; they are frozen while the text encoder is.
 
     Attributes:
         channels: c of the token features.
-        local_channels: width of the features for local attention, the word vectors.
-        resting: beginnings of the names of parameters that rest while the text network does: word vectors from a file.
+        local_channels: width of the word vectors, the features for local attention.
 
     Papers: Faghri et al., "VSE++", BMVC 2018 (one direction); Chun et al., "PCME", CVPR 2021 (two); Pishdad et al.,
     "Uncertainty-based Cross-Modal Retrieval with Probabilistic Representations", section 4.2 (the second GRU).
@@ -145,7 +183,7 @@ class WordEncoder(nn.Module):
         super().__init__()
         self.words = nn.Embedding(vocabulary, width)
         nn.init.uniform_(self.words.weight, -0.1, 0.1)
-        if freeze:  # No parameter, so that nothing can let it learn again.
+        if freeze:  # A buffer instead of a parameter, so that no optimiser changes it.
             weight = self.words.weight.detach()
             del self.words.weight
             self.words.register_buffer("weight", weight)
@@ -153,17 +191,33 @@ class WordEncoder(nn.Module):
         own = nn.GRU(width, hidden, batch_first=True, bidirectional=bidirectional) if variance_gru else None
         self.variance_gru = own
         self.states = states
-        self.resting: tuple[str, ...] = ("words.",) if pretrained else ()
+        self.pretrained = pretrained
         self.channels, self.local_channels = 2 * hidden if bidirectional else hidden, width
+
+    def freezes(self, parameter: str) -> bool:
+        """See :class:`~sfumato.encoders.encoder_protocol.Encoder`: word vectors from a file; the GRUs are new."""
+        return self.pretrained and parameter.startswith("words.")
 
     @torch.no_grad()
     def set_vectors(self, vectors: dict[int, np.ndarray]) -> None:
-        """Put these in place of the random ones: id -> (width,)."""
+        """Replace word vectors.
+
+        Args:
+            vectors: id -> (width,) values.
+        """
         for i, vector in vectors.items():
             self.words.weight[i] = torch.from_numpy(vector)
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
-        """Token features, and word vectors for local attention. Words must stand at the left of each row."""
+        """Token features of texts, and their word vectors for local attention.
+
+        Args:
+            inputs: (n, t) word ids and their mask; the words stand at the left of each row.
+
+        Returns:
+            (n, 1, c) or (n, t, c) features for the mean, as many for the log variance if it has a GRU of its own, and
+            (n, t, width) features for local attention.
+        """
         words = self.words(inputs.values)
         n, t = inputs.values.shape
         lengths = torch.full((n,), t) if inputs.mask is None else inputs.mask.sum(1).cpu()
@@ -179,3 +233,48 @@ class WordEncoder(nn.Module):
             return ended
         every: Tensor = pad_packed_sequence(states, batch_first=True, total_length=words.shape[1])[0]
         return every
+
+
+def build_word_text(config: WordTextConfig, context: BuildContext) -> tuple[TokenProcessor, WordEncoder]:
+    """Build the text side of kind "gru".
+
+    Args:
+        config: its section of the recipe.
+        context: with the tokenizer; a new model also reads the file of word vectors.
+
+    Returns:
+        (processor, encoder).
+
+    Raises:
+        UserError: the file of word vectors is missing or damaged.
+    """
+    tokenizer = context.need_tokenizer(config.kind)
+    encoder = WordEncoder(
+        tokenizer.get_vocab_size(),
+        config.width,
+        config.hidden,
+        bidirectional=config.bidirectional,
+        states=config.states,
+        variance_gru=config.variance_gru and context.variance,
+        freeze=config.freeze,
+        pretrained=bool(config.vectors),
+    )
+    if config.vectors and not context.trained:
+        vectors = read_word_vectors(config.vectors, tokenizer, config.width)
+        encoder.set_vectors(vectors)
+        known = tokenizer.get_vocab_size() - 1
+        say(f"{len(vectors)} of {known} words of the training texts start from {config.vectors}")
+    return TokenProcessor(tokenizer, config.max_tokens), encoder
+
+
+def words_of_texts(config: WordTextConfig, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer of a new text encoder of kind "gru".
+
+    Args:
+        config: its section of the recipe.
+        texts: the training texts.
+
+    Returns:
+        The words of the texts.
+    """
+    return word_tokenizer(texts, min_count=config.min_count)

@@ -1,7 +1,8 @@
-"""From token features to one vector: generalised pooling, average, maximum, and one chosen token."""
+"""From token features to Gaussian embeddings: pooling to one vector, and the two branches of mean and log variance."""
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -77,16 +78,16 @@ class GPO(Pooling):
         pooled_c = sum_k weight_k * (k-th largest of channel c over the tokens)
 
     The weights come from a bidirectional GRU over sinusoidal codes of the positions 0..t-1, averaged over its two
-    directions, a linear layer, and a softmax with temperature 0.1. They depend on the number of tokens only, so the GRU runs
-    once for each number that occurs in the batch. Average and maximum pooling are special cases.
+    directions, a linear layer, and a softmax with temperature 0.1. They depend only on the number of tokens, so the GRU
+    runs once for each number that occurs in the batch. Average and maximum pooling are special cases.
 
     Args:
         d_pe: width of the position codes.
         d_hidden: width of the GRU.
         temperature: of the softmax over positions.
 
-    Paper: Chen et al., "Learning the Best Pooling Strategy for Visual Semantic Embedding", CVPR 2021. Parameter names are
-    those of the released code.
+    Paper: Chen et al., "Learning the Best Pooling Strategy for Visual Semantic Embedding", CVPR 2021. Parameter names
+    are those of the released code.
     """
 
     def __init__(self, d_pe: int = 32, d_hidden: int = 32, temperature: float = 0.1) -> None:
@@ -96,7 +97,14 @@ class GPO(Pooling):
         self.linear = nn.Linear(d_hidden, 1, bias=False)
 
     def weights(self, lengths: Tensor) -> Tensor:
-        """(u,) numbers of tokens >= 1 -> (u, max) weights that sum to 1, 0 beyond each number."""
+        """The weights of the sorted values.
+
+        Args:
+            lengths: (u,) numbers of tokens, each at least 1.
+
+        Returns:
+            (u, max) weights; each row sums to 1 and is 0 beyond its number of tokens.
+        """
         codes = _position_codes(int(lengths.max()), self.d_pe).to(self.linear.weight)
         packed = pack_padded_sequence(
             codes.expand(len(lengths), -1, -1), lengths.cpu(), batch_first=True, enforce_sorted=False
@@ -131,7 +139,7 @@ def _descending(values: Tensor) -> Tensor:
     """Sorted along the last axis, largest first."""
     if values.device.type != "cpu" or values.dtype not in (torch.float32, torch.float64):
         return values.sort(dim=-1, descending=True).values
-    # On a CPU, numpy finds the order six times faster.
+    # On a CPU, numpy sorts six times faster than torch.
     order = np.argsort(values.detach().neg().numpy(), axis=-1)
     return values.gather(-1, torch.from_numpy(order))
 
@@ -150,7 +158,7 @@ POOLINGS: dict[str, type[Pooling]] = {
     "first": FirstToken,
     "last": LastToken,
 }
-"""Every pooling by the name that recipes use; "first" and "last" are the class token of images and of CLIP's texts."""
+"""Every pooling by its name in recipes. "first" is the class token of images, "last" the end token of CLIP's texts."""
 
 Covariance = Literal["ellipsoidal", "spherical-average", "spherical-one"]
 
@@ -175,7 +183,7 @@ class _Branch(nn.Module):
 
 
 class _LocalAttention(nn.Module):
-    """K weighted means of the tokens, each mapped, and squashed if so asked: (n, t, c) -> (n, K, d), in (0, 1) then."""
+    """K attended means of the tokens through a linear map: (n, t, c) -> (n, K, d), in (0, 1) with ``squash``."""
 
     def __init__(self, channels: int, dim: int, embeddings: int, *, squash: bool) -> None:
         super().__init__()
@@ -195,11 +203,9 @@ class _LocalAttention(nn.Module):
 
 
 class _LogBounds:
-    """Log variances pressed into the open interval between two logarithms; slope 1 in its middle."""
+    """Squashes log variances into the open interval between two logarithms, with slope 1 in its middle."""
 
     def __init__(self, lowest: float, highest: float) -> None:
-        if not 0 < lowest < highest:
-            raise ValueError(f"GaussianHead: variance_bounds must be 0 < lowest < highest, got {lowest}, {highest}")
         self.lowest, self.highest = lowest, highest
         self.middle, self.half = math.log(lowest * highest) / 2, math.log(highest / lowest) / 2
 
@@ -207,108 +213,138 @@ class _LogBounds:
         return self.middle + self.half * ((x - self.middle) / self.half).tanh()
 
     def inverse(self, log_var: float) -> float:
-        """What is pressed to log_var."""
+        """The value that is squashed to log_var."""
         if not self.lowest < math.exp(log_var) < self.highest:
             raise ValueError(
                 f"GaussianHead: init_total_variance makes a variance of {math.exp(log_var):.4g} a dimension, outside of"
-                f" variance_bounds ({self.lowest:g}, {self.highest:g}); d times a variance between them fits"
+                f" variance_bounds ({self.lowest:g}, {self.highest:g}); give d times a variance between them"
             )
         return self.middle + self.half * math.atanh((log_var - self.middle) / self.half)
 
 
-class GaussianHead(nn.Module):
-    r"""Two branches, each linear then pooling, and local attention if wanted: one for the mean, one for the log variance.
+@dataclass(frozen=True)
+class HeadOptions:
+    """How a Gaussian head pools and makes variances. Section ``model`` of a recipe has the same keys.
 
-    The log variance is neither normalised, squashed nor clamped, unless variance_bounds says so. It starts at log(init_total_variance / d) everywhere, up to
-    a hundredth of the usual random weights: the papers give no start, and with log variance 0 a total variance of d drowns
-    every distance between unit means (docs/math.md has the measurements).
+    Attributes:
+        pooling: name in POOLINGS; mean and log variance have a pooling each.
+        mlp: add a two-layer network to the linear map of the mean.
+        normalize: scale the means to unit length.
+        variance: with False the head has one branch and returns points.
+        variance_norm: a layer norm on the pooled log variance; its weight starts at 0.01 (an option of the released
+            code that its configurations leave off).
+        variance_mlp: add a two-layer network to the linear map of the log variance; it starts as small as that map.
+        init_total_variance: sum of the variances of an embedding at the start.
+        covariance: "ellipsoidal": a variance for each dimension. One variance for all dimensions: "spherical-average",
+            the average of those, or "spherical-one", the only output of the branch.
+        variance_bounds: lowest and highest variance of a dimension; None for no bounds. A tanh of the log variance
+            approaches them, so that the gradient is never 0 as with a clamp.
+        embeddings: K embeddings of d dimensions for each item, side by side in a mean of K d dimensions; for points
+            only. Above 1, local attention as in PVSE is added to the pooled vector that all K share, and a layer norm
+            follows; see :func:`~sfumato.distances.nearest_matrix` for the distance.
+        local_attention: the same for one embedding, as in PCME: mean = norm(pooled + sigmoid(linear(attended))), scaled
+            to unit length with ``normalize``; log variance = pooled + linear(attended), with an attention of its own,
+            neither squashed nor normalised.
+
+    Raises:
+        ValueError: pooling or covariance is unknown, the initial variance is not positive, the bounds are not in order,
+            or several embeddings are to have variances.
+
+    Papers: Song and Soleymani, "Polysemous Visual-Semantic Embedding", CVPR 2019; Chun et al., "PCME", CVPR 2021,
+    section 3.2.
+    """
+
+    pooling: str = "gpo"
+    mlp: bool = False
+    normalize: bool = True
+    variance: bool = True
+    variance_norm: bool = False
+    variance_mlp: bool = False
+    init_total_variance: float = 0.1
+    covariance: Covariance = "ellipsoidal"
+    variance_bounds: tuple[float, float] | None = None
+    embeddings: int = 1
+    local_attention: bool = False
+
+    def __post_init__(self) -> None:
+        if self.pooling not in POOLINGS:
+            raise ValueError(f"GaussianHead: unknown pooling {self.pooling!r}; known: {', '.join(POOLINGS)}")
+        if not self.init_total_variance > 0:
+            raise ValueError(f"GaussianHead: init_total_variance must be positive, got {self.init_total_variance}")
+        if self.covariance not in get_args(Covariance):
+            known = ", ".join(get_args(Covariance))
+            raise ValueError(f"GaussianHead: unknown covariance {self.covariance!r}; known: {known}")
+        if self.variance_bounds and not 0 < self.variance_bounds[0] < self.variance_bounds[1]:
+            lowest, highest = self.variance_bounds
+            raise ValueError(f"GaussianHead: variance_bounds must be 0 < lowest < highest, got {lowest}, {highest}")
+        if self.embeddings < 1 or (self.embeddings > 1 and self.variance):
+            raise ValueError(
+                f"GaussianHead: embeddings must be 1, or more with variance=False; got {self.embeddings},"
+                f" variance={self.variance}"
+            )
+
+
+class GaussianHead(nn.Module):
+    r"""Token features -> Gaussian embeddings, with a branch each for mean and log variance: linear, then pooling.
+
+    The log variance is neither normalised nor squashed, and clamped only by ``variance_bounds``. It starts at
+    log(init_total_variance / d) everywhere, up to a hundredth of the usual random weights. The papers give no start;
+    with log variance 0 a total variance of d exceeds every distance between unit means (docs/math.md has the
+    measurements).
 
     Args:
         channels: c of the token features.
         dim: d of the embedding.
-        pooling: name in POOLINGS, one pooling for each branch.
-        mlp: add a two-layer network to the linear map of the mean.
-        normalize: scale the means to unit length.
-        variance: with False the head has one branch and returns points.
-        variance_norm: a layer norm on the pooled log variance, its weight starting at 0.01 (an option of the released code
-            that its configurations leave off).
-        variance_mlp: add a two-layer network to the linear map of the log variance; it starts as small as that map.
-        init_total_variance: sum of the variances at the start.
-        covariance: "ellipsoidal", a variance for each dimension; or one of an embedding for all its dimensions, which is the
-            average of those ("spherical-average") or the only output of the branch ("spherical-one").
-        embeddings: K of d dimensions for each item, side by side in a mean of K d dimensions, for points only. Above 1, local
-            attention as in PVSE adds to the pooled vector that all share, and a layer norm follows; see
-            :func:`~sfumato.distances.nearest_matrix` for the distance.
-        local_attention: the same for one embedding, as in PCME: mean = norm(pooled + sigmoid(linear(attended))), scaled to unit
-            length with ``normalize``, and log variance = pooled + linear(attended), with an attention of its own, neither
-            squashed nor normalised.
-        local_channels: width of the features for local attention, where an encoder gives some of their own; c if None.
-        variance_bounds: lowest and highest variance of a dimension, approached by a tanh of the log variance, whose gradient
-            never is 0 as a clamp's would be; None for none.
+        options: see :class:`HeadOptions`.
+        local_channels: width of the features for local attention, where an encoder has features of their own for it; c
+            if None.
 
     Raises:
-        ValueError: pooling or covariance is unknown, a size or the initial variance is not positive, or the initial variance of a
-            dimension does not lie between the bounds; or several embeddings are to have variances.
-
-    Papers: Song and Soleymani, "Polysemous Visual-Semantic Embedding", CVPR 2019; Chun et al., "PCME", CVPR 2021, section 3.2.
+        ValueError: channels or dim is not positive, or the initial variance of a dimension does not lie between the
+            bounds.
     """
 
     def __init__(
-        self,
-        channels: int,
-        dim: int,
-        *,
-        pooling: str = "gpo",
-        mlp: bool = False,
-        normalize: bool = True,
-        variance: bool = True,
-        variance_norm: bool = False,
-        variance_mlp: bool = False,
-        init_total_variance: float = 0.1,
-        covariance: Covariance = "ellipsoidal",
-        variance_bounds: tuple[float, float] | None = None,
-        embeddings: int = 1,
-        local_attention: bool = False,
-        local_channels: int | None = None,
+        self, channels: int, dim: int, options: HeadOptions | None = None, *, local_channels: int | None = None
     ) -> None:
         super().__init__()
-        if pooling not in POOLINGS:
-            raise ValueError(f"GaussianHead: unknown pooling {pooling!r}; known: {', '.join(POOLINGS)}")
-        if channels < 1 or dim < 1 or not init_total_variance > 0:
-            raise ValueError(
-                f"GaussianHead: channels, dim and init_total_variance must be positive, got {channels}, {dim}, {init_total_variance}"
-            )
-        if covariance not in get_args(Covariance):
-            raise ValueError(
-                f"GaussianHead: unknown covariance {covariance!r}; known: {', '.join(get_args(Covariance))}"
-            )
-        if embeddings < 1 or (embeddings > 1 and variance):
-            raise ValueError(
-                f"GaussianHead: embeddings must be 1, or more with variance=False; got {embeddings}, {variance=}"
-            )
-        self.normalize, self.dim, self.covariance = normalize, dim, covariance
-        attends, of_local = local_attention or embeddings > 1, local_channels or channels
-        self.local = _LocalAttention(of_local, dim, embeddings, squash=True) if attends else None
+        options = options or HeadOptions()
+        if channels < 1 or dim < 1:
+            raise ValueError(f"GaussianHead: channels and dim must be positive, got {channels}, {dim}")
+        self.normalize, self.dim, self.covariance = options.normalize, dim, options.covariance
+        several, variance = options.embeddings > 1, options.variance
+        attends, attended = options.local_attention or several, local_channels or channels
+        self.local = _LocalAttention(attended, dim, options.embeddings, squash=True) if attends else None
         self.local_norm = nn.LayerNorm(dim) if attends else nn.Identity()
-        self.bounds = None if variance_bounds is None else _LogBounds(*variance_bounds)
-        self.mean = _Branch(channels, dim, pooling, mlp)
-        outputs = 1 if covariance == "spherical-one" else dim
-        self.log_var = _Branch(channels, outputs, pooling, variance_mlp) if variance else None
-        self.log_var_local = _LocalAttention(of_local, outputs, 1, squash=False) if variance and attends else None
-        self.log_var_norm = nn.LayerNorm(outputs) if variance and variance_norm else nn.Identity()
+        self.bounds = None if options.variance_bounds is None else _LogBounds(*options.variance_bounds)
+        self.mean = _Branch(channels, dim, options.pooling, options.mlp)
+        outputs = 1 if options.covariance == "spherical-one" else dim
+        self.log_var = _Branch(channels, outputs, options.pooling, options.variance_mlp) if variance else None
+        self.log_var_local = _LocalAttention(attended, outputs, 1, squash=False) if variance and attends else None
+        self.log_var_norm = nn.LayerNorm(outputs) if variance and options.variance_norm else nn.Identity()
         if self.log_var is not None:
-            last = self.log_var_norm if isinstance(self.log_var_norm, nn.LayerNorm) else self.log_var.linear
-            start = math.log(init_total_variance / dim)
-            with torch.no_grad():
-                last.weight.mul_(0.01)
-                last.bias.fill_(start if self.bounds is None else self.bounds.inverse(start))
-                beside = [] if self.log_var.mlp is None else [self.log_var.mlp[-1]]
-                beside += [] if self.log_var_local is None else [self.log_var_local.linear]
-                for parameter in (p for module in beside for p in module.parameters()):
-                    parameter.mul_(0.01)
+            self._start(self.log_var, math.log(options.init_total_variance / dim))
+
+    @torch.no_grad()
+    def _start(self, log_var: _Branch, start: float) -> None:
+        """Let the log variances start near one value."""
+        last = self.log_var_norm if isinstance(self.log_var_norm, nn.LayerNorm) else log_var.linear
+        last.weight.mul_(0.01)
+        last.bias.fill_(start if self.bounds is None else self.bounds.inverse(start))
+        beside = [] if log_var.mlp is None else [log_var.mlp[-1]]
+        beside += [] if self.log_var_local is None else [self.log_var_local.linear]
+        for parameter in (p for module in beside for p in module.parameters()):
+            parameter.mul_(0.01)
 
     def forward(self, tokens: TokenFeatures) -> GaussianEmbedding:
-        """Token features -> n embeddings."""
+        """Embed token features.
+
+        Args:
+            tokens: of n items.
+
+        Returns:
+            (n, d) embeddings; points without ``variance``.
+        """
         mean = self.mean(tokens.mean, tokens.mask)
         if self.local is not None:
             mean = self.local_norm(mean.unsqueeze(1) + self.local(*_attended(tokens, tokens.mean, tokens.mask)))
@@ -320,7 +356,13 @@ class GaussianHead(nn.Module):
         return GaussianEmbedding(mean, self.log_variance(tokens))
 
     def log_variance(self, tokens: TokenFeatures) -> Tensor:
-        """Token features -> (n, d) log variances, without the means.
+        """Log variances without the means.
+
+        Args:
+            tokens: of n items.
+
+        Returns:
+            (n, d) log variances.
 
         Raises:
             ValueError: this is a head of points.
@@ -340,5 +382,5 @@ class GaussianHead(nn.Module):
 
 
 def _attended(tokens: TokenFeatures, features: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """What local attention looks at, and its mask: the features that are there for it, else these."""
+    """The features for local attention and their mask: those of the encoder for it, else the given ones."""
     return (features, mask) if tokens.local is None else (tokens.local, tokens.local_mask)

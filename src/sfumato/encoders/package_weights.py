@@ -8,7 +8,14 @@ from sfumato.errors import UserError
 
 
 def import_transformers() -> Any:
-    """The package transformers, which is imported where it is used; a UserError names the extra to install."""
+    """Import the package transformers, without its progress bars.
+
+    Returns:
+        The module.
+
+    Raises:
+        UserError: it is not installed; the message names the extra.
+    """
     try:
         import transformers
     except ImportError as error:
@@ -18,22 +25,39 @@ def import_transformers() -> Any:
 
 
 def pretrained_tokenizer(name: str) -> Any:
-    """The tokenizer of a hub name or local folder, as transformers has it.
+    """The tokenizer of a pre-trained model.
+
+    Args:
+        name: hub name or local folder.
+
+    Returns:
+        A fast tokenizer of transformers.
 
     Raises:
         UserError: it cannot be loaded.
     """
     tokenizer = from_pretrained(import_transformers().AutoTokenizer, name)
-    # Without a network some tokenizers load as an empty shell instead of failing.
+    # Without a network some tokenizers load without any tokens instead of failing.
     if len(tokenizer) < 100:
         raise UserError(
-            f"the tokenizer of {name!r} has {len(tokenizer)} tokens only, its files are missing; give a complete local folder"
+            f"the tokenizer of {name!r} has only {len(tokenizer)} tokens, because its files are missing; give a"
+            " complete local folder"
         )
     return tokenizer
 
 
 def package_folder(package: str) -> Path:
-    """Folder of an installed package; a UserError names the extra to install."""
+    """Folder of an installed package.
+
+    Args:
+        package: name of the module.
+
+    Returns:
+        Its folder.
+
+    Raises:
+        UserError: it is not installed; the message names the extra.
+    """
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise UserError(
@@ -43,12 +67,23 @@ def package_folder(package: str) -> Path:
 
 
 def from_pretrained(kind: Any, name: str) -> Any:
-    """kind.from_pretrained(name), a class of transformers; what goes wrong is a UserError that says what to do."""
+    """Load something of transformers by name.
+
+    Args:
+        kind: class with a method ``from_pretrained``.
+        name: hub name or local folder.
+
+    Returns:
+        An instance of the class.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
     try:
         return kind.from_pretrained(name)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(
-            f"cannot load {name!r} with {kind.__name__}: {first} Give a local folder of transformers, or a hub name with a"
-            " network (HF_HUB_OFFLINE=1 answers at once from the local cache)"
+            f"cannot load {name!r} with {kind.__name__}: {first} Give a local folder of transformers, or a hub name"
+            " with a network (HF_HUB_OFFLINE=1 answers at once from the local cache)"
         ) from error

@@ -1,13 +1,15 @@
-"""Region features: a reader that leaves them on disk, and an encoder that reasons over the graph of a picture's regions.
+"""Region features: a processor that leaves them on disk, and an encoder that reasons over the regions of an image.
 
-Paper: Li et al., "Visual Semantic Reasoning for Image-Text Matching" (VSRN), ICCV 2019; its log variances: Pishdad et al.,
-"Uncertainty-based Cross-Modal Retrieval with Probabilistic Representations".
+Paper: Li et al., "Visual Semantic Reasoning for Image-Text Matching" (VSRN), ICCV 2019; its log variances: Pishdad et
+al., "Uncertainty-based Cross-Modal Retrieval with Probabilistic Representations".
 """
 
 from collections.abc import Sequence
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
+from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -15,15 +17,57 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from sfumato.data.augment import drop_tokens
 from sfumato.data.region_features import regions_from_bytes, regions_to_bytes
 from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.encoder_protocol import (
+    BuildContext,
+    EncoderModule,
+    ImageEncoderConfig,
+    Item,
+    OnError,
+    Progress,
+    item_bytes,
+)
 from sfumato.encoders.features import Inputs, RaggedStore, TokenFeatures
-from sfumato.encoders.processors import Item, OnError, Progress
+
+
+class RegionImageConfig(ImageEncoderConfig):
+    """Region features made by another model: VSRN, or VSE-infinity on regions.
+
+    The data are data.source=scan, or a manifest whose images are .npy files.
+    """
+
+    from_pixels: ClassVar[bool] = False
+    reads_regions: ClassVar[bool] = True
+    drops_tokens: ClassVar[bool] = True
+
+    kind: Literal["regions"] = "regions"
+    channels: PositiveInt = Field(2048, description="channels of the features")
+    width: PositiveInt | None = Field(None, description="channels of the layers above them; model.dim if left out")
+    graph_layers: int = Field(4, ge=0, description="number of layers of reasoning between the regions of an image")
+    recurrent: bool = Field(
+        True,
+        description="the token feature is the last state of a GRU over the regions; otherwise model.pooling pools them",
+    )
+    variance_layers: bool = Field(
+        True,
+        description="the log variance has graph layers and a GRU of its own; otherwise it shares those of the mean",
+    )
+
+    def check(self, section: str) -> None:
+        """See :meth:`EncoderConfig.check <sfumato.encoders.encoder_protocol.EncoderConfig.check>`."""
+        useless = self.changed("width", "variance_layers")
+        if useless and not self.graph_layers and not self.recurrent:
+            raise ValueError(
+                f"{section}.{max(useless)} has no effect with {section}.graph_layers=0 and recurrent=false, where the"
+                " regions go to the head unchanged; leave it out"
+            )
 
 
 class RegionStore:
-    """Region features that stay where they are: a batch reads its items only.
+    """Region features that stay on disk: a batch reads only its own items.
 
     Args:
-        items: for each picture, a function that returns the bytes of its .npy file; called every time it is needed.
+        items: for each image, a function that returns the bytes of its .npy file. It is called whenever the item is
+            needed.
         channels: c of the features.
     """
 
@@ -34,7 +78,13 @@ class RegionStore:
         return len(self.items)
 
     def batch(self, index: np.ndarray) -> Inputs:
-        """The (n, r, c) features at (n,) positions, padded with 0 to the most regions of the batch, and their (n, r) mask.
+        """The features at some positions.
+
+        Args:
+            index: (n,) positions.
+
+        Returns:
+            (n, r, c) features, padded with 0 to the largest number of regions in the batch, and their (n, r) mask.
 
         Raises:
             OSError: an item can no longer be read; the message names its position.
@@ -42,17 +92,17 @@ class RegionStore:
         found = []
         for position in index.tolist():
             try:
-                found.append(regions_from_bytes(_bytes(self.items[position]), self.channels))
+                found.append(regions_from_bytes(item_bytes(self.items[position]), self.channels))
             except (ValueError, OSError) as error:
                 raise OSError(
-                    f"the features at position {position} can no longer be read: {error}. They could when the data were"
-                    " checked; has the file changed, or its disk gone?"
+                    f"the features at position {position} can no longer be read: {error}. They were readable when the"
+                    " data were checked. Check whether the file has changed and its disk is there"
                 ) from error
         return stacked(found, self.channels).batch(np.arange(len(found)))
 
 
 class RegionProcessor:
-    """Checks region features once and leaves them where they are, to be read batch by batch.
+    """Checks region features once and leaves them on disk; each batch is read when it is needed.
 
     Args:
         channels: c of the features.
@@ -64,11 +114,11 @@ class RegionProcessor:
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[RegionStore, np.ndarray]:
-        """See :class:`sfumato.encoders.processors.Processor`; every item is read once, and none is kept."""
+        """See :class:`~sfumato.encoders.encoder_protocol.Processor`. Every item is read once, and none is kept."""
         kept = []
         for position, item in enumerate(items):
             try:
-                regions_from_bytes(_bytes(item), self.channels)
+                regions_from_bytes(item_bytes(item), self.channels)
                 kept.append(position)
             except (ValueError, OSError) as error:
                 if on_error is None:
@@ -80,20 +130,28 @@ class RegionProcessor:
 
 
 def stacked(features: Sequence[np.ndarray], channels: int) -> RaggedStore:
-    """n arrays of (r, c) features, r as it comes -> a store of them in memory."""
+    """A store in memory of the features of several images.
+
+    Args:
+        features: n arrays of (r, c) features; r may differ.
+        channels: c, also for n = 0.
+
+    Returns:
+        The store.
+    """
     lengths = np.array([len(f) for f in features], dtype=np.int64)
     rows = np.concatenate(features) if len(features) else np.empty((0, channels), np.float32)
     return RaggedStore(rows, np.cumsum(lengths) - lengths, lengths)
 
 
 class GraphLayer(nn.Module):
-    r"""A residual layer of reasoning between the regions of a picture.
+    r"""A residual layer of reasoning between the regions of an image.
 
         relation_ij = <theta(v_i), phi(v_j)> / r,    v_i <- v_i + BatchNorm(out(sum_j relation_ij g(v_j)))
 
-    r counts the regions that are there; what the mask hides has no influence, on the batch statistics neither. A single region has
-    no statistics: while training it is normalised by the running ones, and these stay as they are. The weight and bias
-    of the norm start at 0, as in the released code, so that the layer starts as the identity.
+    r is the number of regions that are not masked; masked regions have no influence, also not on the batch statistics.
+    A single region has no statistics: while training it is normalised by the running ones, which then do not change.
+    The weight and bias of the norm start at 0, as in the released code, so that the layer starts as the identity.
 
     Args:
         width: channels of v and of theta, phi and g.
@@ -108,7 +166,15 @@ class GraphLayer(nn.Module):
         nn.init.zeros_(self.norm.weight)
 
     def forward(self, regions: Tensor, mask: Tensor) -> Tensor:
-        """(n, r, width) regions and their (n, r) mask -> (n, r, width); what is masked stays as it was."""
+        """One layer of reasoning.
+
+        Args:
+            regions: (n, r, width).
+            mask: (n, r) bool, True where there is a region.
+
+        Returns:
+            (n, r, width); masked regions are unchanged.
+        """
         count = mask.sum(1).to(regions.dtype).view(-1, 1, 1)
         relation = self.theta(regions) @ self.phi(regions).transpose(1, 2) / count
         moved = self.out(relation.masked_fill(~mask.unsqueeze(1), 0) @ self.g(regions))
@@ -123,13 +189,13 @@ class GraphLayer(nn.Module):
 
 
 class RegionReasoning(nn.Module):
-    """A linear map of every region to unit length, layers of the graph, unit length again, and if wanted a GRU that reads them all.
+    """A linear map of every region to unit length, graph layers, unit length again, and if wanted a GRU over them.
 
     Args:
         channels: c of the features.
-        width: of everything that follows.
-        layers: of the graph.
-        recurrent: end in the last state of a GRU over the regions in their order; otherwise in the regions.
+        width: channels of all layers.
+        layers: number of graph layers.
+        recurrent: return the last state of a GRU over the regions in their order; otherwise the regions.
     """
 
     def __init__(self, channels: int, width: int, *, layers: int, recurrent: bool) -> None:
@@ -141,14 +207,22 @@ class RegionReasoning(nn.Module):
         self.gru = nn.GRU(width, width, batch_first=True) if recurrent else None
 
     def forward(self, features: Tensor, mask: Tensor) -> Tensor:
-        """(n, r, c) features and their (n, r) mask -> (n, r, width), or (n, 1, width) from the GRU."""
+        """Reason over regions.
+
+        Args:
+            features: (n, r, c).
+            mask: (n, r) bool, True where there is a region.
+
+        Returns:
+            (n, r, width) regions, or the (n, 1, width) last state of the GRU.
+        """
         regions = functional.normalize(self.linear(features), dim=-1)
         for layer in self.graph:
             regions = layer(regions, mask)
         regions = functional.normalize(regions, dim=-1)
         if self.gru is None:
             return regions
-        # What is there comes first, in its order: the mask may have holes.
+        # The mask may have holes: move the regions that are there to the front, in their order.
         order = mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
         regions = regions.gather(1, order.unsqueeze(-1).expand_as(regions))
         packed = pack_padded_sequence(regions, mask.sum(1).cpu(), batch_first=True, enforce_sorted=False)
@@ -156,25 +230,21 @@ class RegionReasoning(nn.Module):
         return last.unsqueeze(1)
 
 
-class RegionEncoder(nn.Module):
-    """The image side of VSRN, a point or a Gaussian, or nothing but the regions themselves: (n, r, c) -> token features.
+class RegionEncoder(EncoderModule):
+    """The image side of VSRN for points or Gaussians: (n, r, c) -> token features.
 
-    Without layers and without the GRU the regions go to the head as they are, as in the region branch of VSE-infinity.
+    Without layers and without the GRU the regions go to the head unchanged, as in the region branch of VSE-infinity.
 
     Args:
         channels: c of the features.
-        width: of the layers.
-        layers: of the graph.
+        width: channels of the layers.
+        layers: number of graph layers.
         recurrent: end in the last state of a GRU.
-        variance: the log variance has all of these layers for itself, without sharing; else it starts from the mean's.
-        dropout: share of the features dropped while training.
-        region_dropout: rate of SizeAugment: regions dropped while training, see :func:`~sfumato.data.augment.drop_tokens`.
-
-    Attributes:
-        resting: beginnings of the names of parameters that rest while the image network does: none, for nothing is pre-trained.
+        variance: the log variance has layers of its own; otherwise it uses the features of the mean.
+        dropout: fraction of the features dropped while training.
+        region_dropout: rate of SizeAugment: largest fraction of the regions dropped while training, see
+            :func:`~sfumato.data.augment.drop_tokens`.
     """
-
-    resting: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -192,15 +262,22 @@ class RegionEncoder(nn.Module):
         self.recurrent, self.region_dropout = recurrent, region_dropout
         self.channels = channels if plain else width
 
-        def layers_of_its_own() -> RegionReasoning:
+        def reasoning() -> RegionReasoning:
             return RegionReasoning(channels, width, layers=layers, recurrent=recurrent)
 
-        self.mean = None if plain else layers_of_its_own()
-        self.variance_layers = layers_of_its_own() if variance and not plain else None
+        self.mean = None if plain else reasoning()
+        self.variance_layers = reasoning() if variance and not plain else None
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
-        """Token features, and where they are still regions their mask."""
+        """Token features of region features.
+
+        Args:
+            inputs: (n, r, c) features and their mask.
+
+        Returns:
+            (n, r, width) features with their mask, or (n, 1, width) without a mask if the encoder ends in a GRU.
+        """
         mask = inputs.mask
         if mask is None:
             mask = torch.ones(inputs.values.shape[:2], dtype=torch.bool, device=inputs.values.device)
@@ -215,12 +292,26 @@ class RegionEncoder(nn.Module):
 
 
 def uses_regions(model: DualEncoder) -> bool:
-    """Whether a model's images are region features, so that no picture can be given to it, nor shown."""
+    """Whether a model reads region features instead of images.
+
+    Args:
+        model: the dual encoder.
+
+    Returns:
+        True if there are no image files to give to it or to show.
+    """
     return isinstance(model.image.processor, RegionProcessor)
 
 
 def blank_features(model: DualEncoder) -> bytes | None:
-    """Features of a single region of zeros, for a model that reads such; None for others."""
+    """A file of region features with a single region of zeros, to try a model with.
+
+    Args:
+        model: the dual encoder.
+
+    Returns:
+        The bytes of an .npy file; None for a model that reads images.
+    """
     processor = model.image.processor
     return (
         regions_to_bytes(np.zeros((1, processor.channels), np.float32))
@@ -229,6 +320,23 @@ def blank_features(model: DualEncoder) -> bytes | None:
     )
 
 
-def _bytes(item: Item) -> bytes:
-    data = item()
-    return data if isinstance(data, bytes) else data.encode()
+def build_regions(config: RegionImageConfig, context: BuildContext) -> tuple[RegionProcessor, RegionEncoder]:
+    """Build the image side of kind "regions".
+
+    Args:
+        config: its section of the recipe.
+        context: with the model's dimension, dropout and whether it has variances.
+
+    Returns:
+        (processor, encoder).
+    """
+    encoder = RegionEncoder(
+        config.channels,
+        config.width or context.dim,
+        layers=config.graph_layers,
+        recurrent=config.recurrent,
+        variance=context.variance and config.variance_layers,
+        dropout=context.feature_dropout,
+        region_dropout=context.token_dropout,
+    )
+    return RegionProcessor(config.channels), encoder

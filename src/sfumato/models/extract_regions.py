@@ -17,9 +17,9 @@ from sfumato.data.pairs import PairData
 from sfumato.data.problems import Problems
 from sfumato.data.region_features import equal_captions, regions_to_bytes
 from sfumato.data.sources import DataConfig
+from sfumato.encoders.encoder_protocol import Item
 from sfumato.encoders.features import FrozenBackbone, Store
-from sfumato.encoders.frozen import image_backbone
-from sfumato.encoders.processors import FrozenProcessor, Item
+from sfumato.encoders.frozen import FrozenProcessor, image_backbone
 from sfumato.errors import UserError
 from sfumato.files import is_plain_name, sync_folder, write_atomically
 from sfumato.models.build import cache_folder

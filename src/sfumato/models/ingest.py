@@ -23,7 +23,7 @@ from sfumato.data.listings import Entry, Listing
 from sfumato.data.problems import Problem, Problems
 from sfumato.data.shard_files import ShardError
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.processors import processors
+from sfumato.encoders.image_processors import available_cpus
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embedding_steps import embedding_steps, model_digest
@@ -145,7 +145,7 @@ def embed_collection(
         >>> done = embed_collection(load_model("runs/mine"), listing, "out")  # doctest: +SKIP
         >>> for ids, embeddings, payloads in read_parts("out"): ...  # doctest: +SKIP
     """
-    workers = processors() if workers is None else workers
+    workers = available_cpus() if workers is None else workers
     if of < 1 or not 0 <= job < of:
         raise ValueError(f"embed_collection: job must be in [0, of), got {job} of {of}")
     for name, value in (("workers", workers), ("batch_size", batch_size)):

@@ -1,10 +1,10 @@
 """A run folder: everything that evaluation, indexing and search need, and nothing else.
 
-recipe.toml           the resolved recipe            model.safetensors   the best weights, with the loss's logits
-tokenizer.json        of its words or word pieces    last.safetensors    the state to resume from
-encoders.json         the shape of its transformers  noise.npy           which image each noisy training pair got
-log.jsonl             one line per epoch             calibration.json    what was fitted on the validation pairs
-problems.jsonl        items left out, and why        evaluation-*.json   written by `sfumato evaluate`
+recipe.toml       the resolved recipe                    model.safetensors  the best weights, with the loss's logits
+tokenizer.json    its words or subword tokens            last.safetensors   the state to resume from
+encoders.json     descriptions of its encoders           noise.npy          which image each noisy training pair got
+log.jsonl         one line per epoch                     calibration.json   what was fitted on the validation pairs
+problems.jsonl    items left out, with their errors      evaluation-*.json  written by `sfumato evaluate`
 """
 
 import hashlib
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.encoder_registry import encoder_entry
 from sfumato.errors import UserError
 from sfumato.files import write_atomically, write_json
 from sfumato.losses import MatchLoss
@@ -34,16 +35,16 @@ ENCODERS, NOISE = "encoders.json", "noise.npy"
 
 @dataclass(frozen=True)
 class Run:
-    """A trained model as it lies in its folder.
+    """A trained model, loaded from its run folder.
 
     Attributes:
-        folder: where it lies.
-        recipe: how it was made.
+        folder: the run folder.
+        recipe: the resolved recipe.
         model: the dual encoder, in evaluation mode.
-        loss: with its learnt logits.
-        logit_scale, logit_bias: from distances to calibrated match probabilities.
-        calibrated: whether these were fitted on held-out pairs; if not they are the loss's own.
-        calibration: all that was fitted there; None if nothing was.
+        loss: the loss with its learnt logits.
+        logit_scale, logit_bias: match probability = sigmoid(logit_bias - logit_scale * distance).
+        calibrated: whether these two were fitted on held-out pairs; otherwise they are the loss's own.
+        calibration: everything that was fitted on held-out pairs; None if nothing was.
     """
 
     folder: Path
@@ -65,11 +66,14 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
     """Load the best weights of a run.
 
     Args:
-        folder: of the run.
-        device: where the model goes.
+        folder: the run folder.
+        device: device of the model.
+
+    Returns:
+        The run, with its model in evaluation mode.
 
     Raises:
-        UserError: the folder is not that of a run, or a file in it is missing or damaged.
+        UserError: the folder is not a run folder, or a file in it is missing or damaged.
         ValueError: calibration.json is damaged.
     """
     folder = Path(folder)
@@ -79,7 +83,9 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
         )
     recipe = load_recipe(folder / RECIPE)
     if not (folder / MODEL).is_file():
-        raise UserError(f"{folder} holds no weights yet: its training has not finished an epoch, or not all was copied")
+        raise UserError(
+            f"{folder} has no weights yet: either its training has not finished an epoch, or it was copied incompletely"
+        )
     model = build_model(recipe.model, load_assets(folder, recipe))
     loss = build_loss(recipe)
     load_state(folder / MODEL, {"model": model, "loss": loss})
@@ -92,27 +98,41 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
 
 
 def save_assets(folder: Path, tokenizer: Tokenizer | None, model: DualEncoder) -> None:
-    """Write what :func:`load_assets` reads."""
+    """Write what :func:`load_assets` reads.
+
+    Args:
+        folder: the run folder.
+        tokenizer: of the text encoder, if it has one.
+        model: whose encoders are described.
+    """
     if tokenizer is not None:
         write_atomically(folder / TOKENIZER, tokenizer.to_str(pretty=False))
     described = {
         side: encoder.description
         for side, encoder in (("image", model.image.encoder), ("text", model.text.encoder))
-        if hasattr(encoder, "description")
+        if encoder.description is not None
     }
     if described:
         write_json(folder / ENCODERS, described)
 
 
 def load_assets(folder: Path, recipe: Recipe) -> Assets:
-    """The tokenizer of a run whose text encoder reads word pieces, and the descriptions of its transformers.
+    """The tokenizer of a run and the descriptions of its encoders, where it has them.
+
+    Args:
+        folder: the run folder.
+        recipe: its recipe.
+
+    Returns:
+        What :func:`~sfumato.models.build.build_model` needs for a trained model.
 
     Raises:
         UserError: a file is missing.
     """
+    image, text = recipe.model.image, recipe.model.text
     needed = {
-        TOKENIZER: recipe.model.text.kind != "frozen",
-        ENCODERS: recipe.model.image.kind in ("clip", "resnet") or recipe.model.text.kind == "clip",
+        TOKENIZER: encoder_entry("text", text.kind).tokenizer is not None,
+        ENCODERS: image.needs_description or text.needs_description,
     }
     for name, wanted in needed.items():
         if wanted and not (folder / name).is_file():
@@ -125,7 +145,14 @@ def load_assets(folder: Path, recipe: Recipe) -> Assets:
 
 
 def learnt_logits(loss: MatchLoss) -> tuple[float, float]:
-    """The (logit_scale, logit_bias) that a loss has learnt; 1 and 0 for losses without them."""
+    """The match logits that a loss has learnt.
+
+    Args:
+        loss: any loss.
+
+    Returns:
+        (logit_scale, logit_bias); (1, 0) for losses without match logits.
+    """
     logits = getattr(loss, "logits", None)
     if logits is None:
         return 1.0, 0.0
@@ -153,7 +180,7 @@ def save_state(
                 else:
                     numbers[f"{i}/{key}"] = value
     detached = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
-    # A single entry: the library writes several in an order that changes from process to process, and equal runs would differ.
+    # A single entry: the order of several differs from process to process, and files of equal runs would differ.
     metadata = {"state": json.dumps({"about": about, "optimiser": numbers})}
     write_atomically(path, safetensors_bytes(detached, metadata))
 
@@ -161,14 +188,22 @@ def save_state(
 def load_state(
     path: str | Path, modules: dict[str, nn.Module], optimiser: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """Read a file of :func:`save_state` back into the same modules and optimiser; returns the note.
+    """Read a file of :func:`save_state` back into the same modules and optimiser.
+
+    Args:
+        path: the file.
+        modules: name -> module, as they were saved.
+        optimiser: the same kind of optimiser over the same parameters, if its state is wanted.
+
+    Returns:
+        The note ``about`` of :func:`save_state`.
 
     Raises:
-        UserError: the file is missing or damaged, or belongs to another model (the first differing name is given).
+        UserError: the file is missing or damaged, or belongs to another model; the message names the first difference.
     """
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"no checkpoint at {path}; is this the folder of a finished or running `sfumato train`?")
+        raise UserError(f"no checkpoint at {path}; expected the folder of a finished or running `sfumato train`")
     try:
         with safe_open(path, framework="pt") as file:
             note = json.loads((file.metadata() or {})["state"])
@@ -187,7 +222,8 @@ def load_state(
         ]
         if wrong:
             raise UserError(
-                f"{path}: does not fit this recipe's {name}: {wrong[0]!r} and {len(wrong) - 1} more differ; use the recipe saved beside it"
+                f"{path}: does not fit the {name} of this recipe: {wrong[0]!r} and {len(wrong) - 1} more tensors"
+                " differ; use the recipe that is saved beside it"
             )
         module.load_state_dict(own)
     if optimiser is not None:
@@ -201,7 +237,14 @@ def load_state(
 
 
 def weights_digest(model: DualEncoder) -> str:
-    """What tells a model from one that was trained anew in the same folder."""
+    """A hash of a model's weights, which differs after a new training in the same folder.
+
+    Args:
+        model: the model.
+
+    Returns:
+        16 hexadecimal digits.
+    """
     digest = hashlib.blake2b(digest_size=8)
     for name, value in sorted(model.state_dict().items()):
         digest.update(name.encode())

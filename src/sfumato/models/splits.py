@@ -8,8 +8,9 @@ from sfumato.data.pairs import PairData
 from sfumato.data.problems import Problems
 from sfumato.data.sources import DataConfig, get_source
 from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.encoder_protocol import Item
 from sfumato.encoders.features import Store
-from sfumato.encoders.processors import FrozenProcessor, Item
+from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.process_group import ProcessGroup, alone

@@ -8,11 +8,13 @@ import torch
 from adamp import AdamP
 from torch import Tensor, nn
 
+from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.encoder_protocol import Encoder
 from sfumato.losses import MatchLoss
-from sfumato.models.recipe import OptimConfig
+from sfumato.models.training_sections import OptimConfig
 
 
-def build_optimiser(model: nn.Module, loss: MatchLoss, config: OptimConfig) -> torch.optim.Optimizer:
+def build_optimiser(model: DualEncoder, loss: MatchLoss, config: OptimConfig) -> torch.optim.Optimizer:
     """AdamW or AdamP over groups that differ in learning rate and weight decay.
 
     Matrices decay; vectors and scalars (biases, norms, the match logits) do not. The encoders and the match logits have
@@ -22,8 +24,8 @@ def build_optimiser(model: nn.Module, loss: MatchLoss, config: OptimConfig) -> t
     multiplier alone.
 
     Args:
-        model: parameters named ``image.encoder.*`` and ``text.encoder.*`` belong to the encoders; an encoder with
-            blocks has a method ``blocks_from_top``.
+        model: parameters named ``image.encoder.*`` and ``text.encoder.*`` belong to the encoders, which number their
+            blocks (:meth:`~sfumato.encoders.encoder_protocol.Encoder.blocks_from_top`).
         loss: may hold learnable match logits.
         config: section ``optim`` of the recipe.
 
@@ -46,43 +48,37 @@ def build_optimiser(model: nn.Module, loss: MatchLoss, config: OptimConfig) -> t
     return optimiser
 
 
-def _multiplier(model: nn.Module, name: str, config: OptimConfig) -> float:
+def _multiplier(model: DualEncoder, name: str, config: OptimConfig) -> float:
     for side, multiplier in (("image", config.image_lr_multiplier), ("text", config.text_lr_multiplier)):
         prefix = f"{side}.encoder."
         if name.startswith(prefix):
-            blocks_from_top = getattr(model.get_submodule(prefix[:-1]), "blocks_from_top", None)
-            if blocks_from_top is None or config.layer_decay == 1:
+            if config.layer_decay == 1:
                 return multiplier
-            return float(multiplier * config.layer_decay ** blocks_from_top(name.removeprefix(prefix)))
+            encoder = model.image.encoder if side == "image" else model.text.encoder
+            return float(multiplier * config.layer_decay ** encoder.blocks_from_top(name.removeprefix(prefix)))
     return 1.0
 
 
-def freeze_encoder(encoder: nn.Module, frozen: bool) -> None:
+def freeze_encoder(encoder: Encoder, frozen: bool) -> None:
     """Freeze the pre-trained parameters of an encoder and their running statistics, or let them learn again.
 
     Call it after ``model.train()``.
 
     Args:
-        encoder: its attribute ``resting`` names the beginnings of the pre-trained parameters' names; without it all
-            parameters count, except the variance blocks, which always learn.
+        encoder: names its pre-trained parameters (:meth:`~sfumato.encoders.encoder_protocol.Encoder.freezes`).
         frozen: True to freeze, False to train.
     """
-    resting: tuple[str, ...] | None = getattr(encoder, "resting", None)
-
-    def rests(name: str) -> bool:
-        return not name.startswith("variance_") if resting is None else name.startswith(resting)
-
     for name, module in encoder.named_modules():
-        if frozen and isinstance(module, nn.modules.batchnorm._BatchNorm) and rests(f"{name}."):
+        if frozen and isinstance(module, nn.modules.batchnorm._BatchNorm) and encoder.freezes(f"{name}."):
             module.eval()
     for name, parameter in encoder.named_parameters():
-        if rests(name):
+        if encoder.freezes(name):
             parameter.requires_grad_(not frozen)
             if frozen:
                 parameter.grad = None
 
 
-def freeze_for_epoch(model: nn.Module, epoch: int, config: OptimConfig) -> None:
+def freeze_for_epoch(model: DualEncoder, epoch: int, config: OptimConfig) -> None:
     """Freeze the encoders that the recipe freezes in an epoch, and let the others learn.
 
     Call it after ``model.train()``.
@@ -93,8 +89,8 @@ def freeze_for_epoch(model: nn.Module, epoch: int, config: OptimConfig) -> None:
         config: section ``optim`` of the recipe.
     """
     first_stage = epoch < config.first_stage_epochs
-    freeze_encoder(model.get_submodule("image.encoder"), first_stage or epoch < config.freeze_image_epochs)
-    freeze_encoder(model.get_submodule("text.encoder"), first_stage)
+    freeze_encoder(model.image.encoder, first_stage or epoch < config.freeze_image_epochs)
+    freeze_encoder(model.text.encoder, first_stage)
 
 
 def learning_rate_factor(progress: float, config: OptimConfig, *, epochs: int) -> float:

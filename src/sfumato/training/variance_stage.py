@@ -10,7 +10,7 @@ from sfumato.encoders.dual import Tower
 from sfumato.encoders.features import Store
 from sfumato.losses import dispersion_loss
 from sfumato.metrics.uncertainty import spearman
-from sfumato.models.recipe import SpreadConfig
+from sfumato.models.training_sections import VarianceStageConfig
 from sfumato.progress import progress_bar
 from sfumato.training.optim import clip_gradients
 
@@ -18,7 +18,7 @@ _LARGEST_GRADIENT = 2.0
 
 
 def fit_variance_stage(
-    tower: Tower, store: Store, dispersion: Tensor, index: np.ndarray, config: SpreadConfig, *, seed: int
+    tower: Tower, store: Store, dispersion: Tensor, index: np.ndarray, config: VarianceStageConfig, *, seed: int
 ) -> float:
     """Fit a tower's log variances to the dispersions of items; its means stay as they are to the bit.
 

@@ -1,13 +1,9 @@
-"""What published models do before their first layer."""
+"""Texts as token ids, as the published models have them."""
 
-import io
-
-import numpy as np
 import pytest
-from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from sfumato.encoders.processors import CLEANINGS, BilinearProcessor, SpecialTokenProcessor
+from sfumato.encoders.text_processors import CLEANINGS, SpecialTokenProcessor
 
 
 @pytest.mark.parametrize(
@@ -105,43 +101,3 @@ def test_ids_are_those_of_transformers_t5_tokenizer():
     cleaned = [CLEANINGS["canonicalize"](text) for text in TEXTS]
     expected = theirs(cleaned, truncation=True, padding="max_length", max_length=12)["input_ids"]
     assert ids(ours, *TEXTS) == expected
-
-
-def bilinear_loops(picture, size):
-    """(h, w, 3) -> (size, size, 3): the four neighbours of where the centre of each pixel comes from, whatever the scale."""
-    height, width, _ = picture.shape
-    out = np.empty((size, size, 3))
-    for i in range(size):
-        for j in range(size):
-            y, x = (i + 0.5) * height / size - 0.5, (j + 0.5) * width / size - 0.5
-            y, x = max(y, 0.0), max(x, 0.0)
-            top, left = int(y), int(x)
-            bottom, right = min(top + 1, height - 1), min(left + 1, width - 1)
-            v, u = y - top, x - left
-            out[i, j] = (1 - v) * ((1 - u) * picture[top, left] + u * picture[top, right]) + v * (
-                (1 - u) * picture[bottom, left] + u * picture[bottom, right]
-            )
-    return out
-
-
-@pytest.mark.parametrize(("width", "height"), [(41, 23), (9, 30), (12, 12)])
-def test_pictures_are_squashed_bilinearly_without_smoothing(width, height):
-    picture = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(picture).save(buffer, "PNG")
-    store, kept = BilinearProcessor(12).read([buffer.getvalue])
-    ours = store.batch(kept).values[0].permute(1, 2, 0).numpy()
-    assert ours.shape == (12, 12, 3) and ours.dtype == np.uint8
-    expected = bilinear_loops(picture.astype(np.float64), 12)
-    assert np.abs(ours - expected).max() <= 0.5 + 1e-3
-    if (width, height) != (12, 12):
-        smoothed = np.asarray(Image.fromarray(picture).resize((12, 12), Image.Resampling.BILINEAR), dtype=float)
-        assert np.abs(smoothed - expected).max() > 5
-
-
-def test_damaged_pictures_are_reported():
-    problems = []
-    store, kept = BilinearProcessor(8).read(
-        [lambda: b"nonsense"], on_error=lambda i, error: problems.append((i, str(error)))
-    )
-    assert len(store) == len(kept) == 0 and problems[0][0] == 0 and "not an image" in problems[0][1]

@@ -1,4 +1,4 @@
-"""Pictures decoded batch by batch: the same pixels as decoding alone, whatever the threads do, and errors with their place."""
+"""Images decoded batch by batch: the same pixels as decoding alone, whatever the threads do, and errors with positions."""
 
 import io
 import threading
@@ -11,9 +11,10 @@ from PIL import Image
 
 from sfumato.data.transforms import decode_image, random_crop_box
 from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.encoder_protocol import Processor
 from sfumato.encoders.features import Store
 from sfumato.encoders.heads import GaussianHead
-from sfumato.encoders.processors import ImageFileProcessor, ImageFileStore, PixelProcessor, Processor
+from sfumato.encoders.image_processors import BilinearProcessor, ImageFileProcessor, ImageFileStore, PixelProcessor
 from sfumato.encoders.small import SmallImageEncoder
 
 
@@ -103,9 +104,9 @@ def test_a_picture_that_becomes_unreadable_is_named_by_its_position():
 
     store = ImageFileStore([*ITEMS[:3], gone, lambda: DATA[0][:200]], 8, workers=2)
     assert len(store.batch(np.array([2, 1]))) == 2
-    with pytest.raises(OSError, match=r"the picture at position 3 can no longer be read: gone\.jpg"):
+    with pytest.raises(OSError, match=r"the image at position 3 can no longer be read: gone\.jpg"):
         store.batch(np.array([0, 3, 1]))
-    with pytest.raises(OSError, match="the picture at position 4 can no longer be read: cannot be decoded"):
+    with pytest.raises(OSError, match="the image at position 4 can no longer be read: cannot be decoded"):
         store.training_batch(np.array([4]), (0,))
 
 
@@ -175,3 +176,43 @@ def test_it_serves_a_tower_and_leaves_no_threads():
     assert tower.embed(store, batch_size=5).mean.shape == (12, 6)
     torch.testing.assert_close(model.embed_images(DATA[:3]).mean, tower.embed(store).mean[:3])
     assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]
+
+
+def bilinear_loops(picture, size):
+    """(h, w, 3) -> (size, size, 3): the four neighbours of where the centre of each pixel comes from, whatever the scale."""
+    height, width, _ = picture.shape
+    out = np.empty((size, size, 3))
+    for i in range(size):
+        for j in range(size):
+            y, x = (i + 0.5) * height / size - 0.5, (j + 0.5) * width / size - 0.5
+            y, x = max(y, 0.0), max(x, 0.0)
+            top, left = int(y), int(x)
+            bottom, right = min(top + 1, height - 1), min(left + 1, width - 1)
+            v, u = y - top, x - left
+            out[i, j] = (1 - v) * ((1 - u) * picture[top, left] + u * picture[top, right]) + v * (
+                (1 - u) * picture[bottom, left] + u * picture[bottom, right]
+            )
+    return out
+
+
+@pytest.mark.parametrize(("width", "height"), [(41, 23), (9, 30), (12, 12)])
+def test_pictures_are_squashed_bilinearly_without_smoothing(width, height):
+    picture = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(picture).save(buffer, "PNG")
+    store, kept = BilinearProcessor(12).read([buffer.getvalue])
+    ours = store.batch(kept).values[0].permute(1, 2, 0).numpy()
+    assert ours.shape == (12, 12, 3) and ours.dtype == np.uint8
+    expected = bilinear_loops(picture.astype(np.float64), 12)
+    assert np.abs(ours - expected).max() <= 0.5 + 1e-3
+    if (width, height) != (12, 12):
+        smoothed = np.asarray(Image.fromarray(picture).resize((12, 12), Image.Resampling.BILINEAR), dtype=float)
+        assert np.abs(smoothed - expected).max() > 5
+
+
+def test_damaged_pictures_are_reported():
+    problems = []
+    store, kept = BilinearProcessor(8).read(
+        [lambda: b"nonsense"], on_error=lambda i, error: problems.append((i, str(error)))
+    )
+    assert len(store) == len(kept) == 0 and problems[0][0] == 0 and "not a picture" in problems[0][1]

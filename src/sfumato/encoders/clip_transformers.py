@@ -1,0 +1,258 @@
+"""Transformers of the CLIP family as encoders, with blocks of their own for the log variance.
+
+PCME++ shares all blocks but the last one: the mean passes the pre-trained last block, the log variance a new block
+beside it. The layers are those of transformers (CLIP, SigLIP, SigLIP 2 of fixed size). How an encoder is built from a
+section of a recipe stands in :mod:`sfumato.encoders.clip`.
+"""
+
+import re
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sfumato.encoders.encoder_protocol import EncoderModule
+from sfumato.encoders.features import Inputs, TokenFeatures
+
+VarianceStart = Literal["random", "copy"]
+"""How variance blocks start: with random weights, or as a copy of the mean's blocks."""
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""Mean and standard deviation of the pixels that CLIP was trained on, in [0, 1]."""
+
+
+class ClipEncoder(EncoderModule):
+    """What both sides share: the blocks. The last ones exist twice, for the mean and for the log variance.
+
+    Args:
+        backbone: CLIPVisionModel, CLIPTextModel, SiglipVisionModel or SiglipTextModel; its layers are taken over.
+        norm_in: between the embeddings and the first block.
+        norm_out: after the last block of the mean; the log variance passes no norm.
+        variance_blocks: number of last blocks that the log variance has for itself; 0 for points.
+        variance_start: start of these blocks, "random" (as published) or "copy" of the mean's.
+        checkpointing: recompute activations in the backward pass instead of keeping them.
+
+    Raises:
+        ValueError: variance_blocks is not in [0, number of blocks].
+    """
+
+    pretrained = True
+
+    def __init__(
+        self,
+        backbone: Any,
+        *,
+        norm_in: nn.Module,
+        norm_out: nn.Module,
+        variance_blocks: int,
+        variance_start: VarianceStart,
+        checkpointing: bool,
+    ) -> None:
+        super().__init__()
+        blocks = list(backbone.encoder.layers)
+        if not 0 <= variance_blocks <= len(blocks):
+            raise ValueError(
+                f"variance_blocks must lie in [0, {len(blocks)}], the number of blocks, got {variance_blocks}"
+            )
+        # Always "sdpa": "eager" ignores is_causal, and adds a boolean mask instead of applying it.
+        backbone.set_attn_implementation("sdpa")
+        first = len(blocks) - variance_blocks
+        fresh = [type(block)(backbone.config) for block in blocks[first:]]
+        for block, own in zip(blocks[first:], fresh, strict=True):
+            if variance_start == "copy":
+                own.load_state_dict(block.state_dict())
+            else:
+                own.apply(backbone._init_weights)
+        self.embeddings = backbone.embeddings
+        self.norm_in, self.norm_out = norm_in, norm_out
+        self.shared_blocks = nn.ModuleList(blocks[:first])
+        self.mean_blocks = nn.ModuleList(blocks[first:])
+        self.variance_blocks = nn.ModuleList(fresh)
+        self.channels = int(backbone.config.hidden_size)
+        self.backbone_config: dict[str, Any] = backbone.config.to_diff_dict()
+        self.checkpointing = checkpointing
+
+    @property
+    def depth(self) -> int:
+        """Number of blocks that an input passes."""
+        return len(self.shared_blocks) + len(self.mean_blocks)
+
+    def blocks_from_top(self, parameter: str) -> int:
+        """See :class:`~sfumato.encoders.encoder_protocol.Encoder`. Both kinds of last blocks have equal numbers."""
+        found = re.match(r"(shared|mean|variance)_blocks\.(\d+)\.", parameter)
+        if found is None:
+            return 0
+        below = len(self.shared_blocks) if found[1] != "shared" else 0
+        return self.depth - below - int(found[2])
+
+    def tokens(
+        self, embedded: Tensor, mask: Tensor | None, *, causal: bool = False, attention: Tensor | None = None
+    ) -> TokenFeatures:
+        """Embedded tokens through the blocks.
+
+        Args:
+            embedded: (n, t, c).
+            mask: (n, t), returned unchanged.
+            causal: each token attends to the tokens before it; otherwise to all.
+            attention: (n, 1, t or 1, t) bool, True where a token (row) may attend to a token (column); instead of
+                ``causal``.
+
+        Returns:
+            (n, t, c) features for the mean, and as many for the log variance if it has blocks of its own.
+        """
+        options: dict[str, Any] = {"is_causal": True} if causal else {}
+        hidden = self._through(self.shared_blocks, self.norm_in(embedded), attention, options)
+        log_var = self._through(self.variance_blocks, hidden, attention, options) if len(self.variance_blocks) else None
+        return TokenFeatures(self.norm_out(self._through(self.mean_blocks, hidden, attention, options)), mask, log_var)
+
+    def _through(
+        self, blocks: nn.ModuleList, hidden: Tensor, attention: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        for block in blocks:
+            if self.checkpointing and self.training:
+                hidden = checkpoint(block, hidden, attention, use_reentrant=False, **options)
+            else:
+                hidden = block(hidden, attention, **options)
+        return hidden
+
+
+class ClipImageEncoder(ClipEncoder):
+    """A vision transformer: (n, 3, s, s) pixels -> (n, t, c) class token (CLIP only) and patches.
+
+    Args:
+        backbone: CLIPVisionModel or SiglipVisionModel of transformers.
+        pixel_mean, pixel_std: mean and standard deviation by which pixels in [0, 1] are standardised.
+        final_norm: pass the mean's tokens through the backbone's last norm. PCME++'s hub models do, its COCO models do
+            not.
+        variance_blocks, variance_start, checkpointing: see :class:`ClipEncoder`.
+    """
+
+    pixel_mean: Tensor
+    pixel_std: Tensor
+
+    def __init__(
+        self,
+        backbone: Any,
+        *,
+        pixel_mean: tuple[float, ...] = CLIP_MEAN,
+        pixel_std: tuple[float, ...] = CLIP_STD,
+        final_norm: bool = False,
+        variance_blocks: int = 1,
+        variance_start: VarianceStart = "random",
+        checkpointing: bool = False,
+    ) -> None:
+        super().__init__(
+            backbone,
+            # SigLIP has no norm before its first block.
+            norm_in=nn.Identity() if _is_siglip(backbone) else backbone.pre_layrnorm,
+            norm_out=backbone.post_layernorm if final_norm else nn.Identity(),
+            variance_blocks=variance_blocks,
+            variance_start=variance_start,
+            checkpointing=checkpointing,
+        )
+        self.size = int(self.embeddings.image_size)
+        self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(3, 1, 1), persistent=False)
+        self.register_buffer("pixel_std", torch.tensor(pixel_std).view(3, 1, 1), persistent=False)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """JSON values with which :func:`~sfumato.encoders.clip.clip_image_encoder` builds it without weights."""
+        return {
+            "backbone": self.backbone_config | {"image_size": self.size},
+            "pixel_mean": self.pixel_mean.flatten().tolist(),
+            "pixel_std": self.pixel_std.flatten().tolist(),
+        }
+
+    def embed(self, inputs: Inputs) -> Tensor:
+        """Embedded tokens of images, before the first block.
+
+        Args:
+            inputs: (n, 3, s, s) pixels: uint8, or floating-point in [0, 1] after augmentation.
+
+        Returns:
+            (n, t, c) class token (CLIP only) and patches, with their position codes.
+        """
+        pixels = inputs.values
+        pixels = pixels.to(self.pixel_mean.dtype) / 255 if pixels.dtype == torch.uint8 else pixels
+        embedded: Tensor = self.embeddings((pixels - self.pixel_mean) / self.pixel_std)
+        return embedded
+
+    def forward(self, inputs: Inputs) -> TokenFeatures:
+        """Token features of images.
+
+        Args:
+            inputs: (n, 3, s, s) pixels: uint8, or floating-point in [0, 1] after augmentation.
+
+        Returns:
+            (n, t, c) features, without a mask.
+        """
+        return self.tokens(self.embed(inputs), None)
+
+
+class ClipTextEncoder(ClipEncoder):
+    """A text transformer: (n, t) token ids -> (n, t, c) token features.
+
+    Args:
+        backbone: CLIPTextModel, where each token attends to the tokens before it, or SiglipTextModel, where each token
+            attends to all of them. SigLIP attends to padding too, so that all texts must be padded to one length.
+        final_norm: pass the mean's tokens through the backbone's last norm, as all PCME++ models do.
+        variance_blocks, variance_start, checkpointing: see :class:`ClipEncoder`.
+    """
+
+    def __init__(
+        self,
+        backbone: Any,
+        *,
+        final_norm: bool = True,
+        variance_blocks: int = 1,
+        variance_start: VarianceStart = "random",
+        checkpointing: bool = False,
+    ) -> None:
+        super().__init__(
+            backbone,
+            norm_in=nn.Identity(),
+            norm_out=backbone.final_layer_norm if final_norm else nn.Identity(),
+            variance_blocks=variance_blocks,
+            variance_start=variance_start,
+            checkpointing=checkpointing,
+        )
+        self.causal = not _is_siglip(backbone)
+        self.max_tokens = int(backbone.config.max_position_embeddings)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """JSON values with which :func:`~sfumato.encoders.clip.clip_text_encoder` builds it without weights."""
+        return {"backbone": self.backbone_config}
+
+    def forward(self, inputs: Inputs) -> TokenFeatures:
+        """Token features of texts.
+
+        Args:
+            inputs: (n, t) token ids and their mask.
+
+        Returns:
+            (n, t, c) features and the mask of the inputs.
+        """
+        return self.tokens(self.embeddings(inputs.values), inputs.mask, causal=self.causal)
+
+
+def resize_positions(embeddings: Any, size: int) -> None:
+    """Interpolate the position codes of a vision transformer to images of another size, in place.
+
+    Args:
+        embeddings: its embedding layer.
+        size: new side of the images in pixels, a multiple of the patch.
+    """
+    patches = (size // embeddings.patch_size) ** 2
+    extra = embeddings.num_positions - embeddings.num_patches
+    with torch.no_grad():
+        blank = torch.zeros(1, patches + extra, embeddings.embed_dim)  # Only its length is looked at.
+        codes = embeddings.interpolate_pos_encoding(blank, size, size)[0]
+    embeddings.position_embedding = nn.Embedding.from_pretrained(codes.clone(), freeze=False)
+    embeddings.position_ids = torch.arange(patches + extra).expand(1, -1)
+    embeddings.num_patches, embeddings.num_positions, embeddings.image_size = patches, patches + extra, size
+
+
+def _is_siglip(backbone: Any) -> bool:
+    return "siglip" in backbone.config.model_type

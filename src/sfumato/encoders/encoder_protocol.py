@@ -1,0 +1,312 @@
+"""The written protocols of encoders: what the rest of the package asks of them, and nothing about any one of them.
+
+A kind of encoder is one file with three things: its section of the recipe (a subclass of :class:`ImageEncoderConfig` or
+:class:`TextEncoderConfig`), the encoder itself (an :class:`Encoder`; :class:`EncoderModule` has the defaults), and a
+build function that makes a :class:`Processor` and the encoder from that section.
+:mod:`sfumato.encoders.encoder_registry` lists the kinds.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+from tokenizers import Tokenizer
+from torch import nn
+
+from sfumato.encoders.features import Inputs, Store, TokenFeatures
+
+Side = Literal["image", "text"]
+"""The two sides of a model."""
+
+Item = Callable[[], bytes | str]
+"""A function that returns the bytes of an image file (or of a file of region features), or a text."""
+
+
+def item_bytes(item: Item) -> bytes:
+    """The bytes of an item.
+
+    Args:
+        item: see :data:`Item`.
+
+    Returns:
+        What the function returns; a text in UTF-8.
+    """
+    data = item()
+    return data if isinstance(data, bytes) else data.encode()
+
+
+Progress = Callable[[int], None]
+"""Called with the number of items just done."""
+
+OnError = Callable[[int, Exception], None]
+"""Called with the position and the error of an item that cannot be used."""
+
+
+class Processor(Protocol):
+    """Turns raw items into a store of inputs for an encoder."""
+
+    def read(
+        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
+    ) -> tuple[Store, np.ndarray]:
+        """Read items into a store.
+
+        Args:
+            items: n functions, each of which returns an item.
+            progress: called with the number of items just done.
+            on_error: called with the position and the error of each unusable item, which is then left out. Without it
+                the error is raised.
+
+        Returns:
+            The inputs of the k usable items in their order, and the (k,) positions of these items.
+        """
+        ...
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """A torch module from a batch of inputs to token features; :class:`EncoderModule` has defaults.
+
+    Attributes:
+        channels: c of the token features.
+        local_channels: width of the features for local attention (``TokenFeatures.local``); None if they are the token
+            features themselves.
+    """
+
+    channels: int
+    local_channels: int | None
+
+    @property
+    def description(self) -> dict[str, Any] | None:
+        """JSON values that rebuild the encoder without pre-trained weights; run folders keep them in encoders.json."""
+        ...
+
+    def freezes(self, parameter: str) -> bool:
+        """Whether a parameter is kept as it is while the encoder is frozen.
+
+        Args:
+            parameter: name of the parameter in the encoder, or of a module with a dot behind it.
+
+        Returns:
+            True for pre-trained parameters on the way to the mean.
+        """
+        ...
+
+    def blocks_from_top(self, parameter: str) -> int:
+        """The number of a parameter's block, for layer-wise decay of the learning rate.
+
+        Args:
+            parameter: name of the parameter in the encoder.
+
+        Returns:
+            1 in the last block, 2 in the block below, and so on; 0 outside of the blocks.
+        """
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """See :class:`torch.nn.Module`."""
+        ...
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """See :class:`torch.nn.Module`."""
+        ...
+
+    def compile(self) -> None:
+        """See :class:`torch.nn.Module`."""
+        ...
+
+    def __call__(self, inputs: Inputs) -> TokenFeatures:
+        """Token features of a batch."""
+        ...
+
+
+class EncoderModule(nn.Module):
+    """Base class of encoders, with the defaults of :class:`Encoder`: trained from scratch, no blocks, no description.
+
+    Attributes:
+        channels: c of the token features; each subclass sets it.
+        local_channels: see :class:`Encoder`.
+        pretrained: whether its weights come from elsewhere, so that they can be frozen while the new layers learn.
+    """
+
+    channels: int
+    local_channels: int | None = None
+    pretrained: bool = False
+
+    @property
+    def description(self) -> dict[str, Any] | None:
+        """None: the section of the recipe is enough to build the encoder again."""
+        return None
+
+    def freezes(self, parameter: str) -> bool:
+        """See :class:`Encoder`: all parameters of a pre-trained encoder except ``variance_*``, which are new."""
+        return self.pretrained and not parameter.startswith("variance_")
+
+    def blocks_from_top(self, parameter: str) -> int:
+        """See :class:`Encoder`: 0, for there are no blocks."""
+        return 0
+
+
+AugmentMode = Annotated[
+    Literal["none", "crop", "style"],
+    Field(
+        description="random changes of training images. crop: random crops and mirror images; style: also rotations and"
+        " colours, as for drawings; none: no changes"
+    ),
+]
+Fit = Annotated[
+    Literal["squash", "crop"],
+    Field(description="how an image becomes a square. squash: resize both sides; crop: cut out the centre"),
+]
+InMemory = Annotated[
+    bool,
+    Field(description="decode all images once and keep the pixels in memory, instead of decoding them for each batch"),
+]
+
+
+class EncoderConfig(BaseModel):
+    """A section of the recipe for one side: an unknown key is an error, and a loaded section does not change.
+
+    Attributes:
+        has_blocks: whether optim.layer_decay has an effect (:meth:`Encoder.blocks_from_top`).
+        needs_description: whether an encoder is built again from :attr:`Encoder.description`, so that run folders need
+            it.
+        path_fields: the keys that may hold a path of the machine where the model was trained.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    has_blocks: ClassVar[bool] = False
+    needs_description: ClassVar[bool] = False
+    path_fields: ClassVar[tuple[str, ...]] = ()
+
+    kind: str = Field(description="which kind of encoder; it decides which other keys exist")
+
+    @property
+    def base_model(self) -> str:
+        """Hub name or local folder of the pre-trained model that training starts from; "" for none."""
+        return ""
+
+    @property
+    def frozen_backbone(self) -> str:
+        """Name of the frozen backbone that has to be at hand whenever the model embeds; "" for none."""
+        return ""
+
+    @property
+    def origin(self) -> str:
+        """Name of the pre-trained model, else of the architecture; "" if it has none."""
+        return self.base_model
+
+    @property
+    def extras(self) -> frozenset[str]:
+        """Extras of the package sfumato without which the encoder cannot be built."""
+        return frozenset()
+
+    def changed(self, *keys: str) -> set[str]:
+        """Those of some keys that are not at their defaults.
+
+        Args:
+            keys: names of fields.
+
+        Returns:
+            The names of the changed fields.
+        """
+        return {key for key in keys if dict(self)[key] != type(self).model_fields[key].default}
+
+    def check(self, section: str) -> None:
+        """Refuse keys that would have no effect, or a bad one. By default nothing is refused.
+
+        Args:
+            section: name of the section for messages, "model.image" or "model.text".
+
+        Raises:
+            ValueError: such a key is there; the message names it.
+        """
+
+
+class ImageEncoderConfig(EncoderConfig):
+    """Section ``model.image``.
+
+    Attributes:
+        from_pixels: whether the encoder sees the pixels of each batch, so that they can be erased and mixed.
+        reads_regions: whether items are files of region features instead of images.
+        drops_tokens: whether the encoder itself applies augment.image_tokens; otherwise it happens before the head.
+    """
+
+    from_pixels: ClassVar[bool] = True
+    reads_regions: ClassVar[bool] = False
+    drops_tokens: ClassVar[bool] = False
+
+    @property
+    def augment_mode(self) -> Literal["none", "crop", "style"]:
+        """How training images are changed at random."""
+        return "none"
+
+    @property
+    def starts_pretrained(self) -> bool:
+        """Whether there is something for optim.freeze_image_epochs to freeze."""
+        return False
+
+
+class TextEncoderConfig(EncoderConfig):
+    """Section ``model.text``."""
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What a build function gets beside its own section.
+
+    Attributes:
+        dim: d of the embeddings, model.dim.
+        variance: whether the model has variances, model.variance.
+        feature_dropout: fraction of the token features to drop while training, model.feature_dropout.
+        token_dropout: fraction of the tokens to drop while training, augment.image_tokens or augment.text_tokens; only
+            for encoders that drop tokens themselves.
+        cache: folder for features of frozen backbones.
+        tokenizer: of a text encoder that reads tokens; None for others.
+        description: of the same encoder in a saved model, see :attr:`Encoder.description`; None for a new one.
+        trained: trained weights will be loaded: nothing pre-trained is needed.
+    """
+
+    dim: int
+    variance: bool
+    feature_dropout: float
+    token_dropout: float
+    cache: Path
+    tokenizer: Tokenizer | None = None
+    description: Mapping[str, Any] | None = None
+    trained: bool = False
+
+    def need_tokenizer(self, kind: str) -> Tokenizer:
+        """The tokenizer, for a text encoder that cannot do without.
+
+        Args:
+            kind: of the encoder, for the message.
+
+        Returns:
+            The tokenizer.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.tokenizer is None:
+            raise ValueError(f"the text encoder of kind {kind!r} needs its tokenizer; give it in Assets(tokenizer)")
+        return self.tokenizer
+
+
+@dataclass(frozen=True)
+class EncoderEntry:
+    """A registered kind of encoder.
+
+    Attributes:
+        config: class of its section in the recipe.
+        build: its section and a :class:`BuildContext` -> (processor, encoder). With ``context.trained`` it starts from
+            random weights.
+        tokenizer: for text encoders that read tokens: its section and the training texts -> the tokenizer of a new
+            model.
+    """
+
+    config: type[EncoderConfig]
+    build: Callable[[Any, BuildContext], tuple[Processor, Encoder]]
+    tokenizer: Callable[[Any, Iterable[str]], Tokenizer] | None = None

@@ -1,0 +1,153 @@
+"""The registry of encoders: which kinds there are on each side of a model, and how to add one from another package."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from pydantic_core import PydanticKnownError
+from tokenizers import Tokenizer
+
+from sfumato.encoders.clip import (
+    ClipImageConfig,
+    ClipTextConfig,
+    build_clip_image,
+    build_clip_text,
+    clip_tokenizer,
+)
+from sfumato.encoders.efficientnet import EfficientNetImageConfig, build_efficientnet
+from sfumato.encoders.encoder_protocol import (
+    BuildContext,
+    Encoder,
+    EncoderConfig,
+    EncoderEntry,
+    ImageEncoderConfig,
+    Processor,
+    Side,
+    TextEncoderConfig,
+)
+from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig, build_frozen_image, build_frozen_text
+from sfumato.encoders.gru import WordTextConfig, build_word_text, words_of_texts
+from sfumato.encoders.regions import RegionImageConfig, build_regions
+from sfumato.encoders.resnet import ResNetImageConfig, build_resnet
+from sfumato.encoders.small import (
+    SmallImageConfig,
+    SmallTextConfig,
+    build_small_image,
+    build_small_text,
+    small_tokenizer,
+)
+
+ENCODERS: dict[Side, dict[str, EncoderEntry]] = {
+    "image": {
+        "small": EncoderEntry(SmallImageConfig, build_small_image),
+        "frozen": EncoderEntry(FrozenImageConfig, build_frozen_image),
+        "efficientnet": EncoderEntry(EfficientNetImageConfig, build_efficientnet),
+        "resnet": EncoderEntry(ResNetImageConfig, build_resnet),
+        "clip": EncoderEntry(ClipImageConfig, build_clip_image),
+        "regions": EncoderEntry(RegionImageConfig, build_regions),
+    },
+    "text": {
+        "small": EncoderEntry(SmallTextConfig, build_small_text, small_tokenizer),
+        "gru": EncoderEntry(WordTextConfig, build_word_text, words_of_texts),
+        "frozen": EncoderEntry(FrozenTextConfig, build_frozen_text),
+        "clip": EncoderEntry(ClipTextConfig, build_clip_text, clip_tokenizer),
+    },
+}
+"""Every kind of encoder by its side and by the name that ``model.image.kind`` and ``model.text.kind`` give it."""
+
+
+def register_encoder(
+    side: Side,
+    kind: str,
+    config: type[EncoderConfig],
+    build: Callable[[Any, BuildContext], tuple[Processor, Encoder]],
+    *,
+    tokenizer: Callable[[Any, Iterable[str]], Tokenizer] | None = None,
+) -> None:
+    """Add a kind of encoder, so that recipes can name it. A model with it can be loaded where it is registered too.
+
+    Args:
+        side: "image" or "text".
+        kind: value of ``model.image.kind`` or ``model.text.kind`` in recipes; not yet taken.
+        config: class of its section in the recipe, with ``kind`` as the default of its field ``kind``.
+        build: the section and a :class:`~sfumato.encoders.encoder_protocol.BuildContext` -> (processor, encoder).
+        tokenizer: for texts: the section and the training texts -> the tokenizer of a new model, which ``build`` then
+            finds in ``context.tokenizer``. None for encoders without a tokenizer.
+
+    Raises:
+        ValueError: the side is unknown, the kind is taken, or the section does not fit the side or the kind.
+
+    Example:
+        >>> from sfumato.encoders.small import SmallImageConfig, build_small_image
+        >>> register_encoder("image", "small", SmallImageConfig, build_small_image)
+        Traceback (most recent call last):
+            ...
+        ValueError: register_encoder: the image side has an encoder of kind 'small' already; choose another name
+    """
+    if side not in ENCODERS:
+        raise ValueError(f"register_encoder: unknown side {side!r}; expected 'image' or 'text'")
+    if kind in ENCODERS[side]:
+        raise ValueError(
+            f"register_encoder: the {side} side has an encoder of kind {kind!r} already; choose another name"
+        )
+    base: type[EncoderConfig] = ImageEncoderConfig if side == "image" else TextEncoderConfig
+    if not issubclass(config, base):
+        raise ValueError(f"register_encoder: {config.__name__} must be a subclass of {base.__name__}")
+    if (default := config.model_fields["kind"].default) != kind:
+        raise ValueError(
+            f"register_encoder: the field kind of {config.__name__} has the default {default!r}, expected {kind!r}"
+        )
+    ENCODERS[side][kind] = EncoderEntry(config, build, tokenizer)
+
+
+def encoder_entry(side: Side, kind: str) -> EncoderEntry:
+    """The registered entry of a kind.
+
+    Args:
+        side: "image" or "text".
+        kind: name of the kind.
+
+    Returns:
+        Its entry.
+
+    Raises:
+        ValueError: nothing is registered under this name; the message lists the kinds.
+    """
+    if kind not in ENCODERS[side]:
+        raise ValueError(f"unknown kind of {side} encoder {kind!r}; known: {', '.join(sorted(ENCODERS[side]))}")
+    return ENCODERS[side][kind]
+
+
+def encoder_section(side: Side, value: Any) -> EncoderConfig:
+    """Check a section ``model.image`` or ``model.text`` with the class that is registered for its ``kind``.
+
+    Recipes use it as a pydantic validator, so its errors are those of a union that is discriminated by ``kind``.
+
+    Args:
+        side: "image" or "text".
+        value: the section as a mapping, or checked already.
+
+    Returns:
+        The checked section.
+
+    Raises:
+        PydanticKnownError: there is no kind, or it is not registered.
+        ValidationError: a key or a value is wrong.
+        ValueError: the section belongs to another kind or side.
+    """
+    if isinstance(value, EncoderConfig):
+        if not isinstance(value, encoder_entry(side, value.kind).config):
+            raise ValueError(
+                f"model.{side}: got a {type(value).__name__}, which is not the {side} side of {value.kind!r}"
+            )
+        return value
+    if not isinstance(value, Mapping):
+        raise PydanticKnownError("dict_type")
+    if "kind" not in value:
+        raise PydanticKnownError("union_tag_not_found", {"discriminator": "'kind'"})
+    kind = value["kind"]
+    if not isinstance(kind, str) or kind not in ENCODERS[side]:
+        known = ", ".join(repr(name) for name in ENCODERS[side])
+        raise PydanticKnownError(
+            "union_tag_invalid", {"discriminator": "'kind'", "tag": str(kind), "expected_tags": known}
+        )
+    return ENCODERS[side][kind].config.model_validate(value)

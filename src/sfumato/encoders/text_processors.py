@@ -1,0 +1,175 @@
+"""From texts to token ids: with a tokenizer of our own, or with that of a pre-trained model."""
+
+import html
+import string
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from sfumato.encoders.encoder_protocol import Item, OnError, Progress
+from sfumato.encoders.features import RaggedStore, Store
+from sfumato.encoders.tokenization import tokenize
+from sfumato.errors import UserError
+
+
+class TokenProcessor:
+    """Texts as the ids of their subword tokens.
+
+    Args:
+        tokenizer: the tokenizer that the model was trained with. A tokenizer that adds begin and end tokens cuts long
+            texts itself, so that these tokens stay. A tokenizer for an encoder that attends to padding also pads.
+        max_tokens: largest number of tokens; longer texts are cut.
+
+    Attributes:
+        special: number of begin tokens and number of end tokens of each text.
+        mask_id: id of the token for a hidden word: the tokenizer's mask token, else its unknown token, else "m" as in
+            PCME++'s code.
+        forbidden: ids that are not words.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
+        self.tokenizer, self.max_tokens = tokenizer, max_tokens
+        empty = tokenizer.encode("")
+        around = [i for i, present in zip(empty.ids, empty.attention_mask, strict=True) if present]
+        self.special = len(around) // 2, len(around) - len(around) // 2
+        known = (tokenizer.token_to_id(token) for token in ("[MASK]", "<mask>", "[UNK]", "m</w>", "<unk>"))
+        self.mask_id = next((i for i in known if i is not None), 0)
+        self.forbidden = tuple(sorted({self.mask_id, *around}))
+
+    def read(
+        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
+    ) -> tuple[Store, np.ndarray]:
+        """See :class:`~sfumato.encoders.encoder_protocol.Processor`."""
+        store = RaggedStore.from_list(tokenize(self.tokenizer, [str(item()) for item in items], self.max_tokens))
+        if progress:
+            progress(len(items))
+        return store, np.arange(len(items))
+
+
+def single_spaces(text: str) -> str:
+    """Replace HTML entities (also those escaped twice) by characters, and white space by single spaces.
+
+    The released tokenizers also repair broken encodings with ftfy; here such texts stay as they are.
+
+    Args:
+        text: any text.
+
+    Returns:
+        The cleaned text.
+
+    Example:
+        >>> single_spaces("  fish &amp;amp;  chips ")
+        'fish & chips'
+    """
+    return " ".join(html.unescape(html.unescape(text)).split())
+
+
+def lower(text: str) -> str:
+    """:func:`single_spaces` in lower case.
+
+    Args:
+        text: any text.
+
+    Returns:
+        The cleaned text.
+    """
+    return single_spaces(text).lower()
+
+
+def canonicalize(text: str) -> str:
+    """Lower case without ASCII punctuation, with "_" as a space: how ProLIP's training cleaned its texts.
+
+    Args:
+        text: any text.
+
+    Returns:
+        The cleaned text.
+
+    Example:
+        >>> canonicalize("It's a_b (really)!")
+        'its a b really'
+    """
+    return lower(single_spaces(text).replace("_", " ").translate(str.maketrans("", "", string.punctuation)))
+
+
+CLEANINGS: dict[str, Callable[[str], str]] = {
+    "whitespace": single_spaces,
+    "lower": lower,
+    "canonicalize": canonicalize,
+}
+"""Cleaning functions by the names that configurations of open_clip models use."""
+
+
+class SpecialTokenProcessor:
+    """Texts as the token ids of a pre-trained text transformer, with its begin and end tokens.
+
+    Args:
+        find: returns the tokenizer. It is called with the first text, so that images can be embedded without a
+            tokenizer.
+        vocabulary: number of tokens of the model. A tokenizer with more tokens, or with less than half as many, is
+            refused.
+        max_tokens: largest number of tokens with the begin and end tokens; a longer text loses its last words.
+        begin: special token before a text; "" for none.
+        end: special token behind a text.
+        pad_to_max: fill every text up to max_tokens with the end token; the mask covers all of them.
+        clean: function that is applied to each text first.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], Tokenizer],
+        *,
+        vocabulary: int,
+        max_tokens: int,
+        begin: str,
+        end: str,
+        pad_to_max: bool,
+        clean: Callable[[str], str],
+    ) -> None:
+        self.find, self.clean = find, clean
+        self.vocabulary, self.max_tokens, self.pad_to_max = vocabulary, max_tokens, pad_to_max
+        self.begin, self.end = begin, end
+        self._tokenizer: Tokenizer | None = None
+
+    def read(
+        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
+    ) -> tuple[Store, np.ndarray]:
+        """See :class:`~sfumato.encoders.encoder_protocol.Processor`.
+
+        Raises:
+            UserError: the tokenizer cannot be loaded, or belongs to another model.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = self._own(self.find())
+        begin = [_id(self._tokenizer, self.begin)] if self.begin else []
+        end = _id(self._tokenizer, self.end)
+        ids = []
+        texts = [self.clean(str(item())) for item in items]
+        for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False):
+            # A text that contains the end token itself ends there: the models look at the first end token.
+            words = encoding.ids[: encoding.ids.index(end)] if end in encoding.ids else encoding.ids
+            text = [*begin, *words[: self.max_tokens - len(begin) - 1], end]
+            ids.append(text + [end] * (self.max_tokens - len(text)) if self.pad_to_max else text)
+        if progress:
+            progress(len(items))
+        return RaggedStore.from_list(ids), np.arange(len(items))
+
+    def _own(self, tokenizer: Tokenizer) -> Tokenizer:
+        """A copy of the tokenizer that neither pads nor cuts; a UserError if it belongs to another model."""
+        size, known = tokenizer.get_vocab_size(), tokenizer.get_vocab()
+        missing = [token for token in (self.begin, self.end) if token and token not in known]
+        if missing or not self.vocabulary / 2 <= size <= self.vocabulary:
+            without = f", none of them {missing[0]!r}" if missing else ""
+            raise UserError(
+                f"the tokenizer has {size} tokens{without}; the model expects {self.vocabulary}. Give the"
+                " tokenizer.json that belongs to it"
+            )
+        own = Tokenizer.from_str(tokenizer.to_str())
+        own.no_padding()
+        own.no_truncation()
+        return own
+
+
+def _id(tokenizer: Tokenizer, token: str) -> int:
+    return tokenizer.get_vocab()[token]

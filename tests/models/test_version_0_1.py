@@ -1,0 +1,79 @@
+"""A run folder and an index that version 0.1 wrote still open, and give the numbers that 0.1 computed.
+
+Version 0.1 trained the run on the toy data set for 40 epochs (dim 8, average pooling), embedded two texts and two images with
+it, evaluated it on the test split, and indexed all 48 images with the engine "exact". Only the state to resume from was removed.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support.toy import make_toy
+
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.models.embed import evaluate_run
+from sfumato.models.export import load_model
+from sfumato.models.recipe import load_recipe
+from sfumato.models.run import load_run
+from sfumato.search.index import GaussianIndex
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return json.loads((FIXTURES / "run-0.1-expected.json").read_text())
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A copy of the run beside the data that its recipe names, data.path="data"."""
+    make_toy(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return Path(shutil.copytree(FIXTURES / "run-0.1", tmp_path / "run"))
+
+
+def assert_close(embeddings, expected):
+    for name in ("mean", "log_var"):
+        torch.testing.assert_close(getattr(embeddings, name), torch.tensor(expected[name]), rtol=1e-6, atol=1e-6)
+
+
+def test_the_run_embeds_what_it_embedded(run, expected):
+    loaded = load_run(run)
+    assert loaded.calibrated and loaded.distance == "csd"
+    assert (loaded.logit_scale, loaded.logit_bias) == (expected["logit_scale"], expected["logit_bias"])
+    assert_close(loaded.model.embed_texts(expected["texts"]), expected["text_embeddings"])
+    images = [Path("data", name).read_bytes() for name in expected["images"]]
+    assert_close(loaded.model.embed_images(images), expected["image_embeddings"])
+    assert_close(load_model(run).model.embed_texts(expected["texts"]), expected["text_embeddings"])
+
+
+def test_the_run_evaluates_to_the_same_scores(run, expected):
+    result, path = evaluate_run(load_run(run), "test")
+    before, after = expected["evaluation"], json.loads(path.read_text())
+    assert (after["n_images"], after["n_texts"]) == (before["n_images"], before["n_texts"]) == (13, 26)
+    for direction in ("i2t", "t2i"):
+        for name, value in before[direction].items():
+            assert after[direction][name] == pytest.approx(value, abs=1e-9), (direction, name)
+    assert result.rsum == pytest.approx(before["rsum"], abs=1e-9) == 3.5
+
+
+def test_its_recipe_is_read_unchanged(run):
+    recipe = load_recipe(run / "recipe.toml")
+    assert (recipe.model.image.kind, recipe.model.image.width, recipe.model.text.vocabulary) == ("small", 2, 48)
+    assert (recipe.data.source, recipe.data.path, recipe.spread.epochs) == ("folder", "data", 0)
+    assert (recipe.train.epochs, recipe.optim.lr, recipe.model.pooling) == (40, 1e-2, "average")
+
+
+def test_the_index_finds_what_it_found():
+    expected = json.loads((FIXTURES / "index-0.1-expected.json").read_text())
+    index = GaussianIndex.load(FIXTURES / "index-0.1")
+    assert len(index) == 48 and index.distance == "csd" and index.engine == "exact"
+    queries = GaussianEmbedding(*(torch.tensor(expected["queries"][name]) for name in ("mean", "log_var")))
+    distances, positions = index.nearest(queries, 5)
+    assert positions.tolist() == expected["position"]
+    torch.testing.assert_close(distances, torch.tensor(expected["distance"]), rtol=1e-6, atol=1e-6)
+    assert [[index.ids[i] for i in row] for row in positions.tolist()] == expected["ids"]
+    assert index.payload["colour"][:4] == ("red", "red", "red", "red") and len(set(index.payload["colour"])) == 6
