@@ -156,10 +156,10 @@ FLOORS: dict[str, list[str]] = {
         "daa pcmepp pvse",
     ],
     "search": [
-        "atomic_folder exact lifting parts stores stores.faiss stores.protocol",
-        "gallery stores.segments stores.store_url",
+        "atomic_folder exact lifting parts stores stores.faiss stores.protocol verdict",
+        "gallery sampling stores.segments stores.store_url",
         "collection index stores.local stores.milvus stores.pgvector",
-        "stores.rerank",
+        "copies stores.rerank",
     ],
     "evaluation": [
         "estimators ground_truth protocols published",

@@ -9,7 +9,7 @@ from support.serving import KEY, embedded, make_collection, make_run, picture, r
 
 from sfumato.models.galleries import build_index
 from sfumato.models.run import load_run
-from sfumato.search.gallery import verdict
+from sfumato.search.verdict import verdict
 from sfumato.serve.app import PAGE
 from sfumato.serve.image_files import FolderPictures
 from sfumato.serve.served import Shelf, Sources, open_sources

@@ -75,7 +75,7 @@ def test_kinds_may_be_mixed_and_keep_their_order(client, sources, data):
     embedded = [
         sources.model.embed_images([file]),
         sources.model.embed_texts(["a bar"]),
-        index.items(["110.png"]).embeddings,
+        index.get(["110.png"]).embeddings,
         sources.model.embed_images([file]),
     ]
     for answer, queries in zip(answers, embedded, strict=True):
@@ -116,7 +116,7 @@ def test_promises_are_those_of_the_calibration(client, sources):
 
 def test_a_set_that_was_cut_says_so(client, sources):
     shelf = sources.shelves["images"]
-    radius = shelf.gallery.answers.radius(0.999)  # Infinite: all 48, and the service gives 40.
+    radius = shelf.gallery.scorer.radius(0.999)  # Infinite: all 48, and the service gives 40.
     assert radius == float("inf")
     (answer,) = search(client, {"text": "a red circle"}, coverage=0.999)
     assert len(answer["conformal_set"]["hits"]) == 40 and not answer["conformal_set"]["complete"]

@@ -70,7 +70,7 @@ def index(
     else:
         with fill_collection(retrieval_model, sources, out, store, home=model) as collection:
             n, kept = len(collection), {"store": collection.store.url}
-            line, direction = f"in {collection.store.url}", collection.answers.direction
+            line, direction = f"in {collection.store.url}", collection.scorer.direction
     what = "pictures" if direction == "t2i" else "texts"
     result = {"out": str(out), "n": n, **kept, "problems": len(problems)}
     print_result(result, as_json, f"{n} {what} {line}: {out}" + say_left_out(problems))

@@ -18,11 +18,13 @@ from sfumato.models.ingest import model_digest
 from sfumato.models.pretrained import PretrainedModel
 from sfumato.models.run import Run
 from sfumato.progress import progress_bar
-from sfumato.search.collection import GaussianCollection, check_empty, copy_gallery
-from sfumato.search.gallery import Gallery, SearchHit, verdict
+from sfumato.search.collection import GaussianCollection, check_empty
+from sfumato.search.copies import copy_gallery
+from sfumato.search.gallery import Gallery, SearchRecord
 from sfumato.search.index import GaussianIndex
 from sfumato.search.lifting import gallery_centre, lifted_dim
 from sfumato.search.parts import read_manifest, read_parts
+from sfumato.search.verdict import verdict
 from sfumato.search.stores.store_url import anchored, scheme
 
 
@@ -80,7 +82,7 @@ def build_index(
         payload=source.payload,
         calibration=retrieval_model.calibration,
         direction=source.direction,
-        about=_about(retrieval_model, home, source),
+        metadata=_about(retrieval_model, home, source),
     )
 
 
@@ -105,7 +107,7 @@ def create_collection(
         logit_bias=retrieval_model.logit_bias,
         calibration=retrieval_model.calibration,
         direction=like.direction,
-        about=_about(retrieval_model, home, like),
+        metadata=_about(retrieval_model, home, like),
     )
 
 
@@ -212,12 +214,12 @@ def fill_collection(
             )
         collection = GaussianCollection.open(folder, unfinished=True)
         about = _about(retrieval_model, home, first)
-        if collection.about.get("model") != about["model"] or collection.answers.direction != first.direction:
+        if collection.metadata.get("model") != about["model"] or collection.scorer.direction != first.direction:
             collection.close()
             raise UserError(
-                f"{folder} holds what the model of {collection.about.get('run')} embedded; add only more of the same kind by the same model"
+                f"{folder} holds what the model of {collection.metadata.get('run')} embedded; add only more of the same kind by the same model"
             )
-        start = _below(collection.about.get("pictures") or {}, first.pictures, folder)
+        start = _below(collection.metadata.get("pictures") or {}, first.pictures, folder)
     else:
         collection, start = create_collection(retrieval_model, first, folder, own_or_anchored(store), home=home), ""
     stored = 0
@@ -329,7 +331,7 @@ def search_index(
         ValueError: see :meth:`Gallery.search`.
     """
     with contextlib.closing(open_gallery(folder, store)) as gallery:
-        native, foreign = ("texts", pictures) if gallery.answers.direction == "t2i" else ("pictures", texts)
+        native, foreign = ("texts", pictures) if gallery.scorer.direction == "t2i" else ("pictures", texts)
         if foreign and not (min_probability is coverage is max_risk is None):
             raise UserError(
                 f"a least probability, a coverage and a risk are known of {native} as queries of this index, not of others; search by"
@@ -393,12 +395,12 @@ def load_retrieval_model(gallery: Gallery, folder: str | Path, run: str | Path |
     Raises:
         UserError: the model is not where it was, or is another one.
     """
-    home = str(run or gallery.about.get("run", ""))
+    home = str(run or gallery.metadata.get("run", ""))
     if not home or (Path(home).is_absolute() and not Path(home).exists()):
         raise UserError(f"the model that {folder} was built with is not at {home}; say where it is with --run")
     loaded = load_model(home)
     # Indices of before do not know their model.
-    if gallery.about.get("model", digest := model_digest(loaded.model)) != digest:
+    if gallery.metadata.get("model", digest := model_digest(loaded.model)) != digest:
         raise UserError(
             f"{folder} was built with another model than {home} is now: their distances mean nothing to each other; say where its own is"
             " with --run, or build it again"
@@ -447,7 +449,7 @@ def describe(
     ]
 
 
-def _hit(hit: SearchHit) -> dict[str, Any]:
+def _hit(hit: SearchRecord) -> dict[str, Any]:
     return {
         "id": hit.id,
         "distance": hit.distance,

@@ -9,8 +9,9 @@ from urllib.parse import quote
 import torch
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.gallery import Gallery, SearchHit, verdict
+from sfumato.search.gallery import Gallery, SearchRecord
 from sfumato.search.stores.protocol import Filter
+from sfumato.search.verdict import verdict
 from sfumato.serve.image_files import handed_out
 from sfumato.serve.schemas import (
     Answer,
@@ -75,9 +76,9 @@ def check_promises(gallery: Gallery, asked: Sequence[Asked], options: SearchOpti
             )
     try:
         if options.coverage is not None:
-            gallery.answers.radius(options.coverage)
+            gallery.scorer.radius(options.coverage)
         if options.abstain is not None:
-            gallery.answers.abstains(torch.zeros(1), options.abstain, len(gallery))
+            gallery.scorer.abstains(torch.zeros(1), options.abstain, len(gallery))
     except ValueError as error:
         raise Refusal(422, str(error)) from error
 
@@ -171,7 +172,7 @@ def search_together(
 
 def told_of(shelf: Shelf) -> GalleryInfo:
     """What a gallery can do; its size is for the caller to fill in."""
-    some, answers = shelf.gallery.sample(_LOOKED_AT), shelf.gallery.answers
+    some, answers = shelf.gallery.sample(_LOOKED_AT), shelf.gallery.scorer
     return GalleryInfo(
         n=0,
         writable=shelf.writable is not None,
@@ -195,7 +196,7 @@ def ellipse_of(values: tuple[float, float, float, float, float]) -> Ellipse:
     return Ellipse(x=x, y=y, a=a, b=b, angle=angle)
 
 
-def _hit(shelf: Shelf, hit: SearchHit) -> Hit:
+def _hit(shelf: Shelf, hit: SearchRecord) -> Hit:
     return Hit(
         id=hit.id, rank=hit.rank, distance=hit.distance, match_probability=hit.match_probability,
         uncertainty=hit.uncertainty, payload=handed_out(hit.payload), picture=picture_path(shelf, hit.id, hit.payload),

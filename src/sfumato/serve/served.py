@@ -138,7 +138,7 @@ def open_sources(
 
 def kind(gallery: Gallery) -> GalleryName:
     """What its items are."""
-    return "images" if gallery.answers.direction == "t2i" else "texts"
+    return "images" if gallery.scorer.direction == "t2i" else "texts"
 
 
 def _from_gallery(folder: Path, run: str | None, store: str | None) -> Sources:

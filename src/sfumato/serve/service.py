@@ -17,7 +17,7 @@ from PIL import Image
 from sfumato import __version__
 from sfumato.encoders.regions import blank_features, uses_regions
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.gallery import Gallery, Items
+from sfumato.search.gallery import Gallery, GalleryRecords
 from sfumato.serve.answering import Asked, Search, check_promises, ellipse_of, picture_path, search_together, told_of
 from sfumato.serve.batching import Batcher, Closed, Embedder, submitted
 from sfumato.serve.guard import Metrics
@@ -269,8 +269,8 @@ class Service:
         return kept[1].model_copy(update={"n": len(shelf.gallery)})
 
     @staticmethod
-    def _items(shelf: Shelf, ids: list[str]) -> Items:
-        return shelf.gallery.items([i for i in ids if 0 < len(i) <= 512 and "\0" not in i])
+    def _items(shelf: Shelf, ids: list[str]) -> GalleryRecords:
+        return shelf.gallery.get([i for i in ids if 0 < len(i) <= 512 and "\0" not in i])
 
     async def _embedded(self, asked: Sequence[Asked], gallery: Gallery) -> list[GaussianEmbedding]:
         """(1, d) of every query."""
@@ -278,7 +278,7 @@ class Service:
         by_kind = {k: [i for i, q in enumerate(asked) if q.kind == k] for k in ("text", "image", "id")}
         if ids := by_kind["id"]:
             wanted = list(dict.fromkeys(asked[i].name for i in ids))
-            items = await self.in_thread(gallery.items, wanted)
+            items = await self.in_thread(gallery.get, wanted)
             place = {one: j for j, one in enumerate(items.ids)}
             if missing := [i for i in ids if asked[i].name not in place]:
                 raise Refusal(

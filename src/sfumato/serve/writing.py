@@ -214,7 +214,7 @@ def _pictures_of(shelf: Shelf, ids: Sequence[str]) -> set[str]:
     """Names of the uploaded pictures of these items."""
     if shelf.uploads is None:
         return set()
-    return {payload[POINTER] for payload in shelf.gallery.items(ids).payloads if POINTER in payload}
+    return {payload[POINTER] for payload in shelf.gallery.get(ids).payloads if POINTER in payload}
 
 
 def _forget_pictures(shelf: Shelf, names: set[str]) -> None:
