@@ -157,7 +157,7 @@ FLOORS: dict[str, list[str]] = {
     ],
     "search": [
         "atomic_folder exact lifting parts stores stores.faiss stores.protocol verdict",
-        "gallery sampling stores.segments stores.store_url",
+        "gallery sampling stores.milvus_filters stores.segments stores.store_url",
         "collection index stores.local stores.milvus stores.pgvector",
         "copies stores.rerank",
     ],

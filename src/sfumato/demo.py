@@ -25,8 +25,8 @@ from sfumato.models.run import Run, load_run
 from sfumato.models.splits import embed_split, load_split
 from sfumato.reports.console import print_evaluation, print_search
 from sfumato.search.exact import top_k
-from sfumato.search.verdict import MANY, verdict
 from sfumato.search.index import GaussianIndex
+from sfumato.search.verdict import MANY, verdict
 from sfumato.training.loop import fit
 
 RECIPE = "emoji-demo"

@@ -173,9 +173,7 @@ def test_items_have_the_distances_of_the_originals(tmp_path):
             mine, other = made.search(items.embeddings, 8), index.search(index.get(items.ids).embeddings, 8)
             assert_same(mine, other)
             assert [r[0].id for r in mine] == (["item 9", "item 2"] if distance != "csd" else [r[0].id for r in other])
-            torch.testing.assert_close(
-                items.embeddings.total_variance, index.get(items.ids).embeddings.total_variance
-            )
+            torch.testing.assert_close(items.embeddings.total_variance, index.get(items.ids).embeddings.total_variance)
 
 
 def test_points_can_be_kept(tmp_path):

@@ -87,7 +87,9 @@ def test_candidates_in_their_true_order(name, direction):
     queries, gallery = gaussians(5, 3, 0), gaussians(9, 3, 1)
     gallery = gallery[torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 0])]  # 0 and 8 are equal
     candidates = torch.tensor([[8, 0, 3, 4], [7, 6, 5, 4], [1, -1, 2, 3], [-1, 8, -1, 0], [2, 4, 6, 8]])
-    found, order = closest_candidates(queries, gallery, candidates, get_distance(name).for_direction(direction), memory_mb=memory_mb)
+    found, order = closest_candidates(
+        queries, gallery, candidates, get_distance(name).for_direction(direction), memory_mb=memory_mb
+    )
     matrix = get_distance(name).matrix
     whole = matrix(queries, gallery) if direction == "i2t" else matrix(gallery, queries).T
     for i, row in enumerate(candidates.tolist()):

@@ -24,8 +24,8 @@ from sfumato.search.gallery import Gallery, SearchRecord
 from sfumato.search.index import GaussianIndex
 from sfumato.search.lifting import gallery_centre, lifted_dim
 from sfumato.search.parts import read_manifest, read_parts
-from sfumato.search.verdict import verdict
 from sfumato.search.stores.store_url import anchored, scheme
+from sfumato.search.verdict import verdict
 
 
 @dataclass(frozen=True, eq=False)

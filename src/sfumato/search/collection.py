@@ -441,4 +441,6 @@ def _ordered(
     """Items closest first, equally close ones by id."""
     values = distance.tolist()
     order = sorted(range(len(ids)), key=lambda j: (values[j], ids[j]))
-    return Candidates(tuple(ids[j] for j in order), distance[order], uncertainty[order], tuple(payloads[j] for j in order))
+    return Candidates(
+        tuple(ids[j] for j in order), distance[order], uncertainty[order], tuple(payloads[j] for j in order)
+    )

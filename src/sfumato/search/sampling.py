@@ -60,7 +60,9 @@ class Sampler:
                 or len(last.records) < min(n, size)
                 or 100 * max(changed - last.changed, abs(size - last.size)) > size
             ):
-                last = self._last = Sample(even_sample(self._store.scan(), n, self._store.dim, seed), size, changed, seed)
+                last = self._last = Sample(
+                    even_sample(self._store.scan(), n, self._store.dim, seed), size, changed, seed
+                )
             return last
 
 

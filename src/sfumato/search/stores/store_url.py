@@ -20,7 +20,6 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 from sfumato.errors import UserError
 from sfumato.search.stores.protocol import StoreFactory, VectorStore
 
-
 _SCHEME = "[a-z][a-z0-9+]+"
 
 
@@ -46,7 +45,9 @@ class StoreKind:
         return self._loaded().open(url)
 
     def _loaded(self) -> StoreFactory:
-        return cast(StoreFactory, importlib.import_module(self.factory)) if isinstance(self.factory, str) else self.factory
+        return (
+            cast(StoreFactory, importlib.import_module(self.factory)) if isinstance(self.factory, str) else self.factory
+        )
 
 
 STORES: dict[str, StoreKind] = {
