@@ -11,8 +11,8 @@ from sfumato.models.galleries import build_index
 from sfumato.models.run import load_run
 from sfumato.search.verdict import verdict
 from sfumato.serve.app import PAGE
-from sfumato.serve.image_files import FolderPictures
-from sfumato.serve.served import Shelf, Sources, open_sources
+from sfumato.serve.image_files import FolderImages
+from sfumato.serve.served import ServedGallery, Sources, open_sources
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -205,8 +205,8 @@ def test_without_calibration_it_says_so(visit, run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run" / "calibration.json").unlink()
     bare, data = load_run(tmp_path / "run"), run.parent / "data"
-    shelf = Shelf(build_index(bare, embedded(bare, data), home=tmp_path / "run"), FolderPictures(data))
-    with served(Sources(bare.model, "run", {"images": shelf})) as client:
+    gallery = ServedGallery(build_index(bare, embedded(bare, data), home=tmp_path / "run"), FolderImages(data))
+    with served(Sources(bare.model, "run", {"images": gallery})) as client:
         page = visit(client, "/?q=a+red+circle")
         expect(panel(page).locator(".guess")).to_contain_text("not calibrated")
         expect(page.get_by_label("Wrong answers allowed")).to_be_disabled()

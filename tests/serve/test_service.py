@@ -22,7 +22,7 @@ from sfumato.models.run import load_run
 from sfumato.search.stores.protocol import Filter
 from sfumato.serve import writing
 from sfumato.serve.app import create_app
-from sfumato.serve.image_files import SplitPictures, UploadedPictures
+from sfumato.serve.image_files import SplitImages, UploadedImages
 from sfumato.serve.served import Sources, open_sources
 from sfumato.serve.server import check_host, check_names, hosts_of, is_loopback, run_app
 from sfumato.serve.settings import Settings, read_keys
@@ -50,7 +50,7 @@ def same(answer, result, gallery, queries, i=0):
 
 
 def test_a_text_finds_what_the_library_finds(client, sources):
-    index = sources.shelves["images"].gallery
+    index = sources.galleries["images"].gallery
     queries = sources.model.embed_texts(["some circle in red"])
     (expected,) = index.search(queries, 5)
     (answer,) = search(client, {"text": "some circle in red"}, max_results=5)
@@ -61,7 +61,7 @@ def test_a_text_finds_what_the_library_finds(client, sources):
 
 
 def test_kinds_may_be_mixed_and_keep_their_order(client, sources, data):
-    index, file = sources.shelves["images"].gallery, (data / "051.png").read_bytes()
+    index, file = sources.galleries["images"].gallery, (data / "051.png").read_bytes()
     answers = search(
         client,
         {"image": in_base64(file)},
@@ -83,7 +83,7 @@ def test_kinds_may_be_mixed_and_keep_their_order(client, sources, data):
 
 
 def test_pictures_search_among_texts_and_texts_too(client, sources, data):
-    index, file = sources.shelves["texts"].gallery, (data / "051.png").read_bytes()
+    index, file = sources.galleries["texts"].gallery, (data / "051.png").read_bytes()
     form = client.post(
         "/v1/search/image",
         files={"image": ("x.png", file)},
@@ -97,7 +97,7 @@ def test_pictures_search_among_texts_and_texts_too(client, sources, data):
 
 
 def test_promises_are_those_of_the_calibration(client, sources):
-    index, text = sources.shelves["images"].gallery, {"text": "a red circle"}
+    index, text = sources.galleries["images"].gallery, {"text": "a red circle"}
     queries = sources.model.embed_texts(["a red circle"])
     least = index.search(queries, 3)[0][1].match_probability
     (expected,) = index.search(queries, 40, coverage=0.9, max_risk=0.3, min_probability=least, max_set=40)
@@ -115,8 +115,8 @@ def test_promises_are_those_of_the_calibration(client, sources):
 
 
 def test_a_set_that_was_cut_says_so(client, sources):
-    shelf = sources.shelves["images"]
-    radius = shelf.gallery.scorer.radius(0.999)  # Infinite: all 48, and the service gives 40.
+    gallery = sources.galleries["images"]
+    radius = gallery.gallery.scorer.radius(0.999)  # Infinite: all 48, and the service gives 40.
     assert radius == float("inf")
     (answer,) = search(client, {"text": "a red circle"}, coverage=0.999)
     assert len(answer["conformal_set"]["hits"]) == 40 and not answer["conformal_set"]["complete"]
@@ -132,7 +132,7 @@ def test_promises_are_for_native_queries_only(client, promise):
 
 
 def test_filters(client, sources):
-    index = sources.shelves["texts"].gallery
+    index = sources.galleries["texts"].gallery
     queries = sources.model.embed_texts(["red"])
     wanted = {"where": {"text": ["a red circle", "a blue cross", "nothing"]}}
     (answer,) = search(client, {"text": "red"}, gallery="texts", filter=wanted)
@@ -225,16 +225,16 @@ def test_a_collection_of_texts_beside_pictures(run, data, collection, tmp_path):
 
 def test_a_run_is_served_with_a_split_of_its_data(run):
     sources = open_sources(run, split="val")
-    assert {name: len(shelf.gallery) for name, shelf in sources.shelves.items()} == {"images": 12, "texts": 24}
-    id = sources.shelves["images"].gallery.ids[0]
-    assert sources.shelves["images"].pictures.read(id, {}).startswith(b"\x89PNG")
+    assert {name: len(gallery.gallery) for name, gallery in sources.galleries.items()} == {"images": 12, "texts": 24}
+    id = sources.galleries["images"].gallery.ids[0]
+    assert sources.galleries["images"].images.read(id, {}).startswith(b"\x89PNG")
     with pytest.raises(UserError, match="no split 'nope'"):
         open_sources(run, split="nope")
 
 
 def test_galleries_must_fit_together(sources, run):
     loaded = load_run(run)
-    images, texts = sources.shelves["images"], sources.shelves["texts"]
+    images, texts = sources.galleries["images"], sources.galleries["texts"]
     queries = loaded.model.embed_texts(["a"])
     other = build_index(
         loaded, Source(type(queries)(queries.mean[:, :5], queries.log_var[:, :5]), ["a"], ["a"]), home=run
@@ -249,7 +249,7 @@ def test_galleries_must_fit_together(sources, run):
 def test_concurrent_texts_are_embedded_together_and_answered_alike(sources):
     model = SlowModel(sources.model)
     texts = [f"a {c} {s}" for c in ("red", "green", "blue", "black") for s in ("circle", "bar", "cross")]
-    with served(Sources(model, "slow", sources.shelves), batch_size=8, batch_window=0.05) as client:
+    with served(Sources(model, "slow", sources.galleries), batch_size=8, batch_window=0.05) as client:
         alone = [search(client, {"text": text})[0] for text in texts]
         model.go.clear()
         with concurrent.futures.ThreadPoolExecutor(len(texts)) as pool:
@@ -387,8 +387,8 @@ def test_the_map_keeps_its_plane_until_a_quarter_has_changed(writable):
 
 def test_hits_name_a_picture_only_where_there_may_be_one(run, data, collection):
     sources = open_sources(collection)
-    shelf = sources.shelves["images"]
-    shelf.pictures = UploadedPictures(collection / "pictures", SplitPictures({"000.png": None}))
+    gallery = sources.galleries["images"]
+    gallery.images = UploadedImages(collection / "pictures", SplitImages({"000.png": None}))
     with served(sources) as client:
         client.post("/v1/items", json={"items": [{"id": "new", "image": in_base64(picture())}]})
         hits = search(client, {"text": "a"}, max_results=49)[0]["hits"]
@@ -398,7 +398,7 @@ def test_hits_name_a_picture_only_where_there_may_be_one(run, data, collection):
 
 def test_a_store_is_optimised_after_many_writes_and_at_the_end(collection, monkeypatch):
     sources, calls, go = open_sources(collection), [], threading.Event()
-    gallery = sources.shelves["images"].gallery
+    gallery = sources.galleries["images"].gallery
     monkeypatch.setattr(writing, "_MANY", 3)
     monkeypatch.setattr(gallery.store, "optimise", lambda: (calls.append(len(gallery)), go.wait(20)))
 
@@ -417,7 +417,7 @@ def test_a_store_is_optimised_after_many_writes_and_at_the_end(collection, monke
         assert add("4") == 200 and calls == [51]
     assert calls == [51, 52]
     with served(open_sources(collection)) as client:
-        again = client.app.state.service.sources.shelves["images"].gallery
+        again = client.app.state.service.sources.galleries["images"].gallery
         monkeypatch.setattr(again.store, "optimise", lambda: calls.append(0))
         search(client, {"text": "a"})
     assert calls == [51, 52]  # Nothing was written.
@@ -558,7 +558,7 @@ def test_a_service_that_cannot_answer_says_so_and_ends(collection, monkeypatch, 
         raise UserError("no such table")
 
     sources = open_sources(collection)
-    monkeypatch.setattr(sources.shelves["images"].gallery.store, "search", fail)
+    monkeypatch.setattr(sources.galleries["images"].gallery.store, "search", fail)
     stop = threading.Timer(15, os.kill, (os.getpid(), signal.SIGTERM))
     stop.start()
     with pytest.raises(SystemExit) as ended:

@@ -25,7 +25,7 @@ from sfumato.serve.schemas import (
     Said,
     SearchOptions,
 )
-from sfumato.serve.served import Shelf, kind
+from sfumato.serve.served import ServedGallery, kind
 from sfumato.studies.maps import Projection
 
 RISKS, COVERAGES = (0.5, 0.3, 0.2, 0.1, 0.05), (0.5, 0.8, 0.9, 0.95)
@@ -36,13 +36,13 @@ _LOOKED_AT = 200
 
 @dataclass(frozen=True)
 class Asked:
-    """A query: a text, the bytes of a picture, or an id; with the name that the answer gives it, and its place in the request."""
+    """A query: a text, the bytes of an image, or an id; with the name that the answer gives it, and its place in the request."""
 
     kind: Literal["text", "image", "id"]
     name: str
     where: str
     text: str = ""
-    picture: bytes = b""
+    image: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def check_promises(gallery: Gallery, asked: Sequence[Asked], options: SearchOpti
 
 
 def answered(
-    shelf: Shelf,
+    served: ServedGallery,
     asked: Sequence[Asked],
     queries: GaussianEmbedding,
     options: SearchOptions,
@@ -95,14 +95,14 @@ def answered(
     """Search, all at once.
 
     Args:
-        shelf: where.
+        served: where.
         asked: n queries.
         queries: (n, d) their embeddings.
         options: checked by :func:`check_promises`.
         max_set: items of a conformal set at most.
         plane: of the map, if the places of the queries are wanted.
     """
-    gallery, told, wanted = shelf.gallery, options.filter, None
+    gallery, told, wanted = served.gallery, options.filter, None
     if told is not None:
         wanted = Filter({name: tuple(values) for name, values in told.where.items()}, told.max_uncertainty)
     results = gallery.search(
@@ -125,7 +125,7 @@ def answered(
             whole = ConformalSet(
                 coverage=options.coverage,
                 complete=not result.conformal_set_cut,
-                hits=[_hit(shelf, hit) for hit in result.conformal_set],
+                hits=[_hit(served, hit) for hit in result.conformal_set],
             )
         answers.append(
             Answer(
@@ -137,7 +137,7 @@ def answered(
                 expected_matches=expected,
                 verdict=Said(kind=said.kind, text=said.text),
                 abstained=result.abstained,
-                hits=[_hit(shelf, hit) for hit in result],
+                hits=[_hit(served, hit) for hit in result],
                 conformal_set=whole,
                 position=place,
             )
@@ -147,7 +147,7 @@ def answered(
 
 def search_together(
     searches: Sequence[Search],
-    shelf_of: Callable[[GalleryName], Shelf],
+    served_of: Callable[[GalleryName], ServedGallery],
     plane_of: Callable[[GalleryName], Projection | None],
     *,
     max_set: int,
@@ -162,31 +162,31 @@ def search_together(
         queries = GaussianEmbedding.cat([one.query for one in some])
         try:
             plane = plane_of(options.gallery) if options.position else None
-            shelf, asked = shelf_of(options.gallery), [one.asked for one in some]
-            answers = answered(shelf, asked, queries, options, max_set=max_set, plane=plane)
+            served, asked = served_of(options.gallery), [one.asked for one in some]
+            answers = answered(served, asked, queries, options, max_set=max_set, plane=plane)
             results |= dict(zip(places, answers, strict=True))
         except Exception as error:
             results |= dict.fromkeys(places, error)
     return [results[i] for i in range(len(searches))]
 
 
-def told_of(shelf: Shelf) -> GalleryInfo:
+def told_of(served: ServedGallery) -> GalleryInfo:
     """What a gallery can do; its size is for the caller to fill in."""
-    some, answers = shelf.gallery.sample(_LOOKED_AT), shelf.gallery.scorer
+    some, answers = served.gallery.sample(_LOOKED_AT), served.gallery.scorer
     return GalleryInfo(
         n=0,
-        writable=shelf.writable is not None,
-        pictures=shelf.pictures is not None,
-        calibrated=shelf.gallery.calibrated,
+        writable=served.writable is not None,
+        pictures=served.images is not None,
+        calibrated=served.gallery.calibrated,
         risks=[r for r in RISKS if _vouches(partial(answers.abstains, torch.zeros(1), r, 1))],
         coverages=[c for c in COVERAGES if _vouches(partial(answers.radius, c))],
         fields=sorted({name for payload in some.payloads for name in handed_out(payload)}),
     )
 
 
-def picture_path(shelf: Shelf, id: str, payload: Mapping[str, str]) -> str | None:
-    """Where this service shows the picture of an item; None if it is known to have none."""
-    known = shelf.pictures is not None and shelf.pictures.has(id, payload)
+def image_path(served: ServedGallery, id: str, payload: Mapping[str, str]) -> str | None:
+    """Where this service shows the image of an item; None if it is known to have none."""
+    known = served.images is not None and served.images.has(id, payload)
     return f"/v1/pictures/{quote(id)}" if known else None
 
 
@@ -196,10 +196,10 @@ def ellipse_of(values: tuple[float, float, float, float, float]) -> Ellipse:
     return Ellipse(x=x, y=y, a=a, b=b, angle=angle)
 
 
-def _hit(shelf: Shelf, hit: SearchRecord) -> Hit:
+def _hit(served: ServedGallery, hit: SearchRecord) -> Hit:
     return Hit(
         id=hit.id, rank=hit.rank, distance=hit.distance, match_probability=hit.match_probability,
-        uncertainty=hit.uncertainty, payload=handed_out(hit.payload), picture=picture_path(shelf, hit.id, hit.payload),
+        uncertainty=hit.uncertainty, payload=handed_out(hit.payload), picture=image_path(served, hit.id, hit.payload),
     )  # fmt: skip
 
 

@@ -190,7 +190,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         **route_extras(404, 413, 415, 422, 503, 504, body=SearchRequest),
     )  # fmt: skip
     async def search(request: Request) -> Response:
-        """Search by texts, pictures in base64 and ids of stored items, mixed as you like; the item of an id is among its hits."""
+        """Search by texts, images in base64 and ids of stored items, mixed as you like; the item of an id is among its hits."""
         wanted = await read_json(request, SearchRequest, service)
 
         def read() -> list[Asked]:
@@ -203,10 +203,10 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         "/v1/search/image", response_model=SearchResponse, tags=["search"],
         **route_extras(404, 413, 415, 422, 503, 504, form=SearchParameters),
     )  # fmt: skip
-    async def search_picture(request: Request) -> Response:
-        """Search by a picture file; the options are further fields of the form."""
+    async def search_image(request: Request) -> Response:
+        """Search by an image file; the options are further fields of the form."""
         form, name, data = await read_form(request, SearchParameters)
-        return _json(await service.search([Asked("image", name, "form.image", picture=data)], form.options()))
+        return _json(await service.search([Asked("image", name, "form.image", image=data)], form.options()))
 
     @app.get("/v1/map", response_model=Map, tags=["look"], **route_extras(404, 422, 503, 504))
     async def draw(
@@ -232,8 +232,8 @@ def _add_items(app: FastAPI, service: Service, writer: Writer) -> None:
         "/v1/items/image", response_model=AddResponse, tags=["items"],
         **route_extras(404, 409, 413, 415, 422, 503, 504, form=NewItem),
     )  # fmt: skip
-    async def add_picture(request: Request) -> Response:
-        """Add a picture file to the gallery of images; the payload is a JSON object in a field of the form."""
+    async def add_image(request: Request) -> Response:
+        """Add an image file to the gallery of images; the payload is a JSON object in a field of the form."""
         form, _, data = await read_form(request, NewItem, nested=("payload",))
         return _json(await writer.add("images", [New(form.id, "form", data, None, form.payload)]))
 
@@ -267,16 +267,16 @@ def _add_items(app: FastAPI, service: Service, writer: Writer) -> None:
         "/v1/pictures/{id:path}", response_class=Response, tags=["look"],
         **route_extras(404, 422, 503, 504, content={"image/*": {"schema": {"type": "string", "format": "binary"}}}),
     )  # fmt: skip
-    async def picture(
+    async def image(
         request: Request,
         id: str,
         size: Annotated[int | None, Parameter(ge=16, le=2048, description="longest side of a smaller copy")] = None,
     ) -> Response:
-        """The picture of an item, as it was stored or smaller."""
-        data, kind = await service.picture(id, size)
+        """The image of an item, as it was stored or smaller."""
+        data, kind = await service.image(id, size)
         tag = f'"{hashlib.blake2b(data, digest_size=16).hexdigest()}"'
-        # In a collection a picture can be replaced: ask again, which is cheap.
-        lasting = "no-cache" if service.shelf("images").writable else "max-age=604800"
+        # In a collection an image can be replaced: ask again, which is cheap.
+        lasting = "no-cache" if service.gallery("images").writable else "max-age=604800"
         headers = {"ETag": tag, "Cache-Control": f"private, {lasting}"}
         if tag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
@@ -293,14 +293,14 @@ def _asked(query: Query, i: int) -> Asked:
         return Asked("text", query.text, f"{where}.text", text=query.text)
     if query.id is not None:
         return Asked("id", query.id, f"{where}.id")
-    picture = _decoded(query.image or "", f"{where}.image")
-    return Asked("image", f"picture {i + 1}", f"{where}.image", picture=picture)
+    image = _decoded(query.image or "", f"{where}.image")
+    return Asked("image", f"image {i + 1}", f"{where}.image", image=image)
 
 
 def _new(item: NewItem, i: int) -> New:
     where = f"body.items.{i}"
-    picture = None if item.image is None else _decoded(item.image, f"{where}.image")
-    return New(item.id, where, picture, item.text, item.payload)
+    image = None if item.image is None else _decoded(item.image, f"{where}.image")
+    return New(item.id, where, image, item.text, item.payload)
 
 
 def _decoded(text: str, where: str) -> bytes:

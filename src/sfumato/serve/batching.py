@@ -157,7 +157,7 @@ Embedded = list[GaussianEmbedding | BaseException]
 
 
 class Embedder:
-    """The model behind two queues, one for texts and one for pictures.
+    """The model behind two queues, one for texts and one for images.
 
     Args:
         model: in evaluation mode; nobody else may use it meanwhile.
@@ -165,7 +165,7 @@ class Embedder:
         metrics: told of every batch.
 
     Attributes:
-        decoding: pictures that are being decoded, or wait for it.
+        decoding: images that are being decoded, or wait for it.
     """
 
     def __init__(self, model: DualEncoder, settings: Settings, metrics: Metrics) -> None:
@@ -175,24 +175,24 @@ class Embedder:
             self._embed_texts, self._thread, size=settings.batch_size, window=settings.batch_window,
             waiting=settings.max_waiting, observe=metrics.batch("text"),
         )  # fmt: skip
-        # What ingestion does with a picture in its workers, and with a batch of these in the model's thread.
+        # What ingestion does with an image in its workers, and with a batch of these in the model's thread.
         self._prepare, self._encode = embedding_steps(model.image, "images")
         self._workers = ThreadPoolExecutor(settings.workers, "decode")
         self.decoding, self._max_waiting = 0, settings.max_waiting
-        self.pictures: Batcher[Any, GaussianEmbedding] = Batcher(
-            self._embed_pictures, self._thread, size=settings.batch_size, window=settings.batch_window,
+        self.images: Batcher[Any, GaussianEmbedding] = Batcher(
+            self._embed_images, self._thread, size=settings.batch_size, window=settings.batch_window,
             waiting=settings.max_waiting, observe=metrics.batch("image"),
         )  # fmt: skip
 
     def start(self) -> None:
         """Begin to work, in a running event loop."""
         self.texts.start()
-        self.pictures.start()
+        self.images.start()
 
     async def close(self) -> None:
         """Stop; what waits fails."""
         await self.texts.close()
-        await self.pictures.close()
+        await self.images.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._workers.shutdown(wait=False, cancel_futures=True)
 
@@ -204,28 +204,28 @@ class Embedder:
         """
         return await submitted(self.texts, texts)
 
-    async def embed_pictures(self, pictures: Sequence[bytes]) -> Embedded:
+    async def embed_images(self, images: Sequence[bytes]) -> Embedded:
         """(1, d) of each file, or a ValueError in its place if it cannot be decoded.
 
         Raises:
             Refusal: 503, the queue is full.
         """
-        if self.decoding + len(self.pictures) + len(pictures) > self._max_waiting:
+        if self.decoding + len(self.images) + len(images) > self._max_waiting:
             raise _full()
-        self.decoding += len(pictures)
+        self.decoding += len(images)
         try:
-            prepared = await self.beside(self._prepare, pictures)
+            prepared = await self.beside(self._prepare, images)
         finally:
-            self.decoding -= len(pictures)
+            self.decoding -= len(images)
         decoded = [one for one in prepared if not isinstance(one, BaseException)]
-        rows = iter(await submitted(self.pictures, decoded) if decoded else ())
+        rows = iter(await submitted(self.images, decoded) if decoded else ())
         return [one if isinstance(one, BaseException) else next(rows) for one in prepared]
 
-    async def beside(self, work: Callable[[Asked], Done], pictures: Sequence[Asked]) -> list[Done | BaseException]:
-        """work(picture) of each, or what it raised, in threads beside that of the model; cancelled, what has not begun never does."""
+    async def beside(self, work: Callable[[Asked], Done], images: Sequence[Asked]) -> list[Done | BaseException]:
+        """work(image) of each, or what it raised, in threads beside that of the model; cancelled, what has not begun never does."""
         loop = asyncio.get_running_loop()
         try:
-            going = [loop.run_in_executor(self._workers, work, picture) for picture in pictures]
+            going = [loop.run_in_executor(self._workers, work, image) for image in images]
         except RuntimeError:
             raise busy("The service is going down", 5) from None
         found = await asyncio.gather(*going, return_exceptions=True)
@@ -236,8 +236,8 @@ class Embedder:
     def _embed_texts(self, texts: list[str]) -> list[GaussianEmbedding | Exception]:
         return _rows(self.model.embed_texts(texts))
 
-    def _embed_pictures(self, pictures: list[Any]) -> list[GaussianEmbedding | Exception]:
-        return _rows(self._encode(pictures))
+    def _embed_images(self, images: list[Any]) -> list[GaussianEmbedding | Exception]:
+        return _rows(self._encode(images))
 
 
 def _rows(embeddings: GaussianEmbedding) -> list[GaussianEmbedding | Exception]:

@@ -25,7 +25,7 @@ _WHY = {
     400: "called by a name that is not its own, or not HTTP",
     401: "no key, or a wrong one",
     403: "sent by a page of another web site",
-    404: "no such gallery, item or picture",
+    404: "no such gallery, item or image",
     408: "the request took too long to arrive",
     409: "the gallery is read-only",
     413: "larger than the limit",
@@ -62,7 +62,7 @@ def route_extras(
         for status in sorted({400, 401, 403, 408, 413, 500, 503, *statuses})
     }
     if content is not None:
-        responses[200] = {"description": "a picture", "content": content}
+        responses[200] = {"description": "an image", "content": content}
         responses[304] = {"description": "the one that you have is still right"}
     extra: dict[str, Any] = {}
     if body is not None:
@@ -71,7 +71,7 @@ def route_extras(
     if form is not None:
         described = form.model_json_schema(ref_template=_REF)
         fields = {name: value for name, value in described["properties"].items() if name not in ("image", "text")}
-        fields["image"] = {"type": "string", "format": "binary", "description": "the picture file"}
+        fields["image"] = {"type": "string", "format": "binary", "description": "the image file"}
         required = sorted({"image", *described.get("required", ())})
         schema: dict[str, Any] = {
             "type": "object",
@@ -153,7 +153,7 @@ def _curl(method: str, url: str, operation: dict[str, Any]) -> str:
         example = json.dumps(content["application/json"]["example"], ensure_ascii=False)
         words += ["--json", f"'{example}'"]
     if "multipart/form-data" in content:
-        words += ["-F image=@picture.jpg"] + (["-F id=birds/red.jpg"] if "items" in url else [])
+        words += ["-F image=@image.jpg"] + (["-F id=birds/red.jpg"] if "items" in url else [])
     where = url.replace("{id}", "birds/red.jpg")
     if any(parameter["name"] == "q" for parameter in operation.get("parameters", ())):
         return " ".join(["curl", "-G", "--data-urlencode", "'q=a red bird'", where])

@@ -16,8 +16,8 @@ Model = TypeVar("Model", bound=BaseModel)
 _AT_ONCE = 20_000
 """Bytes of JSON that are parsed without a thread."""
 _PLAIN = 1_000_000
-"""Bytes of JSON beside its pictures: a million small things take seconds to look at, a large picture does not."""
-_PICTURE = re.compile(rb'"image"\s*:\s*"[^"]*"')
+"""Bytes of JSON beside its images: a million small things take seconds to look at, a large image does not."""
+_IMAGE = re.compile(rb'"image"\s*:\s*"[^"]*"')
 _TOO_WRONG = 100
 
 
@@ -32,10 +32,10 @@ async def read_json(request: Request, model: type[Model], service: Service) -> M
 
     def parse() -> Model:
         if len(body) > _PLAIN:
-            plain = len(body) - sum(picture.end() - picture.start() for picture in _PICTURE.finditer(body))
+            plain = len(body) - sum(image.end() - image.start() for image in _IMAGE.finditer(body))
             if plain > _PLAIN:
                 raise Refusal(
-                    413, f"The request has {plain} bytes beside its pictures, more than the limit of {_PLAIN}"
+                    413, f"The request has {plain} bytes beside its images, more than the limit of {_PLAIN}"
                 )
         try:
             return model.model_validate_json(body)
@@ -96,7 +96,7 @@ async def read_form(request: Request, model: type[Model], *, nested: Sequence[st
         if "image" in model.model_fields:
             fields["image"] = "file"
         try:
-            return model.model_validate(fields), (file.filename or "picture")[:200], await file.read()
+            return model.model_validate(fields), (file.filename or "image")[:200], await file.read()
         except ValidationError as error:
             raise _listed(error, "form") from None
     finally:

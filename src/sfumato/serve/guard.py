@@ -36,14 +36,14 @@ class Metrics:
         )  # fmt: skip
         self._batch = Histogram(
             "sfumato_batch_size",
-            "Texts or pictures embedded, or queries searched, together.",
+            "Texts or images embedded, or queries searched, together.",
             ("kind",),
             buckets=_SIZES,
             registry=self.registry,
         )
         self._waiting = Gauge(
             "sfumato_waiting",
-            "Texts or pictures that wait for the model, and searches.",
+            "Texts or images that wait for the model, and searches.",
             ("kind",),
             registry=self.registry,
         )

@@ -1,4 +1,4 @@
-"""Pictures by id: where they are, whether they may be looked at, and how they are stored and shown."""
+"""Images by id: where they are, whether they may be looked at, and how they are stored and shown."""
 
 import hashlib
 import io
@@ -21,13 +21,13 @@ _SHOWN = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF":
 """Formats that browsers show; others are re-encoded."""
 
 POINTER = "_picture"
-"""Payload field that names an uploaded picture; it is not handed out."""
+"""Payload field that names an uploaded image; it is not handed out."""
 
 _NAME = re.compile("[0-9a-f]{32}")
 
 
-class Pictures(Protocol):
-    """Where the pictures of a gallery are. Ask only for items that are in it, with their payloads."""
+class Images(Protocol):
+    """Where the images of a gallery are. Ask only for items that are in it, with their payloads."""
 
     def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
         """The file's bytes; None if there is none."""
@@ -39,13 +39,13 @@ class Pictures(Protocol):
 
 
 @dataclass(frozen=True)
-class FolderPictures:
-    """Pictures whose ids are their paths in a folder; nothing outside of it is ever read, not through a link either."""
+class FolderImages:
+    """Images whose ids are their paths in a folder; nothing outside of it is ever read, not through a link either."""
 
     folder: Path
 
     def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
-        """See :class:`Pictures`."""
+        """See :class:`Images`."""
         if "\0" in id or "\\" in id or not id or os.path.isabs(id) or ".." in id.split("/"):
             return None
         try:
@@ -61,13 +61,13 @@ class FolderPictures:
 
 
 @dataclass(frozen=True)
-class SplitPictures:
-    """Pictures of a split of some data."""
+class SplitImages:
+    """Images of a split of some data."""
 
     sources: Mapping[str, ImageSource]
 
     def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
-        """See :class:`Pictures`."""
+        """See :class:`Images`."""
         source = self.sources.get(id)
         try:
             return None if source is None else source.read_bytes()
@@ -75,27 +75,27 @@ class SplitPictures:
             return None
 
     def has(self, id: str, payload: Mapping[str, str]) -> bool:
-        """See :class:`Pictures`."""
+        """See :class:`Images`."""
         return id in self.sources
 
 
 @dataclass(frozen=True)
-class UploadedPictures:
-    """Pictures that the service was given, in a folder of its own; else those of before.
+class UploadedImages:
+    """Images that the service was given, in a folder of its own; else those of before.
 
-    The record of an item names its picture, in its payload under POINTER. A name is a digest of the id and of the bytes: no other
-    item has it, and no other picture ever comes to stand under it.
+    The record of an item names its image, in its payload under POINTER. A name is a digest of the id and of the bytes: no other
+    item has it, and no other image ever comes to stand under it.
 
     Attributes:
         folder: it.
-        others: where to look for the pictures of records that name none.
+        others: where to look for the images of records that name none.
     """
 
     folder: Path
-    others: Pictures | None = None
+    others: Images | None = None
 
     def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
-        """See :class:`Pictures`."""
+        """See :class:`Images`."""
         if POINTER not in payload:
             return None if self.others is None else self.others.read(id, payload)
         try:
@@ -104,11 +104,11 @@ class UploadedPictures:
             return None
 
     def has(self, id: str, payload: Mapping[str, str]) -> bool:
-        """See :class:`Pictures`."""
+        """See :class:`Images`."""
         return POINTER in payload or (self.others is not None and self.others.has(id, payload))
 
     def write(self, id: str, data: bytes) -> str:
-        """Keep a picture; when this returns it survives the death of everything.
+        """Keep an image; when this returns it survives the death of everything.
 
         Returns:
             Its name, for the record of the item.
@@ -123,12 +123,12 @@ class UploadedPictures:
         return name
 
     def remove(self, name: str) -> None:
-        """Forget a picture that no record names any more, if there is one."""
+        """Forget an image that no record names any more, if there is one."""
         self._path(name).unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
         if not _NAME.fullmatch(name):
-            raise ValueError(f"no picture can be named {name!r}")
+            raise ValueError(f"no image can be named {name!r}")
         return self.folder / name[:2] / name
 
 
@@ -137,27 +137,27 @@ def handed_out(payload: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in payload.items() if name != POINTER}
 
 
-def check_picture(data: bytes, *, max_bytes: int, max_pixels: int, where: str) -> tuple[str, int]:
-    """Look at the header of a picture before anything is decoded.
+def check_image(data: bytes, *, max_bytes: int, max_pixels: int, where: str) -> tuple[str, int]:
+    """Look at the header of an image before anything is decoded.
 
     Returns:
         (Pillow's name of its format, number of its pixels).
 
     Raises:
-        Refusal: 413 if it is too large, 422 if it is no picture.
+        Refusal: 413 if it is too large, 422 if it is no image.
     """
     if len(data) > max_bytes:
         raise Refusal(413, f"{where}: {len(data)} bytes are more than the limit of {max_bytes}")
     large = f"{where}: more pixels than the limit of {max_pixels}; send a smaller copy"
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
-            width, height, kind = picture.width, picture.height, str(picture.format)
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height, kind = image.width, image.height, str(image.format)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise Refusal(413, large) from error
     except UnidentifiedImageError:
-        raise _no_picture(where, f"not a picture in one of the formats {', '.join(FORMATS)}") from None
+        raise _no_image(where, f"not an image in one of the formats {', '.join(FORMATS)}") from None
     except Exception as error:  # Pillow's parsers raise all sorts of things on files that are made to harm.
-        raise _no_picture(where, f"cannot be decoded: {error}") from error
+        raise _no_image(where, f"cannot be decoded: {error}") from error
     if width * height > max_pixels:
         raise Refusal(
             413, f"{where}: {width} x {height} are more pixels than the limit of {max_pixels}; send a smaller copy"
@@ -165,7 +165,7 @@ def check_picture(data: bytes, *, max_bytes: int, max_pixels: int, where: str) -
     return kind, width * height
 
 
-def _no_picture(where: str, message: str) -> Refusal:
+def _no_image(where: str, message: str) -> Refusal:
     return Refusal(422, f"{where}: {message}", errors=[(where, message)])
 
 
@@ -180,7 +180,7 @@ def to_store(data: bytes, format: str) -> bytes:
 
 
 def to_show(data: bytes, size: int | None) -> tuple[bytes, str]:
-    """A stored picture for a browser.
+    """A stored image for a browser.
 
     Args:
         data: the file.
@@ -193,13 +193,13 @@ def to_show(data: bytes, size: int | None) -> tuple[bytes, str]:
         ValueError: it can no longer be decoded.
     """
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
-            kind = str(picture.format)
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            kind = str(image.format)
             if size is None and kind in _SHOWN:
                 return data, _SHOWN[kind]
             if size is not None:
-                picture.draft(None, (2 * size, 2 * size))
-            upright = ImageOps.exif_transpose(picture)
+                image.draft(None, (2 * size, 2 * size))
+            upright = ImageOps.exif_transpose(image)
             if size is not None:
                 upright.thumbnail((size, size), Image.Resampling.BICUBIC)
             if kind == "JPEG":
@@ -209,7 +209,7 @@ def to_show(data: bytes, size: int | None) -> tuple[bytes, str]:
         raise ValueError(f"cannot be decoded: {error}") from error
 
 
-def _encoded(picture: Image.Image, format: str) -> bytes:
+def _encoded(image: Image.Image, format: str) -> bytes:
     file = io.BytesIO()
-    picture.save(file, format, quality=90)
+    image.save(file, format, quality=90)
     return file.getvalue()

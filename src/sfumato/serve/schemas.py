@@ -34,7 +34,7 @@ class Query(_Model):
     """What to search for: exactly one of the three."""
 
     text: Text | None = None
-    image: str | None = Field(None, description="a picture file in base64; bare files go to /v1/search/image")
+    image: str | None = Field(None, description="an image file in base64; bare files go to /v1/search/image")
     id: ItemId | None = Field(None, description="of an item of the gallery: what is like it?")
 
     @model_validator(mode="after")
@@ -92,7 +92,7 @@ class Hit(_Model):
     match_probability: float
     uncertainty: float = Field(description="total variance of the item")
     payload: dict[str, str]
-    picture: str | None = Field(description="path of its picture at this service; null if there is none")
+    picture: str | None = Field(description="path of its image at this service; null if there is none")
 
 
 class ConformalSet(_Model):
@@ -131,11 +131,11 @@ class Position(Ellipse):
 class Answer(_Model):
     """What was found for one query."""
 
-    query: str = Field(description="the text, the name of the picture file, or the id")
+    query: str = Field(description="the text, the name of the image file, or the id")
     kind: Literal["text", "image", "id"]
     distance: str = Field(description="name of the distance, e.g. csd")
     calibrated: bool = Field(
-        description="whether the probabilities were fitted on held-out pairs of this kind of query; between two pictures or two texts"
+        description="whether the probabilities were fitted on held-out pairs of this kind of query; between two images or two texts"
         " they are a guess"
     )
     uncertainty: float = Field(description="total variance of the query")
@@ -155,11 +155,11 @@ class SearchResponse(_Model):
 
 
 class NewItem(_Model):
-    """An item to add: a text for a gallery of texts, a picture for one of images."""
+    """An item to add: a text for a gallery of texts, an image for one of images."""
 
     id: ItemId
     text: Text | None = None
-    image: str | None = Field(None, description="a picture file in base64; bare files go to /v1/items/image")
+    image: str | None = Field(None, description="an image file in base64; bare files go to /v1/items/image")
     payload: Payload = {}
 
     @model_validator(mode="after")
@@ -175,7 +175,7 @@ class Item(_Model):
     id: str
     uncertainty: float = Field(description="total variance")
     payload: dict[str, str]
-    picture: str | None = Field(description="path of its picture at this service; null if there is none")
+    picture: str | None = Field(description="path of its image at this service; null if there is none")
 
 
 class AddRequest(_Model):
@@ -213,7 +213,7 @@ class GalleryInfo(_Model):
 
     n: int
     writable: bool
-    pictures: bool = Field(description="whether its items have pictures to look at")
+    pictures: bool = Field(description="whether its items have images to look at")
     calibrated: bool = Field(description="whether queries of the other kind have calibrated probabilities")
     risks: list[float] = Field(
         description="values of abstain, among the usual ones, that the calibration can vouch for"

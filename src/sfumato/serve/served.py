@@ -1,4 +1,4 @@
-"""What is served: a model, one gallery of images or texts or both, and where the pictures are."""
+"""What is served: a model, one gallery of images or texts or both, and where the images are."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,25 +12,25 @@ from sfumato.errors import UserError
 from sfumato.models.galleries import Source, build_index, load_retrieval_model, open_gallery
 from sfumato.models.run import RECIPE, Run, load_run
 from sfumato.models.splits import embed_split, load_split, load_splits
-from sfumato.search.collection import GaussianCollection
+from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
 from sfumato.search.gallery import Gallery
-from sfumato.serve.image_files import FolderPictures, Pictures, SplitPictures, UploadedPictures
+from sfumato.serve.image_files import FolderImages, Images, SplitImages, UploadedImages
 from sfumato.serve.schemas import GalleryName
 
 
 @dataclass(eq=False)
-class Shelf:
-    """A gallery with its pictures.
+class ServedGallery:
+    """A gallery with its images.
 
     Attributes:
         gallery: it.
-        pictures: of its items; None if there are none, or nobody knows where.
+        images: of its items; None if there are none, or nobody knows where.
         version: counts what this service has changed in it.
         written: items that it has stored or removed.
     """
 
     gallery: Gallery
-    pictures: Pictures | None = None
+    images: Images | None = None
     version: int = 0
     written: int = 0
 
@@ -40,9 +40,9 @@ class Shelf:
         return self.gallery if isinstance(self.gallery, GaussianCollection) else None
 
     @property
-    def uploads(self) -> UploadedPictures | None:
-        """Where new pictures go."""
-        return self.pictures if isinstance(self.pictures, UploadedPictures) else None
+    def uploads(self) -> UploadedImages | None:
+        """Where new images go."""
+        return self.images if isinstance(self.images, UploadedImages) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class Sources:
     Attributes:
         model: embeds the queries, and what is added.
         name: of the model, for people.
-        shelves: by kind of the items.
+        galleries: by kind of the items.
 
     Raises:
         UserError: the galleries differ in their dimensions or their distance.
@@ -60,28 +60,28 @@ class Sources:
 
     model: DualEncoder
     name: str
-    shelves: dict[GalleryName, Shelf] = field(default_factory=dict)
+    galleries: dict[GalleryName, ServedGallery] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for what in ("d", "distance"):
-            found = {name: getattr(shelf.gallery, what) for name, shelf in self.shelves.items()}
+            found = {name: getattr(served.gallery, what) for name, served in self.galleries.items()}
             if len(set(found.values())) > 1:
                 raise UserError(f"the galleries differ in {what}, {found}; serve two that one model has made")
 
     @property
     def distance(self) -> str:
         """Of all galleries."""
-        return next(iter(self.shelves.values())).gallery.distance
+        return next(iter(self.galleries.values())).gallery.distance
 
     @property
     def d(self) -> int:
         """Of all galleries."""
-        return next(iter(self.shelves.values())).gallery.d
+        return next(iter(self.galleries.values())).gallery.d
 
     def close(self) -> None:
         """Let go of the stores."""
-        for shelf in self.shelves.values():
-            shelf.gallery.close()
+        for served in self.galleries.values():
+            served.gallery.close()
 
 
 def open_sources(
@@ -96,7 +96,7 @@ def open_sources(
     """Open what `sfumato serve` is given.
 
     Args:
-        path: folder of an index, a collection or a run; of a run a split of its data is embedded now, pictures and texts.
+        path: folder of an index, a collection or a run; of a run a split of its data is embedded now, images and texts.
         texts: an index or a collection of texts beside it.
         run: folder or name of the model, if it has moved since the index was built.
         store: of a collection at `path`, if it has moved.
@@ -118,18 +118,18 @@ def open_sources(
     if texts is None:
         return served
     beside = open_gallery(texts)
-    homes = {str(shelf.gallery.about.get("run", "")) for shelf in served.shelves.values()} | {
-        str(beside.about.get("run", ""))
+    homes = {str(served.gallery.metadata.get("run", "")) for served in served.galleries.values()} | {
+        str(beside.metadata.get("run", ""))
     }
     try:
-        if kind(beside) != "texts" or "texts" in served.shelves:
-            raise UserError(f"--texts {texts}: give an index of texts there, and one of pictures as the first argument")
+        if kind(beside) != "texts" or "texts" in served.galleries:
+            raise UserError(f"--texts {texts}: give an index of texts there, and one of images as the first argument")
         if len(homes) > 1 and run is None:
             raise UserError(
                 f"the galleries were made by different models, {' and '.join(sorted(homes))}; if they are one that has moved, say where"
                 " it is with --run"
             )
-        return Sources(served.model, served.name, {**served.shelves, "texts": Shelf(beside)})
+        return Sources(served.model, served.name, {**served.galleries, "texts": ServedGallery(beside)})
     except UserError:
         beside.close()
         served.close()
@@ -150,27 +150,27 @@ def _from_gallery(folder: Path, run: str | None, store: str | None) -> Sources:
                 f"{folder} is ranked by {gallery.distance}, the model {retrieval_model.source} by {retrieval_model.distance}: not the one that it was"
                 " built with"
             )
-        home = str(run or gallery.about["run"])
+        home = str(run or gallery.metadata["run"])
         shown = kind(gallery) == "images" and not uses_regions(retrieval_model.model)
-        shelf = Shelf(gallery, _pictures(gallery, home) if shown else None)
-        return Sources(retrieval_model.model, Path(home).name, {kind(gallery): shelf})
+        served = ServedGallery(gallery, _images(gallery, home) if shown else None)
+        return Sources(retrieval_model.model, Path(home).name, {kind(gallery): served})
     except BaseException:
         gallery.close()
         raise
 
 
-def _pictures(gallery: Gallery, home: str) -> Pictures | None:
-    """Where the index says that its pictures are, and for a collection where new ones go."""
-    told = gallery.about.get("pictures") or {}
-    found: Pictures | None = None
+def _images(gallery: Gallery, home: str) -> Images | None:
+    """Where the index says that its images are, and for a collection where new ones go."""
+    told = gallery.metadata.get("pictures") or {}
+    found: Images | None = None
     if "folder" in told:
-        found = FolderPictures(Path(told["folder"]))
+        found = FolderImages(Path(told["folder"]))
     elif "split" in told and (Path(home) / RECIPE).is_file():
         splits = load_splits(load_run(home).recipe.data, Problems())
         if (data := splits.get(told["split"])) is not None:
-            found = SplitPictures(dict(zip(data.image_ids, data.images, strict=True)))
+            found = SplitImages(dict(zip(data.image_ids, data.images, strict=True)))
     if isinstance(gallery, GaussianCollection):
-        return UploadedPictures(gallery.folder / "pictures", found)
+        return UploadedImages(gallery.folder / UPLOADED_IMAGES, found)
     return found
 
 
@@ -182,11 +182,11 @@ def _from_run(run: Run, folder: Path, split: str, *, images_alone: bool) -> Sour
         "images": Source(images, data.image_ids, pictures={"split": split}),
         "texts": Source(texts, data.text_ids, data.texts),
     }
-    shown = SplitPictures(dict(zip(data.image_ids, data.images, strict=True)))
-    pictures = None if uses_regions(run.model) else shown
-    shelves: dict[GalleryName, Shelf] = {
-        name: Shelf(build_index(run, source, home=folder), pictures if name == "images" else None)
+    shown = SplitImages(dict(zip(data.image_ids, data.images, strict=True)))
+    images = None if uses_regions(run.model) else shown
+    galleries: dict[GalleryName, ServedGallery] = {
+        name: ServedGallery(build_index(run, source, home=folder), images if name == "images" else None)
         for name, source in sources.items()
         if name == "images" or not images_alone
     }
-    return Sources(run.model, folder.name, shelves)
+    return Sources(run.model, folder.name, galleries)

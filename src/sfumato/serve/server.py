@@ -103,7 +103,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
             return
         host, port = self.servers[0].sockets[0].getsockname()[:2]
-        held = ", ".join(f"{len(shelf.gallery)} {name}" for name, shelf in self._service.sources.shelves.items())
+        held = ", ".join(f"{len(served.gallery)} {name}" for name, served in self._service.sources.galleries.items())
         print(f"serving {held}: http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
 
@@ -117,7 +117,7 @@ def run_app(app: FastAPI, *, host: str, port: int, grace: int = 30, access_log: 
         access_log: a line for every request, with its route and status, without what was asked.
 
     Raises:
-        SystemExit: with 1 and a line on stderr, if no text or picture can be embedded or searched.
+        SystemExit: with 1 and a line on stderr, if no text or image can be embedded or searched.
         UserError: the address cannot be had, or others would reach the service under any name and without a key.
     """
     check_names(host, app.state.service.settings)

@@ -14,13 +14,13 @@ class Settings:
     """Limits and sizes of a service.
 
     Attributes:
-        batch_size: most texts, or pictures, that are embedded together.
+        batch_size: most texts, or images, that are embedded together.
         batch_window: seconds that the first of them waits for others.
-        max_waiting: texts, or pictures, that may wait for the model; more are refused with 503. At least max_batch.
+        max_waiting: texts, or images, that may wait for the model; more are refused with 503. At least max_batch.
         max_batch: queries, or new items, of one request; at most MOST.
         max_results: hits of one query, and items of a conformal set.
-        max_upload_bytes: of a picture file.
-        max_pixels: of all pictures of a request together, at most MAX_PIXELS.
+        max_upload_bytes: of an image file.
+        max_pixels: of all images of a request together, at most MAX_PIXELS.
         max_requests: requests to /v1/ at work at the same time; more are refused with 503.
         timeout: seconds for reading a request, and again for answering it.
         threads: of one computation in torch.
@@ -81,7 +81,7 @@ class Settings:
 
     @property
     def max_body_bytes(self) -> int:
-        """Of a whole request: a picture of the largest size in base64, and a little beside it."""
+        """Of a whole request: an image of the largest size in base64, and a little beside it."""
         return self.max_upload_bytes * 4 // 3 + 65_536
 
 
