@@ -195,11 +195,11 @@ FLOORS: dict[str, list[str]] = {
     ],
     "serve": [
         "schemas",
-        "documentation image_files settings",
+        "bodies documentation image_files settings",
         "guard served",
         "answering batching",
         "service",
-        "forms server writing",
+        "server writing",
         "app",
     ],
     "cli": [

@@ -237,7 +237,7 @@ def test_forms_that_are_none(client):
     problem(client.post("/v1/search/image", files={"picture": ("a.png", picture())}), 422)
     problem(client.post("/v1/search/image", files=[("image", ("a", picture())), ("image", ("b", picture()))]), 422)
     told = problem(client.post("/v1/items/image", files=file, data={"id": "a", "payload": "{"}), 422)
-    assert "not JSON" in told["detail"]
+    assert "form.payload: Invalid JSON" in told["detail"]
     told = problem(client.post("/v1/items/image", files=file, data={"id": "a", "payload": "[" * 50_000}), 422)
 
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Form, Request
 from fastapi import Query as Parameter
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, HTMLResponse, Response
@@ -20,8 +20,8 @@ from starlette.exceptions import HTTPException
 from sfumato import __version__
 from sfumato.errors import UserError
 from sfumato.serve.answering import Asked
-from sfumato.serve.documentation import INTRODUCTION, documented, page_of, route_extras
-from sfumato.serve.forms import read_form, read_json
+from sfumato.serve.bodies import FORM, CheckedRoute
+from sfumato.serve.documentation import COMMON, IMAGE, INTRODUCTION, documented, page_of, problems
 from sfumato.serve.guard import TEXT, Guard
 from sfumato.serve.schemas import (
     AddRequest,
@@ -29,13 +29,14 @@ from sfumato.serve.schemas import (
     DeleteRequest,
     DeleteResponse,
     GalleryName,
+    ImageSearch,
     Info,
     Item,
     Map,
+    NewImage,
     NewItem,
     Query,
     Refusal,
-    SearchParameters,
     SearchRequest,
     SearchResponse,
     State,
@@ -80,12 +81,14 @@ def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
         title="sfumato",
         version=__version__,
         description=INTRODUCTION,
+        responses=problems(*COMMON),
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
     )
+    app.router.route_class = CheckedRoute
     app.state.service = service
     _handle_errors(app)
     _add_pages(app, service)
@@ -105,28 +108,26 @@ def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
 
 
 def _handle_errors(app: FastAPI) -> None:
-    @app.exception_handler(Refusal)
-    async def refused(request: Request, error: Refusal) -> Response:
-        return error.response()
-
     @app.exception_handler(UserError)
     async def unreachable(request: Request, error: UserError) -> Response:
         _LOG.error("the store failed: %s", error)
-        return busy("The store cannot be searched now; the log of the service says why", 5).response()
+        return busy("The store cannot be searched now; the log of the service has the reason", 5).response()
 
     @app.exception_handler(RequestValidationError)
     async def wrong(request: Request, error: RequestValidationError) -> Response:
-        return invalid(error.errors()).response()
+        form = request.headers.get("content-type", "").lower().startswith(FORM)
+        return invalid(error.errors(), "form" if form else "body").response()
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:
-        told = {
-            404: "There is nothing under this path; GET /docs says what there is",
-            405: f"{request.method} is not for this path; GET /docs says what is",
+        if isinstance(error, Refusal):
+            return error.response()
+        details = {
+            404: "There is nothing under this path; GET /docs lists the paths",
+            405: f"{request.method} is not allowed for this path; GET /docs lists the methods",
         }
-        return Refusal(
-            error.status_code, told.get(error.status_code, str(error.detail)), headers=error.headers
-        ).response()
+        detail = details.get(error.status_code, str(error.detail))
+        return Refusal(error.status_code, detail, headers=error.headers).response()
 
 
 def _add_pages(app: FastAPI, service: Service) -> None:
@@ -150,12 +151,12 @@ def _add_pages(app: FastAPI, service: Service) -> None:
     async def openapi() -> dict[str, Any]:
         return app.openapi()
 
-    @app.get("/healthz", response_model=State, tags=["state"], **route_extras())
+    @app.get("/healthz", response_model=State, tags=["state"])
     async def healthz() -> Response:
         """Whether the process is alive. Open to all."""
         return _json(State(status="alive"))
 
-    @app.get("/readyz", response_model=State, tags=["state"], **route_extras(503))
+    @app.get("/readyz", response_model=State, tags=["state"], responses=problems(503))
     async def readyz() -> Response:
         """Whether searches are answered: 503 before the model has warmed up, and while the service goes down. Open to all."""
         if not service.ready.is_set():
@@ -167,31 +168,29 @@ def _add_pages(app: FastAPI, service: Service) -> None:
             raise busy(f"Not ready: {why}")
         return _json(State(status="ready"))
 
-    @app.get("/metrics", tags=["state"], response_class=Response, **route_extras())
+    @app.get("/metrics", tags=["state"], response_class=Response)
     async def metrics() -> Response:
         """Counters for Prometheus."""
         return Response(await service.measured(), media_type=TEXT)
 
-    @app.get("/v1/info", response_model=Info, tags=["state"], **route_extras())
+    @app.get("/v1/info", response_model=Info, tags=["state"])
     async def info() -> Response:
         """What is served, what the calibration can vouch for, and what is refused."""
         return _json(await service.info())
 
 
 def _add_searches(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/search", response_model=SearchResponse, tags=["search"], **route_extras(404, 422, 503, 504))
+    @app.get("/v1/search", response_model=SearchResponse, tags=["search"], responses=problems(404, 422, 503, 504))
     async def search_text(parameters: Annotated[TextSearch, Parameter()]) -> Response:
         """Search by one text."""
         asked = Asked("text", parameters.q, "query.q", text=parameters.q)
         return _json(await service.search([asked], parameters.options()))
 
     @app.post(
-        "/v1/search", response_model=SearchResponse, tags=["search"],
-        **route_extras(404, 413, 415, 422, 503, 504, body=SearchRequest),
-    )  # fmt: skip
-    async def search(request: Request) -> Response:
-        """Search by texts, images in base64 and ids of stored items, mixed as you like; the item of an id is among its hits."""
-        wanted = await read_json(request, SearchRequest, service)
+        "/v1/search", response_model=SearchResponse, tags=["search"], responses=problems(404, 413, 415, 422, 503, 504)
+    )
+    async def search(wanted: SearchRequest) -> Response:
+        """Search by texts, images in base64 and ids of stored items, in any mixture. A search by id also finds the item itself."""
 
         def read() -> list[Asked]:
             return [_asked(query, i) for i, query in enumerate(wanted.queries)]
@@ -200,15 +199,17 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         return _json(await service.search(asked, wanted))
 
     @app.post(
-        "/v1/search/image", response_model=SearchResponse, tags=["search"],
-        **route_extras(404, 413, 415, 422, 503, 504, form=SearchParameters),
-    )  # fmt: skip
-    async def search_image(request: Request) -> Response:
+        "/v1/search/image",
+        response_model=SearchResponse,
+        tags=["search"],
+        responses=problems(404, 413, 415, 422, 503, 504),
+    )
+    async def search_image(form: Annotated[ImageSearch, Form(media_type=FORM)]) -> Response:
         """Search by an image file; the options are further fields of the form."""
-        form, name, data = await read_form(request, SearchParameters)
+        name, data = (form.image.filename or "image")[:200], await form.image.read()
         return _json(await service.search([Asked("image", name, "form.image", image=data)], form.options()))
 
-    @app.get("/v1/map", response_model=Map, tags=["look"], **route_extras(404, 422, 503, 504))
+    @app.get("/v1/map", response_model=Map, tags=["look"], responses=problems(404, 422, 503, 504))
     async def draw(
         gallery: _ItemGallery = "images",
         n: Annotated[int, Parameter(ge=1, le=5000, description="items at most")] = 500,
@@ -218,39 +219,32 @@ def _add_searches(app: FastAPI, service: Service) -> None:
 
 
 def _add_items(app: FastAPI, service: Service, writer: Writer) -> None:
-    @app.post(
-        "/v1/items", response_model=AddResponse, tags=["items"],
-        **route_extras(404, 409, 413, 415, 422, 503, 504, body=AddRequest),
-    )  # fmt: skip
-    async def add(request: Request) -> Response:
-        """Add items, or replace those with the same ids: all of them or none, for good."""
-        wanted = await read_json(request, AddRequest, service)
+    writes: dict[str, Any] = {"tags": ["items"], "responses": problems(404, 409, 413, 415, 422, 503, 504)}
+
+    @app.post("/v1/items", response_model=AddResponse, **writes)
+    async def add(wanted: AddRequest) -> Response:
+        """Add items, or replace those with the same ids: all of them or none. They are stored when the response arrives."""
         items = await service.in_thread(lambda: [_new(one, i) for i, one in enumerate(wanted.items)])
         return _json(await writer.add(wanted.gallery, items))
 
-    @app.post(
-        "/v1/items/image", response_model=AddResponse, tags=["items"],
-        **route_extras(404, 409, 413, 415, 422, 503, 504, form=NewItem),
-    )  # fmt: skip
-    async def add_image(request: Request) -> Response:
+    @app.post("/v1/items/image", response_model=AddResponse, **writes)
+    async def add_image(form: Annotated[NewImage, Form(media_type=FORM)]) -> Response:
         """Add an image file to the gallery of images; the payload is a JSON object in a field of the form."""
-        form, _, data = await read_form(request, NewItem, nested=("payload",))
-        return _json(await writer.add("images", [New(form.id, "form", data, None, form.payload)]))
+        return _json(await writer.add("images", [New(form.id, "form", await form.image.read(), None, form.payload)]))
 
-    @app.post(
-        "/v1/items/delete", response_model=DeleteResponse, tags=["items"],
-        **route_extras(404, 409, 413, 415, 422, 503, 504, body=DeleteRequest),
-    )  # fmt: skip
-    async def delete_several(request: Request) -> Response:
-        """Remove items, for good; ids that are not there are passed over."""
-        wanted = await read_json(request, DeleteRequest, service)
+    @app.post("/v1/items/delete", response_model=DeleteResponse, **writes)
+    async def delete_several(wanted: DeleteRequest) -> Response:
+        """Remove items; unknown ids are skipped."""
         return _json(await writer.delete(wanted.gallery, wanted.ids))
 
     @app.delete(
-        "/v1/items/{id:path}", response_model=DeleteResponse, tags=["items"], **route_extras(404, 409, 422, 503, 504)
+        "/v1/items/{id:path}",
+        response_model=DeleteResponse,
+        tags=["items"],
+        responses=problems(404, 409, 422, 503, 504),
     )
     async def delete(id: str, gallery: _ItemGallery = "images") -> Response:
-        """Remove one item, for good."""
+        """Remove one item."""
         if not id or "\0" in id or len(id) > 512:
             raise Refusal(404, "There is no such item")
         done = await writer.delete(gallery, [id])
@@ -258,14 +252,14 @@ def _add_items(app: FastAPI, service: Service, writer: Writer) -> None:
             raise Refusal(404, f"There is no item {id!r} among the {gallery}")
         return _json(done)
 
-    @app.get("/v1/items/{id:path}", response_model=Item, tags=["items"], **route_extras(404, 422, 503, 504))
+    @app.get("/v1/items/{id:path}", response_model=Item, tags=["items"], responses=problems(404, 422, 503, 504))
     async def item(id: str, gallery: _ItemGallery = "images") -> Response:
         """One item."""
         return _json(await service.item(id, gallery))
 
     @app.get(
         "/v1/pictures/{id:path}", response_class=Response, tags=["look"],
-        **route_extras(404, 422, 503, 504, content={"image/*": {"schema": {"type": "string", "format": "binary"}}}),
+        responses={**problems(404, 422, 503, 504), **IMAGE},
     )  # fmt: skip
     async def image(
         request: Request,

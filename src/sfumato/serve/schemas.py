@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Annotated, Any, Literal, Self
 
+from fastapi import UploadFile
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Json, model_validator
+from starlette.exceptions import HTTPException
 
 MOST = 1024
 """Items of any list in a request; a service is told a lower limit of its own."""
@@ -79,6 +81,8 @@ class SearchOptions(_Options):
 
 class SearchRequest(SearchOptions):
     """One or several queries, searched together."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"queries": [{"text": "a red bird"}], "max_results": 5}]})
 
     queries: list[Query] = Field(min_length=1, max_length=MOST, description="up to the limit of the service")
 
@@ -181,6 +185,10 @@ class Item(_Model):
 class AddRequest(_Model):
     """Items to add, or to replace if their ids are there already; all of them or none."""
 
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"gallery": "texts", "items": [{"id": "caption-1", "text": "a red bird"}]}]}
+    )
+
     gallery: GalleryName = "images"
     items: list[NewItem] = Field(min_length=1, max_length=MOST, description="up to the limit of the service")
 
@@ -195,6 +203,8 @@ class AddResponse(_Model):
 
 class DeleteRequest(_Model):
     """Items to remove."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"gallery": "images", "ids": ["birds/red.jpg"]}]})
 
     gallery: GalleryName = "images"
     ids: list[ItemId] = Field(min_length=1, max_length=MOST)
@@ -293,14 +303,28 @@ class SearchParameters(_Options):
         wanted = None
         if where or self.max_uncertainty is not None:
             wanted = ItemFilter(where=where, max_uncertainty=self.max_uncertainty)
-        flat = self.model_dump(exclude={"where", "max_uncertainty", "q"}, exclude_unset=True)
+        flat = self.model_dump(exclude={"where", "max_uncertainty", "q", "image"}, exclude_unset=True)
         return SearchOptions(**flat, filter=wanted)
 
 
 class TextSearch(SearchParameters):
     """One text and the options of a search."""
 
-    q: Text
+    q: Text = Field(examples=["a red bird"])
+
+
+class ImageSearch(SearchParameters):
+    """An image file and the options of a search, as a form."""
+
+    image: UploadFile = Field(description="the image file")
+
+
+class NewImage(_Model):
+    """An image file to add, as a form."""
+
+    id: ItemId
+    image: UploadFile = Field(description="the image file")
+    payload: Json[Payload] = Field({}, description="a JSON object of texts that searches return with the item")
 
 
 class Problem(_Model):
@@ -314,10 +338,10 @@ class Problem(_Model):
 
 
 PROBLEM = "application/problem+json"
-_LONGEST, _MOST = 500, 20
+_LONGEST, _MOST, _TOO_WRONG = 500, 20, 100
 
 
-class Refusal(Exception):
+class Refusal(HTTPException):
     """A request that is not answered as wished.
 
     Args:
@@ -335,19 +359,19 @@ class Refusal(Exception):
         errors: Sequence[tuple[str, str]] = (),
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(detail)
-        self.status, self.detail, self.errors, self.headers = status, detail, tuple(errors), dict(headers or {})
+        super().__init__(status, detail, dict(headers or {}))
+        self.errors = tuple(errors)
 
     def response(self) -> Response:
         """The problem document."""
         problem = Problem(
-            title=HTTPStatus(self.status).phrase,
-            status=self.status,
+            title=HTTPStatus(self.status_code).phrase,
+            status=self.status_code,
             detail=_clean(self.detail),
             errors=[Invalid(where=_clean(where), message=_clean(message)) for where, message in self.errors[:_MOST]],
         )
         # ASCII, so that nothing in it can fail to be encoded.
-        return Response(json.dumps(problem.model_dump()), self.status, headers=self.headers, media_type=PROBLEM)
+        return Response(json.dumps(problem.model_dump()), self.status_code, headers=self.headers, media_type=PROBLEM)
 
 
 def busy(detail: str, seconds: int = 1) -> Refusal:
@@ -355,18 +379,24 @@ def busy(detail: str, seconds: int = 1) -> Refusal:
     return Refusal(503, detail, headers={"Retry-After": str(seconds)})
 
 
-def invalid(errors: Sequence[Any], root: str = "") -> Refusal:
-    """422 from the errors that pydantic lists.
+def invalid(errors: Sequence[Any], body: str = "body") -> Refusal:
+    """The refusal of a request that pydantic finds invalid.
 
     Args:
         errors: of a ValidationError.
-        root: what was validated, e.g. "body".
+        body: name of the body in `where`.
+
+    Returns:
+        422, with the first errors; only their number if there are very many.
     """
+    if len(errors) > _TOO_WRONG:
+        return Refusal(422, f"The request is not valid: {body}: wrong in {len(errors)} places")
     found = []
     for error in errors:
-        where = ".".join(str(part) for part in ((root,) if root else ()) + tuple(error["loc"]))
+        root, *path = error["loc"]
+        where = ".".join(str(part) for part in (body if root == "body" else root, *path))
         found.append((where, str(error["msg"]).removeprefix("Value error, ")))
-    first = "; ".join(f"{where}: {message}" if where else message for where, message in found[:3])
+    first = "; ".join(f"{where}: {message}" for where, message in found[:3])
     return Refusal(422, f"The request is not valid: {first}", errors=found)
 
 

@@ -109,7 +109,9 @@ class Service:
             Refusal: 404, there is none.
         """
         if name not in self.sources.galleries:
-            raise Refusal(404, f"There is no gallery of {name} here; there is one of {', '.join(self.sources.galleries)}")
+            raise Refusal(
+                404, f"There is no gallery of {name} here; there is one of {', '.join(self.sources.galleries)}"
+            )
         return self.sources.galleries[name]
 
     async def search(self, asked: Sequence[Asked], options: SearchOptions) -> SearchResponse:
@@ -145,9 +147,7 @@ class Service:
         """
         if images and uses_regions(self.sources.model):
             where = images[0][0]
-            said = (
-                f"{where}: the model of this service reads region features and no images; search by text or by item"
-            )
+            said = f"{where}: the model of this service reads region features and no images; search by text or by item"
             raise Refusal(422, said, errors=[(where, said)])
         most, pixels = self.settings.max_upload_bytes, self.settings.max_pixels
 
