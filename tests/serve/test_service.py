@@ -20,7 +20,6 @@ from sfumato.errors import UserError
 from sfumato.models.galleries import Source, build_index, create_collection
 from sfumato.models.run import load_run
 from sfumato.search.stores.protocol import Filter
-from sfumato.serve import writing
 from sfumato.serve.app import create_app
 from sfumato.serve.image_files import SplitImages, UploadedImages
 from sfumato.serve.served import Sources, open_sources
@@ -126,9 +125,12 @@ def test_a_set_that_was_cut_says_so(client, sources):
 def test_promises_are_for_native_queries_only(client, promise):
     for query in ({"image": in_base64(picture())}, {"id": "000.png"}):
         refused = search(client, {"text": "fine"}, query, **{promise: 0.5}, status=422)
-        assert f"{promise} is known of texts" in refused["detail"] and refused["errors"][0]["where"] == promise
+        assert (
+            f"{promise} works only with queries by text" in refused["detail"]
+            and refused["errors"][0]["where"] == promise
+        )
     refused = search(client, {"text": "a"}, gallery="texts", **{promise: 0.5}, status=422)
-    assert "known of images" in refused["detail"]
+    assert "works only with queries by image" in refused["detail"]
 
 
 def test_filters(client, sources):
@@ -252,13 +254,18 @@ def test_concurrent_texts_are_embedded_together_and_answered_alike(sources):
     with served(Sources(model, "slow", sources.galleries), batch_size=8, batch_window=0.05) as client:
         alone = [search(client, {"text": text})[0] for text in texts]
         model.go.clear()
-        with concurrent.futures.ThreadPoolExecutor(len(texts)) as pool:
+        with concurrent.futures.ThreadPoolExecutor(len(texts) + 1) as pool:
+            first = pool.submit(search, client, {"text": "keeps the model busy while the others arrive"})
+            while len(client.app.state.service.embedder.texts) or model.waiting == 0:
+                time.sleep(0.01)
             asked = [pool.submit(search, client, {"text": text}) for text in texts]
-            time.sleep(0.5)
+            while len(client.app.state.service.embedder.texts) < len(texts):
+                time.sleep(0.01)
             model.sizes.clear()
             model.go.set()
             together = [one.result()[0] for one in asked]
-    assert max(model.sizes) == 8 and sum(model.sizes) == len(texts)
+            first.result()
+    assert model.sizes == [1, 8, 4]
     for a, b in zip(alone, together, strict=True):
         assert a["query"] == b["query"] and [h["id"] for h in a["hits"]] == [h["id"] for h in b["hits"]]
         for ours, theirs in zip(a["hits"], b["hits"], strict=True):
@@ -399,13 +406,12 @@ def test_hits_name_a_picture_only_where_there_may_be_one(run, data, collection):
 def test_a_store_is_optimised_after_many_writes_and_at_the_end(collection, monkeypatch):
     sources, calls, go = open_sources(collection), [], threading.Event()
     gallery = sources.galleries["images"].gallery
-    monkeypatch.setattr(writing, "_MANY", 3)
     monkeypatch.setattr(gallery.store, "optimise", lambda: (calls.append(len(gallery)), go.wait(20)))
 
     def add(id):
         return client.post("/v1/items", json={"items": [{"id": id, "image": in_base64(picture())}]}).status_code
 
-    with served(sources) as client:
+    with served(sources, optimise_after=3) as client:
         assert add("1") == add("2") == 200 and not calls
         assert add("3") == 200  # And does not wait for it.
         for _ in range(500):

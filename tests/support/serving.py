@@ -127,12 +127,14 @@ class SlowModel(torch.nn.Module):
     def __init__(self, model, seconds=0.0):
         super().__init__()
         self.model, self.seconds = model, seconds
-        self.go, self.sizes = threading.Event(), []
+        self.go, self.sizes, self.waiting = threading.Event(), [], 0
         self.go.set()
         self.image = model.image
 
     def embed_texts(self, texts):
+        self.waiting += 1
         self.go.wait(20)
+        self.waiting -= 1
         time.sleep(self.seconds)
         self.sizes.append(len(texts))
         return self.model.embed_texts(texts)

@@ -1,10 +1,11 @@
 """A folder of data files that is replaced as a whole: readers see the old content or the new, even if a process dies.
 
-    FOLDER/manifest.json     kind and metadata, the name of the data folder, size and SHA-256 of every file and of itself
-    FOLDER/data-xxxx/...     the files
+    FOLDER/manifest.json     kind and metadata, the name of the data folder, size and SHA-256 of every file and of
+    itself FOLDER/data-xxxx/...     the files
 
-A save writes a new data folder, forces it to disk, and then renames a new manifest into place: that one rename is the step
-from old to new. Only then are older data folders removed, also those of killed writers. The content is up to the caller.
+A save writes a new data folder, forces it to disk, and then renames a new manifest into place: that one rename is the
+step from old to new. Only then are older data folders removed, also those of killed writers. The content is up to the
+caller.
 """
 
 import contextlib

@@ -1,11 +1,12 @@
-"""GaussianCollection: items that come and go, kept in a vector store. Results are exact within the candidates of the store.
+"""GaussianCollection: changing items in a vector store. Results are exact within the candidates of the store.
 
 The folder of a collection holds the settings (distance, centre, logits, calibration, model) and the URL of the store:
 
     FOLDER/manifest.json     settings and the store's URL      FOLDER/data-xxxx/     the centre and the calibration
 
-The folder is small and is written once; the store can be a folder inside it or a cluster. The store returns candidates with
-their lifted vectors. Their distances, and so their order, are computed anew; equal distances are ordered by id.
+The folder is small and is written once; the store can be a folder inside it or a cluster. The store returns
+candidates with their lifted vectors. Their distances, and so their order, are computed anew; equal distances are
+ordered by id.
 """
 
 import contextlib
@@ -290,7 +291,8 @@ class GaussianCollection(Gallery):
             lengths = [len(payloads)]
         if len(ids) != embeddings.n or len(payloads) != embeddings.n:
             raise ValueError(
-                f"GaussianCollection: {embeddings.n} embeddings, {len(ids)} ids and payloads of {lengths or [embeddings.n]};"
+                f"GaussianCollection: {embeddings.n} embeddings, {len(ids)} ids and payloads of"
+                f" {lengths or [embeddings.n]};"
                 " expected the same number of each"
             )
         if embeddings.n == 0:
@@ -351,9 +353,9 @@ class GaussianCollection(Gallery):
     def expected_matches(self, queries: GaussianEmbedding) -> list[float]:
         """How many items should match each query: the sum of the match probabilities over the collection.
 
-        Up to n_sample items the sum is exact. In a larger collection the n_exact closest items are added up, and the rest is
-        estimated, without bias, from a sample. The sample takes a scan of the store at the first call, and again when a
-        hundredth of the items has changed.
+        Up to n_sample items the sum is exact. In a larger collection the n_exact closest items are added up, and the
+        rest is estimated, without bias, from a sample. The sample takes a scan of the store at the first call, and
+        again when a hundredth of the items has changed.
 
         Args:
             queries: (n, d) embeddings.
@@ -398,7 +400,7 @@ class GaussianCollection(Gallery):
         self.store.optimise()
 
     def _candidates(self, queries: GaussianEmbedding, c: int, filter: Filter | None) -> list[Candidates]:
-        """The store's candidates of each query with exact distances, closest first, equal distances by id."""
+        """The store's candidates with exact distances, closest first, equal distances by id."""
         return [
             _ordered(
                 records.ids, self._distances(queries[i : i + 1], records)[0], records.uncertainty, records.payloads

@@ -109,8 +109,8 @@ def closest_candidates(
         memory_mb: size of a block of float32 means in MiB.
 
     Returns:
-        ((n, c) distances ascending, (n, c) positions); equal distances by gallery position. Missing candidates stand at the
-        end, with distance infinity and position -1.
+        ((n, c) distances ascending, (n, c) positions); equal distances by gallery position. Missing candidates stand
+        at the end, with distance infinity and position -1.
     """
     n, c = candidates.shape
     row = get_distance(distance).row
@@ -168,7 +168,7 @@ def rank_relevant(
 
 
 def _smallest(block: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k smallest of each row, ties by position. topk leaves their order open, so rows with ties at the edge are sorted."""
+    """The k smallest of each row, ties by position. topk leaves ties open, so rows with ties at the edge are sorted."""
     values, index = block.topk(k, dim=1, largest=False)
     edge = values.amax(1, keepdim=True)
     index = index.sort(dim=1).values

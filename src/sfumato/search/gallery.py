@@ -1,6 +1,7 @@
-"""What can be searched, in memory or in a vector store: results for Gaussian queries, with match probabilities and guarantees.
+"""Galleries in memory or in a vector store: results for Gaussian queries, with probabilities and guarantees.
 
-:class:`Gallery` turns the candidates of its subclasses (an index in memory, a collection in a vector store) into results.
+:class:`Gallery` turns the candidates of its subclasses (an index in memory, a collection in a vector store) into
+    results.
 :class:`Scorer` turns distances into probabilities, sets and abstentions. Neither knows where items are kept.
 """
 
@@ -47,7 +48,8 @@ class SearchResult:
     Attributes:
         uncertainty: total variance of the query.
         records: the k closest items, or all items if there are fewer. With min_probability there may be fewer, or none.
-        best_probability: match probability of the closest item, whether or not it is among the records; 0 for an empty gallery.
+        best_probability: match probability of the closest item, whether or not it is among the records; 0 for an
+            empty gallery.
         abstained: True if the query is better not answered at the requested risk; None if no risk was requested.
         conformal_set: the items within the radius of the requested coverage, closest first; None if none was requested.
         conformal_set_cut: True if max_set cut the set. The coverage guarantee does not hold for a cut set.
@@ -81,8 +83,8 @@ class GalleryRecords:
 
     Attributes:
         ids: n ids.
-        embeddings: (n, d) float32. Distances computed from them equal those of the gallery. Where the gallery keeps only
-            total variances, each is divided evenly over the dimensions.
+        embeddings: (n, d) float32. Distances computed from them equal those of the gallery. Where the gallery keeps
+            only total variances, each is divided evenly over the dimensions.
         payloads: n dictionaries.
     """
 
@@ -350,12 +352,13 @@ class Gallery(ABC):
             n results in the order of the queries.
 
         Raises:
-            ValueError: k < 1, another d, NaN in a query, a fraction outside (0, 1), coverage or max_risk together with a
-                filter, or a guarantee that the calibration cannot give.
+            ValueError: k < 1, another d, NaN in a query, a fraction outside (0, 1), coverage or max_risk together
+                with a filter, or a guarantee that the calibration cannot give.
         """
         if filter is not None and not (coverage is max_risk is None):
             raise ValueError(
-                "search: coverage and max_risk are guarantees about the whole gallery, and a filter may leave the match out;"
+                "search: coverage and max_risk are guarantees about the whole gallery, and a filter may leave the"
+                " match out;"
                 " use either the filter or the guarantees"
             )
         if min_probability is not None and not 0 <= min_probability <= 1:

@@ -1,9 +1,9 @@
-"""GaussianIndex: find the closest items of a gallery in memory for Gaussian queries, with probabilities and uncertainties.
+"""GaussianIndex: search a gallery in memory by Gaussian queries, with probabilities and uncertainties.
 
-Engine "exact" ranks by any distance; "flat", "hnsw" and "ivf" are FAISS over lifted vectors (search/lifting.py). Engines
-differ only in the candidates that they return: the distances of the results are always computed anew, row by row in float32,
-from the stored embeddings, and equal distances keep the order of the items. With a calibration an index can also abstain,
-and return sets that hold a match with a requested probability.
+Engine "exact" ranks by any distance; "flat", "hnsw" and "ivf" are FAISS over lifted vectors (search/lifting.py).
+Engines differ only in the candidates that they return: the distances of the results are always computed anew, row by
+row in float32, from the stored embeddings, and equal distances keep the order of the items. With a calibration an
+index can also abstain, and return sets that hold a match with a requested probability.
 """
 
 import json
@@ -92,8 +92,8 @@ class GaussianIndex(Gallery):
             ids: m distinct strings.
             distance: name in DISTANCES; FAISS engines take csd, wasserstein2 or squared_l2.
             engine: "exact", or with the extra `faiss` "flat" (all items, exact), "hnsw" or "ivf" (approximate).
-            logit_scale: a of the match logit b - a * distance; take the value of the calibrated model. The default is the
-                value at the start of training (Chun 2024), which is good for ranking only.
+            logit_scale: a of the match logit b - a * distance; take the value of the calibrated model. The default is
+                the value at the start of training (Chun 2024), which is good for ranking only.
             logit_bias: b of the match logit.
             payload: by field name, m texts that searches return with the items.
             metadata: JSON values to keep with the index.
@@ -333,7 +333,7 @@ class GaussianIndex(Gallery):
         return fits.nonzero().squeeze(1)
 
     def _candidates(self, queries: GaussianEmbedding, c: int) -> Tensor:
-        """(n, c) distinct positions; queries for which an approximate engine finds fewer than c are answered exactly."""
+        """(n, c) distinct positions; queries with fewer results of an approximate engine are searched exactly."""
         if self.store is None:
             return self._scanned(queries, c)
         _, found = self.store.search(lift_queries(queries, self.distance, centre=self.centre), c)
@@ -371,7 +371,8 @@ def _check_gallery(embeddings: GaussianEmbedding, ids: tuple[str, ...], payload:
     for name, values in payload.items():
         if len(values) != len(ids) or not all(isinstance(v, str) for v in values):
             raise ValueError(
-                f"GaussianIndex: payload {name!r} must be {len(ids)} strings, one for each item, got {len(values)} values"
+                f"GaussianIndex: payload {name!r} must be {len(ids)} strings, one for each item, got {len(values)}"
+                " values"
             )
     check_finite(embeddings, "GaussianIndex")
     if not torch.isfinite(embeddings.total_variance.float()).all():

@@ -1,13 +1,15 @@
-r"""Distances between Gaussians as Euclidean distances between longer vectors, so that any vector engine can search them.
+r"""Distances between Gaussians as Euclidean distances between longer vectors, so that any vector engine can search
+them.
 
 For a fixed query, csd ranks by ||mean_q - mean_g||^2 + u_g with u_g the total variance of the item:
 
     gallery [mean_g - c, sqrt(u_g)]    query [mean_q - c, 0]    squared L2 = csd - u_q
 
-exactly, in d + 1 dimensions. wasserstein2 is squared L2 between [mean - c, std] (2 d dimensions), squared_l2 between the
-means alone (d). The centre c is the same on both sides and changes no distance. Engines expand ||q - g||^2 into a product,
-which loses precision when the means lie far from the origin; relative to the gallery's centre it keeps its precision. Only
-means are centred: the centre of sqrt(u) would follow the few largest variances and cost items of low variance precision.
+exactly, in d + 1 dimensions. wasserstein2 is squared L2 between [mean - c, std] (2 d dimensions), squared_l2 between
+the means alone (d). The centre c is the same on both sides and changes no distance. Engines expand ||q - g||^2 into a
+product, which loses precision when the means lie far from the origin; relative to the gallery's centre it keeps its
+precision. Only means are centred: the centre of sqrt(u) would follow the few largest variances and cost items of low
+variance precision.
 """
 
 from collections.abc import Iterator
@@ -146,7 +148,8 @@ class LiftedGallery:
             memory_mb: size of a block of distances.
 
         Yields:
-            (first query, (b, m) float32 distances), with an error of about 1e-6 of the largest squared distance to the centre.
+            (first query, (b, m) float32 distances), with an error of about 1e-6 of the largest squared distance to
+            the centre.
         """
         rows = max(1, int(memory_mb * 2**20 / 4 / max(len(self.vectors), 1)))
         vectors, constant = (
@@ -199,7 +202,8 @@ def _lift(distance: str) -> Lift:
     lift = get_distance(distance).lift
     if lift is None:
         raise ValueError(
-            f"distance {distance!r} is not a Euclidean distance of lifted vectors (those are {', '.join(LIFTED_DISTANCES)});"
+            f"distance {distance!r} is not a Euclidean distance of lifted vectors (those are"
+            f" {', '.join(LIFTED_DISTANCES)});"
             ' search it with engine="exact"'
         )
     return lift

@@ -49,8 +49,8 @@ class Sampler:
             seed: the same seed gives the same records, as long as the store does not change.
 
         Returns:
-            The last sample, if it is large enough and at most a hundredth of the store has changed since; else a new one,
-            by a scan of the store.
+            The last sample, if it is large enough and at most a hundredth of the store has changed since; else a new
+            one, by a scan of the store.
         """
         with self._lock:
             last = self._last

@@ -1,4 +1,4 @@
-"""The routes: from HTTP to the service and back. Nothing is decided here but what a request means."""
+"""The routes: from HTTP to the service and back."""
 
 import base64
 import binascii
@@ -52,18 +52,18 @@ from sfumato.serve.writing import New, Writer
 HERE = Path(__file__).parent
 PAGE = HERE / "page"
 _LOG = logging.getLogger("sfumato.serve")
-_ItemGallery = Annotated[GalleryName, Parameter(description="where the item is")]
+_ItemGallery = Annotated[GalleryName, Parameter(description="gallery of the item")]
 
 
 def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
     """The service as an ASGI application.
 
     Args:
-        sources: what to answer from; closed when the application shuts down.
+        sources: model and galleries; closed when the application shuts down.
         settings: limits, sizes and keys.
 
     Returns:
-        An application whose `state.service` is the :class:`Service`; it becomes ready some time after its start.
+        An application whose `state.service` is the :class:`Service`. It becomes ready some time after its start.
     """
     settings = settings or Settings()
     service = Service(sources, settings)
@@ -153,17 +153,17 @@ def _add_pages(app: FastAPI, service: Service) -> None:
 
     @app.get("/healthz", response_model=State, tags=["state"])
     async def healthz() -> Response:
-        """Whether the process is alive. Open to all."""
+        """Whether the process is alive. Needs no key."""
         return _json(State(status="alive"))
 
     @app.get("/readyz", response_model=State, tags=["state"], responses=problems(503))
     async def readyz() -> Response:
-        """Whether searches are answered: 503 before the model has warmed up, and while the service goes down. Open to all."""
+        """Whether the service answers searches: 503 during warm-up and shutdown. Needs no key."""
         if not service.ready.is_set():
             why = (
-                "warming up failed; the log of the service says why"
+                "warming up failed; the log of the service has the reason"
                 if service.failed
-                else "not warmed up, or going down"
+                else "warming up, or shutting down"
             )
             raise busy(f"Not ready: {why}")
         return _json(State(status="ready"))
@@ -175,7 +175,7 @@ def _add_pages(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/info", response_model=Info, tags=["state"])
     async def info() -> Response:
-        """What is served, what the calibration can vouch for, and what is refused."""
+        """The galleries, the guarantees that the calibration can give, and the limits."""
         return _json(await service.info())
 
 
@@ -190,7 +190,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         "/v1/search", response_model=SearchResponse, tags=["search"], responses=problems(404, 413, 415, 422, 503, 504)
     )
     async def search(wanted: SearchRequest) -> Response:
-        """Search by texts, images in base64 and ids of stored items, in any mixture. A search by id also finds the item itself."""
+        """Search by texts, images in base64 and ids of stored items, also mixed. A search by id also finds the item."""
 
         def read() -> list[Asked]:
             return [_asked(query, i) for i, query in enumerate(wanted.queries)]
@@ -223,7 +223,7 @@ def _add_items(app: FastAPI, service: Service, writer: Writer) -> None:
 
     @app.post("/v1/items", response_model=AddResponse, **writes)
     async def add(wanted: AddRequest) -> Response:
-        """Add items, or replace those with the same ids: all of them or none. They are stored when the response arrives."""
+        """Add items, or replace those with the same ids: all of them or none. The response confirms the write."""
         items = await service.in_thread(lambda: [_new(one, i) for i, one in enumerate(wanted.items)])
         return _json(await writer.add(wanted.gallery, items))
 
@@ -266,10 +266,10 @@ def _add_items(app: FastAPI, service: Service, writer: Writer) -> None:
         id: str,
         size: Annotated[int | None, Parameter(ge=16, le=2048, description="longest side of a smaller copy")] = None,
     ) -> Response:
-        """The image of an item, as it was stored or smaller."""
+        """The image of an item, as stored or smaller."""
         data, kind = await service.image(id, size)
         tag = f'"{hashlib.blake2b(data, digest_size=16).hexdigest()}"'
-        # In a collection an image can be replaced: ask again, which is cheap.
+        # In a collection an image can be replaced, so browsers must revalidate.
         lasting = "no-cache" if service.gallery("images").writable else "max-age=604800"
         headers = {"ETag": tag, "Cache-Control": f"private, {lasting}"}
         if tag in request.headers.get("if-none-match", ""):

@@ -15,7 +15,7 @@ from sfumato.serve.schemas import Refusal
 
 JSON, FORM = "application/json", "multipart/form-data"
 _MOST_PLAIN = 1_000_000
-"""Largest size of JSON without its images, in bytes: a million small values take seconds to validate, a large image does not."""
+"""Largest JSON without its images, in bytes: a million small values take seconds to validate, an image does not."""
 _IMAGE = re.compile(rb'"image"\s*:\s*"[^"]*"')
 
 
@@ -40,7 +40,7 @@ class CheckedRoute(APIRoute):
     """A route that checks the content type and the size of a body before FastAPI reads it."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """See FastAPI."""
+        """See :meth:`fastapi.routing.APIRoute.get_route_handler`."""
         handler = super().get_route_handler()
         if self.body_field is None:
             return handler

@@ -1,4 +1,4 @@
-"""The OpenAPI document with its problem documents, and a page made from it without scripts or resources from elsewhere."""
+"""The OpenAPI document with its problem documents, and a page made from it, without scripts."""
 
 import json
 import re
@@ -15,7 +15,8 @@ from markupsafe import Markup, escape
 from sfumato.serve.schemas import PROBLEM, Problem
 
 INTRODUCTION = (
-    "Search among images and texts with match probabilities. Every error is a problem document (RFC 9457). Where the service has a key,"
+    "Search among images and texts with match probabilities. Every error is a problem document (RFC 9457). Where the"
+    " service has a key,"
     " send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`."
 )
 _REF = "#/components/schemas/{model}"

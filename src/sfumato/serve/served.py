@@ -1,4 +1,4 @@
-"""What is served: a model, one gallery of images or texts or both, and where the images are."""
+"""The model and the galleries of a service: one of images, one of texts, or both; and where the images are."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +23,10 @@ class ServedGallery:
     """A gallery with its images.
 
     Attributes:
-        gallery: it.
-        images: of its items; None if there are none, or nobody knows where.
-        version: counts what this service has changed in it.
-        written: items that it has stored or removed.
+        gallery: the gallery.
+        images: images of its items; None if there are none, or their location is unknown.
+        version: number of writes by this service.
+        written: number of items that this service has stored or removed.
     """
 
     gallery: Gallery
@@ -36,23 +36,23 @@ class ServedGallery:
 
     @property
     def writable(self) -> GaussianCollection | None:
-        """The collection, if it is one."""
+        """The collection that can be written; None if the gallery is an index."""
         return self.gallery if isinstance(self.gallery, GaussianCollection) else None
 
     @property
     def uploads(self) -> UploadedImages | None:
-        """Where new images go."""
+        """Where new images are stored; None if they cannot be."""
         return self.images if isinstance(self.images, UploadedImages) else None
 
 
 @dataclass(frozen=True, eq=False)
 class Sources:
-    """What a service answers from.
+    """The model and the galleries of a service.
 
     Attributes:
-        model: embeds the queries, and what is added.
-        name: of the model, for people.
-        galleries: by kind of the items.
+        model: embeds the queries and new items.
+        name: name of the model, for display.
+        galleries: galleries by the kind of their items.
 
     Raises:
         UserError: the galleries differ in their dimensions or their distance.
@@ -66,20 +66,20 @@ class Sources:
         for what in ("d", "distance"):
             found = {name: getattr(served.gallery, what) for name, served in self.galleries.items()}
             if len(set(found.values())) > 1:
-                raise UserError(f"the galleries differ in {what}, {found}; serve two that one model has made")
+                raise UserError(f"the galleries differ in {what}, {found}; serve two galleries of one model")
 
     @property
     def distance(self) -> str:
-        """Of all galleries."""
+        """Name of the distance of all galleries."""
         return next(iter(self.galleries.values())).gallery.distance
 
     @property
     def d(self) -> int:
-        """Of all galleries."""
+        """Dimensions of all galleries."""
         return next(iter(self.galleries.values())).gallery.d
 
     def close(self) -> None:
-        """Let go of the stores."""
+        """Close the stores."""
         for served in self.galleries.values():
             served.gallery.close()
 
@@ -93,18 +93,22 @@ def open_sources(
     split: str | None = None,
     device: torch.device | str = "cpu",
 ) -> Sources:
-    """Open what `sfumato serve` is given.
+    """Open the model and the galleries for `sfumato serve`.
 
     Args:
-        path: folder of an index, a collection or a run; of a run a split of its data is embedded now, images and texts.
-        texts: an index or a collection of texts beside it.
+        path: folder of an index, a collection or a run. For a run, a split of its data is embedded now, images and
+            texts.
+        texts: an additional index or collection of texts.
         run: folder or name of the model, if it has moved since the index was built.
-        store: of a collection at `path`, if it has moved.
-        split: of a run; "test" if None.
-        device: where the model goes.
+        store: store URL of a collection at `path`, if the store has moved.
+        split: split of a run; "test" if None.
+        device: device of the model.
+
+    Returns:
+        The sources, open.
 
     Raises:
-        UserError: what is there does not fit together, or is not there.
+        UserError: something is missing or does not fit together.
     """
     if (path / RECIPE).is_file():
         if store is not None or (run is not None and texts is None):
@@ -112,22 +116,25 @@ def open_sources(
         served = _from_run(load_run(path, device=device), path, split or "test", images_alone=texts is not None)
     else:
         if split is not None:
-            raise UserError(f"--split goes with a run, and {path} is none")
+            raise UserError(f"--split goes with a run, and {path} is not a run")
         served = _from_gallery(path, run, store)
         served.model.to(device)
     if texts is None:
         return served
     beside = open_gallery(texts)
-    homes = {str(served.gallery.metadata.get("run", "")) for served in served.galleries.values()} | {
+    models = {str(served.gallery.metadata.get("run", "")) for served in served.galleries.values()} | {
         str(beside.metadata.get("run", ""))
     }
     try:
         if kind(beside) != "texts" or "texts" in served.galleries:
-            raise UserError(f"--texts {texts}: give an index of texts there, and one of images as the first argument")
-        if len(homes) > 1 and run is None:
             raise UserError(
-                f"the galleries were made by different models, {' and '.join(sorted(homes))}; if they are one that has moved, say where"
-                " it is with --run"
+                f"--texts {texts}: give an index of texts there, and an index of images as the first argument"
+            )
+        if len(models) > 1 and run is None:
+            raise UserError(
+                f"the galleries were made by different models, {' and '.join(sorted(models))}; if it is one model"
+                " that has moved, give"
+                " its location with --run"
             )
         return Sources(served.model, served.name, {**served.galleries, "texts": ServedGallery(beside)})
     except UserError:
@@ -137,7 +144,14 @@ def open_sources(
 
 
 def kind(gallery: Gallery) -> GalleryName:
-    """What its items are."""
+    """The kind of the items of a gallery.
+
+    Args:
+        gallery: the gallery.
+
+    Returns:
+        "images" or "texts".
+    """
     return "images" if gallery.scorer.direction == "t2i" else "texts"
 
 
@@ -147,27 +161,27 @@ def _from_gallery(folder: Path, run: str | None, store: str | None) -> Sources:
         retrieval_model = load_retrieval_model(gallery, folder, run)
         if retrieval_model.distance != gallery.distance:
             raise UserError(
-                f"{folder} is ranked by {gallery.distance}, the model {retrieval_model.source} by {retrieval_model.distance}: not the one that it was"
-                " built with"
+                f"{folder} is ranked by {gallery.distance}, but the model {retrieval_model.source} by"
+                f" {retrieval_model.distance}; give the model that the index was built with"
             )
-        home = str(run or gallery.metadata["run"])
+        location = str(run or gallery.metadata["run"])
         shown = kind(gallery) == "images" and not uses_regions(retrieval_model.model)
-        served = ServedGallery(gallery, _images(gallery, home) if shown else None)
-        return Sources(retrieval_model.model, Path(home).name, {kind(gallery): served})
+        served = ServedGallery(gallery, _images(gallery, location) if shown else None)
+        return Sources(retrieval_model.model, Path(location).name, {kind(gallery): served})
     except BaseException:
         gallery.close()
         raise
 
 
-def _images(gallery: Gallery, home: str) -> Images | None:
-    """Where the index says that its images are, and for a collection where new ones go."""
-    told = gallery.metadata.get("pictures") or {}
+def _images(gallery: Gallery, run: str) -> Images | None:
+    """The images that the metadata of a gallery name; for a collection also where new ones are stored."""
+    source = gallery.metadata.get("pictures") or {}
     found: Images | None = None
-    if "folder" in told:
-        found = FolderImages(Path(told["folder"]))
-    elif "split" in told and (Path(home) / RECIPE).is_file():
-        splits = load_splits(load_run(home).recipe.data, Problems())
-        if (data := splits.get(told["split"])) is not None:
+    if "folder" in source:
+        found = FolderImages(Path(source["folder"]))
+    elif "split" in source and (Path(run) / RECIPE).is_file():
+        splits = load_splits(load_run(run).recipe.data, Problems())
+        if (data := splits.get(source["split"])) is not None:
             found = SplitImages(dict(zip(data.image_ids, data.images, strict=True)))
     if isinstance(gallery, GaussianCollection):
         return UploadedImages(gallery.folder / UPLOADED_IMAGES, found)
@@ -183,9 +197,9 @@ def _from_run(run: Run, folder: Path, split: str, *, images_alone: bool) -> Sour
         "texts": Source(texts, data.text_ids, data.texts),
     }
     shown = SplitImages(dict(zip(data.image_ids, data.images, strict=True)))
-    images = None if uses_regions(run.model) else shown
+    files = None if uses_regions(run.model) else shown
     galleries: dict[GalleryName, ServedGallery] = {
-        name: ServedGallery(build_index(run, source, home=folder), images if name == "images" else None)
+        name: ServedGallery(build_index(run, source, home=folder), files if name == "images" else None)
         for name, source in sources.items()
         if name == "images" or not images_alone
     }

@@ -1,4 +1,4 @@
-"""Adding and removing items: everything is checked and embedded before anything is stored, and one write is at work at a time."""
+"""Adding and removing items. All items are checked and embedded before any is stored; writes run one at a time."""
 
 import asyncio
 import contextlib
@@ -15,15 +15,20 @@ from sfumato.serve.schemas import AddResponse, DeleteResponse, GalleryName, Refu
 from sfumato.serve.served import ServedGallery
 from sfumato.serve.service import Service, good
 
-_MANY = 10_000
-"""Items written after which a store is optimised while the service runs."""
-
 _LOG = logging.getLogger("sfumato.serve")
 
 
 @dataclass(frozen=True)
 class New:
-    """An item to store: the bytes of an image file, or a text; with its place in the request."""
+    """An item to store, an image or a text.
+
+    Attributes:
+        id: id of the item.
+        where: its location in the request, e.g. "body.items.0".
+        image: bytes of the image file.
+        text: the text.
+        payload: texts that searches return with the item.
+    """
 
     id: str
     where: str
@@ -33,10 +38,10 @@ class New:
 
 
 class Writer:
-    """The one hand that writes.
+    """Writes to the galleries of a service, one write at a time.
 
     Args:
-        service: whose galleries.
+        service: the service.
     """
 
     def __init__(self, service: Service) -> None:
@@ -47,10 +52,18 @@ class Writer:
         self._optimised = {served: served.written for served in service.sources.galleries.values()}
 
     async def add(self, gallery: GalleryName, items: Sequence[New]) -> AddResponse:
-        """Store items; when this returns they survive the death of everything, images included.
+        """Store items, all or none. When it returns, items and images survive the death of the process.
+
+        Args:
+            gallery: name of the gallery.
+            items: items to add, or to replace if their ids exist.
+
+        Returns:
+            How many were stored, and the size of the gallery.
 
         Raises:
-            Refusal: one of them cannot be stored, and then none was; 503 if the store fails, and a repetition completes it.
+            Refusal: an item cannot be stored, and none was; 503 if the store fails, and the same request completes
+                the write.
         """
         served, collection = self._writable(gallery)
         self._check(gallery, served, items)
@@ -75,7 +88,8 @@ class Writer:
                 if served.uploads is not None:
                     payload[POINTER] = served.uploads.write(one.id, file)
             new = {payload[POINTER] for payload in payloads if POINTER in payload}
-            # If this fails, the new images stay: perhaps the store did it all the same, and a repetition gives them the same names.
+            # If this fails, the new files stay: the store may have kept the records, and a repetition uses the same
+            # names.
             collection.upsert(GaussianEmbedding.cat(rows), [one.id for one in items], payloads=payloads)
             _forget_images(served, before - new)
             return len(collection)
@@ -84,7 +98,14 @@ class Writer:
         return AddResponse(gallery=gallery, stored=len(items), n=n)
 
     async def delete(self, gallery: GalleryName, ids: Sequence[str]) -> DeleteResponse:
-        """Remove items, and the images of theirs that were uploaded.
+        """Remove items and their uploaded images.
+
+        Args:
+            gallery: name of the gallery.
+            ids: ids of the items; unknown ones are skipped.
+
+        Returns:
+            How many were removed, and the size of the gallery.
 
         Raises:
             Refusal: the gallery is read-only; 503 if the store fails.
@@ -104,7 +125,7 @@ class Writer:
         return DeleteResponse(gallery=gallery, deleted=removed, n=n)
 
     async def close(self) -> None:
-        """Wait for the writes at work, and leave the stores in order."""
+        """Wait for running writes, then optimise the stores."""
         while self._going:
             await asyncio.wait(self._going)
         for served in self.service.sources.galleries.values():
@@ -112,9 +133,9 @@ class Writer:
         self._thread.shutdown(wait=False)
 
     async def _re_encoded(self, images: Sequence[tuple[str, bytes]], formats: Sequence[str]) -> list[bytes]:
-        """(where, bytes) -> as they are stored."""
+        """(location, bytes) of image files -> bytes to store."""
         found = await self.service.embedder.beside(
-            lambda told: to_store(*told), [(data, kind) for (_, data), kind in zip(images, formats, strict=True)]
+            lambda file: to_store(*file), [(data, kind) for (_, data), kind in zip(images, formats, strict=True)]
         )
         for (where, _), one in zip(images, found, strict=True):
             if isinstance(one, ValueError):
@@ -128,8 +149,8 @@ class Writer:
         if served.writable is None:
             raise Refusal(
                 409,
-                f"The gallery of {gallery} is an index in a file, which cannot be changed; build it as a collection, with `sfumato index"
-                " RUN ... --store file: --out FOLDER`, and serve that",
+                f"The gallery of {gallery} is an index in a file, which cannot be changed; build a collection with"
+                " `sfumato index RUN ... --store file: --out FOLDER` and serve that",
             )
         return served, served.writable
 
@@ -144,33 +165,33 @@ class Writer:
             if one.id in seen:
                 errors.append((f"{one.where}.id", "occurs twice in this request"))
             if one.text is not None and "text" in one.payload:
-                errors.append((f"{one.where}.payload.text", "is the text of the item; leave it out"))
+                errors.append((f"{one.where}.payload.text", "is set from the text of the item; leave it out"))
             if POINTER in one.payload:
-                errors.append((f"{one.where}.payload.{POINTER}", "is a name of the service's own; choose another"))
+                errors.append((f"{one.where}.payload.{POINTER}", "is a name that the service reserves; choose another"))
             seen.add(one.id)
         if errors:
             raise Refusal(422, f"Nothing was stored: {errors[0][0]}: {errors[0][1]}", errors=errors)
 
     async def _alone(self, served: ServedGallery, work: Callable[[], int], items: Callable[[], int]) -> int:
-        """Done when no other write is; to its end, even if whoever asked has gone, unless that was before it began.
+        """Run a write when no other runs. It is dropped if the caller leaves before it begins; once begun it ends.
 
         Args:
-            served: that is written to.
-            work: gives the number of items there are then.
-            items: how many it has stored or removed, asked when it is done.
+            served: gallery that is written to.
+            work: the write; returns the number of items in the gallery.
+            items: called after the write, for the number of items that it has stored or removed.
         """
         wanted = True
 
         async def locked() -> int:
             async with self._lock:
-                if not wanted:  # Whoever asked has gone while others wrote.
+                if not wanted:  # The caller left while others wrote.
                     raise asyncio.CancelledError
                 try:
                     return await asyncio.get_running_loop().run_in_executor(self._thread, work)
                 finally:
                     self.service.changed(served, items())
-                    if served.written - self._optimised[served] >= _MANY:
-                        self._begin(self._optimise(served, least=_MANY))
+                    if served.written - self._optimised[served] >= (most := self.service.settings.optimise_after):
+                        self._begin(self._optimise(served, least=most))
 
         task = self._begin(locked())
         try:
@@ -183,11 +204,11 @@ class Writer:
         except (UserError, OSError) as error:
             _LOG.error("the store failed: %s", error)
             raise busy(
-                "The store failed, and the same request again will complete it; the log of the service says why", 5
+                "The store failed. Send the same request again to complete it; the log of the service has the reason", 5
             ) from error
 
     async def _optimise(self, served: ServedGallery, *, least: int = 1) -> int:
-        """Make searching fast if at least so many items were written; other writes wait meanwhile, searches do not."""
+        """Optimise the store if at least so many items were written. Meanwhile writes wait; searches do not."""
         async with self._lock:
             collection, written = served.writable, served.written
             if collection is not None and written - self._optimised[served] >= least:
@@ -195,7 +216,7 @@ class Writer:
                 try:
                     await asyncio.get_running_loop().run_in_executor(self._thread, collection.optimise)
                 except (UserError, OSError) as error:
-                    _LOG.error("the store could not be optimised, and is searched as it is: %s", error)
+                    _LOG.error("the store could not be optimised; searches stay correct but slower: %s", error)
         return written
 
     def _begin(self, work: Coroutine[None, None, int]) -> "asyncio.Task[int]":
@@ -207,7 +228,7 @@ class Writer:
     def _forget(self, task: asyncio.Task[int]) -> None:
         self._going.discard(task)
         if not task.cancelled():
-            task.exception()  # Seen, whether or not anybody still waits.
+            task.exception()  # Retrieved, so that asyncio does not report it as lost.
 
 
 def _images_of(served: ServedGallery, ids: Sequence[str]) -> set[str]:
@@ -218,7 +239,7 @@ def _images_of(served: ServedGallery, ids: Sequence[str]) -> set[str]:
 
 
 def _forget_images(served: ServedGallery, names: set[str]) -> None:
-    """No record names them any more; one that cannot be removed is in nobody's way."""
+    """Remove files that no record names any more; one that cannot be removed does no harm."""
     for name in names:
         if served.uploads is not None:
             with contextlib.suppress(OSError, ValueError):

@@ -1,7 +1,8 @@
 """FAISS over lifted vectors: flat (exact), HNSW (graph), IVF (lists) and IVF-PQ (lists of compressed vectors).
 
-Needs the extra `faiss`; knows only vectors and positions. IVF-PQ returns approximate distances: its user must fetch several
-times the wanted candidates and rank them anew from the full vectors (as search/stores/local.py does), so it is not in FAISS_ENGINES.
+Needs the extra `faiss`; knows only vectors and positions. IVF-PQ returns approximate distances: its user must fetch
+several times the wanted candidates and rank them anew from the full vectors (as search/stores/local.py does), so it
+is not in FAISS_ENGINES.
 """
 
 import importlib
@@ -80,7 +81,8 @@ class FaissStore:
             options: see :class:`FaissOptions`.
 
         Returns:
-            The index. Equal vectors, options and seeds make equal indexes, hnsw only with one thread (OMP_NUM_THREADS=1).
+            The index. Equal vectors, options and seeds make equal indexes, hnsw only with one thread
+            (OMP_NUM_THREADS=1).
 
         Raises:
             UserError: faiss is not installed.
@@ -132,8 +134,8 @@ class FaissStore:
                 m / c times as many candidates.
 
         Returns:
-            ((n, k) squared L2 ascending, (n, k) positions); position -1 where the engine found fewer than k. For ivf-pq it is
-            the squared L2 to the compressed vectors.
+            ((n, k) squared L2 ascending, (n, k) positions); position -1 where the engine found fewer than k. For
+            ivf-pq it is the squared L2 to the compressed vectors.
         """
         faiss = require_faiss()
         effort, selector = 1.0, None
@@ -177,8 +179,8 @@ class FaissStore:
             path: the file.
             engine: engine that it was built with.
             options: options that it was built with; search options may differ.
-            mapped: map the file into memory instead of reading it, so that memory holds only the parts that searches touch.
-                The file must not change; it may be unlinked.
+            mapped: map the file into memory instead of reading it, so that memory holds only the parts that searches
+                touch. The file must not change; it may be unlinked.
 
         Returns:
             The index.

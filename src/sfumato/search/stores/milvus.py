@@ -14,14 +14,14 @@ Where the URL has no password, the token comes from MILVUS_TOKEN: user:password,
     timeout               seconds for connecting: 5
 
 Other kinds of index are refused, because Lite accepts any name and then searches without an index. Options given to
-`create_store` are kept with the collection; search options given to `open_store` take their place. If a search of HNSW or
-IVF_FLAT returns fewer than k results, as under a narrow filter, it is repeated with its most thorough settings. For a filter
-Lite reads the payload of every item, and it reads every vector that no segment holds yet, about a second for 20,000; call
-`optimise` to write segments.
+`create_store` are kept with the collection; search options given to `open_store` take their place. If a search of
+HNSW or IVF_FLAT returns fewer than k results, as under a narrow filter, it is repeated with its most thorough
+settings. For a filter Lite reads the payload of every item, and it reads every vector that no segment holds yet,
+about a second for 20,000; call `optimise` to write segments.
 
-Records that upsert has stored are in Milvus's log, which survives the death of any process. Lite does not force the log to
-disk, so a power cut may lose records stored after the last `optimise`. While it is open, Lite listens on a free loopback port
-without asking for passwords.
+Records that upsert has stored are in Milvus's log, which survives the death of any process. Lite does not force the
+log to disk, so a power cut may lose records stored after the last `optimise`. While it is open, Lite listens on a
+free loopback port without asking for passwords.
 """
 
 import contextlib
@@ -144,7 +144,8 @@ class MilvusStore:
             )
         note = {"sfumato": 1, "dim": self._dim, "fingerprint": self._fingerprint}
         text = json.dumps({**note, "options": {name: self._options[name] for name in _KEPT}})
-        # Lite keeps properties and no description; a server keeps both, unless it takes no properties that it does not know.
+        # Lite keeps properties and no description; a server keeps both, unless it takes no properties that it does
+        # not know.
         schema = self._client.create_schema(auto_id=False, enable_dynamic_field=False, description=text)
         schema.add_field("id", types.VARCHAR, is_primary=True, max_length=_LONGEST_ID)
         schema.add_field("vector", types.FLOAT_VECTOR, dim=self._dim)
@@ -157,7 +158,8 @@ class MilvusStore:
             "IVF_FLAT": {"nlist": numbers["nlist"]},
         }
         kind = self._options["index"]
-        # Nested: a server reads these numbers so or flat, as pymilvus would send them; Lite only so, and passes over flat ones.
+        # Nested: a server reads these numbers so or flat, as pymilvus would send them; Lite only so, and passes over
+        # flat ones.
         index.add_index("vector", index_type=kind, metric_type="L2", params={"params": built.get(kind, {})})
         self._call(
             "create_collection", {"schema": schema, "properties": {"sfumato": text}, "consistency_level": "Strong"}
@@ -196,7 +198,8 @@ class MilvusStore:
         for key in records.ids:
             if len(_encoded(self.url, key)) > _LONGEST_ID:
                 raise UserError(
-                    f"store {self.url}: an id may have {_LONGEST_ID:,} bytes, got {len(key.encode()):,}: {key[:40]!r}..."
+                    f"store {self.url}: an id may have {_LONGEST_ID:,} bytes, got {len(key.encode()):,}:"
+                    f" {key[:40]!r}..."
                 )
         vectors = records.vectors.numpy()
         columns = zip(records.ids, vectors, records.uncertainty.tolist(), records.payloads, strict=True)
@@ -264,7 +267,8 @@ class MilvusStore:
         limit = min(batch, self._rows_a_message())
         while True:
             after = f"id > {quoted(last)}" + (condition and f" and ({condition})")
-            # As pymilvus's query_iterator does, which does not quote ids: "iterator" asks for the smallest ids in order.
+            # As pymilvus's query_iterator does, which does not quote ids: "iterator" asks for the smallest ids in
+            # order.
             smallest = {"iterator": "True", "reduce_stop_for_best": "True"}
             rows = self._call("query", {"filter": after, "limit": limit, "output_fields": _COLUMNS, **smallest})
             if not rows:
@@ -342,7 +346,7 @@ class MilvusStore:
         except Exception as error:
             if not isinstance(error, error_type) and not self._closed:
                 raise
-            raise UserError(f"store {self.url}: {_said(error)}") from None
+            raise UserError(f"store {self.url}: {_message(error)}") from None
 
 
 class _Place:
@@ -408,13 +412,13 @@ def _connect(place: _Place) -> Any:
             return client
     except driver.MilvusException as error:
         way_out = "; another process may have it open, or it is of Milvus Lite before 3" if place.file else ""
-        said = _said(error)
+        message = _message(error)
         if place.token:
-            said = said.replace(place.token, "***").replace(place.token.partition(":")[2] or place.token, "***")
-        raise UserError(f"store {place.url}: {said}{way_out}") from None
+            message = message.replace(place.token, "***").replace(place.token.partition(":")[2] or place.token, "***")
+        raise UserError(f"store {place.url}: {message}{way_out}") from None
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return first_line(ValueError(getattr(error, "message", "") or error))
 
 

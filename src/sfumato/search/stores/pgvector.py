@@ -12,10 +12,10 @@ The password may stand in the URL (special characters as %2F) or in PGPASSWORD, 
     sslmode, sslrootcert, host     as for psql; host may be the folder of a Unix socket
     connect_timeout                seconds, as for psql: 5
 
-Options given to `create_store` are kept with the table; those given to `open_store` take their place. pgvector indexes at
-most 2,000 dimensions, so longer vectors (wasserstein2 of more than 1,000) are searched exactly. If an index returns fewer
-than k results, as under a narrow filter, that query is searched again exactly. A big index is built fast only if it fits in
-the server's maintenance_work_mem.
+Options given to `create_store` are kept with the table; those given to `open_store` take their place. pgvector
+indexes at most 2,000 dimensions, so longer vectors (wasserstein2 of more than 1,000) are searched exactly. If an
+index returns fewer than k results, as under a narrow filter, that query is searched again exactly. A big index is
+built fast only if it fits in the server's maintenance_work_mem.
 """
 
 import json
@@ -122,7 +122,8 @@ class PgVectorStore:
             except (errors.FeatureNotSupported, errors.UndefinedFile, errors.InsufficientPrivilege) as error:
                 raise UserError(
                     f"store {self.url}: this database has no pgvector ({first_line(error)}); install it on the server"
-                    " (package postgresql-NN-pgvector, or an image pgvector/pgvector), and let an administrator run CREATE"
+                    " (package postgresql-NN-pgvector, or an image pgvector/pgvector), and let an administrator run"
+                    " CREATE"
                     " EXTENSION vector"
                 ) from None
             try:
@@ -182,8 +183,10 @@ class PgVectorStore:
                     copy.write(row)
             connection.execute(
                 self._sql(
-                    f"INSERT INTO {{table}} ({_COLUMNS}) SELECT {_COLUMNS} FROM pg_temp.incoming ON CONFLICT (id) DO UPDATE"
-                    " SET embedding = excluded.embedding, uncertainty = excluded.uncertainty, payload = excluded.payload"
+                    f"INSERT INTO {{table}} ({_COLUMNS}) SELECT {_COLUMNS} FROM pg_temp.incoming ON CONFLICT (id) DO"
+                    " UPDATE"
+                    " SET embedding = excluded.embedding, uncertainty = excluded.uncertainty, payload ="
+                    " excluded.payload"
                 )
             )
 
@@ -234,7 +237,7 @@ class PgVectorStore:
             )
 
     def scan(self, batch: int = 4096, filter: Filter | None = None) -> Iterator[Records]:
-        """See :meth:`VectorStore.scan`; items as they were at the start. It holds a connection until it ends or is closed."""
+        """See :meth:`VectorStore.scan`; items as they were at the start. It holds a connection until it ends."""
         condition, values = self._where(filter)
         with self._connections.borrow() as connection:
             connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
@@ -362,10 +365,10 @@ class _Connections:
                 else:
                     self._free.put(connection)
         except self._psycopg.Error as error:
-            said = first_line(error)
+            message = first_line(error)
             if secret := self._arguments.get("password"):
-                said = said.replace(secret, "***")
-            raise UserError(f"store {self.url}: {said}") from None
+                message = message.replace(secret, "***")
+            raise UserError(f"store {self.url}: {message}") from None
 
     def close(self) -> None:
         """Close those that are free."""

@@ -1,8 +1,10 @@
-"""The contract of a vector store: it keeps records under ids and finds the nearest vectors by squared Euclidean distance.
+"""The contract of a vector store: keep records under ids, and find the nearest vectors by squared L2.
 
 A store knows nothing of Gaussians: every item has been lifted to a vector beforehand (search/lifting.py), and a
-:class:`~sfumato.search.collection.GaussianCollection` computes the distances of a store's candidates anew, from the vectors
-in their records. So stores differ in the candidates that they return and in the failures that they survive, never in figures.
+:class:`~sfumato.search.collection.GaussianCollection` computes the distances of a store's candidates anew, from the
+    vectors
+in their records. So stores differ in the candidates that they return and in the failures that they survive, never in
+figures.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -106,7 +108,8 @@ class Filter:
     """Which items a search may find.
 
     Attributes:
-        where: by payload field, the values that it may have. All fields must fit; an item without the field is left out.
+        where: by payload field, the values that it may have. All fields must fit; an item without the field is left
+            out.
         max_uncertainty: largest total variance of an item; any if None.
 
     Raises:
@@ -154,7 +157,7 @@ class VectorStore(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """The text about the meaning of the vectors that the store was created with; vectors of another must not be mixed in."""
+        """The text about the meaning of the vectors; a store must not mix vectors of different meaning."""
         ...
 
     def upsert(self, records: Records) -> None:
@@ -165,7 +168,8 @@ class VectorStore(Protocol):
 
         Raises:
             ValueError: the vectors have another dimension.
-            UserError: the store cannot be reached or is full. Nothing was stored, or a part that the same call completes.
+            UserError: the store cannot be reached or is full. Nothing was stored, or a part that the same call
+                completes.
         """
         ...
 
@@ -200,8 +204,8 @@ class VectorStore(Protocol):
             filter: which items may be found; all if None.
 
         Returns:
-            For each query at most k records, nearest first by the store's own distances. There are fewer only if fewer pass
-            the filter or an approximate engine finds no more.
+            For each query at most k records, nearest first by the store's own distances. There are fewer only if
+            fewer pass the filter or an approximate engine finds no more.
 
         Raises:
             ValueError: the queries have another dimension, or k < 1.
@@ -220,7 +224,7 @@ class VectorStore(Protocol):
         ...
 
     def scan(self, batch: int = 4096, filter: Filter | None = None) -> Iterator[Records]:
-        """All items, each once, in an order of the store's own; as they were when the scan began, if the store can do that.
+        """All items, each once, in any order; as they were when the scan began, if the store can do that.
 
         Args:
             batch: largest number of records at a time.
@@ -232,7 +236,7 @@ class VectorStore(Protocol):
         ...
 
     def optimise(self) -> None:
-        """Build search structures over all items stored so far. They make searches fast; searches are correct without them."""
+        """Build search structures over all stored items. They make searches fast; searches are correct without."""
         ...
 
     def close(self) -> None:
@@ -255,7 +259,8 @@ class StoreFactory(Protocol):
             The store, open.
 
         Raises:
-            UserError: the URL is malformed, the store already exists or cannot be reached, or an extra is not installed.
+            UserError: the URL is malformed, the store already exists or cannot be reached, or an extra is not
+                installed.
         """
         ...
 

@@ -1,13 +1,17 @@
-"""Store URLs: one line that says where the records of a collection are. The registry STORES maps a scheme to a kind of store.
+"""Store URLs say where the records of a collection are. The registry STORES maps a scheme to a kind of store.
 
-runs/store?engine=hnsw                          a local folder (file:runs/store is the same); engines flat, hnsw, ivf, ivf-pq
-milvus:runs/store.db                            Milvus Lite, embedded; milvus+http://host:19530/name for a server or cluster
+runs/store?engine=hnsw                          a local folder (file:runs/store is the same); engines flat, hnsw, ivf,
+ivf-pq
+milvus:runs/store.db                            Milvus Lite, embedded; milvus+http://host:19530/name for a server or
+    cluster
 postgresql://user@host:5432/database?table=name PostgreSQL with pgvector
-rerank:runs/store?candidates=100                means in a folder, variances in a memory-mapped file, re-ranked candidates
+rerank:runs/store?candidates=100                means in a folder, variances in a memory-mapped file, re-ranked
+    candidates
 redis://host:6379/0?means=runs/store            the same with the variances in Redis
 
-To add a store, write one module with the functions `create` and `open` (:class:`~sfumato.search.stores.protocol.StoreFactory`)
-that return a :class:`~sfumato.search.stores.protocol.VectorStore`, and register it under a scheme.
+To add a store, write one module with the functions `create` and `open`
+(:class:`~sfumato.search.stores.protocol.StoreFactory`) that return a
+    :class:`~sfumato.search.stores.protocol.VectorStore`, and register it under a scheme.
 """
 
 import importlib
@@ -29,8 +33,8 @@ class StoreKind:
 
     Attributes:
         factory: makes and opens the stores, or the name of the module that does; the module is imported at first use.
-        path: where the URL holds a local path: "" directly after the scheme, else the name of an option; None if nowhere.
-            A relative path starts at the folder of the collection.
+        path: where the URL holds a local path: "" directly after the scheme, else the name of an option; None if
+            nowhere. A relative path starts at the folder of the collection.
     """
 
     factory: StoreFactory | str
@@ -69,7 +73,8 @@ def register_store(scheme: str, factory: StoreFactory | str, *, path: str | None
 
     Args:
         scheme: first part of its URLs, before the colon: two or more lower-case letters, digits and +.
-        factory: a module or an object with the functions `create` and `open`, or the name of a module to import at first use.
+        factory: a module or an object with the functions `create` and `open`, or the name of a module to import at
+            first use.
         path: where the URL holds a local path, see :class:`StoreKind`.
 
     Raises:
