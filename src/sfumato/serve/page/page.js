@@ -1,5 +1,5 @@
-// The page of `sfumato serve`: it calls the API at its own origin and shows the answers. The URL holds the search, so that it can be
-// shared and Back works. An image cannot stand in the URL; it is kept as long as the page is open.
+// The page of `sfumato serve`: it calls the API at its own origin and shows the answers. The URL holds the search, so that
+// it can be shared and Back works. An image is kept as long as the page is open.
 import { CollectionMap } from "./map.js";
 
 const $ = (selector, root = document) => root.querySelector(selector);
@@ -32,7 +32,7 @@ let state;
 let begin;
 const begun = new Promise((resolve) => (begin = resolve));
 
-// What is done before the page knows its collection is done as soon as it does.
+// Actions wait until the page knows its collection.
 const on = (node, type, act) => node.addEventListener(type, (event) => (info ? act(event) : begun.then(() => act(event))));
 
 let map;
@@ -42,7 +42,7 @@ let map;
 const TITLES = { 401: "This service needs a key", 404: "Not found", 413: "Too large", 422: "The service cannot use this request", 503: "The service is busy" };
 
 class Refused extends Error {
-  // From a problem document; where it points into a request that the reader never saw, only what is said stays.
+  // From a problem document, without locations in a request that the reader never saw.
   constructor(status, { title, detail = "No reason was given" } = {}) {
     super(detail.replaceAll(/body\.(queries|items)\.0\.(\w+): /g, "").replace(/[.?]?$/, (end) => end || "."));
     Object.assign(this, { status, title: title ?? `The service answered ${status}` });
@@ -71,7 +71,7 @@ async function call(path, { method = "GET", body, signal } = {}) {
 
 const json = async (path, options) => (await call(path, options)).json();
 
-// The URL of a picture; with a key it has to be fetched, since an <img> sends none.
+// The URL of an image; with a key it is fetched, since an <img> sends none.
 async function pictureURL(picture, size) {
   const path = `${picture}?size=${size}`;
   if (!sessionStorage.getItem("sfumato-key")) return path;
@@ -258,11 +258,11 @@ function result(slot, query, answer) {
     h("div", { class: "facts" }, fact(about(answer.expected_matches), "matches expected"), fact(percent(best), "best result"), fact(figure(answer.uncertainty), "total variance")),
     !answer.calibrated && h("p", { class: "guess" }, calibrated
       ? `These probabilities are not calibrated: the calibration was fitted on ${gallery === "images" ? "texts against images" : "images against texts"}, and this search compares two ${gallery === "images" ? "images" : "texts"}.`
-      : "These probabilities are not calibrated: the model was not calibrated on held-out pairs."),
+      : "These probabilities are not calibrated: the model has no calibration."),
     h("details", {}, h("summary", {}, "What do these numbers mean?"),
       h("p", {}, h("b", {}, "Matches expected. "), `Each of the ${things(gallery, n)} has a match probability, computed from its distance (${answer.distance}) to your query. The probabilities add up to ${about(answer.expected_matches)}: that many true matches are expected. A vague query has many expected matches, a precise one few.`),
-      h("p", {}, h("b", {}, "Total variance. "), `For the model, your query is a Gaussian in ${count(info.dimensions)} dimensions, and this is its total variance. Compare it with other queries to the same model; it is not a measure of error by itself.`)),
-    set && h("p", { class: "count" }, set.complete ? `The framed set of ${things(gallery, set.hits.length)} holds a match with a probability of ${percent(set.coverage)}.` : `The framed set was cut at ${things(gallery, set.hits.length)}, so its coverage of ${percent(set.coverage)} is not guaranteed.`),
+      h("p", {}, h("b", {}, "Total variance. "), `For the model, your query is a Gaussian in ${count(info.dimensions)} dimensions, and this is its total variance. Compare it only with other queries to the same model.`)),
+    set && h("p", { class: "count" }, set.complete ? `The framed set of ${things(gallery, set.hits.length)}: for queries like those of the calibration it holds a match with a probability of ${percent(set.coverage)}.` : `The framed set was cut at ${things(gallery, set.hits.length)}, so its coverage of ${percent(set.coverage)} is not guaranteed.`),
     h("p", { class: "count", "data-count": "" }),
     h("ul", { class: `grid ${gallery}` }, answer.hits.map((hit) => card(slot, hit, inSet.has(hit.id)))),
     wanted < Math.min(n, info.limits.max_results) && answer.hits.length >= wanted && h("p", { class: "after", "data-probability": answer.hits.at(-1).match_probability }, h("button", { type: "button", onclick: () => { wanted *= 2; search(slot); } }, "More results")));
@@ -400,7 +400,7 @@ async function mark() {
   const ids = new Set(found.points.map(({ id }) => id));
   const outside = new Set(marks.flatMap(({ hits }) => [...hits.keys()]).filter((id) => !ids.has(id))).size;
   $("#legend").textContent = [
-    `${found.points.length < found.n ? `A sample of ${count(found.points.length)} of ` : ""}${things(gallery, found.n)}, each drawn as an ellipse of one standard deviation. The two axes show ${percent(found.explained[0])} and ${percent(found.explained[1])} of the variance of the means: items far apart on the map are far apart, but items close on the map may be far apart.`,
+    `${found.points.length < found.n ? `A sample of ${count(found.points.length)} of ` : ""}${things(gallery, found.n)}, each drawn as an ellipse of one standard deviation. The two axes show ${percent(found.explained[0])} and ${percent(found.explained[1])} of the variance of the means: items far apart on the map are far apart, items close on it may not be close.`,
     marks.length && `Coloured: your query and its results${outside ? ` (${outside} of them are not in the sample)` : ""}.`,
     "Drag to move, scroll or pinch to zoom; select an item to find similar ones.",
   ].filter(Boolean).join(" ");
