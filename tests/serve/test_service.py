@@ -13,8 +13,10 @@ import time
 import httpx
 import pytest
 import torch
+from support.processes import Started
 from support.serving import KEY, SlowModel, in_base64, picture, served, wait_until_ready
 
+from sfumato.cli import main
 from sfumato.data.transforms import decode_image
 from sfumato.errors import UserError
 from sfumato.models.galleries import Source, build_index, create_collection
@@ -575,6 +577,12 @@ def test_a_service_that_cannot_answer_says_so_and_ends(collection, monkeypatch, 
     assert "cannot answer: no such table" in err and not out
 
 
+def command(*arguments):
+    """The command line, for a process of its own."""
+    sys.argv = ["sfumato", *arguments]
+    main()
+
+
 def test_the_command_says_what_is_wrong(run, tmp_path):
     for arguments, message in (
         ((tmp_path / "nothing",), str(tmp_path / "nothing")),
@@ -582,13 +590,8 @@ def test_the_command_says_what_is_wrong(run, tmp_path):
         ((run, "--host", "0.0.0.0", "--no-key"), "--allowed-host"),
         ((run, "--store", "x"), "go with an index"),
     ):
-        done = subprocess.run(
-            [sys.executable, "-m", "sfumato", "serve", *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+        status, printed = Started(command, "serve", *map(str, arguments)).finish(60)
+        assert status == 2 and message in printed and "Traceback" not in printed, printed
 
 
 def test_threads_do_not_change_the_answer(sources):
