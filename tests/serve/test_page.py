@@ -120,7 +120,9 @@ def test_more_like_this_and_back(visit, service):
     panel(page).locator(".pick").first.click()
     expect(panel(page).locator("h2")).to_have_text(f"More like {first}")
     assert searched(page) == {"id": first}
-    expect(panel(page).locator(".guess")).to_contain_text("are not calibrated")  # the calibration knows no searches by image among images
+    expect(panel(page).locator(".guess")).to_contain_text(
+        "are not calibrated"
+    )  # the calibration knows no searches by image among images
     page.go_back()
     expect(panel(page).locator("h2")).to_have_text("“a red circle”")
     expect(page.locator("#q0")).to_have_value("a red circle")
