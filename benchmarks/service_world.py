@@ -15,8 +15,8 @@ from sfumato.models.build import Assets, build_model
 from sfumato.models.model_section import ModelConfig
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import GaussianIndex
-from sfumato.serve.image_files import UploadedPictures
-from sfumato.serve.served import Shelf, Sources
+from sfumato.serve.image_files import UploadedImages
+from sfumato.serve.served import ServedGallery, Sources
 
 WORDS = (
     "red",
@@ -63,16 +63,16 @@ def small_sources(folder: Path, n: int = 30, d: int = 16) -> Sources:
     collection.upsert(
         noise(n, d), [str(i) for i in range(n)], {"first": ["yes" if i < n // 2 else "no" for i in range(n)]}
     )
-    pictures = UploadedPictures(folder / "collection" / "pictures")
+    pictures = UploadedImages(folder / "collection" / "pictures")
     for i in range(5):
         pictures.write(str(i), picture())
-    return Sources(random_model(d, 16), "random", {"images": Shelf(collection, pictures)})
+    return Sources(random_model(d, 16), "random", {"images": ServedGallery(collection, pictures)})
 
 
 def large_sources(n: int, d: int, width: int) -> Sources:
     """An exact index in memory."""
     index = GaussianIndex.build(noise(n, d), [str(i) for i in range(n)])
-    return Sources(random_model(d, width), "random", {"images": Shelf(index)})
+    return Sources(random_model(d, width), "random", {"images": ServedGallery(index)})
 
 
 def picture(colour: str = "red", size: tuple[int, int] = (20, 14), format: str = "PNG") -> bytes:

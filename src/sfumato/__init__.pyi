@@ -309,7 +309,7 @@ from .models.run import (
 from .search.collection import (
     GaussianCollection as GaussianCollection,
 )
-from .search.collection import (
+from .search.copies import (
     copy_gallery as copy_gallery,
 )
 from .search.exact import (

@@ -27,8 +27,8 @@ from sfumato.reports.console import print_evaluation, print_search
 from sfumato.reports.formatting import percent, probability, signed
 from sfumato.reports.html_pages import data_url, render_page
 from sfumato.search.exact import top_k
-from sfumato.search.gallery import MANY, verdict
 from sfumato.search.index import GaussianIndex
+from sfumato.search.verdict import MANY, verdict
 from sfumato.training.loop import fit
 
 RECIPE = "emoji-demo"

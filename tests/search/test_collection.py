@@ -11,7 +11,8 @@ from sfumato.calibration import Calibration, QueryScores
 from sfumato.distances import csd_matrix
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.collection import GaussianCollection, copy_gallery
+from sfumato.search.collection import GaussianCollection
+from sfumato.search.copies import copy_gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.lifting import LIFTED_DISTANCES, gallery_centre, lift_gallery, lowered
 from sfumato.search.stores.local import LocalStore
@@ -51,7 +52,7 @@ def both(tmp_path, n=157, *, distance="csd", store="store", calibration=None):
     told = {"distance": distance, "calibration": calibration, "logit_scale": 0.7, "logit_bias": 2.0}
     index = GaussianIndex.build(gallery, ids_of(n), payload=payload_of(n), **told)
     made = GaussianCollection.create(
-        tmp_path / "collection", store, d=D, centre=gallery_centre(gallery), about={"run": "r"}, **told
+        tmp_path / "collection", store, d=D, centre=gallery_centre(gallery), metadata={"run": "r"}, **told
     )
     made.upsert(gallery, ids_of(n), payload_of(n))
     return index, made
@@ -62,7 +63,7 @@ def assert_same(found, expected):
     for a, b in zip(found, expected, strict=True):
         assert a.uncertainty == pytest.approx(b.uncertainty, rel=1e-6)
         assert a.abstained == b.abstained and a.best_probability == pytest.approx(b.best_probability, rel=1e-4)
-        for mine, other in ((a.hits, b.hits), (a.conformal_set or (), b.conformal_set or ())):
+        for mine, other in ((a.records, b.records), (a.conformal_set or (), b.conformal_set or ())):
             assert [h.id for h in mine] == [h.id for h in other]
             for x, y in zip(mine, other, strict=True):
                 assert (x.rank, x.payload) == (y.rank, y.payload)
@@ -103,12 +104,12 @@ def test_promises_are_the_same(tmp_path):
         assert [r.conformal_set_cut for r in cut] == [len(r.conformal_set) > 1 for r in whole]
         mauve = Filter({"colour": ("mauve",)})
         nothing = made.search(queries[:2], 5, filter=mauve)
-        assert [(r.hits, r.best_probability) for r in nothing] == [((), 0.0)] * 2
+        assert [(r.records, r.best_probability) for r in nothing] == [((), 0.0)] * 2
         assert_same(nothing, index.search(queries[:2], 5, filter=mauve))
         for gallery in (made, index):
             for promise in ({"coverage": 0.9}, {"max_risk": 0.4}):
                 with pytest.raises(
-                    ValueError, match="promises about the whole gallery, a filter may leave the match out"
+                    ValueError, match="guarantees about the whole gallery, and a filter may leave the match out"
                 ):
                     gallery.search(queries, 5, filter=mauve, **promise)
 
@@ -159,7 +160,7 @@ def test_open_again(tmp_path):
     (tmp_path / "collection").rename(tmp_path / "elsewhere")  # its store lies inside and goes along
     with GaussianCollection.open(tmp_path / "elsewhere") as again:
         assert again.search(queries, 5, coverage=0.8) == before
-        assert again.about == {"run": "r"} and again.answers.calibration == calibration and again.distance == "csd"
+        assert again.metadata == {"run": "r"} and again.scorer.calibration == calibration and again.distance == "csd"
     assert GaussianCollection.is_one(tmp_path / "elsewhere") and not GaussianCollection.is_one(tmp_path)
 
 
@@ -167,14 +168,12 @@ def test_items_have_the_distances_of_the_originals(tmp_path):
     for distance in LIFTED_DISTANCES:
         index, made = both(tmp_path / distance, distance=distance)
         with made:
-            items = made.items(["item 9", "nobody", "item 2"])
+            items = made.get(["item 9", "nobody", "item 2"])
             assert items.ids == ("item 9", "item 2") and items.payloads[1] == {"colour": "b", "text": "no 2"}
-            mine, other = made.search(items.embeddings, 8), index.search(index.items(items.ids).embeddings, 8)
+            mine, other = made.search(items.embeddings, 8), index.search(index.get(items.ids).embeddings, 8)
             assert_same(mine, other)
             assert [r[0].id for r in mine] == (["item 9", "item 2"] if distance != "csd" else [r[0].id for r in other])
-            torch.testing.assert_close(
-                items.embeddings.total_variance, index.items(items.ids).embeddings.total_variance
-            )
+            torch.testing.assert_close(items.embeddings.total_variance, index.get(items.ids).embeddings.total_variance)
 
 
 def test_points_can_be_kept(tmp_path):
@@ -182,7 +181,7 @@ def test_points_can_be_kept(tmp_path):
     made = GaussianCollection.create(tmp_path / "c", d=D, distance="csd")
     with made:
         made.upsert(gallery, ids_of(30))
-        assert made.items(["item 4"]).embeddings.total_variance.tolist() == [0.0]
+        assert made.get(["item 4"]).embeddings.total_variance.tolist() == [0.0]
         assert made.search(gallery[7:8], 1)[0][0].id == "item 7"
         assert made.search(gallery[7:8], 1)[0][0].distance == pytest.approx(0, abs=1e-6)
 
@@ -211,7 +210,7 @@ def test_sets_are_whole_even_where_the_store_brings_few_candidates(tmp_path):
             assert {h.id for h in a.conformal_set} == {h.id for h in b.conformal_set} and len(b.conformal_set) > 30
             distances = [h.distance for h in b.conformal_set]
             assert [h.distance for h in a.conformal_set] == pytest.approx(distances, rel=2e-6)
-        assert [r.hits for r in found] != [r.hits for r in expected], "its own hits are not the closest"
+        assert [r.records for r in found] != [r.records for r in expected], "its own hits are not the closest"
         for a, b in zip(made.search(queries, 3, coverage=0.9, max_set=7), expected, strict=True):
             assert [h.id for h in a.conformal_set] == [h.id for h in b.conformal_set][:7] and a.conformal_set_cut
 
@@ -228,15 +227,12 @@ def test_what_was_interrupted_says_so(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         kept(self, records)
 
-    import sfumato.search.collection as module
-
-    monkeypatch.setattr(module, "_BATCH", 60)
     monkeypatch.setattr(LocalStore, "upsert", dies)
     for source, name in ((made, "copied"), (index, "from index")):
         upserts.clear()
         with pytest.raises(KeyboardInterrupt):
-            copy_gallery(source, tmp_path / name)
-        with pytest.raises(UserError, match="is not whole: a copy was interrupted; remove it"):
+            copy_gallery(source, tmp_path / name, batch=60)
+        with pytest.raises(UserError, match="is incomplete: a copy was interrupted; remove it"):
             GaussianCollection.open(tmp_path / name)
         with GaussianCollection.open(tmp_path / name, unfinished=True) as part:
             assert len(part) == 60
@@ -246,11 +242,9 @@ def test_what_was_interrupted_says_so(tmp_path, monkeypatch):
     GaussianCollection.open(tmp_path / "whole").close()
 
 
-def test_what_is_gone_is_not_drawn(tmp_path, monkeypatch):
-    import sfumato.search.collection as module
-
-    monkeypatch.setattr(module, "_SAMPLE", 100)
+def test_removed_items_are_not_sampled(tmp_path):
     _, made = both(tmp_path, n=300)
+    made.n_sample = 100
     with made:
         drawn = made.sample(100).ids
         made.delete(drawn[:2])
@@ -260,23 +254,20 @@ def test_what_is_gone_is_not_drawn(tmp_path, monkeypatch):
 def test_payloads_of_different_names(tmp_path):
     with GaussianCollection.create(tmp_path / "c", d=D) as made:
         made.upsert(gaussians(2, 0), ["a", "b"], payloads=[{"x": "1"}, {"y": "2", "z": "3"}])
-        assert made.items(["b", "a"]).payloads == ({"y": "2", "z": "3"}, {"x": "1"})
+        assert made.get(["b", "a"]).payloads == ({"y": "2", "z": "3"}, {"x": "1"})
         with pytest.raises(ValueError, match="payload or payloads, not both"):
             made.upsert(gaussians(1, 0), ["a"], {"x": ["1"]}, payloads=[{}])
         with pytest.raises(ValueError, match=r"1 embeddings, 1 ids and payloads of \[2\]"):
             made.upsert(gaussians(1, 0), ["a"], payloads=[{}, {}])
 
 
-def test_a_sample_is_even_the_same_each_time_and_estimates_what_it_should(tmp_path, monkeypatch):
-    import sfumato.search.collection as module
-
-    monkeypatch.setattr(module, "_SAMPLE", 600)
-    monkeypatch.setattr(module, "_SURELY", 40)
+def test_a_sample_is_even_the_same_each_time_and_estimates_what_it_should(tmp_path):
     n = 3000
     gallery = gaussians(n, 0)
     index = GaussianIndex.build(gallery, ids_of(n), logit_scale=0.5, logit_bias=3.0)
     with GaussianCollection.create(tmp_path / "c", d=D, logit_scale=0.5, logit_bias=3.0) as made:
         made.upsert(gallery, ids_of(n))
+        made.n_sample, made.n_exact = 600, 40
         queries = gaussians(40, 1)
         exact, estimated = torch.tensor(index.expected_matches(queries)), torch.tensor(made.expected_matches(queries))
         # The rest of each query, 2,960 items, is estimated from about 592 of them: its deviation is that of their mean.
@@ -293,6 +284,7 @@ def test_a_sample_is_even_the_same_each_time_and_estimates_what_it_should(tmp_pa
         assert abs(sum(place) / 500 - 1499.5) < 4 * 39
         one = place.index(max(place))
         torch.testing.assert_close(drawn.embeddings.mean[one], gallery.mean[max(place)], rtol=1e-6, atol=1e-6)
+        assert made.sample(500, seed=1).ids == made.sample(500, seed=1).ids != drawn.ids
         assert len(made.sample(10_000).ids) == n
 
 
@@ -318,7 +310,7 @@ def test_copies_of_an_index_and_of_a_collection_answer_alike(tmp_path):
         assert sum(seen) == len(snapshot) == 157
         assert_same(snapshot.search(queries, 9), index.search(queries, 9))
         mine, original = snapshot.store.get(["item 7"]), made.store.get(["item 7"])
-        assert torch.equal(mine.vectors, original.vectors) and snapshot.about == made.about
+        assert torch.equal(mine.vectors, original.vectors) and snapshot.metadata == made.metadata
     with copy_gallery(index, tmp_path / "from index") as copied:
         assert_same(copied.search(queries, 9), index.search(queries, 9))
     kl = GaussianIndex.build(gaussians(5, 0), ids_of(5), distance="kl")

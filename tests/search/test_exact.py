@@ -6,7 +6,7 @@ from support.references_metrics import order_of, ranks_by_sorting
 from sfumato.distances import DISTANCES, get_distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
-from sfumato.search.exact import closest_candidates, distance_blocks, rank_relevant, top_k
+from sfumato.search.exact import closest_candidates, closest_in_blocks, distance_blocks, rank_relevant, top_k
 
 
 def gaussians(n, d, seed, dtype=torch.float64):
@@ -65,17 +65,15 @@ def test_rank_relevant_by_loops_with_ties():
     ranks = rank_relevant(x, y, relevance, "squared_l2", progress=done.append)
     np.testing.assert_array_equal(ranks, ranks_by_sorting(DISTANCES["squared_l2"].matrix(x, y).numpy(), ground_truths))
     assert sum(done) == 31
-    with pytest.raises(ValueError, match="31 queries and 64 gallery items, but a truth of 64 by 31"):
+    with pytest.raises(ValueError, match="31 queries and 64 gallery items, but a relevance of 64 by 31"):
         rank_relevant(x, y, relevance.transpose())
 
 
-def test_one_tied_row_among_untied_ones(monkeypatch):
+def test_one_tied_row_among_untied_ones():
     distance = torch.rand(6, 50, generator=torch.Generator().manual_seed(0))
     distance[2] = 0.5
     distance[4, 10:40] = 0.01
-    monkeypatch.setattr("sfumato.search.exact.distance_blocks", lambda *_, **__: iter([(0, distance)]))
-    x, y = grid(6, 2, 0), grid(50, 2, 0)
-    values, index = top_k(x, y, 7)
+    values, index = closest_in_blocks([(0, distance)], 7, 6, 50)
     for i in range(6):
         assert index[i].tolist() == order_of(distance[i].tolist())[:7]
         assert torch.equal(values[i], distance[i][index[i]])
@@ -83,13 +81,15 @@ def test_one_tied_row_among_untied_ones(monkeypatch):
 
 @pytest.mark.parametrize("name", ["csd", "kl", "wasserstein2"])
 @pytest.mark.parametrize("direction", ["i2t", "t2i"])
-def test_candidates_in_their_true_order(name, direction, monkeypatch):
+def test_candidates_in_their_true_order(name, direction):
     """Each query's own candidates by loops; blocks of two queries, candidates that are missing, and a tie."""
-    monkeypatch.setattr("sfumato.search.exact._CANDIDATE_FLOATS", 2 * 4 * 3)
+    memory_mb = 2 * 4 * 3 * 4 / 2**20
     queries, gallery = gaussians(5, 3, 0), gaussians(9, 3, 1)
     gallery = gallery[torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 0])]  # 0 and 8 are equal
     candidates = torch.tensor([[8, 0, 3, 4], [7, 6, 5, 4], [1, -1, 2, 3], [-1, 8, -1, 0], [2, 4, 6, 8]])
-    found, order = closest_candidates(queries, gallery, candidates, get_distance(name).for_direction(direction))
+    found, order = closest_candidates(
+        queries, gallery, candidates, get_distance(name).for_direction(direction), memory_mb=memory_mb
+    )
     matrix = get_distance(name).matrix
     whole = matrix(queries, gallery) if direction == "i2t" else matrix(gallery, queries).T
     for i, row in enumerate(candidates.tolist()):

@@ -256,7 +256,7 @@ def test_abstention_and_least_probability(engine):
     for result, same, j in zip(asked, plain, of, strict=True):
         assert same.abstained is None and same.conformal_set is None
         assert result.abstained == (same[0].match_probability <= limit)
-        assert result.hits == tuple(h for h in same if h.match_probability >= 0.3)
+        assert result.records == tuple(h for h in same if h.match_probability >= 0.3)
         if not result.abstained:
             wrong.append(same[0].id != f"item {j}")
     abstained = [r.abstained for r in asked]
@@ -334,11 +334,11 @@ def test_there_and_back(engine, tmp_path):
     options = FaissOptions(ef_search=33, n_probe=2) if engine != "exact" else None
     index = GaussianIndex.build(
         clustered(300, seed=17), ["ü", "a\nb", *ids_of(298)], engine=engine, logit_scale=1.25, logit_bias=-2.5,
-        payload={"text": ["猫"] * 300}, about={"run": "here", "calibrated": True}, direction="i2t", options=options,
+        payload={"text": ["猫"] * 300}, metadata={"run": "here", "calibrated": True}, direction="i2t", options=options,
     )  # fmt: skip
     index.save(tmp_path / "index")
     again = GaussianIndex.load(str(tmp_path / "index"))
-    for name in ("ids", "distance", "engine", "logit_scale", "logit_bias", "payload", "about", "direction"):
+    for name in ("ids", "distance", "engine", "logit_scale", "logit_bias", "payload", "metadata", "direction"):
         assert getattr(again, name) == getattr(index, name), name
     assert again.store is None if engine == "exact" else again.store.options == options
     queries = clustered(9, seed=18)
@@ -386,14 +386,14 @@ def test_a_half_copied_index_is_refused(tmp_path):
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 def test_a_process_killed_while_it_saves_again_and_again_leaves_a_whole_index(tmp_path):
     path = tmp_path / "index"
-    GaussianIndex.build(clustered(500, seed=20), ids_of(500), about={"n": 0}).save(path)
+    GaussianIndex.build(clustered(500, seed=20), ids_of(500), metadata={"n": 0}).save(path)
     program = """
 import sys, itertools, torch
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.index import GaussianIndex
 mean = torch.zeros(500, 16)
 for n in itertools.count(1):
-    index = GaussianIndex.build(GaussianEmbedding(mean + n, mean), [str(i) for i in range(500)], about={"n": n})
+    index = GaussianIndex.build(GaussianEmbedding(mean + n, mean), [str(i) for i in range(500)], metadata={"n": n})
     index.save(sys.argv[1])
     print(n, flush=True)
 """
@@ -409,8 +409,8 @@ for n in itertools.count(1):
         writer.stdout.close()
         writer.wait()
         index = GaussianIndex.load(path)
-        assert index.about["n"] >= (int(said[-1]) if said else 1)
-        assert (index.embeddings.mean == index.about["n"]).all()
+        assert index.metadata["n"] >= (int(said[-1]) if said else 1)
+        assert (index.embeddings.mean == index.metadata["n"]).all()
 
 
 # ---------------------------------------------------------------- mistakes
@@ -422,14 +422,14 @@ for n in itertools.count(1):
         ({"ids": ids_of(2)}, "2 ids for 3 embeddings"),
         ({"ids": ["a", "b", "a"]}, "'a' occurs 2 times"),
         ({"distance": "csb"}, "unknown distance 'csb'; did you mean 'csd'"),
-        ({"distance": "average_l2"}, "is random"),
+        ({"distance": "average_l2"}, "is sampled at random"),
         ({"distance": "elk", "engine": "flat"}, 'engine="exact"'),
         ({"engine": "hnws"}, "unknown engine 'hnws'; known: exact, flat, hnsw, ivf"),
         ({"options": FaissOptions()}, "engine exact has no options"),
         ({"logit_scale": 0.0}, "logit_scale must be positive"),
         ({"logit_bias": float("nan")}, "both finite"),
         ({"payload": {"text": ["a"]}}, "payload 'text' must be 3 strings"),
-        ({"about": {"x": float("nan")}}, "not JSON compliant"),
+        ({"metadata": {"x": float("nan")}}, "not JSON compliant"),
         ({"embeddings": GaussianEmbedding(torch.full((3, 2), torch.nan), torch.zeros(3, 2))}, "embedding 0 holds NaN"),
         ({"embeddings": GaussianEmbedding(torch.zeros(3, 2), torch.full((3, 2), 100.0))}, "overflows"),
         ({"embeddings": GaussianEmbedding.point(torch.zeros(3, 2)), "distance": "kl"}, "needs positive variances"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sfumato.search.gallery import verdict
+from sfumato.search.verdict import verdict
 
 
 @pytest.mark.parametrize(
@@ -10,11 +10,11 @@ from sfumato.search.gallery import verdict
     [
         (212.4, 0.99, None, "many", "about 212 matches expected"),
         (10.0, 0.01, None, "many", "about 10 matches expected"),
-        (9.9, 0.149, None, "unsure", "Nothing it is sure of: the best hit has a probability of 15%"),
+        (9.9, 0.149, None, "unsure", "No clear match: the best result has a probability of 15%"),
         (9.9, 0.15, None, "few", "about 10 expected"),
         (1.7, 0.9, False, "few", "about 2 expected"),
         (1.69, 0.5, None, "clear", "One clear match"),
-        (1.69, 0.49, None, "unsure", "Not sure: the best hit has a probability of 49%"),
+        (1.69, 0.49, None, "unsure", "No clear match: the best result has a probability of 49%"),
         (0.1, 0.004, None, "unsure", "a probability of 0.4%"),
         (0.0, 0.0009, None, "unsure", "a probability of less than 0.1%"),
         (212.4, 0.99, True, "abstained", "No confident match"),

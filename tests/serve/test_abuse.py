@@ -131,7 +131,7 @@ def test_json_beside_pictures_is_small(client):
         return client.post(path, content=body, headers={"Content-Type": "application/json"})
 
     told = problem(send(b'{"queries":[' + b",".join([b'{"text":"a"}'] * 900_000) + b"]}"), 413)
-    assert "beside its pictures, more than the limit of 1000000" in told["detail"]
+    assert "beside its images, more than the limit of 1000000" in told["detail"]
     problem(send(b'{"queries":[' + b",".join([b'{"image":""}'] * 900_000) + b"]}"), 413)
     problem(send(b'{"ids":[' + b",".join([b'"a"'] * 900_000) + b"]}", "/v1/items/delete"), 413)
     told = problem(send(b'{"queries":[{"text":"a"}],' + b",".join(b'"%d":1' % i for i in range(50_000)) + b"}"), 422)

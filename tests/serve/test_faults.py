@@ -18,7 +18,7 @@ from support.serving import SlowModel, bomb, in_base64, picture, read_only, serv
 
 from sfumato.errors import UserError
 from sfumato.serve.batching import Batcher, Closed, Full
-from sfumato.serve.image_files import POINTER, FolderPictures, UploadedPictures, to_show, to_store
+from sfumato.serve.image_files import POINTER, FolderImages, UploadedImages, to_show, to_store
 from sfumato.serve.schemas import Refusal
 from sfumato.serve.served import Sources
 
@@ -40,11 +40,11 @@ def problem(answer, status):
     [
         (bomb(), 413, "more pixels than the limit"),
         (bomb(10_000, 5_000), 413, "10000 x 5000 are more pixels than the limit of 40000000"),
-        (picture()[:40], 422, "not a picture"),
+        (picture()[:40], 422, "not an image"),
         (picture(size=(200, 200), format="JPEG")[:500], 422, "cannot be decoded"),
-        (b"", 422, "not a picture"),
-        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", 422, "not a picture"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", 422, "not a picture"),
+        (b"", 422, "not an image"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", 422, "not an image"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", 422, "not an image"),
     ],
     ids=("bomb", "large", "no header", "torn", "empty", "svg", "eps"),
 )
@@ -121,7 +121,7 @@ def climbing(tmp_path):
 
 
 def test_no_id_leads_out_of_the_folder(tmp_path):
-    pictures = FolderPictures(climbing(tmp_path))
+    pictures = FolderImages(climbing(tmp_path))
     assert pictures.read("000.png", {}) == picture()
     for id in (
         *(
@@ -135,10 +135,10 @@ def test_no_id_leads_out_of_the_folder(tmp_path):
         *("ring", "", ".", "inside", "000.png\0", "..\\secret.png", "a" * 5000, "/000.png", "nothing.png"),
     ):
         assert pictures.read(id, {}) is None, id
-    assert FolderPictures(tmp_path / "nowhere").read("000.png", {}) is None
+    assert FolderImages(tmp_path / "nowhere").read("000.png", {}) is None
     (tmp_path / "link").symlink_to(tmp_path / "pictures")
-    assert FolderPictures(tmp_path / "link").read("000.png", {}) == picture()
-    uploaded = UploadedPictures(tmp_path / "uploads")
+    assert FolderImages(tmp_path / "link").read("000.png", {}) == picture()
+    uploaded = UploadedImages(tmp_path / "uploads")
     name = uploaded.write("../../x", picture())
     assert uploaded.read("../../x", {POINTER: name}) == picture() and uploaded.read("../../x", {}) is None
     for wrong in ("../../secret.png", "/etc/passwd", "", name + "/..", name.upper(), "\0"):
@@ -158,7 +158,7 @@ def test_no_path_leads_out_of_the_service(client, route, path):
 def test_only_pictures_of_items_are_shown(run, data, tmp_path):
     sources = read_only(run, data)
     folder = climbing(tmp_path)
-    sources.shelves["images"].pictures = FolderPictures(folder)
+    sources.galleries["images"].images = FolderImages(folder)
     (folder / "not-an-item.png").write_bytes(picture())
     with served(sources) as client:
         assert client.get("/v1/pictures/000.png").status_code == 200
@@ -237,7 +237,7 @@ def test_forms_that_are_none(client):
     problem(client.post("/v1/search/image", files={"picture": ("a.png", picture())}), 422)
     problem(client.post("/v1/search/image", files=[("image", ("a", picture())), ("image", ("b", picture()))]), 422)
     told = problem(client.post("/v1/items/image", files=file, data={"id": "a", "payload": "{"}), 422)
-    assert "not JSON" in told["detail"]
+    assert "form.payload: Invalid JSON" in told["detail"]
     told = problem(client.post("/v1/items/image", files=file, data={"id": "a", "payload": "[" * 50_000}), 422)
 
 
@@ -279,7 +279,7 @@ def test_malformed_requests_never_make_it_stumble(client, monkeypatch):
 
 
 def slow(sources, seconds=0.0):
-    return Sources(SlowModel(sources.model, seconds), "slow", sources.shelves)
+    return Sources(SlowModel(sources.model, seconds), "slow", sources.galleries)
 
 
 def test_a_full_queue_sends_clients_away_and_recovers(sources):
@@ -388,7 +388,7 @@ def test_not_ready_before_and_after(sources):
 
 
 def test_a_store_that_fails_is_503(writable, monkeypatch, caplog):
-    collection = writable.app.state.service.sources.shelves["images"].gallery
+    collection = writable.app.state.service.sources.galleries["images"].gallery
 
     def fail(*arguments, **options):
         raise UserError("the disk is full")
@@ -415,7 +415,7 @@ def test_several_items_are_stored_or_none(writable, monkeypatch):
 
     assert add(("two", "red", {"by": "me"})).status_code == 200
     record, shown = writable.get("/v1/items/two"), writable.get("/v1/pictures/two")
-    collection = writable.app.state.service.sources.shelves["images"].gallery
+    collection = writable.app.state.service.sources.galleries["images"].gallery
     upsert = collection.store.upsert
 
     def fail(records):
@@ -441,7 +441,7 @@ def test_several_items_are_stored_or_none(writable, monkeypatch):
 
 
 def test_a_write_that_nobody_waits_for_does_not_begin(writable, monkeypatch):
-    collection, go = writable.app.state.service.sources.shelves["images"].gallery, threading.Event()
+    collection, go = writable.app.state.service.sources.galleries["images"].gallery, threading.Event()
     upsert = collection.store.upsert
     monkeypatch.setattr(collection.store, "upsert", lambda records: (go.wait(20), upsert(records)))
     for id in ("first", "second"):
@@ -455,7 +455,7 @@ def test_a_write_that_nobody_waits_for_does_not_begin(writable, monkeypatch):
 
 
 def test_a_writer_that_leaves_does_not_leave_half(writable, monkeypatch):
-    collection = writable.app.state.service.sources.shelves["images"].gallery
+    collection = writable.app.state.service.sources.galleries["images"].gallery
     upsert = collection.store.upsert
     monkeypatch.setattr(collection.store, "upsert", lambda records: (time.sleep(1), upsert(records)))
     new = {"items": [{"id": "left", "image": in_base64(picture())}]}

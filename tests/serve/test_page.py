@@ -9,10 +9,10 @@ from support.serving import KEY, embedded, make_collection, make_run, picture, r
 
 from sfumato.models.galleries import build_index
 from sfumato.models.run import load_run
-from sfumato.search.gallery import verdict
+from sfumato.search.verdict import verdict
 from sfumato.serve.app import PAGE
-from sfumato.serve.image_files import FolderPictures
-from sfumato.serve.served import Shelf, Sources, open_sources
+from sfumato.serve.image_files import FolderImages
+from sfumato.serve.served import ServedGallery, Sources, open_sources
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -110,8 +110,8 @@ def test_search_by_text(visit, service):
     assert card.locator("img").evaluate("async (image) => (await image.decode(), image.naturalWidth)") > 0
     expect(page.locator("#status")).to_contain_text(answer["verdict"]["text"])
     assert searched(page) == {"q": "a red circle"} and "a red circle" in page.title()
-    panel(page).get_by_text("What is this?").click()
-    expect(panel(page)).to_contain_text("Each of the 48 pictures has a probability of matching")
+    panel(page).get_by_text("What do these numbers mean?").click()
+    expect(panel(page)).to_contain_text("Each of the 48 images has a match probability")
 
 
 def test_more_like_this_and_back(visit, service):
@@ -120,7 +120,9 @@ def test_more_like_this_and_back(visit, service):
     panel(page).locator(".pick").first.click()
     expect(panel(page).locator("h2")).to_have_text(f"More like {first}")
     assert searched(page) == {"id": first}
-    expect(panel(page).locator(".guess")).to_contain_text("a guess")  # two pictures: nothing was calibrated on those
+    expect(panel(page).locator(".guess")).to_contain_text(
+        "are not calibrated"
+    )  # the calibration knows no searches by image among images
     page.go_back()
     expect(panel(page).locator("h2")).to_have_text("“a red circle”")
     expect(page.locator("#q0")).to_have_value("a red circle")
@@ -130,7 +132,7 @@ def test_more_like_this_and_back(visit, service):
 
 def test_search_by_file_drop_and_paste(visit, service):
     page = visit(service)
-    page.get_by_label("Picture to search by", exact=True).set_input_files(
+    page.get_by_label("Image to search by", exact=True).set_input_files(
         {"name": "mine.png", "mimeType": "image/png", "buffer": picture("blue")}
     )
     expect(panel(page).locator("h2")).to_have_text("mine.png")
@@ -154,16 +156,16 @@ def test_search_by_file_drop_and_paste(visit, service):
     expect(page.locator(".empty")).to_be_visible()
 
 
-def test_what_is_no_picture_or_too_large(visit, run):
+def test_files_that_are_not_images_or_too_large(visit, run):
     with served(read_only(run, run.parent / "data"), max_upload_bytes=20_000) as client:
         page = visit(client, allowed=["status of 422"])
-        chooser = page.get_by_label("Picture to search by", exact=True)
+        chooser = page.get_by_label("Image to search by", exact=True)
         chooser.set_input_files({"name": "a.txt", "mimeType": "text/plain", "buffer": b"no"})
-        expect(page.get_by_role("alert").last).to_contain_text("This is not a picture")
+        expect(page.get_by_role("alert").last).to_contain_text("This is not an image")
         chooser.set_input_files({"name": "a.png", "mimeType": "image/png", "buffer": bytes(30_000)})
-        expect(page.get_by_role("alert").last).to_contain_text("This is too large")
+        expect(page.get_by_role("alert").last).to_contain_text("Too large")
         chooser.set_input_files({"name": "a.png", "mimeType": "image/png", "buffer": b"junk"})
-        expect(page.get_by_role("alert").last).to_contain_text("not a picture in one of the formats")
+        expect(page.get_by_role("alert").last).to_contain_text("not an image in one of the formats")
         page.close()
 
 
@@ -188,7 +190,7 @@ def test_threshold_filters_at_once(visit, service):
     assert searched(page) == {"q": "a red circle", "least": "0.99"}
 
 
-def test_promises_are_offered_as_the_service_vouches_for_them(visit, service):
+def test_guarantees_are_offered_as_the_calibration_can_give_them(visit, service):
     told = service.get("/v1/info").json()["galleries"]["images"]
     page = visit(service, "/?q=a+red+circle")
     for name, offered in (("Wrong answers allowed", told["risks"]), ("Set that holds a match", told["coverages"])):
@@ -197,7 +199,7 @@ def test_promises_are_offered_as_the_service_vouches_for_them(visit, service):
         assert select.is_disabled() == (not offered)
     page.get_by_label("Set that holds a match").select_option(str(told["coverages"][0]))
     inside = ask(service, {"text": "a red circle"}, coverage=told["coverages"][0])["conformal_set"]["hits"]
-    expect(panel(page)).to_contain_text(f"The framed set of {len(inside)} picture")
+    expect(panel(page)).to_contain_text(f"The framed set of {len(inside)} image")
     expect(panel(page).locator(".in-set")).to_have_count(min(24, len(inside)))
 
 
@@ -205,8 +207,8 @@ def test_without_calibration_it_says_so(visit, run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run" / "calibration.json").unlink()
     bare, data = load_run(tmp_path / "run"), run.parent / "data"
-    shelf = Shelf(build_index(bare, embedded(bare, data), model_source=tmp_path / "run"), FolderPictures(data))
-    with served(Sources(bare.model, "run", {"images": shelf})) as client:
+    gallery = ServedGallery(build_index(bare, embedded(bare, data), model_source=tmp_path / "run"), FolderImages(data))
+    with served(Sources(bare.model, "run", {"images": gallery})) as client:
         page = visit(client, "/?q=a+red+circle")
         expect(panel(page).locator(".guess")).to_contain_text("not calibrated")
         expect(page.get_by_label("Wrong answers allowed")).to_be_disabled()
@@ -295,7 +297,7 @@ def test_map(visit, service):
     expect(page.locator("#legend")).to_contain_text(f"{round(100 * told['explained'][0])}%")
     page.get_by_text("The map as a list").click()
     expect(page.locator("#list li")).to_have_count(len(told["points"]) + 1)  # and the query
-    expect(page.locator("#list li").nth(1)).to_contain_text("(hit)")
+    expect(page.locator("#list li").nth(1)).to_contain_text("(result)")
     page.get_by_text("The map as a list").click()
     # with the keyboard
     whole = canvas.screenshot()
@@ -339,7 +341,7 @@ def test_map(visit, service):
 def test_map_by_touch(visit, service):
     page = visit(service, "/?view=map", width=390, has_touch=True, is_mobile=True)
     canvas, tip = page.locator("canvas"), page.locator("#tip")
-    expect(page.locator("#legend")).to_contain_text("48 pictures")
+    expect(page.locator("#legend")).to_contain_text("48 images")
     canvas.scroll_into_view_if_needed()
     page.wait_for_timeout(100)
     box = canvas.bounding_box()
@@ -358,7 +360,7 @@ def test_map_by_touch(visit, service):
 def test_key(visit, run):
     with served(read_only(run, run.parent / "data"), keys=(KEY,)) as client:
         page = visit(client, "/?q=a+red+circle", allowed=["status of 401"])
-        dialog = page.get_by_role("dialog", name="This service asks for a key")
+        dialog = page.get_by_role("dialog", name="This service needs a key")
         dialog.get_by_label("API key").fill("not-the-right-one")
         page.keyboard.press("Enter")
         expect(dialog).to_contain_text("does not accept this key")
@@ -426,19 +428,19 @@ def test_add_and_delete(visit, run, tmp_path):
         page = visit(client)
         page.get_by_role("button", name="Add…").click()
         dialog = page.get_by_role("dialog", name="Add to the collection")
-        dialog.get_by_label("Picture").set_input_files(
+        dialog.get_by_label("Image:").set_input_files(
             {"name": "violet.png", "mimeType": "image/png", "buffer": picture("violet")}
         )
-        expect(dialog.get_by_label("Id:")).to_have_value("violet.png")
+        expect(dialog.get_by_label("Id (")).to_have_value("violet.png")
         dialog.get_by_role("button", name="Add").click()
         expect(dialog).to_be_hidden()
-        expect(page.locator("#about")).to_contain_text("49 pictures")
+        expect(page.locator("#about")).to_contain_text("49 images")
         page.goto("/?id=violet.png")
         page.get_by_role("button", name="Details of violet.png").click()
         page.get_by_role("button", name="Delete…").click()
         assert client.get("/v1/info").json()["galleries"]["images"]["n"] == 49  # not without being asked again
-        page.get_by_role("button", name="Delete it for good").click()
-        expect(page.locator("#about")).to_contain_text("48 pictures")
+        page.get_by_role("button", name="Delete permanently").click()
+        expect(page.locator("#about")).to_contain_text("48 images")
         expect(page.locator(".empty .pick")).to_have_count(12)
         page.close()
 
@@ -522,12 +524,12 @@ def test_what_was_added_is_announced_by_its_id(visit, run, tmp_path):
         page = visit(client)
         page.get_by_role("button", name="Add…").click()
         dialog = page.get_by_role("dialog", name="Add to the collection")
-        dialog.get_by_label("Picture").set_input_files(
+        dialog.get_by_label("Image:").set_input_files(
             {"name": "violet.png", "mimeType": "image/png", "buffer": picture("violet")}
         )
-        dialog.get_by_label("Id:").fill("the violet one")
+        dialog.get_by_label("Id (").fill("the violet one")
         dialog.get_by_role("button", name="Add").click()
-        expect(page.locator("#status")).to_have_text("the violet one is added.")
+        expect(page.locator("#status")).to_have_text("the violet one was added.")
         page.close()
 
 
@@ -543,14 +545,14 @@ def test_two_answers_are_announced_at_once(visit, service, late):
     expect(page.locator("#status")).to_be_empty()
     slow[0].continue_()
     told = [f"“{text}”: {ask(service, {'text': text})['verdict']['text']}." for text in ("a red circle", "some bar")]
-    expect(page.locator("#status")).to_have_text(f"{told[0]} 24 hits. {told[1]} 24 hits.")
+    expect(page.locator("#status")).to_have_text(f"{told[0]} 24 results. {told[1]} 24 results.")
 
 
 def test_one_of_two_answers_fails(visit, service):
     page = visit(service, "/?q=a+red+circle&id2=nobody", allowed=["status of 404"])
     expect(page.get_by_role("alert").last).to_contain_text("There is no item 'nobody'")
     said = ask(service, {"text": "a red circle"})["verdict"]["text"]
-    expect(page.locator("#status")).to_have_text(f"“a red circle”: {said}. 24 hits.")
+    expect(page.locator("#status")).to_have_text(f"“a red circle”: {said}. 24 results.")
 
 
 def test_options_are_folded_on_a_phone(visit, run, tmp_path):

@@ -13,16 +13,17 @@ import time
 import httpx
 import pytest
 import torch
+from support.processes import Started
 from support.serving import KEY, SlowModel, in_base64, picture, served, wait_until_ready
 
+from sfumato.cli import main
 from sfumato.data.transforms import decode_image
 from sfumato.errors import UserError
 from sfumato.models.galleries import GalleryPart, build_index, create_collection
 from sfumato.models.run import load_run
 from sfumato.search.stores.protocol import Filter
-from sfumato.serve import writing
 from sfumato.serve.app import create_app
-from sfumato.serve.image_files import SplitPictures, UploadedPictures
+from sfumato.serve.image_files import SplitImages, UploadedImages
 from sfumato.serve.served import Sources, open_sources
 from sfumato.serve.server import check_host, check_names, hosts_of, is_loopback, run_app
 from sfumato.serve.settings import Settings, read_keys
@@ -50,7 +51,7 @@ def same(answer, result, gallery, queries, i=0):
 
 
 def test_a_text_finds_what_the_library_finds(client, sources):
-    index = sources.shelves["images"].gallery
+    index = sources.galleries["images"].gallery
     queries = sources.model.embed_texts(["some circle in red"])
     (expected,) = index.search(queries, 5)
     (answer,) = search(client, {"text": "some circle in red"}, max_results=5)
@@ -61,7 +62,7 @@ def test_a_text_finds_what_the_library_finds(client, sources):
 
 
 def test_kinds_may_be_mixed_and_keep_their_order(client, sources, data):
-    index, file = sources.shelves["images"].gallery, (data / "051.png").read_bytes()
+    index, file = sources.galleries["images"].gallery, (data / "051.png").read_bytes()
     answers = search(
         client,
         {"image": in_base64(file)},
@@ -75,7 +76,7 @@ def test_kinds_may_be_mixed_and_keep_their_order(client, sources, data):
     embedded = [
         sources.model.embed_images([file]),
         sources.model.embed_texts(["a bar"]),
-        index.items(["110.png"]).embeddings,
+        index.get(["110.png"]).embeddings,
         sources.model.embed_images([file]),
     ]
     for answer, queries in zip(answers, embedded, strict=True):
@@ -83,7 +84,7 @@ def test_kinds_may_be_mixed_and_keep_their_order(client, sources, data):
 
 
 def test_pictures_search_among_texts_and_texts_too(client, sources, data):
-    index, file = sources.shelves["texts"].gallery, (data / "051.png").read_bytes()
+    index, file = sources.galleries["texts"].gallery, (data / "051.png").read_bytes()
     form = client.post(
         "/v1/search/image",
         files={"image": ("x.png", file)},
@@ -97,7 +98,7 @@ def test_pictures_search_among_texts_and_texts_too(client, sources, data):
 
 
 def test_promises_are_those_of_the_calibration(client, sources):
-    index, text = sources.shelves["images"].gallery, {"text": "a red circle"}
+    index, text = sources.galleries["images"].gallery, {"text": "a red circle"}
     queries = sources.model.embed_texts(["a red circle"])
     least = index.search(queries, 3)[0][1].match_probability
     (expected,) = index.search(queries, 40, coverage=0.9, max_risk=0.3, min_probability=least, max_set=40)
@@ -115,8 +116,8 @@ def test_promises_are_those_of_the_calibration(client, sources):
 
 
 def test_a_set_that_was_cut_says_so(client, sources):
-    shelf = sources.shelves["images"]
-    radius = shelf.gallery.answers.radius(0.999)  # Infinite: all 48, and the service gives 40.
+    gallery = sources.galleries["images"]
+    radius = gallery.gallery.scorer.radius(0.999)  # Infinite: all 48, and the service gives 40.
     assert radius == float("inf")
     (answer,) = search(client, {"text": "a red circle"}, coverage=0.999)
     assert len(answer["conformal_set"]["hits"]) == 40 and not answer["conformal_set"]["complete"]
@@ -126,13 +127,16 @@ def test_a_set_that_was_cut_says_so(client, sources):
 def test_promises_are_for_native_queries_only(client, promise):
     for query in ({"image": in_base64(picture())}, {"id": "000.png"}):
         refused = search(client, {"text": "fine"}, query, **{promise: 0.5}, status=422)
-        assert f"{promise} is known of texts" in refused["detail"] and refused["errors"][0]["where"] == promise
+        assert (
+            f"{promise} works only with queries by text" in refused["detail"]
+            and refused["errors"][0]["where"] == promise
+        )
     refused = search(client, {"text": "a"}, gallery="texts", **{promise: 0.5}, status=422)
-    assert "known of images" in refused["detail"]
+    assert "works only with queries by image" in refused["detail"]
 
 
 def test_filters(client, sources):
-    index = sources.shelves["texts"].gallery
+    index = sources.galleries["texts"].gallery
     queries = sources.model.embed_texts(["red"])
     wanted = {"where": {"text": ["a red circle", "a blue cross", "nothing"]}}
     (answer,) = search(client, {"text": "red"}, gallery="texts", filter=wanted)
@@ -225,16 +229,16 @@ def test_a_collection_of_texts_beside_pictures(run, data, collection, tmp_path):
 
 def test_a_run_is_served_with_a_split_of_its_data(run):
     sources = open_sources(run, split="val")
-    assert {name: len(shelf.gallery) for name, shelf in sources.shelves.items()} == {"images": 12, "texts": 24}
-    id = sources.shelves["images"].gallery.ids[0]
-    assert sources.shelves["images"].pictures.read(id, {}).startswith(b"\x89PNG")
+    assert {name: len(gallery.gallery) for name, gallery in sources.galleries.items()} == {"images": 12, "texts": 24}
+    id = sources.galleries["images"].gallery.ids[0]
+    assert sources.galleries["images"].images.read(id, {}).startswith(b"\x89PNG")
     with pytest.raises(UserError, match="no split 'nope'"):
         open_sources(run, split="nope")
 
 
 def test_galleries_must_fit_together(sources, run):
     loaded = load_run(run)
-    images, texts = sources.shelves["images"], sources.shelves["texts"]
+    images, texts = sources.galleries["images"], sources.galleries["texts"]
     queries = loaded.model.embed_texts(["a"])
     other = build_index(
         loaded, GalleryPart(type(queries)(queries.mean[:, :5], queries.log_var[:, :5]), ["a"], ["a"]), model_source=run
@@ -249,16 +253,21 @@ def test_galleries_must_fit_together(sources, run):
 def test_concurrent_texts_are_embedded_together_and_answered_alike(sources):
     model = SlowModel(sources.model)
     texts = [f"a {c} {s}" for c in ("red", "green", "blue", "black") for s in ("circle", "bar", "cross")]
-    with served(Sources(model, "slow", sources.shelves), batch_size=8, batch_window=0.05) as client:
+    with served(Sources(model, "slow", sources.galleries), batch_size=8, batch_window=0.05) as client:
         alone = [search(client, {"text": text})[0] for text in texts]
         model.go.clear()
-        with concurrent.futures.ThreadPoolExecutor(len(texts)) as pool:
+        with concurrent.futures.ThreadPoolExecutor(len(texts) + 1) as pool:
+            first = pool.submit(search, client, {"text": "keeps the model busy while the others arrive"})
+            while len(client.app.state.service.embedder.texts) or model.waiting == 0:
+                time.sleep(0.01)
             asked = [pool.submit(search, client, {"text": text}) for text in texts]
-            time.sleep(0.5)
+            while len(client.app.state.service.embedder.texts) < len(texts):
+                time.sleep(0.01)
             model.sizes.clear()
             model.go.set()
             together = [one.result()[0] for one in asked]
-    assert max(model.sizes) == 8 and sum(model.sizes) == len(texts)
+            first.result()
+    assert model.sizes == [1, 8, 4]
     for a, b in zip(alone, together, strict=True):
         assert a["query"] == b["query"] and [h["id"] for h in a["hits"]] == [h["id"] for h in b["hits"]]
         for ours, theirs in zip(a["hits"], b["hits"], strict=True):
@@ -387,8 +396,8 @@ def test_the_map_keeps_its_plane_until_a_quarter_has_changed(writable):
 
 def test_hits_name_a_picture_only_where_there_may_be_one(run, data, collection):
     sources = open_sources(collection)
-    shelf = sources.shelves["images"]
-    shelf.pictures = UploadedPictures(collection / "pictures", SplitPictures({"000.png": None}))
+    gallery = sources.galleries["images"]
+    gallery.images = UploadedImages(collection / "pictures", SplitImages({"000.png": None}))
     with served(sources) as client:
         client.post("/v1/items", json={"items": [{"id": "new", "image": in_base64(picture())}]})
         hits = search(client, {"text": "a"}, max_results=49)[0]["hits"]
@@ -398,14 +407,13 @@ def test_hits_name_a_picture_only_where_there_may_be_one(run, data, collection):
 
 def test_a_store_is_optimised_after_many_writes_and_at_the_end(collection, monkeypatch):
     sources, calls, go = open_sources(collection), [], threading.Event()
-    gallery = sources.shelves["images"].gallery
-    monkeypatch.setattr(writing, "_MANY", 3)
+    gallery = sources.galleries["images"].gallery
     monkeypatch.setattr(gallery.store, "optimise", lambda: (calls.append(len(gallery)), go.wait(20)))
 
     def add(id):
         return client.post("/v1/items", json={"items": [{"id": id, "image": in_base64(picture())}]}).status_code
 
-    with served(sources) as client:
+    with served(sources, optimise_after=3) as client:
         assert add("1") == add("2") == 200 and not calls
         assert add("3") == 200  # And does not wait for it.
         for _ in range(500):
@@ -417,7 +425,7 @@ def test_a_store_is_optimised_after_many_writes_and_at_the_end(collection, monke
         assert add("4") == 200 and calls == [51]
     assert calls == [51, 52]
     with served(open_sources(collection)) as client:
-        again = client.app.state.service.sources.shelves["images"].gallery
+        again = client.app.state.service.sources.galleries["images"].gallery
         monkeypatch.setattr(again.store, "optimise", lambda: calls.append(0))
         search(client, {"text": "a"})
     assert calls == [51, 52]  # Nothing was written.
@@ -558,7 +566,7 @@ def test_a_service_that_cannot_answer_says_so_and_ends(collection, monkeypatch, 
         raise UserError("no such table")
 
     sources = open_sources(collection)
-    monkeypatch.setattr(sources.shelves["images"].gallery.store, "search", fail)
+    monkeypatch.setattr(sources.galleries["images"].gallery.store, "search", fail)
     stop = threading.Timer(15, os.kill, (os.getpid(), signal.SIGTERM))
     stop.start()
     with pytest.raises(SystemExit) as ended:
@@ -569,6 +577,12 @@ def test_a_service_that_cannot_answer_says_so_and_ends(collection, monkeypatch, 
     assert "cannot answer: no such table" in err and not out
 
 
+def command(*arguments):
+    """The command line, for a process of its own."""
+    sys.argv = ["sfumato", *arguments]
+    main()
+
+
 def test_the_command_says_what_is_wrong(run, tmp_path):
     for arguments, message in (
         ((tmp_path / "nothing",), str(tmp_path / "nothing")),
@@ -576,13 +590,8 @@ def test_the_command_says_what_is_wrong(run, tmp_path):
         ((run, "--host", "0.0.0.0", "--no-key"), "--allowed-host"),
         ((run, "--store", "x"), "go with an index"),
     ):
-        done = subprocess.run(
-            [sys.executable, "-m", "sfumato", "serve", *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+        status, printed = Started(command, "serve", *map(str, arguments)).finish(60)
+        assert status == 2 and message in printed and "Traceback" not in printed, printed
 
 
 def test_threads_do_not_change_the_answer(sources):

@@ -19,8 +19,8 @@ from sfumato.models.galleries import GalleryPart, build_index, create_collection
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.serve.app import create_app
-from sfumato.serve.image_files import FolderPictures
-from sfumato.serve.served import Shelf, Sources
+from sfumato.serve.image_files import FolderImages
+from sfumato.serve.served import ServedGallery, Sources
 from sfumato.serve.settings import Settings
 from sfumato.training.loop import fit
 from support.toy import make_toy
@@ -75,11 +75,11 @@ def read_only(run_folder, pictures):
     images = embedded(run, pictures)
     texts = [f"a {c} {s}" for c in ("red", "green", "blue") for s in ("circle", "square", "cross")]
     lines = GalleryPart(run.model.embed_texts(texts), [str(i) for i in range(len(texts))], texts)
-    shelves = {
-        "images": Shelf(build_index(run, images, model_source=run_folder), FolderPictures(pictures)),
-        "texts": Shelf(build_index(run, lines, model_source=run_folder)),
+    galleries = {
+        "images": ServedGallery(build_index(run, images, model_source=run_folder), FolderImages(pictures)),
+        "texts": ServedGallery(build_index(run, lines, model_source=run_folder)),
     }
-    return Sources(run.model, "run", shelves)
+    return Sources(run.model, "run", galleries)
 
 
 def make_collection(run_folder, pictures, folder):
@@ -127,12 +127,14 @@ class SlowModel(torch.nn.Module):
     def __init__(self, model, seconds=0.0):
         super().__init__()
         self.model, self.seconds = model, seconds
-        self.go, self.sizes = threading.Event(), []
+        self.go, self.sizes, self.waiting = threading.Event(), [], 0
         self.go.set()
         self.image = model.image
 
     def embed_texts(self, texts):
+        self.waiting += 1
         self.go.wait(20)
+        self.waiting -= 1
         time.sleep(self.seconds)
         self.sizes.append(len(texts))
         return self.model.embed_texts(texts)

@@ -69,7 +69,7 @@ def index(
         line = f"indexed ({engine})"
     else:
         with fill_collection(retrieval_model, sources, out, store, model_source=model) as collection:
-            n, kept, direction = len(collection), {"store": collection.store.url}, collection.answers.direction
+            n, kept, direction = len(collection), {"store": collection.store.url}, collection.scorer.direction
         line = f"in {kept['store']}"
     result = {"out": str(out), "n": n, **kept, "problems": len(problems)}
     items = "images" if direction == "t2i" else "texts"

@@ -18,7 +18,8 @@ from sfumato.models.export import load_model
 from sfumato.models.pretrained import PretrainedModel
 from sfumato.models.run import Run
 from sfumato.progress import progress_bar
-from sfumato.search.collection import GaussianCollection, check_empty, copy_gallery
+from sfumato.search.collection import GaussianCollection, check_empty
+from sfumato.search.copies import copy_gallery
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.lifting import gallery_centre, lifted_dim
@@ -84,7 +85,7 @@ def build_index(
         payload=source.payload,
         calibration=retrieval_model.calibration,
         direction=source.direction,
-        about=_about(retrieval_model, model_source, source),
+        metadata=_about(retrieval_model, model_source, source),
     )
 
 
@@ -118,7 +119,7 @@ def create_collection(
         logit_bias=retrieval_model.logit_bias,
         calibration=retrieval_model.calibration,
         direction=like.direction,
-        about=_about(retrieval_model, model_source, like),
+        metadata=_about(retrieval_model, model_source, like),
     )
 
 
@@ -240,14 +241,14 @@ def fill_collection(
             )
         collection = GaussianCollection.open(folder, unfinished=True)
         about = _about(retrieval_model, model_source, first)
-        if collection.about.get("model") != about["model"] or collection.answers.direction != first.direction:
+        if collection.metadata.get("model") != about["model"] or collection.scorer.direction != first.direction:
             collection.close()
             raise UserError(
-                f"{folder} holds embeddings by the model of {collection.about.get('run')}; add only embeddings of"
+                f"{folder} holds embeddings by the model of {collection.metadata.get('run')}; add only embeddings of"
                 f" the same"
                 " kind by the same model"
             )
-        start = _below(collection.about.get("pictures") or {}, first.images, folder)
+        start = _below(collection.metadata.get("pictures") or {}, first.images, folder)
     else:
         collection, start = (
             create_collection(retrieval_model, first, folder, own_or_anchored(store), model_source=model_source),
@@ -391,14 +392,14 @@ def load_retrieval_model(gallery: Gallery, folder: str | Path, run: str | Path |
     Raises:
         UserError: the model is missing, or it is another one now.
     """
-    model_source = str(run or gallery.about.get("run", ""))
+    model_source = str(run or gallery.metadata.get("run", ""))
     if not model_source or (Path(model_source).is_absolute() and not Path(model_source).exists()):
         raise UserError(
             f"the model that {folder} was built with is not at {model_source}; give its folder or name with --run"
         )
     loaded = load_model(model_source)
     # The first indices of version 0.1 do not know their model.
-    if gallery.about.get("model", digest := model_digest(loaded.model)) != digest:
+    if gallery.metadata.get("model", digest := model_digest(loaded.model)) != digest:
         raise UserError(
             f"{folder} was built with another model than {model_source} is now: distances between the two mean"
             f" nothing; give"

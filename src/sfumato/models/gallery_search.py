@@ -8,7 +8,8 @@ from typing import Any
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.galleries import load_retrieval_model, open_gallery
-from sfumato.search.gallery import Gallery, SearchHit, verdict
+from sfumato.search.gallery import Gallery, SearchRecord
+from sfumato.search.verdict import verdict
 
 
 def search_index(
@@ -44,7 +45,7 @@ def search_index(
         ValueError: see :meth:`Gallery.search`.
     """
     with contextlib.closing(open_gallery(folder, store)) as gallery:
-        native, foreign = ("texts", images) if gallery.answers.direction == "t2i" else ("images", texts)
+        native, foreign = ("texts", images) if gallery.scorer.direction == "t2i" else ("images", texts)
         if foreign and not (min_probability is coverage is max_risk is None):
             raise UserError(
                 f"this index has calibrated probabilities, coverages and risks for {native} as queries, not for"
@@ -118,7 +119,7 @@ def describe(
     ]
 
 
-def _hit(hit: SearchHit) -> dict[str, Any]:
+def _hit(hit: SearchRecord) -> dict[str, Any]:
     return {
         "id": hit.id,
         "distance": hit.distance,

@@ -1,10 +1,11 @@
-"""A folder of data files that is replaced as a whole: readers see the old content or the new, whatever dies in between.
+"""A folder of data files that is replaced as a whole: readers see the old content or the new, even if a process dies.
 
-    FOLDER/manifest.json     what the data are, the name of their folder, size and SHA-256 of every file, and of itself
-    FOLDER/data-xxxx/...     the files
+    FOLDER/manifest.json     kind and metadata, the name of the data folder, size and SHA-256 of every file and of
+    itself FOLDER/data-xxxx/...     the files
 
-A save writes a new data folder, forces it to disk, and then renames a new manifest into place: that one rename is the step from
-old to new. Only afterwards are older data folders removed, those of killed writers among them. It knows nothing of what is inside.
+A save writes a new data folder, forces it to disk, and then renames a new manifest into place: that one rename is the
+step from old to new. Only then are older data folders removed, also those of killed writers. The content is up to the
+caller.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import filelock
+from filelock import FileLock, Timeout
 
 from sfumato.files import sync_folder, write_json
 
@@ -30,7 +31,7 @@ Result = TypeVar("Result")
 def save_folder(
     path: str | Path,
     kind: str,
-    about: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     write: Callable[[Path], None],
     *,
     beside: tuple[str, ...] = (),
@@ -39,10 +40,10 @@ def save_folder(
 
     Args:
         path: the folder; made with its parents if it does not exist.
-        kind: what it holds and its version, e.g. "sfumato-index-1".
-        about: JSON values to keep in the manifest.
-        write: writes the files, without subfolders, into the empty folder that it is given.
-        beside: names of what others may keep in the folder.
+        kind: kind and version of the content, e.g. "sfumato-index-1".
+        metadata: JSON values to keep in the manifest.
+        write: writes the files, without subfolders, into the empty folder that it is called with.
+        beside: names of other files and folders that may stand in the folder.
 
     Raises:
         ValueError: path is a file, or a folder with something else in it.
@@ -54,7 +55,8 @@ def save_folder(
     path.mkdir(parents=True, exist_ok=True)
     if stranger := _stranger(path, kind, beside):
         raise ValueError(
-            f"cannot save to {path}: the folder holds something else ({stranger}); give a new or empty folder, or remove it"
+            f"cannot save to {path}: the folder holds something else ({stranger}); give a new or empty folder,"
+            " or remove it"
         )
     with _locked(path):
         data = path / f"data-{secrets.token_hex(8)}"
@@ -67,7 +69,7 @@ def save_folder(
                 files[file.name] = {"bytes": file.stat().st_size, "sha256": _digest(file)}
             sync_folder(data)
             sync_folder(path)
-            manifest = {"kind": kind, "data": data.name, "files": files, "about": dict(about)}
+            manifest = {"kind": kind, "data": data.name, "files": files, "about": dict(metadata)}
             write_json(path / _MANIFEST, manifest | {"sha256": _digest_of(manifest)})
         except BaseException:
             if not _names(path, data.name):
@@ -86,8 +88,11 @@ def load_folder(path: str | Path, kind: str, read: Callable[[Path, dict[str, Any
 
     Args:
         path: the folder.
-        kind: what it must hold.
-        read: gets the folder of the files and the `about` of the manifest; its result is returned.
+        kind: the expected kind.
+        read: called with the folder of the files and the metadata.
+
+    Returns:
+        The result of `read`.
 
     Raises:
         FileNotFoundError: there is no such folder, or nothing has been saved there completely.
@@ -139,7 +144,7 @@ def _check_file(file: Path, expected: dict[str, Any]) -> None:
 
 
 def _stranger(path: Path, kind: str, beside: tuple[str, ...]) -> str | None:
-    """The name of something in the folder that no save of this kind left there; None if there is nothing."""
+    """Name of a file in the folder that no save of this kind has left there; None if there is none."""
     if (path / _MANIFEST).exists():
         try:
             _read_manifest(path, kind)
@@ -183,7 +188,7 @@ def _sync_file(file: Path) -> None:
 def _locked(path: Path) -> Iterator[None]:
     """One writer at a time; the system drops the lock of a process that dies."""
     try:
-        with filelock.FileLock(path / _LOCK, timeout=0):
+        with FileLock(path / _LOCK, blocking=False):
             yield
-    except filelock.Timeout as error:
+    except Timeout as error:
         raise BlockingIOError(f"cannot save to {path}: another process is saving there; wait for it") from error

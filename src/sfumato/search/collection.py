@@ -1,24 +1,21 @@
-"""GaussianCollection: items that come and go, kept in a vector store, searched as exactly as the store's engine brings candidates.
+"""GaussianCollection: changing items in a vector store. Results are exact within the candidates of the store.
 
-A folder says what the vectors mean (distance, centre, logits, calibration, model) and, in one line, where they are:
+The folder of a collection holds the settings (distance, centre, logits, calibration, model) and the URL of the store:
 
     FOLDER/manifest.json     settings and the store's URL      FOLDER/data-xxxx/     the centre and the calibration
 
-The folder is small and is written once; the store can be a folder inside of it or a cluster. Distances, and so the order, are
-computed anew from the lifted vectors of the candidates; of these, equally far ones are ordered by id.
+The folder is small and is written once; the store can be a folder inside it or a cluster. The store returns
+candidates with their lifted vectors. Their distances, and so their order, are computed anew; equal distances are
+ordered by id.
 """
 
 import contextlib
-import hashlib
 import json
 import math
 import secrets
-import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,27 +29,34 @@ from sfumato.errors import UserError
 from sfumato.files import sync_folder, write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.atomic_folder import load_folder, save_folder
-from sfumato.search.gallery import Answers, Found, Gallery, Items, with_margin
+from sfumato.search.gallery import Candidates, Gallery, GalleryRecords, Scorer, with_margin
 from sfumato.search.lifting import lift_gallery, lift_queries, lifted_dim, lowered, query_constant
+from sfumato.search.sampling import Sampler
 from sfumato.search.stores.protocol import Filter, Records, VectorStore
 from sfumato.search.stores.store_url import anchored, create_store, open_store, without_password
 
 _KIND = "sfumato-collection-1"
 _CENTRE, _CALIBRATION, _UNFINISHED = "centre.safetensors", "calibration.json", "unfinished.txt"
-_PICTURES = "pictures"
-"""Folder of the pictures that a service has been given, in the collection's own."""
-_BATCH = 2048
-"""Items of one upsert of the store, at most."""
+UPLOADED_IMAGES = "pictures"
+"""Name of the folder, inside that of the collection, for images that were uploaded to a service."""
+
 _COUNTED_SECONDS = 5.0
-"""Other processes may write; to count a million items anew for every query would take longer than to search them."""
-_SURELY, _SAMPLE = 300, 20_000
-"""expected_matches adds up the closest items of a query one by one, and estimates the rest from a sample."""
+"""Other processes may write. To count a million items anew for every query would take longer than to search them."""
 
 
 class GaussianCollection(Gallery):
-    """Make one with :meth:`create` or :meth:`open`; close it, or use it as a context manager.
+    """Items in a vector store. Make one with :meth:`create` or :meth:`open`; close it, or use it as a context manager.
 
     One process writes at a time; others may search meanwhile.
+
+    Attributes:
+        folder: folder of the settings.
+        store: the vector store.
+        distance: name of the distance, one of LIFTED_DISTANCES.
+        centre: (d,) point that vectors are relative to.
+        metadata: JSON values that the builder keeps with the collection.
+        n_exact: number of closest items that :meth:`expected_matches` adds up one by one in a large collection.
+        n_sample: number of items in the sample that it estimates the rest from.
     """
 
     def __init__(
@@ -63,15 +67,15 @@ class GaussianCollection(Gallery):
         d: int,
         distance: str,
         centre: Tensor,
-        answers: Answers,
-        about: dict[str, Any],
+        scorer: Scorer,
+        metadata: dict[str, Any],
     ) -> None:
-        self.folder, self.store, self.distance, self.about = folder, store, distance, about
-        self._d, self.centre, self._answers = d, centre, answers
-        self._drawn: _Drawn | None = None
-        self._drawing = threading.Lock()
+        self.folder, self.store, self.distance, self.metadata = folder, store, distance, metadata
+        self._d, self.centre, self._scorer = d, centre, scorer
+        self.n_exact, self.n_sample = 300, 20_000
+        self._sampler = Sampler(store)
         self._changed = 0  # items written or removed by this process
-        self._counted = (-1, -math.inf, 0)  # after how many changes, when, and how many items there were
+        self._counted = (-1, -math.inf, 0)  # (value of _changed, time, number of items) of the last count
 
     @classmethod
     def create(
@@ -86,21 +90,26 @@ class GaussianCollection(Gallery):
         logit_bias: float = 5.0,
         calibration: Calibration | None = None,
         direction: Direction = "t2i",
-        about: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> "GaussianCollection":
         """Make an empty collection.
 
         Args:
             folder: for the settings; new or empty.
-            store: URL of a new store, see sfumato.search.stores.store_url; a relative path starts at the folder. A password in it is used,
-                but not kept: to open the collection again it comes from the environment.
+            store: store URL of a new store, see :mod:`sfumato.search.stores.store_url`; a relative path starts at the
+                folder. A password in it is used but not kept: when the collection is opened again it comes from the
+                environment.
             d: dimensions of the embeddings.
             distance: one of LIFTED_DISTANCES.
-            centre: (d,) that vectors are relative to, about the mean of the means to come; the origin if None.
-            logit_scale, logit_bias: of the match probabilities; take the model's, calibrated.
-            calibration: of the model, by the same distance; takes the place of logit_scale and logit_bias.
-            direction: of the queries, "t2i" for texts that search among images.
-            about: JSON values to keep with the collection.
+            centre: (d,) point that vectors are relative to, about the mean of the means to come; the origin if None.
+            logit_scale: a of the match logit b - a * distance; take the value of the calibrated model.
+            logit_bias: b of the match logit.
+            calibration: calibration of the model for the same distance; takes the place of the logits.
+            direction: "t2i" for texts that search among images, "i2t" for images that search among texts.
+            metadata: JSON values to keep with the collection.
+
+        Returns:
+            The collection, open.
 
         Raises:
             UserError: the folder holds something, or the store cannot be made.
@@ -124,7 +133,7 @@ class GaussianCollection(Gallery):
             "logit_bias": logit_bias,
             "direction": direction,
             "calibration": calibration is not None,
-            "about": json.loads(json.dumps(dict(about or {}), allow_nan=False)),
+            "about": json.loads(json.dumps(dict(metadata or {}), allow_nan=False)),
         }
 
         def write(data: Path) -> None:
@@ -138,17 +147,20 @@ class GaussianCollection(Gallery):
         except BaseException:
             made.close()
             raise
-        answers = Answers(logit_scale, logit_bias, calibration, direction)
-        return cls(folder, made, d=d, distance=distance, centre=centre, answers=answers, about=dict(settings["about"]))
+        scorer = Scorer(logit_scale, logit_bias, calibration, direction)
+        return cls(folder, made, d=d, distance=distance, centre=centre, scorer=scorer, metadata=dict(settings["about"]))
 
     @classmethod
     def open(cls, folder: str | Path, store: str | None = None, *, unfinished: bool = False) -> "GaussianCollection":
         """Open a collection.
 
         Args:
-            folder: of the settings.
-            store: URL of the store, if it has moved, or to give options of searching.
-            unfinished: open also what :meth:`filling` was interrupted in.
+            folder: folder of the settings.
+            store: store URL, if the store has moved or to give other search options.
+            unfinished: also open a collection whose :meth:`filling` was interrupted.
+
+        Returns:
+            The collection.
 
         Raises:
             FileNotFoundError: there is no such folder, or no collection in it.
@@ -157,7 +169,7 @@ class GaussianCollection(Gallery):
         """
         folder = Path(folder)
         if not unfinished and (folder / _UNFINISHED).is_file():
-            raise UserError(f"{folder} is not whole: {(folder / _UNFINISHED).read_text(encoding='utf-8').strip()}")
+            raise UserError(f"{folder} is incomplete: {(folder / _UNFINISHED).read_text(encoding='utf-8').strip()}")
 
         def read(data: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], Tensor, Calibration | None]:
             calibration = Calibration.load(data / _CALIBRATION) if settings["calibration"] else None
@@ -168,23 +180,30 @@ class GaussianCollection(Gallery):
         if opened.fingerprint != settings["fingerprint"]:
             opened.close()
             raise UserError(
-                f"{opened.url} holds the vectors of another collection than {folder}; say where its own are with --store, or build"
-                " it again"
+                f"{opened.url} holds the vectors of another collection, not those of {folder}; give the store of this"
+                " collection with --store, or build the collection again"
             )
-        answers = Answers(settings["logit_scale"], settings["logit_bias"], calibration, settings["direction"])
+        scorer = Scorer(settings["logit_scale"], settings["logit_bias"], calibration, settings["direction"])
         return cls(
             folder,
             opened,
             d=settings["d"],
             distance=settings["distance"],
             centre=centre,
-            answers=answers,
-            about=settings["about"],
+            scorer=scorer,
+            metadata=settings["about"],
         )
 
     @staticmethod
     def is_one(folder: str | Path) -> bool:
-        """Whether a folder holds a collection, whole or not."""
+        """Whether a folder holds a collection, complete or not.
+
+        Args:
+            folder: any path.
+
+        Returns:
+            True if there is a collection.
+        """
         try:
             return bool(json.loads((Path(folder) / "manifest.json").read_bytes())["kind"] == _KIND)
         except (OSError, ValueError, KeyError, TypeError):
@@ -197,21 +216,28 @@ class GaussianCollection(Gallery):
         self.close()
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Close the store."""
         self.store.close()
 
     @contextlib.contextmanager
     def filling(self, way_out: str) -> Iterator[None]:
-        """While the block runs, and after it has died, the collection says that it is not whole, and what to do about it."""
+        """Mark the collection as incomplete while the block runs; :meth:`open` refuses it if the block never ended.
+
+        Args:
+            way_out: what a user should do about an incomplete collection.
+
+        Yields:
+            Nothing.
+        """
         write_atomically(self.folder / _UNFINISHED, way_out + "\n")
         yield
         (self.folder / _UNFINISHED).unlink()
         sync_folder(self.folder)
 
     @property
-    def answers(self) -> Answers:
-        """What probabilities and promises come from."""
-        return self._answers
+    def scorer(self) -> Scorer:
+        """Computes probabilities and guarantees from distances."""
+        return self._scorer
 
     @property
     def d(self) -> int:
@@ -238,20 +264,22 @@ class GaussianCollection(Gallery):
         payload: Mapping[str, Sequence[str]] | None = None,
         *,
         payloads: Sequence[Mapping[str, str]] | None = None,
+        batch: int = 2048,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Add items, or replace those that have these ids; what this call has done survives the death of everything.
+        """Add items, or replace those with the same ids. When it returns, the items survive the death of the process.
 
         Args:
-            embeddings: (n, d); any floating dtype and device.
+            embeddings: (n, d) embeddings; any floating dtype and device.
             ids: n distinct strings.
-            payload: by name, n texts to hand out with the hits.
-            payloads: instead, a dictionary for each item, not all of the same names.
+            payload: by field name, n texts that searches return with the items.
+            payloads: instead of payload, one dictionary for each item; their fields may differ.
+            batch: largest number of items per write of the store.
             progress: called with the number of items just stored.
 
         Raises:
             ValueError: sizes do not fit, an id is empty or occurs twice, or a number is not finite; nothing was stored.
-            UserError: the store cannot be reached or written; a repetition completes it.
+            UserError: the store cannot be reached or written; the same call again completes the write.
         """
         if payloads is None:
             columns = payload or {}
@@ -263,8 +291,9 @@ class GaussianCollection(Gallery):
             lengths = [len(payloads)]
         if len(ids) != embeddings.n or len(payloads) != embeddings.n:
             raise ValueError(
-                f"GaussianCollection: {embeddings.n} embeddings, {len(ids)} ids and payloads of {lengths or [embeddings.n]};"
-                " expected as many of each"
+                f"GaussianCollection: {embeddings.n} embeddings, {len(ids)} ids and payloads of"
+                f" {lengths or [embeddings.n]};"
+                " expected the same number of each"
             )
         if embeddings.n == 0:
             return
@@ -276,8 +305,8 @@ class GaussianCollection(Gallery):
             embeddings.total_variance.float(),
             tuple(payloads),
         )
-        for start in range(0, len(records), _BATCH):
-            part = records.take(range(start, min(start + _BATCH, len(records))))
+        for start in range(0, len(records), batch):
+            part = records.take(range(start, min(start + batch, len(records))))
             self.store.upsert(part)
             self._changed += len(part)
             if progress:
@@ -286,20 +315,23 @@ class GaussianCollection(Gallery):
     def delete(self, ids: Sequence[str]) -> int:
         """Remove items.
 
+        Args:
+            ids: ids of the items; unknown ones are skipped.
+
         Returns:
-            How many of these ids were there.
+            Number of removed items.
         """
         removed = self.store.delete(ids)
         self._changed += removed
         return removed
 
-    def closest(self, queries: GaussianEmbedding, k: int, filter: Filter | None = None) -> list[Found]:
-        """See :class:`Gallery`."""
+    def closest(self, queries: GaussianEmbedding, k: int, filter: Filter | None = None) -> list[Candidates]:
+        """See :meth:`Gallery.closest`."""
         return [found.first(k) for found in self._candidates(queries, with_margin(k), filter)]
 
-    def within(self, queries: GaussianEmbedding, radius: float, *, most: int | None = None) -> list[Found]:
-        """See :class:`Gallery`; found by a scan of the store, whatever its engine would bring."""
-        found = [Found((), torch.empty(0), torch.empty(0), ())] * queries.n
+    def within(self, queries: GaussianEmbedding, radius: float, *, most: int | None = None) -> list[Candidates]:
+        """See :meth:`Gallery.within`; by a scan of the store, so it is exact for every engine."""
+        found = [Candidates((), torch.empty(0), torch.empty(0), ())] * queries.n
         for records in self.store.scan():
             distance = self._distances(queries, records, products=True)
             # Products round by about 1e-6 of the largest distance.
@@ -319,48 +351,56 @@ class GaussianCollection(Gallery):
 
     @torch.no_grad()
     def expected_matches(self, queries: GaussianEmbedding) -> list[float]:
-        """Sum of the match probabilities over the collection for each query: how many of its items should match.
+        """How many items should match each query: the sum of the match probabilities over the collection.
 
-        Up to 20,000 items it is the sum over them all. Of more, the closest 300 are added up, and the others estimated, without
-        bias, from a sample of 20,000: a scan of the store at the first call, and again when a hundredth of the items has changed.
+        Up to n_sample items the sum is exact. In a larger collection the n_exact closest items are added up, and the
+        rest is estimated, without bias, from a sample. The sample takes a scan of the store at the first call, and
+        again when a hundredth of the items has changed.
+
+        Args:
+            queries: (n, d) embeddings.
+
+        Returns:
+            n sums.
         """
         queries, n = self.checked(queries), self.size
         if n == 0:
             return [0.0] * queries.n
-        drawn = self._sampled(_SAMPLE)
-        sample = drawn.records
+        taken = self._sampler.sample(self.n_sample, size=n, changed=self._changed)
+        sample = taken.records
         rest = self._distances(queries, sample, products=True)
-        probability = self.answers.match_probability(rest, n)
-        if len(sample) >= n and drawn.changed == self._changed:
+        probability = self.scorer.match_probability(rest, n)
+        if len(sample) >= n and taken.changed == self._changed:
             return probability.sum(1).tolist()
         totals = []
-        place = {i: j for j, i in enumerate(sample.ids)}
-        for row, near in zip(probability, self._candidates(queries, _SURELY, None), strict=True):
-            counted = [place[i] for i in near.ids if i in place]
+        position = {i: j for j, i in enumerate(sample.ids)}
+        for row, near in zip(probability, self._candidates(queries, self.n_exact, None), strict=True):
+            counted = [position[i] for i in near.ids if i in position]
             outside = float(row.sum() - row[counted].sum())
-            share = max(0, n - len(near.ids)) / max(1, len(sample) - len(counted))
-            totals.append(float(self.answers.match_probability(near.distance, n).sum()) + share * outside)
+            weight = max(0, n - len(near.ids)) / max(1, len(sample) - len(counted))
+            totals.append(float(self.scorer.match_probability(near.distance, n).sum()) + weight * outside)
         return totals
 
-    def items(self, ids: Sequence[str]) -> Items:
-        """Those of these items that are there, in the order asked for."""
-        return self._items(self.store.get(ids))
+    def get(self, ids: Sequence[str]) -> GalleryRecords:
+        """See :meth:`Gallery.get`."""
+        return self._gallery_records(self.store.get(ids))
 
-    def sample(self, n: int) -> Items:
-        """At most n items, drawn evenly and the same each time as long as few change; a few less when some have gone since."""
-        return self._items(self.store.get(self._sampled(n).records.ids[:n]))
+    def sample(self, n: int, *, seed: int = 0) -> GalleryRecords:
+        """See :meth:`Gallery.sample`. The sample stays the same while few items change; removed items are left out."""
+        taken = self._sampler.sample(max(n, self.n_sample), size=self.size, changed=self._changed, seed=seed)
+        return self._gallery_records(self.store.get(taken.records.ids[:n]))
 
-    def scan(self, batch: int = 4096) -> Iterator[Items]:
-        """All items, each once, in batches."""
+    def scan(self, batch: int = 4096) -> Iterator[GalleryRecords]:
+        """See :meth:`Gallery.scan`."""
         for records in self.store.scan(batch):
-            yield self._items(records)
+            yield self._gallery_records(records)
 
     def optimise(self) -> None:
-        """Build what makes searching fast; searches are right without it."""
+        """Build the search structures of the store, which make searches fast. Searches are correct without them."""
         self.store.optimise()
 
-    def _candidates(self, queries: GaussianEmbedding, c: int, filter: Filter | None) -> list[Found]:
-        """What the store brings for each query, with distances computed anew, closest first, equal ones by id."""
+    def _candidates(self, queries: GaussianEmbedding, c: int, filter: Filter | None) -> list[Candidates]:
+        """The store's candidates with exact distances, closest first, equal distances by id."""
         return [
             _ordered(
                 records.ids, self._distances(queries[i : i + 1], records)[0], records.uncertainty, records.payloads
@@ -372,43 +412,24 @@ class GaussianCollection(Gallery):
         return lift_queries(queries, self.distance, centre=self.centre)
 
     def _distances(self, queries: GaussianEmbedding, records: Records, *, products: bool = False) -> Tensor:
-        """(n, c) distances: from differences, without the cancellation of an expanded product, or by products, which are faster."""
+        """(n, c) distances, from differences without cancellation, or by matrix products, which are faster."""
         mode = "use_mm_for_euclid_dist" if products else "donot_use_mm_for_euclid_dist"
         squared = torch.cdist(self._lifted(queries), records.vectors, compute_mode=mode).square()
         return squared + query_constant(queries, self.distance).unsqueeze(1)
 
-    def _items(self, records: Records) -> Items:
+    def _gallery_records(self, records: Records) -> GalleryRecords:
         embeddings = lowered(records.vectors, records.uncertainty, self.distance, self.centre)
-        return Items(records.ids, embeddings, records.payloads)
-
-    def _sampled(self, n: int) -> "_Drawn":
-        """At least min(n, all) records drawn evenly, kept until a hundredth of the collection has changed."""
-        with self._drawing:
-            size, changed, drawn = self.size, self._changed, self._drawn
-            if drawn is None or len(drawn.records) < min(n, size) or 100 * drawn.moved(size, changed) > size:
-                drawn = _Drawn(size, changed, _evenly(self.store.scan(), max(n, _SAMPLE), self.store.dim))
-                self._drawn = drawn
-            return drawn
-
-
-@dataclass(frozen=True, eq=False)
-class _Drawn:
-    """A sample, and the state of the collection when it was begun."""
-
-    size: int
-    changed: int
-    records: Records
-
-    def moved(self, size: int, changed: int) -> int:
-        """How many items have come, gone or been replaced since, as far as is known."""
-        return max(changed - self.changed, abs(size - self.size))
+        return GalleryRecords(records.ids, embeddings, records.payloads)
 
 
 def check_empty(folder: Path) -> None:
-    """Refuse a folder that holds something.
+    """Refuse a folder that already holds something.
+
+    Args:
+        folder: where a collection is to be made.
 
     Raises:
-        UserError: it does.
+        UserError: the folder exists and is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
@@ -418,75 +439,10 @@ def check_empty(folder: Path) -> None:
 
 def _ordered(
     ids: tuple[str, ...], distance: Tensor, uncertainty: Tensor, payloads: tuple[Mapping[str, str], ...]
-) -> Found:
+) -> Candidates:
     """Items closest first, equally close ones by id."""
     values = distance.tolist()
     order = sorted(range(len(ids)), key=lambda j: (values[j], ids[j]))
-    return Found(tuple(ids[j] for j in order), distance[order], uncertainty[order], tuple(payloads[j] for j in order))
-
-
-def copy_gallery(
-    source: Gallery, folder: str | Path, store: str = "store", *, progress: Callable[[int], None] | None = None
-) -> GaussianCollection:
-    """The same items in a new collection, with the pictures that a service was given: a snapshot, or the move to another store.
-
-    Args:
-        source: an index, or a collection; of a collection the vectors are copied bit by bit.
-        folder, store: see :meth:`GaussianCollection.create`.
-        progress: called with the number of items just copied.
-
-    Raises:
-        UserError: the folder holds something, or the store cannot be made.
-        ValueError: the distance does not lift, so that no store can keep it.
-    """
-    answers = source.answers
-    copy = GaussianCollection.create(
-        folder,
-        store,
-        d=source.d,
-        distance=source.distance,
-        centre=source.centre,
-        logit_scale=answers.logit_scale,
-        logit_bias=answers.logit_bias,
-        calibration=answers.calibration,
-        direction=answers.direction,
-        about=source.about,
+    return Candidates(
+        tuple(ids[j] for j in order), distance[order], uncertainty[order], tuple(payloads[j] for j in order)
     )
-    try:
-        with copy.filling(f"a copy was interrupted; remove it (and {copy.store.url}) and copy again"):
-            if isinstance(source, GaussianCollection):
-                if (source.folder / _PICTURES).is_dir():
-                    shutil.copytree(source.folder / _PICTURES, copy.folder / _PICTURES)
-                for records in source.store.scan(_BATCH):
-                    copy.store.upsert(records)
-                    if progress:
-                        progress(len(records))
-            else:
-                for items in source.scan(_BATCH):
-                    copy.upsert(items.embeddings, items.ids, payloads=items.payloads, progress=progress)
-            copy.optimise()
-    except BaseException:
-        copy.close()
-        raise
-    return copy
-
-
-def _evenly(batches: Iterator[Records], n: int, e: int) -> Records:
-    """The n records whose ids have the smallest digests: an even sample, whatever the order that they come in."""
-    kept, digests = Records.none(e), list[bytes]()
-    for batch in batches:
-        new = [hashlib.blake2b(i.encode(), digest_size=8).digest() for i in batch.ids]
-        last = digests[-1] if len(digests) == n else b"\xff" * 9
-        if not (low := [i for i, digest in enumerate(new) if digest < last]):
-            continue
-        part = batch.take(low)
-        both = Records(
-            kept.ids + part.ids,
-            torch.cat([kept.vectors, part.vectors]),
-            torch.cat([kept.uncertainty, part.uncertainty]),
-            kept.payloads + part.payloads,
-        )
-        digests += [new[i] for i in low]
-        order = sorted(range(len(digests)), key=digests.__getitem__)[:n]
-        kept, digests = both.take(order), [digests[i] for i in order]
-    return kept

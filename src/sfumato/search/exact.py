@@ -14,8 +14,6 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import relevant_ranks
 
-_CANDIDATE_FLOATS = 2**22
-
 
 def distance_blocks(
     queries: GaussianEmbedding,
@@ -23,6 +21,7 @@ def distance_blocks(
     distance: str | Distance = "csd",
     *,
     memory_mb: float = 256.0,
+    seed: int = 0,
 ) -> Iterator[tuple[int, Tensor]]:
     """Distances of a few queries at a time to the whole gallery.
 
@@ -30,7 +29,8 @@ def distance_blocks(
         queries: (n, d) embeddings.
         gallery: (m, d) embeddings.
         distance: name in DISTANCES, or one of these made for the direction (:meth:`Distance.for_direction`).
-        memory_mb: size of a block of distances.
+        memory_mb: size of a block of distances in MiB.
+        seed: of a sampled distance. Every block and every call uses the same samples, so that rankings agree.
 
     Yields:
         (first query, (b, m) distances).
@@ -39,14 +39,13 @@ def distance_blocks(
     rows = max(1, int(memory_mb * 2**20 / 4 / max(gallery.n, 1)))
     for start in range(0, queries.n, rows):
         part = queries[start : start + rows]
-        # A sampled distance draws the same for every block and every call, so that two rankings are one.
-        seeded = {"generator": torch.Generator(queries.device).manual_seed(0)} if chosen.sampled else {}
+        seeded = {"generator": torch.Generator(queries.device).manual_seed(seed)} if chosen.sampled else {}
         yield start, chosen.matrix(part, gallery, **seeded)
 
 
 @torch.no_grad()
 def top_k(
-    queries: GaussianEmbedding, gallery: GaussianEmbedding, k: int, distance: str | Distance = "csd"
+    queries: GaussianEmbedding, gallery: GaussianEmbedding, k: int, distance: str | Distance = "csd", *, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
     """The k closest gallery items of each query.
 
@@ -55,6 +54,7 @@ def top_k(
         gallery: (m, d) embeddings.
         k: number of results; all m if it is larger.
         distance: name in DISTANCES, or one of these made for the direction (:meth:`Distance.for_direction`).
+        seed: of a sampled distance.
 
     Returns:
         ((n, k) distances ascending, (n, k) gallery positions); equal distances in gallery order.
@@ -62,15 +62,21 @@ def top_k(
     Raises:
         ValueError: k < 1, or the distance is unknown.
     """
-    return closest_in_blocks(distance_blocks(queries, gallery, distance), k, queries.n, gallery.n)
+    return closest_in_blocks(distance_blocks(queries, gallery, distance, seed=seed), k, queries.n, gallery.n)
 
 
 @torch.no_grad()
 def closest_in_blocks(blocks: Iterable[tuple[int, Tensor]], k: int, n: int, m: int) -> tuple[Tensor, Tensor]:
-    """The k closest of m gallery items for each of n queries, from blocks of distances as :func:`distance_blocks` yields them.
+    """The k closest gallery items of each query, from blocks of distances.
+
+    Args:
+        blocks: (first query, (b, m) distances), in order, as :func:`distance_blocks` yields them.
+        k: number of results; all m if it is larger.
+        n: number of queries.
+        m: number of gallery items.
 
     Returns:
-        As :func:`top_k`.
+        ((n, k) distances ascending, (n, k) gallery positions); equal distances in gallery order.
 
     Raises:
         ValueError: k < 1.
@@ -90,22 +96,26 @@ def closest_candidates(
     gallery: GaussianEmbedding,
     candidates: Tensor,
     distance: str | Distance = "csd",
+    *,
+    memory_mb: float = 16.0,
 ) -> tuple[Tensor, Tensor]:
-    """Order each query's own candidates by a distance that is computed anew, row by row, never for a whole matrix.
+    """Order each query's own candidates by their distances, computed row by row and never for a whole matrix.
 
     Args:
         queries: (n, d) embeddings.
         gallery: (m, d) embeddings.
-        candidates: (n, c) gallery positions, in any order; negative ones stand for none.
+        candidates: (n, c) gallery positions, in any order; a negative position stands for no candidate.
         distance: name in DISTANCES, or one of these made for the direction (:meth:`Distance.for_direction`).
+        memory_mb: size of a block of float32 means in MiB.
 
     Returns:
-        ((n, c) distances ascending, (n, c) positions); equal distances by gallery position, none at the end, infinitely far.
+        ((n, c) distances ascending, (n, c) positions); equal distances by gallery position. Missing candidates stand
+        at the end, with distance infinity and position -1.
     """
     n, c = candidates.shape
     row = get_distance(distance).row
     candidates = torch.where(candidates < 0, gallery.n, candidates).sort(dim=1).values
-    step = max(1, _CANDIDATE_FLOATS // max(1, c * queries.d))
+    step = max(1, int(memory_mb * 2**20 / 4) // max(1, c * queries.d))
     parts = []
     for start in range(0, n if gallery.n else 0, step):
         chosen = candidates[start : start + step]
@@ -125,26 +135,32 @@ def rank_relevant(
     relevance: Relevance,
     distance: str | Distance = "csd",
     *,
+    seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> np.ndarray:
-    """Ranks (from 0) of all relevant items, in the order of relevance.indices.
+    """Ranks (from 0) of all relevant items.
 
     Args:
         queries: (n, d) embeddings.
         gallery: (m, d) embeddings.
         relevance: n queries, m gallery items.
         distance: name in DISTANCES, or one of these made for the direction (:meth:`Distance.for_direction`).
+        seed: of a sampled distance.
         progress: called with the number of queries just done.
+
+    Returns:
+        (p,) int64 ranks in the order of relevance.indices.
 
     Raises:
         ValueError: sizes do not fit.
     """
     if (queries.n, gallery.n) != (relevance.n_queries, relevance.n_gallery):
         raise ValueError(
-            f"rank_relevant: {queries.n} queries and {gallery.n} gallery items, but a truth of {relevance.n_queries} by {relevance.n_gallery}"
+            f"rank_relevant: {queries.n} queries and {gallery.n} gallery items, but a relevance of"
+            f" {relevance.n_queries} by {relevance.n_gallery}"
         )
     parts = []
-    for start, block in distance_blocks(queries, gallery, distance):
+    for start, block in distance_blocks(queries, gallery, distance, seed=seed):
         parts.append(relevant_ranks(block, relevance, start))
         if progress:
             progress(len(block))
@@ -152,7 +168,7 @@ def rank_relevant(
 
 
 def _smallest(block: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k smallest of each row, ties by position: topk leaves their order open, so rows with ties at the edge are sorted."""
+    """The k smallest of each row, ties by position. topk leaves ties open, so rows with ties at the edge are sorted."""
     values, index = block.topk(k, dim=1, largest=False)
     edge = values.amax(1, keepdim=True)
     index = index.sort(dim=1).values

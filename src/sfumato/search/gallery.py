@@ -1,13 +1,14 @@
-"""What can be searched, whatever it is kept in: the answer to a Gaussian query, with probabilities and promises.
+"""Galleries in memory or in a vector store: results for Gaussian queries, with probabilities and guarantees.
 
-:class:`Gallery` turns the closest items that its kinds bring (an index in memory, a collection in a vector store) into results.
-:class:`Answers` holds what probabilities and promises are computed from. Neither knows where items are kept or how they are found.
+:class:`Gallery` turns the candidates of its subclasses (an index in memory, a collection in a vector store) into
+    results.
+:class:`Scorer` turns distances into probabilities, sets and abstentions. Neither knows where items are kept.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,16 +21,16 @@ from sfumato.search.stores.protocol import Filter
 
 
 @dataclass(frozen=True)
-class SearchHit:
+class SearchRecord:
     """One item that a search found.
 
     Attributes:
-        id: of the item.
+        id: id of the item.
         rank: 1 is the closest.
-        distance: between query and item, smaller is closer.
-        match_probability: in [0, 1], by the calibration of the gallery, or its logits.
+        distance: distance between query and item; smaller is closer.
+        match_probability: in [0, 1], from the calibration of the gallery, or from its logits if it has none.
         uncertainty: total variance of the item.
-        payload: what was stored beside the item, e.g. {"path": ...}.
+        payload: texts stored with the item, e.g. {"path": ...}.
     """
 
     id: str
@@ -42,42 +43,48 @@ class SearchHit:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found for one query, closest first; iterates over its hits.
+    """The result of a search for one query. It iterates over its records, closest first.
 
     Attributes:
         uncertainty: total variance of the query.
-        hits: as many as were asked for, or all items if there are fewer; with min_probability fewer, perhaps none.
-        best_probability: match probability of the closest item, a hit or not; 0 if there is none.
-        abstained: whether the closest item is too unlikely a match to be an answer at the risk asked for; None if none was.
-        conformal_set: the items within the radius of the coverage asked for, closest first; None if none was.
-        conformal_set_cut: whether there may be more of them than max_set let in; then the promise is not kept.
+        records: the k closest items, or all items if there are fewer. With min_probability there may be fewer, or none.
+        best_probability: match probability of the closest item, whether or not it is among the records; 0 for an
+            empty gallery.
+        abstained: True if the query is better not answered at the requested risk; None if no risk was requested.
+        conformal_set: the items within the radius of the requested coverage, closest first; None if none was requested.
+        conformal_set_cut: True if max_set cut the set. The coverage guarantee does not hold for a cut set.
     """
 
     uncertainty: float
-    hits: tuple[SearchHit, ...]
+    records: tuple[SearchRecord, ...]
     best_probability: float = 0.0
     abstained: bool | None = None
-    conformal_set: tuple[SearchHit, ...] | None = None
+    conformal_set: tuple[SearchRecord, ...] | None = None
     conformal_set_cut: bool = False
 
-    def __iter__(self) -> Iterator[SearchHit]:
-        return iter(self.hits)
+    @property
+    def hits(self) -> tuple[SearchRecord, ...]:
+        """The name of `records` in version 0.1."""
+        return self.records
+
+    def __iter__(self) -> Iterator[SearchRecord]:
+        return iter(self.records)
 
     def __len__(self) -> int:
-        return len(self.hits)
+        return len(self.records)
 
-    def __getitem__(self, index: int) -> SearchHit:
-        return self.hits[index]
+    def __getitem__(self, index: int) -> SearchRecord:
+        return self.records[index]
 
 
 @dataclass(frozen=True, eq=False)
-class Items:
-    """Some items of a gallery.
+class GalleryRecords:
+    """Stored items of a gallery with their embeddings.
 
     Attributes:
         ids: n ids.
-        embeddings: (n, d) float32, with which every distance of the gallery comes out right; where only total variances are kept,
-            they are spread evenly over the dimensions.
+        embeddings: (n, d) float32. Distances computed from them equal those of the gallery. Where the gallery keeps
+            only total variances, each is divided evenly over the dimensions.
         payloads: n dictionaries.
     """
 
@@ -87,27 +94,42 @@ class Items:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
-    """The closest items of one query: ids, (c,) ascending distances, (c,) total variances, payloads."""
+class Candidates:
+    """Items close to one query, as columns.
+
+    Attributes:
+        ids: c ids.
+        distance: (c,) distances, ascending.
+        uncertainty: (c,) total variances.
+        payloads: c dictionaries.
+    """
 
     ids: tuple[str, ...]
     distance: Tensor
     uncertainty: Tensor
     payloads: tuple[Mapping[str, str], ...]
 
-    def first(self, n: int) -> "Found":
-        """The n closest of them."""
-        return Found(self.ids[:n], self.distance[:n], self.uncertainty[:n], self.payloads[:n])
+    def first(self, n: int) -> "Candidates":
+        """The closest of the candidates.
+
+        Args:
+            n: how many to keep.
+
+        Returns:
+            min(n, c) candidates in the same order.
+        """
+        return Candidates(self.ids[:n], self.distance[:n], self.uncertainty[:n], self.payloads[:n])
 
 
 @dataclass(frozen=True)
-class Answers:
-    """From distances to probabilities and promises, in galleries of any size.
+class Scorer:
+    """From distances to match probabilities, conformal sets and abstention, for galleries of any size.
 
     Attributes:
-        logit_scale, logit_bias: of the match probabilities, without a shift for the size of the gallery.
-        calibration: the model's; takes the place of the logits.
-        direction: of the queries, "t2i" if they are texts and the items images.
+        logit_scale: a of the match logit b - a * distance, without a correction for the size of the gallery.
+        logit_bias: b of the match logit.
+        calibration: calibration of the model; if given, probabilities come from it instead of the logits.
+        direction: "t2i" if the queries are texts and the items images.
     """
 
     logit_scale: float
@@ -116,59 +138,96 @@ class Answers:
     direction: Direction = "t2i"
 
     def prior_shift(self, n_gallery: int) -> float:
-        """What the size of a gallery adds to the logits; nothing if there is no calibration that knows its own."""
+        """Correction of the logits for the size of the gallery.
+
+        Args:
+            n_gallery: number of items.
+
+        Returns:
+            The shift; 0 if there is no calibration that knows the size of its own gallery.
+        """
         calibration = self.calibration
         if calibration is None or calibration.match_fraction is None or getattr(calibration, self.direction) is None:
             return 0.0
         return calibration.prior_shift(n_gallery=max(1, n_gallery), direction=self.direction)
 
     def match_probability(self, distance: Tensor, n_gallery: int) -> Tensor:
-        """(...) distances -> (...) probabilities that an item of such a gallery, so far from a query, matches it."""
+        """Probability that an item at this distance from a query matches it.
+
+        Args:
+            distance: any shape.
+            n_gallery: number of items in the gallery.
+
+        Returns:
+            Probabilities in [0, 1] of the same shape.
+        """
         shift = self.prior_shift(n_gallery)
         if self.calibration is None or self.calibration.knots is None:
             return match_probability(distance, self.logit_scale, self.logit_bias + shift)
         return torch.sigmoid(self.calibration.logit(distance) + shift).to(distance.dtype)
 
     def radius(self, coverage: float) -> float:
-        """Of the set that holds a match with this probability: :meth:`Calibration.conformal_radius`."""
+        """Radius of the set that holds a match with a given probability, see :meth:`Calibration.conformal_radius`.
+
+        Args:
+            coverage: probability in (0, 1).
+
+        Returns:
+            The largest distance of an item in the set; infinite if only the whole gallery is certain to cover so much.
+
+        Raises:
+            ValueError: coverage is not in (0, 1), or the calibration cannot guarantee it.
+        """
         if not 0 < coverage < 1:
             raise ValueError(f"search: coverage must be between 0 and 1, got {coverage}")
-        return self._vouching("coverage").conformal_radius(1 - coverage, direction=self.direction)
+        return self._calibration_for("coverage").conformal_radius(1 - coverage, direction=self.direction)
 
     def abstains(self, nearest: Tensor, max_risk: float, n_gallery: int) -> list[bool]:
-        """(n,) distances of queries to their closest items, infinite if there is none -> n times whether not to answer."""
-        calibration = self._vouching("abstention (max_risk)")
+        """Which queries are better not answered.
+
+        Args:
+            nearest: (n,) distance of each query to its closest item; infinite if there is none.
+            max_risk: largest fraction of wrong answers among the answered queries, in (0, 1).
+            n_gallery: number of items in the gallery.
+
+        Returns:
+            n booleans, True to abstain.
+
+        Raises:
+            ValueError: the calibration cannot guarantee this risk.
+        """
+        calibration = self._calibration_for("abstention (max_risk)")
         n = max(1, n_gallery) if calibration.match_fraction is not None else None
         unanswered = calibration.abstains(
             nearest.nan_to_num(posinf=torch.finfo(nearest.dtype).max), max_risk, n_gallery=n, direction=self.direction
         )
         return (unanswered | nearest.isinf()).tolist()
 
-    def _vouching(self, asked: str) -> Calibration:
+    def _calibration_for(self, wanted: str) -> Calibration:
         if self.calibration is None:
             raise ValueError(
-                f"search: {asked} needs a calibration, and this index has none; calibrate the model on held-out pairs (sfumato calibrate"
-                " RUN) and build the index again"
+                f"search: {wanted} needs a calibration, and this index has none; calibrate the model on held-out pairs"
+                " (sfumato calibrate RUN) and build the index again"
             )
         return self.calibration
 
 
 class Gallery(ABC):
-    """Items to search among. What its kinds must bring are the abstract members; the rest is the same for all."""
+    """Items to search. Subclasses implement the abstract members; the rest is the same for all of them."""
 
     distance: str
     """Name in DISTANCES."""
 
     centre: Tensor
-    """(d,) that lifted vectors are relative to."""
+    """(d,) point that lifted vectors are relative to."""
 
-    about: dict[str, Any]
-    """JSON values of whoever made it."""
+    metadata: dict[str, Any]
+    """JSON values that the builder of the gallery keeps with it."""
 
     @property
     @abstractmethod
-    def answers(self) -> Answers:
-        """What probabilities and promises come from."""
+    def scorer(self) -> Scorer:
+        """Computes probabilities and guarantees from distances."""
 
     @property
     @abstractmethod
@@ -180,40 +239,87 @@ class Gallery(ABC):
 
     @property
     def calibrated(self) -> bool:
-        """Whether the probabilities of queries of its direction were fitted on held-out pairs."""
-        return bool(self.about.get("calibrated", self.answers.calibration is not None))
+        """Whether the probabilities for queries of its direction were fitted on held-out pairs."""
+        return bool(self.metadata.get("calibrated", self.scorer.calibration is not None))
 
     @property
     def size(self) -> int:
-        """Number of items that probabilities are computed for; unlike len() it may be some seconds old."""
+        """Number of items that probabilities are computed for. Unlike len() it may be a few seconds old."""
         return len(self)
 
     @abstractmethod
-    def closest(self, queries: GaussianEmbedding, k: int, filter: Filter | None = None) -> list[Found]:
-        """At most k items of each query; the queries are checked, float32 and on the CPU, and k is at least 1."""
+    def closest(self, queries: GaussianEmbedding, k: int, filter: Filter | None = None) -> list[Candidates]:
+        """The closest items of each query.
+
+        Args:
+            queries: (n, d) embeddings that :meth:`checked` has returned.
+            k: largest number of items, at least 1.
+            filter: which items may be found; all if None.
+
+        Returns:
+            n lists of at most k candidates.
+        """
 
     @abstractmethod
-    def within(self, queries: GaussianEmbedding, radius: float, *, most: int | None = None) -> list[Found]:
-        """All items of each query at most so far, or the closest `most` of them."""
+    def within(self, queries: GaussianEmbedding, radius: float, *, most: int | None = None) -> list[Candidates]:
+        """All items of each query up to a distance.
+
+        Args:
+            queries: (n, d) embeddings that :meth:`checked` has returned.
+            radius: largest distance.
+            most: keep only so many of the closest; all if None.
+
+        Returns:
+            n lists of candidates.
+        """
 
     @abstractmethod
     def expected_matches(self, queries: GaussianEmbedding) -> list[float]:
-        """Sum of the match probabilities over the gallery for each query: how many items should match."""
+        """How many items should match each query: the sum of the match probabilities over the gallery.
+
+        Args:
+            queries: (n, d) embeddings.
+
+        Returns:
+            n sums.
+        """
 
     @abstractmethod
-    def items(self, ids: Sequence[str]) -> Items:
-        """Those of these items that are there, in the order asked for."""
+    def get(self, ids: Sequence[str]) -> GalleryRecords:
+        """Items by id.
+
+        Args:
+            ids: wanted ids.
+
+        Returns:
+            Those of the items that exist, in the order of `ids`.
+        """
 
     @abstractmethod
-    def sample(self, n: int) -> Items:
-        """At most n items, drawn evenly and the same each time."""
+    def sample(self, n: int, *, seed: int = 0) -> GalleryRecords:
+        """Items chosen at random, each equally likely.
+
+        Args:
+            n: largest number of items.
+            seed: the same seed gives the same items.
+
+        Returns:
+            At most n items.
+        """
 
     @abstractmethod
-    def scan(self, batch: int = 4096) -> Iterator[Items]:
-        """All items, each once, in batches."""
+    def scan(self, batch: int = 4096) -> Iterator[GalleryRecords]:
+        """All items, each once.
+
+        Args:
+            batch: largest number of items at a time.
+
+        Yields:
+            Batches of items.
+        """
 
     def close(self) -> None:
-        """Let go of what it holds open; nothing by default."""
+        """Release files and connections; nothing by default."""
         return None
 
     @torch.no_grad()
@@ -232,66 +338,74 @@ class Gallery(ABC):
 
         Args:
             queries: (n, d) embeddings; any floating dtype and device.
-            k: number of hits; all items if the gallery is smaller.
-            min_probability: leave out hits that are less likely matches. For a wanted precision take that of
-                :meth:`Calibration.threshold`.
-            coverage: give also the set of all items, however many, that holds a match of the query with at least this
-                probability: :meth:`Calibration.conformal_radius`.
-            max_risk: say of each query whether it is better not answered, so that at most this share of the answers is wrong:
-                :meth:`Calibration.abstain_below`. Hits and set are given all the same.
-            max_set: of the set, give at most so many items, and say if there may be more.
-            filter: which items may be found. Probabilities stay those of the whole gallery; nothing can be promised of a part of it.
+            k: number of records; all items if the gallery is smaller.
+            min_probability: leave out records with a lower match probability. :meth:`Calibration.threshold` gives the
+                value for a wanted precision.
+            coverage: also return the set of all items that holds a match of the query with at least this probability,
+                see :meth:`Calibration.conformal_radius`.
+            max_risk: also report for each query whether to abstain, so that at most this fraction of the answers is
+                wrong, see :meth:`Calibration.abstain_below`. Records and set are returned in either case.
+            max_set: largest number of items in the set; the result says whether it was cut.
+            filter: which items may be found. Probabilities stay those of the whole gallery.
 
         Returns:
             n results in the order of the queries.
 
         Raises:
-            ValueError: k < 1, another d, NaN in a query, a share outside of (0, 1), or coverage or max_risk with a filter or without
-                a calibration that can vouch for it.
+            ValueError: k < 1, another d, NaN in a query, a fraction outside (0, 1), coverage or max_risk together
+                with a filter, or a guarantee that the calibration cannot give.
         """
         if filter is not None and not (coverage is max_risk is None):
             raise ValueError(
-                "search: coverage and max_risk are promises about the whole gallery, a filter may leave the match out; ask for one or the"
-                " other"
+                "search: coverage and max_risk are guarantees about the whole gallery, and a filter may leave the"
+                " match out;"
+                " use either the filter or the guarantees"
             )
         if min_probability is not None and not 0 <= min_probability <= 1:
             raise ValueError(f"search: min_probability must be between 0 and 1, got {min_probability}")
-        radius = None if coverage is None else self.answers.radius(coverage)
+        radius = None if coverage is None else self.scorer.radius(coverage)
         queries = self.checked(queries, k)
         n = self.size
         found = self.closest(queries, k, filter)
         abstained: list[bool] | list[None] = [None] * queries.n
         if max_risk is not None:
             nearest = torch.tensor([float(f.distance[0]) if f.ids else torch.inf for f in found])
-            abstained = self.answers.abstains(nearest, max_risk, n)
+            abstained = self.scorer.abstains(nearest, max_risk, n)
         limit = None if max_set is None else max_set + 1
         sets = [None] * queries.n if radius is None else self.within(queries, radius, most=limit)
         results = []
         for i, total_variance in enumerate(queries.total_variance.tolist()):
-            hits = self._hits(found[i], n)
-            best = hits[0].match_probability if hits else 0.0
+            records = self._records(found[i], n)
+            best = records[0].match_probability if records else 0.0
             if min_probability is not None:
-                hits = tuple(hit for hit in hits if hit.match_probability >= min_probability)
+                records = tuple(record for record in records if record.match_probability >= min_probability)
             inside, cut = sets[i], False
             if inside is not None and max_set is not None:
                 cut, inside = len(inside.ids) > max_set, inside.first(max_set)
-            whole = None if inside is None else self._hits(inside, n)
-            results.append(SearchResult(total_variance, hits, best, abstained[i], whole, cut))
+            whole = None if inside is None else self._records(inside, n)
+            results.append(SearchResult(total_variance, records, best, abstained[i], whole, cut))
         return results
 
     def match_probability(self, distance: Tensor) -> Tensor:
         """Probability that an item of this gallery at this distance from a query matches it.
 
         Args:
-            distance: any shape, by the distance of the gallery.
+            distance: any shape, in the distance of the gallery.
 
         Returns:
-            (...) probabilities of the same shape: of the calibration, at the size of this gallery; without one, of the logits.
+            Probabilities of the same shape, from the calibration at the size of this gallery, or from the logits.
         """
-        return self.answers.match_probability(distance, self.size)
+        return self.scorer.match_probability(distance, self.size)
 
     def checked(self, queries: GaussianEmbedding, k: int = 1) -> GaussianEmbedding:
-        """The queries in float32 on the CPU.
+        """Check queries and bring them to float32 on the CPU.
+
+        Args:
+            queries: (n, d) embeddings; any floating dtype and device.
+            k: number of wanted records.
+
+        Returns:
+            The same embeddings in float32 on the CPU, detached.
 
         Raises:
             ValueError: k < 1, another d, or a number that is not finite.
@@ -305,58 +419,22 @@ class Gallery(ABC):
         check_finite(queries, "search")
         return queries.detach().to("cpu").to(torch.float32)
 
-    def _hits(self, found: Found, n_gallery: int) -> tuple[SearchHit, ...]:
-        probability = self.answers.match_probability(found.distance, n_gallery)
+    def _records(self, found: Candidates, n_gallery: int) -> tuple[SearchRecord, ...]:
+        probability = self.scorer.match_probability(found.distance, n_gallery)
         columns = (column.tolist() for column in (found.distance, probability, found.uncertainty))
         return tuple(
-            SearchHit(i, rank, d, p, u, dict(payload))
+            SearchRecord(i, rank, d, p, u, dict(payload))
             for rank, (i, payload, d, p, u) in enumerate(zip(found.ids, found.payloads, *columns, strict=True), 1)
         )
 
 
 def with_margin(k: int) -> int:
-    """A few more candidates than asked for: products may have put near ties in the wrong order, the exact distances mend it."""
-    return k + max(8, k // 4)
-
-
-MANY = 10
-"""From so many expected matches on, a query could mean many things."""
-
-_UNSURE, _SURE, _ONE = 0.15, 0.5, 1.7
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """In one word, and in one sentence."""
-
-    kind: Literal["clear", "few", "many", "unsure", "abstained"]
-    text: str
-
-
-def verdict(expected_matches: float, best_probability: float, abstained: bool | None = None) -> Verdict:
-    """Put an answer into words.
+    """Number of candidates to fetch for k results, so that near ties in the wrong order do no harm.
 
     Args:
-        expected_matches: sum of the match probabilities over the gallery.
-        best_probability: of the closest item; 0 if there is none.
-        abstained: whether the query is better not answered at the risk asked for; None if none was.
+        k: number of results.
+
+    Returns:
+        k plus a quarter, at least k + 8. The exact distances of the candidates then decide.
     """
-    if abstained:
-        return Verdict("abstained", "No confident match: at the risk you allow, this is better not answered")
-    if expected_matches >= MANY:
-        return Verdict("many", f"This could mean many things: about {expected_matches:.0f} matches expected")
-    if best_probability < _UNSURE:
-        return Verdict(
-            "unsure", f"Nothing it is sure of: the best hit has a probability of {_percent(best_probability)}"
-        )
-    if expected_matches < _ONE:
-        if best_probability >= _SURE:
-            return Verdict("clear", "One clear match")
-        return Verdict("unsure", f"Not sure: the best hit has a probability of {_percent(best_probability)}")
-    return Verdict("few", f"Few matches: about {expected_matches:.0f} expected")
-
-
-def _percent(p: float) -> str:
-    if p < 0.001:
-        return "less than 0.1%"
-    return f"{p:.0%}" if p >= 0.1 else f"{p:.1%}"
+    return k + max(8, k // 4)

@@ -1,9 +1,9 @@
-"""GaussianIndex: find, for Gaussian queries, the closest items of a gallery, with match probabilities and both uncertainties.
+"""GaussianIndex: search a gallery in memory by Gaussian queries, with probabilities and uncertainties.
 
-Engine "exact" ranks by any distance; "flat", "hnsw" and "ivf" are FAISS over lifted vectors (search/lifting.py). Engines differ only
-in which candidates they bring: the distances of the hits are always computed anew, row by row in float32, from the stored
-embeddings, and equal distances are ordered as the items were given. With a calibration an index can also decline to answer, and
-give sets that hold a match as often as was asked for.
+Engine "exact" ranks by any distance; "flat", "hnsw" and "ivf" are FAISS over lifted vectors (search/lifting.py).
+Engines differ only in the candidates that they return: the distances of the results are always computed anew, row by
+row in float32, from the stored embeddings, and equal distances keep the order of the items. With a calibration an
+index can also abstain, and return sets that hold a match with a requested probability.
 """
 
 import json
@@ -25,7 +25,7 @@ from sfumato.distances import Distance, get_distance
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.search.atomic_folder import load_folder, save_folder
 from sfumato.search.exact import closest_candidates, closest_in_blocks, distance_blocks, top_k
-from sfumato.search.gallery import Answers, Found, Gallery, Items, with_margin
+from sfumato.search.gallery import Candidates, Gallery, GalleryRecords, Scorer, with_margin
 from sfumato.search.lifting import LIFTED_DISTANCES, LiftedGallery, gallery_centre, lift_gallery, lift_queries
 from sfumato.search.stores.faiss import FAISS_ENGINES, FaissOptions, FaissStore
 from sfumato.search.stores.protocol import Filter
@@ -46,13 +46,14 @@ class GaussianIndex(Gallery):
         ids: m distinct ids.
         distance: name in DISTANCES.
         engine: one of ENGINES.
-        logit_scale, logit_bias: of the match probabilities; of a calibration, those of its Platt part in a gallery of this size.
-        payload: by name, a text for each item.
-        about: JSON values of whoever built the index.
-        centre: (d,) that FAISS's vectors are relative to.
-        store: FAISS's part; None for "exact".
-        calibration: what probabilities, abstention and conformal sets come from; None if there is none.
-        direction: "t2i" if the queries are texts and the items images, which calibration they need.
+        logit_scale: a of the match logit b - a * distance; with a calibration, that of its Platt part.
+        logit_bias: b of the match logit; with a calibration, that of its Platt part in a gallery of this size.
+        payload: by field name, a text for each item.
+        metadata: JSON values that the builder keeps with the index.
+        centre: (d,) point that the vectors of FAISS are relative to.
+        store: the FAISS part; None for "exact".
+        calibration: source of probabilities, abstention and conformal sets; None if there is none.
+        direction: "t2i" if the queries are texts and the items images; selects the part of the calibration.
     """
 
     embeddings: GaussianEmbedding
@@ -62,7 +63,7 @@ class GaussianIndex(Gallery):
     logit_scale: float
     logit_bias: float
     payload: dict[str, tuple[str, ...]]
-    about: dict[str, Any]
+    metadata: dict[str, Any]
     centre: Tensor
     store: FaissStore | None
     calibration: Calibration | None = None
@@ -79,7 +80,7 @@ class GaussianIndex(Gallery):
         logit_scale: float = 5.0,
         logit_bias: float = 5.0,
         payload: Mapping[str, Sequence[str]] | None = None,
-        about: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
         options: FaissOptions | None = None,
         calibration: Calibration | None = None,
         direction: Direction = "t2i",
@@ -91,30 +92,34 @@ class GaussianIndex(Gallery):
             ids: m distinct strings.
             distance: name in DISTANCES; FAISS engines take csd, wasserstein2 or squared_l2.
             engine: "exact", or with the extra `faiss` "flat" (all items, exact), "hnsw" or "ivf" (approximate).
-            logit_scale, logit_bias: of the match probabilities; take the model's, calibrated. The default is where Chun 2024
-                starts training, good for nothing but ranking.
-            payload: by name, m texts to hand out with the hits.
-            about: JSON values to keep with the index.
-            options: of the FAISS engines.
-            calibration: of the model, by the same distance; takes the place of logit_scale and logit_bias.
-            direction: of the queries, "t2i" for texts that search among images.
+            logit_scale: a of the match logit b - a * distance; take the value of the calibrated model. The default is
+                the value at the start of training (Chun 2024), which is good for ranking only.
+            logit_bias: b of the match logit.
+            payload: by field name, m texts that searches return with the items.
+            metadata: JSON values to keep with the index.
+            options: options of the FAISS engines.
+            calibration: calibration of the model for the same distance; takes the place of logit_scale and logit_bias.
+            direction: "t2i" for texts that search among images, "i2t" for images that search among texts.
+
+        Returns:
+            The index.
 
         Raises:
-            ValueError: an argument does not fit; the message says which and how.
-            UserError: a FAISS engine without FAISS.
+            ValueError: an argument does not fit; the message names it and what was expected.
+            UserError: the engine needs FAISS, and it is not installed.
         """
         ids, texts = tuple(ids), {name: tuple(values) for name, values in (payload or {}).items()}
         _check_gallery(embeddings, ids, texts)
         if calibration is not None:
             logit_scale = calibration.logit_scale
-            answers = Answers(logit_scale, calibration.logit_bias, calibration, direction)
-            logit_bias = calibration.logit_bias + answers.prior_shift(len(ids))
+            scorer = Scorer(logit_scale, calibration.logit_bias, calibration, direction)
+            logit_bias = calibration.logit_bias + scorer.prior_shift(len(ids))
         check_settings(distance, engine, logit_scale, logit_bias)
         if get_distance(distance).needs_variance and torch.isneginf(embeddings.log_var).any():
             raise ValueError(
                 f"GaussianIndex: {distance} needs positive variances, got points; use csd, squared_l2 or wasserstein2"
             )
-        notes = json.loads(json.dumps(dict(about or {}), allow_nan=False))
+        notes = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
         embeddings = embeddings.detach().to("cpu").to(torch.float32)
         centre, store = gallery_centre(embeddings), None
         if engine == "exact" and options:
@@ -135,18 +140,18 @@ class GaussianIndex(Gallery):
         return get_distance(self.distance).for_direction(self.direction)
 
     @property
-    def answers(self) -> Answers:
-        """What probabilities and promises come from."""
+    def scorer(self) -> Scorer:
+        """Computes probabilities and guarantees from distances."""
         bias = self.logit_bias if self.calibration is None else self.calibration.logit_bias
-        return Answers(self.logit_scale, bias, self.calibration, self.direction)
+        return Scorer(self.logit_scale, bias, self.calibration, self.direction)
 
     @property
     def d(self) -> int:
         """Dimensions of the embeddings."""
         return self.embeddings.d
 
-    def closest(self, queries: GaussianEmbedding, k: int, filter: Filter | None = None) -> list[Found]:
-        """See :class:`Gallery`; with a filter, whatever the engine, an exact scan of the items that fit."""
+    def closest(self, queries: GaussianEmbedding, k: int, filter: Filter | None = None) -> list[Candidates]:
+        """See :meth:`Gallery.closest`; with a filter, every engine scans the items that fit, exactly."""
         if filter is None:
             distance, position = self._nearest(queries, k)
         else:
@@ -157,8 +162,8 @@ class GaussianIndex(Gallery):
             distance, position = (found[:, :k] for found in self._anew(queries, fitting[place]))
         return [self._found(d, p) for d, p in zip(distance, position, strict=True)]
 
-    def within(self, queries: GaussianEmbedding, radius: float, *, most: int | None = None) -> list[Found]:
-        """See :class:`Gallery`; found by a scan whatever the engine."""
+    def within(self, queries: GaussianEmbedding, radius: float, *, most: int | None = None) -> list[Candidates]:
+        """See :meth:`Gallery.within`; by a scan, so it is exact for every engine."""
         found = []
         for start, block in self._blocks(queries):
             # Products of matrices round by about 1e-6 of the largest distance.
@@ -172,24 +177,28 @@ class GaussianIndex(Gallery):
 
     @torch.no_grad()
     def expected_matches(self, queries: GaussianEmbedding) -> list[float]:
-        """Sum of the match probabilities over the index for each query: how many of its items should match."""
+        """See :meth:`Gallery.expected_matches`."""
         queries, totals = self.checked(queries), list[float]()
         for _, block in self._blocks(queries):
             totals += self.match_probability(block).sum(1).tolist()
         return totals
 
-    def items(self, ids: Sequence[str]) -> Items:
-        """Those of these items that are there, in the order asked for."""
-        return self._items([self._position[i] for i in ids if i in self._position])
+    def get(self, ids: Sequence[str]) -> GalleryRecords:
+        """See :meth:`Gallery.get`."""
+        return self._gallery_records([self._position[i] for i in ids if i in self._position])
 
-    def sample(self, n: int) -> Items:
-        """At most n items, drawn evenly and the same each time, in their order."""
-        chosen = torch.randperm(len(self), generator=torch.Generator().manual_seed(0))[:n]
-        return self._items(chosen.sort().values.tolist())
+    def sample(self, n: int, *, seed: int = 0) -> GalleryRecords:
+        """See :meth:`Gallery.sample`; in the order of the gallery."""
+        chosen = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))[:n]
+        return self._gallery_records(chosen.sort().values.tolist())
 
     @torch.no_grad()
     def nearest(self, queries: GaussianEmbedding, k: int = 10) -> tuple[Tensor, Tensor]:
-        """What :meth:`search` finds, as tensors.
+        """The results of :meth:`search` as tensors.
+
+        Args:
+            queries: (n, d) embeddings; any floating dtype and device.
+            k: number of results; all items if the gallery is smaller.
 
         Returns:
             ((n, k) float32 distances ascending, (n, k) positions in `ids`).
@@ -206,13 +215,16 @@ class GaussianIndex(Gallery):
         """Each query's own (n, c) candidates with their exact distances, closest first."""
         return closest_candidates(queries, self.embeddings, candidates, self.oriented_distance)
 
-    def scan(self, batch: int = 4096) -> Iterator[Items]:
-        """All items, each once, in batches and in their order."""
+    def scan(self, batch: int = 4096) -> Iterator[GalleryRecords]:
+        """See :meth:`Gallery.scan`; in the order of the gallery."""
         for start in range(0, len(self), batch):
-            yield self._items(list(range(start, min(start + batch, len(self)))))
+            yield self._gallery_records(list(range(start, min(start + batch, len(self)))))
 
     def save(self, path: str | Path) -> None:
-        """Write the index into a folder; an index already there is replaced in one step, or kept if this process dies.
+        """Write the index into a folder. An index already there is replaced in one step, or kept if this process dies.
+
+        Args:
+            path: the folder; made if it does not exist.
 
         Raises:
             ValueError: path is a file, or a folder with something else in it.
@@ -228,7 +240,7 @@ class GaussianIndex(Gallery):
             "options": asdict(self.store.options) if self.store else None,
             "calibration": self.calibration is not None,
             "direction": self.direction,
-            "about": self.about,
+            "about": self.metadata,
         }
         save_folder(path, _KIND, about, self._write)
 
@@ -236,10 +248,16 @@ class GaussianIndex(Gallery):
     def load(cls, path: str | Path) -> "GaussianIndex":
         """Read a saved index after checking every file against its checksum.
 
+        Args:
+            path: folder of :meth:`save`.
+
+        Returns:
+            The index.
+
         Raises:
             FileNotFoundError: there is no folder, or no complete index in it.
             ValueError: a file is missing, cut short or changed, or it is not an index.
-            UserError: a FAISS engine without FAISS.
+            UserError: the engine needs FAISS, and it is not installed.
         """
         return load_folder(path, _KIND, cls._read)
 
@@ -282,27 +300,27 @@ class GaussianIndex(Gallery):
             logit_scale=about["logit_scale"],
             logit_bias=about["logit_bias"],
             payload={name: tuple(values) for name, values in items["payload"].items()},
-            about=about["about"],
+            metadata=about["about"],
             centre=tensors["centre"],
             store=store,
-            # Indices of before had neither.
+            # Indices of version 0.1 may have neither.
             calibration=Calibration.load(folder / _CALIBRATION) if about.get("calibration") else None,
             direction=direction,
         )
 
-    def _found(self, distance: Tensor, position: Tensor) -> Found:
-        """(c,) distances and positions of items with what is stored beside them."""
-        places = position.tolist()
-        return Found(
-            tuple(self.ids[j] for j in places),
+    def _found(self, distance: Tensor, position: Tensor) -> Candidates:
+        """(c,) distances and positions of items as candidates."""
+        positions = position.tolist()
+        return Candidates(
+            tuple(self.ids[j] for j in positions),
             distance,
             self._uncertainty[position],
-            tuple({name: values[j] for name, values in self.payload.items()} for j in places),
+            tuple({name: values[j] for name, values in self.payload.items()} for j in positions),
         )
 
-    def _items(self, places: list[int]) -> Items:
-        found = self._found(torch.empty(0), torch.tensor(places, dtype=torch.long))
-        return Items(found.ids, self.embeddings[torch.tensor(places, dtype=torch.long)], found.payloads)
+    def _gallery_records(self, positions: list[int]) -> GalleryRecords:
+        found = self._found(torch.empty(0), torch.tensor(positions, dtype=torch.long))
+        return GalleryRecords(found.ids, self.embeddings[torch.tensor(positions, dtype=torch.long)], found.payloads)
 
     def _fitting(self, filter: Filter) -> Tensor:
         """Positions of the items that a filter accepts, ascending."""
@@ -315,7 +333,7 @@ class GaussianIndex(Gallery):
         return fits.nonzero().squeeze(1)
 
     def _candidates(self, queries: GaussianEmbedding, c: int) -> Tensor:
-        """(n, c) distinct positions; queries for which an approximate engine finds fewer than c are answered exactly."""
+        """(n, c) distinct positions; queries with fewer results of an approximate engine are searched exactly."""
         if self.store is None:
             return self._scanned(queries, c)
         _, found = self.store.search(lift_queries(queries, self.distance, centre=self.centre), c)
@@ -335,7 +353,7 @@ class GaussianIndex(Gallery):
 
     @cached_property
     def _lifted(self) -> LiftedGallery:
-        """Made at the first scan: half as much memory again as the embeddings, and a tenth of the time of each scan."""
+        """Made at the first scan. It takes half the memory of the embeddings and makes scans ten times as fast."""
         return LiftedGallery.of(self.embeddings, self.distance, self.centre)
 
 
@@ -353,17 +371,28 @@ def _check_gallery(embeddings: GaussianEmbedding, ids: tuple[str, ...], payload:
     for name, values in payload.items():
         if len(values) != len(ids) or not all(isinstance(v, str) for v in values):
             raise ValueError(
-                f"GaussianIndex: payload {name!r} must be {len(ids)} strings, one for each item; got {len(values)} values"
+                f"GaussianIndex: payload {name!r} must be {len(ids)} strings, one for each item, got {len(values)}"
+                " values"
             )
     check_finite(embeddings, "GaussianIndex")
     if not torch.isfinite(embeddings.total_variance.float()).all():
-        raise ValueError("GaussianIndex: a total variance overflows float32; a diverged model?")
+        raise ValueError("GaussianIndex: a total variance overflows float32; the model may have diverged")
 
 
 def check_settings(distance: str, engine: str, logit_scale: float = 1.0, logit_bias: float = 0.0) -> None:
-    """Refuse what no index can be built with, before anything is embedded for it."""
+    """Refuse settings that no index can be built with, before anything is embedded for it.
+
+    Args:
+        distance: name in DISTANCES.
+        engine: one of ENGINES.
+        logit_scale: a > 0 of the match logit b - a * distance.
+        logit_bias: b of the match logit.
+
+    Raises:
+        ValueError: a setting does not fit.
+    """
     if get_distance(distance).sampled:
-        raise ValueError(f"GaussianIndex: {distance} is random, so that two searches would differ; use csd")
+        raise ValueError(f"GaussianIndex: {distance} is sampled at random, so two searches would differ; use csd")
     if engine not in ENGINES:
         raise ValueError(f"GaussianIndex: unknown engine {engine!r}; known: {', '.join(ENGINES)}")
     if not (logit_scale > 0 and math.isfinite(logit_scale) and math.isfinite(logit_bias)):

@@ -1,13 +1,15 @@
-r"""Distances between Gaussians as plain Euclidean distances between longer vectors, so that any vector engine can search them.
+r"""Distances between Gaussians as Euclidean distances between longer vectors, so that any vector engine can search
+them.
 
 For a fixed query, csd ranks by ||mean_q - mean_g||^2 + u_g with u_g the total variance of the item:
 
     gallery [mean_g - c, sqrt(u_g)]    query [mean_q - c, 0]    squared L2 = csd - u_q
 
-exactly, in d + 1 dimensions. wasserstein2 is squared L2 between [mean - c, std] (2 d dimensions), squared_l2 between the means
-alone (d). The centre c is the same for both sides and changes no distance; engines expand ||q - g||^2 into a product, and about
-the gallery's centre that keeps its precision when the means lie far from the origin. Only means are centred: a centre of sqrt(u)
-would be ruled by the few largest variances and cost the certain items their precision.
+exactly, in d + 1 dimensions. wasserstein2 is squared L2 between [mean - c, std] (2 d dimensions), squared_l2 between
+the means alone (d). The centre c is the same on both sides and changes no distance. Engines expand ||q - g||^2 into a
+product, which loses precision when the means lie far from the origin; relative to the gallery's centre it keeps its
+precision. Only means are centred: the centre of sqrt(u) would follow the few largest variances and cost items of low
+variance precision.
 """
 
 from collections.abc import Iterator
@@ -24,14 +26,28 @@ LIFTED_DISTANCES = tuple(name for name, distance in DISTANCES.items() if distanc
 
 
 def gallery_centre(gallery: GaussianEmbedding) -> Tensor:
-    """(d,) float32 mean of the gallery's means, summed in float64; the origin if the gallery is empty."""
+    """Mean of the gallery's means.
+
+    Args:
+        gallery: (m, d) embeddings.
+
+    Returns:
+        (d,) float32, summed in float64; the origin if the gallery is empty.
+    """
     if gallery.n == 0:
         return torch.zeros(gallery.d, device=gallery.device)
     return gallery.mean.double().mean(0).float()
 
 
 def lifted_dim(d: int, distance: str = "csd") -> int:
-    """e: dimensions of the lifted vectors of embeddings in d dimensions.
+    """Dimensions of lifted vectors.
+
+    Args:
+        d: dimensions of the embeddings.
+        distance: one of LIFTED_DISTANCES.
+
+    Returns:
+        e: d + 1 for csd, 2 d for wasserstein2, d for squared_l2.
 
     Raises:
         ValueError: the distance does not lift.
@@ -75,7 +91,18 @@ def lift_queries(queries: GaussianEmbedding, distance: str = "csd", *, centre: T
 
 
 def query_constant(queries: GaussianEmbedding, distance: str = "csd") -> Tensor:
-    """(n,) float32: what the squared L2 of lifted vectors leaves out, the query's total variance for csd and 0 for the others."""
+    """The part of the distance that the squared L2 of lifted vectors leaves out.
+
+    Args:
+        queries: (n, d) embeddings.
+        distance: one of LIFTED_DISTANCES.
+
+    Returns:
+        (n,) float32: the query's total variance for csd, 0 for the others.
+
+    Raises:
+        ValueError: the distance does not lift.
+    """
     return _lift(distance).constant(queries)
 
 
@@ -97,7 +124,15 @@ class LiftedGallery:
 
     @classmethod
     def of(cls, gallery: GaussianEmbedding, distance: str, centre: Tensor) -> "LiftedGallery":
-        """Lift a gallery of (m, d) embeddings.
+        """Lift a gallery.
+
+        Args:
+            gallery: (m, d) embeddings.
+            distance: one of LIFTED_DISTANCES.
+            centre: (d,) point that the vectors are relative to.
+
+        Returns:
+            The lifted gallery.
 
         Raises:
             ValueError: the distance does not lift, or the centre is not (d,).
@@ -113,7 +148,8 @@ class LiftedGallery:
             memory_mb: size of a block of distances.
 
         Yields:
-            (first query, (b, m) float32 distances), off by about 1e-6 of the largest squared distance to the centre.
+            (first query, (b, m) float32 distances), with an error of about 1e-6 of the largest squared distance to
+            the centre.
         """
         rows = max(1, int(memory_mb * 2**20 / 4 / max(len(self.vectors), 1)))
         vectors, constant = (
@@ -128,22 +164,31 @@ class LiftedGallery:
 
 
 def unlift(squared_l2: Tensor, queries: GaussianEmbedding, distance: str = "csd") -> Tensor:
-    """(n, k) squared L2 of lifted vectors, as an engine reports them -> (n, k) distances."""
+    """From the squared L2 of lifted vectors to distances.
+
+    Args:
+        squared_l2: (n, k) as an engine reports them.
+        queries: (n, d) embeddings.
+        distance: one of LIFTED_DISTANCES.
+
+    Returns:
+        (n, k) distances.
+    """
     return squared_l2 + query_constant(queries, distance).unsqueeze(1)
 
 
 def lowered(vectors: Tensor, total_variance: Tensor, distance: str, centre: Tensor) -> GaussianEmbedding:
-    """Embeddings that have the distances of the embeddings that were lifted.
+    """Embeddings with the same distances as the embeddings that were lifted.
 
     Args:
         vectors: (n, e) of :func:`lift_gallery`.
-        total_variance: (n,) of what was lifted.
+        total_variance: (n,) total variances of the lifted embeddings.
         distance: one of LIFTED_DISTANCES.
         centre: (d,) as given to lift_gallery.
 
     Returns:
-        (n, d) with the means and total variances of the originals, and for wasserstein2 their variances; for the other two, which do
-        not depend on it, the total variance is spread evenly over the dimensions.
+        (n, d) with the means and total variances of the originals, and for wasserstein2 their variances. The other two
+        distances depend on the total variance only; there it is divided evenly over the dimensions.
     """
     _lift(distance)
     d = len(centre)
@@ -157,7 +202,8 @@ def _lift(distance: str) -> Lift:
     lift = get_distance(distance).lift
     if lift is None:
         raise ValueError(
-            f"distance {distance!r} is not a Euclidean distance of lifted vectors (those are {', '.join(LIFTED_DISTANCES)});"
+            f"distance {distance!r} is not a Euclidean distance of lifted vectors (those are"
+            f" {', '.join(LIFTED_DISTANCES)});"
             ' search it with engine="exact"'
         )
     return lift

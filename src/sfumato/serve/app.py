@@ -1,4 +1,4 @@
-"""The routes: from HTTP to the service and back. Nothing is decided here but what a request means."""
+"""The routes: from HTTP to the service and back."""
 
 import base64
 import binascii
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Form, Request
 from fastapi import Query as Parameter
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, HTMLResponse, Response
@@ -20,8 +20,8 @@ from starlette.exceptions import HTTPException
 from sfumato import __version__
 from sfumato.errors import UserError
 from sfumato.serve.answering import Asked
-from sfumato.serve.documentation import INTRODUCTION, documented, page_of, route_extras
-from sfumato.serve.forms import read_form, read_json
+from sfumato.serve.bodies import FORM, CheckedRoute
+from sfumato.serve.documentation import COMMON, IMAGE, INTRODUCTION, documented, page_of, problems
 from sfumato.serve.guard import TEXT, Guard
 from sfumato.serve.schemas import (
     AddRequest,
@@ -29,13 +29,14 @@ from sfumato.serve.schemas import (
     DeleteRequest,
     DeleteResponse,
     GalleryName,
+    ImageSearch,
     Info,
     Item,
     Map,
+    NewImage,
     NewItem,
     Query,
     Refusal,
-    SearchParameters,
     SearchRequest,
     SearchResponse,
     State,
@@ -51,18 +52,18 @@ from sfumato.serve.writing import New, Writer
 HERE = Path(__file__).parent
 PAGE = HERE / "page"
 _LOG = logging.getLogger("sfumato.serve")
-_ItemGallery = Annotated[GalleryName, Parameter(description="where the item is")]
+_ItemGallery = Annotated[GalleryName, Parameter(description="gallery of the item")]
 
 
 def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
     """The service as an ASGI application.
 
     Args:
-        sources: what to answer from; closed when the application shuts down.
+        sources: model and galleries; closed when the application shuts down.
         settings: limits, sizes and keys.
 
     Returns:
-        An application whose `state.service` is the :class:`Service`; it becomes ready some time after its start.
+        An application whose `state.service` is the :class:`Service`. It becomes ready some time after its start.
     """
     settings = settings or Settings()
     service = Service(sources, settings)
@@ -80,12 +81,14 @@ def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
         title="sfumato",
         version=__version__,
         description=INTRODUCTION,
+        responses=problems(*COMMON),
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
     )
+    app.router.route_class = CheckedRoute
     app.state.service = service
     _handle_errors(app)
     _add_pages(app, service)
@@ -105,28 +108,26 @@ def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
 
 
 def _handle_errors(app: FastAPI) -> None:
-    @app.exception_handler(Refusal)
-    async def refused(request: Request, error: Refusal) -> Response:
-        return error.response()
-
     @app.exception_handler(UserError)
     async def unreachable(request: Request, error: UserError) -> Response:
         _LOG.error("the store failed: %s", error)
-        return busy("The store cannot be searched now; the log of the service says why", 5).response()
+        return busy("The store cannot be searched now; the log of the service has the reason", 5).response()
 
     @app.exception_handler(RequestValidationError)
     async def wrong(request: Request, error: RequestValidationError) -> Response:
-        return invalid(error.errors()).response()
+        form = request.headers.get("content-type", "").lower().startswith(FORM)
+        return invalid(error.errors(), "form" if form else "body").response()
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:
-        told = {
-            404: "There is nothing under this path; GET /docs says what there is",
-            405: f"{request.method} is not for this path; GET /docs says what is",
+        if isinstance(error, Refusal):
+            return error.response()
+        details = {
+            404: "There is nothing under this path; GET /docs lists the paths",
+            405: f"{request.method} is not allowed for this path; GET /docs lists the methods",
         }
-        return Refusal(
-            error.status_code, told.get(error.status_code, str(error.detail)), headers=error.headers
-        ).response()
+        detail = details.get(error.status_code, str(error.detail))
+        return Refusal(error.status_code, detail, headers=error.headers).response()
 
 
 def _add_pages(app: FastAPI, service: Service) -> None:
@@ -150,48 +151,46 @@ def _add_pages(app: FastAPI, service: Service) -> None:
     async def openapi() -> dict[str, Any]:
         return app.openapi()
 
-    @app.get("/healthz", response_model=State, tags=["state"], **route_extras())
+    @app.get("/healthz", response_model=State, tags=["state"])
     async def healthz() -> Response:
-        """Whether the process is alive. Open to all."""
+        """Whether the process is alive. Needs no key."""
         return _json(State(status="alive"))
 
-    @app.get("/readyz", response_model=State, tags=["state"], **route_extras(503))
+    @app.get("/readyz", response_model=State, tags=["state"], responses=problems(503))
     async def readyz() -> Response:
-        """Whether searches are answered: 503 before the model has warmed up, and while the service goes down. Open to all."""
+        """Whether the service answers searches: 503 during warm-up and shutdown. Needs no key."""
         if not service.ready.is_set():
             why = (
-                "warming up failed; the log of the service says why"
+                "warming up failed; the log of the service has the reason"
                 if service.failed
-                else "not warmed up, or going down"
+                else "warming up, or shutting down"
             )
             raise busy(f"Not ready: {why}")
         return _json(State(status="ready"))
 
-    @app.get("/metrics", tags=["state"], response_class=Response, **route_extras())
+    @app.get("/metrics", tags=["state"], response_class=Response)
     async def metrics() -> Response:
         """Counters for Prometheus."""
         return Response(await service.measured(), media_type=TEXT)
 
-    @app.get("/v1/info", response_model=Info, tags=["state"], **route_extras())
+    @app.get("/v1/info", response_model=Info, tags=["state"])
     async def info() -> Response:
-        """What is served, what the calibration can vouch for, and what is refused."""
+        """The galleries, the guarantees that the calibration can give, and the limits."""
         return _json(await service.info())
 
 
 def _add_searches(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/search", response_model=SearchResponse, tags=["search"], **route_extras(404, 422, 503, 504))
+    @app.get("/v1/search", response_model=SearchResponse, tags=["search"], responses=problems(404, 422, 503, 504))
     async def search_text(parameters: Annotated[TextSearch, Parameter()]) -> Response:
         """Search by one text."""
         asked = Asked("text", parameters.q, "query.q", text=parameters.q)
         return _json(await service.search([asked], parameters.options()))
 
     @app.post(
-        "/v1/search", response_model=SearchResponse, tags=["search"],
-        **route_extras(404, 413, 415, 422, 503, 504, body=SearchRequest),
-    )  # fmt: skip
-    async def search(request: Request) -> Response:
-        """Search by texts, pictures in base64 and ids of stored items, mixed as you like; the item of an id is among its hits."""
-        wanted = await read_json(request, SearchRequest, service)
+        "/v1/search", response_model=SearchResponse, tags=["search"], responses=problems(404, 413, 415, 422, 503, 504)
+    )
+    async def search(wanted: SearchRequest) -> Response:
+        """Search by texts, images in base64 and ids of stored items, also mixed. A search by id also finds the item."""
 
         def read() -> list[Asked]:
             return [_asked(query, i) for i, query in enumerate(wanted.queries)]
@@ -200,15 +199,17 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         return _json(await service.search(asked, wanted))
 
     @app.post(
-        "/v1/search/image", response_model=SearchResponse, tags=["search"],
-        **route_extras(404, 413, 415, 422, 503, 504, form=SearchParameters),
-    )  # fmt: skip
-    async def search_picture(request: Request) -> Response:
-        """Search by a picture file; the options are further fields of the form."""
-        form, name, data = await read_form(request, SearchParameters)
-        return _json(await service.search([Asked("image", name, "form.image", picture=data)], form.options()))
+        "/v1/search/image",
+        response_model=SearchResponse,
+        tags=["search"],
+        responses=problems(404, 413, 415, 422, 503, 504),
+    )
+    async def search_image(form: Annotated[ImageSearch, Form(media_type=FORM)]) -> Response:
+        """Search by an image file; the options are further fields of the form."""
+        name, data = (form.image.filename or "image")[:200], await form.image.read()
+        return _json(await service.search([Asked("image", name, "form.image", image=data)], form.options()))
 
-    @app.get("/v1/map", response_model=Map, tags=["look"], **route_extras(404, 422, 503, 504))
+    @app.get("/v1/map", response_model=Map, tags=["look"], responses=problems(404, 422, 503, 504))
     async def draw(
         gallery: _ItemGallery = "images",
         n: Annotated[int, Parameter(ge=1, le=5000, description="items at most")] = 500,
@@ -218,39 +219,32 @@ def _add_searches(app: FastAPI, service: Service) -> None:
 
 
 def _add_items(app: FastAPI, service: Service, writer: Writer) -> None:
-    @app.post(
-        "/v1/items", response_model=AddResponse, tags=["items"],
-        **route_extras(404, 409, 413, 415, 422, 503, 504, body=AddRequest),
-    )  # fmt: skip
-    async def add(request: Request) -> Response:
-        """Add items, or replace those with the same ids: all of them or none, for good."""
-        wanted = await read_json(request, AddRequest, service)
+    writes: dict[str, Any] = {"tags": ["items"], "responses": problems(404, 409, 413, 415, 422, 503, 504)}
+
+    @app.post("/v1/items", response_model=AddResponse, **writes)
+    async def add(wanted: AddRequest) -> Response:
+        """Add items, or replace those with the same ids: all of them or none. The response confirms the write."""
         items = await service.in_thread(lambda: [_new(one, i) for i, one in enumerate(wanted.items)])
         return _json(await writer.add(wanted.gallery, items))
 
-    @app.post(
-        "/v1/items/image", response_model=AddResponse, tags=["items"],
-        **route_extras(404, 409, 413, 415, 422, 503, 504, form=NewItem),
-    )  # fmt: skip
-    async def add_picture(request: Request) -> Response:
-        """Add a picture file to the gallery of images; the payload is a JSON object in a field of the form."""
-        form, _, data = await read_form(request, NewItem, nested=("payload",))
-        return _json(await writer.add("images", [New(form.id, "form", data, None, form.payload)]))
+    @app.post("/v1/items/image", response_model=AddResponse, **writes)
+    async def add_image(form: Annotated[NewImage, Form(media_type=FORM)]) -> Response:
+        """Add an image file to the gallery of images; the payload is a JSON object in a field of the form."""
+        return _json(await writer.add("images", [New(form.id, "form", await form.image.read(), None, form.payload)]))
 
-    @app.post(
-        "/v1/items/delete", response_model=DeleteResponse, tags=["items"],
-        **route_extras(404, 409, 413, 415, 422, 503, 504, body=DeleteRequest),
-    )  # fmt: skip
-    async def delete_several(request: Request) -> Response:
-        """Remove items, for good; ids that are not there are passed over."""
-        wanted = await read_json(request, DeleteRequest, service)
+    @app.post("/v1/items/delete", response_model=DeleteResponse, **writes)
+    async def delete_several(wanted: DeleteRequest) -> Response:
+        """Remove items; unknown ids are skipped."""
         return _json(await writer.delete(wanted.gallery, wanted.ids))
 
     @app.delete(
-        "/v1/items/{id:path}", response_model=DeleteResponse, tags=["items"], **route_extras(404, 409, 422, 503, 504)
+        "/v1/items/{id:path}",
+        response_model=DeleteResponse,
+        tags=["items"],
+        responses=problems(404, 409, 422, 503, 504),
     )
     async def delete(id: str, gallery: _ItemGallery = "images") -> Response:
-        """Remove one item, for good."""
+        """Remove one item."""
         if not id or "\0" in id or len(id) > 512:
             raise Refusal(404, "There is no such item")
         done = await writer.delete(gallery, [id])
@@ -258,25 +252,25 @@ def _add_items(app: FastAPI, service: Service, writer: Writer) -> None:
             raise Refusal(404, f"There is no item {id!r} among the {gallery}")
         return _json(done)
 
-    @app.get("/v1/items/{id:path}", response_model=Item, tags=["items"], **route_extras(404, 422, 503, 504))
+    @app.get("/v1/items/{id:path}", response_model=Item, tags=["items"], responses=problems(404, 422, 503, 504))
     async def item(id: str, gallery: _ItemGallery = "images") -> Response:
         """One item."""
         return _json(await service.item(id, gallery))
 
     @app.get(
         "/v1/pictures/{id:path}", response_class=Response, tags=["look"],
-        **route_extras(404, 422, 503, 504, content={"image/*": {"schema": {"type": "string", "format": "binary"}}}),
+        responses={**problems(404, 422, 503, 504), **IMAGE},
     )  # fmt: skip
-    async def picture(
+    async def image(
         request: Request,
         id: str,
         size: Annotated[int | None, Parameter(ge=16, le=2048, description="longest side of a smaller copy")] = None,
     ) -> Response:
-        """The picture of an item, as it was stored or smaller."""
-        data, kind = await service.picture(id, size)
+        """The image of an item, as stored or smaller."""
+        data, kind = await service.image(id, size)
         tag = f'"{hashlib.blake2b(data, digest_size=16).hexdigest()}"'
-        # In a collection a picture can be replaced: ask again, which is cheap.
-        lasting = "no-cache" if service.shelf("images").writable else "max-age=604800"
+        # In a collection an image can be replaced, so browsers must revalidate.
+        lasting = "no-cache" if service.gallery("images").writable else "max-age=604800"
         headers = {"ETag": tag, "Cache-Control": f"private, {lasting}"}
         if tag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
@@ -293,14 +287,14 @@ def _asked(query: Query, i: int) -> Asked:
         return Asked("text", query.text, f"{where}.text", text=query.text)
     if query.id is not None:
         return Asked("id", query.id, f"{where}.id")
-    picture = _decoded(query.image or "", f"{where}.image")
-    return Asked("image", f"picture {i + 1}", f"{where}.image", picture=picture)
+    image = _decoded(query.image or "", f"{where}.image")
+    return Asked("image", f"image {i + 1}", f"{where}.image", image=image)
 
 
 def _new(item: NewItem, i: int) -> New:
     where = f"body.items.{i}"
-    picture = None if item.image is None else _decoded(item.image, f"{where}.image")
-    return New(item.id, where, picture, item.text, item.payload)
+    image = None if item.image is None else _decoded(item.image, f"{where}.image")
+    return New(item.id, where, image, item.text, item.payload)
 
 
 def _decoded(text: str, where: str) -> bytes:

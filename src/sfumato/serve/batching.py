@@ -21,25 +21,25 @@ Result = TypeVar("Result")
 
 
 class Full(Exception):
-    """Too many items wait already."""
+    """Too many items are waiting."""
 
 
 class Closed(Exception):
-    """The service is going down."""
+    """The service is shutting down."""
 
 
 class Batcher(Generic[Item, Result]):
-    """Start it in a running event loop, submit from any number of tasks.
+    """Collects items of several tasks and computes them together. Start it in a running event loop.
 
     Args:
-        compute: items -> as many results; an exception in the place of a result fails that item alone. If it raises for several,
-            it is called again for each alone.
-        executor: where it is called.
-        size: most items of a call.
-        window: seconds that the first item waits for others, if it does not have to wait for the thread anyway.
-        waiting: most items that wait.
+        compute: items -> as many results. An exception among the results fails that item alone. If the call itself
+            raises for several items, it is repeated for each item alone.
+        executor: runs the calls.
+        size: largest number of items in a call.
+        window: seconds that the first item waits for others while the executor is free.
+        waiting: largest number of waiting items.
         observe: called with the size of each batch.
-        workers: calls at the same time.
+        workers: number of simultaneous calls.
     """
 
     def __init__(
@@ -60,20 +60,26 @@ class Batcher(Generic[Item, Result]):
         self._tasks: list[asyncio.Task[None]] = []
 
     def __len__(self) -> int:
-        """Items that wait."""
+        """Number of waiting items."""
         return len(self._queue)
 
     def start(self) -> None:
-        """Begin to work."""
+        """Begin to compute."""
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._work()) for _ in range(self._workers)]
 
     async def submit(self, items: Sequence[Item]) -> list[Result | BaseException]:
-        """Results in the order of the items, or what went wrong with each; cancelled, it takes its items along.
+        """Compute items. If the caller is cancelled, its waiting items are dropped.
+
+        Args:
+            items: the items.
+
+        Returns:
+            Results in the order of the items; the exception of an item that failed.
 
         Raises:
             Full: there is no room for all of them.
-            Closed: the batcher is.
+            Closed: the batcher is closed or was never started.
         """
         if not self._tasks or all(task.done() for task in self._tasks):
             raise Closed
@@ -88,7 +94,7 @@ class Batcher(Generic[Item, Result]):
         return await asyncio.gather(*futures, return_exceptions=True)
 
     async def close(self) -> None:
-        """Stop; what waits fails with Closed."""
+        """Stop; waiting items fail with Closed."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -115,7 +121,7 @@ class Batcher(Generic[Item, Result]):
                         future.set_exception(Closed())
                 raise
             for (_, future), result in zip(batch, results, strict=True):
-                if future.done():  # Whoever asked has gone.
+                if future.done():  # The caller was cancelled.
                     continue
                 if isinstance(result, Exception):
                     future.set_exception(result)
@@ -123,7 +129,7 @@ class Batcher(Generic[Item, Result]):
                     future.set_result(result)
 
     def _next(self) -> list[tuple[Item, asyncio.Future[Result]]]:
-        """The oldest items that somebody still waits for."""
+        """The oldest items whose callers still wait."""
         batch: list[tuple[Item, asyncio.Future[Result]]] = []
         while self._queue and len(batch) < self.size:
             item, future = self._queue.popleft()
@@ -153,19 +159,19 @@ Found = TypeVar("Found")
 Done = TypeVar("Done")
 
 Embedded = list[GaussianEmbedding | BaseException]
-"""One embedding, or what is wrong, for each item."""
+"""For each item its embedding, or the exception."""
 
 
 class Embedder:
-    """The model behind two queues, one for texts and one for pictures.
+    """The model behind two queues, one for texts and one for images.
 
     Args:
-        model: in evaluation mode; nobody else may use it meanwhile.
+        model: in evaluation mode; nothing else may use it meanwhile.
         settings: sizes of batches and queues.
-        metrics: told of every batch.
+        metrics: counts the batches.
 
     Attributes:
-        decoding: pictures that are being decoded, or wait for it.
+        decoding: number of images that are being decoded or wait for it.
     """
 
     def __init__(self, model: DualEncoder, settings: Settings, metrics: Metrics) -> None:
@@ -175,69 +181,92 @@ class Embedder:
             self._embed_texts, self._thread, size=settings.batch_size, window=settings.batch_window,
             waiting=settings.max_waiting, observe=metrics.batch("text"),
         )  # fmt: skip
-        # What ingestion does with a picture in its workers, and with a batch of these in the model's thread.
+        # The same two steps as at ingestion: decode an image in a worker, encode a batch in the model's thread.
         self._prepare, self._encode = embedding_steps(model.image, "images")
         self._workers = ThreadPoolExecutor(settings.workers, "decode")
         self.decoding, self._max_waiting = 0, settings.max_waiting
-        self.pictures: Batcher[Any, GaussianEmbedding] = Batcher(
-            self._embed_pictures, self._thread, size=settings.batch_size, window=settings.batch_window,
+        self.images: Batcher[Any, GaussianEmbedding] = Batcher(
+            self._embed_images, self._thread, size=settings.batch_size, window=settings.batch_window,
             waiting=settings.max_waiting, observe=metrics.batch("image"),
         )  # fmt: skip
 
     def start(self) -> None:
-        """Begin to work, in a running event loop."""
+        """Begin to compute, in a running event loop."""
         self.texts.start()
-        self.pictures.start()
+        self.images.start()
 
     async def close(self) -> None:
-        """Stop; what waits fails."""
+        """Stop; waiting items fail."""
         await self.texts.close()
-        await self.pictures.close()
+        await self.images.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     async def embed_texts(self, texts: Sequence[str]) -> Embedded:
-        """(1, d) of each.
+        """Embed texts.
+
+        Args:
+            texts: the texts.
+
+        Returns:
+            (1, d) embedding of each, or its exception.
 
         Raises:
             Refusal: 503, the queue is full.
         """
         return await submitted(self.texts, texts)
 
-    async def embed_pictures(self, pictures: Sequence[bytes]) -> Embedded:
-        """(1, d) of each file, or a ValueError in its place if it cannot be decoded.
+    async def embed_images(self, images: Sequence[bytes]) -> Embedded:
+        """Decode and embed image files.
+
+        Args:
+            images: bytes of the files.
+
+        Returns:
+            (1, d) embedding of each, or its exception: a ValueError if it cannot be decoded.
 
         Raises:
             Refusal: 503, the queue is full.
         """
-        if self.decoding + len(self.pictures) + len(pictures) > self._max_waiting:
+        if self.decoding + len(self.images) + len(images) > self._max_waiting:
             raise _full()
-        self.decoding += len(pictures)
+        self.decoding += len(images)
         try:
-            prepared = await self.beside(self._prepare, pictures)
+            prepared = await self.beside(self._prepare, images)
         finally:
-            self.decoding -= len(pictures)
+            self.decoding -= len(images)
         decoded = [one for one in prepared if not isinstance(one, BaseException)]
-        rows = iter(await submitted(self.pictures, decoded) if decoded else ())
+        rows = iter(await submitted(self.images, decoded) if decoded else ())
         return [one if isinstance(one, BaseException) else next(rows) for one in prepared]
 
-    async def beside(self, work: Callable[[Asked], Done], pictures: Sequence[Asked]) -> list[Done | BaseException]:
-        """work(picture) of each, or what it raised, in threads beside that of the model; cancelled, what has not begun never does."""
+    async def beside(self, work: Callable[[Asked], Done], images: Sequence[Asked]) -> list[Done | BaseException]:
+        """Process images in threads beside that of the model. If the caller is cancelled, waiting work is dropped.
+
+        Args:
+            work: called with each image.
+            images: the images.
+
+        Returns:
+            For each image the result, or the exception.
+
+        Raises:
+            Refusal: 503, the service is shutting down.
+        """
         loop = asyncio.get_running_loop()
         try:
-            going = [loop.run_in_executor(self._workers, work, picture) for picture in pictures]
+            going = [loop.run_in_executor(self._workers, work, image) for image in images]
         except RuntimeError:
-            raise busy("The service is going down", 5) from None
+            raise busy("The service is shutting down", 5) from None
         found = await asyncio.gather(*going, return_exceptions=True)
         if any(isinstance(one, asyncio.CancelledError) for one in found):
-            raise busy("The service is going down", 5)
+            raise busy("The service is shutting down", 5)
         return found
 
     def _embed_texts(self, texts: list[str]) -> list[GaussianEmbedding | Exception]:
         return _rows(self.model.embed_texts(texts))
 
-    def _embed_pictures(self, pictures: list[Any]) -> list[GaussianEmbedding | Exception]:
-        return _rows(self._encode(pictures))
+    def _embed_images(self, images: list[Any]) -> list[GaussianEmbedding | Exception]:
+        return _rows(self._encode(images))
 
 
 def _rows(embeddings: GaussianEmbedding) -> list[GaussianEmbedding | Exception]:
@@ -245,18 +274,25 @@ def _rows(embeddings: GaussianEmbedding) -> list[GaussianEmbedding | Exception]:
 
 
 def _full() -> Refusal:
-    return busy("The service has too much to do; ask again in a moment")
+    return busy("The service is busy; send the request again in a moment")
 
 
 async def submitted(batcher: Batcher[Asked, Found], items: Sequence[Asked]) -> list[Found | BaseException]:
-    """What a batcher says to all of these.
+    """Submit items to a batcher.
+
+    Args:
+        batcher: the batcher.
+        items: the items.
+
+    Returns:
+        See :meth:`Batcher.submit`.
 
     Raises:
-        Refusal: 503, it has too much to do or is closed.
+        Refusal: 503, the batcher is full or closed.
     """
     try:
         return await batcher.submit(items)
     except Full:
         raise _full() from None
     except Closed:
-        raise busy("The service is going down", 5) from None
+        raise busy("The service is shutting down", 5) from None

@@ -23,7 +23,7 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class Metrics:
-    """Counters and histograms."""
+    """Counters and histograms for Prometheus."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -31,36 +31,59 @@ class Metrics:
             "sfumato_requests", "Requests answered.", ("method", "route", "status"), registry=self.registry
         )
         self._seconds = Histogram(
-            "sfumato_request_seconds", "From the first byte of a request to the last of its answer.", ("route",),
+            "sfumato_request_seconds", "From the first byte of a request to the last byte of its response.", ("route",),
             buckets=_LATENCIES, registry=self.registry,
         )  # fmt: skip
         self._batch = Histogram(
             "sfumato_batch_size",
-            "Texts or pictures embedded, or queries searched, together.",
+            "Texts or images embedded, or queries searched, together.",
             ("kind",),
             buckets=_SIZES,
             registry=self.registry,
         )
         self._waiting = Gauge(
             "sfumato_waiting",
-            "Texts or pictures that wait for the model, and searches.",
+            "Texts or images that wait for the model, and searches.",
             ("kind",),
             registry=self.registry,
         )
         self._items = Gauge("sfumato_items", "Items of a gallery.", ("gallery",), registry=self.registry)
-        self._ready = Gauge("sfumato_ready", "1 if searches are answered.", registry=self.registry)
+        self._ready = Gauge("sfumato_ready", "1 if the service answers searches.", registry=self.registry)
 
     def request(self, method: str, route: str, status: int, seconds: float) -> None:
-        """One more was answered; a client that had gone counts as 499."""
+        """Count a request.
+
+        Args:
+            method: of HTTP.
+            route: template of the path.
+            status: of the response; 499 if the client had left.
+            seconds: from the first byte of the request to the last byte of the response.
+        """
         self._requests.labels(method if method in _METHODS else "other", route, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
 
     def batch(self, kind: str) -> Callable[[int], None]:
-        """Called with the size of a batch of this kind."""
+        """A counter of batches.
+
+        Args:
+            kind: "text", "image" or "search".
+
+        Returns:
+            To be called with the size of each batch.
+        """
         return self._batch.labels(kind).observe
 
     def text(self, waiting: dict[str, int], items: dict[str, int], ready: bool) -> bytes:
-        """All of it, for GET /metrics."""
+        """All metrics, for GET /metrics.
+
+        Args:
+            waiting: number of waiting items by kind.
+            items: number of items by gallery.
+            ready: whether the service answers searches.
+
+        Returns:
+            The text format of Prometheus.
+        """
         for kind, n in waiting.items():
             self._waiting.labels(kind).set(n)
         for gallery, n in items.items():
@@ -70,8 +93,8 @@ class Metrics:
 
 
 HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; object-src 'none'; base-uri 'none'; form-action 'self';"
-    " frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; object-src 'none'; base-uri 'none';"
+    " form-action 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
@@ -79,7 +102,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Of every response that does not say otherwise."""
+"""Headers of every response that does not set them itself."""
 
 _OPEN = ("/", "/healthz", "/readyz")
 _WITHOUT_BODY = ("GET", "HEAD", "DELETE", "OPTIONS")
@@ -92,7 +115,7 @@ class Guard:
     Args:
         app: what is behind it.
         settings: limits and keys.
-        metrics: told of every request.
+        metrics: counts the requests.
         route: path -> its template, for the metrics.
     """
 
@@ -101,7 +124,7 @@ class Guard:
         self._running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """See the ASGI specification."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -115,7 +138,7 @@ class Guard:
         except Exception:
             number = secrets.token_hex(6)
             _LOG.exception("error %s: %s %s", number, scope["method"], self.route(scope["path"]))
-            detail = f"A mistake of the service; its log knows more under {number}"
+            detail = f"An error in the service. Its log has the cause under the number {number}"
             await reply.refuse(Refusal(500, detail), scope, receive)
         finally:
             seconds, route = time.perf_counter() - started, self.route(scope["path"])
@@ -132,7 +155,7 @@ class Guard:
             await self._answer_unread(scope, reply)
         elif path.startswith("/v1/"):
             if self._running >= self.settings.max_requests:
-                raise busy("Too many requests at work; ask again in a moment")
+                raise busy("Too many simultaneous requests; send the request again in a moment")
             self._running += 1
             try:
                 await self._answer_read(scope, headers, receive, reply)
@@ -142,10 +165,10 @@ class Guard:
             await self._answer_read(scope, headers, receive, reply)
 
     async def _answer_unread(self, scope: Scope, reply: "_Reply") -> None:
-        """Where no body belongs: not a byte of it is awaited."""
+        """Answer a request whose body does not belong there, without waiting for the body."""
         reply.close = True
         if scope["method"] in _WITHOUT_BODY:
-            raise Refusal(413, f"{scope['method']} takes no body here; GET /docs says what does")
+            raise Refusal(413, f"{scope['method']} takes no body here; GET /docs lists the paths that do")
         empty: Message = {"type": "http.request", "body": b"", "more_body": False}
 
         async def nothing() -> Message:
@@ -164,15 +187,15 @@ class Guard:
             await self._within_time(scope, body, receive, reply)
 
     async def _within_time(self, scope: Scope, body: bytes, receive: Receive, reply: "_Reply") -> None:
-        """Let the application answer, unless it takes too long or nobody is there any more."""
+        """Let the application answer, until the time is over or the client has left."""
         gone = asyncio.ensure_future(receive())
-        told = False
+        sent = False
 
         async def replay() -> Message:
-            nonlocal told
-            if told:
+            nonlocal sent
+            if sent:
                 return await asyncio.shield(gone)
-            told = True
+            sent = True
             return {"type": "http.request", "body": body, "more_body": False}
 
         answering = asyncio.ensure_future(self._application(scope, replay, reply))
@@ -184,7 +207,9 @@ class Guard:
                 answering.result()
             elif not gone.done():
                 raise Refusal(
-                    504, f"No answer within {self.settings.timeout:g} seconds; what was to be stored may or may not be"
+                    504,
+                    f"No answer within {self.settings.timeout:g} seconds; a requested write may or may not have been"
+                    " made",
                 )
         finally:
             for task in (answering, gone):
@@ -195,22 +220,22 @@ class Guard:
         await self.app(scope, receive, reply)
 
     def _check_names(self, method: str, headers: Headers) -> None:
-        """Against other web sites that send a browser here: by a name of theirs for this address, or by a form."""
+        """Refuse requests of other web sites through a browser, by their own name for this address or by a form."""
         host = headers.get("host", "")
         if self.settings.hosts and _name(host) not in self.settings.hosts:
             raise Refusal(
-                400, f"This service does not go by the name {host!r}; if it should, start it with --allowed-host"
+                400, f"This service does not accept the host name {host!r}; if it should, start it with --allowed-host"
             )
         origin = headers.get("origin")
         if origin is not None and method not in ("GET", "HEAD", "OPTIONS") and _netloc(origin) != host.lower():
-            raise Refusal(403, f"A page of {origin!r} may not change or ask anything here")
+            raise Refusal(403, f"Pages of {origin!r} may not send requests to this service")
 
     def _check_key(self, headers: Headers) -> None:
         if not self.settings.keys:
             return
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = (headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")).encode()
-        # All are compared, so that the time does not tell which.
+        # Compare with all keys, so that the time does not reveal which one matches.
         if sum(hmac.compare_digest(given, key.encode()) for key in self.settings.keys) == 0:
             raise Refusal(
                 401,
@@ -219,17 +244,17 @@ class Guard:
             )
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
-        """The body; None if the client has gone.
+        """The body; None if the client has left.
 
         Raises:
-            Refusal: 413; as much again is thrown away before, so that the client comes to read the answer.
+            Refusal: 413. Up to as much again is read and dropped first, so that the client gets to read the response.
         """
-        limit, told = self.settings.max_body_bytes, headers.get("content-length", "0")
-        if not (told.isascii() and told.isdecimal() and len(told) < 20):
+        limit, announced = self.settings.max_body_bytes, headers.get("content-length", "0")
+        if not (announced.isascii() and announced.isdecimal() and len(announced) < 20):
             raise Refusal(400, "Content-Length is not a number", headers={"Connection": "close"})
         body, size, more = bytearray(), 0, True
         large = Refusal(413, f"The request has more than {limit} bytes", headers={"Connection": "close"})
-        if int(told) > 2 * limit:
+        if int(announced) > 2 * limit:
             raise large
         while more:
             message = await receive()
@@ -247,11 +272,11 @@ class Guard:
 
 
 class _Gone(Exception):
-    """Nobody is there to be answered."""
+    """The client has left."""
 
 
 class _Reply:
-    """Passes a response on, with our headers, and remembers its status."""
+    """Sends a response with our headers and remembers its status."""
 
     def __init__(self, send: Send) -> None:
         self._send, self.status, self.started, self.close = send, 499, False, False
@@ -266,7 +291,7 @@ class _Reply:
                 headers["Connection"] = "close"
         try:
             await self._send(message)
-        except Exception as error:  # The connection is closed, or what it brought was no HTTP in the end.
+        except Exception as error:  # The connection is closed, or the request was not HTTP.
             self.status = 499
             raise _Gone from error
 
@@ -277,7 +302,7 @@ class _Reply:
 
 
 def _name(host: str) -> str:
-    """Of a Host header, without the port."""
+    """The name in a Host header, without the port."""
     host = host.lower()
     return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
 

@@ -1,4 +1,4 @@
-"""Pictures by id: where they are, whether they may be looked at, and how they are stored and shown."""
+"""Image files of a gallery by id: where they are, how they are checked, stored and shown."""
 
 import hashlib
 import io
@@ -21,53 +21,77 @@ _SHOWN = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF":
 """Formats that browsers show; others are re-encoded."""
 
 POINTER = "_picture"
-"""Payload field that names an uploaded picture; it is not handed out."""
+"""Payload field that names an uploaded image; searches do not return it."""
 
 _NAME = re.compile("[0-9a-f]{32}")
 
 
-class Pictures(Protocol):
-    """Where the pictures of a gallery are. Ask only for items that are in it, with their payloads."""
+class Images(Protocol):
+    """The images of a gallery. Call it only for items of the gallery, with their payloads."""
 
     def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
-        """The file's bytes; None if there is none."""
+        """The image file of an item.
+
+        Args:
+            id: id of the item.
+            payload: payload of the item.
+
+        Returns:
+            The bytes; None if there is no file.
+        """
         ...
 
     def has(self, id: str, payload: Mapping[str, str]) -> bool:
-        """Whether there is one, as far as that is known without looking at the disk."""
+        """Whether an item has an image, as far as that is known without access to the disk.
+
+        Args:
+            id: id of the item.
+            payload: payload of the item.
+
+        Returns:
+            False if it is known to have none.
+        """
         ...
 
 
 @dataclass(frozen=True)
-class FolderPictures:
-    """Pictures whose ids are their paths in a folder; nothing outside of it is ever read, not through a link either."""
+class FolderImages:
+    """Images whose ids are their paths in a folder. Nothing outside the folder is read, not even through a link.
+
+    Attributes:
+        folder: the folder.
+    """
 
     folder: Path
 
     def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
-        """See :class:`Pictures`."""
+        """See :meth:`Images.read`."""
         if "\0" in id or "\\" in id or not id or os.path.isabs(id) or ".." in id.split("/"):
             return None
         try:
-            home = self.folder.resolve(strict=True)
-            path = (home / id).resolve(strict=True)
-            return path.read_bytes() if path.is_relative_to(home) and path.is_file() else None
-        except (OSError, RuntimeError):  # Gone, too long a name, or a ring of links.
+            root = self.folder.resolve(strict=True)
+            path = (root / id).resolve(strict=True)
+            return path.read_bytes() if path.is_relative_to(root) and path.is_file() else None
+        except (OSError, RuntimeError):  # A missing file, too long a name, or a ring of links.
             return None
 
     def has(self, id: str, payload: Mapping[str, str]) -> bool:
-        """True: only the disk knows better."""
+        """See :meth:`Images.has`; always True, because only the disk knows."""
         return True
 
 
 @dataclass(frozen=True)
-class SplitPictures:
-    """Pictures of a split of some data."""
+class SplitImages:
+    """Images of a split of some data.
+
+    Attributes:
+        sources: image sources by id.
+    """
 
     sources: Mapping[str, ImageSource]
 
     def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
-        """See :class:`Pictures`."""
+        """See :meth:`Images.read`."""
         source = self.sources.get(id)
         try:
             return None if source is None else source.read_bytes()
@@ -75,27 +99,27 @@ class SplitPictures:
             return None
 
     def has(self, id: str, payload: Mapping[str, str]) -> bool:
-        """See :class:`Pictures`."""
+        """See :meth:`Images.has`."""
         return id in self.sources
 
 
 @dataclass(frozen=True)
-class UploadedPictures:
-    """Pictures that the service was given, in a folder of its own; else those of before.
+class UploadedImages:
+    """Images that were uploaded to the service, in a folder of its own.
 
-    The record of an item names its picture, in its payload under POINTER. A name is a digest of the id and of the bytes: no other
-    item has it, and no other picture ever comes to stand under it.
+    The payload of an item holds the name of its image under POINTER. The name is a digest of the id and of the bytes,
+    so it belongs to this item and this image only.
 
     Attributes:
-        folder: it.
-        others: where to look for the pictures of records that name none.
+        folder: the folder.
+        others: images of items without an uploaded one; None if there are none.
     """
 
     folder: Path
-    others: Pictures | None = None
+    others: Images | None = None
 
     def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
-        """See :class:`Pictures`."""
+        """See :meth:`Images.read`."""
         if POINTER not in payload:
             return None if self.others is None else self.others.read(id, payload)
         try:
@@ -104,14 +128,18 @@ class UploadedPictures:
             return None
 
     def has(self, id: str, payload: Mapping[str, str]) -> bool:
-        """See :class:`Pictures`."""
+        """See :meth:`Images.has`."""
         return POINTER in payload or (self.others is not None and self.others.has(id, payload))
 
     def write(self, id: str, data: bytes) -> str:
-        """Keep a picture; when this returns it survives the death of everything.
+        """Store an image durably.
+
+        Args:
+            id: id of the item.
+            data: bytes of the image file.
 
         Returns:
-            Its name, for the record of the item.
+            Its name, for the payload of the item.
         """
         name = hashlib.blake2b(id.encode() + b"\0" + data, digest_size=16).hexdigest()
         path = self._path(name)
@@ -123,41 +151,58 @@ class UploadedPictures:
         return name
 
     def remove(self, name: str) -> None:
-        """Forget a picture that no record names any more, if there is one."""
+        """Remove an image that no payload names any more, if it exists.
+
+        Args:
+            name: name of the image.
+        """
         self._path(name).unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
         if not _NAME.fullmatch(name):
-            raise ValueError(f"no picture can be named {name!r}")
+            raise ValueError(f"not the name of an uploaded image: {name!r}")
         return self.folder / name[:2] / name
 
 
 def handed_out(payload: Mapping[str, str]) -> dict[str, str]:
-    """A payload without what is the service's own."""
+    """A payload without the field that the service reserves.
+
+    Args:
+        payload: the stored payload.
+
+    Returns:
+        The payload to return to clients.
+    """
     return {name: value for name, value in payload.items() if name != POINTER}
 
 
-def check_picture(data: bytes, *, max_bytes: int, max_pixels: int, where: str) -> tuple[str, int]:
-    """Look at the header of a picture before anything is decoded.
+def check_image(data: bytes, *, max_bytes: int, max_pixels: int, where: str) -> tuple[str, int]:
+    """Check the header of an image file before anything is decoded.
+
+    Args:
+        data: bytes of the file.
+        max_bytes: largest file.
+        max_pixels: most pixels.
+        where: location in the request, for messages.
 
     Returns:
         (Pillow's name of its format, number of its pixels).
 
     Raises:
-        Refusal: 413 if it is too large, 422 if it is no picture.
+        Refusal: 413 if the file is too large, 422 if it is not an image.
     """
     if len(data) > max_bytes:
         raise Refusal(413, f"{where}: {len(data)} bytes are more than the limit of {max_bytes}")
     large = f"{where}: more pixels than the limit of {max_pixels}; send a smaller copy"
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
-            width, height, kind = picture.width, picture.height, str(picture.format)
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height, kind = image.width, image.height, str(image.format)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise Refusal(413, large) from error
     except UnidentifiedImageError:
-        raise _no_picture(where, f"not a picture in one of the formats {', '.join(FORMATS)}") from None
-    except Exception as error:  # Pillow's parsers raise all sorts of things on files that are made to harm.
-        raise _no_picture(where, f"cannot be decoded: {error}") from error
+        raise _no_image(where, f"not an image in one of the formats {', '.join(FORMATS)}") from None
+    except Exception as error:  # Pillow's parsers raise many kinds of errors for malicious files.
+        raise _no_image(where, f"cannot be decoded: {error}") from error
     if width * height > max_pixels:
         raise Refusal(
             413, f"{where}: {width} x {height} are more pixels than the limit of {max_pixels}; send a smaller copy"
@@ -165,12 +210,19 @@ def check_picture(data: bytes, *, max_bytes: int, max_pixels: int, where: str) -
     return kind, width * height
 
 
-def _no_picture(where: str, message: str) -> Refusal:
+def _no_image(where: str, message: str) -> Refusal:
     return Refusal(422, f"{where}: {message}", errors=[(where, message)])
 
 
 def to_store(data: bytes, format: str) -> bytes:
-    """Pixels alone, upright and in RGB, without whatever else the file holds (where it was taken, say): JPEG stays JPEG.
+    """Re-encode an image file, upright and in RGB, without its metadata such as the location of the camera.
+
+    Args:
+        data: bytes of the file.
+        format: Pillow's name of its format.
+
+    Returns:
+        A JPEG file if it was one, else a PNG file.
 
     Raises:
         ValueError: it cannot be decoded.
@@ -180,11 +232,11 @@ def to_store(data: bytes, format: str) -> bytes:
 
 
 def to_show(data: bytes, size: int | None) -> tuple[bytes, str]:
-    """A stored picture for a browser.
+    """A stored image for a browser.
 
     Args:
         data: the file.
-        size: longest side in pixels of a smaller copy; None for the file as it is, if browsers know its format.
+        size: longest side in pixels of a smaller copy; None for the file as it is, if browsers show its format.
 
     Returns:
         (bytes, media type).
@@ -193,13 +245,13 @@ def to_show(data: bytes, size: int | None) -> tuple[bytes, str]:
         ValueError: it can no longer be decoded.
     """
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
-            kind = str(picture.format)
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            kind = str(image.format)
             if size is None and kind in _SHOWN:
                 return data, _SHOWN[kind]
             if size is not None:
-                picture.draft(None, (2 * size, 2 * size))
-            upright = ImageOps.exif_transpose(picture)
+                image.draft(None, (2 * size, 2 * size))
+            upright = ImageOps.exif_transpose(image)
             if size is not None:
                 upright.thumbnail((size, size), Image.Resampling.BICUBIC)
             if kind == "JPEG":
@@ -209,7 +261,7 @@ def to_show(data: bytes, size: int | None) -> tuple[bytes, str]:
         raise ValueError(f"cannot be decoded: {error}") from error
 
 
-def _encoded(picture: Image.Image, format: str) -> bytes:
+def _encoded(image: Image.Image, format: str) -> bytes:
     file = io.BytesIO()
-    picture.save(file, format, quality=90)
+    image.save(file, format, quality=90)
     return file.getvalue()

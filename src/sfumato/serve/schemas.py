@@ -5,16 +5,18 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Annotated, Any, Literal, Self
 
+from fastapi import UploadFile
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Json, model_validator
+from starlette.exceptions import HTTPException
 
 MOST = 1024
-"""Items of any list in a request; a service is told a lower limit of its own."""
+"""Longest list in a request; the limit of a service is at most this."""
 
 GalleryName = Literal["images", "texts"]
-ItemId = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00]*$", description="of an item")]
+ItemId = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00]*$", description="id of an item")]
 Text = Annotated[
-    str, Field(min_length=1, max_length=2000, pattern=r"^[^\x00]*[^\s\x00][^\x00]*$", description="in any words")
+    str, Field(min_length=1, max_length=2000, pattern=r"^[^\x00]*[^\s\x00][^\x00]*$", description="any text")
 ]
 Short = Annotated[str, Field(max_length=2000, pattern=r"^[^\x00]*$")]
 Payload = Annotated[
@@ -22,7 +24,7 @@ Payload = Annotated[
         Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\x00]*$")],
         Annotated[str, Field(max_length=2000, pattern=r"^[^\x00]*$")],
     ],
-    Field(max_length=32, description="texts to hand out with the item"),
+    Field(max_length=32, description="texts that searches return with the item"),
 ]
 
 
@@ -31,11 +33,11 @@ class _Model(BaseModel):
 
 
 class Query(_Model):
-    """What to search for: exactly one of the three."""
+    """A query: exactly one of text, image and id."""
 
     text: Text | None = None
-    image: str | None = Field(None, description="a picture file in base64; bare files go to /v1/search/image")
-    id: ItemId | None = Field(None, description="of an item of the gallery: what is like it?")
+    image: str | None = Field(None, description="an image file in base64; bare files go to /v1/search/image")
+    id: ItemId | None = Field(None, description="id of an item of the gallery, to find similar items")
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -45,34 +47,36 @@ class Query(_Model):
 
 
 class ItemFilter(_Model):
-    """Which items may be found."""
+    """Which items a search may find."""
 
     where: Annotated[dict[Short, Annotated[list[Short], Field(max_length=100)]], Field(max_length=16)] = Field(
-        {}, description="by payload field, the values it may have"
+        {}, description="by payload field, the allowed values"
     )
-    max_uncertainty: float | None = Field(None, ge=0, description="total variance that an item may have at most")
+    max_uncertainty: float | None = Field(None, ge=0, description="largest total variance of an item")
 
 
 class _Options(_Model):
-    """What is the same in JSON, in forms and in links."""
+    """Options that JSON, forms and links have in common."""
 
-    gallery: GalleryName = Field("images", description="what to search among")
-    max_results: int = Field(10, ge=1, description="number of hits, up to the limit of the service")
-    min_probability: float | None = Field(None, ge=0, le=1, description="leave out hits that are less likely matches")
+    gallery: GalleryName = Field("images", description="gallery to search")
+    max_results: int = Field(10, ge=1, description="number of results, up to the limit of the service")
+    min_probability: float | None = Field(
+        None, ge=0, le=1, description="leave out results with a lower match probability"
+    )
     abstain: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description="say whether there is no confident match, so that at most this share of answers is wrong",
+        description="report whether to abstain, so that at most this fraction of the answers is wrong",
     )
     coverage: float | None = Field(
-        None, gt=0, lt=1, description="give also the set of items that holds a match with at least this probability"
+        None, gt=0, lt=1, description="also return the set of items that holds a match with at least this probability"
     )
-    position: bool = Field(False, description="say where the query lies on the map of the gallery")
+    position: bool = Field(False, description="also return the position of the query on the map of the gallery")
 
 
 class SearchOptions(_Options):
-    """What may be asked of every search."""
+    """Options of every search."""
 
     filter: ItemFilter | None = None
 
@@ -80,19 +84,21 @@ class SearchOptions(_Options):
 class SearchRequest(SearchOptions):
     """One or several queries, searched together."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [{"queries": [{"text": "a red bird"}], "max_results": 5}]})
+
     queries: list[Query] = Field(min_length=1, max_length=MOST, description="up to the limit of the service")
 
 
-class Hit(_Model):
-    """One item that was found."""
+class ResultRecord(_Model):
+    """One item that a search found."""
 
     id: str
     rank: int = Field(description="1 is the closest")
-    distance: float = Field(description="to the query, by the distance that the answer names; smaller is closer")
+    distance: float = Field(description="to the query, in the distance that the answer names; smaller is closer")
     match_probability: float
     uncertainty: float = Field(description="total variance of the item")
     payload: dict[str, str]
-    picture: str | None = Field(description="path of its picture at this service; null if there is none")
+    picture: str | None = Field(description="path of its image at this service; null if there is none")
 
 
 class ConformalSet(_Model):
@@ -100,12 +106,12 @@ class ConformalSet(_Model):
 
     coverage: float
     complete: bool = Field(
-        description="false if the set was cut at the limit of the service; then the promise is not kept"
+        description="false if the set was cut at the limit of the service; then the coverage is not guaranteed"
     )
-    hits: list[Hit]
+    hits: list[ResultRecord]
 
 
-class Said(_Model):
+class VerdictText(_Model):
     """The answer in words."""
 
     kind: Literal["clear", "few", "many", "unsure", "abstained"]
@@ -113,7 +119,7 @@ class Said(_Model):
 
 
 class Ellipse(_Model):
-    """A Gaussian on the map: centre, half axes of one standard deviation, and the angle of the first one in radians."""
+    """A Gaussian on the map: centre, half axes of one standard deviation, and angle of the first axis in radians."""
 
     x: float
     y: float
@@ -123,28 +129,32 @@ class Ellipse(_Model):
 
 
 class Position(Ellipse):
-    """Of a query on the map."""
+    """The position of a query on the map."""
 
-    version: str = Field(description="of the map that has this place; of another version, get the map again")
+    version: str = Field(
+        description="version of the map that the position belongs to; if you have another version, get the map again"
+    )
 
 
 class Answer(_Model):
-    """What was found for one query."""
+    """The answer to one query."""
 
-    query: str = Field(description="the text, the name of the picture file, or the id")
+    query: str = Field(description="the text, the name of the image file, or the id")
     kind: Literal["text", "image", "id"]
     distance: str = Field(description="name of the distance, e.g. csd")
     calibrated: bool = Field(
-        description="whether the probabilities were fitted on held-out pairs of this kind of query; between two pictures or two texts"
-        " they are a guess"
+        description="whether the probabilities were fitted on held-out pairs of this kind of query;"
+        " between two images or two texts they are not calibrated"
     )
     uncertainty: float = Field(description="total variance of the query")
     expected_matches: float = Field(description="sum of the match probabilities over the whole gallery")
-    verdict: Said
-    abstained: bool | None = Field(description="whether it is better not answered; null if no risk was asked for")
-    hits: list[Hit]
-    conformal_set: ConformalSet | None = Field(description="null if no coverage was asked for")
-    position: Position | None = Field(description="on the map; null if it was not asked for")
+    verdict: VerdictText
+    abstained: bool | None = Field(
+        description="whether the query is better not answered; null if no risk was requested"
+    )
+    hits: list[ResultRecord]
+    conformal_set: ConformalSet | None = Field(description="null if no coverage was requested")
+    position: Position | None = Field(description="on the map; null if it was not requested")
 
 
 class SearchResponse(_Model):
@@ -155,11 +165,11 @@ class SearchResponse(_Model):
 
 
 class NewItem(_Model):
-    """An item to add: a text for a gallery of texts, a picture for one of images."""
+    """An item to add: a text to a gallery of texts, an image to a gallery of images."""
 
     id: ItemId
     text: Text | None = None
-    image: str | None = Field(None, description="a picture file in base64; bare files go to /v1/items/image")
+    image: str | None = Field(None, description="an image file in base64; bare files go to /v1/items/image")
     payload: Payload = {}
 
     @model_validator(mode="after")
@@ -175,18 +185,22 @@ class Item(_Model):
     id: str
     uncertainty: float = Field(description="total variance")
     payload: dict[str, str]
-    picture: str | None = Field(description="path of its picture at this service; null if there is none")
+    picture: str | None = Field(description="path of its image at this service; null if there is none")
 
 
 class AddRequest(_Model):
-    """Items to add, or to replace if their ids are there already; all of them or none."""
+    """Items to add, or to replace if their ids exist; all of them or none."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"gallery": "texts", "items": [{"id": "caption-1", "text": "a red bird"}]}]}
+    )
 
     gallery: GalleryName = "images"
     items: list[NewItem] = Field(min_length=1, max_length=MOST, description="up to the limit of the service")
 
 
 class AddResponse(_Model):
-    """What has been stored, for good."""
+    """What has been stored durably."""
 
     gallery: GalleryName
     stored: int
@@ -196,36 +210,34 @@ class AddResponse(_Model):
 class DeleteRequest(_Model):
     """Items to remove."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [{"gallery": "images", "ids": ["birds/red.jpg"]}]})
+
     gallery: GalleryName = "images"
     ids: list[ItemId] = Field(min_length=1, max_length=MOST)
 
 
 class DeleteResponse(_Model):
-    """What has been removed, for good."""
+    """What has been removed durably."""
 
     gallery: GalleryName
-    deleted: int = Field(description="how many of these were there")
+    deleted: int = Field(description="number of removed items")
     n: int = Field(description="items in the gallery now")
 
 
 class GalleryInfo(_Model):
-    """What can be searched."""
+    """A gallery of the service."""
 
     n: int
     writable: bool
-    pictures: bool = Field(description="whether its items have pictures to look at")
+    pictures: bool = Field(description="whether the service shows images of its items")
     calibrated: bool = Field(description="whether queries of the other kind have calibrated probabilities")
-    risks: list[float] = Field(
-        description="values of abstain, among the usual ones, that the calibration can vouch for"
-    )
-    coverages: list[float] = Field(
-        description="values of coverage, among the usual ones, that the calibration can vouch for"
-    )
+    risks: list[float] = Field(description="usual values of abstain that the calibration can guarantee")
+    coverages: list[float] = Field(description="usual values of coverage that the calibration can guarantee")
     fields: list[str] = Field(description="payload fields of its items")
 
 
 class Limits(_Model):
-    """What is refused."""
+    """Limits; requests beyond them are refused."""
 
     max_batch: int
     max_results: int
@@ -254,17 +266,19 @@ class MapPoint(Ellipse):
 
 
 class Map(_Model):
-    """The first two principal components of the means of a sample of the gallery, with the Gaussians projected onto them."""
+    """The first two principal components of the means of a sample of the gallery, with the projected Gaussians."""
 
     gallery: GalleryName
     n: int = Field(description="items in the gallery")
-    version: str = Field(description="of the plane, which stays as it is until a quarter of the items has changed")
-    explained: tuple[float, float] = Field(description="shares of the variance of the means along the two axes")
+    version: str = Field(
+        description="version of the plane, which stays the same until a quarter of the items has changed"
+    )
+    explained: tuple[float, float] = Field(description="fractions of the variance of the means along the two axes")
     points: list[MapPoint]
 
 
 class Invalid(_Model):
-    """One thing that is wrong with a request."""
+    """One error in a request."""
 
     where: str = Field(description='e.g. "body.queries.0.text"')
     message: str
@@ -277,34 +291,52 @@ class State(_Model):
 
 
 class SearchParameters(_Options):
-    """The options of a search as query parameters or form fields, where nothing can be nested."""
+    """The options of a search as query parameters or form fields, which cannot be nested."""
 
     where: list[Annotated[str, Field(max_length=2101, pattern=r"^[^\x00:]+:[^\x00]*$")]] = Field(
-        [], max_length=100, description="FIELD:VALUE of the payload; may be repeated"
+        [], max_length=100, description="FIELD:VALUE that the payload must have; may be repeated"
     )
-    max_uncertainty: float | None = Field(None, ge=0, description="total variance that an item may have at most")
+    max_uncertainty: float | None = Field(None, ge=0, description="largest total variance of an item")
 
     def options(self) -> SearchOptions:
-        """The same, nested."""
+        """The same options as in JSON.
+
+        Returns:
+            The options.
+        """
         where: dict[str, list[str]] = {}
-        for told in self.where:
-            name, _, value = told.partition(":")
+        for pair in self.where:
+            name, _, value = pair.partition(":")
             where.setdefault(name, []).append(value)
         wanted = None
         if where or self.max_uncertainty is not None:
             wanted = ItemFilter(where=where, max_uncertainty=self.max_uncertainty)
-        flat = self.model_dump(exclude={"where", "max_uncertainty", "q"}, exclude_unset=True)
+        flat = self.model_dump(exclude={"where", "max_uncertainty", "q", "image"}, exclude_unset=True)
         return SearchOptions(**flat, filter=wanted)
 
 
 class TextSearch(SearchParameters):
     """One text and the options of a search."""
 
-    q: Text
+    q: Text = Field(examples=["a red bird"])
+
+
+class ImageSearch(SearchParameters):
+    """An image file and the options of a search, as a form."""
+
+    image: UploadFile = Field(description="the image file")
+
+
+class NewImage(_Model):
+    """An image file to add, as a form."""
+
+    id: ItemId
+    image: UploadFile = Field(description="the image file")
+    payload: Json[Payload] = Field({}, description="a JSON object of texts that searches return with the item")
 
 
 class Problem(_Model):
-    """Why a request was refused: RFC 9457, application/problem+json."""
+    """Why a request was refused, as RFC 9457 application/problem+json."""
 
     type: str = "about:blank"
     title: str
@@ -314,16 +346,16 @@ class Problem(_Model):
 
 
 PROBLEM = "application/problem+json"
-_LONGEST, _MOST = 500, 20
+_LONGEST, _MOST, _TOO_WRONG = 500, 20, 100
 
 
-class Refusal(Exception):
-    """A request that is not answered as wished.
+class Refusal(HTTPException):
+    """The refusal of a request.
 
     Args:
         status: of HTTP.
-        detail: what came, what was expected, the way out.
-        errors: (where, message) of each thing that is wrong.
+        detail: what came, what was expected and what to do.
+        errors: (where, message) of each error.
         headers: of the response.
     """
 
@@ -335,42 +367,60 @@ class Refusal(Exception):
         errors: Sequence[tuple[str, str]] = (),
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(detail)
-        self.status, self.detail, self.errors, self.headers = status, detail, tuple(errors), dict(headers or {})
+        super().__init__(status, detail, dict(headers or {}))
+        self.errors = tuple(errors)
 
     def response(self) -> Response:
-        """The problem document."""
+        """The refusal as a response.
+
+        Returns:
+            The problem document.
+        """
         problem = Problem(
-            title=HTTPStatus(self.status).phrase,
-            status=self.status,
+            title=HTTPStatus(self.status_code).phrase,
+            status=self.status_code,
             detail=_clean(self.detail),
             errors=[Invalid(where=_clean(where), message=_clean(message)) for where, message in self.errors[:_MOST]],
         )
-        # ASCII, so that nothing in it can fail to be encoded.
-        return Response(json.dumps(problem.model_dump()), self.status, headers=self.headers, media_type=PROBLEM)
+        # ASCII, so that encoding cannot fail.
+        return Response(json.dumps(problem.model_dump()), self.status_code, headers=self.headers, media_type=PROBLEM)
 
 
 def busy(detail: str, seconds: int = 1) -> Refusal:
-    """Too much to do: 503, come back later."""
+    """The refusal of a busy service.
+
+    Args:
+        detail: why.
+        seconds: value of Retry-After.
+
+    Returns:
+        503.
+    """
     return Refusal(503, detail, headers={"Retry-After": str(seconds)})
 
 
-def invalid(errors: Sequence[Any], root: str = "") -> Refusal:
-    """422 from the errors that pydantic lists.
+def invalid(errors: Sequence[Any], body: str = "body") -> Refusal:
+    """The refusal of a request that pydantic finds invalid.
 
     Args:
         errors: of a ValidationError.
-        root: what was validated, e.g. "body".
+        body: name of the body in `where`.
+
+    Returns:
+        422, with the first errors; only their number if there are very many.
     """
+    if len(errors) > _TOO_WRONG:
+        return Refusal(422, f"The request is not valid: {body}: wrong in {len(errors)} places")
     found = []
     for error in errors:
-        where = ".".join(str(part) for part in ((root,) if root else ()) + tuple(error["loc"]))
+        root, *path = error["loc"]
+        where = ".".join(str(part) for part in (body if root == "body" else root, *path))
         found.append((where, str(error["msg"]).removeprefix("Value error, ")))
-    first = "; ".join(f"{where}: {message}" if where else message for where, message in found[:3])
+    first = "; ".join(f"{where}: {message}" for where, message in found[:3])
     return Refusal(422, f"The request is not valid: {first}", errors=found)
 
 
 def _clean(text: str) -> str:
-    """Of a bearable length, and without what UTF-8 cannot say."""
+    """Shortened, and without characters that UTF-8 cannot encode."""
     text = text.encode("utf-8", "replace").decode()
     return text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."

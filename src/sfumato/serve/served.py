@@ -1,4 +1,4 @@
-"""What is served: a model, one gallery of images or texts or both, and where the pictures are."""
+"""The model and the galleries of a service: one of images, one of texts, or both; and where the images are."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,47 +12,47 @@ from sfumato.errors import UserError
 from sfumato.models.galleries import GalleryPart, build_index, load_retrieval_model, open_gallery
 from sfumato.models.run import RECIPE, Run, load_run
 from sfumato.models.splits import embed_split, load_split, load_splits
-from sfumato.search.collection import GaussianCollection
+from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
 from sfumato.search.gallery import Gallery
-from sfumato.serve.image_files import FolderPictures, Pictures, SplitPictures, UploadedPictures
+from sfumato.serve.image_files import FolderImages, Images, SplitImages, UploadedImages
 from sfumato.serve.schemas import GalleryName
 
 
 @dataclass(eq=False)
-class Shelf:
-    """A gallery with its pictures.
+class ServedGallery:
+    """A gallery with its images.
 
     Attributes:
-        gallery: it.
-        pictures: of its items; None if there are none, or nobody knows where.
-        version: counts what this service has changed in it.
-        written: items that it has stored or removed.
+        gallery: the gallery.
+        images: images of its items; None if there are none, or their location is unknown.
+        version: number of writes by this service.
+        written: number of items that this service has stored or removed.
     """
 
     gallery: Gallery
-    pictures: Pictures | None = None
+    images: Images | None = None
     version: int = 0
     written: int = 0
 
     @property
     def writable(self) -> GaussianCollection | None:
-        """The collection, if it is one."""
+        """The collection that can be written; None if the gallery is an index."""
         return self.gallery if isinstance(self.gallery, GaussianCollection) else None
 
     @property
-    def uploads(self) -> UploadedPictures | None:
-        """Where new pictures go."""
-        return self.pictures if isinstance(self.pictures, UploadedPictures) else None
+    def uploads(self) -> UploadedImages | None:
+        """Where new images are stored; None if they cannot be."""
+        return self.images if isinstance(self.images, UploadedImages) else None
 
 
 @dataclass(frozen=True, eq=False)
 class Sources:
-    """What a service answers from.
+    """The model and the galleries of a service.
 
     Attributes:
-        model: embeds the queries, and what is added.
-        name: of the model, for people.
-        shelves: by kind of the items.
+        model: embeds the queries and new items.
+        name: name of the model, for display.
+        galleries: galleries by the kind of their items.
 
     Raises:
         UserError: the galleries differ in their dimensions or their distance.
@@ -60,28 +60,28 @@ class Sources:
 
     model: DualEncoder
     name: str
-    shelves: dict[GalleryName, Shelf] = field(default_factory=dict)
+    galleries: dict[GalleryName, ServedGallery] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for what in ("d", "distance"):
-            found = {name: getattr(shelf.gallery, what) for name, shelf in self.shelves.items()}
+            found = {name: getattr(served.gallery, what) for name, served in self.galleries.items()}
             if len(set(found.values())) > 1:
-                raise UserError(f"the galleries differ in {what}, {found}; serve two that one model has made")
+                raise UserError(f"the galleries differ in {what}, {found}; serve two galleries of one model")
 
     @property
     def distance(self) -> str:
-        """Of all galleries."""
-        return next(iter(self.shelves.values())).gallery.distance
+        """Name of the distance of all galleries."""
+        return next(iter(self.galleries.values())).gallery.distance
 
     @property
     def d(self) -> int:
-        """Of all galleries."""
-        return next(iter(self.shelves.values())).gallery.d
+        """Dimensions of all galleries."""
+        return next(iter(self.galleries.values())).gallery.d
 
     def close(self) -> None:
-        """Let go of the stores."""
-        for shelf in self.shelves.values():
-            shelf.gallery.close()
+        """Close the stores."""
+        for served in self.galleries.values():
+            served.gallery.close()
 
 
 def open_sources(
@@ -93,18 +93,22 @@ def open_sources(
     split: str | None = None,
     device: torch.device | str = "cpu",
 ) -> Sources:
-    """Open what `sfumato serve` is given.
+    """Open the model and the galleries for `sfumato serve`.
 
     Args:
-        path: folder of an index, a collection or a run; of a run a split of its data is embedded now, pictures and texts.
-        texts: an index or a collection of texts beside it.
+        path: folder of an index, a collection or a run. For a run, a split of its data is embedded now, images and
+            texts.
+        texts: an additional index or collection of texts.
         run: folder or name of the model, if it has moved since the index was built.
-        store: of a collection at `path`, if it has moved.
-        split: of a run; "test" if None.
-        device: where the model goes.
+        store: store URL of a collection at `path`, if the store has moved.
+        split: split of a run; "test" if None.
+        device: device of the model.
+
+    Returns:
+        The sources, open.
 
     Raises:
-        UserError: what is there does not fit together, or is not there.
+        UserError: something is missing or does not fit together.
     """
     if (path / RECIPE).is_file():
         if store is not None or (run is not None and texts is None):
@@ -112,24 +116,27 @@ def open_sources(
         served = _from_run(load_run(path, device=device), path, split or "test", images_alone=texts is not None)
     else:
         if split is not None:
-            raise UserError(f"--split goes with a run, and {path} is none")
+            raise UserError(f"--split goes with a run, and {path} is not a run")
         served = _from_gallery(path, run, store)
         served.model.to(device)
     if texts is None:
         return served
     beside = open_gallery(texts)
-    homes = {str(shelf.gallery.about.get("run", "")) for shelf in served.shelves.values()} | {
-        str(beside.about.get("run", ""))
+    models = {str(served.gallery.metadata.get("run", "")) for served in served.galleries.values()} | {
+        str(beside.metadata.get("run", ""))
     }
     try:
-        if kind(beside) != "texts" or "texts" in served.shelves:
-            raise UserError(f"--texts {texts}: give an index of texts there, and one of pictures as the first argument")
-        if len(homes) > 1 and run is None:
+        if kind(beside) != "texts" or "texts" in served.galleries:
             raise UserError(
-                f"the galleries were made by different models, {' and '.join(sorted(homes))}; if they are one that has moved, say where"
-                " it is with --run"
+                f"--texts {texts}: give an index of texts there, and an index of images as the first argument"
             )
-        return Sources(served.model, served.name, {**served.shelves, "texts": Shelf(beside)})
+        if len(models) > 1 and run is None:
+            raise UserError(
+                f"the galleries were made by different models, {' and '.join(sorted(models))}; if it is one model"
+                " that has moved, give"
+                " its location with --run"
+            )
+        return Sources(served.model, served.name, {**served.galleries, "texts": ServedGallery(beside)})
     except UserError:
         beside.close()
         served.close()
@@ -137,8 +144,15 @@ def open_sources(
 
 
 def kind(gallery: Gallery) -> GalleryName:
-    """What its items are."""
-    return "images" if gallery.answers.direction == "t2i" else "texts"
+    """The kind of the items of a gallery.
+
+    Args:
+        gallery: the gallery.
+
+    Returns:
+        "images" or "texts".
+    """
+    return "images" if gallery.scorer.direction == "t2i" else "texts"
 
 
 def _from_gallery(folder: Path, run: str | None, store: str | None) -> Sources:
@@ -147,30 +161,30 @@ def _from_gallery(folder: Path, run: str | None, store: str | None) -> Sources:
         retrieval_model = load_retrieval_model(gallery, folder, run)
         if retrieval_model.distance != gallery.distance:
             raise UserError(
-                f"{folder} is ranked by {gallery.distance}, the model {retrieval_model.source} by {retrieval_model.distance}: not the one that it was"
-                " built with"
+                f"{folder} is ranked by {gallery.distance}, but the model {retrieval_model.source} by"
+                f" {retrieval_model.distance}; give the model that the index was built with"
             )
-        home = str(run or gallery.about["run"])
+        location = str(run or gallery.metadata["run"])
         shown = kind(gallery) == "images" and not uses_regions(retrieval_model.model)
-        shelf = Shelf(gallery, _pictures(gallery, home) if shown else None)
-        return Sources(retrieval_model.model, Path(home).name, {kind(gallery): shelf})
+        served = ServedGallery(gallery, _images(gallery, location) if shown else None)
+        return Sources(retrieval_model.model, Path(location).name, {kind(gallery): served})
     except BaseException:
         gallery.close()
         raise
 
 
-def _pictures(gallery: Gallery, home: str) -> Pictures | None:
-    """Where the index says that its pictures are, and for a collection where new ones go."""
-    told = gallery.about.get("pictures") or {}
-    found: Pictures | None = None
-    if "folder" in told:
-        found = FolderPictures(Path(told["folder"]))
-    elif "split" in told and (Path(home) / RECIPE).is_file():
-        splits = load_splits(load_run(home).recipe.data, Problems())
-        if (data := splits.get(told["split"])) is not None:
-            found = SplitPictures(dict(zip(data.image_ids, data.images, strict=True)))
+def _images(gallery: Gallery, run: str) -> Images | None:
+    """The images that the metadata of a gallery name; for a collection also where new ones are stored."""
+    source = gallery.metadata.get("pictures") or {}
+    found: Images | None = None
+    if "folder" in source:
+        found = FolderImages(Path(source["folder"]))
+    elif "split" in source and (Path(run) / RECIPE).is_file():
+        splits = load_splits(load_run(run).recipe.data, Problems())
+        if (data := splits.get(source["split"])) is not None:
+            found = SplitImages(dict(zip(data.image_ids, data.images, strict=True)))
     if isinstance(gallery, GaussianCollection):
-        return UploadedPictures(gallery.folder / "pictures", found)
+        return UploadedImages(gallery.folder / UPLOADED_IMAGES, found)
     return found
 
 
@@ -182,11 +196,11 @@ def _from_run(run: Run, folder: Path, split: str, *, images_alone: bool) -> Sour
         "images": GalleryPart(images, data.image_ids, images={"split": split}),
         "texts": GalleryPart(texts, data.text_ids, data.texts),
     }
-    shown = SplitPictures(dict(zip(data.image_ids, data.images, strict=True)))
-    pictures = None if uses_regions(run.model) else shown
-    shelves: dict[GalleryName, Shelf] = {
-        name: Shelf(build_index(run, source, model_source=folder), pictures if name == "images" else None)
+    shown = SplitImages(dict(zip(data.image_ids, data.images, strict=True)))
+    files = None if uses_regions(run.model) else shown
+    galleries: dict[GalleryName, ServedGallery] = {
+        name: ServedGallery(build_index(run, source, model_source=folder), files if name == "images" else None)
         for name, source in sources.items()
         if name == "images" or not images_alone
     }
-    return Sources(run.model, folder.name, shelves)
+    return Sources(run.model, folder.name, galleries)

@@ -1,4 +1,4 @@
-"""Running the service: one uvicorn process that says where it is once it is ready, and ends in good order."""
+"""Running the service: one uvicorn process that prints its address once it is ready and shuts down gracefully."""
 
 import asyncio
 import ipaddress
@@ -21,7 +21,14 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Whether only this machine can reach an address.
+
+    Args:
+        host: address or name.
+
+    Returns:
+        True for a loopback address and for localhost.
+    """
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -29,45 +36,68 @@ def is_loopback(host: str) -> bool:
 
 
 def hosts_of(host: str, more: Sequence[str]) -> tuple[str, ...]:
-    """Names that the service may be called by; any if it listens to a network and is not told, which :func:`run_app` lets pass with a
-    key alone."""
-    told = tuple(name.lower() for name in more)
+    """Names that the service accepts in the Host header.
+
+    Args:
+        host: address that it listens to.
+        more: names given by the user.
+
+    Returns:
+        The names; empty, that is any, for a network address without given names. :func:`run_app` then requires a key.
+    """
+    given = tuple(name.lower() for name in more)
     own = f"[{host}]" if ":" in host else host.lower()
-    return tuple(dict.fromkeys((*LOOPBACK, own, *told))) if is_loopback(host) or told else ()
+    return tuple(dict.fromkeys((*LOOPBACK, own, *given))) if is_loopback(host) or given else ()
 
 
 def check_host(host: str, keys: tuple[str, ...], no_key: bool) -> None:
-    """Refuse to be open to a network without a key, unless that is what is wanted.
+    """Refuse to listen to a network without a key, unless the user asks for it.
+
+    Args:
+        host: address to listen to.
+        keys: API keys.
+        no_key: whether the user gave --no-key.
 
     Raises:
         UserError: there is no key.
     """
     if not is_loopback(host) and not keys and not no_key:
         raise UserError(
-            f"--host {host}: others would reach the service without a key; give --api-key-file FILE (or SFUMATO_API_KEY), or --no-key if"
-            " something in front of it decides who may"
+            f"--host {host}: others could use the service without a key; give --api-key-file FILE (or"
+            " SFUMATO_API_KEY), or"
+            " --no-key if a proxy in front of it controls access"
         )
 
 
 def check_names(host: str, settings: Settings) -> None:
-    """Refuse to answer a network under any name without a key: a web site could give this address a name of its own, and ask through
-    the browser of whoever visits it.
+    """Refuse to answer a network under any name without a key.
+
+    A web site could point a name of its own at this address and send requests through the browsers of its visitors.
+
+    Args:
+        host: address to listen to.
+        settings: with keys and names.
 
     Raises:
         UserError: there is neither a key nor a name.
     """
     if not is_loopback(host) and not settings.keys and not settings.hosts:
         raise UserError(
-            f"--host {host} --no-key: any web site could ask the service through a visitor's browser; say with --allowed-host NAME what"
-            " it is called by (several times for several), or give --api-key-file FILE"
+            f"--host {host} --no-key: any web site could use the service through a visitor's browser; give its own"
+            " name with"
+            " --allowed-host NAME (may be repeated), or give --api-key-file FILE"
         )
 
 
 def check_address(host: str, port: int) -> None:
-    """Refuse an address that cannot be had, before a model is loaded for it.
+    """Refuse an address that is not available, before a model is loaded.
+
+    Args:
+        host: address to listen to.
+        port: port; 0 for a free one.
 
     Raises:
-        UserError: it is taken, or not this machine's.
+        UserError: the address is in use, or does not belong to this machine.
     """
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
@@ -76,16 +106,16 @@ def check_address(host: str, port: int) -> None:
 
 
 class Server(uvicorn.Server):
-    """Says when it is ready, ends if it cannot become so, and says that it no longer is as soon as it is asked to stop."""
+    """Prints its address when it is ready, ends if warming up fails, and is not ready once it is asked to stop."""
 
     async def startup(self, sockets: list | None = None) -> None:  # type: ignore[type-arg]
-        """See uvicorn."""
+        """See :meth:`uvicorn.Server.startup`."""
         await super().startup(sockets)
         if self.started:
-            self._telling = asyncio.get_running_loop().create_task(self._tell())
+            self._announcing = asyncio.get_running_loop().create_task(self._announce())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """See uvicorn."""
+        """See :meth:`uvicorn.Server.handle_exit`."""
         self._service.ready.clear()
         super().handle_exit(sig, frame)
 
@@ -97,28 +127,29 @@ class Server(uvicorn.Server):
         assert isinstance(service, Service)
         return service
 
-    async def _tell(self) -> None:
+    async def _announce(self) -> None:
         await self._service.warmed()
         if not self._service.ready.is_set():
             self.should_exit = True
             return
         host, port = self.servers[0].sockets[0].getsockname()[:2]
-        held = ", ".join(f"{len(shelf.gallery)} {name}" for name, shelf in self._service.sources.shelves.items())
+        held = ", ".join(f"{len(served.gallery)} {name}" for name, served in self._service.sources.galleries.items())
         print(f"serving {held}: http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
 
 def run_app(app: FastAPI, *, host: str, port: int, grace: int = 30, access_log: bool = False) -> None:
-    """Serve until SIGTERM or SIGINT; requests at work are then finished, for at most `grace` seconds. A second signal ends it at once.
+    """Serve until SIGTERM or SIGINT. Running requests then have `grace` seconds; a second signal ends it at once.
 
     Args:
         app: of :func:`~sfumato.serve.app.create_app`.
-        host, port: where; port 0 takes a free one.
-        grace: seconds.
-        access_log: a line for every request, with its route and status, without what was asked.
+        host: address to listen to.
+        port: port; 0 takes a free one.
+        grace: seconds that running requests have after a signal.
+        access_log: write a line for every request with its route and status, without the query.
 
     Raises:
-        SystemExit: with 1 and a line on stderr, if no text or picture can be embedded or searched.
-        UserError: the address cannot be had, or others would reach the service under any name and without a key.
+        SystemExit: with 1 and a line on stderr, if no text or image can be embedded or searched.
+        UserError: the address is not available, or others could use the service under any name and without a key.
     """
     check_names(host, app.state.service.settings)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -141,7 +172,7 @@ def run_app(app: FastAPI, *, host: str, port: int, grace: int = 30, access_log: 
     try:
         Server(config).run()
     except SystemExit as error:
-        raise UserError(f"cannot serve at {host}:{port}; is something else there? Choose another --port") from error
+        raise UserError(f"cannot serve at {host}:{port}; the port may be in use, choose another --port") from error
     finally:
         for sig, handler in before.items():
             signal.signal(sig, handler)

@@ -1,6 +1,6 @@
-"""The service without HTTP: searches, writes and looks up, in threads, and refuses what cannot be done.
+"""The service without HTTP: searches and looks up in threads, and refuses what it cannot do.
 
-Reads go on while something is written; one thing is written at a time.
+Reads continue during a write.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ from PIL import Image
 from sfumato import __version__
 from sfumato.encoders.regions import blank_features, uses_regions
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.gallery import Gallery, Items
-from sfumato.serve.answering import Asked, Search, check_promises, ellipse_of, picture_path, search_together, told_of
+from sfumato.search.gallery import Gallery, GalleryRecords
+from sfumato.serve.answering import Asked, Search, check_guarantees, ellipse_of, image_path, info_of, search_together
 from sfumato.serve.batching import Batcher, Closed, Embedder, submitted
 from sfumato.serve.guard import Metrics
-from sfumato.serve.image_files import check_picture, handed_out, to_show
+from sfumato.serve.image_files import check_image, handed_out, to_show
 from sfumato.serve.schemas import (
     Answer,
     GalleryInfo,
@@ -36,7 +36,7 @@ from sfumato.serve.schemas import (
     SearchResponse,
     busy,
 )
-from sfumato.serve.served import Shelf, Sources
+from sfumato.serve.served import ServedGallery, Sources
 from sfumato.serve.settings import Settings
 from sfumato.studies.maps import Projection, fit_map
 
@@ -47,14 +47,15 @@ _LOG = logging.getLogger("sfumato.serve")
 
 
 class Service:
-    """What `create_app` puts behind its routes.
+    """The state and the operations behind the routes of `create_app`.
 
     Args:
-        sources: what to answer from.
+        sources: the model and the galleries.
         settings: limits and sizes.
 
     Attributes:
-        ready: whether a text and a picture have been embedded and a search has been made.
+        ready: set when a text and an image have been embedded and a search has been made.
+        failed: why warming up failed; None if it did not.
     """
 
     def __init__(self, sources: Sources, settings: Settings) -> None:
@@ -67,24 +68,26 @@ class Service:
             self._search, self._pool, size=settings.batch_size, window=0.0, workers=settings.workers,
             waiting=settings.max_requests * settings.max_batch, observe=self.metrics.batch("search"),
         )  # fmt: skip
-        self._maps: dict[GalleryName, tuple[int, int, Projection]] = {}  # items written and there when it was fitted
+        self._maps: dict[
+            GalleryName, tuple[int, int, Projection]
+        ] = {}  # (items written, items in the gallery, projection) when it was fitted
         self._fitting = threading.Lock()
-        self._told: dict[GalleryName, tuple[int, GalleryInfo]] = {}
+        self._infos: dict[GalleryName, tuple[int, GalleryInfo]] = {}
         self._warming: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin; warming up goes on in the background."""
+        """Start the queues; warming up continues in the background."""
         self.embedder.start()
         self.searches.start()
         self._warming = asyncio.get_running_loop().create_task(self._warm_up())
 
     async def warmed(self) -> None:
-        """When it is ready, or `failed` says why it never will be."""
+        """Wait until the service is ready, or `failed` says why it will not be."""
         if self._warming is not None:
             await asyncio.wait([self._warming])
 
     async def stop(self) -> None:
-        """Answer nothing more, and close the stores."""
+        """Stop the queues and close the stores."""
         self.ready.clear()
         if self._warming is not None:
             self._warming.cancel()
@@ -94,41 +97,66 @@ class Service:
         self.sources.close()
 
     async def in_thread(self, work: Callable[..., Done], *arguments: object) -> Done:
-        """Done beside the event loop; whoever stops waiting does not stop the work."""
+        """Run work beside the event loop. It continues if the caller stops waiting.
+
+        Args:
+            work: called with the arguments.
+            arguments: for the work.
+
+        Returns:
+            The result of the work.
+
+        Raises:
+            Refusal: 503, the service is shutting down.
+        """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
         except RuntimeError as error:
             if "shutdown" in str(error):
-                raise busy("The service is going down", 5) from None
+                raise busy("The service is shutting down", 5) from None
             raise
 
-    def shelf(self, name: GalleryName) -> Shelf:
-        """A gallery.
+    def gallery(self, name: GalleryName) -> ServedGallery:
+        """A gallery by name.
+
+        Args:
+            name: its name.
+
+        Returns:
+            The gallery.
 
         Raises:
-            Refusal: 404, there is none.
+            Refusal: 404, there is no such gallery.
         """
-        if name not in self.sources.shelves:
-            raise Refusal(404, f"There is no gallery of {name} here; there is one of {', '.join(self.sources.shelves)}")
-        return self.sources.shelves[name]
+        if name not in self.sources.galleries:
+            raise Refusal(404, f"This service has no gallery of {name}; it has {', '.join(self.sources.galleries)}")
+        return self.sources.galleries[name]
 
     async def search(self, asked: Sequence[Asked], options: SearchOptions) -> SearchResponse:
-        """Answers in the order of the queries.
+        """Search by queries.
+
+        Args:
+            asked: the queries.
+            options: options of the search.
+
+        Returns:
+            The answers in the order of the queries.
 
         Raises:
-            Refusal: a limit, an unknown id, a picture that is none, or a promise that cannot be kept.
+            Refusal: the request is over a limit, names an unknown id, holds an unreadable image, or asks for a
+                guarantee that the calibration cannot give.
         """
-        shelf, limits = self.shelf(options.gallery), self.settings
+        served, limits = self.gallery(options.gallery), self.settings
         if len(asked) > limits.max_batch:
             raise Refusal(422, f"{len(asked)} queries are more than the limit of {limits.max_batch}")
         if "max_results" not in options.model_fields_set:
             options = options.model_copy(update={"max_results": min(options.max_results, limits.max_results)})
         if options.max_results > limits.max_results:
-            told = f"{options.max_results} is more than the limit of {limits.max_results}"
-            raise Refusal(422, f"max_results {told}", errors=[("max_results", told)])
+            reason = f"{options.max_results} is more than the limit of {limits.max_results}"
+            raise Refusal(422, f"max_results: {reason}", errors=[("max_results", reason)])
         if not options.abstain is options.coverage is options.min_probability is None:
-            await self.in_thread(check_promises, shelf.gallery, asked, options)
-        rows = await self._embedded(asked, shelf.gallery)
+            await self.in_thread(check_guarantees, served.gallery, asked, options)
+        rows = await self._embedded(asked, served.gallery)
         found = await submitted(
             self.searches, [Search(one, row, options) for one, row in zip(asked, rows, strict=True)]
         )
@@ -137,72 +165,107 @@ class Service:
                 raise one
         return SearchResponse(gallery=options.gallery, answers=[one for one in found if isinstance(one, Answer)])
 
-    async def check_pictures(self, pictures: Sequence[tuple[str, bytes]]) -> list[str]:
-        """(where, bytes) of all pictures of a request -> formats; see :func:`~sfumato.serve.image_files.check_picture`.
+    async def check_images(self, images: Sequence[tuple[str, bytes]]) -> list[str]:
+        """Check the image files of a request, see :func:`~sfumato.serve.image_files.check_image`.
+
+        Args:
+            images: (location in the request, bytes) of each.
+
+        Returns:
+            Their formats.
 
         Raises:
-            Refusal: one of them is none, together they have too many pixels, or the model reads region features.
+            Refusal: a file is not an image, together they have too many pixels, or the model reads region features.
         """
-        if pictures and uses_regions(self.sources.model):
-            where = pictures[0][0]
-            said = (
-                f"{where}: the model of this service reads region features and no pictures; search by text or by item"
-            )
-            raise Refusal(422, said, errors=[(where, said)])
+        if images and uses_regions(self.sources.model):
+            where = images[0][0]
+            reason = f"{where}: the model of this service reads region features, not images; search by text or by item"
+            raise Refusal(422, reason, errors=[(where, reason)])
         most, pixels = self.settings.max_upload_bytes, self.settings.max_pixels
 
         def check() -> list[str]:
             formats, total = [], 0
-            for where, data in pictures:
-                kind, size = check_picture(data, max_bytes=most, max_pixels=pixels, where=where)
+            for where, data in images:
+                kind, size = check_image(data, max_bytes=most, max_pixels=pixels, where=where)
                 formats.append(kind)
                 total += size
                 if total > pixels:
                     raise Refusal(
                         413,
-                        f"{where}: with this picture the request has {total} pixels, more than the limit of {pixels} for all pictures of a"
-                        " request; send fewer at a time, or smaller copies",
+                        f"{where}: with this image the request has {total} pixels, more than the limit of {pixels}"
+                        " for all"
+                        " images of a request; send fewer at a time, or smaller copies",
                     )
             return formats
 
         return await self.in_thread(check)
 
-    async def picture(self, id: str, size: int | None) -> tuple[bytes, str]:
-        """(bytes, media type) of the picture of an item."""
+    async def image(self, id: str, size: int | None) -> tuple[bytes, str]:
+        """The image of an item.
+
+        Args:
+            id: id of the item.
+            size: longest side in pixels of a smaller copy; None for the stored file.
+
+        Returns:
+            (bytes, media type).
+
+        Raises:
+            Refusal: 404, there is no such item or image, or the image cannot be decoded.
+        """
 
         def read() -> tuple[bytes, str]:
-            shelf = self.shelf("images")
+            served = self.gallery("images")
             data: bytes | None = None
-            for _ in range(2):  # It may be replaced between the record and the file.
-                found = self._items(shelf, [id])
-                if data is None and shelf.pictures and found.ids:
-                    data = shelf.pictures.read(id, found.payloads[0])
+            for _ in range(2):  # The image may be replaced between reading the record and the file.
+                found = self._items(served, [id])
+                if data is None and served.images and found.ids:
+                    data = served.images.read(id, found.payloads[0])
             if data is None:
-                raise Refusal(404, "There is no picture of such an item")
+                raise Refusal(404, "There is no such item, or it has no image")
             try:
                 return to_show(data, size)
             except ValueError as error:
-                raise Refusal(404, f"The picture of this item can no longer be shown: it {error}") from error
+                raise Refusal(404, f"The image of this item can no longer be shown: it {error}") from error
 
         return await self.in_thread(read)
 
     async def item(self, id: str, gallery: GalleryName) -> Item:
-        """One item."""
-        shelf = self.shelf(gallery)
-        items = await self.in_thread(self._items, shelf, [id])
+        """An item by id.
+
+        Args:
+            id: id of the item.
+            gallery: name of its gallery.
+
+        Returns:
+            The item.
+
+        Raises:
+            Refusal: 404, there is no such item.
+        """
+        served = self.gallery(gallery)
+        items = await self.in_thread(self._items, served, [id])
         if not items.ids:
             raise Refusal(404, f"There is no item {id!r} among the {gallery}")
         u = float(items.embeddings.total_variance[0])
         payload = items.payloads[0]
-        return Item(id=id, uncertainty=u, payload=handed_out(payload), picture=picture_path(shelf, id, payload))
+        return Item(id=id, uncertainty=u, payload=handed_out(payload), picture=image_path(served, id, payload))
 
     async def map(self, gallery: GalleryName, n: int) -> Map:
-        """The map of a gallery with at most n of its items."""
-        shelf = self.shelf(gallery)
+        """The map of a gallery.
+
+        Args:
+            gallery: name of the gallery.
+            n: largest number of items.
+
+        Returns:
+            The map.
+        """
+        served = self.gallery(gallery)
 
         def draw() -> Map:
-            total = len(shelf.gallery)
-            projection, items = self._projection(gallery), shelf.gallery.sample(n)
+            total = len(served.gallery)
+            projection, items = self._projection(gallery), served.gallery.sample(n)
             if projection is None:
                 return Map(gallery=gallery, n=0, version="", explained=(0.0, 0.0), points=[])
             points = [
@@ -211,7 +274,7 @@ class Service:
                     id=i,
                     uncertainty=u,
                     payload=handed_out(payload),
-                    picture=picture_path(shelf, i, payload),
+                    picture=image_path(served, i, payload),
                 )
                 for i, ellipse, u, payload in zip(
                     items.ids,
@@ -228,13 +291,17 @@ class Service:
         return await self.in_thread(draw)
 
     async def info(self) -> Info:
-        """What is served, and its limits."""
+        """Describe the service.
+
+        Returns:
+            Model, galleries and limits.
+        """
         return Info(
             version=__version__,
             model=self.sources.name,
             distance=self.sources.distance,
             dimensions=self.sources.d,
-            galleries={name: await self.in_thread(self._told_of, name) for name in self.sources.shelves},
+            galleries={name: await self.in_thread(self._info_of, name) for name in self.sources.galleries},
             limits=Limits(
                 max_batch=self.settings.max_batch,
                 max_results=self.settings.max_results,
@@ -244,41 +311,49 @@ class Service:
         )
 
     async def measured(self) -> bytes:
-        """The text of GET /metrics."""
+        """The metrics of the service.
+
+        Returns:
+            The text of GET /metrics.
+        """
         items: dict[str, int] = {
-            name: await self.in_thread(len, shelf.gallery) for name, shelf in self.sources.shelves.items()
+            name: await self.in_thread(len, served.gallery) for name, served in self.sources.galleries.items()
         }
         waiting = {
             "text": len(self.embedder.texts),
-            "image": self.embedder.decoding + len(self.embedder.pictures),
+            "image": self.embedder.decoding + len(self.embedder.images),
             "search": len(self.searches),
         }
         return self.metrics.text(waiting, items, self.ready.is_set())
 
-    def changed(self, shelf: Shelf, items: int) -> None:
-        """So many items were written or removed, or perhaps were."""
-        shelf.version += 1
-        shelf.written += items
+    def changed(self, served: ServedGallery, items: int) -> None:
+        """Note a write to a gallery.
 
-    def _told_of(self, name: GalleryName) -> GalleryInfo:
-        shelf = self.shelf(name)
-        kept = self._told.get(name)
-        if kept is None or kept[0] != shelf.version:
-            told = told_of(shelf)
-            self._told[name] = kept = shelf.version, told
-        return kept[1].model_copy(update={"n": len(shelf.gallery)})
+        Args:
+            served: the gallery.
+            items: number of items that were written or removed, or may have been.
+        """
+        served.version += 1
+        served.written += items
+
+    def _info_of(self, name: GalleryName) -> GalleryInfo:
+        served = self.gallery(name)
+        kept = self._infos.get(name)
+        if kept is None or kept[0] != served.version:
+            self._infos[name] = kept = served.version, info_of(served)
+        return kept[1].model_copy(update={"n": len(served.gallery)})
 
     @staticmethod
-    def _items(shelf: Shelf, ids: list[str]) -> Items:
-        return shelf.gallery.items([i for i in ids if 0 < len(i) <= 512 and "\0" not in i])
+    def _items(served: ServedGallery, ids: list[str]) -> GalleryRecords:
+        return served.gallery.get([i for i in ids if 0 < len(i) <= 512 and "\0" not in i])
 
     async def _embedded(self, asked: Sequence[Asked], gallery: Gallery) -> list[GaussianEmbedding]:
-        """(1, d) of every query."""
+        """(1, d) embedding of each query."""
         rows: dict[int, GaussianEmbedding] = {}
         by_kind = {k: [i for i, q in enumerate(asked) if q.kind == k] for k in ("text", "image", "id")}
         if ids := by_kind["id"]:
             wanted = list(dict.fromkeys(asked[i].name for i in ids))
-            items = await self.in_thread(gallery.items, wanted)
+            items = await self.in_thread(gallery.get, wanted)
             place = {one: j for j, one in enumerate(items.ids)}
             if missing := [i for i in ids if asked[i].name not in place]:
                 raise Refusal(
@@ -287,49 +362,50 @@ class Service:
                     errors=[(asked[i].where, "no such item") for i in missing],
                 )
             rows |= {i: items.embeddings[place[asked[i].name] : place[asked[i].name] + 1] for i in ids}
-        if pictures := by_kind["image"]:
-            await self.check_pictures([(asked[i].where, asked[i].picture) for i in pictures])
-            found = await self.embedder.embed_pictures([asked[i].picture for i in pictures])
-            rows |= dict(zip(pictures, good(found, [asked[i].where for i in pictures]), strict=True))
+        if images := by_kind["image"]:
+            await self.check_images([(asked[i].where, asked[i].image) for i in images])
+            found = await self.embedder.embed_images([asked[i].image for i in images])
+            rows |= dict(zip(images, good(found, [asked[i].where for i in images]), strict=True))
         if texts := by_kind["text"]:
             found = await self.embedder.embed_texts([asked[i].text for i in texts])
             rows |= dict(zip(texts, good(found, [asked[i].where for i in texts]), strict=True))
         return [rows[i].to(torch.float32) for i in range(len(asked))]
 
     def _search(self, searches: list[Search]) -> list[Answer | Exception]:
-        return search_together(searches, self.shelf, self._projection, max_set=self.settings.max_results)
+        return search_together(searches, self.gallery, self._projection, max_set=self.settings.max_results)
 
     def _projection(self, name: GalleryName) -> Projection | None:
-        """Of the gallery as it was when a quarter of its items was last new; None if it is empty.
+        """The projection of a gallery, fitted anew when a quarter of its items has changed; None if it is empty.
 
-        It stays, so that an answer and the map that somebody looks at lie in the same plane.
+        Until then it stays, so that an answer and the map on the screen lie in the same plane.
         """
-        shelf = self.shelf(name)
+        served = self.gallery(name)
         with self._fitting:
-            written, n, kept = shelf.written, len(shelf.gallery), self._maps.get(name)
+            written, n, kept = served.written, len(served.gallery), self._maps.get(name)
             if n == 0:
                 return None
             if kept is None or 4 * max(written - kept[0], abs(n - kept[1])) >= kept[1]:
-                self._maps[name] = kept = written, n, fit_map(shelf.gallery.sample(_ON_THE_MAP).embeddings)
+                self._maps[name] = kept = written, n, fit_map(served.gallery.sample(_ON_THE_MAP).embeddings)
             return kept[2]
 
     async def _warm_up(self) -> None:
-        """One text, one picture, one search; then ready."""
+        """Embed one text and one image and make one search; then the service is ready."""
         file = io.BytesIO()
         Image.new("RGB", (64, 64), "white").save(file, "PNG")
         try:
             queries = [
                 *await self.embedder.embed_texts(["ready"]),
-                *await self.embedder.embed_pictures([blank_features(self.sources.model) or file.getvalue()]),
+                *await self.embedder.embed_images([blank_features(self.sources.model) or file.getvalue()]),
             ]
-            rows = GaussianEmbedding.cat(good(queries, ["text", "picture"]))
+            rows = GaussianEmbedding.cat(good(queries, ["text", "image"]))
             if rows.d != self.sources.d:
                 raise ValueError(
-                    f"the model has {rows.d} dimensions, the galleries have {self.sources.d}; not the model they were built with"
+                    f"the model has {rows.d} dimensions and the galleries have {self.sources.d}; they were built with"
+                    " another model"
                 )
-            for shelf in self.sources.shelves.values():
-                await self.in_thread(shelf.gallery.search, rows, 1)
-                await self.in_thread(shelf.gallery.expected_matches, rows)
+            for served in self.sources.galleries.values():
+                await self.in_thread(served.gallery.search, rows, 1)
+                await self.in_thread(served.gallery.expected_matches, rows)
             self.ready.set()
         except Exception as error:
             self.failed = str(error) or type(error).__name__
@@ -337,15 +413,22 @@ class Service:
 
 
 def good(found: Sequence[GaussianEmbedding | BaseException], where: Sequence[str]) -> list[GaussianEmbedding]:
-    """The embeddings, all of them.
+    """All embeddings, or a refusal.
+
+    Args:
+        found: embeddings or exceptions.
+        where: location of each in the request.
+
+    Returns:
+        The embeddings.
 
     Raises:
-        Refusal: 422, that says which could not be computed and why; 503 while going down.
+        Refusal: 422, which could not be computed and why; 503 during shutdown.
     """
     if wrong := [(place, error) for place, error in zip(where, found, strict=True) if isinstance(error, BaseException)]:
         for _, error in wrong:
             if isinstance(error, Closed):
-                raise busy("The service is going down", 5)
+                raise busy("The service is shutting down", 5)
             if not isinstance(error, ValueError | OSError):
                 raise error
         first, error = wrong[0]

@@ -1,4 +1,4 @@
-"""What a service is told when it is started: limits, sizes and keys."""
+"""Settings of a service: limits, sizes and keys."""
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -14,19 +14,21 @@ class Settings:
     """Limits and sizes of a service.
 
     Attributes:
-        batch_size: most texts, or pictures, that are embedded together.
+        batch_size: largest number of texts, or images, that are embedded together.
         batch_window: seconds that the first of them waits for others.
-        max_waiting: texts, or pictures, that may wait for the model; more are refused with 503. At least max_batch.
-        max_batch: queries, or new items, of one request; at most MOST.
-        max_results: hits of one query, and items of a conformal set.
-        max_upload_bytes: of a picture file.
-        max_pixels: of all pictures of a request together, at most MAX_PIXELS.
-        max_requests: requests to /v1/ at work at the same time; more are refused with 503.
+        max_waiting: largest number of texts, or images, that wait for the model; more are refused with 503. At least
+            max_batch.
+        max_batch: largest number of queries, or new items, in a request; at most MOST.
+        max_results: largest number of results of a query, and of items in a conformal set.
+        max_upload_bytes: largest image file in bytes.
+        max_pixels: most pixels of all images in a request together; at most MAX_PIXELS.
+        max_requests: most simultaneous requests to /v1/; more are refused with 503.
         timeout: seconds for reading a request, and again for answering it.
-        threads: of one computation in torch.
-        workers: searches at the same time.
-        keys: any of them opens the service; without any it is open to all.
-        hosts: names it may be called by (the Host header); any if there are none.
+        threads: threads of one computation in torch.
+        workers: number of simultaneous searches.
+        optimise_after: number of written items after which a store is optimised while the service runs.
+        keys: API keys; a request needs one of them. If empty, no key is needed.
+        hosts: accepted names in the Host header; any if empty.
 
     Raises:
         UserError: a value is out of range.
@@ -43,6 +45,7 @@ class Settings:
     timeout: float = 30.0
     threads: int = 1
     workers: int = 2
+    optimise_after: int = 10_000
     keys: tuple[str, ...] = field(default=(), repr=False)
     hosts: tuple[str, ...] = ()
 
@@ -57,13 +60,14 @@ class Settings:
                 "max_pixels",
                 "max_requests",
             ),
-            *("threads", "workers"),
+            *("threads", "workers", "optimise_after"),
         ):
             if getattr(self, name) < 1:
                 raise UserError(f"serve: {name} must be at least 1, got {getattr(self, name)}")
         if not (self.batch_window >= 0 and self.timeout > 0):
             raise UserError(
-                f"serve: the window must not be negative and the timeout positive, got {self.batch_window} and {self.timeout}"
+                f"serve: batch_window must be at least 0 and timeout positive, got {self.batch_window} and"
+                f" {self.timeout}"
             )
         if self.max_pixels > MAX_PIXELS:
             raise UserError(f"serve: max_pixels must be at most {MAX_PIXELS}, got {self.max_pixels}")
@@ -71,8 +75,9 @@ class Settings:
             raise UserError(f"serve: max_batch (--max-batch) must be at most {MOST}, got {self.max_batch}")
         if self.max_waiting < self.max_batch:
             raise UserError(
-                f"serve: max_waiting (--queue) must be at least max_batch (--max-batch), got {self.max_waiting} and {self.max_batch};"
-                " a request of that many would never be let in"
+                f"serve: max_waiting (--queue) must be at least max_batch (--max-batch), got {self.max_waiting} and"
+                f" {self.max_batch};"
+                " else a request with max_batch queries could never be accepted"
             )
         if any(len(key) < 8 or not key.isascii() for key in self.keys):
             raise UserError(
@@ -81,15 +86,22 @@ class Settings:
 
     @property
     def max_body_bytes(self) -> int:
-        """Of a whole request: a picture of the largest size in base64, and a little beside it."""
+        """Largest request in bytes: an image of the largest size in base64, and 64 KiB for the rest."""
         return self.max_upload_bytes * 4 // 3 + 65_536
 
 
 def read_keys(file: Path | None, environment: str | None) -> tuple[str, ...]:
-    """The API keys of a file, one a line, or the one in the environment.
+    """API keys of a file, or of the environment.
+
+    Args:
+        file: one key per line; None for the environment.
+        environment: value of the environment variable, if it is set.
+
+    Returns:
+        The keys; empty if there are none.
 
     Raises:
-        UserError: the file cannot be read, or holds no key.
+        UserError: the file cannot be read or holds no key.
     """
     if file is None:
         return (environment.strip(),) if environment and environment.strip() else ()
@@ -103,10 +115,10 @@ def read_keys(file: Path | None, environment: str | None) -> tuple[str, ...]:
 
 
 def require_extra() -> None:
-    """Say what to install if something is missing, before anything is loaded.
+    """Check that the packages of the extra `serve` are installed, before anything is loaded.
 
     Raises:
         UserError: the extra `serve` is not installed.
     """
     if any(find_spec(name) is None for name in ("fastapi", "uvicorn", "prometheus_client", "python_multipart")):
-        raise UserError("the service needs FastAPI, uvicorn and what goes with them: pip install 'sfumato[serve]'")
+        raise UserError("the service needs FastAPI and uvicorn: pip install 'sfumato[serve]'")

@@ -1,4 +1,4 @@
-"""Adding and removing items: everything is checked and embedded before anything is stored, and one write is at work at a time."""
+"""Adding and removing items. All items are checked and embedded before any is stored; writes run one at a time."""
 
 import asyncio
 import contextlib
@@ -12,31 +12,36 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
 from sfumato.serve.image_files import POINTER, to_store
 from sfumato.serve.schemas import AddResponse, DeleteResponse, GalleryName, Refusal, busy
-from sfumato.serve.served import Shelf
+from sfumato.serve.served import ServedGallery
 from sfumato.serve.service import Service, good
-
-_MANY = 10_000
-"""Items written after which a store is optimised while the service runs."""
 
 _LOG = logging.getLogger("sfumato.serve")
 
 
 @dataclass(frozen=True)
 class New:
-    """An item to store: the bytes of a picture file, or a text; with its place in the request."""
+    """An item to store, an image or a text.
+
+    Attributes:
+        id: id of the item.
+        where: its location in the request, e.g. "body.items.0".
+        image: bytes of the image file.
+        text: the text.
+        payload: texts that searches return with the item.
+    """
 
     id: str
     where: str
-    picture: bytes | None = None
+    image: bytes | None = None
     text: str | None = None
     payload: Mapping[str, str] = field(default_factory=dict)
 
 
 class Writer:
-    """The one hand that writes.
+    """Writes to the galleries of a service, one write at a time.
 
     Args:
-        service: whose galleries.
+        service: the service.
     """
 
     def __init__(self, service: Service) -> None:
@@ -44,133 +49,149 @@ class Writer:
         self._lock = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, "write")
         self._going: set[asyncio.Task[int]] = set()
-        self._optimised = {shelf: shelf.written for shelf in service.sources.shelves.values()}
+        self._optimised = {served: served.written for served in service.sources.galleries.values()}
 
     async def add(self, gallery: GalleryName, items: Sequence[New]) -> AddResponse:
-        """Store items; when this returns they survive the death of everything, pictures included.
+        """Store items, all or none. When it returns, items and images survive the death of the process.
+
+        Args:
+            gallery: name of the gallery.
+            items: items to add, or to replace if their ids exist.
+
+        Returns:
+            How many were stored, and the size of the gallery.
 
         Raises:
-            Refusal: one of them cannot be stored, and then none was; 503 if the store fails, and a repetition completes it.
+            Refusal: an item cannot be stored, and none was; 503 if the store fails, and the same request completes
+                the write.
         """
-        shelf, collection = self._writable(gallery)
-        self._check(gallery, shelf, items)
-        pictures = [(f"{one.where}.image", one.picture) for one in items if one.picture is not None]
-        formats = await self.service.check_pictures(pictures)
+        served, collection = self._writable(gallery)
+        self._check(gallery, served, items)
+        images = [(f"{one.where}.image", one.image) for one in items if one.image is not None]
+        formats = await self.service.check_images(images)
         files: Sequence[bytes] = ()
         if gallery == "images":
-            found = await self.service.embedder.embed_pictures([data for _, data in pictures])
-            rows = good(found, [where for where, _ in pictures])
-            if shelf.uploads is not None:
-                files = await self._re_encoded(pictures, formats)
+            found = await self.service.embedder.embed_images([data for _, data in images])
+            rows = good(found, [where for where, _ in images])
+            if served.uploads is not None:
+                files = await self._re_encoded(images, formats)
         else:
             found = await self.service.embedder.embed_texts([one.text or "" for one in items])
             rows = good(found, [f"{one.where}.text" for one in items])
 
         def store() -> int:
-            before = _pictures_of(shelf, [one.id for one in items])
+            before = _images_of(served, [one.id for one in items])
             payloads = [
                 {**one.payload, "text": one.text} if one.text is not None else dict(one.payload) for one in items
             ]
             for one, payload, file in zip(items, payloads, files, strict=False):  # A gallery of texts has no files.
-                if shelf.uploads is not None:
-                    payload[POINTER] = shelf.uploads.write(one.id, file)
+                if served.uploads is not None:
+                    payload[POINTER] = served.uploads.write(one.id, file)
             new = {payload[POINTER] for payload in payloads if POINTER in payload}
-            # If this fails, the new pictures stay: perhaps the store did it all the same, and a repetition gives them the same names.
+            # If this fails, the new files stay: the store may have kept the records, and a repetition uses the same
+            # names.
             collection.upsert(GaussianEmbedding.cat(rows), [one.id for one in items], payloads=payloads)
-            _forget_pictures(shelf, before - new)
+            _forget_images(served, before - new)
             return len(collection)
 
-        n = await self._alone(shelf, store, lambda: len(items))
+        n = await self._alone(served, store, lambda: len(items))
         return AddResponse(gallery=gallery, stored=len(items), n=n)
 
     async def delete(self, gallery: GalleryName, ids: Sequence[str]) -> DeleteResponse:
-        """Remove items, and the pictures of theirs that were uploaded.
+        """Remove items and their uploaded images.
+
+        Args:
+            gallery: name of the gallery.
+            ids: ids of the items; unknown ones are skipped.
+
+        Returns:
+            How many were removed, and the size of the gallery.
 
         Raises:
             Refusal: the gallery is read-only; 503 if the store fails.
         """
-        shelf, collection = self._writable(gallery)
+        served, collection = self._writable(gallery)
         removed = 0
 
         def remove() -> int:
             nonlocal removed
             distinct = list(dict.fromkeys(ids))
-            pictures = _pictures_of(shelf, distinct)
+            images = _images_of(served, distinct)
             removed = collection.delete(distinct)
-            _forget_pictures(shelf, pictures)
+            _forget_images(served, images)
             return len(collection)
 
-        n = await self._alone(shelf, remove, lambda: removed)
+        n = await self._alone(served, remove, lambda: removed)
         return DeleteResponse(gallery=gallery, deleted=removed, n=n)
 
     async def close(self) -> None:
-        """Wait for the writes at work, and leave the stores in order."""
+        """Wait for running writes, then optimise the stores."""
         while self._going:
             await asyncio.wait(self._going)
-        for shelf in self.service.sources.shelves.values():
-            await self._optimise(shelf)
+        for served in self.service.sources.galleries.values():
+            await self._optimise(served)
         self._thread.shutdown(wait=False)
 
-    async def _re_encoded(self, pictures: Sequence[tuple[str, bytes]], formats: Sequence[str]) -> list[bytes]:
-        """(where, bytes) -> as they are stored."""
+    async def _re_encoded(self, images: Sequence[tuple[str, bytes]], formats: Sequence[str]) -> list[bytes]:
+        """(location, bytes) of image files -> bytes to store."""
         found = await self.service.embedder.beside(
-            lambda told: to_store(*told), [(data, kind) for (_, data), kind in zip(pictures, formats, strict=True)]
+            lambda file: to_store(*file), [(data, kind) for (_, data), kind in zip(images, formats, strict=True)]
         )
-        for (where, _), one in zip(pictures, found, strict=True):
+        for (where, _), one in zip(images, found, strict=True):
             if isinstance(one, ValueError):
                 raise Refusal(422, f"{where}: {one}", errors=[(where, str(one))]) from one
             if isinstance(one, BaseException):
                 raise one
         return [one for one in found if isinstance(one, bytes)]
 
-    def _writable(self, gallery: GalleryName) -> tuple[Shelf, GaussianCollection]:
-        shelf = self.service.shelf(gallery)
-        if shelf.writable is None:
+    def _writable(self, gallery: GalleryName) -> tuple[ServedGallery, GaussianCollection]:
+        served = self.service.gallery(gallery)
+        if served.writable is None:
             raise Refusal(
                 409,
-                f"The gallery of {gallery} is an index in a file, which cannot be changed; build it as a collection, with `sfumato index"
-                " RUN ... --store file: --out FOLDER`, and serve that",
+                f"The gallery of {gallery} is an index in a file, which cannot be changed; build a collection with"
+                " `sfumato index RUN ... --store file: --out FOLDER` and serve that",
             )
-        return shelf, shelf.writable
+        return served, served.writable
 
-    def _check(self, gallery: GalleryName, shelf: Shelf, items: Sequence[New]) -> None:
+    def _check(self, gallery: GalleryName, served: ServedGallery, items: Sequence[New]) -> None:
         most, errors, seen = self.service.settings.max_batch, list[tuple[str, str]](), set[str]()
         if len(items) > most:
             raise Refusal(422, f"{len(items)} items are more than the limit of {most}")
         wanted = "image" if gallery == "images" else "text"
         for one in items:
-            if (one.picture is None) == (wanted == "image"):
+            if (one.image is None) == (wanted == "image"):
                 errors.append((one.where, f"a gallery of {gallery} takes items with {wanted}"))
             if one.id in seen:
                 errors.append((f"{one.where}.id", "occurs twice in this request"))
             if one.text is not None and "text" in one.payload:
-                errors.append((f"{one.where}.payload.text", "is the text of the item; leave it out"))
+                errors.append((f"{one.where}.payload.text", "is set from the text of the item; leave it out"))
             if POINTER in one.payload:
-                errors.append((f"{one.where}.payload.{POINTER}", "is a name of the service's own; choose another"))
+                errors.append((f"{one.where}.payload.{POINTER}", "is a name that the service reserves; choose another"))
             seen.add(one.id)
         if errors:
             raise Refusal(422, f"Nothing was stored: {errors[0][0]}: {errors[0][1]}", errors=errors)
 
-    async def _alone(self, shelf: Shelf, work: Callable[[], int], items: Callable[[], int]) -> int:
-        """Done when no other write is; to its end, even if whoever asked has gone, unless that was before it began.
+    async def _alone(self, served: ServedGallery, work: Callable[[], int], items: Callable[[], int]) -> int:
+        """Run a write when no other runs. It is dropped if the caller leaves before it begins; once begun it ends.
 
         Args:
-            shelf: that is written to.
-            work: gives the number of items there are then.
-            items: how many it has stored or removed, asked when it is done.
+            served: gallery that is written to.
+            work: the write; returns the number of items in the gallery.
+            items: called after the write, for the number of items that it has stored or removed.
         """
         wanted = True
 
         async def locked() -> int:
             async with self._lock:
-                if not wanted:  # Whoever asked has gone while others wrote.
+                if not wanted:  # The caller left while others wrote.
                     raise asyncio.CancelledError
                 try:
                     return await asyncio.get_running_loop().run_in_executor(self._thread, work)
                 finally:
-                    self.service.changed(shelf, items())
-                    if shelf.written - self._optimised[shelf] >= _MANY:
-                        self._begin(self._optimise(shelf, least=_MANY))
+                    self.service.changed(served, items())
+                    if served.written - self._optimised[served] >= (most := self.service.settings.optimise_after):
+                        self._begin(self._optimise(served, least=most))
 
         task = self._begin(locked())
         try:
@@ -183,19 +204,19 @@ class Writer:
         except (UserError, OSError) as error:
             _LOG.error("the store failed: %s", error)
             raise busy(
-                "The store failed, and the same request again will complete it; the log of the service says why", 5
+                "The store failed. Send the same request again to complete it; the log of the service has the reason", 5
             ) from error
 
-    async def _optimise(self, shelf: Shelf, *, least: int = 1) -> int:
-        """Make searching fast if at least so many items were written; other writes wait meanwhile, searches do not."""
+    async def _optimise(self, served: ServedGallery, *, least: int = 1) -> int:
+        """Optimise the store if at least so many items were written. Meanwhile writes wait; searches do not."""
         async with self._lock:
-            collection, written = shelf.writable, shelf.written
-            if collection is not None and written - self._optimised[shelf] >= least:
-                self._optimised[shelf] = written
+            collection, written = served.writable, served.written
+            if collection is not None and written - self._optimised[served] >= least:
+                self._optimised[served] = written
                 try:
                     await asyncio.get_running_loop().run_in_executor(self._thread, collection.optimise)
                 except (UserError, OSError) as error:
-                    _LOG.error("the store could not be optimised, and is searched as it is: %s", error)
+                    _LOG.error("the store could not be optimised; searches stay correct but slower: %s", error)
         return written
 
     def _begin(self, work: Coroutine[None, None, int]) -> "asyncio.Task[int]":
@@ -207,19 +228,19 @@ class Writer:
     def _forget(self, task: asyncio.Task[int]) -> None:
         self._going.discard(task)
         if not task.cancelled():
-            task.exception()  # Seen, whether or not anybody still waits.
+            task.exception()  # Retrieved, so that asyncio does not report it as lost.
 
 
-def _pictures_of(shelf: Shelf, ids: Sequence[str]) -> set[str]:
-    """Names of the uploaded pictures of these items."""
-    if shelf.uploads is None:
+def _images_of(served: ServedGallery, ids: Sequence[str]) -> set[str]:
+    """Names of the uploaded images of these items."""
+    if served.uploads is None:
         return set()
-    return {payload[POINTER] for payload in shelf.gallery.items(ids).payloads if POINTER in payload}
+    return {payload[POINTER] for payload in served.gallery.get(ids).payloads if POINTER in payload}
 
 
-def _forget_pictures(shelf: Shelf, names: set[str]) -> None:
-    """No record names them any more; one that cannot be removed is in nobody's way."""
+def _forget_images(served: ServedGallery, names: set[str]) -> None:
+    """Remove files that no record names any more; one that cannot be removed does no harm."""
     for name in names:
-        if shelf.uploads is not None:
+        if served.uploads is not None:
             with contextlib.suppress(OSError, ValueError):
-                shelf.uploads.remove(name)
+                served.uploads.remove(name)

@@ -1,7 +1,8 @@
 """FAISS over lifted vectors: flat (exact), HNSW (graph), IVF (lists) and IVF-PQ (lists of compressed vectors).
 
-Needs the extra `faiss`; knows only vectors and positions. IVF-PQ brings candidates that must be ranked anew from the vectors
-themselves, several times as many as are wanted, so it is for stores that do that (search/stores/local.py) and not in FAISS_ENGINES.
+Needs the extra `faiss`; knows only vectors and positions. IVF-PQ returns approximate distances: its user must fetch
+several times the wanted candidates and rank them anew from the full vectors (as search/stores/local.py does), so it
+is not in FAISS_ENGINES.
 """
 
 import importlib
@@ -17,16 +18,16 @@ from torch import Tensor
 from sfumato.errors import UserError
 
 FAISS_ENGINES = ("flat", "hnsw", "ivf")
-"""Engines of :class:`FaissStore` whose candidates can be taken as they come."""
+"""Engines of :class:`FaissStore` that return distances of the full vectors."""
 
 STORE_ENGINES = (*FAISS_ENGINES, "ivf-pq")
 """All engines of :class:`FaissStore`."""
 
 _POINTS_PER_LIST = 39
-"""Below this many training vectors a list, FAISS warns that its k-means is poor."""
+"""With fewer training vectors per list, FAISS warns that its k-means is poor."""
 
 _TRAINING, _BLOCK = 65_536, 65_536
-"""ivf-pq: vectors that it learns from, and that it rotates and adds at a time."""
+"""ivf-pq: number of training vectors, and of vectors that are rotated and added at a time."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ class FaissOptions:
         m: hnsw, links of a node.
         ef_construction: hnsw, candidates while building.
         ef_search: hnsw, candidates while searching; never fewer than the results asked for.
-        n_lists: ivf and ivf-pq, number of lists; about the square root of the gallery if None.
-        n_probe: ivf and ivf-pq, lists that a search looks into; an eighth of them, at least 8, if None.
-        seed: ivf and ivf-pq, of the k-means that makes lists and codes, and of the rotation.
+        n_lists: ivf and ivf-pq, number of lists; about the square root of the number of vectors if None.
+        n_probe: ivf and ivf-pq, number of lists that a search looks into; an eighth of them, at least 8, if None.
+        seed: ivf and ivf-pq, seed of the k-means for lists and codes, and of the rotation.
         code_size: ivf-pq, bytes of a compressed vector; a quarter of its dimensions if None.
 
     Raises:
@@ -79,7 +80,9 @@ class FaissStore:
             engine: one of STORE_ENGINES.
             options: see :class:`FaissOptions`.
 
-        Equal vectors, options and seeds make equal indexes, hnsw only with one thread (OMP_NUM_THREADS=1).
+        Returns:
+            The index. Equal vectors, options and seeds make equal indexes, hnsw only with one thread
+            (OMP_NUM_THREADS=1).
 
         Raises:
             UserError: faiss is not installed.
@@ -127,11 +130,12 @@ class FaissStore:
         Args:
             queries: (n, e) float32.
             k: 1 <= k <= m.
-            among: (c,) positions that may be found, c >= 1, each once; all if None. Approximate engines look m / c times as far.
+            among: (c,) positions that may be found, c >= 1, each once; all if None. Approximate engines then look at
+                m / c times as many candidates.
 
         Returns:
-            ((n, k) squared L2 ascending, (n, k) positions); position -1 where the engine found fewer than k. Of ivf-pq the
-            squared L2 to the compressed vectors.
+            ((n, k) squared L2 ascending, (n, k) positions); position -1 where the engine found fewer than k. For
+            ivf-pq it is the squared L2 to the compressed vectors.
         """
         faiss = require_faiss()
         effort, selector = 1.0, None
@@ -154,10 +158,13 @@ class FaissStore:
         return torch.from_numpy(squared_l2), torch.from_numpy(positions)
 
     def write(self, path: Path) -> None:
-        """Write FAISS's own file; not forced to disk.
+        """Write FAISS's own file; it is not forced to disk.
+
+        Args:
+            path: the file.
 
         Raises:
-            OSError: the disk is full, say.
+            OSError: FAISS cannot write the file, for example because the disk is full.
         """
         try:
             require_faiss().write_index(self._index, str(path))
@@ -166,13 +173,17 @@ class FaissStore:
 
     @classmethod
     def read(cls, path: Path, engine: str, options: FaissOptions, *, mapped: bool = False) -> "FaissStore":
-        """Read a file of :meth:`write`; check its checksum or size first, FAISS trusts what it reads.
+        """Read a file of :meth:`write`. Check its checksum or size first: FAISS trusts the content.
 
         Args:
             path: the file.
-            engine, options: as it was built; what concerns searching may differ.
-            mapped: leave it on the disk and map it into memory, which then holds only what searches touch. The file must stay
-                unchanged; it may be unlinked.
+            engine: engine that it was built with.
+            options: options that it was built with; search options may differ.
+            mapped: map the file into memory instead of reading it, so that memory holds only the parts that searches
+                touch. The file must not change; it may be unlinked.
+
+        Returns:
+            The index.
 
         Raises:
             UserError: faiss is not installed.
@@ -190,7 +201,7 @@ class FaissStore:
 
 
 def _compressed(faiss: Any, m: int, e: int, n_lists: int, options: FaissOptions) -> Any:
-    """An untrained IVF-PQ index behind a random rotation, which spreads the variance over the parts of the code."""
+    """An untrained IVF-PQ index behind a random rotation, which balances the variance over the parts of the code."""
     if m < 16:
         raise ValueError(f"FaissStore: ivf-pq learns its codes from at least 16 vectors, got {m}; use flat")
     code_size = min(e, options.code_size or math.ceil(e / 4))
@@ -207,10 +218,13 @@ def _compressed(faiss: Any, m: int, e: int, n_lists: int, options: FaissOptions)
 
 
 def require_faiss() -> Any:
-    """The module faiss.
+    """Import FAISS.
+
+    Returns:
+        The module faiss.
 
     Raises:
-        UserError: it is not installed.
+        UserError: FAISS is not installed.
     """
     try:
         return importlib.import_module("faiss")

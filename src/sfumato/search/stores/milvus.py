@@ -1,24 +1,27 @@
-"""Records in a collection of Milvus: embedded (Milvus Lite), a server, or a cluster. Needs the extra `milvus`; knows no Gaussians.
+"""Records in a collection of Milvus: embedded (Milvus Lite), a server, or a cluster. Needs the extra `milvus`.
 
     milvus:runs/store.db?name=sfumato            Milvus Lite in this process, one process at a time
-    milvus+http://host:19530/name                a server; milvus+https://user:password@host:19530/name one that asks who it is
+    milvus+http://host:19530/name                a server; with a password milvus+https://user:password@host:19530/name
 
 Where the URL has no password, the token comes from MILVUS_TOKEN: user:password, or an API key. Options:
 
-    index                 FLAT (exact; the default), HNSW, IVF_FLAT, or AUTOINDEX (what the server thinks best; HNSW in Lite)
+    index                 FLAT (exact; the default), HNSW, IVF_FLAT, or AUTOINDEX (chosen by the server; HNSW in Lite)
     m, ef_construction    HNSW, while it is built: 16, 200
-    ef                    HNSW, candidates of a search: 64; never fewer than the results asked for
+    ef                    HNSW, candidates of a search: 64; never fewer than the requested results
     nlist, nprobe         IVF_FLAT, number of lists and how many a search looks into: 128, 16
     name                  of the collection in an embedded file: "sfumato"
     database              of a server: its own default
+    timeout               seconds for connecting: 5
 
-Other kinds of index are refused, because Lite takes any name and searches without saying that it built none. Options given to
-`create_store` are kept with the collection; those given to `open_store` come before them, as far as they concern searching. A search
-of HNSW or IVF_FLAT that brings fewer than k results, as under a narrow filter, is done again at its most thorough. Lite looks at the
-payload of every item for a filter, and at every vector that no segment holds yet: about a second for 20,000; call `optimise`.
+Other kinds of index are refused, because Lite accepts any name and then searches without an index. Options given to
+`create_store` are kept with the collection; search options given to `open_store` take their place. If a search of
+HNSW or IVF_FLAT returns fewer than k results, as under a narrow filter, it is repeated with its most thorough
+settings. For a filter Lite reads the payload of every item, and it reads every vector that no segment holds yet,
+about a second for 20,000; call `optimise` to write segments.
 
-What upsert has stored is in Milvus's log, which outlives the death of any process; Lite does not force it to disk, so a power cut may
-cost what was stored after the last `optimise`. Lite listens on a free loopback port while it is open, without asking for passwords.
+Records that upsert has stored are in Milvus's log, which survives the death of any process. Lite does not force the
+log to disk, so a power cut may lose records stored after the last `optimise`. While it is open, Lite listens on a
+free loopback port without asking for passwords.
 """
 
 import contextlib
@@ -37,6 +40,7 @@ import torch
 from torch import Tensor
 
 from sfumato.errors import UserError, first_line
+from sfumato.search.stores.milvus_filters import among, condition_on, quoted
 from sfumato.search.stores.protocol import Filter, Records
 from sfumato.search.stores.store_url import options, redacted
 
@@ -49,15 +53,11 @@ _OPTIONS = {
     "nprobe": "IVF_FLAT: lists a search looks into",
     "name": "of the collection in an embedded file",
     "database": "of a server",
+    "timeout": "seconds for connecting",
 }
 _KEPT = {"index": "FLAT", "m": "16", "ef_construction": "200", "ef": "64", "nlist": "128", "nprobe": "16"}
 _COLUMNS = ["id", "vector", "uncertainty", "payload"]
-_MOST_ROWS = 16384
-"""That Milvus returns at once."""
-_MOST_BYTES = 16_000_000
-"""Of vectors in a message; Milvus refuses 64 MiB."""
 _LONGEST_ID = 65_535
-_CONNECT_SECONDS = 5
 _RETRIES = 5
 """Within about four seconds; pymilvus would go on for minutes."""
 
@@ -75,7 +75,7 @@ _one_at_a_time = threading.RLock()
 
 
 def create(url: str, dim: int, fingerprint: str) -> "MilvusStore":
-    """Make an empty collection; see :func:`~sfumato.search.stores.store_url.create_store`."""
+    """Make an empty collection. See :meth:`~sfumato.search.stores.protocol.StoreFactory.create`."""
     place = _Place(url)
     if place.file is not None:
         place.file.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def create(url: str, dim: int, fingerprint: str) -> "MilvusStore":
 
 
 def open(url: str) -> "MilvusStore":
-    """Open a collection made before; see :func:`~sfumato.search.stores.store_url.open_store`."""
+    """Open a collection. See :meth:`~sfumato.search.stores.protocol.StoreFactory.open`."""
     place = _Place(url)
     if place.file is not None and not place.file.exists():
         raise UserError(f"store {place.url}: there is no file {place.file}")
@@ -103,40 +103,49 @@ def open(url: str) -> "MilvusStore":
 
 
 class MilvusStore:
-    """A collection (id, vector, uncertainty, payload); what it is for stands in its properties."""
+    """A collection (id, vector, uncertainty, payload); its properties hold the fingerprint and the options.
+
+    Attributes:
+        most_rows: most rows that Milvus returns at once.
+        most_bytes: most bytes of vectors in a message; Milvus refuses 64 MiB.
+    """
 
     def __init__(self, place: "_Place", client: Any, chosen: Mapping[str, str], dim: int, fingerprint: str) -> None:
         self._place, self._client = place, client
         self._options, self._dim, self._fingerprint = dict(chosen), dim, fingerprint
         self._closed = False
+        self.most_rows, self.most_bytes = 16_384, 16_000_000
 
     @property
     def url(self) -> str:
-        """Where it is, without a password."""
+        """The store URL, without a password."""
         return self._place.url
 
     @property
     def dim(self) -> int:
-        """Of the vectors."""
+        """Dimensions of the vectors."""
         return self._dim
 
     @property
     def fingerprint(self) -> str:
-        """What the vectors mean."""
+        """The text about the meaning of the vectors that the store was created with."""
         return self._fingerprint
 
     def make(self) -> None:
         """Create the collection.
 
         Raises:
-            UserError: it exists.
+            UserError: the collection already exists.
         """
         types = _driver().DataType
         if self._call("has_collection"):
-            raise UserError(f"store {self.url}: collection {self._place.name} exists already; open it, or name another")
+            raise UserError(
+                f"store {self.url}: collection {self._place.name} already exists; open it, or give another name"
+            )
         note = {"sfumato": 1, "dim": self._dim, "fingerprint": self._fingerprint}
         text = json.dumps({**note, "options": {name: self._options[name] for name in _KEPT}})
-        # Lite keeps properties and no description; a server keeps both, unless it takes no properties that it does not know.
+        # Lite keeps properties and no description; a server keeps both, unless it takes no properties that it does
+        # not know.
         schema = self._client.create_schema(auto_id=False, enable_dynamic_field=False, description=text)
         schema.add_field("id", types.VARCHAR, is_primary=True, max_length=_LONGEST_ID)
         schema.add_field("vector", types.FLOAT_VECTOR, dim=self._dim)
@@ -149,36 +158,39 @@ class MilvusStore:
             "IVF_FLAT": {"nlist": numbers["nlist"]},
         }
         kind = self._options["index"]
-        # Nested: a server reads these numbers so or flat, as pymilvus would send them; Lite only so, and passes over flat ones.
+        # Nested: a server reads these numbers so or flat, as pymilvus would send them; Lite only so, and passes over
+        # flat ones.
         index.add_index("vector", index_type=kind, metric_type="L2", params={"params": built.get(kind, {})})
-        self._call("create_collection", schema=schema, properties={"sfumato": text}, consistency_level="Strong")
-        self._call("create_index", index_params=index, sync=False)  # there is nothing yet to wait for
+        self._call(
+            "create_collection", {"schema": schema, "properties": {"sfumato": text}, "consistency_level": "Strong"}
+        )
+        self._call("create_index", {"index_params": index, "sync": False})  # nothing to wait for yet
         self._call("load_collection")
 
     def load(self) -> None:
-        """Read what the collection is for, and have it ready to be searched.
+        """Read the fingerprint and options of the collection, and load it for searching.
 
         Raises:
-            UserError: no such collection, or it is not one of ours.
+            UserError: there is no such collection, or sfumato has not made it.
         """
         if not self._call("has_collection"):
             raise UserError(f"store {self.url}: there is no collection {self._place.name}")
-        told = self._call("describe_collection")
+        described = self._call("describe_collection")
         try:
-            note = json.loads(told.get("properties", {}).get("sfumato") or told.get("description") or "")
+            note = json.loads(described.get("properties", {}).get("sfumato") or described.get("description") or "")
             self._dim, self._fingerprint = int(note["dim"]), str(note["fingerprint"])
             kept = dict(note["options"])
         except (ValueError, KeyError, TypeError):
             raise UserError(
-                f"store {self.url}: collection {self._place.name} was not made by sfumato; name another"
+                f"store {self.url}: collection {self._place.name} was not made by sfumato; give another name"
             ) from None
-        # An index is as it was built; how thoroughly to search it may be said anew.
+        # Build options stay; search options may change.
         anew = {name: value for name, value in self._place.options.items() if name in ("ef", "nprobe")}
         self._options = {**_KEPT, **kept, **anew}
         self._call("load_collection")
 
     def upsert(self, records: Records) -> None:
-        """Store records; a batch of more than about 16 MB in several steps, each as a whole."""
+        """See :meth:`VectorStore.upsert`. More than about 16 MB are stored in several steps, each as a whole."""
         if records.vectors.shape[1] != self._dim:
             raise ValueError(
                 f"store {self.url}: vectors must have {self._dim} dimensions, got {records.vectors.shape[1]}"
@@ -186,7 +198,8 @@ class MilvusStore:
         for key in records.ids:
             if len(_encoded(self.url, key)) > _LONGEST_ID:
                 raise UserError(
-                    f"store {self.url}: an id may have {_LONGEST_ID:,} bytes, got {len(key.encode()):,}: {key[:40]!r}..."
+                    f"store {self.url}: an id may have {_LONGEST_ID:,} bytes, got {len(key.encode()):,}:"
+                    f" {key[:40]!r}..."
                 )
         vectors = records.vectors.numpy()
         columns = zip(records.ids, vectors, records.uncertainty.tolist(), records.payloads, strict=True)
@@ -197,37 +210,38 @@ class MilvusStore:
         for row in rows:
             _encoded(self.url, json.dumps(row["payload"], ensure_ascii=False))
         for part in _parts(rows, self._rows_a_message()):
-            self._call("upsert", data=part)
+            self._call("upsert", {"data": part})
 
     def delete(self, ids: Sequence[str]) -> int:
-        """Remove items; how many were there."""
+        """See :meth:`VectorStore.delete`."""
         there = []
         for part in _parts(list(dict.fromkeys(ids)), 1000):
-            found = [row["id"] for row in self._call("query", filter=_among(part), output_fields=["id"])]
+            found = [row["id"] for row in self._call("query", {"filter": among(part), "output_fields": ["id"]})]
             if found:
-                self._call("delete", filter=_among(found))
+                self._call("delete", {"filter": among(found)})
             there += found
         return len(there)
 
     def get(self, ids: Sequence[str]) -> Records:
-        """Records by id, in the order asked for."""
+        """See :meth:`VectorStore.get`."""
         rows: dict[str, dict[str, Any]] = {}
         wanted = list(dict.fromkeys(ids))
         for part in _parts(wanted, min(1000, self._rows_a_message())):
-            rows |= {row["id"]: row for row in self._call("query", filter=_among(part), output_fields=_COLUMNS)}
+            found = self._call("query", {"filter": among(part), "output_fields": _COLUMNS})
+            rows |= {row["id"]: row for row in found}
         return self._records([rows[id] for id in wanted if id in rows])
 
     def search(self, queries: Tensor, k: int, filter: Filter | None = None) -> list[Records]:
-        """The nearest items of each query; of more than Milvus brings at once (16,384) exactly, by a scan of all that fit."""
+        """See :meth:`VectorStore.search`. More results than Milvus returns at once are found exactly, by a scan."""
         if queries.ndim != 2 or queries.shape[1] != self._dim:
             raise ValueError(f"store {self.url}: queries must be (n, {self._dim}), got {tuple(queries.shape)}")
         if k < 1:
             raise ValueError(f"store {self.url}: k must be at least 1, got {k}")
-        if k > _MOST_ROWS:
+        if k > self.most_rows:
             return self._nearest_of_all(queries.detach().cpu(), k, filter)
         kind = self._options["index"]
         usual = {"HNSW": {"ef": max(k, int(self._options["ef"]))}, "IVF_FLAT": {"nprobe": int(self._options["nprobe"])}}
-        utmost = {"HNSW": {"ef": 2 * _MOST_ROWS}, "IVF_FLAT": {"nprobe": int(self._options["nlist"])}}
+        utmost = {"HNSW": {"ef": 2 * self.most_rows}, "IVF_FLAT": {"nprobe": int(self._options["nlist"])}}
         vectors = queries.detach().cpu().float().numpy()
         results = []
         size = max(1, self._rows_a_message() // k)
@@ -243,26 +257,27 @@ class MilvusStore:
         return [self._records(rows) for rows in results]
 
     def count(self, filter: Filter | None = None) -> int:
-        """Number of items that fit."""
-        return int(self._call("query", filter=_fitting(filter), output_fields=["count(*)"])[0]["count(*)"])
+        """See :meth:`VectorStore.count`."""
+        found = self._call("query", {"filter": condition_on(filter), "output_fields": ["count(*)"]})
+        return int(found[0]["count(*)"])
 
     def scan(self, batch: int = 4096, filter: Filter | None = None) -> Iterator[Records]:
-        """All items that fit, by id; what is stored or deleted meanwhile is seen if its turn has not come."""
-        condition, last = _fitting(filter), ""
-        limit = min(batch, _MOST_ROWS, self._rows_a_message())
+        """See :meth:`VectorStore.scan`; by id, and changes after the current id are seen."""
+        condition, last = condition_on(filter), ""
+        limit = min(batch, self._rows_a_message())
         while True:
-            after = f"id > {_quoted(last)}" + (condition and f" and ({condition})")
-            # As pymilvus's query_iterator does, which does not quote ids: "iterator" asks for the smallest ids in order.
-            rows = self._call(
-                "query", filter=after, limit=limit, output_fields=_COLUMNS, iterator="True", reduce_stop_for_best="True"
-            )
+            after = f"id > {quoted(last)}" + (condition and f" and ({condition})")
+            # As pymilvus's query_iterator does, which does not quote ids: "iterator" asks for the smallest ids in
+            # order.
+            smallest = {"iterator": "True", "reduce_stop_for_best": "True"}
+            rows = self._call("query", {"filter": after, "limit": limit, "output_fields": _COLUMNS, **smallest})
             if not rows:
                 return
             yield self._records(rows)
             last = rows[-1]["id"]
 
     def optimise(self) -> None:
-        """Write the log into segments, which Milvus then indexes by itself; Lite goes on in the background."""
+        """Write the log into segments, which Milvus then indexes by itself; Lite does so in the background."""
         self._call("flush")
 
     def close(self) -> None:
@@ -275,19 +290,19 @@ class MilvusStore:
     def _nearest(
         self, vectors: np.ndarray, k: int, filter: Filter | None, thorough: dict[str, int]
     ) -> list[list[dict[str, Any]]]:
-        found = self._call(
-            "search",
-            data=list(vectors),
-            anns_field="vector",
-            limit=k,
-            filter=_fitting(filter),
-            output_fields=_COLUMNS,
-            search_params={"metric_type": "L2", "params": thorough},
-        )
+        arguments = {
+            "data": list(vectors),
+            "anns_field": "vector",
+            "limit": k,
+            "filter": condition_on(filter),
+            "output_fields": _COLUMNS,
+            "search_params": {"metric_type": "L2", "params": thorough},
+        }
+        found = self._call("search", arguments)
         return [[hit["entity"] for hit in hits] for hits in found]
 
     def _nearest_of_all(self, queries: Tensor, k: int, filter: Filter | None) -> list[Records]:
-        """The nearest items of each query among all that a scan brings; in memory are k ids and distances of each, and then k records."""
+        """The nearest items of each query by a scan; only k ids and distances of each query are kept in memory."""
         ids: list[str] = []
         best = [(torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64))] * len(queries)
         for part in self.scan(filter=filter):
@@ -310,14 +325,14 @@ class MilvusStore:
         )
 
     def _rows_a_message(self) -> int:
-        return max(1, min(_MOST_ROWS, _MOST_BYTES // (4 * self._dim + 1000)))
+        return max(1, min(self.most_rows, self.most_bytes // (4 * self._dim + 1000)))
 
-    def _call(self, method: str, **arguments: Any) -> Any:
-        """A method of the client on our collection; loaded again first if the server was restarted."""
+    def _call(self, method: str, arguments: Mapping[str, Any] | None = None) -> Any:
+        """Call a method of the client on our collection; load it again first if the server was restarted."""
         with _one_at_a_time if self._place.file is not None else contextlib.nullcontext():
-            return self._called(method, **arguments)
+            return self._called(method, arguments or {})
 
-    def _called(self, method: str, **arguments: Any) -> Any:
+    def _called(self, method: str, arguments: Mapping[str, Any]) -> Any:
         call: Callable[..., Any] = getattr(self._client, method)
         error_type = _driver().MilvusException
         try:
@@ -331,11 +346,11 @@ class MilvusStore:
         except Exception as error:
             if not isinstance(error, error_type) and not self._closed:
                 raise
-            raise UserError(f"store {self.url}: {_said(error)}") from None
+            raise UserError(f"store {self.url}: {_message(error)}") from None
 
 
 class _Place:
-    """Where a URL leads: a file, or a server with what opens it."""
+    """The location in a URL: a file, or a server with its token."""
 
     def __init__(self, url: str) -> None:
         self.url, self.options = redacted(url), options(url, _OPTIONS)
@@ -365,12 +380,12 @@ class _Place:
             raise UserError(
                 f"store {self.url}: index must be FLAT, HNSW, IVF_FLAT or AUTOINDEX, got {self.options['index']!r}"
             )
-        for name in set(_KEPT) - {"index"}:
+        for name in (set(_KEPT) | {"timeout"}) - {"index"}:
             if name in self.options and not re.fullmatch(r"[1-9][0-9]{0,5}", self.options[name]):
                 raise UserError(f"store {self.url}: {name} must be a number from 1, got {self.options[name]!r}")
 
     def release(self) -> None:
-        """Stop the embedded server if nobody else of this process uses it."""
+        """Stop the embedded server if no other store of this process uses it."""
         if self.file is None:
             return
         from milvus_lite.server_manager import server_manager_instance
@@ -389,7 +404,7 @@ def _connect(place: _Place) -> Any:
                 place.uri,
                 token=place.token,
                 db_name=place.options.get("database", ""),
-                timeout=_CONNECT_SECONDS,
+                timeout=int(place.options.get("timeout", 5)),
                 dedicated=True,
                 grpc_options=_RECONNECT,
             )
@@ -397,13 +412,13 @@ def _connect(place: _Place) -> Any:
             return client
     except driver.MilvusException as error:
         way_out = "; another process may have it open, or it is of Milvus Lite before 3" if place.file else ""
-        said = _said(error)
+        message = _message(error)
         if place.token:
-            said = said.replace(place.token, "***").replace(place.token.partition(":")[2] or place.token, "***")
-        raise UserError(f"store {place.url}: {said}{way_out}") from None
+            message = message.replace(place.token, "***").replace(place.token.partition(":")[2] or place.token, "***")
+        raise UserError(f"store {place.url}: {message}{way_out}") from None
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return first_line(ValueError(getattr(error, "message", "") or error))
 
 
@@ -416,37 +431,6 @@ def _encoded(url: str, text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError:
         raise UserError(f"store {url}: text that is not Unicode (a lone surrogate): {text[:40]!r}") from None
-
-
-_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"})
-
-
-def _quoted(text: str) -> str:
-    """A text in a filter expression. Milvus has templates for this, which Lite does not read."""
-    return f'"{text.translate(_ESCAPES)}"'
-
-
-def _among(ids: Sequence[str]) -> str:
-    return f"id in [{', '.join(map(_quoted, ids))}]"
-
-
-def _fitting(filter: Filter | None) -> str:
-    """A filter as an expression; "" for all items."""
-    if filter is None:
-        return ""
-    conditions = []
-    if filter.max_uncertainty is not None:
-        # The largest float32 that is no larger, so that it is all one in which precision the engine compares.
-        bound = np.clip(filter.max_uncertainty, np.finfo(np.float32).min, np.finfo(np.float32).max)
-        single = np.float32(bound)
-        if float(single) > bound:
-            single = np.nextafter(single, np.float32(-np.inf))
-        conditions.append(f"uncertainty <= {float(single)!r}")
-    for name, values in filter.where.items():
-        # Lite has "in" for fields, not for what is in JSON; no id is empty.
-        equal = (f"payload[{_quoted(name)}] == {_quoted(value)}" for value in values)
-        conditions.append(f"({' or '.join(equal) or 'id == ' + _quoted('')})")
-    return " and ".join(conditions)
 
 
 def _driver() -> Any:

@@ -1,20 +1,21 @@
-"""Records in a table of PostgreSQL with the extension pgvector. Needs the extra `pgvector`; knows nothing of Gaussians.
+"""Records in a table of PostgreSQL with the extension pgvector. Needs the extra `pgvector`.
 
     postgresql://user@host:5432/database?table=name&index=hnsw
 
 The password may stand in the URL (special characters as %2F) or in PGPASSWORD, as for psql. Options:
 
-    table                          the table, or schema.table; "sfumato" if not said
+    table                          the table, or schema.table; "sfumato" if left out
     index                          none (exact; the default), hnsw or ivfflat, built by `optimise`
     m, ef_construction             hnsw, when it is built: 16, 64
-    ef_search                      hnsw, candidates of a search: 64; never fewer than the results asked for
+    ef_search                      hnsw, candidates of a search: 64; never fewer than the requested results
     lists, probes                  ivfflat: the square root of the number of items; an eighth of the lists, at least 8
     sslmode, sslrootcert, host     as for psql; host may be the folder of a Unix socket
+    connect_timeout                seconds, as for psql: 5
 
-Options given to `create_store` are kept with the table; those given to `open_store` come before them. pgvector indexes at most
-2,000 dimensions, so longer vectors (wasserstein2 of more than 1,000) are searched exactly. An index that brings fewer than k results,
-as under a narrow filter, is followed by an exact search for that query: results are few only where few fit. A big index is built
-fast only if it fits in the server's maintenance_work_mem.
+Options given to `create_store` are kept with the table; those given to `open_store` take their place. pgvector
+indexes at most 2,000 dimensions, so longer vectors (wasserstein2 of more than 1,000) are searched exactly. If an
+index returns fewer than k results, as under a narrow filter, that query is searched again exactly. A big index is
+built fast only if it fits in the server's maintenance_work_mem.
 """
 
 import json
@@ -46,37 +47,37 @@ _OPTIONS = {
     "sslmode": "as for psql",
     "sslrootcert": "as for psql",
     "host": "as for psql",
+    "connect_timeout": "seconds, as for psql",
 }
 _KEPT = ("index", "m", "ef_construction", "ef_search", "lists", "probes")
-_CONNECTION = ("sslmode", "sslrootcert", "host")
+_CONNECTION = ("sslmode", "sslrootcert", "host", "connect_timeout")
 _MOST_INDEXED, _MOST_STORED, _MOST_EF = 2000, 16000, 1000
 _LONGEST_ID = 2000
 """Bytes; the index of the primary key holds no more than 2,704."""
-_CONNECT_SECONDS = 5
 _COLUMNS = "id, embedding, uncertainty, payload"
 
 
 def create(url: str, dim: int, fingerprint: str) -> "PgVectorStore":
-    """Make an empty table; see :func:`~sfumato.search.stores.store_url.create_store`."""
+    """Make an empty table. See :meth:`~sfumato.search.stores.protocol.StoreFactory.create`."""
     store = PgVectorStore(url, _read_options(url), dim, fingerprint)
     if dim > _MOST_STORED or (dim > _MOST_INDEXED and store.index != "none"):
         raise UserError(
-            f"store {store.url}: pgvector stores at most {_MOST_STORED:,} dimensions and indexes at most {_MOST_INDEXED:,}, got {dim:,};"
-            " index=none searches exactly"
+            f"store {store.url}: pgvector stores at most {_MOST_STORED:,} dimensions and indexes at most"
+            f" {_MOST_INDEXED:,}, got {dim:,}; index=none searches exactly"
         )
     store.make()
     return store
 
 
 def open(url: str) -> "PgVectorStore":
-    """Open a table made before; see :func:`~sfumato.search.stores.store_url.open_store`."""
+    """Open a table. See :meth:`~sfumato.search.stores.protocol.StoreFactory.open`."""
     given = _read_options(url)
     note = PgVectorStore(url, given, 0, "").note()
     return PgVectorStore(url, {**note["options"], **given}, note["dim"], note["fingerprint"])
 
 
 class PgVectorStore:
-    """A table (id, embedding, uncertainty, payload); what it is for stands in its comment.
+    """A table (id, embedding, uncertainty, payload); its comment holds the fingerprint and the options.
 
     Attributes:
         index: "none", "hnsw" or "ivfflat".
@@ -95,24 +96,24 @@ class PgVectorStore:
 
     @property
     def url(self) -> str:
-        """Where it is, without a password."""
+        """The store URL, without a password."""
         return self._connections.url
 
     @property
     def dim(self) -> int:
-        """Of the vectors."""
+        """Dimensions of the vectors."""
         return self._dim
 
     @property
     def fingerprint(self) -> str:
-        """What the vectors mean."""
+        """The text about the meaning of the vectors that the store was created with."""
         return self._fingerprint
 
     def make(self) -> None:
         """Create the table.
 
         Raises:
-            UserError: it exists, or the server has no pgvector.
+            UserError: the table already exists, or the server has no pgvector.
         """
         errors = self._psycopg.errors
         with self._connections.borrow() as connection:
@@ -121,30 +122,35 @@ class PgVectorStore:
             except (errors.FeatureNotSupported, errors.UndefinedFile, errors.InsufficientPrivilege) as error:
                 raise UserError(
                     f"store {self.url}: this database has no pgvector ({first_line(error)}); install it on the server"
-                    " (package postgresql-NN-pgvector, or an image pgvector/pgvector), and let an administrator run CREATE EXTENSION vector"
+                    " (package postgresql-NN-pgvector, or an image pgvector/pgvector), and let an administrator run"
+                    " CREATE"
+                    " EXTENSION vector"
                 ) from None
             try:
                 connection.execute(
                     self._sql(
                         'CREATE TABLE {table} (id text COLLATE "C" PRIMARY KEY, embedding vector({dim}) NOT NULL,'
                         " uncertainty real NOT NULL, payload jsonb NOT NULL)",
-                        dim=self._dim,
+                        {"dim": self._dim},
                     )
                 )
             except errors.DuplicateTable:
                 raise UserError(
-                    f"store {self.url}: table {self._name} exists already; open it, or name another: ?table=..."
+                    f"store {self.url}: table {self._name} already exists; open it, or give another name: ?table=..."
                 ) from None
             # In the row and not beside it, where it fits: an exact search reads every vector.
             connection.execute(self._sql("ALTER TABLE {table} ALTER COLUMN embedding SET STORAGE MAIN"))
             note = {"sfumato": 1, "dim": self._dim, "fingerprint": self._fingerprint, "options": self._options}
-            connection.execute(self._sql("COMMENT ON TABLE {table} IS {note}", note=json.dumps(note)))
+            connection.execute(self._sql("COMMENT ON TABLE {table} IS {note}", {"note": json.dumps(note)}))
 
     def note(self) -> dict[str, Any]:
-        """What stands in the comment of the table.
+        """Read the comment of the table.
+
+        Returns:
+            {"dim", "fingerprint", "options"}.
 
         Raises:
-            UserError: no such table, or it is not one of ours.
+            UserError: there is no such table, or sfumato has not made it.
         """
         with self._connections.borrow() as connection:
             found = connection.execute(
@@ -158,11 +164,11 @@ class PgVectorStore:
             return {"dim": int(note["dim"]), "fingerprint": str(note["fingerprint"]), "options": dict(note["options"])}
         except (ValueError, KeyError, TypeError):
             raise UserError(
-                f"store {self.url}: table {self._name} was not made by sfumato; name another: ?table=..."
+                f"store {self.url}: table {self._name} was not made by sfumato; give another name: ?table=..."
             ) from None
 
     def upsert(self, records: Records) -> None:
-        """Store records in one transaction, all or none."""
+        """See :meth:`VectorStore.upsert`; in one transaction, all or none."""
         if records.vectors.shape[1] != self._dim:
             raise ValueError(
                 f"store {self.url}: vectors must have {self._dim} dimensions, got {records.vectors.shape[1]}"
@@ -177,18 +183,20 @@ class PgVectorStore:
                     copy.write(row)
             connection.execute(
                 self._sql(
-                    f"INSERT INTO {{table}} ({_COLUMNS}) SELECT {_COLUMNS} FROM pg_temp.incoming ON CONFLICT (id) DO UPDATE"
-                    " SET embedding = excluded.embedding, uncertainty = excluded.uncertainty, payload = excluded.payload"
+                    f"INSERT INTO {{table}} ({_COLUMNS}) SELECT {_COLUMNS} FROM pg_temp.incoming ON CONFLICT (id) DO"
+                    " UPDATE"
+                    " SET embedding = excluded.embedding, uncertainty = excluded.uncertainty, payload ="
+                    " excluded.payload"
                 )
             )
 
     def delete(self, ids: Sequence[str]) -> int:
-        """Remove items; how many were there."""
+        """See :meth:`VectorStore.delete`."""
         with self._connections.borrow() as connection:
             return int(connection.execute(self._sql("DELETE FROM {table} WHERE id = ANY(%s)"), [list(ids)]).rowcount)
 
     def get(self, ids: Sequence[str]) -> Records:
-        """Records by id, in the order asked for."""
+        """See :meth:`VectorStore.get`."""
         with self._connections.borrow() as connection:
             query = self._sql(f"SELECT {_COLUMNS} FROM {{table}} WHERE id = ANY(%s)")
             found = self._records(connection.execute(query, [list(ids)], binary=True).fetchall())
@@ -196,14 +204,14 @@ class PgVectorStore:
         return found.take([position[id] for id in dict.fromkeys(ids) if id in position])
 
     def search(self, queries: Tensor, k: int, filter: Filter | None = None) -> list[Records]:
-        """The nearest items of each query."""
+        """See :meth:`VectorStore.search`."""
         if queries.ndim != 2 or queries.shape[1] != self._dim:
             raise ValueError(f"store {self.url}: queries must be (n, {self._dim}), got {tuple(queries.shape)}")
         if k < 1:
             raise ValueError(f"store {self.url}: k must be at least 1, got {k}")
         condition, values = self._where(filter)
         by_index, exact = (
-            self._sql(f"SELECT {_COLUMNS} FROM {{table}} {{where}} ORDER BY {key} LIMIT %s", where=condition)
+            self._sql(f"SELECT {_COLUMNS} FROM {{table}} {{where}} ORDER BY {key} LIMIT %s", {"where": condition})
             for key in ("embedding <-> %s::vector", "(embedding <-> %s::vector) + 0")  # no index knows a sum
         )
         vectors = ["[" + ",".join(map(repr, row)) + "]" for row in queries.detach().cpu().float().tolist()]
@@ -219,27 +227,27 @@ class PgVectorStore:
         return results
 
     def count(self, filter: Filter | None = None) -> int:
-        """Number of items that fit."""
+        """See :meth:`VectorStore.count`."""
         condition, values = self._where(filter)
         with self._connections.borrow() as connection:
             return int(
                 connection.execute(
-                    self._sql("SELECT count(*) FROM {table} {where}", where=condition), values
+                    self._sql("SELECT count(*) FROM {table} {where}", {"where": condition}), values
                 ).fetchone()[0]
             )
 
     def scan(self, batch: int = 4096, filter: Filter | None = None) -> Iterator[Records]:
-        """All items that fit, as they were when the scan began; it holds a connection until it is through or closed."""
+        """See :meth:`VectorStore.scan`; items as they were at the start. It holds a connection until it ends."""
         condition, values = self._where(filter)
         with self._connections.borrow() as connection:
             connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
             with connection.cursor("scan", binary=True) as cursor:
-                cursor.execute(self._sql(f"SELECT {_COLUMNS} FROM {{table}} {{where}}", where=condition), values)
+                cursor.execute(self._sql(f"SELECT {_COLUMNS} FROM {{table}} {{where}}", {"where": condition}), values)
                 while rows := cursor.fetchmany(batch):
                     yield self._records(rows)
 
     def optimise(self) -> None:
-        """Build the index anew, if there is to be one; others read meanwhile, and wait to write."""
+        """Build the index anew, if the options name one; meanwhile others can read, and writers wait."""
         schema, _, table = self._name.rpartition(".")
         name = f"{table[:40]}_{self.index}"
         numbers = {key: int(self._options[key]) for key in ("m", "ef_construction", "lists") if key in self._options}
@@ -256,19 +264,20 @@ class PgVectorStore:
         with self._connections.borrow() as connection:
             if self.index != "none":
                 using = f"USING {self.index} (embedding vector_l2_ops)" + (settings and f" WITH ({settings})")
-                connection.execute(self._sql("CREATE INDEX {new} ON {table} " + using, **index))
-                connection.execute(self._sql("DROP INDEX IF EXISTS {old}", **index))
-                connection.execute(self._sql("ALTER INDEX {new_there} RENAME TO {name}", **index))
+                connection.execute(self._sql("CREATE INDEX {new} ON {table} " + using, index))
+                connection.execute(self._sql("DROP INDEX IF EXISTS {old}", index))
+                connection.execute(self._sql("ALTER INDEX {new_there} RENAME TO {name}", index))
             connection.execute(self._sql("ANALYZE {table}"))
 
     def close(self) -> None:
         """Close the connections."""
         self._connections.close()
 
-    def _sql(self, text: str, **parts: Any) -> Any:
+    def _sql(self, text: str, parts: Mapping[str, Any] | None = None) -> Any:
         sql = self._psycopg.sql
         wrapped = {
-            name: part if isinstance(part, sql.Composable) else sql.Literal(part) for name, part in parts.items()
+            name: part if isinstance(part, sql.Composable) else sql.Literal(part)
+            for name, part in (parts or {}).items()
         }
         return sql.SQL(text).format(table=self._table, **wrapped)
 
@@ -284,7 +293,7 @@ class PgVectorStore:
         return self._psycopg.sql.SQL("WHERE " + " AND ".join(conditions) if conditions else ""), values
 
     def _prepare_index(self, connection: Any, k: int) -> bool:
-        """Say for this transaction how thorough the index is; whether it is of any use."""
+        """Set for this transaction how thorough the index is; False if the index cannot serve the search."""
         if self.index == "none" or (self.index == "hnsw" and k > _MOST_EF):
             return False
         if self.index == "hnsw":
@@ -294,7 +303,7 @@ class PgVectorStore:
             settings = {"ivfflat.probes": int(self._options.get("probes", 0)) or max(8, lists // 8)}
         for name, value in settings.items():
             connection.execute("SELECT set_config(%s, %s, true)", [name, str(value)])
-        # From pgvector 0.8 an index goes on until k results pass the filter; before, the exact search below makes up for it.
+        # From pgvector 0.8 an index goes on until k results pass the filter; older versions rely on the exact search.
         connection.execute(
             "SELECT set_config(%s, %s, true) FROM pg_extension"
             " WHERE extname = 'vector' AND string_to_array(extversion, '.')::int[] >= '{0,8}'",
@@ -303,7 +312,7 @@ class PgVectorStore:
         return True
 
     def _rows(self, connection: Any) -> int:
-        """About how many, as of the last `optimise`."""
+        """Approximate number of rows, as of the last `optimise`."""
         found = connection.execute(
             "SELECT reltuples FROM pg_class WHERE oid = to_regclass(%s)", [self._table.as_string(connection)]
         )
@@ -320,7 +329,7 @@ class PgVectorStore:
 
 
 class _Connections:
-    """Connections that are free, as many as were ever used at once; one that is lost takes the others with it."""
+    """A pool of free connections. If one is lost, the others are closed too."""
 
     def __init__(self, psycopg: Any, url: str, extra: Mapping[str, str]) -> None:
         self.url = redacted(url)
@@ -332,16 +341,17 @@ class _Connections:
         except psycopg.Error:
             # The driver's message repeats the URL, with its password.
             raise UserError(
-                f"store {self.url}: expected postgresql://user@host:port/database; write / ? # @ : in a password as %2F %3F %23 %40 %3A"
+                f"store {self.url}: expected postgresql://user@host:port/database; write / ? # @ : in a password as"
+                " %2F %3F %23 %40 %3A"
             ) from None
-        self._arguments |= {"connect_timeout": _CONNECT_SECONDS, **extra}
+        self._arguments |= {"connect_timeout": "5", **extra}
 
     @contextmanager
     def borrow(self) -> Iterator[Any]:
         """A connection for one transaction: committed if all went well, else undone.
 
         Raises:
-            UserError: anything that PostgreSQL says; the next call connects anew.
+            UserError: any error of PostgreSQL; the next call connects anew.
         """
         try:
             connection = self._take()
@@ -355,10 +365,10 @@ class _Connections:
                 else:
                     self._free.put(connection)
         except self._psycopg.Error as error:
-            said = first_line(error)
+            message = first_line(error)
             if secret := self._arguments.get("password"):
-                said = said.replace(secret, "***")
-            raise UserError(f"store {self.url}: {said}") from None
+                message = message.replace(secret, "***")
+            raise UserError(f"store {self.url}: {message}") from None
 
     def close(self) -> None:
         """Close those that are free."""
@@ -380,7 +390,7 @@ def _read_options(url: str) -> dict[str, str]:
     given = options(url, _OPTIONS)
     if given.get("index", "none") not in ("none", "hnsw", "ivfflat"):
         raise UserError(f"store {redacted(url)}: index must be none, hnsw or ivfflat, got {given['index']!r}")
-    for name in ("m", "ef_construction", "ef_search", "lists", "probes"):
+    for name in ("m", "ef_construction", "ef_search", "lists", "probes", "connect_timeout"):
         if name in given and not re.fullmatch(r"[1-9][0-9]{0,5}", given[name]):
             raise UserError(f"store {redacted(url)}: {name} must be a number from 1, got {given[name]!r}")
     if not re.fullmatch(r"[^.%\0]+(\.[^.%\0]+)?", given.get("table", "sfumato")):

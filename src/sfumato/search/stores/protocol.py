@@ -1,8 +1,10 @@
-"""What a vector store does: it keeps records under ids and finds the vectors nearest to a query by squared Euclidean distance.
+"""The contract of a vector store: keep records under ids, and find the nearest vectors by squared L2.
 
-A store knows nothing of Gaussians: lifting (search/lifting.py) has made every item a vector beforehand, and a
-:class:`~sfumato.search.collection.GaussianCollection` computes the distances of what a store brings anew, from the vectors in
-the records. So stores differ in which candidates they bring and in what they survive, never in the figures.
+A store knows nothing of Gaussians: every item has been lifted to a vector beforehand (search/lifting.py), and a
+:class:`~sfumato.search.collection.GaussianCollection` computes the distances of a store's candidates anew, from the
+    vectors
+in their records. So stores differ in the candidates that they return and in the failures that they survive, never in
+figures.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +23,11 @@ class Records:
         ids: n distinct ids.
         vectors: (n, e) float32 on the CPU.
         uncertainty: (n,) float32, total variance of each item.
-        payloads: n dictionaries of texts to hand out with the items.
+        payloads: n dictionaries of texts that searches return with the items.
 
     Raises:
-        ValueError: sizes differ, an id occurs twice or is empty, a payload is not of
-            texts, or a number is not finite; the message names the first such item.
+        ValueError: sizes differ, an id is empty or occurs twice, a payload holds anything but texts, or a number is not
+            finite; the message names the first such item.
     """
 
     ids: tuple[str, ...]
@@ -41,8 +43,8 @@ class Records:
             )
         if not (len(self.vectors) == len(self.uncertainty) == len(self.payloads) == n):
             raise ValueError(
-                f"Records: {n} ids, {len(self.vectors)} vectors, {len(self.uncertainty)} uncertainties and {len(self.payloads)} payloads;"
-                " expected as many of each"
+                f"Records: {n} ids, {len(self.vectors)} vectors, {len(self.uncertainty)} uncertainties and"
+                f" {len(self.payloads)} payloads; expected the same number of each"
             )
         seen: set[str] = set()
         for i in self.ids:
@@ -64,7 +66,14 @@ class Records:
         return len(self.ids)
 
     def take(self, positions: Sequence[int]) -> "Records":
-        """These records, in this order."""
+        """Some of the records.
+
+        Args:
+            positions: positions of the wanted records.
+
+        Returns:
+            The records in the order of the positions.
+        """
         chosen = list(positions)
         return Records(
             tuple(self.ids[i] for i in chosen),
@@ -75,7 +84,14 @@ class Records:
 
     @staticmethod
     def none(e: int) -> "Records":
-        """No records of e dimensions."""
+        """An empty batch.
+
+        Args:
+            e: dimensions of the vectors.
+
+        Returns:
+            Records without items.
+        """
         return Records((), torch.empty(0, e), torch.empty(0), ())
 
 
@@ -92,8 +108,9 @@ class Filter:
     """Which items a search may find.
 
     Attributes:
-        where: by payload field, the values it may have; an item without the field is left out. All fields must fit.
-        max_uncertainty: total variance that an item may have at most; any if None.
+        where: by payload field, the values that it may have. All fields must fit; an item without the field is left
+            out.
+        max_uncertainty: largest total variance of an item; any if None.
 
     Raises:
         ValueError: max_uncertainty is negative or not a number.
@@ -107,53 +124,75 @@ class Filter:
             raise ValueError(f"Filter: max_uncertainty must be at least 0, got {self.max_uncertainty}")
 
     def accepts(self, payload: Mapping[str, str], uncertainty: float) -> bool:
-        """Whether an item fits; stores that filter by a language of their own must agree with this."""
+        """Whether an item passes the filter. Stores that filter in a language of their own must agree with this.
+
+        Args:
+            payload: texts of the item.
+            uncertainty: total variance of the item.
+
+        Returns:
+            True if it passes.
+        """
         if self.max_uncertainty is not None and uncertainty > self.max_uncertainty:
             return False
         return all(payload.get(name) in values for name, values in self.where.items())
 
 
 class VectorStore(Protocol):
-    """Records on disk or behind a network. Made by :func:`~sfumato.search.stores.store_url.create_store` and opened by `open_store`.
+    """Records on disk or behind a network.
 
-    What upsert and delete have done when they return survives the death of this process and of the store.
-    One process writes at a time; any number of threads of it may search meanwhile.
+    Effects of upsert and delete, once they have returned, survive the death of this process and of the store.
+    One process writes at a time; any number of its threads may search meanwhile.
     """
 
     @property
     def url(self) -> str:
-        """Where it is, without a password."""
+        """The store URL, without a password. :func:`~sfumato.search.stores.store_url.open_store` opens it again."""
         ...
 
     @property
     def dim(self) -> int:
-        """e, of the vectors."""
+        """Dimensions e of the vectors."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """What :func:`create_store` was told of the meaning of the vectors; other vectors must not be mixed with them."""
+        """The text about the meaning of the vectors; a store must not mix vectors of different meaning."""
         ...
 
     def upsert(self, records: Records) -> None:
-        """Store records; those whose ids are there already are replaced as a whole.
+        """Store records; a record replaces the one with the same id as a whole.
+
+        Args:
+            records: vectors of dimension e.
 
         Raises:
-            ValueError: vectors of another dimension.
-            UserError: the store cannot be reached or is full; nothing, or a part that a repetition completes, was stored.
+            ValueError: the vectors have another dimension.
+            UserError: the store cannot be reached or is full. Nothing was stored, or a part that the same call
+                completes.
         """
         ...
 
     def delete(self, ids: Sequence[str]) -> int:
         """Remove items.
 
+        Args:
+            ids: ids of the items; unknown ones are skipped.
+
         Returns:
-            How many of these ids were there.
+            Number of removed items.
         """
         ...
 
     def get(self, ids: Sequence[str]) -> Records:
-        """The records of those of these ids that are there, in the order asked for."""
+        """Records by id.
+
+        Args:
+            ids: wanted ids.
+
+        Returns:
+            The records of those ids that exist, in the order of `ids`, each once.
+        """
         ...
 
     def search(self, queries: Tensor, k: int, filter: Filter | None = None) -> list[Records]:
@@ -161,27 +200,80 @@ class VectorStore(Protocol):
 
         Args:
             queries: (n, e) float32.
-            k: at least 1.
+            k: number of results, at least 1.
             filter: which items may be found; all if None.
 
         Returns:
-            For each query at most k records, nearest first by the store's own reckoning; fewer only if fewer fit the filter or an
-            approximate engine finds no more.
+            For each query at most k records, nearest first by the store's own distances. There are fewer only if
+            fewer pass the filter or an approximate engine finds no more.
+
+        Raises:
+            ValueError: the queries have another dimension, or k < 1.
         """
         ...
 
     def count(self, filter: Filter | None = None) -> int:
-        """Number of items that fit."""
+        """Number of items.
+
+        Args:
+            filter: which items count; all if None.
+
+        Returns:
+            The number.
+        """
         ...
 
     def scan(self, batch: int = 4096, filter: Filter | None = None) -> Iterator[Records]:
-        """All items that fit, in batches, each once, in an order of the store's own; as they were when the scan began if the store can."""
+        """All items, each once, in any order; as they were when the scan began, if the store can do that.
+
+        Args:
+            batch: largest number of records at a time.
+            filter: which items are wanted; all if None.
+
+        Yields:
+            Batches of records.
+        """
         ...
 
     def optimise(self) -> None:
-        """Build what makes searching fast over all that was stored so far; searches are right without it."""
+        """Build search structures over all stored items. They make searches fast; searches are correct without."""
         ...
 
     def close(self) -> None:
-        """Let go of files and connections."""
+        """Release files and connections. Closing twice does no harm."""
+        ...
+
+
+class StoreFactory(Protocol):
+    """Makes and opens the stores of one kind. A module with these two functions is one."""
+
+    def create(self, url: str, dim: int, fingerprint: str) -> VectorStore:
+        """Make an empty store.
+
+        Args:
+            url: store URL; options follow a question mark.
+            dim: dimensions e of the vectors.
+            fingerprint: a short text about the meaning of the vectors, to be kept with them.
+
+        Returns:
+            The store, open.
+
+        Raises:
+            UserError: the URL is malformed, the store already exists or cannot be reached, or an extra is not
+                installed.
+        """
+        ...
+
+    def open(self, url: str) -> VectorStore:
+        """Open a store that was created before.
+
+        Args:
+            url: store URL; its search options take the place of those given at creation.
+
+        Returns:
+            The store.
+
+        Raises:
+            UserError: the URL is malformed, there is no such store, it cannot be reached, or an extra is not installed.
+        """
         ...

@@ -1,114 +1,205 @@
-"""Stores by URL: one line says whether an index lives in a folder, in Milvus, in PostgreSQL, or as means and variances apart.
+"""Store URLs say where the records of a collection are. The registry STORES maps a scheme to a kind of store.
 
-runs/store?engine=hnsw                          a folder here (file:runs/store is the same); engines flat, hnsw, ivf, ivf-pq
-milvus:runs/store.db                            Milvus Lite, embedded; milvus+http://host:19530/name for a server or a cluster
-postgresql://user@host:5432/database?table=name PostgreSQL with pgvector
-rerank:runs/store?candidates=100                means in a folder, variances in another, candidates re-ranked
-redis://host:6379/0?means=runs/store            the same with the variances in Redis
+runs/store?engine=hnsw              a local folder (file:runs/store is the same); engines flat, hnsw, ivf, ivf-pq
+milvus:runs/store.db                Milvus Lite, embedded
+milvus+http://host:19530/name       a Milvus server or cluster
+postgresql://user@host/db?table=t   PostgreSQL with pgvector
+rerank:runs/store?candidates=100    means in a folder, variances in another, candidates re-ranked
+redis://host:6379/0?means=runs/s    the same with the variances in Redis
+
+To add a store, write one module with the functions `create` and `open` (a
+:class:`~sfumato.search.stores.protocol.StoreFactory`) that return a
+:class:`~sfumato.search.stores.protocol.VectorStore`, and register it under a scheme.
 """
 
 import importlib
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from sfumato.errors import UserError
-from sfumato.search.stores.protocol import VectorStore
+from sfumato.search.stores.protocol import StoreFactory, VectorStore
 
-_MODULES = {
-    "file": "sfumato.search.stores.local",
-    "milvus": "sfumato.search.stores.milvus",
-    "milvus+http": "sfumato.search.stores.milvus",
-    "milvus+https": "sfumato.search.stores.milvus",
-    "postgresql": "sfumato.search.stores.pgvector",
-    "postgres": "sfumato.search.stores.pgvector",
-    "rerank": "sfumato.search.stores.rerank",
-    "redis": "sfumato.search.stores.rerank",
-    "rediss": "sfumato.search.stores.rerank",
+_SCHEME = "[a-z][a-z0-9+]+"
+
+
+@dataclass(frozen=True)
+class StoreKind:
+    """An entry of STORES.
+
+    Attributes:
+        factory: makes and opens the stores, or the name of the module that does; the module is imported at first use.
+        path: where the URL holds a local path: "" directly after the scheme, else the name of an option; None if
+            nowhere. A relative path starts at the folder of the collection.
+    """
+
+    factory: StoreFactory | str
+    path: str | None = None
+
+    def create(self, url: str, dim: int, fingerprint: str) -> VectorStore:
+        """See :meth:`~sfumato.search.stores.protocol.StoreFactory.create`."""
+        return self._loaded().create(url, dim, fingerprint)
+
+    def open(self, url: str) -> VectorStore:
+        """See :meth:`~sfumato.search.stores.protocol.StoreFactory.open`."""
+        return self._loaded().open(url)
+
+    def _loaded(self) -> StoreFactory:
+        return (
+            cast(StoreFactory, importlib.import_module(self.factory)) if isinstance(self.factory, str) else self.factory
+        )
+
+
+STORES: dict[str, StoreKind] = {
+    "file": StoreKind("sfumato.search.stores.local", path=""),
+    "milvus": StoreKind("sfumato.search.stores.milvus", path=""),
+    "milvus+http": StoreKind("sfumato.search.stores.milvus"),
+    "milvus+https": StoreKind("sfumato.search.stores.milvus"),
+    "postgresql": StoreKind("sfumato.search.stores.pgvector"),
+    "postgres": StoreKind("sfumato.search.stores.pgvector"),
+    "rerank": StoreKind("sfumato.search.stores.rerank", path=""),
+    "redis": StoreKind("sfumato.search.stores.rerank", path="means"),
+    "rediss": StoreKind("sfumato.search.stores.rerank", path="means"),
 }
-"""Each module has functions `create(url, dim, fingerprint)` and `open(url)`."""
+"""Kinds of stores by the scheme of their URLs; add to it with :func:`register_store`."""
+
+
+def register_store(scheme: str, factory: StoreFactory | str, *, path: str | None = None) -> None:
+    """Add a kind of store.
+
+    Args:
+        scheme: first part of its URLs, before the colon: two or more lower-case letters, digits and +.
+        factory: a module or an object with the functions `create` and `open`, or the name of a module to import at
+            first use.
+        path: where the URL holds a local path, see :class:`StoreKind`.
+
+    Raises:
+        ValueError: the scheme is malformed or already registered.
+    """
+    if not re.fullmatch(_SCHEME, scheme):
+        raise ValueError(
+            f"register_store: a scheme is two or more lower-case letters, digits and +, letter first, got {scheme!r}"
+        )
+    if scheme in STORES:
+        raise ValueError(f"register_store: scheme {scheme!r} is already registered; choose another")
+    STORES[scheme] = StoreKind(factory, path)
 
 
 def create_store(url: str, dim: int, fingerprint: str) -> VectorStore:
     """Make an empty store.
 
     Args:
-        url: where, see the module; options follow a question mark.
-        dim: of the vectors.
-        fingerprint: a short text that says what the vectors mean, kept with them.
+        url: store URL; options follow a question mark.
+        dim: dimensions e of the vectors.
+        fingerprint: a short text about the meaning of the vectors, kept with them.
+
+    Returns:
+        The store, open.
 
     Raises:
-        UserError: the URL is not one, the store exists already, cannot be reached, or needs an extra that is not installed.
+        UserError: the URL is malformed, the store already exists or cannot be reached, or an extra is not installed.
     """
-    return cast(VectorStore, importlib.import_module(_MODULES[scheme(url)]).create(url, dim, fingerprint))
+    return STORES[scheme(url)].create(url, dim, fingerprint)
 
 
 def open_store(url: str) -> VectorStore:
     """Open a store that was created before.
 
+    Args:
+        url: store URL; its search options take the place of those given at creation.
+
+    Returns:
+        The store.
+
     Raises:
-        UserError: the URL is not one, there is no such store, it cannot be reached, or needs an extra that is not installed.
+        UserError: the URL is malformed, there is no such store, it cannot be reached, or an extra is not installed.
     """
-    return cast(VectorStore, importlib.import_module(_MODULES[scheme(url)]).open(url))
+    return STORES[scheme(url)].open(url)
 
 
 def scheme(url: str) -> str:
-    """The kind of store that a URL names; a path without a scheme is "file".
+    """The scheme of a store URL.
+
+    Args:
+        url: store URL, or a path.
+
+    Returns:
+        A key of STORES; "file" for a path without a scheme.
 
     Raises:
         UserError: no store has such a scheme.
     """
-    found = re.match(r"([a-z][a-z0-9+]+):", url)
+    found = re.match(f"({_SCHEME}):", url)
     if found is None:
         return "file"
-    if found[1] not in _MODULES:
-        raise UserError(f"store {redacted(url)}: unknown kind {found[1]!r}; known: {', '.join(_MODULES)}, or a path")
+    if found[1] not in STORES:
+        raise UserError(f"store {redacted(url)}: unknown kind {found[1]!r}; known: {', '.join(STORES)}, or a path")
     return found[1]
 
 
 def options(url: str, known: dict[str, str]) -> dict[str, str]:
-    """What follows the question mark of a URL.
+    """The options of a store URL, after its question mark.
 
     Args:
-        url: of a store.
-        known: by name, what each option is, for the message.
+        url: store URL.
+        known: known options with a description of each, for the message.
+
+    Returns:
+        Values by option.
 
     Raises:
-        UserError: an option that is not known, or occurs twice.
+        UserError: an option is unknown or occurs twice, or the host or port is malformed.
     """
-    if _torn(url):
+    if _malformed(url):
         raise UserError(
-            f"store {redacted(url)}: the host or port is not one; write / ? # @ in a password as %2F %3F %23 %40"
+            f"store {redacted(url)}: the host or port is malformed; write / ? # @ in a password as %2F %3F %23 %40"
         )
     pairs = parse_qsl(urlsplit(url).query, keep_blank_values=True)
     found = dict(pairs)
     if len(found) < len(pairs):
         raise UserError(f"store {redacted(url)}: an option is given twice")
     if unknown := sorted(set(found) - set(known)):
-        told = ", ".join(f"{name} ({what})" for name, what in known.items())
-        raise UserError(f"store {redacted(url)}: unknown option {unknown[0]!r}; known: {told or 'none'}")
+        listed = ", ".join(f"{name} ({what})" for name, what in known.items())
+        raise UserError(f"store {redacted(url)}: unknown option {unknown[0]!r}; known: {listed or 'none'}")
     return found
 
 
 def anchored(url: str, folder: Path) -> str:
-    """The URL with its relative path, if it has one, taken to start at a folder."""
+    """Resolve the relative path of a store URL, if it has one, against a folder.
+
+    Args:
+        url: store URL.
+        folder: where relative paths start.
+
+    Returns:
+        The URL with the path below the folder; a URL without a local path as it is.
+    """
     kind = scheme(url)
-    if kind in ("redis", "rediss"):
-        parts = urlsplit(url)
-        told = dict(parse_qsl(parts.query, keep_blank_values=True))
-        if "means" in told:
-            told["means"] = str(folder / told["means"])
-        return urlunsplit(parts._replace(query=urlencode(told, safe="/")))
-    if kind not in ("file", "milvus", "rerank"):
+    option = STORES[kind].path
+    if option is None:
         return url
+    if option:
+        parts = urlsplit(url)
+        given = dict(parse_qsl(parts.query, keep_blank_values=True))
+        if option in given:
+            given[option] = str(folder / given[option])
+        return urlunsplit(parts._replace(query=urlencode(given, safe="/")))
     head, tail = (url[: len(kind) + 1], url[len(kind) + 1 :]) if url.startswith(f"{kind}:") else ("", url)
     path, mark, query = tail.partition("?")
     return f"{head}{folder / path}{mark}{query}"
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be kept in a file; the password comes from the environment then."""
+    """Remove the password, so that the URL can be kept in a file; the password then comes from the environment.
+
+    Args:
+        url: store URL.
+
+    Returns:
+        The URL without a password.
+    """
     parts = urlsplit(url)
     if parts.password is None:
         return url
@@ -116,8 +207,16 @@ def without_password(url: str) -> str:
 
 
 def redacted(url: str) -> str:
-    """The URL with its password replaced by ***; with all that follows, where a password splits the URL in a wrong place."""
-    if _torn(url):
+    """Replace the password by ***, for messages and logs.
+
+    Args:
+        url: store URL.
+
+    Returns:
+        The URL with *** in place of the password. Where special characters in the password make the URL ambiguous, all
+        that follows is replaced as well.
+    """
+    if _malformed(url):
         return re.sub(r"(://[^:@/?#]*).*", r"\1:***", url, flags=re.DOTALL)
     url = re.sub(r"(?<=[?&])(password|token)=[^&]*", r"\1=***", url)
     parts = urlsplit(url)
@@ -126,8 +225,8 @@ def redacted(url: str) -> str:
     return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{parts.netloc.rpartition('@')[2]}"))
 
 
-def _torn(url: str) -> bool:
-    """Whether what follows a host is no port, as when a password has a / ? or # that is not written %2F %3F %23."""
+def _malformed(url: str) -> bool:
+    """Whether the host or port is malformed, as when a password has a / ? or # that is not written %2F %3F %23."""
     try:
         host = urlsplit(url).netloc.rpartition("@")[2]
     except ValueError:

@@ -1,5 +1,5 @@
-// The page of `sfumato serve`: it asks the API at its own origin and shows the answers. What is asked stands in the URL, so that a
-// search can be shared and Back works; a picture cannot stand there, it lives as long as the page.
+// The page of `sfumato serve`: it calls the API at its own origin and shows the answers. The URL holds the search, so that
+// it can be shared and Back works. An image is kept as long as the page is open.
 import { CollectionMap } from "./map.js";
 
 const $ = (selector, root = document) => root.querySelector(selector);
@@ -32,18 +32,18 @@ let state;
 let begin;
 const begun = new Promise((resolve) => (begin = resolve));
 
-// What is done before the page knows its collection is done as soon as it does.
+// Actions wait until the page knows its collection.
 const on = (node, type, act) => node.addEventListener(type, (event) => (info ? act(event) : begun.then(() => act(event))));
 
 let map;
 
 // ---- the service
 
-const TITLES = { 401: "This service asks for a key", 404: "It is not there", 413: "This is too large", 422: "The service cannot use this", 503: "The service is busy" };
+const TITLES = { 401: "This service needs a key", 404: "Not found", 413: "Too large", 422: "The service cannot use this request", 503: "The service is busy" };
 
 class Refused extends Error {
-  // From a problem document; where it points into a request that the reader never saw, only what is said stays.
-  constructor(status, { title, detail = "It gave no reason" } = {}) {
+  // From a problem document, without locations in a request that the reader never saw.
+  constructor(status, { title, detail = "No reason was given" } = {}) {
     super(detail.replaceAll(/body\.(queries|items)\.0\.(\w+): /g, "").replace(/[.?]?$/, (end) => end || "."));
     Object.assign(this, { status, title: title ?? `The service answered ${status}` });
   }
@@ -71,7 +71,7 @@ async function call(path, { method = "GET", body, signal } = {}) {
 
 const json = async (path, options) => (await call(path, options)).json();
 
-// The URL of a picture; with a key it has to be fetched, since an <img> sends none.
+// The URL of an image; with a key it is fetched, since an <img> sends none.
 async function pictureURL(picture, size) {
   const path = `${picture}?size=${size}`;
   if (!sessionStorage.getItem("sfumato-key")) return path;
@@ -88,14 +88,14 @@ const image = (path, alt = "", size = 224) => {
 const base64 = (file) => new Promise((resolve, reject) => {
   const reader = new FileReader();
   reader.onload = () => resolve(reader.result.split(",")[1] ?? "");
-  reader.onerror = () => reject(new Refused(422, { title: "This picture cannot be read", detail: file.name }));
+  reader.onerror = () => reject(new Refused(422, { title: "This image cannot be read", detail: file.name }));
   reader.readAsDataURL(file);
 });
 
 function checkPicture(file) {
   const { max_upload_bytes: most } = info.limits;
-  if (file.type && !file.type.startsWith("image/")) throw new Refused(422, { title: "This is not a picture", detail: `${file.name} is a ${file.type}.` });
-  if (file.size > most) throw new Refused(413, { title: TITLES[413], detail: `It has ${megabytes(file.size)}, the service takes ${megabytes(most)} at most.` });
+  if (file.type && !file.type.startsWith("image/")) throw new Refused(422, { title: "This is not an image", detail: `${file.name} is a ${file.type}.` });
+  if (file.size > most) throw new Refused(413, { title: TITLES[413], detail: `The file has ${megabytes(file.size)}; the limit of the service is ${megabytes(most)}.` });
 }
 
 // ---- figures in words
@@ -106,7 +106,7 @@ const figure = (v, digits = 3) => (v >= 1000 ? count(v) : String(Number(v.toPrec
 const count = (n) => Math.round(n).toLocaleString("en");
 const about = (n) => (n > 0 && n < 0.05 ? "<0.1" : n < 10 ? String(Number(n.toFixed(1))) : count(n));
 const nameOf = ({ id, payload }) => payload.label || payload.text || payload.name || id;
-const things = (gallery, n) => `${count(n)} ${gallery === "texts" ? (n === 1 ? "text" : "texts") : n === 1 ? "picture" : "pictures"}`;
+const things = (gallery, n) => `${count(n)} ${gallery === "texts" ? (n === 1 ? "text" : "texts") : n === 1 ? "image" : "images"}`;
 
 // ---- what is asked: the URL, and the pictures of this page
 
@@ -217,12 +217,12 @@ async function search(slot) {
 }
 
 // Both in one, as a second announcement may cut the first short.
-const tell = () => running.some(Boolean) || ($("#status").textContent = shown.filter(Boolean).map(({ query, answer }) => `${titleOf(query)}: ${answer.verdict.text}. ${answer.hits.length} hits.`).join(" "));
+const tell = () => running.some(Boolean) || ($("#status").textContent = shown.filter(Boolean).map(({ query, answer }) => `${titleOf(query)}: ${answer.verdict.text}. ${answer.hits.length} results.`).join(" "));
 
 // ---- the answers
 
 const titleOf = ({ kind, value }) =>
-  kind === "text" ? `“${value}”` : kind === "image" ? files.get(value).file.name || "a picture" : `More like ${known.has(value) ? nameOf(known.get(value)) : value}`;
+  kind === "text" ? `“${value}”` : kind === "image" ? files.get(value).file.name || "an image" : `More like ${known.has(value) ? nameOf(known.get(value)) : value}`;
 
 const thumbnailOf = ({ kind, value }) =>
   kind === "image" ? h("img", { src: files.get(value).url, alt: "" }) : kind === "id" && known.get(value)?.picture ? image(known.get(value).picture) : null;
@@ -241,7 +241,7 @@ const skeleton = (query) =>
 
 const refusal = ({ title, message, status }, again) =>
   h("section", { class: "card wrong", role: "alert" },
-    h("h2", { class: "problem" }, title ?? "The page has made a mistake"), h("p", {}, message),
+    h("h2", { class: "problem" }, title ?? "Error in this page"), h("p", {}, message),
     ![404, 413, 422].includes(status) && h("p", { class: "after" }, h("button", { type: "button", onclick: again }, "Try again")));
 
 const fail = (slot, error) => panel(slot, refusal(error, () => search(slot)));
@@ -255,17 +255,17 @@ function result(slot, query, answer) {
   const inSet = new Set(set?.hits.map(({ id }) => id));
   return h("section", { class: `card ${TONES[answer.verdict.kind]}`, "aria-label": `Answer to ${titleOf(query)}` },
     h("header", {}, thumbnailOf(query), h("div", {}, h("h2", {}, titleOf(query)), h("p", { class: "verdict" }, answer.verdict.text))),
-    h("div", { class: "facts" }, fact(about(answer.expected_matches), "matches expected"), fact(percent(best), "best hit"), fact(figure(answer.uncertainty), "total variance")),
+    h("div", { class: "facts" }, fact(about(answer.expected_matches), "matches expected"), fact(percent(best), "best result"), fact(figure(answer.uncertainty), "total variance")),
     !answer.calibrated && h("p", { class: "guess" }, calibrated
-      ? `These probabilities are a guess: they were fitted on ${gallery === "images" ? "texts against pictures" : "pictures against texts"}, and this compares two ${gallery === "images" ? "pictures" : "texts"}.`
-      : "These probabilities are a guess: the model was not calibrated on held-out pairs."),
-    h("details", {}, h("summary", {}, "What is this?"),
-      h("p", {}, h("b", {}, "Matches expected. "), `Each of the ${things(gallery, n)} has a probability of matching, computed from its distance (${answer.distance}) to what you asked. They add up to ${about(answer.expected_matches)}: so many true matches are to be expected. A vague question expects many, a precise one few.`),
-      h("p", {}, h("b", {}, "Total variance. "), `To the model, what you asked is not a point but a cloud in ${count(info.dimensions)} dimensions; this is how wide the cloud is. It can be compared with other questions to the same model, and is no measure of error by itself.`)),
-    set && h("p", { class: "count" }, `The framed set of ${things(gallery, set.hits.length)} holds a match with a probability of ${percent(set.coverage)}${set.complete ? "." : ", had it not been cut here: do not rely on it."}`),
+      ? `These probabilities are not calibrated: the calibration was fitted on ${gallery === "images" ? "texts against images" : "images against texts"}, and this search compares two ${gallery === "images" ? "images" : "texts"}.`
+      : "These probabilities are not calibrated: the model has no calibration."),
+    h("details", {}, h("summary", {}, "What do these numbers mean?"),
+      h("p", {}, h("b", {}, "Matches expected. "), `Each of the ${things(gallery, n)} has a match probability, computed from its distance (${answer.distance}) to your query. The probabilities add up to ${about(answer.expected_matches)}: that many true matches are expected. A vague query has many expected matches, a precise one few.`),
+      h("p", {}, h("b", {}, "Total variance. "), `For the model, your query is a Gaussian in ${count(info.dimensions)} dimensions, and this is its total variance. Compare it only with other queries to the same model.`)),
+    set && h("p", { class: "count" }, set.complete ? `The framed set of ${things(gallery, set.hits.length)}: for queries like those of the calibration it holds a match with a probability of ${percent(set.coverage)}.` : `The framed set was cut at ${things(gallery, set.hits.length)}, so its coverage of ${percent(set.coverage)} is not guaranteed.`),
     h("p", { class: "count", "data-count": "" }),
     h("ul", { class: `grid ${gallery}` }, answer.hits.map((hit) => card(slot, hit, inSet.has(hit.id)))),
-    wanted < Math.min(n, info.limits.max_results) && answer.hits.length >= wanted && h("p", { class: "after", "data-probability": answer.hits.at(-1).match_probability }, h("button", { type: "button", onclick: () => { wanted *= 2; search(slot); } }, "More hits")));
+    wanted < Math.min(n, info.limits.max_results) && answer.hits.length >= wanted && h("p", { class: "after", "data-probability": answer.hits.at(-1).match_probability }, h("button", { type: "button", onclick: () => { wanted *= 2; search(slot); } }, "More results")));
 }
 
 function card(slot, hit, inSet) {
@@ -281,7 +281,7 @@ function card(slot, hit, inSet) {
     h("button", { type: "button", class: "more", "aria-label": `Details of ${name}`, onclick: () => details(slot, hit) }, "⋯"));
 }
 
-// Hides hits that are less likely than the slider says; nothing is asked anew.
+// Hides results below the probability of the slider, without a new request.
 function filter() {
   for (const slot of SLOTS) {
     if (!shown[slot]) continue;
@@ -290,9 +290,9 @@ function filter() {
     const sum = left.reduce((total, hit) => total + hit.match_probability, 0);
     const section = $(`#answers [data-slot="${slot}"]`);
     for (const item of section.querySelectorAll("[data-probability]")) item.hidden = Number(item.dataset.probability) < state.least;
-    const which = state.least ? `${left.length} of the ${hits.length} closest ${left.length === 1 ? "is" : "are"} at least ${percent(state.least)} likely` : `The ${hits.length} closest`;
-    $("[data-count]", section).textContent = !hits.length ? "There is nothing in this collection." : !left.length ? `None of the ${hits.length} closest is ${percent(state.least)} likely.`
-      : `${which}: about ${about(sum)} of these should match${calibrated ? "" : ", at a guess"}.`;
+    const which = state.least ? `${left.length} of the ${hits.length} closest have a probability of at least ${percent(state.least)}` : `The ${hits.length} closest`;
+    $("[data-count]", section).textContent = !hits.length ? "This collection is empty." : !left.length ? `None of the ${hits.length} closest has a probability of at least ${percent(state.least)}.`
+      : `${which}: about ${about(sum)} of these should match${calibrated ? "" : " (not calibrated)"}.`;
   }
   if (state.view === "map") mark();
 }
@@ -306,8 +306,8 @@ const welcome = () => {
       h("button", { type: "button", class: "pick", title: "More like this", onclick: () => ask(0, { kind: "id", value: point.id }) },
         point.picture && image(point.picture), h("span", { class: "name" }, nameOf(point))))));
   }, () => {});
-  return h("section", { class: "card empty" }, h("h2", {}, "Ask for anything"),
-    h("p", {}, "Every hit comes with the probability that it really matches, and every answer says how many matches to expect: many for a vague question, one for a precise one. Write a text, drop or paste a picture",
+  return h("section", { class: "card empty" }, h("h2", {}, "Search for anything"),
+    h("p", {}, "Every result has a probability that it matches. Every answer says how many matches to expect: many for a vague query, one for a precise one. Write a text, or drop or paste an image",
       n ? ", or start from one of these." : ". This collection is still empty."), grid);
 };
 
@@ -326,11 +326,11 @@ function details(slot, hit) {
   remove.hidden = !info.galleries[state.gallery].writable;
   remove.textContent = "Delete…";
   remove.onclick = async () => {
-    if (remove.textContent === "Delete…") return void (remove.textContent = "Delete it for good");
+    if (remove.textContent === "Delete…") return void (remove.textContent = "Delete permanently");
     try {
       const { n } = await json("v1/items/delete", { method: "POST", body: { gallery: state.gallery, ids: [hit.id] } });
       dialog.close();
-      changed(n, `${nameOf(hit)} is deleted.`, hit.id);
+      changed(n, `${nameOf(hit)} was deleted.`, hit.id);
     } catch (error) {
       complain(dialog, error);
     }
@@ -355,7 +355,7 @@ async function add(event) {
     const { n } = await json("v1/items", { method: "POST", body: { gallery, items: [{ id, ...content }] } });
     dialog.close();
     event.target.reset();
-    changed(n, `${id} is added.`);
+    changed(n, `${id} was added.`);
   } catch (error) {
     complain(dialog, error);
   }
@@ -387,7 +387,7 @@ async function mark() {
   try {
     found = await mapOf(gallery);
   } catch (error) {
-    $("#legend").textContent = `There is no map: ${error.message}`;
+    $("#legend").textContent = `The map cannot be shown: ${error.message}`;
     return;
   }
   if (gallery !== state.gallery || state.view !== "map") return;
@@ -400,9 +400,9 @@ async function mark() {
   const ids = new Set(found.points.map(({ id }) => id));
   const outside = new Set(marks.flatMap(({ hits }) => [...hits.keys()]).filter((id) => !ids.has(id))).size;
   $("#legend").textContent = [
-    `${found.points.length < found.n ? `A sample of ${count(found.points.length)} of ` : ""}${things(gallery, found.n)}, each with one standard deviation of its cloud. The two axes show ${percent(found.explained[0])} and ${percent(found.explained[1])} of how they differ: far on the map is far, near may not be near.`,
-    marks.length && `Coloured: what you asked, and its hits${outside ? ` (${outside} of them are not in the sample)` : ""}.`,
-    "Drag to move, scroll or pinch to zoom; choosing an item finds more like it.",
+    `${found.points.length < found.n ? `A sample of ${count(found.points.length)} of ` : ""}${things(gallery, found.n)}, each drawn as an ellipse of one standard deviation. The two axes show ${percent(found.explained[0])} and ${percent(found.explained[1])} of the variance of the means: items far apart on the map are far apart, items close on it may not be close.`,
+    marks.length && `Coloured: your query and its results${outside ? ` (${outside} of them are not in the sample)` : ""}.`,
+    "Drag to move, scroll or pinch to zoom; select an item to find similar ones.",
   ].filter(Boolean).join(" ");
   list(found.points, marks);
 }
@@ -417,7 +417,7 @@ function list(points, marks) {
     $("ul", details).replaceChildren(
       ...marks.filter(({ ellipse }) => ellipse).map(({ label, ellipse }) => h("li", {}, h("b", {}, label), ` ${at(ellipse)}, ± ${figure(ellipse.a)} by ${figure(ellipse.b)}`)),
       ...[...points].sort((one, other) => hit(other) - hit(one)).map((point) => h("li", {},
-        h("button", { type: "button", onclick: () => ask(0, { kind: "id", value: point.id }) }, nameOf(point)), ` ${hit(point) ? "(hit) " : ""}${at(point)}, uncertainty ${figure(point.uncertainty)}`)));
+        h("button", { type: "button", onclick: () => ask(0, { kind: "id", value: point.id }) }, nameOf(point)), ` ${hit(point) ? "(result) " : ""}${at(point)}, uncertainty ${figure(point.uncertainty)}`)));
   };
   details.ontoggle = fill;
   fill();
@@ -436,7 +436,7 @@ function box(slot) {
   node.dataset.ask = slot;
   text.id = `q${slot}`;
   text.ariaLabel = slot ? "Second search" : "Search";
-  file.ariaLabel = slot ? "Second picture to search by" : "Picture to search by";
+  file.ariaLabel = slot ? "Second image to search by" : "Image to search by";
   on(file, "change", () => file.files[0] && (askPicture(slot, file.files[0]), (file.value = "")));
   return node;
 }
@@ -451,7 +451,7 @@ function syncAsk(slot) {
   node.dataset.asked = asked;
   const chip = $(".chip", node);
   chip.hidden = !query || query.kind === "text";
-  input.placeholder = chip.hidden ? (slot ? "and something else to compare with" : "Describe it, or drop a picture here") : "or describe it";
+  input.placeholder = chip.hidden ? (slot ? "and something else to compare with" : "Describe it, or drop an image here") : "or describe it";
   if (!chip.hidden)
     chip.replaceChildren(...[thumbnailOf(query), h("span", {}, titleOf(query)), h("button", { type: "button", "aria-label": "Remove it", onclick: () => (ask(slot, null), input.focus()) }, "×")].filter(Boolean));
 }
@@ -477,9 +477,9 @@ function render() {
   $("#add-open").hidden = !gallery.writable;
   choices("abstain", "any number");
   choices("coverage", "do not show");
-  const missing = [!gallery.risks.length && "limit wrong answers", !gallery.coverages.length && "promise a match"].filter(Boolean);
+  const missing = [!gallery.risks.length && "limit wrong answers", !gallery.coverages.length && "guarantee a match"].filter(Boolean);
   $("#promises").hidden = !missing.length;
-  $("#promises").textContent = gallery.calibrated ? `The calibration of this model cannot vouch for any usual value here: ${missing.join(", ")}.` : "Limits and sets need a model that was calibrated on held-out pairs (sfumato calibrate).";
+  $("#promises").textContent = gallery.calibrated ? `The calibration of this model cannot guarantee any usual value of: ${missing.join(", ")}.` : "Limits and sets need a model that was calibrated on held-out pairs (sfumato calibrate).";
   document.title = [...state.queries.filter(Boolean).map(titleOf), "sfumato"].join(" · ");
   SLOTS.forEach(syncAsk);
   $("#notice").replaceChildren();
@@ -500,7 +500,7 @@ function askKey() {
   if (!dialog.open) dialog.showModal();
 }
 
-// A picture that was dropped or pasted goes where it was aimed at, else into the first search.
+// A dropped or pasted image goes to the search under the pointer, else to the first one.
 function receive(event, data) {
   const file = [...(data?.files ?? [])][0];
   if (!file) return;
