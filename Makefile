@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help demo test check format benchmarks clean
+.PHONY: help demo test check docs format benchmarks clean
 
 help:  ## what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -20,6 +20,9 @@ check: $(VENV)/.dev  ## what has to pass before a change lands: style, types, te
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+docs: $(VENV)/.dev  ## the documentation site, into build/site; a broken link or a missing reference is an error
+	$(BIN)/mkdocs build --strict --quiet
 
 format: $(VENV)/.dev  ## put the code into its one layout
 	$(BIN)/ruff check --fix .
