@@ -3,7 +3,7 @@ r"""Every distance between diagonal Gaussians, each once: in row form (n,) and b
 Smaller is closer, everywhere. Sums run over d in float32 or better, whatever the input's dtype and any autocast; half
 precision in, float32 out. The separable distances (squared_l2, csd, wasserstein2, kl, min_kl, js) are matrix products;
 elk and bhattacharyya, which do not separate, and the sampled ones are computed in blocks under a stated memory budget, in the
-backward pass too. Formulas and sources stand in docs/math.md. This module knows nothing of labels, logits or probabilities.
+backward pass too. Formulas and sources stand in docs/concepts/distances.md. This module knows nothing of labels, logits or probabilities.
 """
 
 import difflib

@@ -2,7 +2,7 @@ r"""From distances to promises: match probabilities, thresholds, abstention and 
 
 Two parts. The probability of a match is a function of the distance (Platt or isotonic) and of how rare matches are, so it moves with
 the size of the gallery. The promises stand on the scores of single held-out queries (:class:`QueryScores`) and on nothing that was
-fitted: a wanted precision, a risk among answered queries, a set that contains a match. docs/math.md derives them and says of which
+fitted: a wanted precision, a risk among answered queries, a set that contains a match. docs/concepts/calibration.md derives them and says of which
 queries they hold. This module knows distances and labels, and not where they come from.
 """
 

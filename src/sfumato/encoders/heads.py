@@ -221,7 +221,7 @@ class GaussianHead(nn.Module):
 
     The log variance is neither normalised, squashed nor clamped, unless variance_bounds says so. It starts at log(init_total_variance / d) everywhere, up to
     a hundredth of the usual random weights: the papers give no start, and with log variance 0 a total variance of d drowns
-    every distance between unit means (docs/math.md has the measurements).
+    every distance between unit means (docs/concepts/encoders.md has the measurements).
 
     Args:
         channels: c of the token features.

@@ -1,6 +1,6 @@
 """The benchmarks' truths: which images and texts, which of them match in each direction, and which figures are reported.
 
-It reads id lists and annotations, never pictures, captions or embeddings. Sources and definitions: docs/math.md.
+It reads id lists and annotations, never pictures, captions or embeddings. Sources and definitions: docs/concepts/evaluation.md.
 """
 
 import csv

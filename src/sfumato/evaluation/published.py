@@ -17,7 +17,7 @@ class PublishedRow:
     """A row of a published table.
 
     Attributes:
-        paper: its short name, as in docs/math.md.
+        paper: its short name, as in docs/concepts/index.md.
         source: author, title, venue and number.
         table: of that paper.
         about: what the table is about.

@@ -1,7 +1,7 @@
 """What is an uncertainty worth? Every estimator against everything that it should foresee, with confidence intervals.
 
 It knows embeddings and the truth about them, and nothing of the models, pictures and texts that they came from. Labels are used to
-judge estimators and never reach one. What the figures mean is in :data:`FIGURES`; docs/trust.md reads them.
+judge estimators and never reach one. What the figures mean is in :data:`FIGURES`; docs/concepts/uncertainty.md reads them.
 """
 
 from collections.abc import Callable, Mapping, Sequence

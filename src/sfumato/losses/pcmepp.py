@@ -150,7 +150,7 @@ class PCMEPPLoss(MatchLoss):
         distance, alpha, beta, match_weight: see :func:`pcmepp_loss`.
         logit_scale, logit_bias: initial values of the learnable logits.
         pseudo_positives_from: first epoch (0-based) with the pseudo-positive terms. An untrained model is closer to
-            nearly everything than to its truth, and early pseudo-positives flood the labels: docs/math.md.
+            nearly everything than to its truth, and early pseudo-positives flood the labels: docs/concepts/losses.md.
         infonce_weight: of :func:`~sfumato.losses.infonce.infonce_loss` on the means, as in large-scale pre-training; 0: none.
         infonce_scale: initial scale of that loss, which is learnt apart from the match logits.
     """

@@ -3,7 +3,7 @@
 Ranks come from counting, not from sorting whole galleries, and ties are decided by gallery position: of two items at the same
 distance the earlier one ranks first, as in a stable sort. Ranks may also be read from ranked lists, which are taken in the order
 in which they are given; a list that is too short for a metric is refused, never under-counted. Definitions and sources:
-docs/math.md.
+docs/concepts/evaluation.md.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Prompts: class names in templates, one Gaussian for each class, pooled from those of its prompts by weights, and how many prompts are best kept.
 
-It knows nothing of what is reported: which pictures to choose on is its caller's business, zeroshot.py. The formulas are in docs/math.md.
+It knows nothing of what is reported: which pictures to choose on is its caller's business, zeroshot.py. The formulas are in docs/concepts/prompts.md.
 """
 
 from collections.abc import Sequence

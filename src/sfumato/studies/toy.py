@@ -105,7 +105,7 @@ def train_toy(
         data: of :func:`toy_data`; left as it is.
         method: one of METHODS.
         generator: of the order of the samples and the classes of uncertain ones.
-        updates: steps of the optimiser. The paper's "500 epochs" are taken for 500 mini-batches: docs/decisions.md.
+        updates: steps of the optimiser. The paper's "500 epochs" are taken for 500 mini-batches: docs/decisions/studies.md.
         batch_size: samples of each of the two mini-batches.
         lr: of the samples and of the loss's logits.
 
