@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help demo test check docs format benchmarks clean
+.PHONY: help demo test style types examples docs check format benchmarks clean
 
 help:  ## what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -12,17 +12,23 @@ help:  ## what there is
 demo: $(VENV)/.demo  ## train, evaluate, index and search on the embedded emoji set; writes runs/demo/index.html
 	$(BIN)/sfumato demo
 
-test: $(VENV)/.dev  ## all tests
-	$(BIN)/python -m pytest
+test: $(VENV)/.dev  ## all tests, on as many processes as there are cores
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
-check: $(VENV)/.dev  ## what has to pass before a change lands: style, types, tests
+style: $(VENV)/.dev  ## ruff: rules and layout of the code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest
 
-docs: $(VENV)/.dev  ## the documentation site, into build/site; a broken link or a missing reference is an error
-	$(BIN)/mkdocs build --strict --quiet
+types: $(VENV)/.dev  ## mypy, strict
+	$(BIN)/mypy
+
+examples: $(VENV)/.dev  ## run every Example in the docstrings
+	$(BIN)/python -m pytest --doctest-modules src/sfumato
+
+docs: $(VENV)/.dev  ## build the documentation site into build/site; a broken link or reference fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+check: style types examples docs test  ## what has to pass before a change lands
 
 format: $(VENV)/.dev  ## put the code into its one layout
 	$(BIN)/ruff check --fix .

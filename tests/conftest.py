@@ -12,7 +12,8 @@ import torch
 
 from sfumato import cli
 
-torch.set_num_threads(min(2, torch.get_num_threads()))
+# One thread for each of several test processes.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
 
 SHARED = Path(os.environ.get("SFUMATO_SHARED", Path(__file__).resolve().parents[2] / "shared"))
 

@@ -178,6 +178,7 @@ FLOORS: dict[str, list[str]] = {
     "training": [
         "optim step",
         "batches variance_stage",
+        "setup",
         "loop",
         "ablation",
     ],

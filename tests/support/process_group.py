@@ -1,10 +1,6 @@
-"""One process of a few that train together, for test_distributed.py: forward_backward on fixed batches, the results to a file.
-
-python world.py OUT SIZES        with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment
-"""
+"""One process of a group that trains together: forward_backward on fixed batches, the results into a file."""
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -38,9 +34,8 @@ def tiny_batch(n: int, process_group: ProcessGroup, step: int) -> TrainBatch:
     return TrainBatch(Inputs(image[own]), Inputs(text[own]), lambda _: (match[own], match.T[own]))
 
 
-def main(out: Path, sizes: list[int]) -> None:
+def gradients_of_losses(out: Path, sizes: list[int]) -> None:
     """Gradients and measured values of each loss and batch, from every process."""
-    torch.set_num_threads(1)
     with join_process_group(lambda _: torch.device("cpu"), 1.0) as process_group:
         tensors, measured = {}, {}
         for loss_name, kind in LOSSES.items():
@@ -57,7 +52,3 @@ def main(out: Path, sizes: list[int]) -> None:
                         tensors[f"{case}/{name}"] = parameter.grad.clone()
         save_file(tensors, out / f"{process_group.size}-{process_group.rank}.safetensors")
         (out / f"{process_group.size}-{process_group.rank}.json").write_text(json.dumps(measured))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), [int(n) for n in sys.argv[2].split(",")])

@@ -120,7 +120,7 @@ def test_every_closed_form_trains(recipe, tmp_path, name):
     [
         ({"trained": ["wasserstein"]}, "unknown distance 'wasserstein'; did you mean 'wasserstein2'"),
         ({"retrieved": ["csd", "csd"]}, "--retrieve names csd twice"),
-        ({"trained": ["average_l2"]}, "average_l2 draws at random"),
+        ({"trained": ["average_l2"]}, "average_l2 is sampled"),
         ({"trained": []}, "no distance to train with; known: csd, squared_l2"),
     ],
 )
@@ -133,8 +133,8 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(recipe, tmp_p
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.variance=false", "loss.beta=0"], "has model.variance=false: of points"),
-        (["loss.name=pcme"], "compares draws, whatever loss.distance is"),
+        (["model.variance=false", "loss.beta=0"], "has model.variance=false: for points"),
+        (["loss.name=pcme"], "compares samples and ignores loss.distance"),
     ],
 )
 def test_recipes_without_distributions_to_compare_are_refused(tmp_path, overrides, message):

@@ -256,9 +256,9 @@ def test_words_of_padded_texts_are_not_damaged():
     tokenizer = add_begin_and_end(train_tokenizer(WORDS, 60), 9)
     assert Augmentation(recipe(text_tokens=0.2), model(tokenizer), alone()).words is not None
     tokenizer.enable_padding(length=9)
-    with pytest.raises(UserError, match=r"augment.text_tokens is not for texts that are padded.*set it to 0"):
+    with pytest.raises(UserError, match=r"augment.text_tokens cannot be used with texts padded.*set it to 0"):
         Augmentation(recipe(text_tokens=0.2), model(tokenizer), alone())
-    with pytest.raises(UserError, match=r"augment.drop_words is not for texts that are padded"):
+    with pytest.raises(UserError, match=r"augment.drop_words cannot be used with texts padded"):
         Augmentation(recipe(drop_words=0.2), model(tokenizer), alone())
     assert Augmentation(recipe(), model(tokenizer), alone()).words is None
 

@@ -1,59 +1,26 @@
 """Several processes are one: the same losses, gradients and runs, and an end in bounded time when one of them dies."""
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.process_group import gradients_of_losses
+from support.processes import command, process_group
 from support.toy import make_toy
 
 from sfumato.losses import LOSSES
 from sfumato.models.process_group import PeerLostError, ProcessGroup, _answered, alone
 
-HERE = Path(__file__).parent
+
+def succeed(size, function, *arguments):
+    for process in process_group(size, function, *arguments):
+        status, said = process.finish()
+        assert status == 0, said
 
 
-def start(size: int, command: list[str], port: int | None = None) -> list[subprocess.Popen]:
-    """The processes of a world, as torchrun would start them."""
-    if port is None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return [
-        subprocess.Popen(
-            command,
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-
-
-def finish(processes: list[subprocess.Popen], seconds: float = 120) -> list[tuple[int, str]]:
-    """(exit status, standard error) of each."""
-    results = []
-    for process in processes:
-        _, err = process.communicate(timeout=seconds)
-        results.append((process.returncode, err))
-    return results
-
-
-def succeed(size: int, command: list[str]) -> None:
-    for status, err in finish(start(size, command)):
-        assert status == 0, err
-
-
-SIZES = "8,7,3,2"  # Uneven parts, and fewer pairs than processes.
+SIZES = [8, 7, 3, 2]  # Uneven parts, and fewer pairs than processes.
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +28,7 @@ def worlds(tmp_path_factory):
     """{processes: (measured, gradients) of each process}."""
     out = tmp_path_factory.mktemp("worlds")
     for size in (1, 2, 4):
-        succeed(size, [sys.executable, str(HERE.parent / "support" / "process_group.py"), str(out), SIZES])
+        succeed(size, gradients_of_losses, out, SIZES)
     read = lambda name: (json.loads((out / f"{name}.json").read_text()), load_file(out / f"{name}.safetensors"))
     return {size: [read(f"{size}-{rank}") for rank in range(size)] for size in (1, 2, 4)}
 
@@ -105,37 +72,33 @@ def same_numbers(a: object, b: object) -> bool:
     return a == pytest.approx(b, rel=1e-6) if isinstance(a, float) else a == b
 
 
-def train(recipe: Path, out: Path, *overrides: str) -> list[str]:
-    return [sys.executable, "-m", "sfumato", "train", str(recipe), "--out", str(out), *overrides]
-
-
 def test_a_run_of_two_processes_evaluates_and_resumes_like_one(tmp_path):
     """Frozen random features would do; here batch norms see half batches, so only the kind of result is compared."""
     recipe = make_toy(tmp_path)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    succeed(2, train(recipe, whole, *POINTS))
+    succeed(2, command, "train", recipe, "--out", whole, *POINTS)
     lines = [json.loads(line) for line in (whole / "log.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == list(range(8)) and lines[1]["val/score"] > 0
     assert (whole / "calibration.json").exists()
     # Evaluated by one process, by two and by three, whose parts are uneven: the same file.
     written = []
     for size in (1, 2, 3):
-        succeed(size, [sys.executable, "-m", "sfumato", "evaluate", str(whole)])
+        succeed(size, command, "evaluate", whole)
         written.append(json.loads((whole / "evaluation-test-csd.json").read_text()))
         (whole / "evaluation-test-csd.json").unlink()
     assert same_numbers(written[0], written[1]) and same_numbers(written[0], written[2])
     # Killed after the first epoch and started again: the same bits.
-    processes = start(2, train(recipe, parts, *POINTS))
+    processes = process_group(2, command, "train", recipe, "--out", parts, *POINTS)
     deadline = time.monotonic() + 60
     while not (parts / "last.safetensors").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    processes[1].send_signal(signal.SIGKILL)
+    processes[1].kill()
     started = time.monotonic()
-    results = finish(processes, 90)
+    status, said = processes[0].finish(90)
     assert time.monotonic() - started < 80
-    assert results[0][0] == 1 and "another process of this run has ended" in results[0][1], results[0]
-    assert "Traceback" not in results[0][1]
-    succeed(2, train(recipe, parts, *POINTS))
+    assert status == 1 and "another process of this run has ended" in said, (status, said)
+    assert "Traceback" not in said
+    succeed(2, command, "train", recipe, "--out", parts, *POINTS)
     a, b = load_file(whole / "last.safetensors"), load_file(parts / "last.safetensors")
     assert all(torch.equal(a[name], b[name]) for name in a)
 

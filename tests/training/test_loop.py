@@ -1,16 +1,13 @@
 """Training: resumes to the bit, stops on NaN, reports bad items, keeps the best weights."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import filelock
 import pytest
 import torch
+from support.processes import Started, command
 from support.toy import assert_same_tensors, make_toy, stop_after_checkpoint_of
 
 from sfumato.errors import UserError
@@ -78,26 +75,22 @@ def test_resumed_equals_uninterrupted_with_average(toy, optimiser):
 def test_kill_9_at_any_moment_resumes_to_the_same_bits(toy, run):
     """Killed again and again at growing delays, the run must end with the weights of the uninterrupted one."""
     folder = toy.parent / "killed"
-    command = [sys.executable, "-m", "sfumato", "train", str(toy), "--out", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     kills = 0
     for delay in (0.0, 0.12, 0.3, 0.55, None):
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment)
+        process = Started(command, "train", toy, "--out", folder)
+        if delay is None:
+            assert process.finish(60)[0] == 0
+            break
         deadline = time.monotonic() + 60
-        if delay is not None:
-            # From the moment the run folder is claimed: the import of torch takes longer than the training.
-            while not (folder / "recipe.toml").exists() and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.01)
-            seen = _size(folder / "log.jsonl")
-            while (
-                delay and _size(folder / "log.jsonl") == seen and process.poll() is None and time.monotonic() < deadline
-            ):
-                time.sleep(0.005)
-            time.sleep(delay)
-            process.send_signal(signal.SIGKILL)
-            kills += process.wait() == -signal.SIGKILL
-        else:
-            assert process.wait(timeout=60) == 0
+        # From the moment the run folder is claimed.
+        while not (folder / "recipe.toml").exists() and process.running and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen = _size(folder / "log.jsonl")
+        while delay and _size(folder / "log.jsonl") == seen and process.running and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(delay)
+        kills += process.running
+        process.kill()
     assert kills >= 2
     for name in ("last.safetensors", "model.safetensors"):
         assert (run[0] / name).read_bytes() == (folder / name).read_bytes()
@@ -110,20 +103,11 @@ def _size(path: Path) -> int:
 
 
 def test_nan_stops_with_exit_status_1_and_names_the_term(toy):
-    command = [
-        sys.executable,
-        "-m",
-        "sfumato",
-        "train",
-        str(toy),
-        "model.init_total_variance=1e39",
-        "--out",
-        str(toy.parent / "nan"),
-    ]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 1
-    assert "loss term 'match' is nan" in result.stderr and "epoch 1, step 1" in result.stderr
-    assert "Traceback" not in result.stderr
+    process = Started(command, "train", toy, "model.init_total_variance=1e39", "--out", toy.parent / "nan")
+    status, said = process.finish()
+    assert status == 1
+    assert "loss term 'match' is nan" in said and "epoch 1, step 1" in said
+    assert "Traceback" not in said
 
 
 def test_diverged_is_an_arithmetic_error(toy):

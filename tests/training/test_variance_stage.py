@@ -86,7 +86,7 @@ def test_a_run_with_a_second_stage_differs_in_variances_alone_and_has_it_once(to
     differing = {key for key in plain if not torch.equal(plain[key], spread[key])}
     assert differing and all(".head.log_var." in key for key in differing)
     said = capsys.readouterr().err
-    assert "fitted to the spread of their matches" in said and "each has a single match" in said
+    assert "fitted to the dispersion of their matches" in said and "each item has a single match" in said
     fit(recipe, folder)  # A finished run: nothing happens again.
     again = load_file(folder / "model.safetensors")
     assert all(torch.equal(spread[key], again[key]) for key in spread)

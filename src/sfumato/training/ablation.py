@@ -1,7 +1,7 @@
-"""Distances against each other: a model trained with each, and each of these models ranked by all.
+"""An ablation of distances: a model is trained with each distance, and each model is ranked by all of them.
 
-The runs differ in loss.distance and train.seed, in nothing else: initial logits, learning rate and bottleneck are the recipe's. Ranking by
-other distances trains nothing anew.
+The runs differ in loss.distance and train.seed alone: initial logits, learning rate and bottleneck are the recipe's.
+Ranking by another distance needs no further training.
 """
 
 import json
@@ -24,19 +24,20 @@ from sfumato.training.loop import fit
 from sfumato.training.step import DivergedError
 
 ABLATED = tuple(d.name for d in DISTANCES.values() if not d.sampled and d.name != "wasserstein2_printed")
-"""What is compared unless something else is asked for: all closed forms."""
+"""The distances that are compared by default: all closed forms."""
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """What every distance reached.
+    """The figures of every distance.
 
     Attributes:
         recipe: name of the recipe.
         split: evaluated.
         seeds: train.seed of the runs of each distance.
-        cells: {trained with: {ranked by: {figure of main_figures: over seeds}}}; empty for a distance of which every run failed.
-        failed: {"DISTANCE-SEED": why} of runs whose training broke off; they are in no cell.
+        cells: {trained with: {ranked by: {figure of main_figures: over seeds}}}; empty for a distance whose runs all
+            failed.
+        failed: {"DISTANCE-SEED": reason} of runs that diverged; they are in no cell.
     """
 
     recipe: str
@@ -46,7 +47,11 @@ class Ablation:
     failed: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers, lists and dictionaries."""
+        """The ablation as JSON values.
+
+        Returns:
+            Plain numbers, lists and dictionaries.
+        """
         return asdict(self)
 
 
@@ -60,24 +65,27 @@ def ablate(
     split: str = "test",
     device: torch.device | str = "cpu",
 ) -> Ablation:
-    """Train with each distance and rank by each; write ablation-SPLIT.json beside the runs, which are FOLDER/DISTANCE-SEED.
+    """Train with each distance, rank by each, and write ablation-SPLIT.json beside the runs FOLDER/DISTANCE-SEED.
 
-    A finished run of the same recipe is taken as it is, an interrupted one is resumed, and figures that lie in its folder are not
-    computed again.
+    A finished run of the same recipe is used as it is, and an interrupted run is resumed. Figures that its folder
+    already holds are not computed again.
 
     Args:
-        recipe: of all runs, but for loss.distance and train.seed.
+        recipe: of all runs; loss.distance and train.seed are replaced.
         folder: made if missing.
         trained: names of distances to train with.
         retrieved: names of distances to rank by.
         n_seeds: runs of each distance, with the recipe's seed and those after it.
         split: to evaluate on.
-        device: where to embed; training has the recipe's.
+        device: for embedding; training uses the recipe's.
+
+    Returns:
+        The figures, as they were written.
 
     Raises:
         ValueError: a distance is unknown.
-        UserError: a distance stands there twice or draws at random, the recipe has no variances or a loss without a distance, or a run's
-            folder holds something else.
+        UserError: a distance is named twice or is sampled, the recipe has no variances or a loss without a distance, or
+            the folder of a run holds something else.
     """
     _check(recipe, trained, "train")
     _check(recipe, retrieved, "retrieve")
@@ -108,7 +116,15 @@ def ablate(
 
 
 def ablation_file(folder: Path, split: str) -> Path:
-    """Where :func:`ablate` writes its figures."""
+    """The file into which :func:`ablate` writes its figures.
+
+    Args:
+        folder: that holds the runs.
+        split: that was evaluated.
+
+    Returns:
+        The path of ablation-SPLIT.json.
+    """
     return folder / f"ablation-{split}.json"
 
 
@@ -117,15 +133,16 @@ def _check(recipe: Recipe, names: Sequence[str], what: str) -> None:
         raise UserError(f"no distance to {what} with; known: {', '.join(DISTANCES)}")
     for i, name in enumerate(names):
         if get_distance(name).sampled:
-            raise UserError(f"{name} draws at random, so that no two rankings are equal; leave it out of --{what}")
+            raise UserError(f"{name} is sampled, so no two rankings are equal; leave it out of --{what}")
         if name in names[:i]:
             raise UserError(f"--{what} names {name} twice")
     if not recipe.model.variance:
         raise UserError(
-            f"{recipe.name} has model.variance=false: of points csd, wasserstein2 and squared_l2 are the same, and the others undefined"
+            f"{recipe.name} has model.variance=false: for points, csd, wasserstein2 and squared_l2 are the same and the"
+            " other distances are undefined; choose a recipe with variances"
         )
     if recipe.loss.name == "pcme":
-        raise UserError("the loss pcme compares draws, whatever loss.distance is; give loss.name=pcmepp, or another")
+        raise UserError("the loss pcme compares samples and ignores loss.distance; give loss.name=pcmepp, or another")
 
 
 def _with(recipe: Recipe, distance: str, seed: int) -> Recipe:
@@ -145,7 +162,7 @@ def _finished(folder: Path, recipe: Recipe) -> bool:
 def _figures(
     folder: Path, split: str, retrieved: Sequence[str], device: torch.device | str
 ) -> dict[str, dict[str, float | None]]:
-    """The main figures by each distance; what is in the folder, and no older than the weights, is read from there."""
+    """The main figures by each distance; files in the folder that are no older than the weights are read, not made."""
     files = {name: folder / f"evaluation-{split}-{name}.json" for name in retrieved}
     written = (folder / MODEL).stat().st_mtime_ns
     if missing := [n for n, file in files.items() if not file.is_file() or file.stat().st_mtime_ns < written]:

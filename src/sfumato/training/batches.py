@@ -1,6 +1,6 @@
-"""The batches of an epoch as one process sees them: which pairs, how they are changed at random, and what matches what.
+"""The batches of an epoch as one process sees them: the pairs, their random changes and their labels.
 
-Everything random follows from (seed, epoch, process), so that an interrupted run repeats its epochs to the bit.
+Everything random follows from (seed, epoch, process), so an interrupted run repeats its epochs to the bit.
 """
 
 import hashlib
@@ -35,22 +35,36 @@ class Batches(Protocol):
     def __len__(self) -> int: ...
 
     def epoch(self, epoch: int) -> Iterator[TrainBatch]:
-        """This process's parts of the batches, the same for the same epoch."""
+        """This process's parts of the batches; equal for equal epochs.
+
+        Args:
+            epoch: 0-based.
+
+        Yields:
+            The parts, in the order of the steps.
+        """
         ...
 
 
 def epoch_seed(*key: int) -> int:
-    """A seed from (seed, epoch, stream ...): streams that differ in a number are independent."""
+    """A seed from several numbers, such as (seed, epoch, stream); keys that differ give independent seeds.
+
+    Args:
+        key: non-negative numbers.
+
+    Returns:
+        A seed of 63 bits.
+    """
     return int(np.random.SeedSequence(list(key)).generate_state(1, np.uint64)[0] >> 1)
 
 
 class Augmentation:
-    """The random changes of a recipe, applied to what one process holds of a batch.
+    """The random changes of a recipe, applied to one process's part of a batch.
 
     Args:
         recipe: its sections model.image, augment and train.seed.
-        model: whose readers say what the inputs are.
-        world: this process among the others.
+        model: its processors define the inputs.
+        process_group: the processes of the run.
     """
 
     def __init__(self, recipe: Recipe, model: DualEncoder, process_group: ProcessGroup) -> None:
@@ -62,17 +76,33 @@ class Augmentation:
         self.words = processor if isinstance(processor, TokenProcessor) and changes else None
         if self.words is not None and self.words.tokenizer.padding is not None:
             raise UserError(
-                f"augment.{changes[0]} is not for texts that are padded to one length for an encoder that looks at the padding"
-                " (SigLIP); set it to 0"
+                f"augment.{changes[0]} cannot be used with texts padded to one length for an encoder that reads the"
+                " padding (SigLIP); set it to 0"
             )
 
     def generator(self, epoch: int) -> torch.Generator:
-        """The source of an epoch's changes on this process."""
+        """The random generator of an epoch's changes on this process.
+
+        Args:
+            epoch: 0-based.
+
+        Returns:
+            A generator on the CPU.
+        """
         own = (self.process_group.rank,) if self.process_group.rank else ()
         return torch.Generator().manual_seed(epoch_seed(self.seed, epoch, 1, *own))
 
     def images(self, store: Store, index: np.ndarray, generator: torch.Generator) -> Inputs:
-        """The images at these positions, changed as the recipe says."""
+        """The images at some positions, changed as the recipe says.
+
+        Args:
+            store: of the training split.
+            index: (r,) positions.
+            generator: of :meth:`generator`.
+
+        Returns:
+            Inputs of r images.
+        """
         inputs = self._reshaped(store, index, generator)
         if not self.config.erase or not len(index):
             return inputs
@@ -89,11 +119,19 @@ class Augmentation:
         return Inputs(change(inputs.values, generator=generator))
 
     def texts(self, inputs: Inputs, generator: torch.Generator) -> Inputs:
-        """Texts with some words masked, replaced or deleted."""
+        """Texts with some tokens masked, replaced or deleted.
+
+        Args:
+            inputs: (r, t) token ids and their mask.
+            generator: of :meth:`generator`.
+
+        Returns:
+            Inputs of r texts; at most t tokens each.
+        """
         if self.words is None or inputs.mask is None:
             return inputs
         ids, mask = inputs.values, inputs.mask
-        # Rate, and shares of the chosen that are masked and replaced: SizeAugment, then PCME's caption dropping.
+        # (rate, masked fraction, replaced fraction) of the chosen tokens: SizeAugment, then PCME's caption dropping.
         for rate, masked, replaced in ((self.config.text_tokens, 0.5, 0.1), (self.config.drop_words, 0.0, 0.0)):
             if rate:
                 ids, mask = augment_token_ids(
@@ -111,7 +149,17 @@ class Augmentation:
         return Inputs(ids, mask)
 
     def plans(self, counts: list[int], size: tuple[int, int], epoch: int, step: int) -> list[MixPlan] | None:
-        """How each process mixes its images in this step; every process can tell for all."""
+        """How each process mixes its images in a step; every process computes the plans of all.
+
+        Args:
+            counts: number of pairs of each process.
+            size: (height, width) of the images in pixels.
+            epoch: 0-based.
+            step: 0-based, within the epoch.
+
+        Returns:
+            A plan for each process; None if the recipe mixes nothing.
+        """
         if not self.config.mixed_share:
             return None
         return [
@@ -128,7 +176,16 @@ class Augmentation:
         ]
 
     def labels(self, match_i2t: Tensor, match_t2i: Tensor, plans: list[MixPlan] | None) -> tuple[Tensor, Tensor]:
-        """Labels of own images with all texts, and of own texts with all images, as mixing and smoothing leave them."""
+        """Labels after mixing and smoothing.
+
+        Args:
+            match_i2t: (r, n) labels of this process's images with all texts.
+            match_t2i: (r, n) labels of this process's texts with all images.
+            plans: of :meth:`plans`.
+
+        Returns:
+            Both, changed.
+        """
         if plans is not None:
             match_i2t = plans[self.process_group.rank].match(match_i2t)
             match_t2i = MixPlan.cat(plans).match(match_t2i.T).T
@@ -143,8 +200,8 @@ class IndexedBatches:
     Args:
         images, texts: the inputs of the split.
         sampler: draws the pairs, the same on all processes; each takes its part.
-        augmentation: what is changed at random.
-        world: this process among the others.
+        augmentation: the random changes.
+        process_group: the processes of the run.
     """
 
     def __init__(
@@ -176,13 +233,13 @@ class IndexedBatches:
 
 
 class ShardBatches:
-    """Batches of a stream of shards: pictures and their captions come as they are read; pairs with an equal picture or text match.
+    """Batches of a stream of shards, in the order in which they are read; pairs with an equal image or text match.
 
     Args:
         stream: this process's part of the shards.
-        model: whose readers turn samples into inputs.
-        augmentation: what is changed at random.
-        world: this process among the others.
+        model: its processors turn samples into inputs.
+        augmentation: the random changes.
+        process_group: the processes of the run.
     """
 
     def __init__(
@@ -194,7 +251,7 @@ class ShardBatches:
         return len(self.stream)
 
     def epoch(self, epoch: int) -> Iterator[TrainBatch]:
-        """See :class:`Batches`. A picture that cannot be decoded is noted, and its pair is missing from the batch."""
+        """See :class:`Batches`. An image that cannot be decoded is reported, and its pair is missing from the batch."""
         generator = self.augmentation.generator(epoch)
         with closing(self.stream.batches(epoch)) as batches:
             for step, batch in enumerate(batches):
@@ -232,15 +289,15 @@ T = TypeVar("T")
 
 
 def prefetch(source: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
-    """Run an iterator in a background thread, at most ``depth`` items ahead of whoever takes them.
+    """Run an iterator in a background thread, at most ``depth`` items ahead of its consumer.
 
-    The thread starts with the first item that is asked for. It ends with the source, with the source's exception, or when the
-    consumer closes the generator (a loop that is left does that): then the item that is being made is finished, the source is
-    closed in its own thread, and only after that does ``close`` return.
+    The thread starts when the first item is requested. It ends with the source, with an exception of the source, or
+    when the consumer closes the generator (leaving a loop does that). On closing, the item in work is finished, the
+    source is closed in its own thread, and then ``close`` returns.
 
     Args:
-        source: makes the items; from then on used in the thread alone.
-        depth: items that wait or are being made while the consumer works on one; at least 1.
+        source: makes the items; from then on only the thread uses it.
+        depth: number of items made ahead; at least 1.
 
     Yields:
         The items in their order.
@@ -281,12 +338,12 @@ def _prefetched(source: Iterable[T], depth: int) -> Generator[T, None, None]:
         while isinstance(item := made.get(), tuple):
             room.release()
             yield item[0]
-            del item  # Or it would be kept alive until the next one is there.
+            del item  # Otherwise it would live until the next item arrives.
         if item is not None:
             raise item
     finally:
         stop.set()
         room.release()
-        # An interpreter that is going down may have stopped the thread where it stood.
+        # An interpreter that is shutting down may have stopped the thread at any point.
         if not sys.is_finalizing():
             thread.join()

@@ -15,16 +15,20 @@ from sfumato.models.recipe import OptimConfig
 def build_optimiser(model: nn.Module, loss: MatchLoss, config: OptimConfig) -> torch.optim.Optimizer:
     """AdamW or AdamP over groups that differ in learning rate and weight decay.
 
-    Matrices decay; vectors and scalars (biases, norms, the match logits) do not. The networks below the heads and the match
-    logits have multipliers of their own; a transformer block below a head has besides layer_decay to the power of its number,
-    counted from the top, where the last one is 1, however many there are. (The released code counts from 12: in a ViT-L it
-    would multiply the learning rate of the last block by 51.) What lies outside of the blocks has the multiplier alone.
+    Matrices decay; vectors and scalars (biases, norms, the match logits) do not. The encoders and the match logits have
+    learning-rate multipliers of their own. A transformer block is also multiplied by layer_decay to the power of its
+    number, counted from the top: the last block has 1, however many there are. (The released code counts from 12; in a
+    ViT-L it would multiply the learning rate of the last block by 51.) Parameters outside of the blocks have the
+    multiplier alone.
 
     Args:
-        model: its parameters named ``image.encoder.*`` and ``text.encoder.*`` are those below the heads; an encoder with
+        model: parameters named ``image.encoder.*`` and ``text.encoder.*`` belong to the encoders; an encoder with
             blocks has a method ``blocks_from_top``.
         loss: may hold learnable match logits.
         config: section ``optim`` of the recipe.
+
+    Returns:
+        The optimiser; each group has a "base_lr" that the schedule multiplies.
     """
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -54,10 +58,14 @@ def _multiplier(model: nn.Module, name: str, config: OptimConfig) -> float:
 
 
 def freeze_encoder(encoder: nn.Module, frozen: bool) -> None:
-    """Let the network below a head rest, running statistics too, or learn again.
+    """Freeze the pre-trained parameters of an encoder and their running statistics, or let them learn again.
 
-    An encoder's attribute ``resting`` has the beginnings of the names of the parameters that are meant; without it all are but its
-    variance blocks, which always learn. Call it after ``model.train()``.
+    Call it after ``model.train()``.
+
+    Args:
+        encoder: its attribute ``resting`` names the beginnings of the pre-trained parameters' names; without it all
+            parameters count, except the variance blocks, which always learn.
+        frozen: True to freeze, False to train.
     """
     resting: tuple[str, ...] | None = getattr(encoder, "resting", None)
 
@@ -75,23 +83,32 @@ def freeze_encoder(encoder: nn.Module, frozen: bool) -> None:
 
 
 def freeze_for_epoch(model: nn.Module, epoch: int, config: OptimConfig) -> None:
-    """Let the networks below the heads rest that are to rest in an epoch, and the others learn; after ``model.train()``."""
+    """Freeze the encoders that the recipe freezes in an epoch, and let the others learn.
+
+    Call it after ``model.train()``.
+
+    Args:
+        model: a dual encoder.
+        epoch: 0-based.
+        config: section ``optim`` of the recipe.
+    """
     first_stage = epoch < config.first_stage_epochs
     freeze_encoder(model.get_submodule("image.encoder"), first_stage or epoch < config.freeze_image_epochs)
     freeze_encoder(model.get_submodule("text.encoder"), first_stage)
 
 
 def learning_rate_factor(progress: float, config: OptimConfig, *, epochs: int) -> float:
-    """What the base learning rates are multiplied by.
+    """The factor on all base learning rates.
 
     Args:
-        progress: epochs done so far, with fractions, in [0, epochs].
+        progress: epochs done so far, fractions included, in [0, epochs].
         config: section ``optim`` of the recipe.
         epochs: length of the run.
 
     Returns:
-        Linear warm-up once the image network is no longer frozen (1 before that), times 1, a half cosine down to 0, or a step.
-        With a first stage each of the two has all of that for itself, and the second one second_stage_factor besides.
+        Linear warm-up once the image encoder is no longer frozen (1 before that), times 1, a half cosine down to 0, or
+        a step. With two stages each has a schedule of its own, and the second is also multiplied by
+        second_stage_factor.
     """
     first = config.first_stage_epochs
     if first and progress >= first:
@@ -102,24 +119,37 @@ def learning_rate_factor(progress: float, config: OptimConfig, *, epochs: int) -
 def _stage_factor(progress: float, config: OptimConfig, *, epochs: int) -> float:
     since = progress - config.freeze_image_epochs
     warmup = min(1.0, since / config.warmup_epochs) if config.warmup_epochs and since >= 0 else 1.0
-    share = progress / epochs
+    done = progress / epochs
     if config.schedule == "cosine":
         start = min((config.freeze_image_epochs + config.warmup_epochs) / epochs, 1.0)
-        after = (share - start) / (1 - start) if share > start else 0.0
+        after = (done - start) / (1 - start) if done > start else 0.0
         return warmup * (1 + math.cos(math.pi * after)) / 2
-    if config.schedule == "step" and share >= config.step_at:
+    if config.schedule == "step" and done >= config.step_at:
         return warmup * config.step_factor
     return warmup
 
 
 def set_learning_rate(optimiser: torch.optim.Optimizer, factor: float) -> None:
-    """Every group's base learning rate times factor."""
+    """Set the learning rate of every group to its base learning rate times a factor.
+
+    Args:
+        optimiser: of :func:`build_optimiser`.
+        factor: of :func:`learning_rate_factor`.
+    """
     for group in optimiser.param_groups:
         group["lr"] = group["base_lr"] * factor
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], largest: float) -> float:
-    """Scale the gradients to a norm of at most largest (0: leave them); the norm before, NaN or infinity included."""
+    """Scale the gradients to a largest norm.
+
+    Args:
+        parameters: with their gradients.
+        largest: norm after clipping; 0 clips nothing.
+
+    Returns:
+        The norm before clipping; NaN or infinite if a gradient is.
+    """
     norm = nn.utils.clip_grad_norm_(parameters, largest if largest else math.inf)
     return float(norm)
 
@@ -129,10 +159,11 @@ class WeightAverage(nn.Module):
 
     Args:
         model: whose values it starts from.
-        decay: exponential moving average: share of the average that an update keeps, less during the first updates. None:
-            the plain mean of the values at all updates (stochastic weight averaging).
+        decay: fraction of the average that an update keeps (exponential moving average), smaller during the first
+            updates. None: the plain mean of the values at all updates (stochastic weight averaging).
 
-    Paper: Izmailov et al., "Averaging weights leads to wider optima and better generalization", UAI 2018, for the plain mean.
+    Paper: Izmailov et al., "Averaging weights leads to wider optima and better generalization", UAI 2018, for the plain
+        mean.
     """
 
     updates: Tensor
@@ -147,7 +178,11 @@ class WeightAverage(nn.Module):
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Take the model's present values in."""
+        """Add the model's present values to the average.
+
+        Args:
+            model: with the parameters and buffers that the average started from.
+        """
         self.updates += 1
         count = float(self.updates)
         kept = 1 - 1 / count if self.decay is None else min(self.decay, count / (count + 10))
@@ -158,13 +193,25 @@ class WeightAverage(nn.Module):
                 own.copy_(value)
 
     def values(self) -> list[Tensor]:
-        """The averaged values, in the order of the model's state dict."""
+        """The averaged values.
+
+        Returns:
+            Tensors in the order of the model's state dict.
+        """
         return [self.get_buffer(f"value{i}") for i in range(len(self.names))]
 
 
 @contextmanager
 def averaged(model: nn.Module, average: WeightAverage | None) -> Iterator[None]:
-    """The model with its averaged weights, and with its own again afterwards; its own where nothing is averaged yet."""
+    """Give a model its averaged weights within a ``with`` block, and its own weights again afterwards.
+
+    Args:
+        model: keeps its own weights where nothing is averaged yet.
+        average: None leaves the model as it is.
+
+    Yields:
+        Nothing.
+    """
     if average is None or not average.updates:
         yield
         return

@@ -1,8 +1,8 @@
 """One step of training: from a batch to the gradients of all parameters.
 
-The embeddings of the batch are cut off from the networks that made them. The loss of a process's share of the pairs gives their
-gradients, which are summed over the processes and only then sent back through the networks. So a batch may be spread over
-processes, or be encoded piece by piece in two passes, and the contrastive loss still sees all of it.
+The embeddings of the batch are detached from the networks that made them. The loss of a process's block of pairs gives
+their gradients; these are summed over the processes and then sent back through the networks. A batch may therefore be
+distributed over processes, or be encoded in micro-batches in two passes, and the contrastive loss still sees all of it.
 
 Paper: Gao et al., "Scaling deep contrastive learning batch size under memory limited setup", 2021, for the two passes.
 """
@@ -28,12 +28,13 @@ class DivergedError(ArithmeticError):
 
 @dataclass(frozen=True, eq=False)
 class TrainBatch:
-    """What a process holds of a batch.
+    """One process's part of a batch.
 
     Attributes:
         images, texts: inputs of its r pairs.
-        labels: world -> (r, n) labels of its images with all texts of the batch, (r, n) of its texts with all images.
-        mix: how its images are mixed with each other, if they are; labels know it already.
+        labels: process group -> (r, n) labels of its images with all texts of the batch, (r, n) of its texts with all
+            images.
+        mix: how its images are mixed with each other; None if they are not. The labels already account for it.
     """
 
     images: Inputs
@@ -52,17 +53,17 @@ def forward_backward(
     low_precision: bool = False,
     micro_batch: int = 0,
 ) -> dict[str, float]:
-    """Leave the gradients of the whole batch in the parameters of the model and the loss.
+    """Compute the gradients of the whole batch for the parameters of the model and the loss.
 
     Args:
         model, loss: equal on all processes; their gradients must be empty.
         batch: this process's part.
-        world: the processes.
+        process_group: the processes of the run.
         epoch: 0-based.
         low_precision: encode in bfloat16 below the heads.
-        micro_batch: pairs encoded at a time; 0 for all. With fewer, each is encoded twice: once to know all embeddings, and
-            again with the same random numbers to send their gradients back. (Batch norms then see the pieces, and see them
-            twice.)
+        micro_batch: pairs encoded at a time; 0 for all. With fewer, each pair is encoded twice: once for all
+            embeddings, and again with the same random numbers for the gradients. (Batch norms then see the
+            micro-batches, each twice.)
 
     Returns:
         Loss, terms, statistics and mean total variances of the whole batch, the same on all processes.

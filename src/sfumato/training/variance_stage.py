@@ -1,4 +1,4 @@
-"""The second stage of training: all else at rest, log variances learn how widely the listed matches of an item lie apart."""
+"""The second stage of training: log variances learn the dispersion of an item's matches; all else is frozen."""
 
 import math
 
@@ -18,20 +18,20 @@ _LARGEST_GRADIENT = 2.0
 
 
 def fit_variance_stage(
-    tower: Tower, store: Store, spread: Tensor, index: np.ndarray, config: SpreadConfig, *, seed: int
+    tower: Tower, store: Store, dispersion: Tensor, index: np.ndarray, config: SpreadConfig, *, seed: int
 ) -> float:
-    """Fit a tower's log variances to the spreads of items; its means and all that they depend on stay as they are to the bit.
+    """Fit a tower's log variances to the dispersions of items; its means stay as they are to the bit.
 
     Args:
         tower: one with variances; left in the mode it was in.
         store: its training inputs.
-        spread: (n,) of all of them.
-        index: (k,) positions of those to learn from.
+        dispersion: (n,) of all items, >= 0, in squared units of the means.
+        index: (k,) positions of the items to learn from.
         config: section ``spread`` of the recipe.
-        seed: of the order in which they are seen.
+        seed: of the order of the items.
 
     Returns:
-        Rank correlation of the total variances of the items learnt from with their spreads; NaN if all are equal.
+        Rank correlation of total variance with dispersion over the k items; NaN if all are equal.
 
     Raises:
         ValueError: the tower has no variances.
@@ -39,9 +39,11 @@ def fit_variance_stage(
     branches = [tower.head.log_var, tower.head.log_var_local, tower.head.log_var_norm]
     learnt = [p for branch in branches if branch is not None for p in branch.parameters()]
     if not learnt:
-        raise ValueError("fit_variance_stage: the tower gives points, it has no log variance to fit")
+        raise ValueError(
+            "fit_variance_stage: the tower has no log variance to fit; build the model with model.variance=true"
+        )
     training, device = tower.training, next(tower.parameters()).device
-    tower.eval()  # Neither dropout nor running statistics: what is not learnt here stays as it is.
+    tower.eval()  # No dropout and no running statistics: only log variances change.
     random = np.random.default_rng([seed, len(index)])
     optimiser = torch.optim.Adam(learnt, lr=config.lr)
     batches = math.ceil(len(index) / config.batch_size)
@@ -56,7 +58,7 @@ def fit_variance_stage(
             with torch.no_grad():
                 tokens = tower.encoder(store.batch(chosen).to(device)).float()
             loss = dispersion_loss(
-                tower.head.log_variance(tokens), spread[torch.from_numpy(chosen)].to(device), floor=config.floor
+                tower.head.log_variance(tokens), dispersion[torch.from_numpy(chosen)].to(device), floor=config.floor
             )
             optimiser.zero_grad(set_to_none=True)
             loss.backward()
@@ -66,4 +68,4 @@ def fit_variance_stage(
     optimiser.zero_grad(set_to_none=True)
     tower.train(training)
     total_variance = tower.embed(store, index).total_variance
-    return spearman(total_variance.numpy(), spread[torch.from_numpy(index)].numpy())
+    return spearman(total_variance.numpy(), dispersion[torch.from_numpy(index)].numpy())

@@ -1,0 +1,135 @@
+"""Figures of the package's layout, and the rules that tests/test_house_rules.py enforces.
+
+python scripts/house.py [FOLDER]        modules, lines, longest functions, most parameters, documented names
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A function or class with where it stands.
+
+    Attributes:
+        path: of the module.
+        name: with the class before a method.
+        node: its syntax tree.
+        public: whether neither it nor its class begins with an underscore.
+    """
+
+    path: Path
+    name: str
+    node: Function | ast.ClassDef
+    public: bool
+
+    @property
+    def place(self) -> str:
+        return f"{self.path}:{self.node.lineno} {self.name}"
+
+    @property
+    def doc(self) -> str:
+        return ast.get_docstring(self.node) or ""
+
+
+def definitions(folder: Path) -> Iterator[Definition]:
+    """Every function and class of the modules below a folder, methods included, nested functions not."""
+    for path in sorted(folder.rglob("*.py")):
+        yield from _below(path, ast.parse(path.read_text(encoding="utf-8")), "", True)
+
+
+def _below(path: Path, tree: ast.Module | ast.ClassDef, owner: str, public: bool) -> Iterator[Definition]:
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            known = public and not node.name.startswith("_")
+            yield Definition(path, f"{owner}{node.name}", node, known)
+            if isinstance(node, ast.ClassDef):
+                yield from _below(path, node, f"{node.name}.", known)
+
+
+def code_lines(node: ast.AST) -> int:
+    """Lines of a definition without its docstring."""
+    assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+    doc = node.body[0].end_lineno or 0
+    own = (node.end_lineno or 0) - node.lineno + 1
+    return own - (doc - node.body[0].lineno + 1) if ast.get_docstring(node) else own
+
+
+def parameters(node: Function) -> list[str]:
+    """Names of the parameters but self and cls."""
+    given = node.args
+    every = [*given.posonlyargs, *given.args, *([given.vararg] if given.vararg else []), *given.kwonlyargs]
+    return [argument.arg for argument in every if argument.arg not in ("self", "cls")]
+
+
+def missing_parts(definition: Definition) -> list[str]:
+    """What the docstring of a public name lacks: a summary, Args, Attributes, Returns or Raises."""
+    node, doc = definition.node, definition.doc
+    if not doc:
+        return ["docstring"]
+    if isinstance(node, ast.ClassDef):
+        fields = [s.target.id for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)]
+        is_dataclass = any("dataclass" in ast.unparse(d) for d in node.decorator_list)
+        public = [name for name in fields if not name.startswith("_")]
+        return ["Attributes"] if is_dataclass and public and not re.search("(Attributes|Args):", doc) else []
+    if re.search(r"[Ss]ee :(class|func|meth)", doc):
+        return []
+    missing = []
+    is_property = any(ast.unparse(d).endswith("property") for d in node.decorator_list)
+    shown = [name for name in parameters(node) if not name.startswith("_")]
+    if shown and not is_property:
+        _, _, described = doc.partition("Args:")
+        missing += [f"Args: {name}" for name in shown if not re.search(rf"\b{name}\b", described)]
+    returns = ast.unparse(node.returns) if node.returns else "None"
+    if returns not in ("None", "NoReturn", "Self") and not is_property and not re.search("(Returns|Yields):", doc):
+        missing.append("Returns")
+    raises = any(isinstance(inner, ast.Raise) and inner.exc is not None for inner in ast.walk(node))
+    if raises and not is_property and "Raises:" not in doc:
+        missing.append("Raises")
+    return missing
+
+
+def count_code(path: Path) -> int:
+    """Lines that hold code: no blank lines, comments or docstrings."""
+    source = path.read_text(encoding="utf-8")
+    documented: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            documented |= set(range(node.lineno, (node.end_lineno or 0) + 1))
+    quiet = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    held: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in quiet:
+            held |= set(range(token.start[0], token.end[0] + 1))
+    return len(held - documented)
+
+
+def main(folder: Path) -> None:
+    """Print the figures."""
+    paths, found = sorted(folder.rglob("*.py")), list(definitions(folder))
+    functions = [d for d in found if not isinstance(d.node, ast.ClassDef)]
+    public = [d for d in found if d.public]
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+    print(f"modules            {len(paths)}, of them {sum(p.name == '__init__.py' for p in paths)} __init__.py")
+    print(f"lines              {lines:,}, of code {sum(map(count_code, paths)):,}")
+    print(f"complete docs      {sum(not missing_parts(d) for d in public)} of {len(public)} public names")
+    sizes = sorted(((code_lines(d.node), d) for d in functions), key=lambda pair: -pair[0])
+    print(f"functions > 60     {sum(n > 60 for n, _ in sizes)}; longest:")
+    for n, definition in sizes[:5]:
+        print(f"    {n:4} {definition.place}")
+    counts = sorted(((len(parameters(d.node)), d) for d in functions), key=lambda pair: -pair[0])  # type: ignore[arg-type]
+    print(f"parameters > 12    {sum(n > 12 for n, _ in counts)}; most:")
+    for n, definition in counts[:5]:
+        print(f"    {n:4} {definition.place}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "src/sfumato"))

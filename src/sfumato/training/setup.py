@@ -1,0 +1,192 @@
+"""What a run needs before its first step: claim the folder, read the data, build the model, make the batches."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+from sfumato.data.folds import parse_part, without_part
+from sfumato.data.grading import Grades
+from sfumato.data.noise import apply_noise, load_noise, save_noise, shuffle_pairs
+from sfumato.data.pairs import PairData, PairSampler
+from sfumato.data.problems import Problems
+from sfumato.data.shards import ShardStream, expand_shards
+from sfumato.encoders.dual import DualEncoder
+from sfumato.errors import UserError
+from sfumato.models.build import Assets, build_model, fresh_tokenizer
+from sfumato.models.process_group import ProcessGroup, alone
+from sfumato.models.recipe import DataConfig, Recipe, load_recipe, save_recipe
+from sfumato.models.run import ENCODERS, LAST, MODEL, NOISE, RECIPE, TOKENIZER, load_assets, save_assets
+from sfumato.models.splits import load_splits, prepare_split
+from sfumato.training.batches import Augmentation, Batches, IndexedBatches, ShardBatches
+
+LOCK = ".lock"
+"""Name of the file that a training process locks in its run folder."""
+
+_VOCABULARY_TEXTS = 100_000
+
+
+def claim_folder(folder: Path, recipe: Recipe) -> None:
+    """Check that a folder may be trained in, and save the recipe there.
+
+    Before the first checkpoint, files of an earlier start are replaced, so a run that failed for a wrong path can start
+    again.
+
+    Args:
+        folder: of the run; exists.
+        recipe: the complete recipe.
+
+    Raises:
+        UserError: the folder holds other files, or a run of another recipe.
+    """
+    for left in folder.glob(".*.tmp"):
+        left.unlink(missing_ok=True)  # A writer that was killed.
+    started = (folder / LAST).exists() or (folder / MODEL).exists()
+    if not (folder / RECIPE).exists():
+        if any(path.name != LOCK for path in folder.iterdir()):
+            raise UserError(f"{folder} is not empty and holds no run; give an empty or new folder with --out")
+    elif started:
+        if load_recipe(folder / RECIPE) != recipe:
+            raise UserError(
+                f"{folder} holds a run of another recipe (see {folder / RECIPE}); give another folder with --out,"
+                " or delete that one"
+            )
+        return
+    for name in (TOKENIZER, ENCODERS, NOISE):
+        (folder / name).unlink(missing_ok=True)
+    save_recipe(recipe, folder / RECIPE)
+
+
+def training_splits(
+    recipe: Recipe, folder: Path, problems: Problems, process_group: ProcessGroup
+) -> dict[str, PairData]:
+    """The splits of the recipe's data; the training split with its noise, and without the part that it leaves out.
+
+    Args:
+        recipe: the complete recipe.
+        folder: of the run; keeps which pairs are noisy.
+        problems: receives every unusable item.
+        process_group: the processes of the run.
+
+    Returns:
+        Splits by name; a stream of shards has no split "train".
+    """
+    splits = load_splits(recipe.data, problems)
+    if "train" in splits:
+        splits["train"] = _with_noise(recipe.data, splits["train"], folder, process_group)
+        if recipe.data.leave_out:
+            splits["train"] = without_part(splits["train"], *parse_part(recipe.data.leave_out))
+    if recipe.data.source == "shards":
+        _stream(recipe, Problems(), process_group)  # Refused on all processes alike, before any of them works.
+    return splits
+
+
+def _with_noise(config: DataConfig, data: PairData, folder: Path, process_group: ProcessGroup) -> PairData:
+    """The training pairs with the recipe's noise; the run folder keeps which image each pair got."""
+    if not (config.noise_rate or config.noise_file):
+        return data
+    path = folder / NOISE
+    if process_group.main and not path.exists():
+        if config.noise_file:
+            image_of_pair = load_noise(config.noise_file, data)
+        else:
+            _, image_of_pair = shuffle_pairs(data, config.noise_rate, config.noise_seed)
+        save_noise(path, image_of_pair)
+    process_group.wait()
+    return apply_noise(data, load_noise(path, data))
+
+
+def new_or_resumed_model(
+    recipe: Recipe, folder: Path, splits: dict[str, PairData], process_group: ProcessGroup
+) -> DualEncoder:
+    """A new model, equal on all processes; or the model of an interrupted run, whose weights are still to be loaded.
+
+    Args:
+        recipe: the complete recipe.
+        folder: of the run; receives the tokenizer and the descriptions of encoders.
+        splits: the texts of "train" make the vocabulary.
+        process_group: the processes of the run.
+
+    Returns:
+        The model, on the device of this process.
+    """
+    if (folder / LAST).exists():
+        return build_model(recipe.model, load_assets(folder, recipe), recipe.augment).to(process_group.device)
+    if process_group.main:
+        tokenizer = fresh_tokenizer(recipe.model, _training_texts(recipe, splits))
+        model = build_model(recipe.model, Assets(tokenizer), recipe.augment)
+        save_assets(folder, tokenizer, model)
+    process_group.wait()
+    if not process_group.main:
+        model = build_model(recipe.model, load_assets(folder, recipe), recipe.augment)
+    model = model.to(process_group.device)
+    process_group.copy_from_main(model)
+    return model
+
+
+def _training_texts(recipe: Recipe, splits: dict[str, PairData]) -> Iterator[str]:
+    """All training texts, or the first 100,000 of a stream."""
+    if recipe.data.source != "shards":
+        yield from splits["train"].texts if "train" in splits else ()
+        return
+    stream = _stream(recipe, Problems(), alone())
+    with closing(stream.samples(0)) as samples:
+        yield from (s.text for s in itertools.islice(samples, min(_VOCABULARY_TEXTS, stream.samples_per_epoch)))
+
+
+def _stream(recipe: Recipe, problems: Problems, process_group: ProcessGroup) -> ShardStream:
+    paths = expand_shards(recipe.data.path)
+    try:
+        return ShardStream(
+            paths,
+            batch_size=max(1, recipe.train.batch_size // process_group.size),
+            seed=recipe.train.seed,
+            samples_per_epoch=recipe.data.samples_per_epoch,
+            rank=process_group.rank,
+            world=process_group.size,
+            shuffle_buffer=recipe.data.shuffle_buffer,
+            problems=problems,
+            max_problem_share=recipe.data.max_problem_share,
+        )
+    except ValueError as error:
+        raise UserError(
+            f"data.samples_per_epoch={recipe.data.samples_per_epoch},"
+            f" train.batch_size={recipe.train.batch_size}: {error}"
+        ) from error
+
+
+def training_batches(
+    recipe: Recipe, model: DualEncoder, splits: dict[str, PairData], problems: Problems, process_group: ProcessGroup
+) -> Batches:
+    """The batches of the split "train", or of a stream of shards.
+
+    Args:
+        recipe: the complete recipe.
+        model: reads the items with its processors.
+        splits: of :func:`training_splits`.
+        problems: receives every unusable item.
+        process_group: the processes of the run; each draws its own part of a batch.
+
+    Returns:
+        The batches of any epoch.
+
+    Raises:
+        UserError: there is no split "train", or no usable pair in it.
+    """
+    augmentation = Augmentation(recipe, model, process_group)
+    if recipe.data.source == "shards":
+        stream = _stream(recipe, problems, process_group)
+        return ShardBatches(stream, model, augmentation, process_group)
+    if "train" not in splits:
+        raise UserError(f"the data has no split 'train'; it has {', '.join(splits)}")
+    train = prepare_split(model, splits["train"], problems, "train", process_group)
+    sampler = PairSampler(
+        train.data,
+        recipe.train.batch_size,
+        recipe.train.seed,
+        epoch_over=recipe.data.epoch_over,
+        positives=recipe.data.positives,
+        kind_weights=recipe.data.kind_weights or None,
+        grades=Grades(train.data) if recipe.data.graded else None,
+    )
+    return IndexedBatches(train.images, train.texts, sampler, augmentation, process_group)

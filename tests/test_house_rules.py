@@ -1,0 +1,51 @@
+"""The rules of the house that a program can check: short functions, few parameters, complete docstrings."""
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+_spec = importlib.util.spec_from_file_location("house", ROOT / "scripts" / "house.py")
+house = importlib.util.module_from_spec(_spec)
+sys.modules["house"] = house
+_spec.loader.exec_module(house)
+
+FOUND = list(house.definitions(ROOT / "src" / "sfumato"))
+FUNCTIONS = [d for d in FOUND if not isinstance(d.node, ast.ClassDef)]
+
+
+def outside_the_command_line(definition):
+    return "cli" not in definition.path.parts
+
+
+def test_no_function_has_more_than_60_lines_of_code():
+    assert not [f"{d.place}: {n}" for d in FUNCTIONS if (n := house.code_lines(d.node)) > 60]
+
+
+def test_no_function_has_more_than_12_parameters():
+    found = [d for d in FUNCTIONS if outside_the_command_line(d)]
+    assert not [f"{d.place}: {n}" for d in found if (n := len(house.parameters(d.node))) > 12]
+
+
+def test_every_parameter_is_said():
+    assert not [d.place for d in FUNCTIONS if d.public and d.node.args.kwarg is not None]
+
+
+def test_public_names_are_documented_completely():
+    """Args, Returns and Raises; the commands' parameters are documented by their help texts."""
+    public = [d for d in FOUND if d.public and outside_the_command_line(d)]
+    assert len(public) > 500
+    assert not [f"{d.place}: {missing}" for d in public if (missing := house.missing_parts(d))]
+
+
+def test_the_rules_find_what_breaks_them(tmp_path):
+    (tmp_path / "bad.py").write_text(
+        '"""A module."""\n\n\ndef mine(x, **rest):\n    """Do."""\n    if x:\n        raise ValueError(x)\n    return x\n\n\n'
+        'def typed(x: int) -> int:\n    """Do."""\n    return x\n\n\ndef long():\n' + "    x = 1\n" * 61
+    )
+    mine, typed, long = house.definitions(tmp_path)
+    assert house.missing_parts(mine) == ["Args: x", "Raises"]
+    assert house.missing_parts(typed) == ["Args: x", "Returns"]
+    assert house.missing_parts(long) == ["docstring"] and house.code_lines(long.node) == 62
+    assert house.parameters(mine.node) == ["x"]
