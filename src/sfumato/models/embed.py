@@ -143,10 +143,10 @@ def embed_for_evaluation(
     """Embed a split of any data; its truth is named after the split.
 
     Args:
-        matcher: the model.
+        retrieval_model: the model.
         data: where the split comes from.
         split: its name.
-        world: the processes that share the work; each gets the whole result.
+        process_group: the processes that share the work; each gets the whole result.
     """
     process_group = process_group or alone()
     prepared = load_split(retrieval_model.model, data, split, process_group=process_group)
@@ -169,11 +169,11 @@ def evaluate_model(
     """Evaluate any model on a split of any data.
 
     Args:
-        matcher: the model.
+        retrieval_model: the model.
         data: where the split comes from.
         split: its name.
         distance: to rank by; the model's own if None.
-        world: the processes that share the work; each returns the whole result.
+        process_group: the processes that share the work; each returns the whole result.
         embedded: of :func:`embed_for_evaluation`, if the split is embedded already.
     """
     process_group = process_group or alone()
@@ -201,7 +201,7 @@ def evaluate_run(
     """Evaluate a split of the run's data by its own distance or another, and write the figures into its folder.
 
     Args:
-        run, split, distance, world, embedded: see :func:`evaluate_model`; of several processes the first one writes.
+        run, split, distance, process_group, embedded: see :func:`evaluate_model`; of several processes the first one writes.
 
     Returns:
         (the figures, the file evaluation-SPLIT-DISTANCE.json).

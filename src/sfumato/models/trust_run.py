@@ -58,7 +58,7 @@ def trust_model(
     """Measure what the uncertainties of any model are worth on a split of any data.
 
     Args:
-        matcher: the model.
+        retrieval_model: the model.
         data: where the split comes from; its split "val", if it is another one, trains the learnt estimator.
         split: its name.
         queries: "text", "image" or "both".
