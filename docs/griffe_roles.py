@@ -1,7 +1,8 @@
 """An extension of griffe for the documentation site: it turns what our docstrings write into what the site can render.
 
-Sphinx roles become code, linked where the site documents the name; ``Example:`` becomes a section of examples; an argument line
-for several names (``a, b: text``) becomes one line for each name, so that every name is checked against the signature.
+Sphinx roles become code, linked where the site documents the name; ``Example:`` becomes a section of examples; an
+argument line for several names (``a, b: text``) becomes one line for each name, so that every name is checked against
+the signature. Names that a package only re-exports are documented once, where they are defined.
 """
 
 import re
@@ -41,6 +42,8 @@ class Roles(Extension):
     def _rewrite(self, thing: Object | Alias) -> None:
         if thing.is_alias:
             return
+        if isinstance(thing, Module):
+            thing.exports = None
         if thing.docstring:
             text = _EXAMPLE.sub("Examples:", thing.docstring.value)
             text = _SEVERAL.sub(_one_line_each, text)
