@@ -32,9 +32,10 @@ from sfumato.encoders.frozen import text_backbone
 from sfumato.encoders.heads import AveragePool
 from sfumato.evaluation.benchmark_ground_truths import eccv_caption
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, mean_statistic
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import expected_calibration_error
-from sfumato.metrics.selective import Interval, Statistic, auroc, auroc_statistic, bootstrap, mean_statistic
+from sfumato.metrics.selective import auroc, auroc_statistic
 from sfumato.models.build import cache_folder
 from sfumato.models.run import Run, load_run
 from sfumato.models.splits import embed_split, load_split, load_splits
@@ -139,7 +140,7 @@ def estimates(log_odds: np.ndarray, wrong: np.ndarray) -> dict[str, float]:
 
 def log_odds(run: Run, distance: np.ndarray) -> np.ndarray:
     assert run.calibration is not None
-    return run.calibration.logit(torch.from_numpy(distance), share=0.5).numpy()
+    return run.calibration.logit(torch.from_numpy(distance), match_fraction=0.5).numpy()
 
 
 def is_wrong(clean: PairData, image: np.ndarray, text: np.ndarray) -> np.ndarray:

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.calibration.calibrator import METHODS, N_STEPS, Calibration, QueryScores
+from sfumato.calibration.calibrator import METHODS, Calibration
+from sfumato.calibration.query_scores import N_STEPS, QueryScores
 from sfumato.direction import Direction
 from sfumato.distances import get_distance
 from sfumato.matching import match_probability

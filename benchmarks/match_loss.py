@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import pcmepp_loss
+from sfumato.losses import PCMEPPOptions, pcmepp_loss
 
 FORMS = ("product", "loss", "loss with pseudo-positives", "broadcast")
 
@@ -55,7 +55,9 @@ def step(form: str, b: int, d: int) -> Callable[[], Tensor]:
             return broadcast_loss(m1, l1, m2, l2, match)
         alpha = 0.1 if form.endswith("pseudo-positives") else 0.0
         image, text = GaussianEmbedding(m1, l1), GaussianEmbedding(m2, l2)
-        return pcmepp_loss(image, text, match, logit_scale=5.0, logit_bias=5.0, alpha=alpha, beta=0).total
+        return pcmepp_loss(
+            image, text, match, PCMEPPOptions(alpha=alpha, beta=0), logit_scale=5.0, logit_bias=5.0
+        ).total
 
     def run() -> Tensor:
         for leaf in (m1, l1, m2, l2):

@@ -15,7 +15,7 @@ import torch
 from match_loss import inputs, peak_mb
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import pcme_loss, pcmepp_loss
+from sfumato.losses import PCMEOptions, pcme_loss, pcmepp_loss
 
 FORMS = ("pcmepp", "pcme", "pcme with uniformity")
 
@@ -28,16 +28,13 @@ def step(form: str, b: int, d: int, samples: int) -> None:
         output = pcmepp_loss(image, text, match, logit_scale=5.0, logit_bias=5.0)
     else:
         weight = 10.0 if form.endswith("uniformity") else 0.0
-        generator = torch.Generator().manual_seed(0)
         output = pcme_loss(
             image,
             text,
             match,
+            PCMEOptions(n_samples=samples, uniformity_weight=weight),
             logit_scale=5.0,
             logit_bias=5.0,
-            n_samples=samples,
-            uniformity_weight=weight,
-            generator=generator,
         )
     output.total.backward()
 

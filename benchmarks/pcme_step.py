@@ -34,7 +34,7 @@ from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
 from sfumato.encoders.features import Inputs
 from sfumato.encoders.heads import GaussianHead
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import MatchLoss, PCMELoss, PCMEPPLoss
+from sfumato.losses import MatchLoss, PCMELoss, PCMEOptions, PCMEPPLoss
 from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.recipe import OptimConfig
 from sfumato.training.optim import build_optimiser, clip_gradients
@@ -58,7 +58,7 @@ def build_model(options: argparse.Namespace) -> DualEncoder:
 
 def build_loss(form: str, options: argparse.Namespace) -> MatchLoss:
     """Either loss as its recipe has it."""
-    loss = PCMEPPLoss() if form == "pcmepp" else PCMELoss(n_samples=options.samples)
+    loss = PCMEPPLoss() if form == "pcmepp" else PCMELoss(PCMEOptions(n_samples=options.samples))
     return loss.to(options.device)
 
 

@@ -21,7 +21,7 @@ import torch
 from match_loss import inputs, peak_mb
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import PairShare, PCMEPPLoss, loss_of_share
+from sfumato.losses import PairBlock, PCMEPPLoss, loss_of_block
 from sfumato.models.process_group import ProcessGroup, join_process_group
 
 
@@ -38,9 +38,9 @@ def step(process_group: ProcessGroup, b: int, d: int, max_pairs: int) -> float:
     match = torch.zeros(len(own), b)
     match[torch.arange(len(own)), own] = 1
     alone = process_group.size == 1
-    share = PairShare(image if alone else image[rows], text if alone else text[rows], image, text, match, match)
+    share = PairBlock(image if alone else image[rows], text if alone else text[rows], image, text, match, match)
     loss = PCMEPPLoss()
-    output = loss_of_share(loss, share, max_pairs=max_pairs, total=process_group.total)
+    output = loss_of_block(loss, share, max_pairs=max_pairs, total=process_group.total)
     output.total.backward()
     for leaf in leaves:
         assert leaf.grad is not None

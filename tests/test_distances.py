@@ -1,4 +1,4 @@
-"""Every distance in DISTANCES, by the same tests: a new one is picked up unasked (and must have a loop in references.py)."""
+"""Every distance in DISTANCES, by the same tests: a new one is tested without a line here, and needs a loop in references.py."""
 
 import inspect
 import json
@@ -134,7 +134,7 @@ def test_half_precision_accumulates_in_float32(name, form, dtype):
     function = getattr(DISTANCES[name], form)
     result = function(x, y, **seeded(name))
     assert result.dtype == torch.float32
-    wide = torch.float32 if DISTANCES[name].sampled else torch.float64  # draws depend on the dtype
+    wide = torch.float32 if DISTANCES[name].sampled else torch.float64  # samples depend on the dtype
     torch.testing.assert_close(result, function(x.to(wide), y.to(wide), **seeded(name)).float(), rtol=2e-4, atol=2e-4)
 
 
@@ -361,16 +361,16 @@ def test_elk_takes_a_point_on_one_side():
     torch.testing.assert_close(elk_matrix(x, point), -log_density)
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 3])
-def test_the_nearest_of_several_is_the_loops_in_both_forms_and_of_one_squared_l2(pieces):
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_the_nearest_of_several_is_the_loops_in_both_forms_and_of_one_squared_l2(k):
     x, y = gaussians(N, 0, d=6), gaussians(M, 1, d=6)
-    distance = get_distance(f"nearest_of_{pieces}")
-    expected = loops(lambda *sides: references.nearest(*sides, pieces), x, y)
+    distance = get_distance(f"nearest_of_{k}")
+    expected = loops(lambda *sides: references.nearest(*sides, k), x, y)
     torch.testing.assert_close(distance.matrix(x, y), expected, rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(distance.matrix(x, y), distance.matrix(y, x).T)
     torch.testing.assert_close(distance.row(x, y[:N]), expected[:, :N].diagonal())
     whole = DISTANCES["squared_l2"].matrix(x, y)
-    assert distance.pieces == pieces and torch.allclose(distance.matrix(x, y), whole) == (pieces == 1)
+    assert distance.embeddings == k and torch.allclose(distance.matrix(x, y), whole) == (k == 1)
 
 
 def test_the_nearest_of_several_does_not_depend_on_their_order():
@@ -382,7 +382,7 @@ def test_the_nearest_of_several_does_not_depend_on_their_order():
 
 
 def test_the_nearest_of_several_refuses_sizes_and_names_that_cannot_be():
-    with pytest.raises(ValueError, match="nearest_matrix: 2 embeddings an item cannot share d = 7 dimensions equally"):
+    with pytest.raises(ValueError, match="nearest_matrix: d = 7 dimensions cannot be divided into 2 embeddings"):
         get_distance("nearest_of_2").matrix(gaussians(N, 0), gaussians(M, 1))
     for name in ("nearest_of_0", "nearest_of_", "nearest_of_02", "nearest_of_-1", "nearest_of_two"):
         with pytest.raises(ValueError, match="unknown distance"):

@@ -22,7 +22,17 @@ PARTS: dict[str, set[str]] = {
     "data": {"errors", "files", "gaussian", "metrics"},
     "encoders": {"data", "errors", "files", "gaussian"},
     "losses": {"distances", "gaussian", "inclusion", "matching"},
-    "search": {"calibration", "direction", "distances", "errors", "files", "gaussian", "matching", "metrics"},
+    "search": {
+        "calibration",
+        "direction",
+        "distances",
+        "errors",
+        "files",
+        "gaussian",
+        "matching",
+        "metrics",
+        "progress",
+    },
     "evaluation": {
         "data",
         "direction",
@@ -129,19 +139,21 @@ PARTS: dict[str, set[str]] = {
 # The floors of each folder, lowest first. A module may import modules of lower floors of its folder, none of its own floor.
 FLOORS: dict[str, list[str]] = {
     "metrics": [
-        "relevance reliability selective uncertainty",
-        "retrieval",
+        "bootstrap relevance reliability uncertainty",
+        "retrieval selective",
     ],
     "calibration": [
-        "platt",
+        "isotonic platt query_scores",
+        "abstention conformal",
         "calibrator",
     ],
     "data": [
         "augment embedding_files problems transforms",
         "corruptions images",
         "pairs",
-        "emoji folds grading karpathy manifest noise region_features shards",
-        "labelled listings",
+        "captioned emoji folds grading karpathy noise region_features shard_files shard_writer",
+        "folder manifest shards",
+        "labelled listings sources",
     ],
     "encoders": [
         "features package_weights",
@@ -150,6 +162,10 @@ FLOORS: dict[str, list[str]] = {
         "dual",
         "regions",
     ],
+    "distances": [
+        "distance inputs",
+        "blockwise separable",
+    ],
     "losses": [
         "base dispersion",
         "infonce pcme prolip triplet",
@@ -157,8 +173,10 @@ FLOORS: dict[str, list[str]] = {
     ],
     "search": [
         "atomic_folder exact lifting parts stores stores.faiss stores.protocol",
-        "gallery stores.segments stores.store_url",
-        "collection index stores.local stores.milvus stores.pgvector",
+        "gallery stores.nearest stores.store_url",
+        "collection index stores.local_database stores.local_settings stores.milvus stores.pgvector",
+        "stores.local_index stores.version_0_1",
+        "stores.local",
         "stores.rerank",
     ],
     "evaluation": [
@@ -169,11 +187,12 @@ FLOORS: dict[str, list[str]] = {
         "embedded_input",
     ],
     "models": [
-        "ingest process_group pretrained_layouts recipe",
-        "build pretrained splits",
+        "embedding_steps process_group pretrained_layouts recipe",
+        "build ingest pretrained splits",
         "extract_regions run",
         "calibrate embed export",
         "galleries trust_run",
+        "gallery_search",
     ],
     "training": [
         "optim step",

@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 from sfumato.distances import DISTANCES, reduce_sample_distances
 from sfumato.encoders.heads import GPO
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import pcmepp_loss, pseudo_positives, vib_loss
+from sfumato.losses import PCMEPPOptions, pcmepp_loss, pseudo_positives, vib_loss
 from sfumato.matching import match_logit, sampled_match_log_probability
 
 
@@ -43,11 +43,11 @@ def run_case(case, tensors, dtype):
         image,
         text,
         tensors[f"inputs/{case['group']}/matched"],
+        PCMEPPOptions(
+            distance=OUR_DISTANCE[case["prob_distance"]], alpha=case["smoothness_alpha"], beta=case["vib_beta"]
+        ),
         logit_scale=scale,
         logit_bias=bias,
-        distance=OUR_DISTANCE[case["prob_distance"]],
-        alpha=case["smoothness_alpha"],
-        beta=case["vib_beta"],
     )
     return output, leaves, scale, bias, image, text
 

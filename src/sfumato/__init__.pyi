@@ -12,11 +12,11 @@ from .data.embedding_files import (
 from .data.emoji import (
     load_emoji as load_emoji,
 )
+from .data.folder import (
+    read_image_folder as read_image_folder,
+)
 from .data.karpathy import (
     read_karpathy as read_karpathy,
-)
-from .data.manifest import (
-    read_image_folder as read_image_folder,
 )
 from .data.manifest import (
     read_manifest as read_manifest,
@@ -30,14 +30,14 @@ from .data.pairs import (
 from .data.problems import (
     Problems as Problems,
 )
+from .data.shard_writer import (
+    write_shards as write_shards,
+)
 from .data.shards import (
     ShardStream as ShardStream,
 )
 from .data.shards import (
     read_shards as read_shards,
-)
-from .data.shards import (
-    write_shards as write_shards,
 )
 from .distances import (
     DISTANCES as DISTANCES,
@@ -174,6 +174,15 @@ from .gaussian import (
 from .gaussian import (
     save_embeddings as save_embeddings,
 )
+from .inclusion import (
+    inclusion_loss as inclusion_loss,
+)
+from .inclusion import (
+    inclusion_test as inclusion_test,
+)
+from .inclusion import (
+    log_inclusion as log_inclusion,
+)
 from .losses import (
     LOSSES as LOSSES,
 )
@@ -181,37 +190,49 @@ from .losses import (
     DAALoss as DAALoss,
 )
 from .losses import (
+    DAAOptions as DAAOptions,
+)
+from .losses import (
     InfoNCELoss as InfoNCELoss,
+)
+from .losses import (
+    InfoNCEOptions as InfoNCEOptions,
 )
 from .losses import (
     PCMELoss as PCMELoss,
 )
 from .losses import (
+    PCMEOptions as PCMEOptions,
+)
+from .losses import (
     PCMEPPLoss as PCMEPPLoss,
+)
+from .losses import (
+    PCMEPPOptions as PCMEPPOptions,
 )
 from .losses import (
     ProLIPLoss as ProLIPLoss,
 )
 from .losses import (
+    ProLIPOptions as ProLIPOptions,
+)
+from .losses import (
     PVSELoss as PVSELoss,
+)
+from .losses import (
+    PVSEOptions as PVSEOptions,
 )
 from .losses import (
     TripletLoss as TripletLoss,
 )
 from .losses import (
+    TripletOptions as TripletOptions,
+)
+from .losses import (
     daa_loss as daa_loss,
 )
 from .losses import (
-    inclusion_loss as inclusion_loss,
-)
-from .losses import (
-    inclusion_test as inclusion_test,
-)
-from .losses import (
     infonce_loss as infonce_loss,
-)
-from .losses import (
-    log_inclusion as log_inclusion,
 )
 from .losses import (
     pcme_loss as pcme_loss,

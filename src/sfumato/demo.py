@@ -19,7 +19,8 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
 from sfumato.metrics.uncertainty import balanced_spearman, spearman
 from sfumato.models.embed import evaluate_run
-from sfumato.models.galleries import Source, build_index, describe
+from sfumato.models.galleries import GalleryPart, build_index
+from sfumato.models.gallery_search import describe
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import Run, load_run
 from sfumato.models.splits import embed_split, load_split
@@ -68,7 +69,9 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
     print("\n3. Indexing every picture of that style")
     style = load_split(run.model, run.recipe.data, "style")
     images, texts = embed_split(run.model, style)
-    index = build_index(run, Source(images, style.data.image_ids, pictures={"split": "style"}), home=out / "run")
+    index = build_index(
+        run, GalleryPart(images, style.data.image_ids, images={"split": "style"}), model_source=out / "run"
+    )
     index.save(out / "index")
     print(f"{len(index)} pictures: {out / 'index'}")
 

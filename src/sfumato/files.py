@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: write under a temporary name, force to disk, rename."""
+"""Atomic files: written under a temporary name, forced to disk, renamed."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:
-    """Replace the file at path by data; whoever reads it, and whatever dies, sees the old content or the new, never a part.
+    """Replace the file at path by data. A reader sees the old content or the new, never a part, also after a crash.
 
     Args:
         path: the file; its folder must exist.
@@ -35,12 +35,25 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write value as indented JSON, atomically; NaN is refused because JSON has none."""
+    """Write value as indented JSON, atomically.
+
+    Args:
+        path: the file; its folder must exist.
+        value: what JSON can hold.
+
+    Raises:
+        FileNotFoundError: the folder does not exist.
+        ValueError: value holds NaN or infinity, which JSON has not.
+    """
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def sync_folder(folder: Path) -> None:
-    """Force a folder's entries (a rename, say) to disk where the system can."""
+    """Force the entries of a folder, e.g. a rename, to disk. It does nothing on systems that cannot (Windows).
+
+    Args:
+        folder: an existing folder.
+    """
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -50,7 +63,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether it can be the name of a file in a folder: a name, never a path to somewhere else."""
+    """Whether it can be the name of a file in a folder, and not a path to another folder.
+
+    Args:
+        name: any text.
+
+    Returns:
+        False for an empty name, ".", "..", and names with a slash, a backslash or a zero byte.
+    """
     return name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
 
 

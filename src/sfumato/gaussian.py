@@ -18,11 +18,18 @@ from torch import Tensor
 from sfumato.files import write_atomically
 
 EMBEDDINGS_FORMAT = "sfumato-embeddings-1"
-"""What a safetensors file of mean, log_var and ids says in its metadata."""
+"""The format in the metadata of a safetensors file of mean, log_var and ids."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums over d are taken: float32 for half precision, the input's own otherwise."""
+    """The dtype in which sums over d are taken.
+
+    Args:
+        dtype: of the input, floating point.
+
+    Returns:
+        float32 for half precision, dtype itself otherwise.
+    """
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -72,12 +79,33 @@ class GaussianEmbedding:
 
     @classmethod
     def point(cls, mean: Tensor) -> "GaussianEmbedding":
-        """(n, d) means with variance 0: a deterministic embedding."""
+        """A deterministic embedding: variance 0.
+
+        Args:
+            mean: (n, d) floating point.
+
+        Returns:
+            n points; log_var is -inf.
+
+        Example:
+            >>> GaussianEmbedding.point(torch.ones(1, 2)).total_variance
+            tensor([0.])
+        """
         return cls(mean, torch.full_like(mean, -math.inf))
 
     @classmethod
     def cat(cls, parts: Sequence["GaussianEmbedding"]) -> "GaussianEmbedding":
-        """Embeddings one after the other; at least one part, all with the same d, dtype and device."""
+        """Embeddings one after the other.
+
+        Args:
+            parts: at least one, all with the same d, dtype and device.
+
+        Returns:
+            All their rows in this order.
+
+        Raises:
+            ValueError: there are no parts.
+        """
         if not parts:
             raise ValueError("GaussianEmbedding.cat: got no parts, expected at least one")
         return cls(torch.cat([p.mean for p in parts]), torch.cat([p.log_var for p in parts]))
@@ -86,7 +114,7 @@ class GaussianEmbedding:
         return self.n
 
     def __getitem__(self, index: slice | Tensor) -> "GaussianEmbedding":
-        """Rows by slice, (k,) indices or (n,) mask. An integer is refused: a batch of one is a batch, use [i : i + 1]."""
+        """Rows by slice, (k,) indices or (n,) mask. An integer is refused: use [i : i + 1] for a batch of one."""
         if (isinstance(index, Tensor) and index.ndim != 1) or not isinstance(index, Tensor | slice):
             raise TypeError(
                 f"GaussianEmbedding: index with a slice or a 1-D tensor (x[i : i + 1] for one row), got {index!r}"
@@ -120,25 +148,40 @@ class GaussianEmbedding:
 
     @property
     def total_variance(self) -> Tensor:
-        """(n,) sum of the variances over d: the default scalar uncertainty (Chun 2024, section 3.4). Sums in float32 or better."""
+        """(n,) sum of the variances over d, in float32 or better: the default scalar uncertainty.
+
+        Paper: Chun 2024, section 3.4.
+        """
         return self.log_var.to(accumulation_dtype(self.dtype)).exp().sum(-1)
 
     @property
     def log_det(self) -> Tensor:
-        """(n,) log determinant of the covariance, sum of log_var; -inf for points (Pishdad et al., section 3.3)."""
+        """(n,) log determinant of the covariance, the sum of log_var; -inf for points.
+
+        Paper: Pishdad et al., section 3.3.
+        """
         return self.log_var.to(accumulation_dtype(self.dtype)).sum(-1)
 
     @property
     def geometric_std(self) -> Tensor:
-        """(n,) geometric mean over d of the standard deviation, exp(mean(log_var) / 2) (Chun et al. 2021, section 3.2.1)."""
+        """(n,) geometric mean over d of the standard deviation, exp(mean(log_var) / 2).
+
+        Paper: Chun et al. 2021, section 3.2.1.
+        """
         return (self.log_var.to(accumulation_dtype(self.dtype)).mean(-1) / 2).exp()
 
     def sample(self, n_samples: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """(n, s, d) reparametrised draws mean + sqrt(var) * noise; gradients flow to mean and log_var.
+        """Reparametrised samples mean + sqrt(var) * noise; gradients flow to mean and log_var.
 
         Args:
-            n_samples: s >= 1 draws of each embedding.
+            n_samples: number s >= 1 of samples of each embedding.
             generator: source of the noise, on the same device; the global one if None.
+
+        Returns:
+            (n, s, d) samples.
+
+        Raises:
+            ValueError: n_samples < 1.
         """
         if n_samples < 1:
             raise ValueError(f"sample: n_samples must be at least 1, got {n_samples}")
@@ -147,11 +190,22 @@ class GaussianEmbedding:
         return torch.addcmul(self.mean.unsqueeze(1), (self.log_var / 2).exp().unsqueeze(1), noise)
 
     def to(self, target: torch.device | torch.dtype | str) -> "GaussianEmbedding":
-        """Both tensors moved to a device or cast to a dtype."""
+        """Both tensors moved to a device or cast to a dtype.
+
+        Args:
+            target: a device, its name, or a dtype.
+
+        Returns:
+            The moved embeddings.
+        """
         return GaussianEmbedding(self.mean.to(target), self.log_var.to(target))
 
     def detach(self) -> "GaussianEmbedding":
-        """The same numbers without their gradient history."""
+        """The same numbers without their gradient history.
+
+        Returns:
+            Embeddings without gradient.
+        """
         return GaussianEmbedding(self.mean.detach(), self.log_var.detach())
 
 
@@ -180,11 +234,17 @@ def save_embeddings(path: str | Path, embeddings: GaussianEmbedding, ids: Sequen
 
 
 def load_embeddings(path: str | Path) -> tuple[GaussianEmbedding, list[str]]:
-    """Read a file of :func:`save_embeddings`: (embeddings, ids).
+    """Read a file of :func:`save_embeddings`.
+
+    Args:
+        path: the file.
+
+    Returns:
+        (embeddings, ids).
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is not one of ours, is cut short, or its ids do not fit.
+        ValueError: the file has another format, is truncated, or its ids do not fit.
     """
     path = Path(path)
     if not path.is_file():
@@ -194,7 +254,8 @@ def load_embeddings(path: str | Path) -> tuple[GaussianEmbedding, list[str]]:
             metadata = file.metadata() or {}
             if metadata.get("format") != EMBEDDINGS_FORMAT:
                 raise ValueError(
-                    f"{path}: not an embeddings file of sfumato (format {metadata.get('format')!r}, expected {EMBEDDINGS_FORMAT!r})"
+                    f"{path}: not an embeddings file of sfumato (format {metadata.get('format')!r},"
+                    f" expected {EMBEDDINGS_FORMAT!r})"
                 )
             embeddings = GaussianEmbedding(file.get_tensor("mean"), file.get_tensor("log_var"))
             ids = [str(i) for i in json.loads(file.get_tensor("ids").numpy().tobytes())]
@@ -208,7 +269,14 @@ def load_embeddings(path: str | Path) -> tuple[GaussianEmbedding, list[str]]:
 
 
 def is_embeddings_file(path: str | Path) -> bool:
-    """Whether a safetensors file says that :func:`save_embeddings` wrote it; False for what cannot be read."""
+    """Whether :func:`save_embeddings` wrote a file.
+
+    Args:
+        path: a safetensors file.
+
+    Returns:
+        True if its metadata name the format; False otherwise, and for a file that cannot be read.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             return bool((file.metadata() or {}).get("format") == EMBEDDINGS_FORMAT)
@@ -217,7 +285,15 @@ def is_embeddings_file(path: str | Path) -> bool:
 
 
 def check_finite(embeddings: GaussianEmbedding, who: str) -> None:
-    """Refuse NaN anywhere, infinite means and infinite variances (log_var = -inf, a point, is fine)."""
+    """Refuse NaN, infinite means and infinite variances; log_var = -inf, a point, is allowed.
+
+    Args:
+        embeddings: n embeddings.
+        who: name of the caller, for error messages.
+
+    Raises:
+        ValueError: a value is NaN or infinite; the message names the first such row.
+    """
     bad = ~torch.isfinite(embeddings.mean) | torch.isnan(embeddings.log_var) | torch.isposinf(embeddings.log_var)
     if bad.any():
         row = int(bad.any(dim=1).nonzero()[0])

@@ -1,7 +1,7 @@
 """Inclusion of one Gaussian in another: does the outer one cover the inner one, dimension by dimension?
 
-It measures by the integral of p_inner^2 * p_outer, which is larger than that of p_outer^2 * p_inner where the inner one is the
-narrower. The released code of ProLIP uses another expression, which is here under a name of its own.
+The measure is the integral of p_inner^2 * p_outer. It is larger than that of p_outer^2 * p_inner where the inner
+Gaussian is the narrower one. The released code of ProLIP uses another expression, which has its own functions here.
 """
 
 import math
@@ -38,7 +38,8 @@ def log_inclusion(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
 def inclusion_test(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
     r"""log_inclusion(x, y) - log_inclusion(y, x): positive where x is included in y.
 
-    Its sign is that of log_var_y - log_var_x whatever the means are: they only change its size, which grows with their distance.
+    Its sign is that of log_var_y - log_var_x for all means. The means only change its size, which grows with their
+    distance.
 
     Args:
         x, y: (n, d) embeddings; see :func:`log_inclusion`.
@@ -60,10 +61,10 @@ def inclusion_test(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
 
 
 def released_log_inclusion(x: GaussianEmbedding, y: GaussianEmbedding, *, eps: float = -10.0) -> Tensor:
-    r"""What the released code of ProLIP takes for :func:`log_inclusion` (there ``inclusion_test``).
+    r"""The expression of the released code of ProLIP in place of :func:`log_inclusion` (there ``inclusion_test``).
 
-    Apart from constants it is log_inclusion - log_var_x - log_var_y / 2, with the distance of the means times exp(eps): at the
-    published -10 and -20 the means play no part.
+    Apart from constants it is log_inclusion - log_var_x - log_var_y / 2, with the distance of the means times exp(eps):
+    at the published -10 and -20 the means have no effect.
 
     Args:
         x, y: (n, d) embeddings; see :func:`log_inclusion`.
@@ -101,7 +102,14 @@ def released_inclusion_test(x: GaussianEmbedding, y: GaussianEmbedding, *, eps: 
 def inclusion_losses(
     inner: GaussianEmbedding, outer: GaussianEmbedding, *, scale: float = 1000.0, released_eps: float | None = None
 ) -> Tensor:
-    """(n,) losses -log sigmoid(scale * inclusion_test(inner, outer)) of the rows, averaged over d: see :func:`inclusion_loss`."""
+    """Losses -log sigmoid(scale * inclusion_test(inner, outer)) of the rows, averaged over d.
+
+    Args:
+        inner, outer, scale, released_eps: see :func:`inclusion_loss`.
+
+    Returns:
+        (n,) losses >= 0.
+    """
     if released_eps is None:
         test = inclusion_test(inner, outer)
     else:
@@ -112,7 +120,7 @@ def inclusion_losses(
 def inclusion_loss(
     inner: GaussianEmbedding, outer: GaussianEmbedding, *, scale: float = 1000.0, released_eps: float | None = None
 ) -> Tensor:
-    r"""Small where every inner embedding is included in its outer one: an image in its text, a whole in its masked view.
+    r"""Inclusion of every inner embedding in its outer one: an image in its text, a whole in its masked view.
 
         -mean log sigmoid(scale * inclusion_test(inner, outer))
 
@@ -122,11 +130,12 @@ def inclusion_loss(
         inner: (n, d) embeddings with positive variances.
         outer: (n, d) embeddings; same n, d, dtype and device.
         scale: of the tests; 1000 in ProLIP, 10 for its long texts.
-        released_eps: None for the exact integral; a number for :func:`released_inclusion_test` with it, as published models
-            were trained. The released code also drops a loss above 1e5 from its step; this does not.
+        released_eps: None for the exact integral; a number is the eps of :func:`released_inclusion_test`, with which
+            the published models were trained. The released code also leaves a loss above 1e5 out of its step; this does
+            not.
 
     Returns:
-        () loss >= 0.
+        () loss >= 0; small where the inner embeddings are included.
 
     Raises:
         ValueError: shape, dtype or device differ.
@@ -137,7 +146,7 @@ def inclusion_loss(
 
 
 def _over(x: GaussianEmbedding, y: GaussianEmbedding, log_v: Tensor) -> Tensor:
-    """(n, d) squared differences of the means over v, divided before they are squared: small variances do not overflow."""
+    """(n, d) squared differences of the means over v, divided before squaring: small variances do not overflow."""
     return ((x.mean - y.mean) * (-log_v / 2).exp()).square()
 
 

@@ -1,8 +1,8 @@
-"""From a distance to the probability of a match: the only place where "smaller is closer" turns into "larger is likelier".
+"""From a distance to the probability of a match: the only place where smaller becomes larger.
 
     logit = logit_bias - logit_scale * distance        probability = sigmoid(logit)
 
-It knows nothing of where distances come from, except in the sampled probability of PCME, which averages over draws.
+It does not know where distances come from, except in the sampled probability of PCME, which averages over samples.
 """
 
 import math
@@ -16,7 +16,16 @@ from sfumato.gaussian import GaussianEmbedding
 
 
 def match_logit(distance: Tensor, logit_scale: Tensor | float, logit_bias: Tensor | float) -> Tensor:
-    """logit_bias - logit_scale * distance, of any shape; the one sign flip of the package."""
+    """logit_bias - logit_scale * distance, the one sign flip of the package.
+
+    Args:
+        distance: any shape, smaller is closer.
+        logit_scale: a > 0.
+        logit_bias: b, the logit at distance 0.
+
+    Returns:
+        Logits of the shape of distance.
+    """
     return logit_bias - logit_scale * distance
 
 
@@ -41,8 +50,8 @@ def match_probability(distance: Tensor, logit_scale: Tensor | float, logit_bias:
 class MatchingLogits(nn.Module):
     """The learnable scale and bias of the match logits.
 
-    The scale is stored as its logarithm: it stays positive whatever the optimiser does, while the published code leaves it
-    free, so that a step across zero would turn distances upside down. Neither takes part in weight decay.
+    The scale is stored as its logarithm, so that it stays positive. In the published code a step of the optimiser
+    across zero would reverse the order of all distances. Neither parameter has weight decay.
 
     Args:
         logit_scale: initial a > 0 (5 in Chun 2024, table B.1).
@@ -56,7 +65,8 @@ class MatchingLogits(nn.Module):
         super().__init__()
         if not (logit_scale > 0 and math.isfinite(logit_scale)):
             raise ValueError(
-                f"MatchingLogits: logit_scale must be positive, got {logit_scale}; smaller distances must be likelier matches"
+                f"MatchingLogits: logit_scale must be positive, got {logit_scale};"
+                " smaller distances must be likelier matches"
             )
         self.log_logit_scale = nn.Parameter(torch.tensor(math.log(logit_scale)))
         self.logit_bias = nn.Parameter(torch.tensor(float(logit_bias)))
@@ -67,7 +77,14 @@ class MatchingLogits(nn.Module):
         return self.log_logit_scale.exp()
 
     def forward(self, distance: Tensor) -> Tensor:
-        """Logits of the shape of distance."""
+        """Logits of distances.
+
+        Args:
+            distance: any shape, smaller is closer.
+
+        Returns:
+            Logits of the shape of distance.
+        """
         return match_logit(distance, self.logit_scale, self.logit_bias)
 
 
@@ -81,7 +98,7 @@ def sampled_match_log_probability(
     generator: torch.Generator | None = None,
     memory_mb: float = DEFAULT_MEMORY_MB,
 ) -> Tensor:
-    r"""Logarithm of PCME's match probability, E sigmoid(b - a ||z_x - z_y||), between all pairs; not squared.
+    r"""Logarithm of PCME's match probability, E sigmoid(b - a ||z_x - z_y||), between all pairs.
 
         log p(i, l) = log 1/s^2 sum_jk sigmoid(b - a ||x_i^j - y_l^k||)
 
@@ -90,9 +107,9 @@ def sampled_match_log_probability(
         y: (m, d) embeddings; same d, dtype and device.
         logit_scale: a > 0.
         logit_bias: b.
-        n_samples: s draws of each embedding.
-        generator: source of the draws.
-        memory_mb: working memory for blocks of n * m * s^2 values.
+        n_samples: number s of samples of each embedding.
+        generator: source of the samples.
+        memory_mb: working memory in MiB for blocks of n * m * s^2 values.
 
     Returns:
         (n, m) log probabilities <= 0, summed in log space so that none underflows; its negative ranks like a distance.

@@ -1,6 +1,6 @@
-"""Progress on standard error: a bar on a terminal, plain lines elsewhere, so that standard output stays the result's.
+"""Progress on standard error: a bar on a terminal, plain lines elsewhere. Standard output is for results alone.
 
-Of several processes that torchrun has started, the first one speaks.
+Of several processes that torchrun has started, only the first one prints.
 """
 
 import os
@@ -16,12 +16,20 @@ _PLAIN_SECONDS = 15.0
 
 
 def first_process() -> bool:
-    """Whether this is the only process, or the first of those that torchrun has started."""
+    """Whether this is the only process, or the first of those that torchrun has started.
+
+    Returns:
+        True if the environment variable RANK is 0 or missing.
+    """
     return os.environ.get("RANK", "0") == "0"
 
 
 def say(line: str) -> None:
-    """One plain line on standard error."""
+    """Print one plain line on standard error; only the first process does.
+
+    Args:
+        line: without a line break.
+    """
     if not first_process():
         return
     print(line, file=sys.stderr, flush=True)
@@ -29,14 +37,14 @@ def say(line: str) -> None:
 
 @contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show how far a loop is.
+    """Show the progress of a loop.
 
     Args:
-        title: what is being done.
+        title: name of the work.
         total: number of items.
 
     Yields:
-        A function to call with the number of items just done.
+        A function to call with the number of items that were completed since the last call.
     """
     console = Console(stderr=True)
     if console.is_terminal and first_process():

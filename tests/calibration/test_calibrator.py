@@ -1,4 +1,4 @@
-"""Promises kept: by hand, against loops, and counted over many draws of held-out and new queries."""
+"""Guarantees: by hand, against loops, and counted over many random held-out sets and new queries."""
 
 import itertools
 import json
@@ -10,8 +10,9 @@ import pytest
 import torch
 from scipy import stats
 
-from sfumato.calibration.calibrator import N_STEPS, Calibration, QueryScores, growth_by_halving
+from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.platt import fit_logits
+from sfumato.calibration.query_scores import N_STEPS, QueryScores, growth_by_halving
 from sfumato.errors import UserError
 
 # Three queries, four items; the third query has two matches, and its closest item is none of them.
@@ -28,14 +29,14 @@ def scores_of(closest, *, other=math.inf, n_gallery=100, growth=0.0):
     return QueryScores(n_gallery, 0, 1.0, growth, *lists, precision)
 
 
-def promise(**arguments):
+def calibrated(**arguments):
     return Calibration(4.0, 2.0, 0.01, **arguments)
 
 
 def scene(generator, n_queries, n_gallery, *, n_matches=1, shift=1.5):
     """Distances whose log odds are known: normal, matches `shift` standard deviations closer than the others.
 
-    With logit(share) they are  logit(share) + shift^2 / 2 - shift * d.
+    With logit(fraction of matches) they are  logit(fraction) + shift^2 / 2 - shift * d.
     """
     match = torch.zeros(n_queries, n_gallery)
     match[:, :n_matches] = 1
@@ -68,8 +69,8 @@ def test_queries_without_a_match_are_left_out_and_blocks_are_the_whole():
     assert scores == QueryScores(
         **{**vars(QueryScores.fit(distance[kept], match[kept])), "n_left_out": scores.n_left_out}
     )
-    pieces = [(distance[i : i + 10], match[i : i + 10]) for i in range(0, 57, 10)]
-    again = QueryScores.from_blocks(lambda: iter(pieces))
+    blocks = [(distance[i : i + 10], match[i : i + 10]) for i in range(0, 57, 10)]
+    again = QueryScores.from_blocks(lambda: iter(blocks))
     assert again.closest_match == scores.closest_match and again.growth == scores.growth
     assert again.precision == pytest.approx(scores.precision)
 
@@ -115,24 +116,24 @@ def test_growth_is_what_halves_show():
 def test_platt_is_fit_logits():
     calibration = Calibration.fit(DISTANCE, MATCH)
     assert (calibration.logit_scale, calibration.logit_bias) == fit_logits(DISTANCE, MATCH)
-    assert calibration.share == pytest.approx(4 / 12)
+    assert calibration.match_fraction == pytest.approx(4 / 12)
     expected = 1 / (1 + torch.exp(calibration.logit_scale * DISTANCE - calibration.logit_bias))
     torch.testing.assert_close(calibration.probability(DISTANCE), expected)
     assert calibration.probability(DISTANCE.double()).dtype == torch.float64
 
 
 def test_prior_shift_by_hand():
-    calibration = promise(t2i=scores_of([0.1], n_gallery=100), i2t=scores_of([0.1], n_gallery=400, growth=0.5))
+    calibration = calibrated(t2i=scores_of([0.1], n_gallery=100), i2t=scores_of([0.1], n_gallery=400, growth=0.5))
     # One match among 100 becomes one among 300: odds 1/99 -> 1/299.
     assert calibration.prior_shift(n_gallery=300) == pytest.approx(math.log(99 / 299))
     assert calibration.prior_shift(n_gallery=100) == pytest.approx(0, abs=1e-12)
-    # With growth 1/2 four times the gallery is half the share.
+    # With growth 1/2 four times the gallery is half the fraction.
     assert calibration.prior_shift(n_gallery=1600, direction="i2t") == pytest.approx(math.log(0.005 / 0.995 * 99))
-    assert calibration.prior_shift(share=0.5) == pytest.approx(math.log(99))
-    assert calibration.prior_shift(n_gallery=1) == calibration.prior_shift(share=0.5), "never above one half"
+    assert calibration.prior_shift(match_fraction=0.5) == pytest.approx(math.log(99))
+    assert calibration.prior_shift(n_gallery=1) == calibration.prior_shift(match_fraction=0.5), "never above one half"
     assert calibration.prior_shift() == 0
-    # sigmoid(2 - 4 * 0.5) is one half; 1/99 of its odds for a share of one in 9,802.
-    rare = calibration.probability(torch.tensor(0.5), share=1 / (99 * 99 + 1))
+    # sigmoid(2 - 4 * 0.5) is one half; 1/99 of its odds for a fraction of one in 9,802.
+    rare = calibration.probability(torch.tensor(0.5), match_fraction=1 / (99 * 99 + 1))
     assert float(rare) == pytest.approx(1 / 100)
 
 
@@ -155,7 +156,7 @@ def test_shifted_probabilities_are_those_of_the_other_gallery(method):
     assert (torch.logit(calibration.probability(d)) - torch.logit(known)).min() > 2
     sums = [float(calibration.probability(larger, n_gallery=n).sum(1).mean()) for n in (320, 20)]
     assert sums[0] == pytest.approx(1, rel=0.1) and sums[1] > 8
-    torch.testing.assert_close(calibration.probability(d, share=1 / 320), got)
+    torch.testing.assert_close(calibration.probability(d, match_fraction=1 / 320), got)
 
 
 def test_isotonic_by_hand():
@@ -195,16 +196,16 @@ def test_isotonic_without_scikit_learn_names_the_extra(monkeypatch):
 
 
 def test_radius_by_hand():
-    calibration = promise(t2i=scores_of([0.9, 0.1, 0.5, 0.3, 0.7, 0.2, 0.8, 0.4, 0.6]))
+    calibration = calibrated(t2i=scores_of([0.9, 0.1, 0.5, 0.3, 0.7, 0.2, 0.8, 0.4, 0.6]))
     # Nine scores: the ceil(10 * 0.8) = 8th; the 9th for one in ten; for less the whole gallery.
     assert calibration.conformal_radius(0.2) == pytest.approx(0.8)
     assert calibration.conformal_radius(0.1) == pytest.approx(0.9)
     assert calibration.conformal_radius(0.099) == math.inf
     assert calibration.conformal_radius(0.2, contains="all") == pytest.approx(1.8)
-    assert promise(i2t=scores_of([0.5] * 9)).conformal_radius(0.6, direction="i2t") == 0.5, "ties are inside"
+    assert calibrated(i2t=scores_of([0.5] * 9)).conformal_radius(0.6, direction="i2t") == 0.5, "ties are inside"
 
 
-# Coverage of a set that a random split gives: with continuous scores the share of new queries covered has mean
+# Coverage of a set that a random split gives: with continuous scores the fraction of new queries covered has mean
 # ceil((q + 1)(1 - alpha)) / (q + 1). Means over 2,000 splits; their standard errors are estimated from them, and a gap of 4.5 of
 # these is a false alarm in 7 of 1e6 seeds for each case.
 SPLITS = 2000
@@ -212,9 +213,9 @@ SPLITS = 2000
 
 def covered(alpha, q, contains, *, levels=None, corrected=True):
     random = np.random.default_rng(int(1000 * alpha) + q)
-    shares = []
+    fractions = []
     for _ in range(SPLITS):
-        # A pool of queries, each with its own spread and one to four matches; split at random.
+        # A pool of queries, each with its own dispersion and one to four matches; split at random.
         match = random.standard_normal((q + 100, 4)) * random.exponential(1, (q + 100, 1)) + 3
         match[np.arange(4) > random.integers(0, 4, (q + 100, 1))] = np.nan
         score = np.nanmin(match, axis=1) if contains == "any" else np.nanmax(match, axis=1)
@@ -222,17 +223,17 @@ def covered(alpha, q, contains, *, levels=None, corrected=True):
         if corrected:
             lists = {"closest_match": tuple(score[:q].tolist()), "farthest_match": tuple(score[:q].tolist())}
             scores = QueryScores(**{**vars(scores_of(score[:q])), **lists})
-            radius = promise(t2i=scores).conformal_radius(alpha, contains=contains)
+            radius = calibrated(t2i=scores).conformal_radius(alpha, contains=contains)
         else:
             radius = np.quantile(score[:q], 1 - alpha)
-        shares.append((score[q:] <= radius).mean())
-    return np.mean(shares), np.std(shares) / math.sqrt(SPLITS)
+        fractions.append((score[q:] <= radius).mean())
+    return np.mean(fractions), np.std(fractions) / math.sqrt(SPLITS)
 
 
 @pytest.mark.parametrize(
     ("alpha", "q", "contains"), [(0.2, 9, "any"), (0.1, 57, "any"), (0.1, 57, "all"), (0.05, 200, "all")]
 )
-def test_sets_cover_as_often_as_promised(alpha, q, contains):
+def test_sets_cover_as_often_as_guaranteed(alpha, q, contains):
     mean, error = covered(alpha, q, contains)
     exact = math.ceil((q + 1) * (1 - alpha) - 1e-9) / (q + 1)
     assert abs(mean - exact) < 4.5 * error and mean > 1 - alpha - 4.5 * error
@@ -242,26 +243,26 @@ def test_ties_raise_coverage_and_the_plain_quantile_falls_short():
     mean, error = covered(0.2, 29, "any", levels=1)
     assert mean > 0.8 + 4.5 * error
     mean, error = covered(0.2, 9, "any", corrected=False)
-    assert mean < 0.8 - 4.5 * error, "without the finite-sample correction the promise is broken"
+    assert mean < 0.8 - 4.5 * error, "without the finite-sample correction the guarantee is broken"
 
 
 # ---------------------------------------------------------------- thresholds and abstention
 
 
 def test_abstention_by_hand():
-    # 400 queries; the 300 closest are right, the others wrong. 20 limits share an error rate of 0.1; 0 errors among n vouch for a
+    # 400 queries; the 300 closest are right, the others wrong. 20 limits divide an error rate of 0.1; 0 errors among n certify a
     # risk of 0.05 from n = ln(0.1/20) / ln(0.95) = 103.3 on.
     closest = np.arange(400) / 400
     scores = scores_of(np.where(np.arange(400) < 300, closest, 5.0), other=np.where(np.arange(400) < 300, 9.0, closest))
-    calibration = promise(t2i=scores)
+    calibration = calibrated(t2i=scores)
     # Limits are every 20th closest distance, itself left out. Errors appear beyond 300: of 319 answered 19 are wrong, 6 %; of 299
     # none.
     below = calibration.abstain_below(0.05)
     assert below == pytest.approx(float(calibration.probability(torch.tensor(299 / 400))), rel=1e-6)
-    assert calibration.answered(0.05) == pytest.approx(299 / 400)
+    assert calibration.answered_fraction(0.05) == pytest.approx(299 / 400)
     assert calibration.abstains(torch.tensor([0.7, 299 / 400, 0.9]), 0.05).tolist() == [False, True, True]
     # A risk of one half is kept by answering whatever is as close as something held out was.
-    assert calibration.answered(0.5) == pytest.approx(399 / 400)
+    assert calibration.answered_fraction(0.5) == pytest.approx(399 / 400)
     assert calibration.abstains(torch.tensor([0.99, 1e6]), 0.5).tolist() == [False, True]
     with pytest.raises(
         ValueError, match="no limit has a risk of at most 0.01 with confidence 0.9 on 400 held-out queries"
@@ -281,7 +282,7 @@ def test_absent_matches_make_it_more_careful():
     calibration = Calibration.fit(distance, match, t2i=QueryScores.fit(distance, match))
     present, absent = calibration.abstain_below(0.2), calibration.abstain_below(0.2, absent=0.5)
     assert present < absent
-    assert calibration.answered(0.2, absent=0.5) < calibration.answered(0.2)
+    assert calibration.answered_fraction(0.2, absent=0.5) < calibration.answered_fraction(0.2)
 
 
 def test_threshold_by_hand():
@@ -291,7 +292,7 @@ def test_threshold_by_hand():
     match = torch.tensor([[1, 0]]).expand(600, 2)
     calibration = Calibration(4.0, 2.0, 0.5, t2i=QueryScores.fit(distance, match))
     # Below limit k/20 with k > 10 the mean precision is (10 + (k - 10) / 2) / k, but for the item at the limit: 0.8 at k = 16.7.
-    # What can be vouched for is stricter.
+    # What can be certified is stricter.
     limit = next(
         k / 20
         for k in range(20, 0, -1)
@@ -308,16 +309,16 @@ def test_threshold_by_hand():
 
 
 def hoeffding_bentkus(precision, n):
-    """Is a precision of 0.8 vouched for at level 0.1 / 20? Written with scipy."""
+    """Is a precision of 0.8 certified at level 0.1 / 20? Written with scipy."""
     loss = 1 - precision
     entropy = stats.entropy([loss, 1 - loss], [0.2, 0.8]) if loss < 0.2 else 0
     bentkus = math.e * stats.binom.cdf(math.ceil(n * loss - 1e-9), n, 0.2)
     return min(math.exp(-n * entropy), bentkus) <= 0.1 / 20
 
 
-# Each promise may be broken by one draw of held-out queries in ten; of 300 draws at most 30 + 4.5 * sqrt(300 * 0.09) = 53 would be,
-# but for 3 of 1e6 seeds. The bounds share their error over 20 limits, and so are broken far more rarely.
-DRAWS = 300
+# Each guarantee may be broken by one held-out set in ten; of 300 sets at most 30 + 4.5 * sqrt(300 * 0.09) = 53 would be, except
+# for 3 of 1e6 seeds. The bounds divide their error among 20 limits, and so are broken far more rarely.
+HELD_OUT_SETS = 300
 
 
 def test_risk_and_precision_are_kept_on_new_queries():
@@ -328,7 +329,7 @@ def test_risk_and_precision_are_kept_on_new_queries():
     nearest, place = new.min(1)
     right = ground_truth.gather(1, place[:, None])[:, 0].bool()
     broken, answered, spoilt = 0, [], 0
-    for _ in range(DRAWS):
+    for _ in range(HELD_OUT_SETS):
         distance, match = scene(generator, 400, 40, n_matches=2, shift=3.5)
         distance[::3] = torch.randn(distance[::3].shape, generator=generator) + 3.5
         calibration = Calibration(3.0, 1.0, 0.05, t2i=QueryScores.fit(distance, match))
@@ -341,9 +342,9 @@ def test_risk_and_precision_are_kept_on_new_queries():
         spoilt += bool(precision.mean() < 0.8)
     assert broken <= 53 and spoilt <= 53
     assert np.mean(answered) > 0.3, "kept, and not by answering nothing"
-    # What it guards against: the loosest limit whose observed risk is 0.2 breaks the promise about every second time.
+    # What it guards against: the loosest limit whose observed risk is 0.2 breaks the guarantee about every second time.
     naive = 0
-    for _ in range(DRAWS):
+    for _ in range(HELD_OUT_SETS):
         i = torch.randint(len(nearest), (400,), generator=generator)
         order = nearest[i].argsort()
         risk = (~right[i][order]).double().cumsum(0) / torch.arange(1, 401)
@@ -374,7 +375,7 @@ def test_there_and_back(tmp_path):
         assert Calibration.load(tmp_path / "calibration.json").conformal_radius(alpha, direction=direction) == radius
 
 
-def test_files_of_older_versions_have_probabilities_and_no_promises(tmp_path):
+def test_files_of_older_versions_have_probabilities_and_no_guarantees(tmp_path):
     old = {"logit_scale": 2.0, "logit_bias": 1.0, "split": "val", "pairs": 9, "expected_calibration_error": 0.1}
     (tmp_path / "calibration.json").write_text(json.dumps(old))
     calibration = Calibration.load(tmp_path / "calibration.json")
@@ -388,7 +389,7 @@ def test_files_of_older_versions_have_probabilities_and_no_promises(tmp_path):
             ValueError, match="no scores of held-out queries for t2i; fit again .*sfumato calibrate RUN"
         ):
             ask()
-    with pytest.raises(ValueError, match="does not know the share of matches .*sfumato calibrate RUN"):
+    with pytest.raises(ValueError, match="does not know the fraction of matches .*sfumato calibrate RUN"):
         calibration.probability(torch.tensor(0.5), n_gallery=10)
 
 
@@ -396,7 +397,7 @@ def test_files_of_older_versions_have_probabilities_and_no_promises(tmp_path):
     ("text", "message"),
     [
         ("{", "Expecting"),
-        ("[]", "not one, or a damaged one"),
+        ("[]", "not a calibration, or a damaged one"),
         ('{"logit_scale": 1}', "logit_bias.*calibrate again"),
         ('{"logit_scale": -1, "logit_bias": 0}', "logit_scale must be positive"),
         ('{"logit_scale": 1, "logit_bias": 0, "t2i": {"n_gallery": 3}}', "damaged.*calibrate again"),
@@ -420,9 +421,9 @@ def test_damaged_files_are_named(text, message, tmp_path):
         (lambda c: c.abstain_below(0.1, confidence=1.0), "confidence must be between 0 and 1, got 1.0"),
         (lambda c: c.abstain_below(0.0), "risk must be between 0 and 1"),
         (lambda c: c.abstain_below(0.1, absent=1.0), "absent must be at least 0 and below 1"),
-        (lambda c: c.prior_shift(n_gallery=3, share=0.1), "give either n_gallery or share"),
+        (lambda c: c.prior_shift(n_gallery=3, match_fraction=0.1), "give either n_gallery or match_fraction"),
         (lambda c: c.prior_shift(n_gallery=0), "n_gallery must be at least 1, got 0"),
-        (lambda c: c.prior_shift(share=1.5), "share must be between 0 and 1, got 1.5"),
+        (lambda c: c.prior_shift(match_fraction=1.5), "match_fraction must be between 0 and 1, got 1.5"),
         (lambda c: Calibration.fit(DISTANCE, MATCH, method="beta"), "unknown method 'beta'; known: platt, isotonic"),
         (lambda c: QueryScores.fit(DISTANCE, MATCH[:2]), r"both must be \(q, m\)"),
         (lambda c: QueryScores.fit(DISTANCE, MATCH * 0.5), "match must be 0 or 1"),
@@ -437,4 +438,4 @@ def test_damaged_files_are_named(text, message, tmp_path):
 )
 def test_mistakes_are_named(ask, message):
     with pytest.raises(ValueError, match=message):
-        ask(promise(t2i=scores_of([0.1, 0.2])))
+        ask(calibrated(t2i=scores_of([0.1, 0.2])))

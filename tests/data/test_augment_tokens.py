@@ -28,7 +28,7 @@ def augment(ids, mask, **options):
     return augment_token_ids(ids, mask, **{**settings, **options})
 
 
-def slow_share(random, rate, tokens):
+def slow_fraction(random, rate, tokens):
     """Share of its tokens that one item loses, drawn one by one."""
     p = random.random()
     return np.mean([p > rate and random.random() < rate * p for _ in range(tokens)])
@@ -38,7 +38,7 @@ def test_tokens_dropped_are_as_many_as_in_a_slow_loop():
     """Two-sample Kolmogorov-Smirnov and binomial tests at 1e-4: a false alarm in about 1 of 5,000 seeds; seeds are fixed.
     Dropping the whole rate from every chosen item, or from those with p <= rate, is farther than 1e-9."""
     random = np.random.default_rng(0)
-    slow = np.array([slow_share(random, 0.2, 300) for _ in range(1500)])
+    slow = np.array([slow_fraction(random, 0.2, 300) for _ in range(1500)])
     kept = drop_tokens(torch.ones(1500, 300, dtype=torch.bool), generator=generator())
     ours = 1 - kept.double().mean(1).numpy()
     assert stats.ks_2samp(ours, slow).pvalue > 1e-4
@@ -114,14 +114,14 @@ def test_a_text_that_would_lose_all_keeps_one_word_as_it_was():
 
 
 def test_words_change_as_often_as_stated():
-    """21,000 words, 30 a text: binomial tests at 1e-4 for each share, chi-squared for the random ids."""
+    """21,000 words, 30 a text: binomial tests at 1e-4 for each fraction, chi-squared for the random ids."""
     ids, mask = texts([33] * 700, 33)
     new_ids, new_mask = augment(ids, mask, forbidden=[*range(10), *range(60, 1000)])  # random ids are 10 to 59
     n = 700 * 30
     deleted = int(mask.sum() - new_mask.sum())
     masked, drawn = int((new_ids == MASK).sum()), new_ids[(new_ids >= 10) & (new_ids < 60)]
-    for count, share in ((deleted, 0.2 * 0.4), (masked, 0.2 * 0.5), (len(drawn), 0.2 * 0.1)):
-        assert stats.binomtest(count, n, share).pvalue > 1e-4
+    for count, fraction in ((deleted, 0.2 * 0.4), (masked, 0.2 * 0.5), (len(drawn), 0.2 * 0.1)):
+        assert stats.binomtest(count, n, fraction).pvalue > 1e-4
         for wrong in (0.2, 0.8 * 0.4, 0.4 * 0.1):
             assert stats.binomtest(count, n, wrong).pvalue < 1e-9
     assert stats.chisquare(torch.bincount(drawn, minlength=60)[10:].numpy()).pvalue > 1e-4
@@ -134,7 +134,7 @@ def test_captions_drop_words_and_change_none_of_those_left():
     words = [row[m].tolist()[1:-2] for row, m in zip(dropped, kept, strict=True)]
     assert all(set(w) <= set(range(FIRST_WORD, FIRST_WORD + 20)) and w == sorted(set(w)) for w in words)
     assert stats.binomtest(2000 * 20 - sum(map(len, words)), 2000 * 20, 0.1).pvalue > 1e-4
-    with pytest.raises(ValueError, match="masked and replaced must be shares of a whole, got 0.7 and 0.4"):
+    with pytest.raises(ValueError, match="masked and replaced must be fractions of a whole, got 0.7 and 0.4"):
         augment(ids, mask, masked=0.7, replaced=0.4)
 
 

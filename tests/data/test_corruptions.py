@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from sfumato.data.corruptions import (
-    PICTURE_CORRUPTIONS,
+    IMAGE_CORRUPTIONS,
     TEXT_CORRUPTIONS,
     blur,
     drop_words,
@@ -27,10 +27,10 @@ def picture(width=40, height=24, colour=None):
 def test_erased_squares_are_the_stated_share_and_grow():
     data = picture()
     clean, before = decode_image(data, None), np.zeros((24, 40), bool)
-    for share in (0.0, 0.1, 0.25, 0.5, 1.0):
-        pixels = decode_image(erase_squares(data, share, (3, 7)), None)
+    for fraction in (0.0, 0.1, 0.25, 0.5, 1.0):
+        pixels = decode_image(erase_squares(data, fraction, (3, 7)), None)
         grey = (pixels == 128).all(0)
-        assert grey.mean() == pytest.approx(round(share * 64) / 64) and (grey | ~before).all()
+        assert grey.mean() == pytest.approx(round(fraction * 64) / 64) and (grey | ~before).all()
         assert (pixels[:, ~grey] == clean[:, ~grey]).all()
         # Whole squares of 3 x 5 pixels.
         assert set(np.unique(grey.reshape(8, 3, 8, 5).mean((1, 3)))) <= {0.0, 1.0}
@@ -57,7 +57,7 @@ def test_blur_is_that_of_the_shorter_side_and_takes_detail_away():
 def test_words_go_one_after_another_in_a_random_order_and_one_stays():
     text = "a small  dog runs over the green field"
     words = text.split()
-    kept = [drop_words(text, share, (1, 5)).split() for share in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)]
+    kept = [drop_words(text, fraction, (1, 5)).split() for fraction in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)]
     assert [len(k) for k in kept] == [8, 6, 5, 3, 2, 1] and kept[0] == words
     for more, fewer in itertools.pairwise(kept):
         assert set(fewer) <= set(more) and fewer == [w for w in more if w in fewer]
@@ -69,17 +69,17 @@ def test_letters_become_other_letters_and_nothing_else_changes():
     text = "Zebra's 2 coats, café"
     letters = [i for i, c in enumerate(text) if c.isascii() and c.isalpha()]
     before = set()
-    for share in (0.0, 0.1, 0.5, 1.0):
-        worse = replace_letters(text, share, (2, 4))
+    for fraction in (0.0, 0.1, 0.5, 1.0):
+        worse = replace_letters(text, fraction, (2, 4))
         assert len(worse) == len(text)
         changed = {i for i, (a, b) in enumerate(zip(text, worse, strict=True)) if a != b}
-        assert len(changed) == int(share * len(letters) + 0.5) and before <= changed <= set(letters)
+        assert len(changed) == int(fraction * len(letters) + 0.5) and before <= changed <= set(letters)
         assert all(worse[i].isalpha() and worse[i].lower() != text[i].lower() for i in changed)
         before = changed
 
 
 def test_the_registries_run_at_every_strength():
-    for c in PICTURE_CORRUPTIONS.values():
+    for c in IMAGE_CORRUPTIONS.values():
         made = [c.apply(picture(), s, (0, 1)) for s in c.strengths]
         assert len(set(made)) == len(made) and list(c.strengths) == sorted(c.strengths)
     for c in TEXT_CORRUPTIONS.values():
@@ -96,18 +96,18 @@ def test_bad_input_is_named():
         drop_words("a b", -1, (0,))
     with pytest.raises(ValueError, match="radius must not be negative"):
         blur(picture(), -0.1)
-    with pytest.raises(ValueError, match="picture"):
+    with pytest.raises(ValueError, match="not an image"):
         blur(b"no", 0.1)
 
 
 def test_unknown_words_take_the_place_of_words_one_after_another():
     text = "a small  dog runs over the green field"
     words, before, last = text.split(), set(), []
-    for share, n in ((0.0, 0), (0.25, 2), (0.5, 4), (1.0, 8)):
-        worse = unknown_words(text, share, (2, 9)).split()
+    for fraction, n in ((0.0, 0), (0.25, 2), (0.5, 4), (1.0, 8)):
+        worse = unknown_words(text, fraction, (2, 9)).split()
         changed = {i for i, (a, b) in enumerate(zip(words, worse, strict=True)) if a != b}
         assert len(changed) == n and before <= changed and [len(w) for w in worse] == [len(w) for w in words]
-        assert share < 1 or not set(words) & set(worse)
+        assert fraction < 1 or not set(words) & set(worse)
         # What was replaced before stays what it became.
         assert all(worse[i] == last[i] for i in before)
         before, last = changed, worse

@@ -51,7 +51,7 @@ def test_any_style_can_be_held_out(style):
 
 
 def test_a_concepts_part_depends_on_nothing_but_itself(splits):
-    assert set(load_emoji(val_share=0.1)["val"].image_ids) < set(splits["val"].image_ids)
+    assert set(load_emoji(val_fraction=0.1)["val"].image_ids) < set(splits["val"].image_ids)
     other = {concept_of(i) for i in load_emoji(held_out_style="noto")["val"].image_ids}
     assert {concept_of(i) for i in splits["val"].image_ids} <= other
 
@@ -139,7 +139,7 @@ def test_every_picture_is_there_decodes_and_shows_something(splits):
             pixels = decode_image(image.read_bytes(), None)
             sizes.add(pixels.shape)
             ink.append((pixels < 240).any(0).mean())
-            assert pixels.min() < 255, image.place
+            assert pixels.min() < 255, image.location
     assert sizes == {(3, 64, 64)}
     assert np.mean(ink) > 0.3
 
@@ -163,8 +163,8 @@ def test_loading_is_deterministic(splits):
 def test_bad_arguments():
     with pytest.raises(ValueError, match="unknown style 'apple'; known: noto, twemoji, fluent3d"):
         load_emoji(held_out_style="apple")
-    with pytest.raises(ValueError, match="val_share must be between 0 and 1, got 1"):
-        load_emoji(val_share=1)
+    with pytest.raises(ValueError, match="val_fraction must be between 0 and 1, got 1"):
+        load_emoji(val_fraction=1)
 
 
 def test_licences_lie_beside_the_data():

@@ -96,7 +96,7 @@ def test_every_bad_entry_is_named_and_the_rest_is_read(tmp_path, images):
     assert {name: (d.image_ids, d.texts) for name, d in splits.items()} == {
         "train": (("a.jpg", "c.jpg"), ("one", "three", "five"))
     }
-    found = [(p.place.removeprefix(f"{path}:"), p.reason) for p in problems.items]
+    found = [(p.location.removeprefix(f"{path}:"), p.reason) for p in problems.items]
     assert [place.split()[0] for place, _ in found] == [f"images[{k}]" for k in range(14)]
     expected = [
         *("expected an object", "filename is None", "filename is 5", "sentences is missing", "sentences is missing"),

@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 from PIL import Image
 
-from sfumato.data.manifest import read_image_folder, read_manifest
+from sfumato.data.folder import read_image_folder
+from sfumato.data.manifest import read_manifest
 from sfumato.data.problems import Problems
 from sfumato.errors import UserError
 
@@ -32,8 +33,8 @@ def read(path, **options):
     """(split -> image id -> captions, the problems as (place without folder, reason))."""
     problems = Problems()
     reader = read_image_folder if path.is_dir() else read_manifest
-    splits = reader(path, problems, **({"val_share": 0, "test_share": 0} | options))
-    found = [(p.place.removeprefix(str(path)).lstrip("/"), p.reason) for p in problems.items]
+    splits = reader(path, problems, **({"val_fraction": 0, "test_fraction": 0} | options))
+    found = [(p.location.removeprefix(str(path)).lstrip("/"), p.reason) for p in problems.items]
     return {name: captions_of(data) for name, data in splits.items()}, found
 
 
@@ -227,8 +228,8 @@ def test_split_names_and_their_absence(pictures):
 def test_shares_are_drawn_by_id_and_adding_rows_moves_none(pictures):
     rows = [{"image": "a.png", "captions": "x", "id": k} for k in range(2000)]
     path = write_jsonl(pictures / "m.jsonl", rows[:1000])
-    first, _ = read(path, val_share=0.2, test_share=0.1)
-    both, _ = read(write_jsonl(path, rows[::-1]), val_share=0.2, test_share=0.1)
+    first, _ = read(path, val_fraction=0.2, test_fraction=0.1)
+    both, _ = read(write_jsonl(path, rows[::-1]), val_fraction=0.2, test_fraction=0.1)
     assert all(set(first[name]) < set(both[name]) for name in ("train", "val", "test"))
     sizes = {name: len(own) for name, own in both.items()}
     # Standard deviations of 18 and 13.
@@ -238,8 +239,10 @@ def test_shares_are_drawn_by_id_and_adding_rows_moves_none(pictures):
 @pytest.mark.parametrize("shares", [(0.5, 0.5), (-0.1, 0.1), (0.1, float("nan"))])
 def test_bad_shares(pictures, shares):
     for path in (write_jsonl(pictures / "m.jsonl", ROWS), pictures):
-        with pytest.raises(ValueError, match="val_share and test_share must not be negative, and below 1 together"):
-            read(path, val_share=shares[0], test_share=shares[1])
+        with pytest.raises(
+            ValueError, match="val_fraction and test_fraction must not be negative, and below 1 together"
+        ):
+            read(path, val_fraction=shares[0], test_fraction=shares[1])
 
 
 def test_image_root_and_absolute_paths(pictures, tmp_path_factory):
@@ -311,7 +314,7 @@ def test_folders_that_cannot_be_used(tmp_path):
 
 def test_each_caption_is_a_text_of_its_own(pictures):
     rows = [{"image": "a.png", "captions": ["same", "same"]}, {"image": "b.jpg", "captions": "same"}]
-    data = read_manifest(write_jsonl(pictures / "m.jsonl", rows), Problems(), val_share=0, test_share=0)["train"]
+    data = read_manifest(write_jsonl(pictures / "m.jsonl", rows), Problems(), val_fraction=0, test_fraction=0)["train"]
     assert data.text_ids == ("a.png#0", "a.png#1", "b.jpg#0")
     assert Counter(data.text_kinds) == {"caption": 3} and data.pairs.tolist() == [[0, 0], [0, 1], [1, 2]]
     assert data.images[0].read_bytes() == (pictures / "a.png").read_bytes()

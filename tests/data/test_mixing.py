@@ -23,11 +23,11 @@ def loop(plan, values):
     out = values.double().clone()
     for i in range(len(plan)):
         top, bottom, left, right = plan.box[i].tolist()
-        other, share = values[plan.partner[i]].double(), plan.own_share[i].item()
+        other, fraction = values[plan.partner[i]].double(), plan.own_fraction[i].item()
         for y in range(values.shape[2]):
             for x in range(values.shape[3]):
                 if not plan.cut[i]:
-                    out[i, :, y, x] = share * values[i, :, y, x].double() + (1 - share) * other[:, y, x]
+                    out[i, :, y, x] = fraction * values[i, :, y, x].double() + (1 - fraction) * other[:, y, x]
                 elif top <= y < bottom and left <= x < right:
                     out[i, :, y, x] = other[:, y, x]
     return out
@@ -35,8 +35,8 @@ def loop(plan, values):
 
 @pytest.mark.parametrize("options", [{"mixup_alpha": 0.0}, {"cutmix_alpha": 0.0}, {"choice": "element"}])
 def test_pictures_are_the_loops(options):
-    drawn = plan(share=0.8, seed=3, **options)
-    mixed = drawn.own_share < 1
+    drawn = plan(fraction=0.8, seed=3, **options)
+    mixed = drawn.own_fraction < 1
     assert mixed.any() and not mixed.all()
     images = pixels()
     for values in (images, images.float() / 255, (images.double() / 255)):
@@ -48,38 +48,38 @@ def test_pictures_are_the_loops(options):
 
 
 def test_pictures_pass_gradients_by_their_shares():
-    drawn = plan(share=1.0, choice="element")
+    drawn = plan(fraction=1.0, choice="element")
     values = (pixels().float() / 255).requires_grad_()
     drawn.apply(values)[2].sum().backward()
     own, other = values.grad[2].mean().item(), values.grad[drawn.partner[2]].mean().item()
-    assert own == pytest.approx(drawn.own_share[2].item(), abs=1e-6) and own + other == pytest.approx(1, abs=1e-6)
+    assert own == pytest.approx(drawn.own_fraction[2].item(), abs=1e-6) and own + other == pytest.approx(1, abs=1e-6)
 
 
 def test_partner_is_the_flip_or_oneself():
     for n in (0, 1, 2, 9, 12):
-        drawn = plan(n, share=1.0, seed=5)
-        mixed = drawn.own_share < 1
-        assert drawn.partner.dtype == torch.int64 and drawn.own_share.dtype == torch.float32 and len(drawn) == n
+        drawn = plan(n, fraction=1.0, seed=5)
+        mixed = drawn.own_fraction < 1
+        assert drawn.partner.dtype == torch.int64 and drawn.own_fraction.dtype == torch.float32 and len(drawn) == n
         assert drawn.apply(pixels(n)).shape == (n, 3, *SIZE)
         for i in range(n):
             assert drawn.partner[i] == (n - 1 - i if mixed[i] else i)
             assert mixed[i] or not drawn.cut[i]
-    assert drawn.own_share.max() < 1
-    assert plan(9, share=1.0, seed=5).own_share[4] == 1, "the middle of an odd batch is its own partner"
+    assert drawn.own_fraction.max() < 1
+    assert plan(9, fraction=1.0, seed=5).own_fraction[4] == 1, "the middle of an odd batch is its own partner"
 
 
 def test_share_of_a_cut_picture_is_the_area_that_is_left():
     """Counted in the picture: what is still black of a black picture whose partner is white; clipping happens."""
-    drawn = plan(400, share=1.0, mixup_alpha=0.0, seed=2)
+    drawn = plan(400, fraction=1.0, mixup_alpha=0.0, seed=2)
     images = torch.zeros(400, 3, *SIZE, dtype=torch.uint8)
     images[200:] = 255
     own = (drawn.apply(images) == (images.float() / 255)).float().mean((1, 2, 3))
-    torch.testing.assert_close(own, drawn.own_share)
+    torch.testing.assert_close(own, drawn.own_fraction)
     touches = (drawn.box[:, [0, 2]] == 0) | (drawn.box[:, [1, 3]] == torch.tensor(SIZE))
     clipped = touches.any(1) & drawn.cut
     assert clipped.any()
     # As drawn before clipping, the mean share of Beta(2, 2) would be 1/2; clipped boxes leave more.
-    assert drawn.own_share[drawn.cut].mean() > 0.6
+    assert drawn.own_fraction[drawn.cut].mean() > 0.6
 
 
 def test_labels_are_the_loop_and_keep_duplicate_captions():
@@ -87,7 +87,7 @@ def test_labels_are_the_loop_and_keep_duplicate_captions():
     drawn = MixPlan(torch.tensor([2, 1, 2]), torch.tensor([0.3, 1.0, 1.0]), torch.zeros(3, 4, dtype=torch.int64), SIZE)
     match = torch.tensor([[1, 0, 1, 0.5], [0, 1, 0, 0], [0, 0, 1, 1.0]], dtype=torch.float64)
     mixed = drawn.match(match)
-    own, partner = drawn.own_share.tolist(), drawn.partner.tolist()
+    own, partner = drawn.own_fraction.tolist(), drawn.partner.tolist()
     expected = [
         [own[i] * match[i, j].item() + (1 - own[i]) * match[partner[i], j].item() for j in range(4)] for i in range(3)
     ]
@@ -99,20 +99,20 @@ def test_labels_are_the_loop_and_keep_duplicate_captions():
     released[0, 2] = 0.7
     assert (mixed[0] - released[0]).abs().max() > 0.2
     assert drawn.match(match.round().bool()).dtype == torch.float32
-    rectangular = plan(9, share=1.0).match(torch.rand(9, 4))
+    rectangular = plan(9, fraction=1.0).match(torch.rand(9, 4))
     assert rectangular.shape == (9, 4)
 
 
 def test_one_hot_rows_sum_to_one_and_mixing_with_oneself_changes_nothing():
-    drawn = plan(9, share=0.7, seed=4)
+    drawn = plan(9, fraction=0.7, seed=4)
     mixed = drawn.match(torch.eye(9))
     torch.testing.assert_close(mixed.sum(1), torch.ones(9))
-    torch.testing.assert_close(mixed.diagonal(), drawn.own_share)
-    assert plan(9, share=0.0).match(torch.eye(9)).equal(torch.eye(9))
+    torch.testing.assert_close(mixed.diagonal(), drawn.own_fraction)
+    assert plan(9, fraction=0.0).match(torch.eye(9)).equal(torch.eye(9))
 
 
 def test_plans_of_several_processes_join():
-    plans = [plan(4, seed=0, share=1.0), plan(0, seed=7), plan(5, seed=1, share=1.0)]
+    plans = [plan(4, seed=0, fraction=1.0), plan(0, seed=7), plan(5, seed=1, fraction=1.0)]
     joint = MixPlan.cat(plans)
     assert torch.equal(joint.partner[4:], plans[2].partner + 4) and len(joint) == 9
     images = pixels()
@@ -122,10 +122,10 @@ def test_plans_of_several_processes_join():
 
 
 def test_the_seed_alone_decides():
-    one, two, other = plan(seed=3), plan(seed=3), plan(seed=4, share=1.0)
-    for name in ("partner", "own_share", "box"):
+    one, two, other = plan(seed=3), plan(seed=3), plan(seed=4, fraction=1.0)
+    for name in ("partner", "own_fraction", "box"):
         assert torch.equal(getattr(one, name), getattr(two, name))
-    assert not torch.equal(one.own_share, other.own_share)
+    assert not torch.equal(one.own_fraction, other.own_fraction)
 
 
 def test_frequencies_are_those_stated():
@@ -133,14 +133,14 @@ def test_frequencies_are_those_stated():
     2,500 seeds; the seed is fixed."""
     n = 20_000
     drawn = plan(n, choice="element", size=(64, 48), cutmix_probability=0.3)
-    mixed = (drawn.own_share < 1).numpy()
+    mixed = (drawn.own_fraction < 1).numpy()
     # Empty boxes unmix a few of the cut ones: at 64 x 48 pixels those with lambda above 1 - (2 / 48)^2, under 1 in 100,000.
     assert stats.binomtest(int(mixed.sum()), n, 0.25).pvalue > 1e-4
     assert stats.binomtest(int(drawn.cut.sum()), int(mixed.sum()), 0.3).pvalue > 1e-4
-    blends = drawn.own_share.numpy()[mixed & ~drawn.cut.numpy()]
+    blends = drawn.own_fraction.numpy()[mixed & ~drawn.cut.numpy()]
     assert stats.kstest(blends, stats.beta(2, 2).cdf).pvalue > 1e-4
     assert stats.kstest(blends, stats.beta(1, 1).cdf).pvalue < 1e-9
-    batches = np.array([plan(40, share=1.0, seed=seed).cut.sum() for seed in range(400)])
+    batches = np.array([plan(40, fraction=1.0, seed=seed).cut.sum() for seed in range(400)])
     assert set(np.unique(batches)) <= set(range(0, 41)) and np.all((batches == 0) | (batches > 30))
     assert stats.binomtest(int((batches > 0).sum()), 400, 0.5).pvalue > 1e-4
 
@@ -157,8 +157,8 @@ def test_areas_that_are_left_have_the_mean_of_a_slow_loop():
             return 1 - 4 * dy * dx / (h * w)
         return 1 - (min(y + dy, h) - max(y - dy, 0)) * (min(x + dx, w) - max(x - dx, 0)) / (h * w)
 
-    drawn = plan(20_000, share=1.0, mixup_alpha=0.0, size=(h, w))
-    ours = drawn.own_share.double().numpy()
+    drawn = plan(20_000, fraction=1.0, mixup_alpha=0.0, size=(h, w))
+    ours = drawn.own_fraction.double().numpy()
 
     def gap(**options):
         slow = np.array([area(**options) for _ in range(20_000)])
@@ -172,7 +172,7 @@ def test_areas_that_are_left_have_the_mean_of_a_slow_loop():
 def test_share_is_honoured_when_one_of_the_two_is_off(off):
     """The released code then mixes every picture. Binomial test at 1e-4."""
     drawn = plan(4000, size=(64, 48), choice="element", **{off: 0.0})
-    mixed = int((drawn.own_share < 1).sum())
+    mixed = int((drawn.own_fraction < 1).sum())
     assert stats.binomtest(mixed, 4000, 0.25).pvalue > 1e-4
     assert int(drawn.cut.sum()) == (mixed if off == "mixup_alpha" else 0)
 
@@ -180,11 +180,11 @@ def test_share_is_honoured_when_one_of_the_two_is_off(off):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"share": 1.5}, r"share must be a number in \[0, 1\], got 1.5"),
+        ({"fraction": 1.5}, r"fraction must be a number in \[0, 1\], got 1.5"),
         ({"cutmix_probability": -0.1}, "cutmix_probability must be"),
         ({"mixup_alpha": float("nan")}, "mixup_alpha must be a number"),
         ({"cutmix_alpha": float("inf")}, "cutmix_alpha must be a number"),
-        ({"mixup_alpha": 0.0, "cutmix_alpha": 0.0}, "both 0; to mix nothing set share to 0"),
+        ({"mixup_alpha": 0.0, "cutmix_alpha": 0.0}, "both 0; to mix nothing set fraction to 0"),
         ({"choice": "pair"}, "unknown choice 'pair'; known: batch, element"),
         ({"size": (0, 5)}, r"got 9 of \(0, 5\)"),
         ({"n": -1}, "got -1 of"),
@@ -219,6 +219,6 @@ def test_smoothing():
 
 def test_everything_stays_on_the_device_of_the_pictures():
     """The meta device refuses to be mixed with the CPU, as an accelerator does."""
-    drawn = plan(share=1.0, choice="element")
+    drawn = plan(fraction=1.0, choice="element")
     assert drawn.apply(torch.zeros(9, 3, *SIZE, dtype=torch.uint8, device="meta")).device.type == "meta"
     assert drawn.match(torch.zeros(9, 4, device="meta")).device.type == "meta"

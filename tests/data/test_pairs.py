@@ -227,7 +227,7 @@ def test_tar_members_are_read_by_position_from_many_threads(tmp_path):
     assert all(image.member in archive for image in images) and "some" not in archive
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(TarImage.read_bytes, images * 3)) == list(members.values()) * 3
-    assert images[0].place == f"{tmp_path / 'a.tar'}!some/folder/0.bin"
+    assert images[0].location == f"{tmp_path / 'a.tar'}!some/folder/0.bin"
 
 
 def test_tar_files_that_cannot_be_read_by_position(tmp_path):
@@ -257,7 +257,7 @@ def test_files_and_zip_members(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("x/y", b"def")
     image = ZipImage(zipfile.ZipFile(tmp_path / "a.zip"), "x/y")
-    assert image.read_bytes() == b"def" and image.place == f"{tmp_path / 'a.zip'}!x/y"
+    assert image.read_bytes() == b"def" and image.location == f"{tmp_path / 'a.zip'}!x/y"
 
 
 def test_problems_are_listed_counted_and_fatal_beyond_their_share(tmp_path):

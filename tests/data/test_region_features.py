@@ -52,7 +52,7 @@ def test_five_captions_a_row_in_order(tmp_path):
     assert captions_of(splits["val"]) == {"a.jpg": ["dev 0", "dev 1"], "b.jpg": ["dev 2", "dev 3"]}
     assert splits["val"].text_ids == ("a.jpg#0", "a.jpg#1", "b.jpg#0", "b.jpg#1")
     assert np.array_equal(features_of(splits["train"]), FEATURES)
-    assert splits["train"].images[1].place == f"{tmp_path / 'train_ims.npy'}[1]"
+    assert splits["train"].images[1].location == f"{tmp_path / 'train_ims.npy'}[1]"
 
 
 def test_a_row_for_each_caption_is_put_together_by_equal_rows_or_by_ids(tmp_path):
@@ -104,7 +104,7 @@ def test_what_cannot_be_used_is_noted_and_left_out(tmp_path):
     data = read_scan(tmp_path, problems)["train"]
     assert captions_of(data) == {"p": ["a"], "q": ["c"], "r": ["f f"]}
     caps = tmp_path / "train_caps.txt"
-    assert [(p.place, p.reason.split(":")[0]) for p in problems.items] == [
+    assert [(p.location, p.reason.split(":")[0]) for p in problems.items] == [
         (f"{caps}:2", "empty caption"),
         (f"{caps}:4", "not UTF-8"),
         (f"{caps}:5", "empty caption"),
@@ -150,7 +150,7 @@ def bad(kind, path):
         ("short", "cut short"),
         ("empty", "not a .npy file"),
         ("integers", "numbers of type int32; expected float32"),
-        ("shape", r"shape \(4, 3, 5, 1\); expected \(pictures, regions, channels\)"),
+        ("shape", r"shape \(4, 3, 5, 1\); expected \(images, regions, channels\)"),
         ("columns", "saved column by column"),
         ("archive", "archive of several arrays"),
         ("no rows", r"shape \(0, 3, 5\)"),
@@ -193,11 +193,11 @@ def test_a_file_that_shrinks_is_an_error_not_a_crash(tmp_path):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"\xff\xd8\xff\xe0 a JPEG", "not a .npy file: region features are expected here, not a picture"),
+        (b"\xff\xd8\xff\xe0 a JPEG", "not a .npy file: region features are expected here, not an image"),
         (regions_to_bytes(FEATURES[0])[:-3], "cut short or damaged: .* 60 bytes, and 57 are there"),
         (
             regions_to_bytes(FEATURES),
-            r"float32 of shape \(4, 3, 5\); expected the \(regions, channels\) of one picture",
+            r"float32 of shape \(4, 3, 5\); expected the \(regions, channels\) of one image",
         ),
         (regions_to_bytes(np.full((2, 5), np.nan, np.float32)), "NaN or infinity"),
         (regions_to_bytes(np.ones((2, 6), np.float32)), "has 6 channels; the model reads 5"),

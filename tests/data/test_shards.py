@@ -17,7 +17,9 @@ from sfumato.data.emoji import load_emoji
 from sfumato.data.images import FileImage
 from sfumato.data.pairs import make_pair_data
 from sfumato.data.problems import Problems
-from sfumato.data.shards import ShardStream, expand_shards, write_shards
+from sfumato.data.shard_files import expand_shards
+from sfumato.data.shard_writer import write_shards
+from sfumato.data.shards import ShardStream
 from sfumato.errors import UserError
 
 JPEG = b"\xff\xd8\xff and so on "
@@ -48,7 +50,9 @@ def make_shards(folder, sizes):
 
 
 def stream(shards, **options):
-    return ShardStream(shards, **{"batch_size": 4, "seed": 0, "samples_per_epoch": 8, "max_problem_share": 1} | options)
+    return ShardStream(
+        shards, **{"batch_size": 4, "seed": 0, "samples_per_epoch": 8, "max_problem_fraction": 1} | options
+    )
 
 
 def one_pass(shards, **options):
@@ -87,15 +91,17 @@ def test_samples_are_what_the_webdataset_library_reads(tmp_path):
                 text = one["txt"].decode("utf-8-sig") if "txt" in one else values.get("caption", values.get("text"))
                 expected[one["__key__"]] = (picture, text.strip())
         found, noted = one_pass([path])
-        assert {key: (s.picture, s.text) for key, s in found.items()} == expected and len(expected) >= 4
-        assert [p.place for p in noted] == [f"{path}!folder/a"]
+        assert {key: (s.image, s.text) for key, s in found.items()} == expected and len(expected) >= 4
+        assert [p.location for p in noted] == [f"{path}!folder/a"]
 
 
 def test_an_epoch_is_the_same_for_the_same_seed_epoch_and_process(tmp_path):
     shards = make_shards(tmp_path, [7, 9, 5, 8, 6])
     drawn = {}
     for seed, epoch, rank in itertools.product((0, 1), (0, 1), (0, 1)):
-        make = lambda s=seed, r=rank: stream(shards, seed=s, rank=r, world=2, samples_per_epoch=16, shuffle_buffer=5)
+        make = lambda s=seed, r=rank: stream(
+            shards, seed=s, rank=r, n_processes=2, samples_per_epoch=16, shuffle_buffer=5
+        )
         drawn[seed, epoch, rank] = numbers(make().batches(epoch))
         again = make()
         for other in (0, 1, epoch):
@@ -105,22 +111,23 @@ def test_an_epoch_is_the_same_for_the_same_seed_epoch_and_process(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "world"), [([7, 9, 5, 8, 6], 1), ([7, 9, 5, 8, 6], 3), ([7, 9, 5], 3), ([20, 21], 5), ([2, 2, 2], 4)]
+    ("sizes", "n_processes"),
+    [([7, 9, 5, 8, 6], 1), ([7, 9, 5, 8, 6], 3), ([7, 9, 5], 3), ([20, 21], 5), ([2, 2, 2], 4)],
 )
 @pytest.mark.parametrize("shuffle_buffer", [1, 4, 1000])
-def test_processes_share_the_data_out_and_a_pass_has_each_sample_once(tmp_path, sizes, world, shuffle_buffer):
+def test_processes_share_the_data_out_and_a_pass_has_each_sample_once(tmp_path, sizes, n_processes, shuffle_buffer):
     shards = make_shards(tmp_path, sizes)
-    options = {"world": world, "samples_per_epoch": 4 * world, "shuffle_buffer": shuffle_buffer}
+    options = {"n_processes": n_processes, "samples_per_epoch": 4 * n_processes, "shuffle_buffer": shuffle_buffer}
     for epoch in (0, 1):
         parts = []
-        for rank in range(world):
+        for rank in range(n_processes):
             keys = [s.key for s in itertools.islice(stream(shards, rank=rank, **options).samples(epoch), 200)]
             own = len(set(keys))
             # Pass after pass: each has every sample of this process once, in another order.
             passes = [keys[i : i + own] for i in range(0, len(keys) - own + 1, own)]
             assert len(passes) > 3 and all(set(p) == set(keys) for p in passes)
             # One sample has one order only, and so has one shard that is not mixed.
-            assert len({tuple(p) for p in passes}) > 1 or own == 1 or (shuffle_buffer == 1 and world > 1)
+            assert len({tuple(p) for p in passes}) > 1 or own == 1 or (shuffle_buffer == 1 and n_processes > 1)
             parts.append(set(keys))
         assert sum(map(len, parts)) == len(set().union(*parts)) == sum(sizes)
         assert min(map(len, parts)) >= (5 if sum(sizes) > 6 else 1)
@@ -129,22 +136,22 @@ def test_processes_share_the_data_out_and_a_pass_has_each_sample_once(tmp_path, 
 @pytest.mark.parametrize("sizes", [[6] * 6, [36]])
 def test_every_epoch_deals_the_samples_out_anew(tmp_path, sizes):
     shards = make_shards(tmp_path, sizes)
-    parts = {frozenset(s.key for s in itertools.islice(stream(shards, world=2).samples(e), 18)) for e in range(8)}
+    parts = {frozenset(s.key for s in itertools.islice(stream(shards, n_processes=2).samples(e), 18)) for e in range(8)}
     assert len(parts) > (3 if len(sizes) > 1 else 1)
 
 
-@pytest.mark.parametrize("world", [1, 2, 5])
-def test_every_process_has_the_same_number_of_full_batches(tmp_path, world):
+@pytest.mark.parametrize("n_processes", [1, 2, 5])
+def test_every_process_has_the_same_number_of_full_batches(tmp_path, n_processes):
     shards = make_shards(tmp_path, [3, 30, 1, 7])
-    for samples_per_epoch in (4 * world, 75):
-        expected = samples_per_epoch // (4 * world)
-        for rank in range(world):
-            source = stream(shards, rank=rank, world=world, samples_per_epoch=samples_per_epoch)
+    for samples_per_epoch in (4 * n_processes, 75):
+        expected = samples_per_epoch // (4 * n_processes)
+        for rank in range(n_processes):
+            source = stream(shards, rank=rank, n_processes=n_processes, samples_per_epoch=samples_per_epoch)
             batches = list(source.batches(3))
             assert len(batches) == len(source) == expected
-            assert all(len(b.keys) == len(b.pictures) == len(b.texts) == 4 for b in batches)
+            assert all(len(b.keys) == len(b.images) == len(b.texts) == 4 for b in batches)
             for batch in batches:
-                for key, picture, text in zip(batch.keys, batch.pictures, batch.texts, strict=True):
+                for key, picture, text in zip(batch.keys, batch.images, batch.texts, strict=True):
                     number = int(text.removeprefix("caption "))
                     assert key.endswith(f".tar!{number:06d}") and picture == sample(number, 3)[0][1]
 
@@ -163,7 +170,7 @@ def test_the_buffer_mixes_and_its_size_is_kept(tmp_path):
 def bad_samples():
     return {
         "no caption: there is neither .txt nor .json": [("000900.jpg", JPEG)],
-        "no picture: there is only .txt, .cls": [("000900.txt", b"a"), ("000900.cls", b"a")],
+        "no image: there is only .txt, .cls": [("000900.txt", b"a"), ("000900.cls", b"a")],
         "the caption is empty": [("000900.png", b"p"), ("000900.txt", b" \n")],
         "the caption is not UTF-8": [("000900.png", b"p"), ("000900.txt", b"\xff\xfe")],
         "the .json cannot be read": [("000900.png", b"p"), ("000900.json", b"{")],
@@ -181,7 +188,7 @@ def test_bad_samples_are_noted_once_and_passed_over(tmp_path, reason, members):
     problems = Problems()
     source = stream([path], problems=problems, samples_per_epoch=40)
     assert set(numbers(source.batches(0))) == {1, 2, 3}
-    assert [p.place for p in problems.items] == [f"{path}!000900"] and reason in problems.items[0].reason
+    assert [p.location for p in problems.items] == [f"{path}!000900"] and reason in problems.items[0].reason
 
 
 def test_nothing_is_unpickled(tmp_path):
@@ -217,7 +224,7 @@ def test_a_damaged_header_costs_its_sample_and_not_the_rest(tmp_path):
         found, noted = one_pass([tmp_path / "a.tar"])
         assert [int(key) for key in found] == [i for i in range(6) if i != number]
         assert re.match(f"damaged at byte {place}: bad checksum", noted[0].reason)
-        assert [p.place for p in noted] == [str(tmp_path / "a.tar"), f"{tmp_path / 'a.tar'}!00000{number}"]
+        assert [p.location for p in noted] == [str(tmp_path / "a.tar"), f"{tmp_path / 'a.tar'}!00000{number}"]
 
 
 def test_a_size_that_leads_backwards_does_not_lead_in_a_circle(tmp_path):
@@ -253,7 +260,7 @@ def test_what_is_no_shard_at_all_does_not_end_the_run(tmp_path, content):
     (tmp_path / "bad.tar").write_bytes(content)
     found, noted = one_pass([tmp_path / "bad.tar", good, tmp_path / "missing.tar"])
     assert set(found) == {"000001", "000002"}
-    reasons = {p.place: p.reason for p in noted}
+    reasons = {p.location: p.reason for p in noted}
     assert "not an uncompressed tar file" in reasons[str(tmp_path / "bad.tar")]
     assert reasons[str(tmp_path / "missing.tar")] == "cannot be read: No such file or directory"
 
@@ -287,21 +294,21 @@ def test_whatever_bytes_of_headers_change_the_rest_is_read(tmp_path, mended):
         if not mended:
             # Every sample is what was packed (but for the changed bytes of the picture, which nothing guards), or noted.
             assert len(found) == 4 or noted
-            assert all(len(one.picture) == len(sample(int(key[-6:]))[0][1]) for key, one in found.items())
+            assert all(len(one.image) == len(sample(int(key[-6:]))[0][1]) for key, one in found.items())
     assert counts[0] + counts[1] > 30 and counts[3] > 30 and counts[4] > 30
 
 
 def test_too_many_bad_samples_stop_with_the_list(tmp_path):
     bad = [(f"x{k}.jpg", JPEG) for k in range(4)]
     few = pack(tmp_path / "few.tar", bad + [m for i in range(16) for m in sample(i)])
-    assert len(list(stream([few], samples_per_epoch=40, max_problem_share=0.2).batches(0))) == 10
+    assert len(list(stream([few], samples_per_epoch=40, max_problem_fraction=0.2).batches(0))) == 10
     with pytest.raises(UserError, match=r"4 of 20 items are unusable(.|\n)*few\.tar!x0: no caption"):
-        list(stream([few], samples_per_epoch=40, max_problem_share=0.19).batches(0))
+        list(stream([few], samples_per_epoch=40, max_problem_fraction=0.19).batches(0))
     three = pack(tmp_path / "three.tar", bad[:3] + [m for i in range(16) for m in sample(i)])
-    assert len(list(stream([three], samples_per_epoch=40, max_problem_share=0.01).batches(0))) == 10
+    assert len(list(stream([three], samples_per_epoch=40, max_problem_fraction=0.01).batches(0))) == 10
     # A long shard is given up within its first pass.
     many = pack(tmp_path / "many.tar", [m for i in range(3000) for m in (sample(i, 1) if i % 2 else sample(i, 1)[:1])])
-    source, seen = stream([many], max_problem_share=0.2).samples(0), 0
+    source, seen = stream([many], max_problem_fraction=0.2).samples(0), 0
     with pytest.raises(UserError, match="501 of 1001 items are unusable"):
         for _ in source:
             seen += 1
@@ -311,14 +318,14 @@ def test_too_many_bad_samples_stop_with_the_list(tmp_path):
 def test_a_stream_without_a_usable_sample_ends(tmp_path):
     empty = pack(tmp_path / "a.tar", [("1.cls", b"3"), ("README", b"")])
     with pytest.raises(
-        UserError, match=r"process 0 of 1 found no usable sample in 1 shards(.|\n)*no picture: there is only \.cls"
+        UserError, match=r"process 0 of 1 found no usable sample in 1 shards(.|\n)*no image: there is only \.cls"
     ):
         next(stream([empty]).batches(0))
     one = pack(tmp_path / "b.tar", sample(1))
     outcomes = []
     for rank in range(3):
         try:
-            next(stream([one], rank=rank, world=3, samples_per_epoch=12).batches(0))
+            next(stream([one], rank=rank, n_processes=3, samples_per_epoch=12).batches(0))
             outcomes.append("found")
         except UserError as error:
             outcomes.append(str(error).partition(" in ")[0])
@@ -334,9 +341,9 @@ def test_skip_notes_a_sample_once_and_leaves_the_stream_as_it_is(tmp_path):
         for key in batch.keys:
             if key.endswith("!000003"):
                 source.skip(key, "cannot be decoded")
-    assert [(p.place, p.reason) for p in problems.items] == [(f"{shards[0]}!000003", "cannot be decoded")]
+    assert [(p.location, p.reason) for p in problems.items] == [(f"{shards[0]}!000003", "cannot be decoded")]
     assert numbers(source.batches(0)) == before
-    strict = stream(shards, max_problem_share=0.001, samples_per_epoch=2800)
+    strict = stream(shards, max_problem_fraction=0.001, samples_per_epoch=2800)
     with pytest.raises(UserError, match="items are unusable"):
         for batch in strict.batches(0):
             for key in batch.keys:
@@ -360,10 +367,10 @@ def test_a_stream_left_early_closes_its_file(tmp_path, monkeypatch):
         ({"shards": []}, "got no shards"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"shuffle_buffer": 0}, "shuffle_buffer must be at least 1, got 0"),
-        ({"world": 0}, "world must be at least 1, got 0"),
-        ({"rank": 2, "world": 2}, r"rank must be in \[0, world\), got 2 of 2"),
+        ({"n_processes": 0}, "n_processes must be at least 1, got 0"),
+        ({"rank": 2, "n_processes": 2}, r"rank must be in \[0, n_processes\), got 2 of 2"),
         (
-            {"world": 3},
+            {"n_processes": 3},
             "an epoch of 8 samples has no batch of 4 for each of 3 processes; samples_per_epoch must be at least 12",
         ),
     ],
@@ -439,7 +446,7 @@ def test_what_is_written_is_what_is_read(tmp_path):
     texts = [text.strip() for own in captions for text in own]
     pictures = [image.path.read_bytes() for image, own in zip(images, captions, strict=True) for _ in own]
     assert noted == [] and sorted(found) == [f"{i:09d}" for i in range(7)]
-    assert [(found[k].text, found[k].picture) for k in sorted(found)] == list(zip(texts, pictures, strict=True))
+    assert [(found[k].text, found[k].image) for k in sorted(found)] == list(zip(texts, pictures, strict=True))
     with tarfile.open(paths[1]) as tar:
         assert tar.getnames()[:6] == [
             f"00000000{i}.{e}" for i, e in ((3, "webp"), (3, "txt"), (3, "json"), (4, "webp"), (4, "txt"), (4, "json"))
@@ -469,11 +476,11 @@ def test_pictures_that_cannot_be_written_are_told_or_raise(tmp_path):
     problems = Problems()
     found, _ = one_pass(write_shards(data, tmp_path / "shards", problems=problems))
     assert sorted((k, s.text) for k, s in found.items()) == [("000000000", "1"), ("000000004", "5")]
-    assert [p.place for p in problems.items] == [str(tmp_path / "gone.png"), str(tmp_path / "b.gif")]
+    assert [p.location for p in problems.items] == [str(tmp_path / "gone.png"), str(tmp_path / "b.gif")]
     assert "neither JPEG nor PNG nor WEBP" in problems.items[1].reason
     with pytest.raises(FileNotFoundError, match=r"gone\.png"):
         write_shards(data, tmp_path / "other")
-    with pytest.raises(UserError, match="no pair with a usable picture"):
+    with pytest.raises(UserError, match="no pair with a usable image"):
         write_shards(data.keep_images(np.array([1])), tmp_path / "other", problems=problems)
     # What did not succeed left nothing behind.
     assert {p.name for p in tmp_path.iterdir()} == {"a.png", "b.gif", "c.png", "shards"}
@@ -484,7 +491,7 @@ def test_a_folder_with_something_in_it_is_not_written_to(tmp_path):
     (tmp_path / "empty").mkdir()
     assert len(write_shards(data, tmp_path / "empty")) == 1
     for folder in (tmp_path / "empty", tmp_path / "a.png"):
-        with pytest.raises(UserError, match="it is there and not an empty folder"):
+        with pytest.raises(UserError, match="it exists and is not an empty folder"):
             write_shards(data, folder)
     with pytest.raises(ValueError, match="per_shard must be at least 1, got 0"):
         write_shards(data, tmp_path / "x", per_shard=0)

@@ -132,19 +132,19 @@ def test_resized_to_a_square():
 def test_files_cut_short_are_refused(kind):
     whole = encode(Image.fromarray(np.random.default_rng(2).integers(0, 256, (32, 32, 3), dtype=np.uint8)), kind)
     decode_image(whole, 16)
-    for share in (0.1, 0.5, 0.9):
+    for fraction in (0.1, 0.5, 0.9):
         with pytest.raises(ValueError):
-            decode_image(whole[: int(len(whole) * share)], 16)
+            decode_image(whole[: int(len(whole) * fraction)], 16)
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
         (b"", "the file is empty"),
-        (b"<html><body>404 Not Found</body></html>", "not a picture in one of the formats PNG, JPEG, WEBP"),
-        (b"\x89PNG\r\n\x1a\n" + b"\0" * 50, "not a picture|cannot be decoded"),
+        (b"<html><body>404 Not Found</body></html>", "not an image in one of the formats PNG, JPEG, WEBP"),
+        (b"\x89PNG\r\n\x1a\n" + b"\0" * 50, "not an image|cannot be decoded"),
         # Would start Ghostscript if it were let through to pillow.
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n", "not a picture in one of"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n", "not an image in one of"),
     ],
 )
 def test_what_is_no_picture(data, message):
@@ -254,7 +254,7 @@ def test_a_crop_of_everything_or_of_almost_nothing():
 
 @pytest.mark.parametrize("box", [(-0.1, 0, 0.5, 0.5), (0, 0.6, 0.5, 0.5), (0, 0, 0, 0.5), (0, 0, float("nan"), 1)])
 def test_a_crop_outside_of_the_picture_is_refused(box):
-    with pytest.raises(ValueError, match="crop must be .* in fractions of the picture"):
+    with pytest.raises(ValueError, match="crop must be .* in fractions of the image"):
         decode_image(encode(noise(7, 5)), 8, crop=box)
 
 
@@ -381,8 +381,8 @@ def test_crop_and_mirror_shows_a_straight_part_of_the_picture():
     across, down = place[:, 0, 32, :], place[:, 1, :, 32]
     for line, other in ((across, place[:, 0, 3, :]), (down, place[:, 1, :, 60])):
         torch.testing.assert_close(line, other)
-        share = (line[:, 48] - line[:, 16]) * 64 / 32
-        assert share.abs().min() > 0.59 and share.abs().max() < 1.01 and share.abs().std() > 0.1
+        fraction = (line[:, 48] - line[:, 16]) * 64 / 32
+        assert fraction.abs().min() > 0.59 and fraction.abs().max() < 1.01 and fraction.abs().std() > 0.1
         assert (line[:, 48] - line[:, 32] - (line[:, 32] - line[:, 16])).abs().max() < 1e-4
         assert line.min() >= 0.5 / 64 - 1e-6 and line.max() <= 63.5 / 64 + 1e-6
     assert 110 < int((across[:, 48] < across[:, 16]).sum()) < 190 and (down[:, 48] > down[:, 16]).all()
@@ -395,23 +395,23 @@ def test_crop_and_mirror_shows_a_straight_part_of_the_picture():
 
 def test_erasing_leaves_one_rectangle_of_the_stated_area_and_aspect_in_the_stated_share():
     pixels = torch.full((600, 3, 60, 90), 255, dtype=torch.uint8)
-    erased = erase_rectangles(pixels, share=0.2, generator=torch.Generator().manual_seed(0))
+    erased = erase_rectangles(pixels, fraction=0.2, generator=torch.Generator().manual_seed(0))
     assert erased.dtype == torch.float32 and pixels.eq(255).all()
     changed = erased.ne(1).any(1)
     hit = changed.flatten(1).any(1)
     assert 0.15 < hit.float().mean() < 0.25  # Standard deviation 0.016.
-    shares = []
+    fractions = []
     for picture, inside in zip(erased[hit], changed[hit], strict=True):
         rows, columns = inside.any(1).nonzero().flatten(), inside.any(0).nonzero().flatten()
         box = inside[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
         assert box.all() and box.sum() == inside.sum(), "a rectangle"
         torch.testing.assert_close(picture[:, inside].T, torch.tensor(IMAGENET_MEAN).expand(int(inside.sum()), 3))
-        shares.append(inside.float().mean().item())
+        fractions.append(inside.float().mean().item())
         # Fractions of the sides, as those of a square picture; half a pixel of either side may be lost.
         height, width = len(rows) / 60, len(columns) / 90
         if height < 0.99 and width < 0.99:
             assert 0.3 * 0.75 < height / width < 1 / 0.3 / 0.75
-    assert 0.01 < min(shares) < 0.06 and 0.28 < max(shares) < 0.35
+    assert 0.01 < min(fractions) < 0.06 and 0.28 < max(fractions) < 0.35
     tops = changed[hit].any(2).int().argmax(1)
     assert tops.min() == 0 and tops.max() > 40, "anywhere"
 
@@ -419,8 +419,8 @@ def test_erasing_leaves_one_rectangle_of_the_stated_area_and_aspect_in_the_state
 def test_erasing_none_or_all_and_the_seeds():
     pixels = torch.rand(20, 3, 16, 16)
     generator = lambda: torch.Generator().manual_seed(5)
-    assert torch.equal(erase_rectangles(pixels, share=0, generator=generator()), pixels)
-    once, again = (erase_rectangles(pixels, share=1, generator=generator()) for _ in range(2))
+    assert torch.equal(erase_rectangles(pixels, fraction=0, generator=generator()), pixels)
+    once, again = (erase_rectangles(pixels, fraction=1, generator=generator()) for _ in range(2))
     assert torch.equal(once, again) and once.ne(pixels).flatten(1).any(1).all()
-    with pytest.raises(ValueError, match=r"share must be in \[0, 1\], got 2"):
-        erase_rectangles(pixels, share=2, generator=generator())
+    with pytest.raises(ValueError, match=r"fraction must be in \[0, 1\], got 2"):
+        erase_rectangles(pixels, fraction=2, generator=generator())

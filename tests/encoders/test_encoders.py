@@ -98,7 +98,7 @@ def test_dual_encoder_embeds_pictures_and_texts_independent_of_the_batch():
     assert model.training, "embedding leaves the mode as it was"
     with pytest.raises(TypeError, match="expected a list"):
         model.embed_texts("a red circle")
-    with pytest.raises(ValueError, match="not a picture"):
+    with pytest.raises(ValueError, match="not an image"):
         model.embed_images([b"nonsense"])
     with pytest.raises(ValueError, match="nothing to embed"):
         model.embed_texts([])

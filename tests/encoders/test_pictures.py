@@ -145,8 +145,8 @@ def test_the_reader_leaves_bad_pictures_out_and_reads_each_file_once():
     store, kept = processor.read(items, progress=done.append, on_error=lambda i, e: told.update({i: str(e)}))
     assert kept.tolist() == [0, 2, 5] and kept.dtype == np.int64 and len(store) == 3 and sum(done) == 6
     assert sorted(reads) == [0, 1, 2, 3, 4, 5] and list(told) == [1, 3, 4]
-    assert "not a picture" in told[1] and told[3] == "no such disk" and "cannot be decoded" in told[4]
-    with pytest.raises(ValueError, match="not a picture"):
+    assert "not an image" in told[1] and told[3] == "no such disk" and "cannot be decoded" in told[4]
+    with pytest.raises(ValueError, match="not an image"):
         processor.read(items)
     # What it keeps is what the reader that holds all pixels keeps, in the same order.
     pixels, also_kept = PixelProcessor(8).read(items, on_error=lambda i, e: None)

@@ -7,7 +7,7 @@ from support.batches import MATCH, batch
 
 from sfumato.distances import get_distance, squared_l2_matrix
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import DAALoss, PairShare, daa_loss, loss_of_share, triplet_loss
+from sfumato.losses import DAALoss, DAAOptions, PairBlock, TripletOptions, daa_loss, loss_of_block, triplet_loss
 
 GRADED = torch.tensor(
     [[1, 0.1, 0.2, 0, 0.9, 0.2], [0.1, 1, 0, 0.3, 0, 0], [0.4, 0, 1, 0, 0, 0.7], [0, 0.2, 0.1, 1, 0, 0.3]],
@@ -20,11 +20,13 @@ GRADED = torch.tensor(
 @pytest.mark.parametrize("match", [MATCH, GRADED], ids=["ties", "graded"])
 def test_every_term_is_its_loop(temperature, distance, match):
     image, text = batch()
-    output = daa_loss(image, text, match, margin=0.7, distance=distance, asp_weight=3, temperature=temperature)
+    output = daa_loss(
+        image, text, match, DAAOptions(margin=0.7, distance=distance, asp_weight=3, temperature=temperature)
+    )
     d, y = get_distance(distance).matrix(image, text), match
     right = sum(references.rank_disagreement(a.tolist(), b.tolist(), temperature) for a, b in ((d, y), (d.T, y.T)))
     assert float(output.terms["asp"]) == pytest.approx(3 * right, rel=1e-12)
-    hinges = triplet_loss(image, text, match, margin=0.7, distance=distance).total
+    hinges = triplet_loss(image, text, match, TripletOptions(margin=0.7, distance=distance)).total
     torch.testing.assert_close(output.terms["i2t"] + output.terms["t2i"], hinges)
 
 
@@ -32,20 +34,20 @@ def test_no_disagreement_where_distances_fall_as_labels_rise_and_much_where_they
     mean = torch.tensor([[0.0], [1.0], [2.5], [4.5]], dtype=torch.float64)
     e = GaussianEmbedding.point(mean)
     near = 1 - squared_l2_matrix(e, e) / 25
-    value = lambda match: float(daa_loss(e, e, match, asp_weight=1, temperature=1e-3).terms["asp"])
+    value = lambda match: float(daa_loss(e, e, match, DAAOptions(asp_weight=1, temperature=1e-3)).terms["asp"])
     assert value(near) == pytest.approx(0, abs=1e-9)
     assert value(1 - near) > 0.5
 
 
-def test_blocks_are_the_whole(monkeypatch):
+def test_blocks_are_the_whole():
     image, text = batch()
     leaf = image.mean.clone().requires_grad_()
-    loss = DAALoss(asp_weight=2, temperature=0.5)
-    share = PairShare.whole(GaussianEmbedding(leaf, image.log_var), text, GRADED, "test")
-    (whole,) = torch.autograd.grad(loss_of_share(loss, share).total, leaf)
-    for limit, pairs in ((2**22, 7), (40, 2**22)):  # Shares of a batch; then rows of one share.
-        monkeypatch.setattr("sfumato.losses.daa.MAX_PAIRS", limit)
-        output = loss_of_share(loss, share, max_pairs=pairs)
+    options = DAAOptions(asp_weight=2, temperature=0.5)
+    loss = DAALoss(options)
+    block = PairBlock.whole(GaussianEmbedding(leaf, image.log_var), text, GRADED, "test")
+    (whole,) = torch.autograd.grad(loss_of_block(loss, block).total, leaf)
+    for limit, pairs in ((2**22, 7), (40, 2**22)):  # Blocks of a batch; then rows of one block.
+        output = loss_of_block(DAALoss(options, max_values=limit), block, max_pairs=pairs)
         torch.testing.assert_close(output.total, loss(image, text, GRADED).total)
         torch.testing.assert_close(torch.autograd.grad(output.total, leaf)[0], whole)
 
@@ -57,7 +59,7 @@ def test_following_its_gradient_puts_items_in_the_order_of_their_labels():
     match = torch.tensor([[1.0, 0.4, 0.3, 0.2, 0.1]])
     order = lambda: squared_l2_matrix(GaussianEmbedding.point(mean), texts)[0].argsort()
     assert not torch.equal(order(), match[0].argsort(descending=True))
-    optimiser, loss = torch.optim.Adam([mean], lr=0.05), DAALoss(margin=1e-9, asp_weight=1, temperature=0.5)
+    optimiser, loss = torch.optim.Adam([mean], lr=0.05), DAALoss(DAAOptions(margin=1e-9, asp_weight=1, temperature=0.5))
     before = loss(GaussianEmbedding.point(mean), texts, match).terms["asp"].item()
     for _ in range(200):
         optimiser.zero_grad()
@@ -67,5 +69,5 @@ def test_following_its_gradient_puts_items_in_the_order_of_their_labels():
 
 
 def test_a_temperature_that_makes_no_sense_is_named():
-    with pytest.raises(ValueError, match="temperature must be positive, got 0"):
-        daa_loss(*batch(), MATCH, temperature=0)
+    with pytest.raises(ValueError, match="temperature must be above 0, got 0"):
+        daa_loss(*batch(), MATCH, DAAOptions(temperature=0))

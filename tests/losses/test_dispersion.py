@@ -1,4 +1,4 @@
-"""The spread of matches against loops, its invariances, and the scoring rule against torch's own likelihood."""
+"""The dispersion of matches against loops, its invariances, and the scoring rule against torch's own likelihood."""
 
 import math
 
@@ -16,30 +16,30 @@ def partners(n=7, d=5, seed=0):
     return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.5
 
 
-def test_spread_is_the_loops_and_not_something_like_it():
+def test_dispersion_is_the_loops_and_not_something_like_it():
     x = partners()
-    spread, count = match_dispersion(x, ITEM, PARTNER, 5, whiten=False)
+    dispersion, count = match_dispersion(x, ITEM, PARTNER, 5, whiten=False)
     expected = [
         references.match_dispersion([x[j].tolist() for i, j in zip(ITEM, PARTNER, strict=True) if i == k])
         for k in range(5)
     ]
-    assert spread.tolist() == pytest.approx(expected, rel=1e-12) and count.tolist() == [3, 2, 0, 3, 0]
-    assert spread[2] == spread[4] == 0
-    without_self = spread * count / (count - 1).clamp(min=1)
+    assert dispersion.tolist() == pytest.approx(expected, rel=1e-12) and count.tolist() == [3, 2, 0, 3, 0]
+    assert dispersion[2] == dispersion[4] == 0
+    without_self = dispersion * count / (count - 1).clamp(min=1)
     around_the_mean = torch.stack([x[PARTNER[k == ITEM]].var(0, correction=0).sum() for k in (0, 1, 3)])
-    assert (without_self - spread)[[0, 1, 3]].abs().min() > 0.05
-    assert (around_the_mean - spread[[0, 1, 3]]).abs().min() > 0.05
+    assert (without_self - dispersion)[[0, 1, 3]].abs().min() > 0.05
+    assert (around_the_mean - dispersion[[0, 1, 3]]).abs().min() > 0.05
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
-def test_k_things_at_right_angles_have_a_spread_of_one_less_a_kth_whatever_their_copies(k):
+def test_k_things_at_right_angles_have_a_dispersion_of_one_less_a_kth_whatever_their_copies(k):
     x = torch.eye(6).repeat(3, 1)
     matches = torch.cat([torch.arange(k) + 6 * copy for copy in range(3)])
-    spread, _ = match_dispersion(x, torch.zeros_like(matches), matches, 1, whiten=False)
-    assert spread.item() == pytest.approx(1 - 1 / k, abs=1e-6)
+    dispersion, _ = match_dispersion(x, torch.zeros_like(matches), matches, 1, whiten=False)
+    assert dispersion.item() == pytest.approx(1 - 1 / k, abs=1e-6)
 
 
-def test_whitened_spread_does_not_depend_on_the_axes_or_scales_of_the_space():
+def test_whitened_dispersion_does_not_depend_on_the_axes_or_scales_of_the_space():
     x = partners(40)
     change = partners(5, 5, seed=1) @ torch.diag(torch.tensor([1.0, 20.0, 0.1, 3.0, 1.0], dtype=torch.float64))
     item, partner = torch.arange(40) // 5, torch.arange(40).flip(0)
@@ -57,24 +57,26 @@ def test_near_twins_count_as_many_only_where_the_space_is_whitened():
 
 
 def test_fewer_partners_than_dimensions_and_half_precision_stay_finite():
-    spread, _ = match_dispersion(partners(7, 20).half(), ITEM, PARTNER, 4)
-    assert spread.dtype == torch.float32 and torch.isfinite(spread).all() and (spread[[0, 1, 3]] > 0.1).all()
+    dispersion, _ = match_dispersion(partners(7, 20).half(), ITEM, PARTNER, 4)
+    assert (
+        dispersion.dtype == torch.float32 and torch.isfinite(dispersion).all() and (dispersion[[0, 1, 3]] > 0.1).all()
+    )
 
 
-def test_the_loss_is_the_likelihood_of_the_matches_and_least_at_their_spread():
+def test_the_loss_is_the_likelihood_of_the_matches_and_least_at_their_dispersion():
     x = torch.nn.functional.normalize(partners(), dim=1)
-    spread, count = match_dispersion(x, ITEM, PARTNER, 4, whiten=False)
+    dispersion, count = match_dispersion(x, ITEM, PARTNER, 4, whiten=False)
     kept = count > 0
 
     def loss(shift):
-        log_var = ((spread + 0.1) / 5).log()[:, None].expand(-1, 5) + shift
-        return dispersion_loss(log_var[kept], spread[kept], floor=0.1)
+        log_var = ((dispersion + 0.1) / 5).log()[:, None].expand(-1, 5) + shift
+        return dispersion_loss(log_var[kept], dispersion[kept], floor=0.1)
 
     def negative_log_likelihood(shift):
         values = []
         for k in torch.arange(4)[kept]:
             own = x[PARTNER[k == ITEM]]
-            deviation = ((spread[k] + 0.1) / 5 * math.exp(shift)).sqrt().expand(5)
+            deviation = ((dispersion[k] + 0.1) / 5 * math.exp(shift)).sqrt().expand(5)
             per_match = -Independent(Normal(own.mean(0), deviation), 1).log_prob(own).mean()
             values.append((per_match - 5 * math.log(2 * math.pi) / 2) / 5 + 0.1 / 10 / deviation[0] ** 2)
         return torch.stack(values).mean()
@@ -85,9 +87,9 @@ def test_the_loss_is_the_likelihood_of_the_matches_and_least_at_their_spread():
 
 
 def test_gradient_vanishes_at_the_wanted_total_variance():
-    spread = torch.tensor([0.0, 0.4, 0.9], dtype=torch.float64)
-    log_var = ((spread + 0.02) / 6).log()[:, None].repeat(1, 6).requires_grad_()
-    dispersion_loss(log_var, spread).backward()
+    dispersion = torch.tensor([0.0, 0.4, 0.9], dtype=torch.float64)
+    log_var = ((dispersion + 0.02) / 6).log()[:, None].repeat(1, 6).requires_grad_()
+    dispersion_loss(log_var, dispersion).backward()
     assert log_var.grad.abs().max() < 1e-12
     assert log_var.exp().sum(1).tolist() == pytest.approx([0.02, 0.42, 0.92])
 

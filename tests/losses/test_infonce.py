@@ -7,7 +7,7 @@ from support.batches import MATCH, batch
 
 from sfumato.distances import DISTANCES
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import InfoNCELoss, infonce_loss
+from sfumato.losses import InfoNCELoss, InfoNCEOptions, infonce_loss
 
 
 @pytest.mark.parametrize("distance", ["squared_l2", "csd", "bhattacharyya"])
@@ -15,7 +15,7 @@ def test_infonce_is_the_loops(distance):
     image, text = batch()
     pairs = DISTANCES[distance].matrix(image, text)
     for match in (MATCH, MATCH * torch.tensor([1.0, 0, 1, 1]).unsqueeze(1)):
-        value = infonce_loss(image, text, match, logit_scale=1.7, distance=distance).total
+        value = infonce_loss(image, text, match, InfoNCEOptions(distance=distance), logit_scale=1.7).total
         assert value.item() == pytest.approx(references.infonce(pairs.tolist(), match.tolist(), 1.7), rel=1e-12)
 
 
@@ -32,7 +32,7 @@ def test_infonce_of_one_hot_unit_means_is_that_of_clip():
 
 
 def test_infonce_learns_its_scale_and_has_no_bias():
-    loss = InfoNCELoss(logit_scale=2.0)
+    loss = InfoNCELoss(InfoNCEOptions(logit_scale=2.0))
     loss(*batch(dtype=torch.float32), MATCH).total.backward()
     assert loss.logits.log_logit_scale.grad.abs() > 0 and not loss.logits.logit_bias.requires_grad
     assert loss.logits.logit_scale.item() == pytest.approx(2.0)

@@ -1,6 +1,8 @@
-"""PCME's loss against loops and the released numbers, where floats run out, and its draws."""
+"""PCME's loss against loops and the released numbers, where floats run out, and its random samples."""
 
+import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from support import references
 from support.batches import MATCH, batch
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import PairShare, PCMELoss, loss_of_share, pcme_loss, vib_loss
+from sfumato.losses import PairBlock, PCMELoss, PCMEOptions, loss_of_block, pcme_loss, vib_loss
 
 
 def noise(n=4, m=6, s=3, d=5):
@@ -17,7 +19,7 @@ def noise(n=4, m=6, s=3, d=5):
     return tuple(torch.randn(k, s, d, generator=generator, dtype=torch.float64) for k in (n, m))
 
 
-def draws(e, values):
+def samples(e, values):
     return e.mean[:, None] + e.var.sqrt()[:, None] * values
 
 
@@ -26,23 +28,23 @@ def test_every_term_is_its_loop(isotropic):
     pair, eps = batch(), noise()
     if isotropic:
         pair = [GaussianEmbedding(e.mean, e.log_var[:, :1].expand_as(e.log_var)) for e in pair]
-    image, text = (draws(e, z).tolist() for e, z in zip(pair, eps, strict=True))
-    options = {"logit_scale": 3.0, "logit_bias": 4.0, "beta": 0.3, "uniformity_weight": 0.7, "noise": eps}
-    output = pcme_loss(*pair, MATCH, **options)
+    image, text = (samples(e, z).tolist() for e, z in zip(pair, eps, strict=True))
+    options, given = PCMEOptions(beta=0.3, uniformity_weight=0.7), {"logit_scale": 3.0, "logit_bias": 4.0, "noise": eps}
+    output = pcme_loss(*pair, MATCH, options, **given)
     expected = 2 * references.pcme(image, text, MATCH.tolist(), 3, 4)
     assert float(output.terms["match"]) == pytest.approx(expected, rel=1e-12)
     joint = [z for item in image + text for z in item]
     assert float(output.terms["uniformity"]) == pytest.approx(0.7 * references.uniformity(joint), rel=1e-12)
     torch.testing.assert_close(output.terms["vib"], 0.3 * sum(vib_loss(e) for e in pair))
-    compressed = pcme_loss(*pair, MATCH, **options, sigmoid="compressed").terms["match"]
+    compressed = pcme_loss(*pair, MATCH, dataclasses.replace(options, sigmoid="compressed"), **given).terms["match"]
     assert float(compressed) == pytest.approx(2 * references.pcme(image, text, MATCH.tolist(), 6, 8), rel=1e-12)
     assert abs(float(compressed) - expected) > 0.01
 
 
-def test_items_permuted_with_their_draws_and_sides_swapped_change_nothing():
+def test_items_permuted_with_their_samples_and_sides_swapped_change_nothing():
     (image, text), (a, b) = batch(), noise()
     value = lambda x, y, match, *z: (
-        pcme_loss(x, y, match, logit_scale=3, logit_bias=4, uniformity_weight=0.5, noise=z).total
+        pcme_loss(x, y, match, PCMEOptions(uniformity_weight=0.5), logit_scale=3, logit_bias=4, noise=z).total
     )
     rows, columns = torch.tensor([2, 0, 3, 1]), torch.tensor([5, 1, 4, 0, 2, 3])
     whole = value(image, text, MATCH, a, b)
@@ -59,20 +61,20 @@ def test_neither_logarithm_underflows(distance, label, expected):
     leaf = mean[1].clone().requires_grad_()
     image, text = GaussianEmbedding.point(mean[0]), GaussianEmbedding.point(leaf)
     output = pcme_loss(
-        image, text, torch.full((1, 1), label), logit_scale=10.0, logit_bias=bias, beta=0, match_weight=1
+        image, text, torch.full((1, 1), label), PCMEOptions(beta=0, match_weight=1), logit_scale=10.0, logit_bias=bias
     )
     assert float(output.total.detach()) == pytest.approx(expected)
     output.total.backward()
     assert torch.isfinite(leaf.grad).all()
 
 
-def test_draws_follow_the_step_and_the_seed():
+def test_samples_follow_the_step_and_the_seed():
     loss = PCMELoss().double()
     first = loss(*batch(), MATCH).total
     assert loss(*batch(), MATCH).total == first
     loss.advance()
     second = loss(*batch(), MATCH).total
-    assert second != first and PCMELoss(seed=1).double()(*batch(), MATCH).total not in (first, second)
+    assert second != first and PCMELoss(PCMEOptions(seed=1)).double()(*batch(), MATCH).total not in (first, second)
     resumed = PCMELoss().double()
     resumed.load_state_dict(loss.state_dict())
     assert resumed(*batch(), MATCH).total == second
@@ -80,9 +82,9 @@ def test_draws_follow_the_step_and_the_seed():
 
 def test_blocks_add_up_with_uniformity():
     image, text = batch()
-    loss = PCMELoss(uniformity_weight=10).double()
-    share = PairShare.whole(image, text, MATCH, "test")
-    torch.testing.assert_close(loss_of_share(loss, share, max_pairs=7).total, loss(image, text, MATCH).total)
+    loss = PCMELoss(PCMEOptions(uniformity_weight=10)).double()
+    block = PairBlock.whole(image, text, MATCH, "test")
+    torch.testing.assert_close(loss_of_block(loss, block, max_pairs=7).total, loss(image, text, MATCH).total)
 
 
 def test_gradients_with_uniformity():
@@ -92,8 +94,8 @@ def test_gradients_with_uniformity():
 
     def function(a, b, c, d):
         pair = GaussianEmbedding(a, b), GaussianEmbedding(c, d)
-        options = {"logit_scale": 3.0, "logit_bias": 4.0, "noise": eps, "uniformity_weight": 2.0}
-        return pcme_loss(*pair, torch.eye(2, 3, dtype=torch.float64), **options).total
+        given = {"logit_scale": 3.0, "logit_bias": 4.0, "noise": eps}
+        return pcme_loss(*pair, torch.eye(2, 3, dtype=torch.float64), PCMEOptions(uniformity_weight=2.0), **given).total
 
     assert torch.autograd.gradcheck(function, inputs)
 
@@ -102,10 +104,12 @@ def test_bad_arguments_are_named():
     for changes, message in (
         ({"sigmoid": "squashed"}, "sigmoid must be one of plain, compressed, got 'squashed'"),
         ({"n_samples": 0}, "n_samples must be at least 1, got 0"),
-        ({"noise": noise(3, 6)}, r"noise of images must have shape \(4, n_samples, 5\), got \(3, 3, 5\)"),
+        ({"beta": math.inf}, "beta must be finite, got inf"),
     ):
         with pytest.raises(ValueError, match=message):
-            pcme_loss(*batch(), MATCH, logit_scale=1, logit_bias=1, **changes)
+            PCMEOptions(**changes)
+    with pytest.raises(ValueError, match=r"noise of images must have shape \(4, n_samples, 5\), got \(3, 3, 5\)"):
+        pcme_loss(*batch(), MATCH, logit_scale=1, logit_bias=1, noise=noise(3, 6))
 
 
 def parity(shared):
@@ -131,12 +135,14 @@ def run(tensors, case, name):
         GaussianEmbedding(leaf["img_mean"], 2 * leaf["img_head"]),
         GaussianEmbedding(leaf["txt_mean"], 2 * leaf["txt_head"]),
         match,
+        PCMEOptions(
+            sigmoid="compressed",
+            beta=0,
+            uniformity_weight=case.get("uniform_lambda", 0),
+            match_weight=2 * match.numel(),
+        ),
         logit_scale=leaf["negative_scale"],
         logit_bias=leaf["shift"],
-        sigmoid="compressed",
-        beta=0,
-        uniformity_weight=case.get("uniform_lambda", 0),
-        match_weight=2 * match.numel(),
         noise=(tensors[f"{group}/img_eps"], tensors[f"{group}/txt_eps"]),
     )
     return output, leaf

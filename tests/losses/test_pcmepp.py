@@ -10,7 +10,7 @@ from support.largest import LargestTensor
 
 from sfumato.distances import DISTANCES, csd_matrix
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import PCMEPPLoss, pcmepp_loss, pseudo_positives
+from sfumato.losses import PCMEPPLoss, PCMEPPOptions, pcmepp_loss, pseudo_positives
 from sfumato.matching import match_logit
 
 
@@ -23,7 +23,9 @@ def test_pcmepp_is_the_loops_by_any_distance(distance):
     columns = references.pseudo_positives(references.transpose(logits), references.transpose(labels))
     t2i = references.mean_cross_entropy(references.transpose(logits), columns)
     vib = [references.vib(e.mean.tolist(), e.var.tolist()) for e in (image, text)]
-    output = pcmepp_loss(image, text, MATCH, logit_scale=1.5, logit_bias=2.5, distance=distance, alpha=0.3, beta=0.2)
+    output = pcmepp_loss(
+        image, text, MATCH, PCMEPPOptions(distance=distance, alpha=0.3, beta=0.2), logit_scale=1.5, logit_bias=2.5
+    )
     expected = {
         "match": 2 * references.mean_cross_entropy(logits, labels),
         "pseudo_positive": 0.3 * (i2t + t2i),
@@ -41,7 +43,9 @@ def test_gradient_of_the_match_loss_is_probability_less_label():
     """A bias for every pair has the gradient of the logits."""
     image, text = batch()
     bias = torch.full((4, 6), 1.0, dtype=torch.float64, requires_grad=True)
-    output = pcmepp_loss(image, text, MATCH, logit_scale=2.0, logit_bias=bias, alpha=0, beta=0, match_weight=1)
+    output = pcmepp_loss(
+        image, text, MATCH, PCMEPPOptions(alpha=0, beta=0, match_weight=1), logit_scale=2.0, logit_bias=bias
+    )
     output.total.backward()
     probability = torch.sigmoid(1 - 2 * csd_matrix(image, text))
     torch.testing.assert_close(bias.grad, (probability - MATCH) / (4 * 6))
@@ -52,7 +56,9 @@ def test_labels_raised_carry_no_gradient():
     image, text = batch()
     leaf = image.log_var.clone().requires_grad_()
     image = GaussianEmbedding(image.mean, leaf)
-    pcmepp_loss(image, text, MATCH, logit_scale=2.0, logit_bias=1.0, alpha=0.3, beta=0, match_weight=0).total.backward()
+    pcmepp_loss(
+        image, text, MATCH, PCMEPPOptions(alpha=0.3, beta=0, match_weight=0), logit_scale=2.0, logit_bias=1.0
+    ).total.backward()
     distance = csd_matrix(image, text).detach()
     labels = pseudo_positives(distance, MATCH) + pseudo_positives(distance.T, MATCH.T).T
     by_logit = 0.3 * (2 * torch.sigmoid(1 - 2 * distance) - labels) / (4 * 6)
@@ -61,7 +67,8 @@ def test_labels_raised_carry_no_gradient():
 
 def test_at_scale_zero_the_match_loss_is_constant():
     values = [
-        pcmepp_loss(*batch(seed=seed), MATCH, logit_scale=0.0, logit_bias=0.7, alpha=0, beta=0).total for seed in (0, 1)
+        pcmepp_loss(*batch(seed=seed), MATCH, PCMEPPOptions(alpha=0, beta=0), logit_scale=0.0, logit_bias=0.7).total
+        for seed in (0, 1)
     ]
     assert values[0] == values[1]
 
@@ -72,7 +79,7 @@ def test_weights_of_zero_leave_terms_out():
     assert set(full.terms) == {"match", "pseudo_positive", "vib"}
     assert full.stats["pseudo_positives_i2t"] > 0 and full.stats["pseudo_positives_t2i"] > 0
     points = GaussianEmbedding.point(image.mean), GaussianEmbedding.point(text.mean)
-    bare = pcmepp_loss(*points, MATCH, logit_scale=2.0, logit_bias=1.0, alpha=0, beta=0)
+    bare = pcmepp_loss(*points, MATCH, PCMEPPOptions(alpha=0, beta=0), logit_scale=2.0, logit_bias=1.0)
     assert set(bare.terms) == {"match"} and torch.isfinite(bare.total)
 
 
@@ -86,7 +93,9 @@ def test_tempting_slips_give_something_else():
     i2t = bce(logits, references.pseudo_positives(logits, labels))
     columns = references.pseudo_positives(references.transpose(logits), references.transpose(labels))
     t2i = bce(references.transpose(logits), columns)
-    right = pcmepp_loss(image, text, MATCH, logit_scale=2.0, logit_bias=1.0, alpha=0.1, beta=0).total.item()
+    right = pcmepp_loss(
+        image, text, MATCH, PCMEPPOptions(alpha=0.1, beta=0), logit_scale=2.0, logit_bias=1.0
+    ).total.item()
     assert right == pytest.approx(2 * match + 0.1 * (i2t + t2i), rel=1e-12)
     for wrong in (
         match + 0.1 * i2t,  # as printed in the paper
@@ -115,7 +124,7 @@ def test_pseudo_positives_of_a_row_without_a_match_change_nothing():
 
 
 def test_pseudo_positives_start_when_they_are_told_to():
-    loss = PCMEPPLoss(pseudo_positives_from=3)
+    loss = PCMEPPLoss(PCMEPPOptions(pseudo_positives_from=3))
     image, text = batch(dtype=torch.float32)
     match = MATCH.float()
     assert "pseudo_positive" not in loss(image, text, match, epoch=2).terms
@@ -124,7 +133,7 @@ def test_pseudo_positives_start_when_they_are_told_to():
 
 
 def test_scale_never_turns_negative_whatever_the_optimiser_does():
-    loss = PCMEPPLoss(logit_scale=0.01)
+    loss = PCMEPPLoss(PCMEPPOptions(logit_scale=0.01))
     optimiser = torch.optim.SGD(loss.parameters(), lr=1e3)
     image, text = batch(dtype=torch.float32)
     for _ in range(5):
@@ -132,8 +141,8 @@ def test_scale_never_turns_negative_whatever_the_optimiser_does():
         loss(image, text, 1 - MATCH.float()).total.backward()
         optimiser.step()
         assert loss.logits.logit_scale >= 0  # It may underflow to 0, where the loss is constant, and never turns over.
-    with pytest.raises(ValueError, match="logit_scale must be positive, got 0"):
-        PCMEPPLoss(logit_scale=0)
+    with pytest.raises(ValueError, match="logit_scale must be above 0, got 0"):
+        PCMEPPLoss(PCMEPPOptions(logit_scale=0))
 
 
 def test_match_loss_does_not_hold_a_cube():

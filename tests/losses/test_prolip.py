@@ -1,5 +1,6 @@
 """ProLIP against slow loops, its published logit, and the numbers of its released code."""
 
+import dataclasses
 import json
 import math
 
@@ -12,16 +13,21 @@ from support.batches import MATCH, batch
 from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.inclusion import inclusion_loss, inclusion_test
-from sfumato.losses import PairShare, loss_of_share, vib_loss
+from sfumato.losses import PairBlock, ProLIPOptions, loss_of_block, vib_loss
 from sfumato.losses.prolip import ProLIPLoss, prolip_loss
 
-NOTHING_ELSE = {"beta": 0.0, "inclusion_weight": 0.0}
+NOTHING_ELSE = ProLIPOptions(beta=0.0, inclusion_weight=0.0)
 
 
 def test_prolip_is_the_loops():
     image, text = batch()
     output = prolip_loss(
-        image, text, MATCH, logit_scale=1.5, logit_bias=0.7, beta=0.3, inclusion_weight=0.2, inclusion_scale=4.0
+        image,
+        text,
+        MATCH,
+        ProLIPOptions(beta=0.3, inclusion_weight=0.2, inclusion_scale=4.0),
+        logit_scale=1.5,
+        logit_bias=0.7,
     )
     sides = [list(zip(e.mean.tolist(), e.var.tolist(), strict=True)) for e in (image, text)]
     logits = [[0.7 - 1.5 * references.csd(*i, *t) for t in sides[1]] for i in sides[0]]
@@ -45,8 +51,8 @@ def published(image, text, scale, bias):
     for i in range(image.n):
         for j in range(text.n):
             dot = sum(a * b for a, b in zip(image.mean[i].tolist(), text.mean[j].tolist(), strict=True))
-            spread = sum(image.var[i].tolist()) + sum(text.var[j].tolist())
-            logit = scale * (dot - 0.5 * spread) + bias
+            variance = sum(image.var[i].tolist()) + sum(text.var[j].tolist())
+            logit = scale * (dot - 0.5 * variance) + bias
             total += math.log1p(math.exp(-logit if i == j else logit))
     return total / image.n
 
@@ -56,10 +62,9 @@ def test_on_unit_means_the_logit_is_the_published_one():
     image, text = (GaussianEmbedding(e.mean / e.mean.norm(dim=1, keepdim=True), e.log_var) for e in (image, text))
     right = published(image, text, scale=6.0, bias=-4.0)
 
-    def ours(scale, bias, **options):
-        return prolip_loss(
-            image, text, torch.eye(5), logit_scale=scale, logit_bias=bias, **NOTHING_ELSE, **options
-        ).total.item()
+    def ours(scale, bias, distance="csd"):
+        options = dataclasses.replace(NOTHING_ELSE, distance=distance)
+        return prolip_loss(image, text, torch.eye(5), options, logit_scale=scale, logit_bias=bias).total.item()
 
     assert ours(3.0, 2.0) == pytest.approx(right, rel=1e-12)
     for wrong in (
@@ -79,8 +84,8 @@ def test_on_unit_means_the_logit_is_the_published_one():
 
 def test_inclusion_is_of_images_in_texts_and_of_matches_only():
     image, text = batch()
-    settings = {"logit_scale": 2.0, "logit_bias": 1.0, "beta": 0.0, "inclusion_weight": 1.0, "inclusion_scale": 3.0}
-    term = lambda a, b, match: prolip_loss(a, b, match, **settings)
+    options = ProLIPOptions(beta=0.0, inclusion_weight=1.0, inclusion_scale=3.0)
+    term = lambda a, b, match: prolip_loss(a, b, match, options, logit_scale=2.0, logit_bias=1.0)
     one_hot = torch.eye(4, 6)
     inside = inclusion_loss(image, text[:4], scale=3.0)
     output = term(image, text, one_hot)
@@ -94,18 +99,18 @@ def test_inclusion_is_of_images_in_texts_and_of_matches_only():
 
 def test_points_have_a_match_term():
     image, text = (GaussianEmbedding.point(e.mean) for e in batch())
-    output = prolip_loss(image, text, MATCH, logit_scale=2.0, logit_bias=1.0, beta=0)
+    output = prolip_loss(image, text, MATCH, ProLIPOptions(beta=0), logit_scale=2.0, logit_bias=1.0)
     assert set(output.terms) == {"match"} and torch.isfinite(output.total)
 
 
 @pytest.mark.parametrize("max_pairs", [1, 7, 12])
 def test_blocks_add_up_with_inclusion(max_pairs):
-    loss = ProLIPLoss(inclusion_weight=0.3, inclusion_scale=2.0, beta=0.1).double()
+    loss = ProLIPLoss(ProLIPOptions(inclusion_weight=0.3, inclusion_scale=2.0, beta=0.1)).double()
     results = []
     for limit in (1000, max_pairs):
         image, text = batch()
         leaves = [t.requires_grad_() for e in (image, text) for t in (e.mean, e.log_var)]
-        output = loss_of_share(loss, PairShare.whole(image, text, MATCH, "test"), max_pairs=limit)
+        output = loss_of_block(loss, PairBlock.whole(image, text, MATCH, "test"), max_pairs=limit)
         loss.zero_grad()
         output.total.backward()
         results.append([output.total, *output.terms.values(), *output.stats.values()])
@@ -137,7 +142,7 @@ def released_total(case, leaves):
         # The stored means are unit in float32 only: a bias for every pair makes the two logits equal for any means.
         norms = [e.mean.square().sum(1) for e in (image, text)]
         bias = bias + scale * (norms[0].unsqueeze(1) + norms[1]) / 2
-        return prolip_loss(image, text, match, logit_scale=scale / 2, logit_bias=bias, **NOTHING_ELSE).total
+        return prolip_loss(image, text, match, NOTHING_ELSE, logit_scale=scale / 2, logit_bias=bias).total
 
     terms = {"ppcl": case.get("ppcl_lambda", 1.0) * ppcl(image, text, leaves["logit_scale"], leaves["logit_bias"])}
     settings = {"scale": case.get("inclusion_loss_scale", 1000), "released_eps": case.get("inclusion_loss_eps", -10)}
@@ -149,12 +154,14 @@ def released_total(case, leaves):
             image,
             text,
             match,
+            ProLIPOptions(
+                beta=0.0,
+                inclusion_weight=case["inclusion_alpha"],
+                inclusion_scale=settings["scale"],
+                released_eps=settings["released_eps"],
+            ),
             logit_scale=1.0,
             logit_bias=0.0,
-            beta=0.0,
-            inclusion_weight=case["inclusion_alpha"],
-            inclusion_scale=settings["scale"],
-            released_eps=settings["released_eps"],
         ).terms["inclusion"]
         terms["inclusion"] = 0 * value if value > 1e5 * case["inclusion_alpha"] else value
     if case["masked"]:

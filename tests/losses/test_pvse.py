@@ -7,33 +7,40 @@ from support.batches import MATCH, batch
 
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import PairShare, PVSELoss, loss_of_share, pvse_loss
+from sfumato.losses import PairBlock, PVSELoss, PVSEOptions, loss_of_block, pvse_loss
 from sfumato.search.index import GaussianIndex
 
 
-def numbers(e, pieces):
-    return [[v.tolist() for v in x.chunk(pieces)] for x in e.mean]
+def numbers(e, k):
+    return [[v.tolist() for v in x.chunk(k)] for x in e.mean]
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 3])
+@pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("mining", ["hardest", "sum"])
-def test_every_term_is_its_loop(pieces, mining):
+def test_every_term_is_its_loop(k, mining):
     image, text = batch(d=6)
-    output = pvse_loss(image, text, MATCH, pieces=pieces, margin=0.7, mining=mining, mmd_weight=3, diversity_weight=5)
-    distance = get_distance(f"nearest_of_{pieces}").matrix(image, text).tolist()
+    output = pvse_loss(
+        image,
+        text,
+        MATCH,
+        PVSEOptions(distance=f"nearest_of_{k}", margin=0.7, mining=mining, mmd_weight=3, diversity_weight=5),
+    )
+    distance = get_distance(f"nearest_of_{k}").matrix(image, text).tolist()
     hinges = references.triplet(distance, MATCH.tolist(), 0.7, mining)
     assert float(output.terms["i2t"] + output.terms["t2i"]) == pytest.approx(hinges, rel=1e-12)
-    images, texts = numbers(image, pieces), numbers(text, pieces)
+    images, texts = numbers(image, k), numbers(text, k)
     discrepancy = references.discrepancy([v for item in images for v in item], [v for item in texts for v in item])
     assert float(output.terms["mmd"]) == pytest.approx(3 * discrepancy, rel=1e-12)
     diversity = references.diversity(images) + references.diversity(texts)
-    assert float(output.terms.get("diversity", 0.0)) == pytest.approx(5 * diversity if pieces > 1 else 0, rel=1e-12)
+    assert float(output.terms.get("diversity", 0.0)) == pytest.approx(5 * diversity if k > 1 else 0, rel=1e-12)
 
 
 def test_the_discrepancy_of_equal_sides_is_none_and_that_of_sides_apart_is_positive():
     image, text = batch(d=6)
     value = lambda x, y: float(
-        pvse_loss(x, y, torch.eye(x.n, y.n, dtype=torch.float64), pieces=2, mmd_weight=1).terms["mmd"]
+        pvse_loss(
+            x, y, torch.eye(x.n, y.n, dtype=torch.float64), PVSEOptions(distance="nearest_of_2", mmd_weight=1)
+        ).terms["mmd"]
     )
     assert value(image, image) == pytest.approx(0, abs=1e-12)
     assert value(image, GaussianEmbedding.point(text.mean + 3)) > value(image, text) > 0
@@ -42,7 +49,7 @@ def test_the_discrepancy_of_equal_sides_is_none_and_that_of_sides_apart_is_posit
 def test_the_diversity_of_twins_is_highest_and_of_right_angles_none():
     twins, apart = torch.tensor([[1.0, 0.0, 1.0, 0.0]]), torch.tensor([[1.0, 0.0, 0.0, 1.0]])
     value = lambda mean: pvse_loss(
-        *[GaussianEmbedding.point(mean)] * 2, torch.ones(1, 1), pieces=2, diversity_weight=1
+        *[GaussianEmbedding.point(mean)] * 2, torch.ones(1, 1), PVSEOptions(distance="nearest_of_2", diversity_weight=1)
     ).terms["diversity"]
     torch.testing.assert_close(value(twins), torch.tensor(2 * 2**0.5 / 4))
     assert value(apart) == 0
@@ -52,19 +59,19 @@ def test_the_diversity_of_twins_is_highest_and_of_right_angles_none():
 def test_gradients_are_finite_where_distances_and_cosines_are_nought(mean):
     leaf = torch.tensor(mean).requires_grad_()
     e = GaussianEmbedding.point(leaf)
-    PVSELoss(distance="nearest_of_2")(e, e, torch.eye(4)).total.backward()
+    PVSELoss(PVSEOptions(distance="nearest_of_2"))(e, e, torch.eye(4)).total.backward()
     assert torch.isfinite(leaf.grad).all()
 
 
-def test_gradients_and_shares_with_several_embeddings():
+def test_gradients_and_blocks_with_several_embeddings():
     image, text = batch(d=6)
     leaves = [e.mean.clone().requires_grad_() for e in (image, text)]
-    loss = PVSELoss(distance="nearest_of_3", mining="sum", mmd_weight=2).double()
+    loss = PVSELoss(PVSEOptions(distance="nearest_of_3", mining="sum", mmd_weight=2)).double()
     whole = lambda a, b: loss(GaussianEmbedding.point(a), GaussianEmbedding.point(b), MATCH).total
     assert torch.autograd.gradcheck(whole, leaves)
     expected = torch.autograd.grad(whole(*leaves), leaves)
-    share = PairShare.whole(*(GaussianEmbedding.point(t) for t in leaves), MATCH, "test")
-    blocks = loss_of_share(loss, share, max_pairs=7).total
+    block = PairBlock.whole(*(GaussianEmbedding.point(t) for t in leaves), MATCH, "test")
+    blocks = loss_of_block(loss, block, max_pairs=7).total
     torch.testing.assert_close(blocks, whole(*leaves))
     for got, right in zip(torch.autograd.grad(blocks, leaves), expected, strict=True):
         torch.testing.assert_close(got, right, rtol=1e-10, atol=1e-12)
@@ -72,9 +79,9 @@ def test_gradients_and_shares_with_several_embeddings():
 
 def test_sums_first_and_mines_later():
     image, text = batch(d=6)
-    loss = PVSELoss(distance="nearest_of_2", sum_epochs=1)
+    loss = PVSELoss(PVSEOptions(distance="nearest_of_2", sum_epochs=1))
     for epoch, mining in ((0, "sum"), (1, "hardest")):
-        right = pvse_loss(image, text, MATCH, pieces=2, mining=mining).total
+        right = pvse_loss(image, text, MATCH, PVSEOptions(distance="nearest_of_2", mining=mining)).total
         torch.testing.assert_close(loss(image, text, MATCH, epoch=epoch).total, right)
 
 
@@ -89,6 +96,6 @@ def test_an_index_searches_and_is_saved_with_several_embeddings_an_item(tmp_path
         GaussianIndex.build(gallery, list("abcdef"), distance="nearest_of_2", engine="flat")
 
 
-def test_sizes_that_have_no_equal_pieces_are_refused():
-    with pytest.raises(ValueError, match="2 embeddings an item cannot share d = 5 dimensions equally"):
-        pvse_loss(*batch(), MATCH, pieces=2)
+def test_dimensions_that_k_does_not_divide_are_refused():
+    with pytest.raises(ValueError, match="d = 5 dimensions cannot be divided into 2 embeddings"):
+        pvse_loss(*batch(), MATCH, PVSEOptions(distance="nearest_of_2"))

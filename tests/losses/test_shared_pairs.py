@@ -1,11 +1,11 @@
-"""The shares of a batch, whoever holds them, add up to its loss and its gradients."""
+"""The blocks of a batch, whoever holds them, add up to its loss and its gradients."""
 
 import pytest
 import torch
 from support.batches import MATCH, batch
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import LOSSES, PairShare, loss_of_share
+from sfumato.losses import LOSSES, PairBlock, PCMEPPOptions, loss_of_block
 
 
 def leaves():
@@ -19,7 +19,7 @@ def gradients(loss, inputs, total):
 
 @pytest.fixture(params=LOSSES)
 def expected(request):
-    loss, inputs = LOSSES[request.param]().double(), leaves()
+    loss, inputs = LOSSES[request.param].build().double(), leaves()
     output = loss(GaussianEmbedding(*inputs[:2]), GaussianEmbedding(*inputs[2:]), MATCH)
     return request.param, output, gradients(loss, inputs, output.total)
 
@@ -36,33 +36,33 @@ def check(outputs, got, expected):
 
 
 @pytest.mark.parametrize("rows, columns", [([4], [6]), ([1, 3], [4, 2]), ([2, 0, 1, 1], [0, 3, 1, 2])])
-def test_uneven_and_empty_shares_add_up(expected, rows, columns):
-    loss, inputs = LOSSES[expected[0]]().double(), leaves()
+def test_uneven_and_empty_blocks_add_up(expected, rows, columns):
+    loss, inputs = LOSSES[expected[0]].build().double(), leaves()
     image, text = GaussianEmbedding(*inputs[:2]), GaussianEmbedding(*inputs[2:])
-    shares, r, c = [], 0, 0
+    blocks, r, c = [], 0, 0
     for more_rows, more_columns in zip(rows, columns, strict=True):
         own, other = slice(r, r + more_rows), slice(c, c + more_columns)
-        shares.append(PairShare(image[own], text[other], image, text, MATCH[own], MATCH.T[other], r, c))
+        blocks.append(PairBlock(image[own], text[other], image, text, MATCH[own], MATCH.T[other], r, c))
         r, c = r + more_rows, c + more_columns
-    counts = sum(loss.counts(share) for share in shares)
-    outputs = [loss_of_share(loss, share, total=lambda _: counts) for share in shares]
+    counts = sum(loss.counts(block) for block in blocks)
+    outputs = [loss_of_block(loss, block, total=lambda _: counts) for block in blocks]
     check(outputs, gradients(loss, inputs, sum(o.total for o in outputs)), expected)
 
 
 @pytest.mark.parametrize("max_pairs", [1, 7, 12, 1000])
 def test_blocks_add_up(expected, max_pairs):
-    loss, inputs = LOSSES[expected[0]]().double(), leaves()
-    share = PairShare.whole(GaussianEmbedding(*inputs[:2]), GaussianEmbedding(*inputs[2:]), MATCH, "test")
-    blocks = list(share.blocks(max_pairs))
+    loss, inputs = LOSSES[expected[0]].build().double(), leaves()
+    block = PairBlock.whole(GaussianEmbedding(*inputs[:2]), GaussianEmbedding(*inputs[2:]), MATCH, "test")
+    blocks = list(block.split(max_pairs))
     assert len(blocks) == {1: 6, 7: 4, 12: 2, 1000: 1}[max_pairs]
-    output = loss_of_share(loss, share, max_pairs=max_pairs)
+    output = loss_of_block(loss, block, max_pairs=max_pairs)
     check([output], gradients(loss, inputs, output.total), expected)
 
 
 def test_one_process_alone_would_average_over_too_little():
     """The tempting mistake: every process averages over its own pairs."""
-    loss = LOSSES["pcmepp"](alpha=0, beta=0).double()
+    loss = LOSSES["pcmepp"].build(PCMEPPOptions(alpha=0, beta=0)).double()
     image, text = batch()
-    share = PairShare(image[:1], text[:3], image, text, MATCH[:1], MATCH.T[:3])
-    right = loss_of_share(loss, share, total=lambda _: torch.tensor([24.0], dtype=torch.float64)).total
-    assert abs(loss_of_share(loss, share).total / right - 4) < 1e-9
+    block = PairBlock(image[:1], text[:3], image, text, MATCH[:1], MATCH.T[:3])
+    right = loss_of_block(loss, block, total=lambda _: torch.tensor([24.0], dtype=torch.float64)).total
+    assert abs(loss_of_block(loss, block).total / right - 4) < 1e-9

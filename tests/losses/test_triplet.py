@@ -7,7 +7,7 @@ from support.batches import MATCH, batch
 
 from sfumato.distances import squared_l2_matrix
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import TripletLoss, triplet_loss
+from sfumato.losses import TripletLoss, TripletOptions, triplet_loss
 
 
 @pytest.mark.parametrize("mining", ["hardest", "sum", "semi-hard"])
@@ -15,7 +15,7 @@ from sfumato.losses import TripletLoss, triplet_loss
 def test_triplet_is_the_loops(mining, margin):
     image, text = batch()
     distance = squared_l2_matrix(image, text).tolist()
-    value = triplet_loss(image, text, MATCH, margin=margin, mining=mining).total
+    value = triplet_loss(image, text, MATCH, TripletOptions(margin=margin, mining=mining)).total
     assert value.item() == pytest.approx(references.triplet(distance, MATCH.tolist(), margin, mining), rel=1e-12)
 
 
@@ -26,29 +26,31 @@ def test_a_soft_margin_is_the_loops_and_changes_nothing_for_labels_of_0_and_1(mi
     graded[0, 1], graded[1, 3], graded[2, 0], graded[3, 4] = 0.45, 0.2, 0.3, 0.1
     distance = squared_l2_matrix(image, text).tolist()
     for match in (graded, MATCH):
-        value = triplet_loss(image, text, match, margin=2.5, mining=mining, soft_margin=True).total
+        value = triplet_loss(image, text, match, TripletOptions(margin=2.5, mining=mining, soft_margin=True)).total
         right = references.triplet(distance, match.tolist(), 2.5, mining, soft=True)
         assert value.item() == pytest.approx(right, rel=1e-12)
     assert right != pytest.approx(references.triplet(distance, graded.tolist(), 2.5, mining, soft=True))
-    plain = triplet_loss(image, text, MATCH.round(), margin=2.5, mining=mining).total
-    soft = TripletLoss(margin=2.5, mining=mining, soft_margin=True)(image, text, MATCH.round()).total
+    plain = triplet_loss(image, text, MATCH.round(), TripletOptions(margin=2.5, mining=mining)).total
+    soft = TripletLoss(TripletOptions(margin=2.5, mining=mining, soft_margin=True))(image, text, MATCH.round()).total
     assert soft == plain
 
 
 def test_triplet_sums_first_and_mines_later():
-    loss = TripletLoss(sum_epochs=1)
+    loss = TripletLoss(TripletOptions(sum_epochs=1))
     image, text = batch(dtype=torch.float32)
-    expected = [triplet_loss(image, text, MATCH, mining=m, margin=0.4).total for m in ("sum", "hardest")]
+    expected = [
+        triplet_loss(image, text, MATCH, TripletOptions(mining=m, margin=0.4)).total for m in ("sum", "hardest")
+    ]
     torch.testing.assert_close(loss(image, text, MATCH, epoch=0).total, expected[0])
     torch.testing.assert_close(loss(image, text, MATCH, epoch=1).total, expected[1])
-    with pytest.raises(ValueError, match="unknown mining 'hard'; known: hardest, sum, semi-hard"):
-        triplet_loss(image, text, MATCH, mining="hard")
+    with pytest.raises(ValueError, match="mining must be one of hardest, sum, semi-hard, got 'hard'"):
+        triplet_loss(image, text, MATCH, TripletOptions(mining="hard"))
 
 
 def test_triplet_of_a_collapsed_model_is_twice_the_margin():
     """The fixed point that users report: every loss at 2 * margin."""
     e = GaussianEmbedding.point(torch.ones(4, 3))
-    output = triplet_loss(e, e, torch.eye(4), margin=0.4)
+    output = triplet_loss(e, e, torch.eye(4), TripletOptions(margin=0.4))
     assert output.total.item() == pytest.approx(0.8) and output.stats["active"] == 1
 
 
@@ -56,6 +58,8 @@ def test_a_triplet_without_a_negative_has_no_loss_and_no_gradient():
     image, text = batch(2, 2)
     mean = image.mean.requires_grad_()
     for mining in ("hardest", "sum", "semi-hard"):
-        output = triplet_loss(GaussianEmbedding(mean, image.log_var), text, torch.ones(2, 2), margin=5.0, mining=mining)
+        output = triplet_loss(
+            GaussianEmbedding(mean, image.log_var), text, torch.ones(2, 2), TripletOptions(margin=5.0, mining=mining)
+        )
         output.total.backward()
         assert output.total == 0 and mean.grad.eq(0).all()

@@ -7,7 +7,7 @@ from support.batches import MATCH, batch
 from torch.distributions import Normal, kl_divergence
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import pcmepp_loss, vib_loss
+from sfumato.losses import PCMEPPOptions, pcmepp_loss, vib_loss
 
 
 def test_vib_by_hand_and_its_guard():
@@ -15,7 +15,7 @@ def test_vib_by_hand_and_its_guard():
     image, text = batch()
     assert vib_loss(image).item() == pytest.approx(references.vib(image.mean.tolist(), image.var.tolist()), rel=1e-12)
     wide = GaussianEmbedding(image.mean, torch.full_like(image.mean, 12.0))
-    output = pcmepp_loss(wide, text, MATCH, logit_scale=1.0, logit_bias=1.0, alpha=0, beta=1.0)
+    output = pcmepp_loss(wide, text, MATCH, PCMEPPOptions(alpha=0, beta=1.0), logit_scale=1.0, logit_bias=1.0)
     assert output.stats["vib_ignored"] == 1
     assert output.terms["vib"].item() == pytest.approx(vib_loss(text).item())
 
@@ -39,7 +39,12 @@ def test_an_exploded_bottleneck_leaves_finite_gradients_to_the_rest():
     image, text = batch(dtype=torch.float32)
     log_var = torch.full_like(image.log_var, 20.0).requires_grad_()
     output = pcmepp_loss(
-        GaussianEmbedding(image.mean, log_var), text, MATCH, logit_scale=1e-9, logit_bias=1.0, alpha=0, beta=1.0
+        GaussianEmbedding(image.mean, log_var),
+        text,
+        MATCH,
+        PCMEPPOptions(alpha=0, beta=1.0),
+        logit_scale=1e-9,
+        logit_bias=1.0,
     )
     output.total.backward()
     assert output.stats["vib_ignored"] == 1 and torch.isfinite(log_var.grad).all()
@@ -50,7 +55,9 @@ def test_a_bottleneck_that_overflows_leaves_no_nan():
     image = GaussianEmbedding(torch.zeros(1, 2), log_var)
     text = GaussianEmbedding(torch.ones(1, 2), torch.zeros(1, 2))
     match = torch.ones(1, 1)
-    output = pcmepp_loss(image, text, match, logit_scale=1.0, logit_bias=1.0, distance="squared_l2", alpha=0, beta=1.0)
+    output = pcmepp_loss(
+        image, text, match, PCMEPPOptions(distance="squared_l2", alpha=0, beta=1.0), logit_scale=1.0, logit_bias=1.0
+    )
     output.total.backward()
     assert output.stats["vib_ignored"] == 1 and torch.isfinite(output.total)
     assert log_var.grad.tolist() == [[0.0, 0.0]]

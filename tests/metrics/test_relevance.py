@@ -46,7 +46,7 @@ def test_bad_positions_are_named():
         Relevance.from_lists([[1, 3]], n_gallery=3)
     with pytest.raises(ValueError, match="query position"):
         Relevance.from_pairs(np.array([-1]), np.array([0]), n_queries=1, n_gallery=1)
-    with pytest.raises(ValueError, match="as many"):
+    with pytest.raises(ValueError, match="must be equal"):
         Relevance.from_pairs(np.array([0, 0]), np.array([0]), n_queries=1, n_gallery=1)
 
 

@@ -87,11 +87,14 @@ def test_before_and_after_side_by_side():
     json.dumps(both, allow_nan=False)
 
 
-@pytest.mark.parametrize(("share", "n"), [(0.0, 1), (0.0, 20), (0.25, 8), (0.5, 400), (1.0, 13)])
+@pytest.mark.parametrize(("fraction", "n"), [(0.0, 1), (0.0, 20), (0.25, 8), (0.5, 400), (1.0, 13)])
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
-def test_wilson_is_scipys(share, n, confidence):
-    expected = stats.binomtest(round(share * n), n).proportion_ci(confidence, method="wilson")
-    assert wilson_interval(share, n, confidence=confidence) == pytest.approx((expected.low, expected.high), abs=1e-12)
+def test_wilson_is_scipys(fraction, n, confidence):
+    expected = stats.binomtest(round(fraction * n), n).proportion_ci(confidence, method="wilson")
+    assert wilson_interval(fraction, n, confidence=confidence) == pytest.approx(
+        (expected.low, expected.high), abs=1e-12
+    )
+    assert wilson_interval(fraction, 0, confidence=confidence) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(("k", "n"), [(0, 1), (0, 29), (3, 10), (10, 10), (0, 0), (40, 3000), (2999, 3000)])

@@ -191,7 +191,7 @@ def test_bad_scores_are_refused():
     relevance = Relevance.from_lists([[0]], n_gallery=3)
     with pytest.raises(ValueError, match="better is 'higher'; say 'larger'"):
         ranks_from_scores(np.zeros((1, 3)), relevance, better="higher")
-    with pytest.raises(ValueError, match=r"scores of 3 queries for a truth of 1"):
+    with pytest.raises(ValueError, match=r"scores of 3 queries for a ground truth of 1 queries"):
         ranks_from_scores(np.zeros((1, 3)), relevance, better="larger", queries="columns")
     with pytest.raises(ValueError, match="2 columns for a gallery of 3"):
         ranks_from_scores(np.zeros((1, 2)), relevance, better="larger")

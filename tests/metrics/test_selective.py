@@ -7,19 +7,22 @@ import pytest
 from scipy import stats
 
 from sfumato.metrics import selective
-from sfumato.metrics.selective import (
+from sfumato.metrics.bootstrap import (
     Interval,
+    _row_ranks,
     any_statistic,
-    aurc,
-    auroc,
-    balanced_spearman_draws,
     bootstrap,
-    excess_aurc,
     mean_statistic,
     percentile_interval,
+    resampled_balanced_spearman,
+)
+from sfumato.metrics.selective import (
+    aurc,
+    auroc,
+    excess_aurc,
+    prediction_rejection_ratio,
     risk_at_coverage,
     risk_coverage_curve,
-    selective_gain,
 )
 from sfumato.metrics.uncertainty import balanced_spearman, recall_by_uncertainty, spearman
 
@@ -62,9 +65,14 @@ def test_aurc_by_hand():
     # The best order is 0 0 1 1: risks 0, 0, 1/3, 1/2; chance is 1/2.
     best = (1 / 3 + 1 / 2) / 4
     assert excess_aurc(uncertainty, error) == pytest.approx((1 / 2) / 4)
-    assert selective_gain(uncertainty, error) == pytest.approx(1 - (1 / 8) / (1 / 2 - best))
-    assert selective_gain(error, error) == pytest.approx(1) and excess_aurc(error, error) == pytest.approx(0)
-    assert selective_gain(np.zeros(4), error) == pytest.approx(0, abs=1e-12) and selective_gain(-error, error) < -0.5
+    assert prediction_rejection_ratio(uncertainty, error) == pytest.approx(1 - (1 / 8) / (1 / 2 - best))
+    assert prediction_rejection_ratio(error, error) == pytest.approx(1) and excess_aurc(error, error) == pytest.approx(
+        0
+    )
+    assert (
+        prediction_rejection_ratio(np.zeros(4), error) == pytest.approx(0, abs=1e-12)
+        and prediction_rejection_ratio(-error, error) < -0.5
+    )
     assert aurc(np.zeros(4), error) == pytest.approx(0.5)
     coverage, risk = risk_coverage_curve(uncertainty, error)
     np.testing.assert_allclose(coverage, [0.25, 0.5, 0.75, 1])
@@ -105,7 +113,7 @@ def test_every_fast_statistic_is_the_plain_one_on_the_drawn_items(name, grouped)
         "auroc": (selective.auroc_statistic(x, error), any_statistic(auroc, x, error)),
         "aurc": (selective.aurc_statistic(x, error), any_statistic(aurc, x, error)),
         "excess": (selective.excess_aurc_statistic(x, error), any_statistic(excess_aurc, x, error)),
-        "gain": (selective.gain_statistic(x, error), any_statistic(selective_gain, x, error)),
+        "gain": (selective.rejection_ratio_statistic(x, error), any_statistic(prediction_rejection_ratio, x, error)),
         "risk": (
             selective.risk_statistic(x, error, 0.3),
             any_statistic(lambda u, e: risk_at_coverage(u, e, 0.3), x, error),
@@ -149,7 +157,7 @@ def test_95_percent_intervals_hold_the_truth_95_times_in_a_hundred():
     assert 0.90 <= held / 300 <= 0.985
 
 
-def test_items_that_go_together_are_drawn_together():
+def test_items_that_belong_together_are_resampled_together():
     # Five equal copies of each of 80 values: the interval is that of 80, about sqrt(5) as wide as if all 400 were independent.
     values = np.repeat(np.random.default_rng(2).normal(size=80), 5)
     alone = bootstrap({"m": mean_statistic(values)}, 400, seed=3)["m"]
@@ -157,19 +165,18 @@ def test_items_that_go_together_are_drawn_together():
     assert (together.high - together.low) / (alone.high - alone.low) == pytest.approx(np.sqrt(5), rel=0.15)
 
 
-def test_resamples_are_seeded_and_shared_and_chunks_change_nothing(monkeypatch):
+def test_resamples_are_seeded_and_common_and_chunks_change_nothing():
     x, error = scene(9)
     both = {"a": selective.auroc_statistic(x, error), "b": selective.auroc_statistic(x, error)}
     first = bootstrap(both, len(x), n_resamples=50, seed=7)
     assert first["a"] == first["b"] != bootstrap(both, len(x), n_resamples=50, seed=8)["a"]
-    monkeypatch.setattr(selective, "_CHUNK", 7 * len(x))
-    assert bootstrap(both, len(x), n_resamples=50, seed=7) == first
+    assert bootstrap(both, len(x), n_resamples=50, seed=7, max_counts=7 * len(x)) == first
 
 
 def test_undefined_figures_are_none():
     only_right = selective.auroc_statistic(np.arange(4.0), np.zeros(4))
     assert bootstrap({"a": only_right}, 4, n_resamples=9)["a"] == Interval(None, None, None)
-    assert np.isnan(selective_gain(np.arange(4.0), np.ones(4)))
+    assert np.isnan(prediction_rejection_ratio(np.arange(4.0), np.ones(4)))
     assert bootstrap({"m": mean_statistic(np.ones(3))}, 3, n_resamples=0)["m"] == Interval(1.0, None, None)
     assert percentile_interval(1.0, np.array([np.nan, np.nan, 1.0])) == Interval(1.0, None, None)
     constant = selective.spearman_statistic(np.zeros(5), np.arange(5.0))
@@ -177,20 +184,22 @@ def test_undefined_figures_are_none():
     assert bootstrap({"m": mean_statistic(np.empty(0))}, 0)["m"].value is None
 
 
-def test_balanced_draws_are_centred_on_the_balanced_correlation_and_see_ties():
+def test_balanced_resamples_are_centred_on_the_balanced_correlation_and_see_ties():
     random = np.random.default_rng(4)
     multiplicity = np.concatenate([random.integers(1, 4, 200), random.integers(4, 40, 60)])
     x = np.log(multiplicity) + random.normal(size=260)
-    drawn = balanced_spearman_draws({"x": x, "flat": np.zeros(260), "same": x}, multiplicity, n_resamples=300, seed=1)
+    drawn = resampled_balanced_spearman(
+        {"x": x, "flat": np.zeros(260), "same": x}, multiplicity, n_resamples=300, seed=1
+    )
     assert drawn["x"].shape == (300,) and (drawn["x"] == drawn["same"]).all() and np.isnan(drawn["flat"]).all()
     # 300 resamples: the mean is within five standard errors of the value on the data, and a bias of 0.03 is allowed for ties.
     assert abs(drawn["x"].mean() - balanced_spearman(x, multiplicity)) < 5 * drawn["x"].std() / np.sqrt(300) + 0.03
     # Everything in one set: each draw is the plain correlation of its resample.
-    whole = balanced_spearman_draws({"x": x}, multiplicity, per_bin=1000, n_resamples=200, n_draws=1)["x"]
+    whole = resampled_balanced_spearman({"x": x}, multiplicity, per_bin=1000, n_resamples=200, n_sets=1)["x"]
     assert abs(whole.mean() - spearman(x, multiplicity)) < 0.03 and 0.01 < whole.std() < 0.1
-    assert np.isnan(balanced_spearman_draws({"x": x}, np.ones(260), n_resamples=3)["x"]).all()
+    assert np.isnan(resampled_balanced_spearman({"x": x}, np.ones(260), n_resamples=3)["x"]).all()
     rows = random.integers(0, 4, (20, 11)).astype(float)
-    np.testing.assert_allclose(selective._row_ranks(rows), stats.rankdata(rows, axis=1) - 1)
+    np.testing.assert_allclose(_row_ranks(rows), stats.rankdata(rows, axis=1) - 1)
 
 
 def test_bad_input_is_named():

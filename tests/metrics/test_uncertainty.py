@@ -19,7 +19,7 @@ def test_spearman_equals_scipys(levels):
 def test_undefined_correlations_are_nan():
     assert np.isnan(spearman(np.zeros(5), np.arange(5)))
     assert np.isnan(spearman(np.array([1.0]), np.array([2.0])))
-    with pytest.raises(ValueError, match="as many"):
+    with pytest.raises(ValueError, match="must be equal"):
         pearson(np.zeros(3), np.zeros(4))
 
 
@@ -66,10 +66,10 @@ def test_balanced_spearman_hears_the_rare_ambiguous_items():
 def test_balanced_spearman_is_exact_when_every_bin_is_taken_whole_and_seeded_otherwise():
     random = np.random.default_rng(4)
     multiplicity, x = random.integers(1, 40, 60), random.normal(size=60)
-    assert balanced_spearman(x, multiplicity, per_bin=60, n_draws=3) == pytest.approx(
+    assert balanced_spearman(x, multiplicity, per_bin=60, n_sets=3) == pytest.approx(
         stats.spearmanr(x, multiplicity).statistic
     )
-    draws = [balanced_spearman(x, multiplicity, per_bin=3, n_draws=7, seed=s) for s in (0, 0, 1)]
+    draws = [balanced_spearman(x, multiplicity, per_bin=3, n_sets=7, seed=s) for s in (0, 0, 1)]
     assert draws[0] == draws[1] != draws[2]
     assert np.isnan(balanced_spearman(x, np.ones(60)))
 
@@ -79,18 +79,18 @@ def test_balanced_spearman_is_centred_on_chance():
     # alarm in fewer than 1e-6 of seeds (and the seed is fixed).
     random = np.random.default_rng(5)
     multiplicity = 2 ** random.integers(0, 6, 120)
-    values = [balanced_spearman(random.normal(size=120), multiplicity, per_bin=10, n_draws=10) for _ in range(40)]
+    values = [balanced_spearman(random.normal(size=120), multiplicity, per_bin=10, n_sets=10) for _ in range(40)]
     assert abs(np.mean(values)) < 0.15
 
 
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match="at least 1, got 0"):
         balanced_spearman(np.zeros(2), np.array([0, 1]))
-    with pytest.raises(ValueError, match="as many"):
+    with pytest.raises(ValueError, match="must be equal"):
         balanced_spearman(np.zeros(2), np.array([1, 1, 2]))
     with pytest.raises(ValueError, match="per_bin"):
         balanced_spearman(np.zeros(2), np.array([1, 2]), per_bin=0)
-    with pytest.raises(ValueError, match="as many"):
+    with pytest.raises(ValueError, match="must be equal"):
         recall_by_uncertainty(np.zeros(2), np.zeros(3))
     with pytest.raises(ValueError, match="n_bins"):
         recall_by_uncertainty(np.zeros(2), np.zeros(2), n_bins=0)

@@ -10,7 +10,6 @@ from sfumato.data.pairs import PairData
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.reliability import expected_calibration_error
-from sfumato.models import calibrate as calibrating
 from sfumato.models.calibrate import calibrate_split
 
 
@@ -51,13 +50,14 @@ def test_it_is_the_fit_of_all_pairs(distance):
     assert got.about | {"split": "val", "distance": distance, "method": "platt", "pairs": 2100} == got.about
 
 
-def test_of_a_large_split_a_part_is_taken_with_the_whole_gallery(monkeypatch):
-    monkeypatch.setattr(calibrating, "_PAIRS", 840)
-    monkeypatch.setattr(calibrating, "_QUERIES", 25)
+def test_of_a_large_split_a_part_is_taken_with_the_whole_gallery():
     embedded, data = scene()
-    got = calibrate_split(embedded, data, "csd", split="val")
+    got = calibrate_split(embedded, data, "csd", split="val", max_pairs=840, max_queries=25)
     assert got.about["pairs"] == 12 * 70
     assert (len(got.i2t.nearest), got.i2t.n_gallery) == (25, 70)
     assert (len(got.t2i.nearest), got.t2i.n_gallery) == (25, 30)
-    assert got == calibrate_split(embedded, data, "csd", split="val"), "the same part again"
+    assert got == calibrate_split(embedded, data, "csd", split="val", max_pairs=840, max_queries=25), (
+        "the same part again"
+    )
+    assert got != calibrate_split(embedded, data, "csd", split="val", max_pairs=840, max_queries=25, seed=1)
     assert "expected_calibration_error_before" not in got.about

@@ -109,7 +109,7 @@ def test_regions_are_embedded_indexed_and_searched(run, scan, tmp_path, sfumato)
     status, out, err = sfumato("search", tmp_path / "index", "--image", tmp_path / "in" / "2.npy", "-k", "1", "--json")
     assert status == 0 and json.loads(out)[0]["hits"][0]["id"] == "test-2", err
     status, out, err = sfumato("search", tmp_path / "index", "--image", tmp_path / "in" / "ignored.png")
-    assert status == 2 and "region features are expected here, not a picture" in err
+    assert status == 2 and "region features are expected here, not an image" in err
 
 
 def test_where_a_picture_would_be_shown_it_is_said_that_there_is_none(run, tmp_path, sfumato):
@@ -221,7 +221,7 @@ def test_recipes_that_make_no_sense_are_refused(override, message, sfumato, tmp_
 
 
 def test_other_channels_are_told_by_their_number(scan, tmp_path, sfumato):
-    settings = [*TINY, f"data.path={scan}", "model.image.channels=9", "data.max_problem_share=1"]
+    settings = [*TINY, f"data.path={scan}", "model.image.channels=9", "data.max_problem_fraction=1"]
     status, _, err = sfumato("train", "flickr8k-vsrn", *settings, "--out", tmp_path / "run")
     assert status == 2 and "has 10 channels; the model reads 9 (model.image.channels)" in err
 

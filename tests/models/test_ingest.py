@@ -35,8 +35,9 @@ from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embed_folder, embed_lines
-from sfumato.models.ingest import embed_collection, model_digest, which_job
-from sfumato.search.parts import check_complete, read_about, read_manifest, read_parts
+from sfumato.models.embedding_steps import model_digest
+from sfumato.models.ingest import embed_collection, which_job
+from sfumato.search.parts import check_complete, read_manifest, read_metadata, read_parts
 
 WORDS = ("[UNK]", "red", "green", "blue", "circle", "square")
 
@@ -106,7 +107,7 @@ def test_parts_hold_what_embed_folder_gives(tmp_path, pictures):
     retrieval_model = tiny_retrieval_model()
     expected, ids, _ = embed_folder(retrieval_model, pictures)
     done = embed_collection(
-        retrieval_model, list_folder(pictures, part_size=5), tmp_path / "out", batch_size=3, home=tmp_path
+        retrieval_model, list_folder(pictures, part_size=5), tmp_path / "out", batch_size=3, model_source=tmp_path
     )
     found_ids, found, payloads = together(tmp_path / "out")
     assert found_ids == ids and done.n == done.new == 23 and done.parts == 5 and done.per_second > 0
@@ -115,7 +116,7 @@ def test_parts_hold_what_embed_folder_gives(tmp_path, pictures):
     assert payloads == [{"path": str(pictures / i)} for i in ids]
     assert (tmp_path / "out" / "problems.jsonl").read_text() == ""
     about = read_manifest(tmp_path / "out")
-    assert (about.n, about.sections, about.home, about.distance) == (23, 5, str(tmp_path), "csd")
+    assert (about.n, about.sections, about.model_source, about.distance) == (23, 5, str(tmp_path), "csd")
 
 
 @pytest.mark.parametrize("of", [2, 3, 7])
@@ -209,12 +210,14 @@ def test_a_killed_job_goes_on_to_the_same_bytes(tmp_path, pictures, moment):
     stamps = {name: (out / name).stat().st_mtime_ns for name in there}
     done = embed_collection(retrieval_model, listing, out, batch_size=3)
     assert {name: (out / name).stat().st_mtime_ns for name in there} == stamps, "a whole part was made again"
-    assert done.n == 23 and done.new == 23 - sum(read_about(out, n).n for n in check_complete(out) if n.file in there)
+    assert done.n == 23 and done.new == 23 - sum(
+        read_metadata(out, n).n for n in check_complete(out) if n.file in there
+    )
     whole = embed_collection(retrieval_model, listing, tmp_path / "whole", batch_size=3)
     torch.set_num_threads(threads)
     assert files(out) == files(tmp_path / "whole") and not list(out.glob(".part-*"))
     assert files(out, "problems*") == files(tmp_path / "whole", "problems*") and len(done.problems) == 1
-    assert [p.place for p in done.problems.items] == [p.place for p in whole.problems.items]
+    assert [p.location for p in done.problems.items] == [p.location for p in whole.problems.items]
 
 
 def test_the_command_killed_at_any_time_goes_on(tmp_path, pictures):
@@ -302,12 +305,12 @@ def test_bad_pictures_are_reported_and_left_out(tmp_path, pictures):
         (pictures / name).write_bytes(data)
     retrieval_model, listing, out = tiny_retrieval_model(), list_folder(pictures, part_size=6), tmp_path / "out"
     done = embed_collection(retrieval_model, listing, out)
-    assert [os.path.basename(p.place) for p in done.problems.items] == ["bomb.png", "cut.jpg", "empty.gif"]
+    assert [os.path.basename(p.location) for p in done.problems.items] == ["bomb.png", "cut.jpg", "empty.gif"]
     assert "pixels" in done.problems.items[0].reason
     listed = [json.loads(line) for line in (out / "problems.jsonl").read_text().splitlines()]
     assert [p["place"] for p in listed] == [str(pictures / n) for n in ("bomb.png", "cut.jpg", "empty.gif")]
     expected, ids, problems = embed_folder(retrieval_model, pictures)
-    assert together(out)[0] == ids and [p.place for p in problems.items] == [p["place"] for p in listed]
+    assert together(out)[0] == ids and [p.location for p in problems.items] == [p["place"] for p in listed]
     assert_close(together(out)[1], expected)
     again = embed_collection(retrieval_model, listing, out)
     assert again.new == 0 and again.problems.items == done.problems.items
@@ -319,13 +322,13 @@ def test_too_many_bad_pictures_stop_it_and_it_goes_on_once_mended(tmp_path, pict
         (pictures / f"z{k}.png").write_bytes(b"no")
     listing = list_folder(pictures, part_size=9)
     with pytest.raises(UserError, match=r"4 of 27 items are unusable, more than --max-problem-share 0.1"):
-        embed_collection(retrieval_model, listing, out, max_problem_share=0.1)
+        embed_collection(retrieval_model, listing, out, max_problem_fraction=0.1)
     assert set(files(out)) == {"part-000000.safetensors", "part-000001.safetensors"}
     assert len((out / "problems.jsonl").read_text().splitlines()) == 4
     for k in range(4):
         (pictures / f"z{k}.png").write_bytes(encoded(50 + k))
-    assert embed_collection(retrieval_model, listing, out, max_problem_share=0.1).n == 27
-    assert embed_collection(retrieval_model, listing, tmp_path / "lenient", max_problem_share=1).n == 27
+    assert embed_collection(retrieval_model, listing, out, max_problem_fraction=0.1).n == 27
+    assert embed_collection(retrieval_model, listing, tmp_path / "lenient", max_problem_fraction=1).n == 27
 
 
 def test_from_a_thousand_on_too_many_stop_it_at_once(tmp_path):
@@ -390,7 +393,7 @@ def test_a_picture_that_spoils_its_batch_or_has_no_embedding_is_left_out(tmp_pat
     retrieval_model.model.image.forward = spoilt
     done = embed_collection(retrieval_model, list_folder(pictures, part_size=50), tmp_path / "out", batch_size=8)
     assert bad["refused"] == 2, "once in its batch and once alone"
-    assert {(os.path.basename(p.place), p.reason) for p in done.problems.items} == {
+    assert {(os.path.basename(p.location), p.reason) for p in done.problems.items} == {
         ("001.png", "a strange shape"),
         ("002.jpg", "its embedding holds NaN or infinity"),
     }
@@ -447,7 +450,7 @@ def test_texts_are_those_of_embed_lines(tmp_path):
     with pytest.raises(UserError, match="other data, 7 items of the texts"):
         embed_collection(retrieval_model, list_texts(path, part_size=3), out)
     done = embed_collection(retrieval_model, list_texts(path, part_size=3), tmp_path / "other")
-    assert [(p.place, p.reason.split(":")[0]) for p in done.problems.items] == [
+    assert [(p.location, p.reason.split(":")[0]) for p in done.problems.items] == [
         (f"{path}:2", "empty line"),
         (f"{path}:4", "not UTF-8"),
     ]
@@ -463,7 +466,7 @@ def test_shards_in_parts_of_a_shard(tmp_path):
     (tmp_path / "s" / "a-3.tar").write_bytes(b"no tar")
     retrieval_model, out = tiny_retrieval_model(), tmp_path / "out"
     listing = list_shards(str(tmp_path / "s" / "a-{0..3}.tar"), part_size=3)
-    done = embed_collection(retrieval_model, listing, out, max_problem_share=0.5)
+    done = embed_collection(retrieval_model, listing, out, max_problem_fraction=0.5)
     ids, found, payloads = together(out)
     assert ids == [*(f"a-0.tar!{k}" for k in range(7)), "a-1.tar!x/9", "a-2.tar!0"]
     assert payloads[7] == {"path": f"{tmp_path / 's' / 'a-1.tar'}!x/9.jpg"}
@@ -474,23 +477,23 @@ def test_shards_in_parts_of_a_shard(tmp_path):
     assert set(files(out)) == {
         f"part-{n}.safetensors" for n in ("000000", "000000-0001", "000000-0002", "000001", "000002", "000003")
     }
-    reasons = {os.path.basename(p.place): p.reason for p in done.problems.items}
+    reasons = {os.path.basename(p.location): p.reason for p in done.problems.items}
     assert list(reasons) == ["a-1.tar!y", "a-2.tar!5", "a-3.tar"]
-    assert reasons["a-1.tar!y"] == "no picture: there is only .txt" and "not an uncompressed tar" in reasons["a-3.tar"]
+    assert reasons["a-1.tar!y"] == "no image: there is only .txt" and "not an uncompressed tar" in reasons["a-3.tar"]
     # By two jobs, the second part of the first shard lost in between.
     for job in range(2):
-        embed_collection(retrieval_model, listing, tmp_path / "two", job=job, of=2, max_problem_share=0.5)
+        embed_collection(retrieval_model, listing, tmp_path / "two", job=job, of=2, max_problem_fraction=0.5)
     assert files(tmp_path / "two") == files(out)
     (out / "part-000000-0001.safetensors").unlink()
     with pytest.raises(UserError, match="part-000000-0001"):
         read_parts(out)
-    assert embed_collection(retrieval_model, listing, out, max_problem_share=0.5).new == 3
+    assert embed_collection(retrieval_model, listing, out, max_problem_fraction=0.5).new == 3
     assert files(out) == files(tmp_path / "two")
     # A shard that has grown since does not slip in half.
     (out / "part-000000-0001.safetensors").unlink()
     make_shard(tmp_path / "s" / "a-0.tar", [*first, ("7.png", encoded(7)), ("8.png", encoded(8)), ("9.png", b"")])
     with pytest.raises(UserError, match="section 0 of .* has changed: it had 3 parts, and now has 4"):
-        embed_collection(retrieval_model, listing, out, max_problem_share=0.5)
+        embed_collection(retrieval_model, listing, out, max_problem_fraction=0.5)
 
 
 def test_damaged_shards_and_repeated_keys_are_reported(tmp_path):
@@ -499,7 +502,7 @@ def test_damaged_shards_and_repeated_keys_are_reported(tmp_path):
     second = (tmp_path / "b.tar").read_bytes()
     (tmp_path / "b.tar").write_bytes(second.replace(b"1.png", b"2.png", 1))
     done = embed_collection(
-        tiny_retrieval_model(), list_shards(str(tmp_path), part_size=9), tmp_path / "out", max_problem_share=0.9
+        tiny_retrieval_model(), list_shards(str(tmp_path), part_size=9), tmp_path / "out", max_problem_fraction=0.9
     )
     assert together(tmp_path / "out")[0] == ["a.tar!0", "a.tar!1", "a.tar!2", "b.tar!0"]
     assert [p.reason.split(":")[0] for p in done.problems.items] == [
@@ -587,14 +590,14 @@ def test_manifests_with_or_without_captions(tmp_path, pictures, ending):
             pyarrow.table({"image": [r[0] for r in rows], "id": [r[1] for r in rows]}), path
         )
     retrieval_model, out = tiny_retrieval_model(), tmp_path / "out"
-    done = embed_collection(retrieval_model, list_manifest(path, part_size=2), out, max_problem_share=0.8)
+    done = embed_collection(retrieval_model, list_manifest(path, part_size=2), out, max_problem_fraction=0.8)
     ids, found, payloads = together(out)
     assert ids == ["one", "two"] and payloads[0] == {"path": str(pictures / "a" / "001.png")}
     assert_close(found, retrieval_model.model.embed_images([(pictures / rows[k][0]).read_bytes() for k in range(2)]))
     reasons = " | ".join(p.reason for p in done.problems.items)
     assert "No such file" in reasons and "no image: found ''" in reasons and "id 'two' occurs before" in reasons
     assert ("not JSON" in reasons) == (ending == "jsonl")
-    assert embed_collection(retrieval_model, list_manifest(path, part_size=2), out, max_problem_share=0.8).new == 0
+    assert embed_collection(retrieval_model, list_manifest(path, part_size=2), out, max_problem_fraction=0.8).new == 0
 
 
 @pytest.mark.parametrize("processor", [ImageFileProcessor(16, fit="crop"), BilinearProcessor(16)])
@@ -642,7 +645,7 @@ def test_names_that_are_no_unicode_and_links(tmp_path, pictures):
     except OSError:
         pytest.skip("this file system takes only Unicode")
     done = embed_collection(retrieval_model, list_folder(pictures, part_size=9), tmp_path / "out")
-    assert [(p.place.rsplit("/")[-1], p.reason) for p in done.problems.items] == [
+    assert [(p.location.rsplit("/")[-1], p.reason) for p in done.problems.items] == [
         ("\\udcff.png", "the name is not valid UTF-8")
     ]
     assert len(together(tmp_path / "out")[0]) == 24

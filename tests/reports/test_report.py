@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from scipy import stats
 
 from sfumato import GaussianEmbedding, csd_matrix
 from sfumato.matching import match_probability
 from sfumato.metrics.relevance import Relevance
-from sfumato.reports.report import MISTAKES, PICTURES, ReportData, make_report, wilson_interval
+from sfumato.reports.report import MISTAKES, PICTURES, ReportData, make_report
 
 EVIL = '<script>alert("x")</script> & <img src=x onerror=alert(1)>'
 VOID = {"meta", "img", "br"}
@@ -188,13 +187,6 @@ def test_the_most_uncertain_come_with_what_they_retrieved():
     assert card.count(">right<") == sum(ground_truth[i] for i in order) and card.count(">wrong<") == 5 - card.count(
         ">right<"
     )
-
-
-def test_wilson_interval_is_scipys():
-    for hits, n in ((0, 7), (3, 7), (7, 7), (120, 449)):
-        other = stats.binomtest(hits, n).proportion_ci(method="wilson")
-        assert wilson_interval(hits, n) == pytest.approx((other.low, other.high), abs=1e-4)
-    assert wilson_interval(0, 0) == (0.0, 1.0)
 
 
 def test_words_about_the_uncertainty_follow_its_sign():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sfumato.calibration.calibrator import Calibration, QueryScores
+from sfumato.calibration import Calibration, QueryScores
 from sfumato.distances import csd_matrix
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding

@@ -11,7 +11,7 @@ import torch
 from support.references_metrics import csd_by_loops, order_of
 
 import sfumato
-from sfumato.calibration.calibrator import Calibration, QueryScores
+from sfumato.calibration import Calibration, QueryScores
 from sfumato.distances import DISTANCES, csd_matrix
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding

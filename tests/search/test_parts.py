@@ -1,5 +1,6 @@
 """The folder of parts: what is written is read, the same bytes for the same content, and whatever is missing is named."""
 
+import dataclasses
 import json
 import math
 
@@ -9,19 +10,19 @@ import torch
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding, load_embeddings
 from sfumato.search.parts import (
-    Embedded,
-    PartAbout,
+    PartMetadata,
     PartName,
+    PartsManifest,
     begin,
     check_complete,
-    read_about,
     read_manifest,
+    read_metadata,
     read_parts,
     write_job,
     write_part,
 )
 
-EMBEDDED = Embedded("images", "m" * 64, "folder", 20, "d" * 64, 2, 10, "runs/mine", "pictures", "csd")
+EMBEDDED = PartsManifest("images", "m" * 64, "folder", 20, "d" * 64, 2, 10, "runs/mine", "pictures", "csd")
 
 
 def make_part(folder, name, *, n=2, parts=1, problems=()):
@@ -29,7 +30,7 @@ def make_part(folder, name, *, n=2, parts=1, problems=()):
     generator = torch.Generator().manual_seed(100 * name.section + name.number)
     embeddings = GaussianEmbedding(torch.randn(n, 3, generator=generator), torch.randn(n, 3, generator=generator))
     ids = [f"{name.section}/{name.number}/{k} é" for k in range(n)]
-    about = PartAbout(EMBEDDED.identity, n, parts, list(problems))
+    about = PartMetadata(EMBEDDED.identity, n, parts, list(problems))
     write_part(folder, name, about, embeddings, ids, [{"path": f"p/{i}"} for i in ids])
     return embeddings, ids
 
@@ -57,14 +58,16 @@ def test_the_same_content_gives_the_same_bytes_and_the_problems_are_kept(tmp_pat
         begin(folder, EMBEDDED)
         make_part(folder, PartName(7), problems=problems)
     assert (tmp_path / "a" / PartName(7).file).read_bytes() == (tmp_path / "b" / PartName(7).file).read_bytes()
-    about = read_about(tmp_path / "a", PartName(7))
-    assert about == PartAbout(EMBEDDED.identity, 2, 1, problems) and read_about(tmp_path / "a", PartName(8)) is None
+    about = read_metadata(tmp_path / "a", PartName(7))
+    assert (
+        about == PartMetadata(EMBEDDED.identity, 2, 1, problems) and read_metadata(tmp_path / "a", PartName(8)) is None
+    )
 
 
 def test_points_and_half_precision(tmp_path):
     begin(tmp_path, EMBEDDED)
     points = GaussianEmbedding.point(torch.randn(2, 3).half())
-    write_part(tmp_path, PartName(0), PartAbout("", 2, 1, []), points, ["a", "b"], [{}, {}])
+    write_part(tmp_path, PartName(0), PartMetadata("", 2, 1, []), points, ["a", "b"], [{}, {}])
     found, _ = load_embeddings(tmp_path / PartName(0).file)
     assert found.dtype == torch.float32 and found.mean.equal(points.mean.float())
     assert (found.log_var == -math.inf).all()
@@ -72,7 +75,7 @@ def test_points_and_half_precision(tmp_path):
 
 def test_bad_parts_are_refused(tmp_path):
     begin(tmp_path, EMBEDDED)
-    good, about = GaussianEmbedding(torch.zeros(2, 3), torch.zeros(2, 3)), PartAbout("", 2, 1, [])
+    good, about = GaussianEmbedding(torch.zeros(2, 3), torch.zeros(2, 3)), PartMetadata("", 2, 1, [])
     for embeddings, ids, payloads in (
         (good, ["a"], [{}, {}]),
         (good, ["a", "a"], [{}, {}]),
@@ -129,10 +132,9 @@ def test_other_folders_are_told(tmp_path):
     # Where the model lies may change; which model, which data and which parts may not.
     pinned = {"modality", "model", "kind", "n", "digest", "part_size", "sections"}
     values = json.loads((tmp_path / "manifest.json").read_text())
-    for key, value in values.items():
-        if key == "format":
-            continue
-        other = Embedded(**{k: v for k, v in values.items() if k != "format"} | {key: value * 2})
+    assert values["home"] == EMBEDDED.model_source
+    for key, value in dataclasses.asdict(EMBEDDED).items():
+        other = dataclasses.replace(EMBEDDED, **{key: value * 2})
         assert (other.identity != EMBEDDED.identity) == (key in pinned)
         if key in pinned - {"sections"}:
             with pytest.raises(UserError, match="give another --out, or remove that folder"):

@@ -84,7 +84,7 @@ def redis_server(tmp_path):
 
 class TestInFiles(StoreContract):
     def create(self, tmp_path, dim):
-        return create_store(f"rerank:{tmp_path}/store?shard_size=9&candidates=100", dim, FINGERPRINT)
+        return create_store(f"rerank:{tmp_path}/store?candidates=100", dim, FINGERPRINT)
 
 
 class TestInFilesWithHalfASpread(StoreContract):
@@ -98,7 +98,7 @@ class TestInRedis(StoreContract):
         self.address = redis_server(*DURABLE).address
 
     def create(self, tmp_path, dim):
-        return create_store(f"{self.address}?means={tmp_path}/means&shard_size=9", dim, FINGERPRINT)
+        return create_store(f"{self.address}?means={tmp_path}/means", dim, FINGERPRINT)
 
 
 def gaussians(n, d, seed):
@@ -327,7 +327,7 @@ while True:
 
 
 def test_a_killed_writer_leaves_whole_items(tmp_path):
-    url = f"rerank:{tmp_path}/store?shard_size=50"
+    url = f"rerank:{tmp_path}/store"
     create_store(url, 4, FINGERPRINT).close()
     expected = {}
     for run in (1, 2):
@@ -355,8 +355,8 @@ def test_a_killed_writer_leaves_whole_items(tmp_path):
 
 def test_others_read_while_a_process_writes(tmp_path, redis_server):
     for url in (
-        f"rerank:{tmp_path}/s?shard_size=50",
-        f"{redis_server(*DURABLE).address}?means={tmp_path}/m&shard_size=50",
+        f"rerank:{tmp_path}/s",
+        f"{redis_server(*DURABLE).address}?means={tmp_path}/m",
     ):
         create_store(url, 4, FINGERPRINT).close()
         child = subprocess.Popen([sys.executable, "-c", KILLED, url, "1"], stdout=subprocess.PIPE, text=True)

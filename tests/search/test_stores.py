@@ -1,14 +1,18 @@
-"""LocalStore and its engines; the rerank stores are in test_rerank_store.py, what all stores share in stores_contract.py."""
+"""LocalStore and its engines. Rerank stores: test_rerank_store.py; what all stores share: support/stores_contract.py."""
 
+import contextlib
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
+import filelock
 import numpy as np
 import pytest
 import torch
@@ -23,8 +27,10 @@ from support.stores_contract import (
     squared_l2,
 )
 
+from sfumato.distances import csd_matrix
 from sfumato.errors import UserError
-from sfumato.search.stores import local
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.stores.protocol import Filter, Records
 from sfumato.search.stores.store_url import create_store, open_store
 
@@ -36,23 +42,19 @@ class TestFlat(StoreContract):
         return create_store(f"file:{tmp_path}/store", dim, FINGERPRINT)
 
 
-class TestFlatInManyShards(StoreContract):
+class TestFlatWithoutMemory(StoreContract):
     def create(self, tmp_path, dim):
-        return create_store(f"{tmp_path}/new/store?engine=flat&shard_size=7", dim, FINGERPRINT)
+        return create_store(f"{tmp_path}/new/store?engine=flat&memory=0&exact_below=5", dim, FINGERPRINT)
 
 
 class IndexedContract(StoreContract):
-    """Shards so small, and indexes from so few rows on, that the contract's galleries are searched by FAISS."""
+    """Indexes from so few items on that the contract's galleries are searched by FAISS."""
 
     options = ""
 
-    @pytest.fixture(autouse=True)
-    def small(self, monkeypatch):
-        pytest.importorskip("faiss", reason="needs the extra faiss")
-        monkeypatch.setattr(local, "_FEW", 16)
-
     def create(self, tmp_path, dim):
-        return create_store(f"{tmp_path}/store?shard_size=20&{self.options}", dim, FINGERPRINT)
+        pytest.importorskip("faiss", reason="needs the extra faiss")
+        return create_store(f"{tmp_path}/store?exact_below=16&{self.options}", dim, FINGERPRINT)
 
 
 class TestHnsw(IndexedContract):
@@ -68,9 +70,8 @@ class TestIvfPq(IndexedContract):
 
 
 @pytest.fixture
-def indexed_from(monkeypatch):
+def needs_faiss():
     pytest.importorskip("faiss", reason="needs the extra faiss")
-    return lambda rows: monkeypatch.setattr(local, "_FEW", rows)
 
 
 def clustered(n, dim, seed, clusters=50):
@@ -92,29 +93,37 @@ def recall(store, kept, wanted, k, filter=None):
 
 
 def uses_index(store):
-    return bool(store._indexes)
+    return store._index is not None
 
 
+def index_files(folder):
+    return sorted(folder.glob("index-*"))
+
+
+@pytest.mark.usefixtures("needs_faiss")
 @pytest.mark.parametrize("engine", APPROXIMATE)
-def test_recall_at_the_defaults(engine, tmp_path, indexed_from):
-    indexed_from(1000)
-    store = create_store(f"{tmp_path}/store?engine={engine}&shard_size=4000", 24, FINGERPRINT)
+def test_recall_at_the_defaults(engine, tmp_path):
+    store = create_store(f"{tmp_path}/store?engine={engine}&exact_below=1000", 24, FINGERPRINT)
     batch, late, wanted = clustered(9000, 24, 1), clustered(300, 24, 2), clustered(100, 24, 3).vectors
     store.upsert(batch)
-    assert sorted(f.name for f in (tmp_path / "store").glob(f"*.{engine}")) == [
-        f"shard-{i}.4000.{engine}" for i in (1, 2)
-    ]
     store.optimise()
-    assert (tmp_path / f"store/shard-3.1000.{engine}").exists()
+    built = index_files(tmp_path / "store")
+    assert [file.suffix for file in built] == [f".{engine}"]
     store.upsert(late)
-    gone = batch.ids[::3]
-    assert store.delete(gone) == 3000
+    gone = batch.ids[::8]
+    assert store.delete(gone) == 1125
     kept = {key: value for key, value in by_id(batch, late).items() if key not in set(gone)}
     assert recall(store, kept, wanted, 10) >= 0.95
     assert uses_index(store)
     for filter in (Filter({"tenth": ("1", "2", "3")}), Filter({"tenth": ("4",)}), Filter(max_uncertainty=0.02)):
         assert recall(store, kept, wanted, 10, filter) >= 0.95
     store.optimise()
+    assert index_files(tmp_path / "store") == built  # few items have come and gone
+    store.delete(late.ids)
+    assert store.delete(batch.ids[1::8]) == 1125
+    kept = {key: value for key, value in kept.items() if key not in {*late.ids, *batch.ids[1::8]}}
+    store.optimise()
+    assert len(index_files(tmp_path / "store")) == 1 and index_files(tmp_path / "store") != built
     assert not set(gone) & set(store.search(batch.vectors[:1], 3000)[0].ids)
     assert recall(store, kept, wanted, 10) >= 0.95
     url = store.url
@@ -124,39 +133,42 @@ def test_recall_at_the_defaults(engine, tmp_path, indexed_from):
     with_faiss.close()
 
 
+@pytest.mark.usefixtures("needs_faiss")
 @pytest.mark.parametrize("engine", ("ivf", "ivf-pq"))
-def test_equal_builds_give_equal_results(engine, tmp_path, indexed_from):
-    indexed_from(1000)
+def test_equal_builds_give_equal_results(engine, tmp_path):
     found = []
     for name in "ab":
-        store = create_store(f"{tmp_path}/{name}?engine={engine}&shard_size=2000&n_probe=2&seed=5", 12, FINGERPRINT)
+        store = create_store(f"{tmp_path}/{name}?engine={engine}&exact_below=1000&n_probe=2&seed=5", 12, FINGERPRINT)
         store.upsert(clustered(4000, 12, 1))
+        store.optimise()
         found.append([r.ids for r in store.search(clustered(20, 12, 2).vectors, 30)])
         store.close()
     assert found[0] == found[1]
-    files = [sorted((tmp_path / name).glob(f"*.{engine}")) for name in "ab"]
+    files = [index_files(tmp_path / name) for name in "ab"]
     assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]] and files[0]
 
 
-def test_an_engine_that_finds_too_few_is_completed(tmp_path, indexed_from):
-    indexed_from(100)
-    store = create_store(f"{tmp_path}/store?engine=ivf&shard_size=1000&n_lists=25&n_probe=1", 6, FINGERPRINT)
+@pytest.mark.usefixtures("needs_faiss")
+def test_an_engine_that_finds_too_few_is_completed(tmp_path):
+    store = create_store(f"{tmp_path}/store?engine=ivf&exact_below=100&n_lists=25&n_probe=1", 6, FINGERPRINT)
     batch = records(1000, 6, 1)
     store.upsert(batch)
+    store.optimise()
     assert [len(found) for found in store.search(queries(4, 6, 2), 900)] == [900] * 4
     assert uses_index(store)
     store.close()
 
 
-def test_options_of_searches_come_from_the_url_that_opens(tmp_path, indexed_from):
-    indexed_from(100)
+@pytest.mark.usefixtures("needs_faiss")
+def test_options_of_searches_come_from_the_url_that_opens(tmp_path):
     path = f"{tmp_path}/store"
-    store = create_store(f"{path}?engine=ivf&shard_size=2000&n_lists=40&n_probe=1", 12, FINGERPRINT)
+    store = create_store(f"{path}?engine=ivf&exact_below=100&n_lists=40&n_probe=1", 12, FINGERPRINT)
     batch, wanted = records(2000, 12, 1), queries(100, 12, 2)
     store.upsert(batch)
+    store.optimise()
     store.close()
     shares = []
-    for url in (path, f"file:{path}?n_probe=5", f"{path}?n_probe=40&engine=ivf"):
+    for url in (path, f"file:{path}?n_probe=5", f"{path}?n_probe=40&engine=ivf&shard_size=9"):
         store = open_store(url)
         shares.append(recall(store, by_id(batch), wanted, 10))
         store.close()
@@ -169,13 +181,13 @@ def test_options_of_searches_come_from_the_url_that_opens(tmp_path, indexed_from
         ("engine=tree", "unknown engine 'tree'; known: flat, hnsw, ivf, ivf-pq"),
         (
             "engine=hnsw&n_probe=3",
-            "engine hnsw has no option 'n_probe'; it has shard_size, m, ef_construction, ef_search",
+            "engine hnsw has no option 'n_probe'; it has memory, exact_below, m, ef_construction, ef_search",
         ),
         ("engine=ivf&n_probe=0", "n_probe must be at least 1, got 0"),
         ("engine=ivf&n_probe=many", "n_probe must be a whole number, got 'many'"),
-        ("engine=ivf-pq&overfetch=0", "overfetch at least 1"),
-        ("shard_size=-5", "shard_size must be a whole number, got '-5'"),
-        ("shard_size=0", "shard_size must be from 1"),
+        ("engine=ivf-pq&overfetch=0", "overfetch must be at least 1, got 0"),
+        ("memory=-5", "memory must be a whole number, got '-5'"),
+        ("shard_size=9", "shard_size was an option of version 0.1 and has no effect; leave it out"),
         ("colour=red", "unknown option 'colour'; known: engine"),
     ],
 )
@@ -190,13 +202,11 @@ def test_create_and_open_look_first(tmp_path):
         create_store("file:?engine=flat", 3, FINGERPRINT)
     with pytest.raises(UserError, match="there is no .*; create the store first"):
         open_store(f"{tmp_path}/store")
-    create_store(f"{tmp_path}/store?shard_size=10", 3, FINGERPRINT).close()
+    create_store(f"{tmp_path}/store?engine=flat", 3, FINGERPRINT).close()
     with pytest.raises(UserError, match="is there already; open it, or give a new or empty folder"):
         create_store(f"{tmp_path}/store", 3, FINGERPRINT)
     with pytest.raises(UserError, match="was created with engine=flat, not hnsw; leave the option out"):
         open_store(f"{tmp_path}/store?engine=hnsw")
-    with pytest.raises(UserError, match="was created with shard_size=10, not 11"):
-        open_store(f"{tmp_path}/store?shard_size=11")
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="cannot be created"):
         create_store(f"{tmp_path}/file", 3, FINGERPRINT)
@@ -231,7 +241,7 @@ except UserError as error:
 
 
 def test_near_ties_far_from_the_origin_keep_their_order(tmp_path):
-    store = create_store(f"{tmp_path}/store?shard_size=300", 8, FINGERPRINT)
+    store = create_store(f"{tmp_path}/store", 8, FINGERPRINT)
     batch = records(1000, 8, 1)
     batch = Records(batch.ids, batch.vectors / 50 + 1000, batch.uncertainty, batch.payloads)
     store.upsert(batch)
@@ -259,17 +269,24 @@ def repeated(vectors):
     vectors[:] = vectors[:25].repeat(len(vectors) // 25, 1)
 
 
+def huge(vectors):
+    """Squares overflow, in a float32 product."""
+    vectors[::3] += 1e20
+    vectors[1] = 3e38
+
+
 @pytest.mark.parametrize(
     "spoil",
-    [lambda v: outlier(v, 1e3), lambda v: outlier(v, 1e4), far_and_outlier, heaps, repeated],
-    ids=["1e3", "1e4", "far-and-outlier", "heaps", "repeated"],
+    [lambda v: outlier(v, 1e3), lambda v: outlier(v, 1e4), far_and_outlier, heaps, repeated, huge],
+    ids=["1e3", "1e4", "far-and-outlier", "heaps", "repeated", "beyond-float32"],
 )
-def test_flat_is_exact_whatever_lies_far_away(tmp_path, spoil):
-    """No one centre keeps float32 from cancelling for all of these, and equal vectors are more than any margin of candidates."""
+@pytest.mark.parametrize("memory", [0, 1, 100])
+def test_flat_is_exact_whatever_lies_far_away(tmp_path, spoil, memory):
+    """No one centre keeps float32 from cancelling for all of these; equal vectors are more than any margin."""
     generator = torch.Generator().manual_seed(3)
     vectors = torch.randn(6000, 64, generator=generator) / 8
     spoil(vectors)
-    store = create_store(f"{tmp_path}/store?shard_size=4500", 64, FINGERPRINT)
+    store = create_store(f"{tmp_path}/store?memory={memory}", 64, FINGERPRINT)
     ids = tuple(str(i) for i in range(len(vectors)))
     store.upsert(Records(ids, vectors, torch.zeros(len(vectors)), ({},) * len(vectors)))
     wanted = vectors[:12] + torch.randn(12, 64, generator=generator) / 8
@@ -280,31 +297,52 @@ def test_flat_is_exact_whatever_lies_far_away(tmp_path, spoil):
     store.close()
 
 
-def test_optimise_drops_dead_rows_and_joins_small_shards(tmp_path):
-    store = create_store(f"{tmp_path}/store?shard_size=100", 5, FINGERPRINT)
-    batch = records(450, 5, 1)
+def test_optimise_gives_space_back(tmp_path):
+    store, file = create_store(f"{tmp_path}/store", 50, FINGERPRINT), tmp_path / "store/records.sqlite"
+    batch = records(4500, 50, 1)
     store.upsert(batch)
-    store.delete([key for i, key in enumerate(batch.ids) if i < 300 and i % 3])
-    kept = {key: value for i, (key, value) in enumerate(by_id(batch).items()) if i >= 300 or i % 3 == 0}
+    store = StoreContract().reopen(store)
+    whole = file.stat().st_size
+    store.delete([key for i, key in enumerate(batch.ids) if i < 4200 and i % 3])
+    kept = {key: value for i, (key, value) in enumerate(by_id(batch).items()) if i >= 4200 or i % 3 == 0}
     scan = store.scan(batch=10)
     begun = list(next(scan).ids)
     store.optimise()
-    files = {f.name: f.stat().st_size // 20 for f in (tmp_path / "store").glob("*.vectors")}
-    assert files == {"shard-4.vectors": 100, "shard-5.vectors": 50, "shard-6.vectors": 100}
-    # A scan sees what it began with, though the files are gone.
+    # A scan sees what it began with.
     assert sorted(begun + [key for part in scan for key in part.ids]) == sorted(kept)
     assert_holds(store, kept)
-    assert_nearest(store, kept, queries(5, 5, 2), 9)
+    assert_nearest(store, kept, queries(5, 50, 2), 9)
+    store = StoreContract().reopen(store)
+    assert file.stat().st_size < 0.6 * whole
     store.delete(list(kept))
     store.optimise()
-    assert store.count() == 0 and not list((tmp_path / "store").glob("*.vectors"))
+    assert store.count() == 0
     store.upsert(batch)
     assert_holds(store, by_id(batch))
     store.close()
 
 
-def test_what_filters_let_through_is_kept_up_to_date(tmp_path):
-    store, kept = create_store(f"{tmp_path}/store?shard_size=40", 5, FINGERPRINT), {}
+def test_pages_in_memory_follow_what_is_written(tmp_path):
+    """Searches of two openings, after writes of one, on the borders of pages of 4,096 positions."""
+    store = create_store(f"{tmp_path}/store?memory=1", 8, FINGERPRINT)
+    other, kept = open_store(f"{tmp_path}/store?memory=0"), {}
+    for step in range(10):
+        batch = records(1500, 8, step, prefix=f"{step % 4}")
+        store.upsert(batch)
+        kept |= by_id(batch)
+        gone = list(kept)[step :: 90 - 8 * step]
+        assert store.delete(gone) == len(gone)
+        kept = {key: value for key, value in kept.items() if key not in gone}
+        for each in (store, other):
+            for filter in (None, Filter({"colour": ("g",)})):
+                assert_nearest(each, kept, queries(2, 8, step), 7, filter)
+    assert len(store._blocks) == 2 and not other._blocks
+    store.close()
+    other.close()
+
+
+def test_filters_follow_what_is_written(tmp_path):
+    store, kept = create_store(f"{tmp_path}/store?exact_below=20", 5, FINGERPRINT), {}
     processor = open_store(f"{tmp_path}/store")
     filters = [Filter({"colour": (c,)}, u) for c in "rgb" for u in (0.3, 0.6, None)]
     for step in range(12):
@@ -324,7 +362,7 @@ def test_what_filters_let_through_is_kept_up_to_date(tmp_path):
 
 
 def test_one_writes_and_others_read(tmp_path):
-    writer = create_store(f"{tmp_path}/store?shard_size=8", 4, FINGERPRINT)
+    writer = create_store(f"{tmp_path}/store", 4, FINGERPRINT)
     processor = open_store(f"{tmp_path}/store")
     first, second = records(20, 4, 1), records(30, 4, 2)
     writer.upsert(first)
@@ -345,12 +383,14 @@ def test_one_writes_and_others_read(tmp_path):
     processor.close()
 
 
-def test_damaged_files_are_named(tmp_path, indexed_from):
-    indexed_from(100)
-    url, folder, batch = f"{tmp_path}/store?engine=hnsw&shard_size=300", tmp_path / "store", records(500, 4, 1)
+@pytest.mark.usefixtures("needs_faiss")
+def test_damaged_files_are_named(tmp_path):
+    url, folder, batch = f"{tmp_path}/store?engine=hnsw&exact_below=100", tmp_path / "store", records(500, 4, 1)
     store = create_store(url, 4, FINGERPRINT)
     store.upsert(batch)
+    store.optimise()
     store.close()
+    index = index_files(folder)[0].name
 
     def damage(name, change, told):
         file = folder / name
@@ -365,22 +405,23 @@ def test_damaged_files_are_named(tmp_path, indexed_from):
         file.write_bytes(whole)
 
     copy = "put back a copy of the folder, or build it again"
-    damage("shard-2.vectors", lambda f: os.truncate(f, 100), f"shard-2.vectors is damaged .100 bytes.*{copy}")
-    damage("shard-1.vectors", lambda f: f.unlink(), f"shard-1.vectors is damaged .is missing.; {copy}")
+    damage(index, lambda f: os.truncate(f, 100), f"{index} is damaged .*remove this file and optimise")
+    damage("records.sqlite", lambda f: f.write_bytes(b"\1" * 16384), f"records.sqlite is damaged .*{copy}")
+    damage("records.sqlite", lambda f: os.truncate(f, 3 * 16384), f"records.sqlite is damaged .*{copy}")
     damage(
-        "shard-1.300.hnsw", lambda f: os.truncate(f, 100), "shard-1.300.hnsw is damaged .*remove this file and optimise"
+        "records.sqlite", lambda f: os.truncate(f, 0), "has format 0, this version of sfumato reads 2; build it again"
     )
-    damage("store.sqlite", lambda f: f.write_bytes(b"\1" * 8192), f"store.sqlite is damaged .*{copy}")
-    damage("store.sqlite", lambda f: os.truncate(f, 0), "has format 0, this version of sfumato reads 1; build it again")
-    damage("store.sqlite", lambda f: f.unlink(), "there is no .*store.sqlite")
-    (folder / "shard-1.300.hnsw").unlink()
+    damage("records.sqlite", lambda f: f.unlink(), "there is no .*records.sqlite")
+    (folder / index).unlink()
     store = open_store(url)
     assert_nearest(store, by_id(batch), queries(3, 4, 3), 5)
+    assert not uses_index(store)
     store.optimise()
-    assert (folder / "shard-1.300.hnsw").exists()
+    assert (folder / index).exists()
     assert_nearest(store, by_id(batch), queries(3, 4, 3), 5)
+    assert uses_index(store)
     store.close()
-    with sqlite3.connect(folder / "store.sqlite") as connection:
+    with sqlite3.connect(folder / "records.sqlite") as connection:
         connection.execute("PRAGMA user_version=7")
     with pytest.raises(UserError, match="has format 7"):
         open_store(url)
@@ -398,15 +439,16 @@ def anonymous():
 store = open_store(sys.argv[1])
 before = anonymous()
 store.search(torch.zeros(2, 200), 5)
-assert len(store._indexes) == 2
+assert store._index is not None
 print(anonymous() - before)
 """
     vectors = torch.randn(20_000, 200, generator=torch.Generator().manual_seed(0))
     ids, payloads = tuple(map(str, range(20_000))), ({},) * 20_000
     for engine in ("hnsw&m=4&ef_construction=8", "ivf&n_lists=20"):
-        url = f"{tmp_path}/{engine[:6]}?shard_size=10000&engine={engine}"
+        url = f"{tmp_path}/{engine[:6]}?engine={engine}"
         store = create_store(url, 200, FINGERPRINT)
         store.upsert(Records(ids, vectors, torch.zeros(20_000), payloads))
+        store.optimise()
         store.close()
         done = subprocess.run([sys.executable, "-c", code, url], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -417,11 +459,10 @@ print(anonymous() - before)
 def test_a_full_disk_takes_nothing_away(tmp_path):
     resource = pytest.importorskip("resource", reason="needs limits of Unix")
     first, second = records(100, 50, 1), records(400, 50, 2)
-    store = create_store(f"{tmp_path}/store?shard_size=150", 50, FINGERPRINT)
+    store = create_store(f"{tmp_path}/store", 50, FINGERPRINT)
     store.upsert(first)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # Of the vectors' file, and of SQLite's.
-    for most in (24_000, 45_000):
+    for most in (24_000, 100_000):
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
         try:
             with pytest.raises(UserError, match="see to free space"):
@@ -435,20 +476,18 @@ def test_a_full_disk_takes_nothing_away(tmp_path):
 
 
 def test_a_folder_may_have_a_hash_mark_and_brackets(tmp_path):
-    url = f"file:{tmp_path}/a#b [c]%20?shard_size=4"
+    url = f"file:{tmp_path}/a#b [c]%20?memory=4"
     store = create_store(url, 3, FINGERPRINT)
     store.upsert(records(9, 3, 1))
     store.close()
-    assert len(list((tmp_path / "a#b [c]%20").glob("*.vectors"))) == 3
+    assert (tmp_path / "a#b [c]%20/records.sqlite").exists()
     assert open_store(url).count() == 9
 
 
 WRITER = """
 import random, sys, torch
-from sfumato.search.stores import local
 from sfumato.search.stores.protocol import Records
 from sfumato.search.stores.store_url import open_store
-local._FEW = 100
 store, run = open_store(sys.argv[1]), int(sys.argv[2])
 chance = random.Random(run)
 print("open", flush=True)
@@ -457,7 +496,8 @@ while True:
     n = chance.randint(1, 60)
     ids = chance.sample(range(500), n)
     vectors = torch.tensor([[i, run, step] for i in ids], dtype=torch.float32)
-    store.upsert(Records(tuple(f"i{i}" for i in ids), vectors, torch.zeros(n), ({"run": str(run), "step": str(step)},) * n))
+    note = {"run": str(run), "step": str(step)}
+    store.upsert(Records(tuple(f"i{i}" for i in ids), vectors, torch.zeros(n), (note,) * n))
     print("put", run, step, *ids, flush=True)
     if step % 4 == 3:
         gone = chance.sample(range(500), 20)
@@ -473,7 +513,7 @@ while True:
 def test_what_was_acknowledged_survives_kill_9(engine, tmp_path):
     if engine != "flat":
         pytest.importorskip("faiss", reason="needs the extra faiss")
-    url = f"{tmp_path}/store?engine={engine}&shard_size=150"
+    url = f"{tmp_path}/store?engine={engine}&exact_below=100"
     create_store(url, 3, FINGERPRINT).close()
     chance, expected, steps = random.Random(4), {}, 0
     for run in range(4):
@@ -522,7 +562,7 @@ def test_what_was_acknowledged_survives_kill_9(engine, tmp_path):
 def test_others_read_while_a_process_writes(engine, tmp_path):
     if engine != "flat":
         pytest.importorskip("faiss", reason="needs the extra faiss")
-    url = f"{tmp_path}/store?engine={engine}&shard_size=150"
+    url = f"{tmp_path}/store?engine={engine}&exact_below=100"
     create_store(url, 3, FINGERPRINT).close()
     child = subprocess.Popen([sys.executable, "-c", WRITER, url, "1"], stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "open\n"
@@ -545,3 +585,76 @@ def test_others_read_while_a_process_writes(engine, tmp_path):
     child.stdout.close()
     assert searches > 3
     store.close()
+
+
+OLD = Path(__file__).parents[1] / "fixtures/version-0.1"
+"""Written by version 0.1, commit 9dd61ca: a collection of 30 items, six replaced and three deleted; a rerank store."""
+
+
+def gaussians(n, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return GaussianEmbedding(torch.randn(n, 4, generator=generator), torch.randn(n, 4, generator=generator) - 1)
+
+
+@pytest.mark.usefixtures("needs_faiss")
+def test_a_collection_of_version_0_1_is_converted_when_it_is_opened(tmp_path):
+    shutil.copytree(OLD / "collection", tmp_path / "old")
+    first, again, ids = gaussians(30, 1), gaussians(6, 2), [f"item-{i}" for i in range(30)]
+    for _ in range(2):
+        with GaussianCollection.open(tmp_path / "old") as collection:
+            assert len(collection) == 27
+            items = collection.items(ids)
+            left = [i for i in range(30) if i not in (7, 8, 29)]
+            assert list(items.ids) == [ids[i] for i in left]
+            assert [payload["path"] for payload in items.payloads] == [f"{2 if i < 6 else 1}/{i}.jpg" for i in left]
+            mean = torch.cat([again.mean, first.mean[6:]])[left]
+            total = torch.cat([again.total_variance, first.total_variance[6:]])[left]
+            torch.testing.assert_close(items.embeddings.mean, mean, rtol=0, atol=1e-6)
+            torch.testing.assert_close(items.embeddings.total_variance, total, rtol=1e-6, atol=0)
+            found = collection.closest(gaussians(3, 3), 27)
+            truth = csd_matrix(
+                gaussians(3, 3).to(torch.float64),
+                GaussianEmbedding(mean, torch.log(total / 4)[:, None].expand(-1, 4)).to(torch.float64),
+            )
+            for row, query in zip(found, truth, strict=True):
+                assert list(row.ids) == [items.ids[j] for j in query.argsort().tolist()]
+            collection.upsert(first[:1], ["late"])
+            assert collection.delete(["late"]) == 1
+    assert sorted(f.name for f in (tmp_path / "old/store").iterdir() if f.name != ".lock") == ["records.sqlite"]
+    with GaussianCollection.open(tmp_path / "old") as collection, copy_gallery(collection, tmp_path / "new") as copy:
+        assert len(copy) == 27
+
+
+def test_a_rerank_store_of_version_0_1_is_converted(tmp_path):
+    shutil.copytree(OLD / "rerank", tmp_path / "old")
+    store, generator = open_store(f"rerank:{tmp_path}/old"), torch.Generator().manual_seed(3)
+    vectors, uncertainty = torch.randn(12, 5, generator=generator), torch.rand(12, generator=generator)
+    ids, payloads = tuple(f"item-{i}" for i in range(12)), tuple({"n": str(i)} for i in range(12))
+    assert store.fingerprint == "of version 0.1" and store.candidates == 20
+    assert_holds(store, by_id(Records(ids, vectors, uncertainty, payloads)))
+    store.close()
+
+
+def test_a_conversion_that_fails_leaves_the_old_store(tmp_path):
+    folder = tmp_path / "old"
+    shutil.copytree(OLD / "collection/store", folder)
+    whole = (folder / "shard-2.vectors").read_bytes()
+    os.truncate(folder / "shard-2.vectors", 16)
+    before = {f.name: f.read_bytes() for f in folder.iterdir()}
+    with pytest.raises(
+        UserError, match="is of version 0.1 and could not be converted .*shard-2.vectors has 16 bytes where"
+    ):
+        open_store(str(folder))
+    assert {f.name: f.read_bytes() for f in folder.iterdir() if not f.name.startswith(".creating")} == before
+    (folder / "shard-2.vectors").write_bytes(whole)
+    with contextlib.closing(open_store(str(folder))) as store:
+        assert store.count() == 27
+    with sqlite3.connect(folder / "records.sqlite") as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+
+
+def test_a_store_of_version_0_1_in_use_is_not_converted(tmp_path):
+    shutil.copytree(OLD / "collection/store", tmp_path / "old")
+    with filelock.FileLock(tmp_path / "old/.lock"), pytest.raises(UserError, match="writes to it; wait until"):
+        open_store(str(tmp_path / "old"))
+    assert (tmp_path / "old/store.sqlite").exists()

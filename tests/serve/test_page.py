@@ -205,7 +205,7 @@ def test_without_calibration_it_says_so(visit, run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run" / "calibration.json").unlink()
     bare, data = load_run(tmp_path / "run"), run.parent / "data"
-    shelf = Shelf(build_index(bare, embedded(bare, data), home=tmp_path / "run"), FolderPictures(data))
+    shelf = Shelf(build_index(bare, embedded(bare, data), model_source=tmp_path / "run"), FolderPictures(data))
     with served(Sources(bare.model, "run", {"images": shelf})) as client:
         page = visit(client, "/?q=a+red+circle")
         expect(panel(page).locator(".guess")).to_contain_text("not calibrated")

@@ -17,7 +17,7 @@ from support.serving import KEY, SlowModel, in_base64, picture, served, wait_unt
 
 from sfumato.data.transforms import decode_image
 from sfumato.errors import UserError
-from sfumato.models.galleries import Source, build_index, create_collection
+from sfumato.models.galleries import GalleryPart, build_index, create_collection
 from sfumato.models.run import load_run
 from sfumato.search.stores.protocol import Filter
 from sfumato.serve import writing
@@ -208,8 +208,8 @@ def test_pages_and_documentation_need_nothing_from_elsewhere(client):
 
 def test_a_collection_of_texts_beside_pictures(run, data, collection, tmp_path):
     loaded = load_run(run)
-    lines = Source(loaded.model.embed_texts(["a red bar"]), ["one"], ["a red bar"])
-    with create_collection(loaded, lines, tmp_path / "texts", home=run) as made:
+    lines = GalleryPart(loaded.model.embed_texts(["a red bar"]), ["one"], ["a red bar"])
+    with create_collection(loaded, lines, tmp_path / "texts", model_source=run) as made:
         made.upsert(lines.embeddings, lines.ids, lines.payload)
     with served(open_sources(collection, texts=tmp_path / "texts")) as client:
         added = client.post("/v1/items", json={"gallery": "texts", "items": [{"id": "two", "text": "a blue bar"}]})
@@ -237,7 +237,7 @@ def test_galleries_must_fit_together(sources, run):
     images, texts = sources.shelves["images"], sources.shelves["texts"]
     queries = loaded.model.embed_texts(["a"])
     other = build_index(
-        loaded, Source(type(queries)(queries.mean[:, :5], queries.log_var[:, :5]), ["a"], ["a"]), home=run
+        loaded, GalleryPart(type(queries)(queries.mean[:, :5], queries.log_var[:, :5]), ["a"], ["a"]), model_source=run
     )
     with pytest.raises(UserError, match="differ in d"):
         Sources(loaded.model, "run", {"images": images, "texts": type(texts)(other)})

@@ -433,7 +433,7 @@ def test_class_folders(tmp_path):
     with pytest.raises(UserError, match="expected one for each class"):
         read_class_folder(tmp_path / "empty")
     (tmp_path / "empty" / "inner").mkdir()
-    with pytest.raises(UserError, match="no pictures in the folders"):
+    with pytest.raises(UserError, match="no images in the folders"):
         read_class_folder(tmp_path / "empty")
     with pytest.raises(UserError, match="there is no folder"):
         read_class_folder(tmp_path / "none")

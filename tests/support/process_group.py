@@ -38,8 +38,8 @@ def gradients_of_losses(out: Path, sizes: list[int]) -> None:
     """Gradients and measured values of each loss and batch, from every process."""
     with join_process_group(lambda _: torch.device("cpu"), 1.0) as process_group:
         tensors, measured = {}, {}
-        for loss_name, kind in LOSSES.items():
-            model, loss = tiny_model(), kind().double()
+        for loss_name, entry in LOSSES.items():
+            model, loss = tiny_model(), entry.build().double()
             for step, n in enumerate(sizes):
                 model.zero_grad()
                 loss.zero_grad()

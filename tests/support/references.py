@@ -45,9 +45,10 @@ def bhattacharyya(m1, v1, m2, v2):
     )
 
 
-def nearest(m1, v1, m2, v2, pieces):
-    runs = [[m[k : k + len(m) // pieces] for k in range(0, len(m), len(m) // pieces)] for m in (m1, m2)]
-    return min(math.dist(a, b) ** 2 for a in runs[0] for b in runs[1])
+def nearest(m1, v1, m2, v2, k):
+    size = len(m1) // k
+    parts = [[m[i : i + size] for i in range(0, len(m), size)] for m in (m1, m2)]
+    return min(math.dist(a, b) ** 2 for a in parts[0] for b in parts[1])
 
 
 # Formulas that are easily taken for the right ones; a test asserts that each differs.
@@ -202,3 +203,62 @@ def rank_disagreement(distance, label, temperature):
             meant = 1 + sum(1.0 if y[j] > y[i] else 0.5 * (y[j] == y[i]) for j in range(len(d)) if j != i)
             total += (1 - min(rank, meant) / max(rank, meant)) / len(d)
     return total / len(distance)
+
+
+def table(images, texts, formula=csd):
+    """All pairs of two lists of (mean, variance)."""
+    return [[formula(*x, *y) for y in texts] for x in images]
+
+
+def sigmoid_terms(images, texts, match, scale, bias):
+    """(logits, mean cross-entropy, bottleneck of both sides at the default weight) of losses with match logits."""
+    logits = [[bias - scale * d for d in row] for row in table(images, texts)]
+    both = sum(vib([m for m, _ in side], [v for _, v in side]) for side in (images, texts))
+    return logits, mean_cross_entropy(logits, match), 1e-4 * both
+
+
+def pcmepp_total(images, texts, match):
+    logits, cross_entropy, bottleneck = sigmoid_terms(images, texts, match, 5.0, 5.0)
+    raised = 0.0
+    for rows, labels in ((logits, match), (transpose(logits), transpose(match))):
+        raised += mean_cross_entropy(rows, pseudo_positives(rows, labels))
+    return 2 * cross_entropy + 0.1 * raised + bottleneck
+
+
+def pcme_total(images, texts, match):
+    """Of embeddings that are nearly points: each sample is the mean."""
+    *_, bottleneck = sigmoid_terms(images, texts, match, 5.0, 5.0)
+    samples = ([[mean] for mean, _ in side] for side in (images, texts))
+    return 2 * pcme(*samples, match, 5.0, 5.0) + bottleneck
+
+
+def prolip_total(images, texts, match):
+    _, cross_entropy, bottleneck = sigmoid_terms(images, texts, match, 5.0, 0.0)
+    return 2 * len(images) * len(texts) / (len(images) + len(texts)) * cross_entropy + bottleneck
+
+
+def triplet_total(images, texts, match, margin=0.4):
+    return triplet(table(images, texts, squared_l2), match, margin, "hardest")
+
+
+def pvse_total(images, texts, match):
+    means = ([mean for mean, _ in side] for side in (images, texts))
+    return triplet_total(images, texts, match, margin=0.2) + 0.01 * discrepancy(*means)
+
+
+def daa_total(images, texts, match):
+    d = table(images, texts, squared_l2)
+    ranks = rank_disagreement(d, match, 0.02) + rank_disagreement(transpose(d), transpose(match), 0.02)
+    return triplet_total(images, texts, match) + 0.2 * ranks
+
+
+# The whole of every loss in LOSSES with its default options, of two lists of (mean, variance) and the labels.
+LOSS_TOTALS = {
+    "pcmepp": pcmepp_total,
+    "pcme": pcme_total,
+    "prolip": prolip_total,
+    "infonce": lambda images, texts, match: infonce(table(images, texts, squared_l2), match, 5.0),
+    "triplet": triplet_total,
+    "pvse": pvse_total,
+    "daa": daa_total,
+}

@@ -15,7 +15,7 @@ from PIL import Image
 
 from sfumato.calibration.calibrator import Calibration, QueryScores
 from sfumato.models.embed import embed_folder
-from sfumato.models.galleries import Source, build_index, create_collection
+from sfumato.models.galleries import GalleryPart, build_index, create_collection
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.serve.app import create_app
@@ -57,7 +57,7 @@ def bomb(width=50_000, height=50_000):
 def embedded(run, pictures):
     """The pictures of a folder as something to index."""
     embeddings, ids, _ = embed_folder(run, pictures)
-    return Source(embeddings, ids, pictures={"folder": str(pictures)})
+    return GalleryPart(embeddings, ids, images={"folder": str(pictures)})
 
 
 def calibration():
@@ -74,10 +74,10 @@ def read_only(run_folder, pictures):
     run = replace(load_run(run_folder), calibration=calibration())
     images = embedded(run, pictures)
     texts = [f"a {c} {s}" for c in ("red", "green", "blue") for s in ("circle", "square", "cross")]
-    lines = Source(run.model.embed_texts(texts), [str(i) for i in range(len(texts))], texts)
+    lines = GalleryPart(run.model.embed_texts(texts), [str(i) for i in range(len(texts))], texts)
     shelves = {
-        "images": Shelf(build_index(run, images, home=run_folder), FolderPictures(pictures)),
-        "texts": Shelf(build_index(run, lines, home=run_folder)),
+        "images": Shelf(build_index(run, images, model_source=run_folder), FolderPictures(pictures)),
+        "texts": Shelf(build_index(run, lines, model_source=run_folder)),
     }
     return Sources(run.model, "run", shelves)
 
@@ -86,7 +86,7 @@ def make_collection(run_folder, pictures, folder):
     """A collection of the pictures in a folder, with a store in a folder."""
     run = load_run(run_folder)
     images = embedded(run, pictures)
-    with create_collection(run, images, folder, home=run_folder) as collection:
+    with create_collection(run, images, folder, model_source=run_folder) as collection:
         collection.upsert(images.embeddings, images.ids, images.payload)
     return folder
 

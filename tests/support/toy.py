@@ -17,9 +17,9 @@ name = "toy"
 [data]
 source = "folder"
 path = "{data}"
-val_share = 0.25
-test_share = 0.25
-max_problem_share = 0.2
+val_fraction = 0.25
+test_fraction = 0.25
+max_problem_fraction = 0.2
 [model]
 dim = 16
 image = {{ kind = "small", size = 16, width = 4, augment = true }}

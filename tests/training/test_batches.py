@@ -82,7 +82,7 @@ def same(a, b):
 
 
 def plan_tensors(plan):
-    return [] if plan is None else [plan.partner, plan.own_share, plan.box]
+    return [] if plan is None else [plan.partner, plan.own_fraction, plan.box]
 
 
 # Labels -----------------------------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_labels_are_loops_over_the_pairs_the_plans_and_the_smoothing(kind):
     for batch in batches.epoch(2):
         images, texts = drawn(batch)
         pairs = ground_truth if kind == "listed" else set(zip(images, texts, strict=True))
-        partner, share = batch.mix.partner.tolist(), batch.mix.own_share.double().tolist()
+        partner, share = batch.mix.partner.tolist(), batch.mix.own_fraction.double().tolist()
         mixed += sum(s < 1 for s in share)
         expected = [
             [
@@ -298,8 +298,8 @@ def test_processes_share_the_batches_of_one_without_gaps_or_doubles(size):
         row = 0
         for share in shares:
             n, plan = len(share.images), share.mix
-            mixed += int((plan.own_share < 1).sum())
-            own = plan.own_share.unsqueeze(1)
+            mixed += int((plan.own_fraction < 1).sum())
+            own = plan.own_fraction.unsqueeze(1)
             expected = own * listed[row : row + n] + (1 - own) * listed[row : row + n][plan.partner]
             torch.testing.assert_close(i2t[row : row + n], 0.05 + 0.9 * expected)
             row += n
@@ -315,7 +315,7 @@ def test_every_process_knows_the_plans_of_all():
             assert all(map(torch.equal, plan_tensors(mine), plan_tensors(theirs)))
         assert [len(p) for p in plans[1]] == [4, 3, 4]
         assert not all(map(torch.equal, plan_tensors(plans[0][0]), plan_tensors(plans[0][2]))), "each draws its own"
-    assert sides[1].plans([2, 0, 0], (16, 16), 0, 0)[2].own_share.shape == (0,)
+    assert sides[1].plans([2, 0, 0], (16, 16), 0, 0)[2].own_fraction.shape == (0,)
     assert Augmentation(recipe(), model(), alone()).plans([2], (16, 16), 0, 0) is None
 
 
@@ -400,7 +400,7 @@ def test_processes_of_a_stream_match_equal_captions_across_each_other():
     equal = torch.tensor([[float(a == b) for b in texts] for a in texts])
     assert equal[0, 6] == equal[1, 4] == 1
     plan = MixPlan.cat([share.mix for share in shares])
-    own = plan.own_share.unsqueeze(1)
+    own = plan.own_fraction.unsqueeze(1)
     assert (own < 1).sum() >= 3
     torch.testing.assert_close(i2t, 0.1 + 0.8 * (own * equal + (1 - own) * equal[plan.partner]))
     # A process alone would know of no match with the other's captions.

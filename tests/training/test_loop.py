@@ -42,7 +42,7 @@ def test_a_run_leaves_what_is_needed_and_learns(run):
     assert loaded.calibrated and loaded.logit_scale > 0
     calibration = loaded.calibration
     assert (calibration.logit_scale, calibration.logit_bias) == (loaded.logit_scale, loaded.logit_bias)
-    assert calibration.about["split"] == "val" and calibration.about["distance"] == "csd"
+    assert calibration.metadata["split"] == "val" and calibration.metadata["distance"] == "csd"
     assert len(calibration.i2t.nearest) == calibration.t2i.n_gallery and calibration.i2t.growth == 0
     assert len(calibration.t2i.nearest) == calibration.i2t.n_gallery and calibration.t2i.matches_per_query >= 1
     assert 0 < calibration.conformal_radius(0.5) <= calibration.conformal_radius(0.2)

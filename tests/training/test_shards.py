@@ -10,7 +10,9 @@ import torch
 from support.toy import make_toy
 
 from sfumato.data.problems import Problems
-from sfumato.data.shards import expand_shards, read_shards, write_shards
+from sfumato.data.shard_files import expand_shards
+from sfumato.data.shard_writer import write_shards
+from sfumato.data.shards import read_shards
 from sfumato.errors import UserError
 from sfumato.models.process_group import alone
 from sfumato.models.recipe import load_recipe

@@ -13,7 +13,7 @@ from sfumato.encoders.dual import DualEncoder, FeatureInput, Tower
 from sfumato.encoders.features import Inputs, TokenFeatures
 from sfumato.encoders.heads import GaussianHead
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import LOSSES
+from sfumato.losses import LOSSES, PCMEPPOptions
 from sfumato.models.process_group import alone
 from sfumato.models.recipe import load_recipe
 from sfumato.training import loop, step
@@ -95,7 +95,7 @@ def assert_same_gradients(got, expected):
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_are_those_of_a_plain_backward_pass(name, variance):
     points = {} if variance or name not in ("pcmepp", "prolip", "pcme") else {"beta": 0}
-    make = lambda: (build(variance=variance), LOSSES[name](**points).double())
+    make = lambda: (build(variance=variance), LOSSES[name].build(LOSSES[name].options(**points)).double())
     output, expected = plain(*make(), batch())
     model, loss = make()
     measured = forward_backward(model, loss, batch(), alone(), epoch=5)
@@ -110,7 +110,7 @@ def test_gradients_are_those_of_a_plain_backward_pass(name, variance):
 
 
 def test_the_epoch_reaches_the_loss():
-    make = lambda: (build(), LOSSES["pcmepp"](pseudo_positives_from=3).double())
+    make = lambda: (build(), LOSSES["pcmepp"].build(PCMEPPOptions(pseudo_positives_from=3)).double())
     for epoch in (2, 3):
         _, expected = plain(*make(), batch(), epoch=epoch)
         model, loss = make()
@@ -119,15 +119,15 @@ def test_the_epoch_reaches_the_loss():
 
 
 def test_mixed_images_are_mixed_before_they_are_encoded():
-    make = lambda: (build(image=PatchEncoder()), LOSSES["pcmepp"]().double())
+    make = lambda: (build(image=PatchEncoder()), LOSSES["pcmepp"].build().double())
     generator = torch.Generator().manual_seed(1)
     pixels = torch.randint(0, 256, (N, 3, 8, 8), dtype=torch.uint8, generator=generator)
-    plan = plan_mixing(N, size=(8, 8), generator=generator, share=1.0)
-    assert (plan.own_share < 1).sum() >= 4
+    plan = plan_mixing(N, size=(8, 8), generator=generator, fraction=1.0)
+    assert (plan.own_fraction < 1).sum() >= 4
     match, texts = plan.match(labels()), batch().texts
     mixed = torch.stack([pixels[i] / 255 for i in range(N)])
     for i in range(N):
-        other, share = int(plan.partner[i]), float(plan.own_share[i])
+        other, share = int(plan.partner[i]), float(plan.own_fraction[i])
         top, bottom, left, right = plan.box[i].tolist()
         if plan.cut[i]:
             mixed[i, :, top:bottom, left:right] = pixels[other, :, top:bottom, left:right] / 255
@@ -152,7 +152,7 @@ PIECES = {1: (1,) * 7, 3: (3, 3, 1), 4: (4, 3), 7: (7,), 50: (7,)}
 @pytest.mark.parametrize("micro_batch", PIECES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_micro_batches_give_the_gradients_of_the_whole(name, micro_batch):
-    make = lambda: (build(), LOSSES[name]().double())
+    make = lambda: (build(), LOSSES[name].build().double())
     _, expected = plain(*make(), batch())
     model, loss = make()
     forward_backward(model, loss, batch(), alone(), epoch=5, micro_batch=micro_batch)
@@ -160,7 +160,7 @@ def test_micro_batches_give_the_gradients_of_the_whole(name, micro_batch):
 
 
 def random_case():
-    return build(dropout=0.4, token_dropout=0.6), LOSSES["pcmepp"]().double()
+    return build(dropout=0.4, token_dropout=0.6), LOSSES["pcmepp"].build().double()
 
 
 @pytest.mark.parametrize("micro_batch", PIECES)
@@ -202,7 +202,7 @@ def test_no_more_than_a_piece_is_encoded_at_a_time_and_the_first_pass_keeps_no_g
 
 def test_bfloat16_is_for_what_lies_below_the_heads():
     encoder = PatchEncoder()
-    model, loss = build(image=encoder).float(), LOSSES["pcmepp"]()
+    model, loss = build(image=encoder).float(), LOSSES["pcmepp"].build()
     pixels = torch.rand(N, 3, 8, 8, generator=torch.Generator().manual_seed(2))
     data = TrainBatch(
         Inputs(pixels), Inputs(batch().texts.values.float(), batch().texts.mask), lambda _: (labels(), labels().T)
@@ -228,7 +228,7 @@ def test_bfloat16_is_for_what_lies_below_the_heads():
 @pytest.mark.parametrize("value, word", [(float("nan"), "nan"), (float("inf"), "nan")])
 @pytest.mark.parametrize("micro_batch", [0, 3])
 def test_nan_is_told_by_its_term_and_leaves_no_gradient(value, word, micro_batch):
-    model, loss = build(), LOSSES["pcmepp"]().double()
+    model, loss = build(), LOSSES["pcmepp"].build().double()
     data = batch()
     data.images.values[2, 1, 3] = value
     with pytest.raises(DivergedError, match=rf"the loss term '\w+' is {word};.* lower optim.lr, lengthen") as error:

@@ -1,1 +1,7 @@
 """From distances to probabilities that hold: Platt scaling, isotonic regression, abstention and conformal sets."""
+
+from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.platt import fit_logits
+from sfumato.calibration.query_scores import QueryScores
+
+__all__ = ["Calibration", "QueryScores", "fit_logits"]

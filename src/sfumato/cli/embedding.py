@@ -29,12 +29,12 @@ def regions(
     as_json: AsJson = False,
 ) -> None:
     """Write pictures as region features of a frozen backbone, to train from with model.image.kind=regions."""
-    from sfumato.models.extract_regions import MANIFEST, regions_of_pictures
+    from sfumato.models.extract_regions import MANIFEST, regions_of_images
     from sfumato.models.recipe import find_recipe, load_recipe
 
     config = load_recipe(find_recipe(data), overrides or []).data
     chosen = None if splits is None else parse_names(splits)
-    shapes, problems = regions_of_pictures(config, out, backbone, size=size, grid=grid, layout=layout, splits=chosen)
+    shapes, problems = regions_of_images(config, out, backbone, size=size, grid=grid, layout=layout, splits=chosen)
     result = {"out": str(out), "splits": shapes, "problems": len(problems)}
     line = "\n".join(f"{name}: {n} x {r} x {c}" for name, (n, r, c) in shapes.items())
     channels = next(iter(shapes.values()))[2]
@@ -81,8 +81,9 @@ def embed(
     from sfumato.gaussian import save_embeddings
     from sfumato.models.build import choose_device
     from sfumato.models.embed import embed_folder, embed_lines
+    from sfumato.models.embedding_steps import file_endings
     from sfumato.models.export import load_model
-    from sfumato.models.ingest import embed_collection, file_endings, list_source, which_job
+    from sfumato.models.ingest import embed_collection, list_source, which_job
 
     if out.suffix != ".safetensors":
         job, of = which_job(shard)
@@ -93,7 +94,7 @@ def embed(
         )  # fmt: skip
         done = embed_collection(
             loaded, listing, out, job=job, of=of, workers=workers, batch_size=batch,
-            max_problem_share=max_problem_share, home=model,
+            max_problem_fraction=max_problem_share, model_source=model,
         )  # fmt: skip
         line = f"job {job}/{of}: {done.n} embeddings in {done.parts} parts, {done.new} of them new: {out}"
         print_result(done.to_json(), as_json, line + say_speed(done.per_second) + say_left_out(done.problems))

@@ -63,12 +63,12 @@ def index(
     sources, problems = embed_source(retrieval_model, images=images, split=split, texts=texts, parts=embeddings)
     if store is None and not add:
         source, engine = whole(sources), engine or "exact"
-        build_index(retrieval_model, source, home=model, engine=engine).save(out)
+        build_index(retrieval_model, source, model_source=model, engine=engine).save(out)
         n, kept = len(source.ids), {"engine": engine}
         line = f"indexed ({engine})"
         direction = source.direction
     else:
-        with fill_collection(retrieval_model, sources, out, store, home=model) as collection:
+        with fill_collection(retrieval_model, sources, out, store, model_source=model) as collection:
             n, kept = len(collection), {"store": collection.store.url}
             line, direction = f"in {collection.store.url}", collection.answers.direction
     what = "pictures" if direction == "t2i" else "texts"
@@ -115,7 +115,7 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """Search an index by text or picture: ids, distances, match probabilities and uncertainties."""
-    from sfumato.models.galleries import search_index
+    from sfumato.models.gallery_search import search_index
     from sfumato.reports.console import print_search
 
     if not query and not image:

@@ -171,8 +171,8 @@ def zeroshot(
     """Classify pictures by class names in templates, and measure what keeping only the most certain prompts is worth."""
     from sfumato.data.labelled import emoji_labelled, read_class_folder, read_class_names
     from sfumato.models.build import choose_device
+    from sfumato.models.embedding_steps import file_endings
     from sfumato.models.export import load_model
-    from sfumato.models.ingest import file_endings
     from sfumato.models.recipe import find_recipe, load_recipe
     from sfumato.studies.prompts import read_templates
     from sfumato.studies.zeroshot import evaluate_zeroshot, labelled_split

@@ -1,7 +1,8 @@
-"""Inputs made worse step by step, to see whether an uncertainty notices. They know pictures and texts, and nothing of models.
+"""Inputs corrupted step by step, to test whether an uncertainty rises. Nothing here knows models.
 
-Each takes its randomness as an argument, and with the same seed a stronger corruption contains the weaker one: the squares that are
-erased at 10 % are among those erased at 25 %. So whatever changes from one strength to the next is due to what was added.
+Each takes its randomness as an argument, and with the same seed a stronger corruption contains the weaker one: the
+squares that are erased at 10 % are among those erased at 25 %. So whatever changes from one strength to the next is due
+to what was added.
 """
 
 import io
@@ -18,111 +19,120 @@ _SQUARES = 8
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-def erase_squares(picture: bytes, share: float, seed: Sequence[int]) -> bytes:
-    """Grey squares, of a grid of 8 x 8, over a share of a picture.
+def erase_squares(image: bytes, fraction: float, seed: Sequence[int]) -> bytes:
+    """Grey squares, of a grid of 8 x 8, over a fraction of an image.
 
     Args:
-        picture: a file in a format that :func:`~sfumato.data.transforms.decode_image` reads.
-        share: in [0, 1], of the 64 squares.
+        image: a file in a format that :func:`~sfumato.data.transforms.decode_image` reads.
+        fraction: in [0, 1], of the 64 squares.
         seed: of the order in which squares are erased.
 
     Returns:
         A PNG file.
 
     Raises:
-        ValueError: the picture cannot be decoded, or share is outside of [0, 1].
+        ValueError: the image cannot be decoded, or fraction is outside of [0, 1].
     """
-    pixels = decode_image(picture, None).copy()
+    pixels = decode_image(image, None).copy()
     erased = np.zeros(_SQUARES**2, bool)
-    erased[_first(_SQUARES**2, share, seed)] = True
+    erased[_first(_SQUARES**2, fraction, seed)] = True
     down, across = (np.arange(k) * _SQUARES // k for k in pixels.shape[1:])
     pixels[:, erased.reshape(_SQUARES, _SQUARES)[down][:, across]] = 128
     return encode_png(pixels)
 
 
-def blur(picture: bytes, radius: float, seed: Sequence[int] = ()) -> bytes:
+def blur(image: bytes, radius: float, seed: Sequence[int] = ()) -> bytes:
     """A Gaussian blur.
 
     Args:
-        picture: see :func:`erase_squares`.
-        radius: standard deviation as a share of the shorter side.
+        image: see :func:`erase_squares`.
+        radius: standard deviation as a fraction of the shorter side.
         seed: not used; nothing is random here.
 
     Returns:
         A PNG file.
 
     Raises:
-        ValueError: the picture cannot be decoded, or radius is negative.
+        ValueError: the image cannot be decoded, or radius is negative.
     """
     if radius < 0:
         raise ValueError(f"blur: radius must not be negative, got {radius}")
-    image = Image.fromarray(decode_image(picture, None).transpose(1, 2, 0))
-    return encode_png(np.asarray(image.filter(ImageFilter.GaussianBlur(radius * min(image.size)))).transpose(2, 0, 1))
+    sharp = Image.fromarray(decode_image(image, None).transpose(1, 2, 0))
+    return encode_png(np.asarray(sharp.filter(ImageFilter.GaussianBlur(radius * min(sharp.size)))).transpose(2, 0, 1))
 
 
-def drop_words(text: str, share: float, seed: Sequence[int]) -> str:
-    """A share of the words of a text left out, at random; one word always stays.
+def drop_words(text: str, fraction: float, seed: Sequence[int]) -> str:
+    """Leave out a fraction of the words of a text, at random; one word always stays.
 
     Args:
         text: words are what white space separates.
-        share: in [0, 1]; rounded to whole words, halves up.
-        seed: of the order in which words go.
+        fraction: in [0, 1]; rounded to whole words, halves up.
+        seed: seed of the order in which words are left out.
+
+    Returns:
+        The remaining words, with single blanks.
 
     Raises:
-        ValueError: share is outside of [0, 1].
+        ValueError: fraction is outside of [0, 1].
     """
     words = text.split()
-    gone = set(_first(len(words), share, seed)[: max(len(words) - 1, 0)].tolist())
+    gone = set(_first(len(words), fraction, seed)[: max(len(words) - 1, 0)].tolist())
     return " ".join(word for i, word in enumerate(words) if i not in gone)
 
 
-def replace_letters(text: str, share: float, seed: Sequence[int]) -> str:
-    """A share of the letters of a text replaced by others at random, as bad spelling.
+def replace_letters(text: str, fraction: float, seed: Sequence[int]) -> str:
+    """Replace a fraction of the letters of a text by others at random, like bad spelling.
 
     Args:
         text: letters are a-z and A-Z; everything else stays.
-        share: in [0, 1], of the letters; rounded, halves up.
-        seed: of their order and of what they become.
+        fraction: in [0, 1], of the letters; rounded, halves up.
+        seed: seed of their order and of the new letters.
+
+    Returns:
+        A text of the same length.
 
     Raises:
-        ValueError: share is outside of [0, 1].
+        ValueError: fraction is outside of [0, 1].
     """
-    places = [m.start() for m in re.finditer("[a-zA-Z]", text)]
-    letters = np.random.default_rng([*seed, 1]).integers(1, 26, len(places))
+    positions = [m.start() for m in re.finditer("[a-zA-Z]", text)]
+    letters = np.random.default_rng([*seed, 1]).integers(1, 26, len(positions))
     result = list(text)
-    for i in _first(len(places), share, seed):
+    for i in _first(len(positions), fraction, seed):
         # A shift of 1 to 25 letters: never the letter that was there.
-        old = _LETTERS.index(text[places[i]].lower())
-        result[places[i]] = _LETTERS[(old + int(letters[i])) % 26]
+        old = _LETTERS.index(text[positions[i]].lower())
+        result[positions[i]] = _LETTERS[(old + int(letters[i])) % 26]
     return "".join(result)
 
 
-def unknown_words(text: str, share: float, seed: Sequence[int]) -> str:
-    """A share of the words of a text, at random, replaced by as many random letters: words that no model knows.
+def unknown_words(text: str, fraction: float, seed: Sequence[int]) -> str:
+    """Replace a fraction of the words of a text, at random, by as many random letters: words that no model knows.
 
     It stands for the <unk> tokens of PCME's appendix F.1, whatever the tokenizer.
 
     Args:
         text: words are what white space separates.
-        share: in [0, 1]; rounded to whole words, halves up.
-        seed: of the order in which words go and of the letters.
+        fraction: in [0, 1]; rounded to whole words, halves up.
+        seed: seed of the order in which words are replaced and of the letters.
+
+    Returns:
+        As many words of the same lengths.
 
     Raises:
-        ValueError: share is outside of [0, 1].
+        ValueError: fraction is outside of [0, 1].
     """
     words = text.split()
-    gone = set(_first(len(words), share, seed).tolist())
+    gone = set(_first(len(words), fraction, seed).tolist())
     return " ".join(_nonsense(len(word), (*seed, 1, i)) if i in gone else word for i, word in enumerate(words))
 
 
 @dataclass(frozen=True)
-class PictureCorruption:
-    """A way to make pictures worse.
+class ImageCorruption:
+    """A way to corrupt images.
 
     Attributes:
-        name: key in PICTURE_CORRUPTIONS.
+        name: key in IMAGE_CORRUPTIONS.
         strengths: ascending.
-        apply: (encoded picture, strength, seed) -> encoded picture.
+        apply: (encoded image, strength, seed) -> encoded image.
     """
 
     name: str
@@ -132,13 +142,13 @@ class PictureCorruption:
 
 @dataclass(frozen=True)
 class TextCorruption:
-    """A way to make texts worse.
+    """A way to corrupt texts.
 
     Attributes:
         name: key in TEXT_CORRUPTIONS.
         strengths: ascending.
         apply: (text, strength, seed) -> text.
-        suits: whether a text can be made worse this way.
+        suits: whether a text can be corrupted this way.
     """
 
     name: str
@@ -147,14 +157,14 @@ class TextCorruption:
     suits: Callable[[str], bool]
 
 
-PICTURE_CORRUPTIONS: dict[str, PictureCorruption] = {
+IMAGE_CORRUPTIONS: dict[str, ImageCorruption] = {
     c.name: c
     for c in (
-        PictureCorruption("erased", (0.1, 0.25, 0.5, 0.75, 0.9), erase_squares),
-        PictureCorruption("blurred", (0.01, 0.02, 0.04, 0.08, 0.16), blur),
+        ImageCorruption("erased", (0.1, 0.25, 0.5, 0.75, 0.9), erase_squares),
+        ImageCorruption("blurred", (0.01, 0.02, 0.04, 0.08, 0.16), blur),
     )
 }
-"""Corruptions of pictures by name."""
+"""Corruptions of images by name."""
 
 TEXT_CORRUPTIONS: dict[str, TextCorruption] = {
     c.name: c
@@ -172,11 +182,11 @@ TEXT_CORRUPTIONS: dict[str, TextCorruption] = {
 """Corruptions of texts by name."""
 
 
-def _first(n: int, share: float, seed: Sequence[int]) -> np.ndarray:
-    """The first share of n positions in a random order."""
-    if not 0 <= share <= 1:
-        raise ValueError(f"the share must be between 0 and 1, got {share}")
-    return np.random.default_rng(list(seed)).permutation(n)[: int(share * n + 0.5)]
+def _first(n: int, fraction: float, seed: Sequence[int]) -> np.ndarray:
+    """The first fraction of n positions in a random order."""
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"the fraction must be between 0 and 1, got {fraction}")
+    return np.random.default_rng(list(seed)).permutation(n)[: int(fraction * n + 0.5)]
 
 
 def _nonsense(n: int, seed: Sequence[int]) -> str:
@@ -184,7 +194,14 @@ def _nonsense(n: int, seed: Sequence[int]) -> str:
 
 
 def encode_png(pixels: np.ndarray) -> bytes:
-    """(3, h, w) uint8 as a PNG file, lightly packed."""
+    """Pixels as a PNG file, with little compression.
+
+    Args:
+        pixels: (3, h, w) uint8.
+
+    Returns:
+        The bytes of the file.
+    """
     file = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0))).save(file, "PNG", compress_level=1)
     return file.getvalue()

@@ -1,7 +1,7 @@
 """Reading embeddings of any model: .npy and .safetensors files with their ids; plain vectors are points.
 
-Nothing here runs code from a file: pickled arrays are refused. Large .npy files are mapped into memory, not read. Files of our own
-are read by gaussian.py; this module knows what others write.
+Nothing here runs code from a file: pickled arrays are refused. Large .npy files are mapped into memory, not read. Files
+of our own are read by gaussian.py; this module knows what others write.
 """
 
 import json
@@ -26,14 +26,14 @@ def read_embeddings(
     """Read embeddings that any model has written.
 
     Args:
-        path: a .npy file of (n, d) means, or a .safetensors file: one of ours, or with a tensor "mean" or "embeddings", (n, d), and
-            perhaps "log_var". PATH.safetensors:NAME takes the tensor of that name.
+        path: a .npy file of (n, d) means, or a .safetensors file: one of ours, or with a tensor "mean" or "embeddings",
+            (n, d), and perhaps "log_var". PATH.safetensors:NAME takes the tensor of that name.
         ids: file of n distinct ids, see :func:`read_ids`; a file of ours has its own.
         log_var: .npy file of (n, d) natural logarithms of variances; without any, vectors are points.
 
     Returns:
-        (embeddings in the dtype of the file, ids; None where no file says them). A .npy file is mapped into memory: pages are read
-        when they are needed, and what is written to them never reaches the file.
+        (embeddings in the dtype of the file, ids; None where no file says them). A .npy file is mapped into memory:
+        pages are read when they are needed, and what is written to them never reaches the file.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -46,13 +46,13 @@ def read_embeddings(
     if file.suffix == ".npy":
         if name is not None:
             raise ValueError(f"{path}: a .npy file holds one array and no names; leave out :{name}")
-        mean, spread = _read_array(file), None
+        mean, log_variance = _read_array(file), None
     elif file.suffix == ".safetensors":
         if name is None and is_embeddings_file(file):
             embeddings, own = load_embeddings(file)
-            mean, spread = embeddings.mean, embeddings.log_var
+            mean, log_variance = embeddings.mean, embeddings.log_var
         else:
-            mean, spread = _read_tensors(file, name)
+            mean, log_variance = _read_tensors(file, name)
     else:
         raise ValueError(
             f"{file}: unknown kind of file {file.suffix!r}; expected .npy or .safetensors"
@@ -63,17 +63,18 @@ def read_embeddings(
             )
         )
     if log_var is not None:
-        if spread is not None:
+        if log_variance is not None:
             raise ValueError(f"{file}: has log variances of its own; leave out {log_var}")
         if not Path(log_var).is_file():
             raise FileNotFoundError(f"no log variances at {log_var}")
-        spread = _read_array(Path(log_var)).to(mean.dtype)
-        if spread.shape != mean.shape:
+        log_variance = _read_array(Path(log_var)).to(mean.dtype)
+        if log_variance.shape != mean.shape:
             raise ValueError(
-                f"{log_var}: log variances of shape {tuple(spread.shape)} for means of shape {tuple(mean.shape)} in {file}"
+                f"{log_var}: log variances of shape {tuple(log_variance.shape)} for means of shape"
+                f" {tuple(mean.shape)} in {file}"
             )
-    result = GaussianEmbedding(mean, _minus_infinity(mean) if spread is None else spread)
-    check_finite(GaussianEmbedding(mean, mean) if spread is None else result, str(file))
+    result = GaussianEmbedding(mean, _minus_infinity(mean) if log_variance is None else log_variance)
+    check_finite(GaussianEmbedding(mean, mean) if log_variance is None else result, str(file))
     if ids is not None:
         own = read_ids(ids)
     if own is not None and len(own) != result.n:
@@ -82,7 +83,13 @@ def read_embeddings(
 
 
 def read_ids(path: str | Path) -> list[str]:
-    """Read distinct ids: text with one a line (empty last line aside), a JSON list, or .npy of strings or whole numbers.
+    """Read distinct ids: a text file with one a line, a JSON list, or a .npy file of strings or whole numbers.
+
+    Args:
+        path: .json, .npy, or any other ending for text.
+
+    Returns:
+        n ids as strings.
 
     Raises:
         FileNotFoundError: the file is missing.
@@ -91,7 +98,7 @@ def read_ids(path: str | Path) -> list[str]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no ids at {path}")
-    place = "line" if path.suffix not in (".npy", ".json") else "entry"
+    unit = "line" if path.suffix not in (".npy", ".json") else "entry"
     try:
         if path.suffix == ".npy":
             loaded = np.load(path, allow_pickle=False)
@@ -115,10 +122,10 @@ def read_ids(path: str | Path) -> list[str]:
     first: dict[str, int] = {}
     for number, i in enumerate(ids, 1):
         if not i:
-            raise ValueError(f"{path}: {place} {number} is empty; every embedding needs an id")
+            raise ValueError(f"{path}: {unit} {number} is empty; every embedding needs an id")
         if first.setdefault(i, number) != number:
             raise ValueError(
-                f"{path}: id {i!r} occurs at {place} {first[i]} and again at {number}; ids must be distinct"
+                f"{path}: id {i!r} occurs at {unit} {first[i]} and again at {number}; ids must be distinct"
             )
     return ids
 
@@ -138,7 +145,8 @@ def _read_array(path: Path) -> Tensor:
     except (ValueError, EOFError, OSError) as error:
         if _pickled(path) or "Object arrays" in str(error) or "Python objects" in str(error):
             raise ValueError(
-                f"{path}: holds pickled Python objects, which can run code when read; save plain numbers with numpy.save"
+                f"{path}: holds pickled Python objects, which can run code when read; save plain numbers with"
+                f" numpy.save"
             ) from error
         raise ValueError(f"{path}: not a whole .npy file ({error})") from error
     if not isinstance(array, np.ndarray):
@@ -164,22 +172,24 @@ def _read_tensors(path: Path, name: str | None) -> tuple[Tensor, Tensor | None]:
                     f"{path}: {wanted}; it has {', '.join(present) or 'none'}: choose one with {path.name}:NAME"
                 )
             mean = file.get_tensor(chosen)
-            spread = file.get_tensor("log_var") if name in (None, "mean") and "log_var" in present else None
+            log_variance = file.get_tensor("log_var") if name in (None, "mean") and "log_var" in present else None
     except SafetensorError as error:
         raise ValueError(f"{path}: not a whole .safetensors file ({error})") from error
     if mean.ndim != 2 or not mean.is_floating_point():
         raise ValueError(
-            f"{path}: tensor {chosen!r} has shape {tuple(mean.shape)} and type {mean.dtype}; expected (n, d) floating point"
+            f"{path}: tensor {chosen!r} has shape {tuple(mean.shape)} and type {mean.dtype}; expected (n, d)"
+            f" floating point"
         )
-    if spread is not None and spread.shape != mean.shape:
+    if log_variance is not None and log_variance.shape != mean.shape:
         raise ValueError(
-            f"{path}: log_var has shape {tuple(spread.shape)}, {chosen} {tuple(mean.shape)}; they must be the same"
+            f"{path}: log_var has shape {tuple(log_variance.shape)}, {chosen} {tuple(mean.shape)}; they must be"
+            f" the same"
         )
-    return mean, None if spread is None else spread.to(mean.dtype)
+    return mean, None if log_variance is None else log_variance.to(mean.dtype)
 
 
 def _minus_infinity(mean: Tensor) -> Tensor:
-    """The log variances of points, as one number seen n d times: as many again would undo the mapping of a large file."""
+    """The log variances of points: one number viewed as (n, d), so that a memory-mapped file stays on disk."""
     return torch.full((1, 1), -torch.inf, dtype=mean.dtype).expand_as(mean)
 
 

@@ -1,8 +1,9 @@
 """The embedded data set: 1,911 concepts drawn in three styles, with names and tags that people chose.
 
-Its point is that the truth is known and many-to-many: a name stands for one concept, a tag for all that carry it, a subgroup or
-group for tens to hundreds. Training sees two drawing styles of all concepts; validation and test see the third, each on a part
-of the concepts. Licences and sources lie beside the data in ``emoji_set``; scripts/build_emoji.py rebuilds it.
+Its purpose: the ground truth is known and many-to-many: a name stands for one concept, a tag for all that carry it, a
+subgroup or group for tens to hundreds. Training sees two drawing styles of all concepts; validation and test see the
+third, each on a part of the concepts. Licences and sources lie beside the data in ``emoji_set``; scripts/build_emoji.py
+rebuilds it.
 """
 
 import hashlib
@@ -40,27 +41,28 @@ _SUBGROUPS = {
 }
 
 
-def load_emoji(*, held_out_style: Style = "fluent3d", val_share: float = 0.2) -> dict[str, PairData]:
+def load_emoji(*, held_out_style: Style = "fluent3d", val_fraction: float = 0.2) -> dict[str, PairData]:
     """The splits of the emoji set.
 
-    A text is one wording: a tag "fox" and the name "fox" are one text whose truth is all concepts that carry either. Its kind
-    is the narrowest of them, so that every concept has its name among the texts of kind "name".
+    A text is one wording: a tag "fox" and the name "fox" are one text whose truth is all concepts that carry either.
+    Its kind is the narrowest of them, so that every concept has its name among the texts of kind "name".
 
     Args:
         held_out_style: the drawing style of validation and test.
-        val_share: share of the concepts in "val"; the rest are in "test". A concept's part depends on its code point alone.
+        val_fraction: fraction of the concepts in "val"; the rest are in "test". A concept's part depends on its code
+            point alone.
 
     Returns:
-        "train": the two other styles, groups are concepts; "val" and "test": the held-out style on disjoint concepts, with the
-        texts that are true of at least one; "style": the whole held-out style.
+        "train": the two other styles, groups are concepts; "val" and "test": the held-out style on disjoint concepts,
+        with the texts that are true of at least one; "style": the whole held-out style.
 
     Raises:
-        ValueError: the style is unknown, or the share is not in (0, 1).
+        ValueError: the style is unknown, or the fraction is not in (0, 1).
     """
     if held_out_style not in get_args(Style):
         raise ValueError(f"load_emoji: unknown style {held_out_style!r}; known: {', '.join(get_args(Style))}")
-    if not 0 < val_share < 1:
-        raise ValueError(f"load_emoji: val_share must be between 0 and 1, got {val_share}")
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"load_emoji: val_fraction must be between 0 and 1, got {val_fraction}")
     concepts = _concepts()
     texts, kinds, pairs = _texts(concepts)
     archive = _archive()
@@ -82,8 +84,8 @@ def load_emoji(*, held_out_style: Style = "fluent3d", val_share: float = 0.2) ->
         return everything.keep_images(np.arange(len(own)))
 
     everyone = list(range(len(concepts)))
-    val = [c for c in everyone if _share(concepts[c]["hexcode"]) < val_share]
-    test = [c for c in everyone if _share(concepts[c]["hexcode"]) >= val_share]
+    val = [c for c in everyone if _uniform(concepts[c]["hexcode"]) < val_fraction]
+    test = [c for c in everyone if _uniform(concepts[c]["hexcode"]) >= val_fraction]
     seen = [style for style in get_args(Style) if style != held_out_style]
     return {
         "train": split(seen, everyone),
@@ -94,19 +96,34 @@ def load_emoji(*, held_out_style: Style = "fluent3d", val_share: float = 0.2) ->
 
 
 def emoji_names() -> dict[str, str]:
-    """hexcode -> name of every concept; image ids of the emoji set are "hexcode/style"."""
+    """The name of every concept; image ids of the emoji set are "hexcode/style".
+
+    Returns:
+        hexcode -> name.
+
+    Example:
+        >>> emoji_names()["1F992"]
+        'giraffe'
+    """
     return {c["hexcode"]: c["label"] for c in _concepts()}
 
 
 def emoji_classes(kind: EmojiClasses) -> dict[str, str]:
-    """hexcode -> the wording of every concept's one group, or one subgroup."""
+    """The group, or subgroup, of every concept.
+
+    Args:
+        kind: "group" or "subgroup".
+
+    Returns:
+        hexcode -> wording of the class.
+    """
     worded = {"group": _group_text, "subgroup": _subgroup_text}[kind]
     return {c["hexcode"]: worded(c[kind]) for c in _concepts()}
 
 
 def _texts(concepts: list[dict[str, Any]]) -> tuple[list[str], list[str], np.ndarray]:
     """The distinct wordings, their kinds, and (p, 2) pairs of concept and text."""
-    place: dict[str, int] = {}
+    number: dict[str, int] = {}
     kinds: list[int] = []
     pairs = []
     for c, concept in enumerate(concepts):
@@ -114,12 +131,12 @@ def _texts(concepts: list[dict[str, Any]]) -> tuple[list[str], list[str], np.nda
         worded += [(2, _subgroup_text(concept["subgroup"])), (3, _group_text(concept["group"]))]
         for kind, wording in worded:
             key = " ".join(wording.lower().split())
-            t = place.setdefault(key, len(place))
+            t = number.setdefault(key, len(number))
             if t == len(kinds):
                 kinds.append(kind)
             kinds[t] = min(kinds[t], kind)
             pairs.append((c, t))
-    return list(place), [KINDS[k] for k in kinds], np.unique(np.array(pairs, dtype=np.int64), axis=0)
+    return list(number), [KINDS[k] for k in kinds], np.unique(np.array(pairs, dtype=np.int64), axis=0)
 
 
 def _subgroup_text(key: str) -> str:
@@ -137,7 +154,7 @@ def _group_text(key: str) -> str:
     return key.replace("-", " & ")
 
 
-def _share(hexcode: str) -> float:
+def _uniform(hexcode: str) -> float:
     """A number in [0, 1) that depends on the concept alone."""
     return int.from_bytes(hashlib.sha256(hexcode.encode()).digest()[:6], "big") / 2**48
 

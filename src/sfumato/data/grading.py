@@ -13,8 +13,8 @@ _WORD = re.compile(r"\w\w+")
 class Grades:
     """TF-IDF cosines between texts and the texts of images.
 
-    Words are what ``\\w\\w+`` finds in the lower-case text; a word in k of n texts weighs its count times ln((1 + n) / (1 + k)) + 1;
-    a text's weights have unit length. A text without a word is like no other.
+    Words are what ``\\w\\w+`` finds in the lower-case text; a word in k of n texts weighs its count times ln((1 + n) /
+    (1 + k)) + 1; a text's weights have unit length. A text without a word is like no other.
 
     Args:
         data: whose texts count.
@@ -35,25 +35,25 @@ class Grades:
         # An image's row is the mean of its texts' rows.
         image, text = data.pairs.T
         n_texts = np.bincount(image, minlength=len(data.image_ids))
-        of_pair, place = self._texts.take(text)
+        of_pair, entry = self._texts.take(text)
         ends = np.cumsum(np.bincount(image[of_pair], minlength=len(data.image_ids)))
         self._images = _Rows(
-            np.concatenate([[0], ends]), self._texts.word[place], self._texts.weight[place] / n_texts[image[of_pair]]
+            np.concatenate([[0], ends]), self._texts.word[entry], self._texts.weight[entry] / n_texts[image[of_pair]]
         )
 
     def __call__(self, images: np.ndarray, texts: np.ndarray) -> np.ndarray:
         """(r,) and (c,) positions -> (r, c) float32 in [0, 1], the mean cosine of each text with each image's texts."""
-        row, place = self._texts.take(texts)
-        used, column = np.unique(self._texts.word[place], return_inverse=True)
+        row, entry = self._texts.take(texts)
+        used, column = np.unique(self._texts.word[entry], return_inverse=True)
         of_texts = np.zeros((len(texts), len(used)))
-        of_texts[row, column] = self._texts.weight[place]
+        of_texts[row, column] = self._texts.weight[entry]
         column_of_word = np.full(self._n_words, -1)
         column_of_word[used] = np.arange(len(used))
-        row, place = self._images.take(images)
-        column = column_of_word[self._images.word[place]]
+        row, entry = self._images.take(images)
+        column = column_of_word[self._images.word[entry]]
         seen = column >= 0
         of_images = np.zeros((len(images), len(used)))
-        np.add.at(of_images, (row[seen], column[seen]), self._images.weight[place[seen]])
+        np.add.at(of_images, (row[seen], column[seen]), self._images.weight[entry[seen]])
         grades: np.ndarray = (of_images @ of_texts.T).clip(max=1).astype(np.float32)
         return grades
 
@@ -65,10 +65,8 @@ class _Rows:
         self.starts, self.word, self.weight = starts, word, weight
 
     def take(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(k,) rows -> (t,) which of them, and (t,) places, of all their entries."""
+        """(k,) rows -> (t,) which of them, and (t,) entry, of all their entries."""
         counts = self.starts[index + 1] - self.starts[index]
         which = np.repeat(np.arange(len(index)), counts)
-        places: np.ndarray = np.arange(len(which)) + np.repeat(
-            self.starts[index] - (np.cumsum(counts) - counts), counts
-        )
-        return which, places
+        entry: np.ndarray = np.arange(len(which)) + np.repeat(self.starts[index] - (np.cumsum(counts) - counts), counts)
+        return which, entry

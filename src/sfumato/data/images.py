@@ -15,21 +15,28 @@ from sfumato.data.transforms import decode_image
 
 
 class ImageSource(Protocol):
-    """An encoded picture that can be read when it is needed."""
+    """An encoded image that can be read when it is needed."""
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Where it is, for messages."""
         ...
 
     def read_bytes(self) -> bytes:
-        """The file's bytes. Raises OSError when they cannot be read."""
+        """The bytes of the image file.
+
+        Returns:
+            Encoded bytes, not decoded.
+
+        Raises:
+            OSError: they cannot be read.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class FileImage:
-    """A picture in a file of its own.
+    """An image in a file of its own.
 
     Attributes:
         path: the file.
@@ -38,7 +45,7 @@ class FileImage:
     path: Path
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The path."""
         return str(self.path)
 
@@ -49,7 +56,7 @@ class FileImage:
 
 @dataclass(frozen=True)
 class ZipImage:
-    """A picture in an open zip archive.
+    """An image in an open zip archive.
 
     Attributes:
         archive: reads of one archive may come from several threads.
@@ -60,7 +67,7 @@ class ZipImage:
     member: str
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """archive!member."""
         return f"{self.archive.filename or 'archive'}!{self.member}"
 
@@ -69,19 +76,19 @@ class ZipImage:
         try:
             return self.archive.read(self.member)
         except zipfile.BadZipFile as error:
-            raise OSError(f"{self.place}: {error}") from error
+            raise OSError(f"{self.location}: {error}") from error
 
 
 @dataclass(frozen=True)
 class MemoryImage:
-    """A picture whose file is in memory.
+    """An image whose file is in memory.
 
     Attributes:
-        place: where it came from.
-        data: the encoded picture.
+        location: where it came from.
+        data: the encoded image.
     """
 
-    place: str
+    location: str
     data: bytes = field(repr=False)
 
     def read_bytes(self) -> bytes:
@@ -115,7 +122,18 @@ class TarArchive:
         return member in self._members
 
     def read(self, member: str) -> bytes:
-        """The bytes of a member."""
+        """The bytes of a member.
+
+        Args:
+            member: its name, normalised; see ``in``.
+
+        Returns:
+            Its bytes.
+
+        Raises:
+            KeyError: there is no such member.
+            OSError: the archive is shorter than when it was opened.
+        """
         offset, size = self._members[member]
         with self._lock:
             self._file.seek(offset)
@@ -127,7 +145,7 @@ class TarArchive:
 
 @dataclass(frozen=True)
 class TarImage:
-    """A picture in a tar archive.
+    """An image in a tar archive.
 
     Attributes:
         archive: the scanned archive.
@@ -138,7 +156,7 @@ class TarImage:
     member: str
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """archive!member."""
         return f"{self.archive.path}!{self.member}"
 
@@ -148,23 +166,30 @@ class TarImage:
 
 
 THUMBNAIL = 144
-"""Longer side of a picture on the page, in pixels; twice what a phone shows."""
+"""Longer side of an image on the page, in pixels; twice what a phone shows."""
 
 _BYTES = 12_000
-"""Largest thumbnail; busier pictures are compressed harder."""
+"""Largest thumbnail; busier images are compressed harder."""
 
 
 def thumbnail(source: ImageSource) -> bytes | None:
-    """A picture as a small WebP file, upright and with transparency on white; None if it cannot be read."""
+    """An image as a small WebP file, upright and with transparency on white.
+
+    Args:
+        source: the image.
+
+    Returns:
+        The bytes of the file, its longer side THUMBNAIL pixels; None if the image cannot be read.
+    """
     try:
         pixels = decode_image(source.read_bytes(), None)
     except (OSError, ValueError):
         return None
-    picture = Image.fromarray(pixels.transpose(1, 2, 0))
-    picture.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
+    image = Image.fromarray(pixels.transpose(1, 2, 0))
+    image.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
     for quality in (78, 50, 25, 5):
         file = io.BytesIO()
-        picture.save(file, "WEBP", quality=quality, method=4)
+        image.save(file, "WEBP", quality=quality, method=4)
         if file.tell() <= _BYTES:
             break
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""Data sets in the layouts that their users own: Karpathy's JSON of COCO, Flickr30k and Flickr8k."""
+"""Source "karpathy": Karpathy's JSON of COCO, Flickr30k and Flickr8k, as data or as plain entries."""
 
 import json
 import os
@@ -10,6 +10,62 @@ from sfumato.data.images import FileImage, ImageSource, TarArchive, TarImage
 from sfumato.data.pairs import PairData, make_pair_data
 from sfumato.data.problems import Problems
 from sfumato.errors import UserError
+
+
+@dataclass(frozen=True)
+class KarpathyEntry:
+    """An image of a split file.
+
+    Attributes:
+        location: where it stands, for messages.
+        filename: name of the image file.
+        split: "train" (also for "restval"), "val" or "test"; "none" if it has none, "" if it cannot be read.
+        folder: COCO's subfolder; "" if there is none.
+        sentences: (sentid, caption as written) of each caption.
+        mistake: what is wrong with the form of the entry; "" if nothing is. The other attributes but split are empty
+            then.
+    """
+
+    location: str
+    filename: str = ""
+    split: str = "none"
+    folder: str = ""
+    sentences: tuple[tuple[str, str], ...] = ()
+    mistake: str = ""
+
+
+def karpathy_entries(path: str | Path) -> list[KarpathyEntry]:
+    """All entries of a dataset_coco.json, dataset_flickr30k.json or dataset_flickr8k.json, in their order.
+
+    Args:
+        path: the JSON file.
+
+    Returns:
+        The entries, malformed ones too; see ``mistake``.
+
+    Raises:
+        UserError: the file is missing or not of this layout.
+    """
+    path = Path(path)
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not a Karpathy split file ({error}); expected a JSON object") from error
+    entries = loaded.get("images") if isinstance(loaded, dict) else None
+    if not isinstance(entries, list):
+        raise UserError(f"{path}: not a Karpathy split file; expected an object with a list under 'images'")
+    return [_entry(f"{path}:images[{number}]", entry) for number, entry in enumerate(entries)]
+
+
+def _entry(location: str, entry: Any) -> KarpathyEntry:
+    split = (entry.get("split") or "none") if isinstance(entry, dict) else ""
+    split = {"restval": "train"}.get(split, split) if isinstance(split, str) else ""
+    if mistake := _mistake(entry):
+        return KarpathyEntry(location, split=split, mistake=mistake)
+    sentences = tuple((str(sentence["sentid"]), sentence["raw"]) for sentence in entry["sentences"])
+    return KarpathyEntry(location, entry["filename"], split, entry.get("filepath") or "", sentences)
 
 
 @dataclass
@@ -25,18 +81,18 @@ def read_karpathy(path: str | Path, images: str | Path, problems: Problems) -> d
 
     Args:
         path: the JSON file.
-        images: folder or uncompressed tar of the pictures; in COCO's subfolders (``filepath``) or flat.
-        problems: receives missing pictures, empty captions, repeated ids and malformed entries.
+        images: folder or uncompressed tar file of the images; in COCO's subfolders (``filepath``) or flat.
+        problems: receives missing images, empty captions, repeated ids and malformed entries.
 
     Returns:
-        "train" (with "restval"), "val", "test": image ids are file names, text ids are sentence ids. Entries without a split, or
-        with "none", are left out, as everywhere.
+        "train" (with "restval"), "val", "test": image ids are file names, text ids are sentence ids. Entries without a
+        split, or with the split "none", are left out.
 
     Raises:
         UserError: a file is missing, the JSON is not of this layout, or nothing in it is usable.
     """
-    path, images = Path(path), Path(images)
-    entries = _read_entries(path)
+    images = Path(images)
+    entries = karpathy_entries(path)
     if not images.exists():
         raise UserError(f"data.images: there is no folder or tar file {images}")
     try:
@@ -46,26 +102,19 @@ def read_karpathy(path: str | Path, images: str | Path, problems: Problems) -> d
     splits: dict[str, _Split] = {}
     seen_images: set[str] = set()
     seen_texts: set[str] = set()
-    for number, entry in enumerate(entries):
-        place = f"{path}:images[{number}]"
-        if mistake := _mistake(entry):
-            problems.add(place, f"malformed entry: {mistake}")
+    for entry in entries:
+        if entry.mistake:
+            problems.add(entry.location, f"malformed entry: {entry.mistake}")
+        elif entry.split == "none":
             continue
-        name, split = entry["filename"], entry.get("split") or "none"
-        if split == "none":
-            continue
-        if name in seen_images:
-            problems.add(place, f"image {name} occurs before")
-            continue
-        source = _find(images, archive, entry.get("filepath") or "", name)
-        if source is None:
-            problems.add(place, f"image {name} is missing from {images}")
-            continue
-        captions = _usable_sentences(place, entry["sentences"], seen_texts, problems)
-        if captions:
-            seen_images.add(name)
-            chosen = splits.setdefault("train" if split == "restval" else split, _Split())
-            chosen.ids.append(name)
+        elif entry.filename in seen_images:
+            problems.add(entry.location, f"image {entry.filename} occurs before")
+        elif (source := _find(images, archive, entry.folder, entry.filename)) is None:
+            problems.add(entry.location, f"image {entry.filename} is missing from {images}")
+        elif captions := _usable_sentences(entry, seen_texts, problems):
+            seen_images.add(entry.filename)
+            chosen = splits.setdefault(entry.split, _Split())
+            chosen.ids.append(entry.filename)
             chosen.images.append(source)
             chosen.captions.append(list(captions.values()))
             chosen.caption_ids.append(list(captions))
@@ -74,21 +123,7 @@ def read_karpathy(path: str | Path, images: str | Path, problems: Problems) -> d
     return {name: make_pair_data(s.ids, s.images, s.captions, s.caption_ids) for name, s in splits.items()}
 
 
-def _read_entries(path: Path) -> list[Any]:
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["images"]
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path}: not a Karpathy split file ({error}); expected an object with a list under 'images'"
-        ) from error
-    if not isinstance(entries, list):
-        raise UserError(f"{path}: 'images' is of type {type(entries).__name__}; expected a list")
-    return entries
-
-
-def _mistake(entry: Any) -> str | None:
+def _mistake(entry: Any) -> str:
     """What is wrong with the form of an entry."""
     if not isinstance(entry, dict):
         return f"found {type(entry).__name__}, expected an object"
@@ -103,18 +138,18 @@ def _mistake(entry: Any) -> str | None:
     for sentence in sentences:
         if not isinstance(sentence, dict) or not isinstance(sentence.get("raw"), str) or "sentid" not in sentence:
             return "a sentence lacks sentid, or the string raw"
-    return None
+    return ""
 
 
-def _usable_sentences(place: str, sentences: list[Any], seen: set[str], problems: Problems) -> dict[str, str]:
+def _usable_sentences(entry: KarpathyEntry, seen: set[str], problems: Problems) -> dict[str, str]:
     """Id -> caption of an entry; ids are added to those seen."""
     usable = {}
-    for sentence in sentences:
-        identity, text = str(sentence["sentid"]), " ".join(sentence["raw"].split())
+    for identity, raw in entry.sentences:
+        text = " ".join(raw.split())
         if not text:
-            problems.add(f"{place} sentence {identity}", "empty caption")
+            problems.add(f"{entry.location} sentence {identity}", "empty caption")
         elif identity in seen:
-            problems.add(f"{place} sentence {identity}", "this sentid occurs before")
+            problems.add(f"{entry.location} sentence {identity}", "this sentid occurs before")
         else:
             seen.add(identity)
             usable[identity] = text

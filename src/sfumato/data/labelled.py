@@ -1,4 +1,4 @@
-"""Pictures with one class each: folders in ImageNet's layout, the groups of the emoji set, and data whose only text of a picture is its class."""
+"""Images with one class each: folders in ImageNet's layout, groups of the emoji set, data whose texts are classes."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ import numpy as np
 
 from sfumato.data.emoji import EmojiClasses, Style, emoji_classes, load_emoji
 from sfumato.data.images import FileImage, ImageSource
-from sfumato.data.manifest import PICTURE_ENDINGS
 from sfumato.data.pairs import PairData
+from sfumato.data.transforms import IMAGE_ENDINGS
 from sfumato.errors import UserError
 
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
-    """n pictures, each of one of c classes.
+    """n images, each of one of c classes.
 
     Attributes:
         sources: n of them.
         ids: n distinct ids.
         labels: (n,) class numbers.
         keys: c distinct keys, what each class is called where it comes from.
-        classes: what each is called in a prompt; some may have no picture.
+        classes: what each is called in a prompt; some may have no image.
     """
 
     sources: tuple[ImageSource, ...]
@@ -34,7 +34,14 @@ class Labelled:
 
 
 def read_class_names(path: Path) -> dict[str, str]:
-    """class -> name, in the order of a file that has both on every line, with a tab between, or the first space where no line has a tab.
+    """Read the names of classes from a text file.
+
+    Args:
+        path: a UTF-8 file with a class and its name on every line, separated by a tab, or by the first blank if no line
+            has a tab.
+
+    Returns:
+        class -> name, in the order of the file.
 
     Raises:
         UserError: there is no such file, it is not UTF-8, a line has no name, or a class occurs twice.
@@ -62,26 +69,29 @@ def read_class_names(path: Path) -> dict[str, str]:
 
 
 def read_class_folder(
-    root: Path, names: Mapping[str, str] | None = None, *, endings: Collection[str] = PICTURE_ENDINGS
+    root: Path, names: Mapping[str, str] | None = None, *, endings: Collection[str] = IMAGE_ENDINGS
 ) -> Labelled:
-    """Pictures in one folder for each class, searched through.
+    """Images in one folder for each class, searched through.
 
     Args:
-        root: ROOT/CLASS/picture.jpg.
+        root: ROOT/CLASS/image.jpg.
         names: class -> name in prompts, of all classes that there are; None takes the folders, "_" read as a space.
         endings: of the files that count, in lower case with the dot.
 
+    Returns:
+        The images with their classes.
+
     Raises:
-        UserError: there is no such folder, no class or picture in it, or a class with pictures has no name.
+        UserError: there is no such folder, no class or image in it, or a class with images has no name.
     """
     if not root.is_dir():
         raise UserError(f"there is no folder {root}")
     folders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
     if not folders:
-        raise UserError(f"no folders in {root}; expected one for each class, as in {root}/CLASS/picture.jpg")
+        raise UserError(f"no folders in {root}; expected one for each class, as in {root}/CLASS/image.jpg")
     files = [(f, p) for f in folders for p in sorted(f.rglob("*")) if p.suffix.lower() in endings and p.is_file()]
     if not files:
-        raise UserError(f"no pictures in the folders of {root} (looked for {', '.join(sorted(endings))})")
+        raise UserError(f"no images in the folders of {root} (looked for {', '.join(sorted(endings))})")
     return _labelled(
         [FileImage(p) for _, p in files],
         [p.relative_to(root).as_posix() for _, p in files],
@@ -99,6 +109,9 @@ def emoji_labelled(kind: str, *, style: str = "fluent3d", names: Mapping[str, st
         style: of the drawings.
         names: see :func:`read_class_folder`.
 
+    Returns:
+        The images with their classes.
+
     Raises:
         UserError: kind is another, or a class has no name.
         ValueError: the style is unknown.
@@ -112,15 +125,18 @@ def emoji_labelled(kind: str, *, style: str = "fluent3d", names: Mapping[str, st
 
 
 def data_labelled(data: PairData, names: Mapping[str, str] | None = None, *, where: str = "the data") -> Labelled:
-    """Any data whose pictures have one text each, the name of its class.
+    """Any data whose images have one text each, the name of its class.
 
     Args:
         data: one split.
         names: see :func:`read_class_folder`; None takes the distinct texts, sorted.
-        where: for messages.
+        where: source of the data, for messages.
+
+    Returns:
+        The images with their classes.
 
     Raises:
-        UserError: a picture has two different texts, or none, or a class has no name.
+        UserError: an image has two different texts, or none, or a class has no name.
     """
     texts: list[set[str]] = [set() for _ in data.image_ids]
     for image, text in data.pairs:
@@ -128,7 +144,8 @@ def data_labelled(data: PairData, names: Mapping[str, str] | None = None, *, whe
     bad = next((i for i, own in enumerate(texts) if len(own) != 1), None)
     if bad is not None:
         raise UserError(
-            f"{where}: picture {data.image_ids[bad]} has {len(texts[bad])} texts; expected one each, the name of its class"
+            f"{where}: image {data.image_ids[bad]} has {len(texts[bad])} texts; expected one each, the name of its"
+            f" class"
         )
     keys = [next(iter(own)) for own in texts]
     return _labelled(data.images, data.image_ids, keys, names or {k: k for k in sorted(set(keys))}, where)
@@ -137,11 +154,12 @@ def data_labelled(data: PairData, names: Mapping[str, str] | None = None, *, whe
 def _labelled(
     sources: Sequence[ImageSource], ids: Sequence[str], keys: Sequence[str], names: Mapping[str, str], where: str
 ) -> Labelled:
-    place = {key: c for c, key in enumerate(names)}
-    unknown = next((key for key in keys if key not in place), None)
+    number = {key: c for c, key in enumerate(names)}
+    unknown = next((key for key in keys if key not in number), None)
     if unknown is not None:
         raise UserError(
-            f"{where}: there is no name for the class {unknown!r}; the first that have one: {', '.join(list(names)[:5])}"
+            f"{where}: there is no name for the class {unknown!r}; the first that have one:"
+            f" {', '.join(list(names)[:5])}"
         )
-    labels = np.array([place[key] for key in keys], np.int64)
+    labels = np.array([number[key] for key in keys], np.int64)
     return Labelled(tuple(sources), tuple(ids), labels, tuple(names), tuple(names.values()))

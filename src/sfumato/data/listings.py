@@ -1,7 +1,7 @@
 """What is to be embedded: a folder, a manifest, shards or a text file, listed in a fixed order and cut into sections.
 
-A listing knows where every item is and how to read it, and reads none. It holds names, never pixels: a folder's and a manifest's in
-memory, a shard's while that shard is being read, of a text file only where its sections begin.
+A listing knows where every item is and how to read it, and reads none. It holds names, never pixels: a folder's and a
+manifest's in memory, a shard's while that shard is being read, of a text file only where its sections begin.
 """
 
 import hashlib
@@ -13,8 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from sfumato.data.manifest import PICTURE_ENDINGS, ListedImage, list_images
-from sfumato.data.shards import ShardError, ShardPicture, expand_shards, list_shard
+from sfumato.data.captioned import is_unicode
+from sfumato.data.manifest import ListedImage, list_images
+from sfumato.data.shard_files import ShardError, ShardImage, expand_shards, list_shard
+from sfumato.data.transforms import IMAGE_ENDINGS
 from sfumato.errors import UserError
 
 T = TypeVar("T")
@@ -27,14 +29,14 @@ class Entry:
 
     Attributes:
         id: different for every item of a listing that can be used.
-        place: where it is, for messages.
+        location: where it is, for messages.
         payload: what is kept with its embedding.
-        read: returns the encoded picture or the text; called from any thread. Raises OSError or ValueError for what cannot be used,
-            and ShardError where that says nothing of this item.
+        read: returns the encoded image or the text; called from any thread. Raises OSError or ValueError for what
+            cannot be used, and ShardError where that says nothing of this item.
     """
 
     id: str
-    place: str
+    location: str
     payload: dict[str, str]
     read: Callable[[], bytes | str] = field(repr=False)
 
@@ -47,11 +49,13 @@ class Listing:
         modality: what the items are.
         kind: "folder", "manifest", "shards" or "texts".
         path: as the user gave it.
-        n: number of what is listed: pictures, rows, shards or lines.
-        digest: of the list; of a text file, of its content. That a picture or a shard has changed under its name is not seen.
+        n: number of what is listed: images, rows, shards or lines.
+        digest: of the list; of a text file, of its content. That an image or a shard has changed under its name is not
+            seen.
         part_size: most items of a part; a section of anything but shards has no more.
         sections: how many there are.
-        entries: number of a section -> its items, at least one. Raises ShardError for a shard that cannot be read as a whole.
+        entries: number of a section -> its items, at least one. Raises ShardError for a shard that cannot be read as a
+            whole.
     """
 
     modality: Modality
@@ -64,16 +68,19 @@ class Listing:
     entries: Callable[[int], Sequence[Entry]] = field(repr=False)
 
 
-def list_folder(folder: str | Path, *, part_size: int, endings: frozenset[str] = PICTURE_ENDINGS) -> Listing:
-    """Every picture below a folder, sorted by its path; ids are paths relative to the folder. Links to folders are not followed.
+def list_folder(folder: str | Path, *, part_size: int, endings: frozenset[str] = IMAGE_ENDINGS) -> Listing:
+    """Every image below a folder, sorted by path; ids are relative paths. Links to folders are not followed.
 
     Args:
-        folder: it.
-        part_size: pictures in a section.
-        endings: of the names of files that count, in lower case.
+        folder: the folder.
+        part_size: images in a section.
+        endings: file name endings that count, in lower case.
+
+    Returns:
+        The listing.
 
     Raises:
-        UserError: there is no such folder, or no picture in it.
+        UserError: there is no such folder, or no image in it.
         ValueError: part_size is less than 1.
     """
     folder = Path(folder)
@@ -81,12 +88,12 @@ def list_folder(folder: str | Path, *, part_size: int, endings: frozenset[str] =
         raise UserError(f"there is no folder {folder}")
     names = sorted(_pictures(folder, endings), key=lambda name: name.split("/"))
     if not names:
-        raise UserError(f"no pictures in {folder} (looked for {', '.join(sorted(endings))})")
+        raise UserError(f"no images in {folder} (looked for {', '.join(sorted(endings))})")
     home = os.path.abspath(folder)
 
     def entry(name: str) -> Entry:
         path = f"{home}/{name}"
-        if not _is_unicode(name):
+        if not is_unicode(name):
             return _unusable(path, "the name is not valid UTF-8")
         return Entry(name, path, {"path": path}, Path(path).read_bytes)
 
@@ -94,12 +101,15 @@ def list_folder(folder: str | Path, *, part_size: int, endings: frozenset[str] =
 
 
 def list_manifest(path: str | Path, *, part_size: int, image_root: str | Path | None = None) -> Listing:
-    """The pictures of a manifest (JSONL, CSV, Parquet) in its order; see :func:`sfumato.data.manifest.list_images`.
+    """The images of a manifest (JSONL, CSV, Parquet) in its order; see :func:`sfumato.data.manifest.list_images`.
 
     Args:
         path: the manifest.
-        part_size: pictures in a section.
-        image_root: what its paths are relative to; its folder if None.
+        part_size: images in a section.
+        image_root: folder that its paths are relative to; its own folder if None.
+
+    Returns:
+        The listing.
 
     Raises:
         UserError: it cannot be read, or is empty.
@@ -107,11 +117,11 @@ def list_manifest(path: str | Path, *, part_size: int, image_root: str | Path | 
     """
     rows = list(list_images(path, image_root=image_root))
     if not rows:
-        raise UserError(f"{path} lists no picture")
+        raise UserError(f"{path} lists no image")
 
     def entry(row: ListedImage) -> Entry:
         if row.error:
-            return _unusable(row.place, row.error)
+            return _unusable(row.location, row.error)
         return Entry(row.id, row.path, {"path": os.path.abspath(row.path)}, Path(row.path).read_bytes)
 
     root = Path(path).parent if image_root is None else image_root
@@ -120,11 +130,16 @@ def list_manifest(path: str | Path, *, part_size: int, image_root: str | Path | 
 
 
 def list_shards(spec: str, *, part_size: int) -> Listing:
-    """The pictures of webdataset shards, captions or not; a section is a shard. Ids are SHARD.tar!KEY, relative to the shards' folder.
+    """The images of webdataset shards, with or without captions; a section is a shard.
+
+    Ids are SHARD.tar!KEY, relative to the shards' folder.
 
     Args:
         spec: see :func:`sfumato.data.shards.expand_shards`.
-        part_size: most pictures of a part; a larger shard has several.
+        part_size: most images of a part; a larger shard has several parts.
+
+    Returns:
+        The listing.
 
     Raises:
         UserError: see :func:`sfumato.data.shards.expand_shards`.
@@ -134,17 +149,17 @@ def list_shards(spec: str, *, part_size: int) -> Listing:
     home = os.path.commonpath([os.path.dirname(path) for path in paths])
     names = [os.path.relpath(path, home) for path in paths]
 
-    def entry(shard: int, picture: ShardPicture) -> Entry:
-        place = f"{paths[shard]}!{picture.key}" if picture.key else paths[shard]
-        if picture.error:
-            return _unusable(place, picture.error)
-        payload = {"path": f"{paths[shard]}!{picture.member}"}
-        if not _is_unicode(names[shard] + picture.member):
-            return _unusable(place, "the name is not valid UTF-8")
-        return Entry(f"{names[shard]}!{picture.key}", place, payload, partial(_member, paths[shard], picture))
+    def entry(shard: int, image: ShardImage) -> Entry:
+        location = f"{paths[shard]}!{image.key}" if image.key else paths[shard]
+        if image.error:
+            return _unusable(location, image.error)
+        payload = {"path": f"{paths[shard]}!{image.member}"}
+        if not is_unicode(names[shard] + image.member):
+            return _unusable(location, "the name is not valid UTF-8")
+        return Entry(f"{names[shard]}!{image.key}", location, payload, partial(_member, paths[shard], image))
 
     def entries(shard: int) -> list[Entry]:
-        return [entry(shard, picture) for picture in list_shard(paths[shard])]
+        return [entry(shard, image) for image in list_shard(paths[shard])]
 
     _check_part_size(part_size)
     digest = _digest(map(os.fsencode, names))
@@ -157,6 +172,9 @@ def list_texts(path: str | Path, *, part_size: int) -> Listing:
     Args:
         path: a UTF-8 file.
         part_size: lines in a section.
+
+    Returns:
+        The listing.
 
     Raises:
         UserError: there is no such file, or no line in it.
@@ -178,12 +196,12 @@ def list_texts(path: str | Path, *, part_size: int) -> Listing:
         raise UserError(f"{path} holds no text")
 
     def entry(number: int, line: bytes) -> Entry:
-        place = f"{path}:{number}"
+        location = f"{path}:{number}"
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
         except UnicodeDecodeError as error:
-            return _unusable(place, f"not UTF-8: {error.reason} at byte {error.start} of the line")
-        return Entry(str(number), place, {"text": text}, lambda: text) if text else _unusable(place, "empty line")
+            return _unusable(location, f"not UTF-8: {error.reason} at byte {error.start} of the line")
+        return Entry(str(number), location, {"text": text}, lambda: text) if text else _unusable(location, "empty line")
 
     def entries(section: int) -> list[Entry]:
         first = section * part_size
@@ -222,23 +240,23 @@ def _pictures(folder: Path, endings: frozenset[str], below: str = "") -> Iterabl
                 yield name
 
 
-def _member(shard: str, picture: ShardPicture) -> bytes:
+def _member(shard: str, image: ShardImage) -> bytes:
     try:
         with open(shard, "rb") as file:
-            file.seek(picture.offset)
-            data = file.read(picture.size)
+            file.seek(image.offset)
+            data = file.read(image.size)
     except OSError as error:
         raise ShardError(shard, f"cannot be read: {error.strerror or error}") from error
-    if len(data) < picture.size:
-        raise ShardError(shard, f"cut short since it was listed: ends within {picture.member}")
+    if len(data) < image.size:
+        raise ShardError(shard, f"cut short since it was listed: ends within {image.member}")
     return data
 
 
-def _unusable(place: str, reason: str) -> Entry:
+def _unusable(location: str, reason: str) -> Entry:
     def read() -> bytes:
         raise ValueError(reason)
 
-    return Entry("", place, {}, read)
+    return Entry("", location, {}, read)
 
 
 def _digest(listed: Iterable[bytes]) -> str:
@@ -251,7 +269,3 @@ def _digest(listed: Iterable[bytes]) -> str:
 def _check_part_size(part_size: int) -> None:
     if part_size < 1:
         raise ValueError(f"part_size must be at least 1, got {part_size}")
-
-
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= c <= "\udfff" for c in text)

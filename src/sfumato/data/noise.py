@@ -1,7 +1,8 @@
 """Noisy correspondence: training pairs whose image is deliberately a wrong one, and the index files that say which.
 
-The array of an index file has one entry for each pair, in the order of the texts (and of the images, where a text has several):
-the position of its image. For ordinary data, one image for each text, this is the `t2i_index` that NCR publishes.
+The array of an index file has one entry for each pair, in the order of the texts (and of the images, where a text has
+several): the position of its image. For ordinary data, one image for each text, this is the `t2i_index` that NCR
+publishes.
 """
 
 import dataclasses
@@ -17,14 +18,14 @@ _TRIES = 20
 
 
 def shuffle_pairs(data: PairData, rate: float, seed: int) -> tuple[PairData, np.ndarray]:
-    r"""Give a share of the pairs each other's images, so that none of them is a true pair afterwards.
+    r"""Give a fraction of the pairs each other's images, so that none of them is a true pair afterwards.
 
-    The images of round(rate * p) pairs are permuted among them; the rest stay as they are. Every image and every text keeps its
-    number of pairs. Equal arguments give equal results, on every process.
+    The images of round(rate * p) pairs are permuted among them; the rest stay as they are. Every image and every text
+    keeps its number of pairs. Equal arguments give equal results, on every process.
 
     Args:
         data: a split with p pairs.
-        rate: share of the pairs in [0, 1]; 0 changes nothing.
+        rate: fraction of the pairs in [0, 1]; 0 changes nothing.
         seed: of everything random.
 
     Returns:
@@ -33,8 +34,8 @@ def shuffle_pairs(data: PairData, rate: float, seed: int) -> tuple[PairData, np.
     Raises:
         ValueError: rate is out of its range, fewer than two pairs are to be shuffled, or no such permutation was found.
 
-    Paper: Huang et al., "Learning with noisy correspondence", NeurIPS 2021 (NCR); Chun, ICLR 2024, section 3.2. Their code
-    shuffles without looking, which leaves a few true pairs among the shuffled ones.
+    Paper: Huang et al., "Learning with noisy correspondence", NeurIPS 2021 (NCR); Chun, ICLR 2024, section 3.2. Their
+    code shuffles without looking, which leaves a few true pairs among the shuffled ones.
     """
     if not 0 <= rate <= 1:
         raise ValueError(f"shuffle_pairs: rate must lie in [0, 1], got {rate}")
@@ -83,6 +84,9 @@ def noisy_pairs(clean: PairData, image_of_pair: np.ndarray) -> np.ndarray:
     Args:
         clean: the split before :func:`shuffle_pairs`.
         image_of_pair: (p,) integers, in text order.
+
+    Returns:
+        (p,) bool, True where the pair is noisy.
 
     Raises:
         ValueError: the array does not fit the data.
@@ -147,7 +151,8 @@ def _checked(image_of_pair: np.ndarray, data: PairData, who: str) -> np.ndarray:
         )
     if p and not (image_of_pair.min() >= 0 and image_of_pair.max() < n):
         raise ValueError(
-            f"{who}: got images {image_of_pair.min()} to {image_of_pair.max()}, but the data's are 0 to {n - 1}; the file of"
+            f"{who}: got images {image_of_pair.min()} to {image_of_pair.max()}, but the data's are 0 to {n - 1};"
+            f" the file of"
             " another split?"
         )
     return image_of_pair.astype(np.int64)
@@ -168,7 +173,7 @@ def _key(image: np.ndarray, text: np.ndarray, data: PairData) -> np.ndarray:
 def _wrong_images(
     image: np.ndarray, text: np.ndarray, data: PairData, random: np.random.Generator
 ) -> np.ndarray | None:
-    """The (k,) images permuted so that no pair is a true one and none occurs twice; None where this permutation has no way."""
+    """The (k,) images permuted so that no pair is a true one and none occurs twice; None if that fails."""
     image, m = image[random.permutation(len(image))], len(data.text_ids)
     true, keys = _key(*_in_text_order(data), data), _key(image, text, data)
     bad = np.isin(keys, true)

@@ -1,4 +1,4 @@
-"""Pairs of images and texts: what matches what, and how a batch is drawn. Which pixels or tokens they are, is elsewhere."""
+"""Pairs of images and texts: what matches what, and how a batch is drawn. Pixels and tokens are elsewhere."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,8 @@ class PairData:
         texts: m strings.
         text_kinds: m kinds, "caption" for ordinary data.
         pairs: (p, 2) int64 (image index, text index), one for each match; sorted, each once.
-        groups: (n,) int64; images of the same thing (one concept in two drawing styles) share a group. Default: each its own.
+        groups: (n,) int64; images of the same thing (one concept in two drawing styles) share a group. Default: each
+            its own.
 
     Raises:
         ValueError: lengths do not fit, an id occurs twice, or a pair points outside.
@@ -40,7 +41,8 @@ class PairData:
         n, m = len(self.image_ids), len(self.text_ids)
         if len(self.images) != n or len(self.texts) != m or len(self.text_kinds) != m:
             raise ValueError(
-                f"PairData: got {n} image ids for {len(self.images)} images, and {m} text ids for {len(self.texts)} texts and"
+                f"PairData: got {n} image ids for {len(self.images)} images, and {m} text ids for"
+                f" {len(self.texts)} texts and"
                 f" {len(self.text_kinds)} kinds; they must be as many"
             )
         for what, ids in (("image", self.image_ids), ("text", self.text_ids)):
@@ -64,26 +66,45 @@ class PairData:
         return keys
 
     def relevance(self) -> Relevance:
-        """Image -> its true texts."""
+        """The matches as a relevance.
+
+        Returns:
+            (n, m): image -> its matching texts.
+        """
         return Relevance.from_pairs(
             self.pairs[:, 0], self.pairs[:, 1], n_queries=len(self.image_ids), n_gallery=len(self.text_ids)
         )
 
     def match(self, image_index: np.ndarray, text_index: np.ndarray) -> np.ndarray:
-        """(b,) and (c,) positions -> (b, c) float32, 1 where the data lists the pair."""
+        """The labels of all pairs of some images and texts.
+
+        Args:
+            image_index: (b,) positions of images.
+            text_index: (c,) positions of texts.
+
+        Returns:
+            (b, c) float32, 1 where the data lists the pair, else 0.
+        """
         if not len(self._keys):
             return np.zeros((len(image_index), len(text_index)), np.float32)
         keys = image_index[:, None] * len(self.text_ids) + text_index
-        place = np.searchsorted(self._keys, keys).clip(max=len(self._keys) - 1)
-        found: np.ndarray = (self._keys[place] == keys).astype(np.float32)
+        position = np.searchsorted(self._keys, keys).clip(max=len(self._keys) - 1)
+        found: np.ndarray = (self._keys[position] == keys).astype(np.float32)
         return found
 
     def keep_images(self, index: np.ndarray) -> "PairData":
-        """Only the images at these positions, in this order, and the texts that still match one of them."""
+        """The split with some of its images only, and the texts that match one of them.
+
+        Args:
+            index: (k,) positions of images, in the new order.
+
+        Returns:
+            A split of k images.
+        """
         index = np.asarray(index, dtype=np.int64)
-        place = np.full(len(self.image_ids), -1)
-        place[index] = np.arange(len(index))
-        pairs = np.stack([place[self.pairs[:, 0]], self.pairs[:, 1]], axis=1)
+        position = np.full(len(self.image_ids), -1)
+        position[index] = np.arange(len(index))
+        pairs = np.stack([position[self.pairs[:, 0]], self.pairs[:, 1]], axis=1)
         pairs = pairs[pairs[:, 0] >= 0]
         texts, renumbered = np.unique(pairs[:, 1], return_inverse=True)
         return PairData(
@@ -136,13 +157,13 @@ class PairSampler:
         batch_size: pairs in a batch; a last batch of one is left out, a larger uneven one is kept.
         seed: of everything random.
         epoch_over: "images": each image once, with one of its texts at random; "pairs": every pair once.
-        positives: "listed": every pair of the batch that the data lists is a match, so that several captions of one image
-            are positives of each other's image, and a shared tag matches all pictures that carry it. "sampled": only texts
-            drawn for an image of the same group, as in data where nobody listed the other matches.
-        kind_weights: relative frequency of each kind of text, uniform within a kind, for epoch_over "images"; kinds left out
-            are never drawn. None draws uniformly from an image's texts.
-        grades: (r,) image and (c,) text positions -> (r, c) in [0, 1], how much of a match an unlisted pair is; half of it,
-            below 1/2, becomes its label, see :class:`~sfumato.data.grading.Grades`. None: 0.
+        positives: "listed": every pair of the batch that the data lists is a match, so that several captions of one
+            image are positives of each other's image, and a shared tag matches all images that carry it. "sampled":
+            only texts drawn for an image of the same group, as in data where nobody listed the other matches.
+        kind_weights: relative frequency of each kind of text, uniform within a kind, for epoch_over "images"; kinds
+            left out are never drawn. None draws uniformly from an image's texts.
+        grades: (r,) image and (c,) text positions -> (r, c) in [0, 1], how much of a match an unlisted pair is; half of
+            it, below 1/2, becomes its label, see :class:`~sfumato.data.grading.Grades`. None: 0.
 
     Raises:
         ValueError: an option is unknown, a batch has fewer than two pairs, or there is nothing to draw.
@@ -188,7 +209,14 @@ class PairSampler:
         return full + (rest >= 2)
 
     def batches(self, epoch: int) -> Iterator[PairBatch]:
-        """The batches of an epoch."""
+        """The batches of an epoch.
+
+        Args:
+            epoch: number of the epoch, from 0.
+
+        Yields:
+            The batches.
+        """
         random = np.random.default_rng([self.seed, epoch])
         if self.epoch_over == "images":
             images = random.permutation(self._drawn_images)
@@ -225,7 +253,8 @@ class PairSampler:
         unknown = set(kind_weights) - set(self.data.text_kinds)
         if unknown:
             raise ValueError(
-                f"PairSampler: kind_weights names {sorted(unknown)}, but the texts are of the kinds {sorted(set(self.data.text_kinds))}"
+                f"PairSampler: kind_weights names {sorted(unknown)}, but the texts are of the kinds"
+                f" {sorted(set(self.data.text_kinds))}"
             )
         if not all(0 <= w < np.inf for w in kind_weights.values()):
             raise ValueError(f"PairSampler: kind_weights must be finite and not negative, got {kind_weights}")
@@ -244,13 +273,16 @@ def make_pair_data(
     captions: Sequence[Sequence[str]],
     caption_ids: Sequence[Sequence[str]] | None = None,
 ) -> PairData:
-    """Ordinary data, n images with captions of their own.
+    """Data of n images with captions of their own.
 
     Args:
         image_ids: n distinct ids.
         images: n sources.
         captions: the texts of each image.
         caption_ids: their ids; "imageid#0", "imageid#1" ... if None.
+
+    Returns:
+        A split in which each image matches its own captions.
     """
     if caption_ids is None:
         caption_ids = [[f"{i}#{k}" for k in range(len(c))] for i, c in zip(image_ids, captions, strict=True)]

@@ -1,7 +1,7 @@
-"""Region features: pictures that come as arrays of r regions with c channels, in .npy files of SCAN's layout or one for each picture.
+"""Region features: images as arrays of r regions with c channels, in .npy files; source "scan" reads SCAN's layout.
 
-An item's bytes are those of a .npy file, of (r, c) numbers, as a picture's are those of a JPEG: so whatever carries pictures by
-their bytes carries regions too. What holds regions has no picture to show.
+An item's bytes are those of a .npy file, of (r, c) numbers, as an image's are those of a JPEG: so whatever carries
+images by their bytes carries regions too. What holds regions has no image to show.
 """
 
 import io
@@ -29,16 +29,17 @@ _BEGINNING = 512
 
 
 class RegionFile:
-    """A .npy file of the features of n pictures: (n, r, c), or (n, c) for one region each, in float16, float32 or float64.
+    """A .npy file of the features of n images: (n, r, c), or (n, c) for one region each, of floating point numbers.
 
-    Its header tells how long it must be; rows are then read where they lie, from any thread. So memory never holds more than the
-    rows asked for, and a disk that fails is an OSError. The file is closed when nothing refers to this any more.
+    Its header tells how long it must be; rows are then read where they lie, from any thread. So memory never holds more
+    than the rows asked for, and a disk that fails is an OSError. The file is closed when nothing refers to this any
+    more.
 
     Args:
         path: the file.
 
     Attributes:
-        n: number of pictures.
+        n: number of images.
         regions, channels: r and c.
 
     Raises:
@@ -61,13 +62,19 @@ class RegionFile:
             raise UserError(f"{self.path}: {error}") from error
         if len(shape) not in (2, 3) or 0 in shape:
             raise UserError(
-                f"{self.path}: an array of shape {shape}; expected (pictures, regions, channels) or (pictures, channels)"
+                f"{self.path}: an array of shape {shape}; expected (images, regions, channels) or (images, channels)"
             )
         self.n, self.channels = shape[0], shape[-1]
         self.regions = shape[1] if len(shape) == 3 else 1
 
     def row(self, row: int) -> np.ndarray:
-        """The (r, c) features of a picture, in the type of the file.
+        """The features of an image.
+
+        Args:
+            row: position of the image, in [0, n).
+
+        Returns:
+            (r, c) numbers in the type of the file.
 
         Raises:
             OSError: the file cannot be read, or no longer has this row.
@@ -75,7 +82,15 @@ class RegionFile:
         return np.frombuffer(self._read(row), self._dtype).reshape(self.regions, self.channels)
 
     def same(self, row: int, other: int) -> bool:
-        """Whether two rows are equal bit by bit; whole rows are read only where their beginnings agree."""
+        """Whether two rows are equal bit by bit; whole rows are read only if their beginnings agree.
+
+        Args:
+            row: position of an image.
+            other: position of another image.
+
+        Returns:
+            True if they are equal.
+        """
         return self._read(row, _BEGINNING) == self._read(other, _BEGINNING) and self._read(row) == self._read(other)
 
     def _read(self, row: int, most: int | None = None) -> bytes:
@@ -90,18 +105,18 @@ class RegionFile:
 
 @dataclass(frozen=True)
 class RegionRow:
-    """The features of a picture in a :class:`RegionFile`.
+    """The features of an image in a :class:`RegionFile`.
 
     Attributes:
         file: it.
-        row: which of its pictures.
+        row: which of its images.
     """
 
     file: RegionFile
     row: int
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """path[row]."""
         return f"{self.file.path}[{self.row}]"
 
@@ -111,29 +126,39 @@ class RegionRow:
 
 
 def regions_to_bytes(features: np.ndarray) -> bytes:
-    """(r, c) features -> the bytes of a .npy file, as :func:`regions_from_bytes` takes them."""
+    """Features as the bytes of a .npy file, the inverse of :func:`regions_from_bytes`.
+
+    Args:
+        features: (r, c) numbers.
+
+    Returns:
+        The bytes of the file.
+    """
     file = io.BytesIO()
     np.lib.format.write_array(file, features, allow_pickle=False)
     return file.getvalue()
 
 
 def regions_from_bytes(data: bytes, channels: int | None = None) -> np.ndarray:
-    """The bytes of a .npy file -> (r, c) float32 features of one picture; nothing is ever unpickled.
+    """The features of one image from the bytes of a .npy file; nothing is ever unpickled.
 
     Args:
         data: (r, c) numbers, or (c,) for a single region, in float16, float32 or float64.
         channels: c that is expected; any if None.
+
+    Returns:
+        (r, c) float32.
 
     Raises:
         ValueError: it is no such file, cut short, of another shape or type, or holds NaN or infinity.
     """
     if not data.startswith(_MAGIC):
         raise ValueError(
-            "not a .npy file: region features are expected here, not a picture; `sfumato regions` makes them from pictures"
+            "not a .npy file: region features are expected here, not an image; `sfumato regions` makes them from images"
         )
     shape, dtype, start = _checked_header(io.BytesIO(data), len(data))
     if len(shape) not in (1, 2) or 0 in shape:
-        raise ValueError(f"holds {dtype} of shape {shape}; expected the (regions, channels) of one picture")
+        raise ValueError(f"holds {dtype} of shape {shape}; expected the (regions, channels) of one image")
     array = np.frombuffer(data, dtype, math.prod(shape), start)
     with np.errstate(over="ignore"):  # What is too large for float32 becomes infinity, and is refused below.
         features: np.ndarray = array.reshape(-1, shape[-1]).astype(np.float32)
@@ -147,18 +172,19 @@ def regions_from_bytes(data: bytes, channels: int | None = None) -> np.ndarray:
 def read_scan(folder: str | Path, problems: Problems) -> dict[str, PairData]:
     """Read precomputed features in the layout of VSE++ and SCAN.
 
-    ``NAME_caps.txt`` has one caption a line and ``NAME_ims.npy`` the features, see :class:`RegionFile`; NAME is train, dev, test,
-    testall or any other. Where there are k times as many captions as rows, the captions of a row are the k lines in its turn. Where there
-    are as many, lines whose rows have one id, or without ids follow each other with equal rows, are captions of one picture.
-    ``NAME_ids.txt``, if it is there, has an id for each row, or for each caption that of its picture; without it a picture is NAME-ROW.
+    ``NAME_caps.txt`` has one caption a line and ``NAME_ims.npy`` the features, see :class:`RegionFile`; NAME is train,
+    dev, test, testall or any other. Where there are k times as many captions as rows, the captions of a row are the k
+    lines in its turn. Where there are as many, lines whose rows have one id, or without ids follow each other with
+    equal rows, are captions of one image. ``NAME_ids.txt``, if it is there, has an id for each row, or for each caption
+    that of its image; without it an image is NAME-ROW.
 
     Args:
         folder: where the files are.
         problems: receives empty captions, captions that are not UTF-8, and repeated ids.
 
     Returns:
-        split -> data, "dev" under the name of "val"; all of dev, of which the published code looks at the first 5,000 captions. "testall"
-        stands for "test" too where there is no other.
+        split -> data, "dev" under the name of "val"; all of dev, of which the published code looks at the first 5,000
+        captions. "testall" stands for "test" too where there is no other.
 
     Raises:
         UserError: there is no such folder, no split in it, a file is missing or damaged, or numbers do not fit.
@@ -180,7 +206,7 @@ def read_scan(folder: str | Path, problems: Problems) -> dict[str, PairData]:
 
 
 def _checked_header(file: IO[bytes], size: int) -> tuple[tuple[int, ...], np.dtype, int]:
-    """(shape, type, where the numbers begin) of a .npy file of that many bytes; no memory is taken on the word of its header.
+    """(shape, type, position of the numbers) of a .npy file of that many bytes, checked before memory is allocated.
 
     Raises:
         ValueError: it is no such file, holds something else than floats row by row, or is shorter than its header says.
@@ -209,7 +235,8 @@ def _checked_header(file: IO[bytes], size: int) -> tuple[tuple[int, ...], np.dty
     needed = math.prod(shape) * dtype.itemsize
     if min(shape, default=0) < 0 or size - start < needed:
         raise ValueError(
-            f"cut short or damaged: its header says an array of shape {shape}, {needed} bytes, and {size - start} are there;"
+            f"cut short or damaged: its header says an array of shape {shape}, {needed} bytes, and {size - start}"
+            f" are there;"
             " copy it again"
         )
     return shape, dtype, start
@@ -221,7 +248,8 @@ def _read_split(folder: Path, name: str, problems: Problems) -> PairData:
     file = RegionFile(folder / f"{name}_ims.npy")
     if not lines or len(lines) % file.n:
         raise UserError(
-            f"{path} has {len(lines)} captions and {file.path.name} {file.n} rows; expected as many captions for every row"
+            f"{path} has {len(lines)} captions and {file.path.name} {file.n} rows; expected as many captions for"
+            f" every row"
         )
     each = len(lines) // file.n
     of_line = np.arange(len(lines)) // each
@@ -234,11 +262,11 @@ def _read_split(folder: Path, name: str, problems: Problems) -> PairData:
     captions: dict[int, dict[str, str]] = {}
     taken: dict[str, int] = {}
     for number, (line, row) in enumerate(zip(lines, of_line.tolist(), strict=True)):
-        place = f"{path}:{number + 1}"
+        location = f"{path}:{number + 1}"
         identity = f"{name}-{row}" if ids is None else ids[row]
         if taken.setdefault(identity, row) != row:
-            problems.add(place, f"id {identity} stands for another row before")
-        elif text := _text(line, place, problems):
+            problems.add(location, f"id {identity} stands for another row before")
+        elif text := _text(line, location, problems):
             own = captions.setdefault(row, {})
             own[f"{identity}#{len(own)}"] = text
     if not captions:
@@ -259,15 +287,15 @@ def _lines(path: Path) -> list[bytes]:
     return data.removesuffix(b"\n").split(b"\n") if data else []
 
 
-def _text(line: bytes, place: str, problems: Problems) -> str:
+def _text(line: bytes, location: str, problems: Problems) -> str:
     """The caption of a line; "" and a note if it has none."""
     try:
         text = " ".join(line.decode("utf-8").split())
     except UnicodeDecodeError as error:
-        problems.add(place, f"not UTF-8: {error.reason} at byte {error.start}")
+        problems.add(location, f"not UTF-8: {error.reason} at byte {error.start}")
         return ""
     if not text:
-        problems.add(place, "empty caption")
+        problems.add(location, "empty caption")
     return text
 
 
@@ -302,7 +330,14 @@ def _first_of_equal(file: RegionFile) -> np.ndarray:
 
 
 def equal_captions(data: PairData) -> Sequence[Sequence[int]] | None:
-    """The texts of each image, if all images have as many and no text is shared; None otherwise: SCAN's layout cannot say it."""
+    """The texts of each image, if SCAN's layout can represent them: equal numbers, and no text of two images.
+
+    Args:
+        data: a split.
+
+    Returns:
+        n lists of text positions; None if the layout cannot represent the split.
+    """
     counts = np.bincount(data.pairs[:, 0], minlength=len(data.image_ids))
     if len(set(counts.tolist())) != 1 or len(data.pairs) != len(data.texts):
         return None

@@ -1,4 +1,4 @@
-"""Pictures: from encoded bytes to squares of pixels, and the random changes of training."""
+"""Images: from encoded bytes to squares of pixels, and the random changes of training."""
 
 import io
 import math
@@ -16,17 +16,20 @@ from torch.nn import functional
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Pillow's names of the formats that are read; others (EPS, say, which runs a program) are refused."""
 
+IMAGE_ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"})
+"""File name endings that count as images when a folder is searched."""
+
 MAX_PIXELS = 80_000_000
-"""Larger pictures are refused: a small file can hold a picture that fills the memory. Below pillow's own limit."""
+"""Larger images are refused: a small file can hold an image that fills the memory. Below pillow's own limit."""
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's pixels, in [0, 1]."""
 
 Fit = Literal["squash", "crop"]
-"""How a picture becomes a square: by changing its aspect, or by cutting off the ends of its longer side."""
+"""How an image becomes a square: by changing its aspect, or by cutting off the ends of its longer side."""
 
 Box = tuple[float, float, float, float]
-"""(left, top, width, height) of a part of a picture, as fractions of its width and height."""
+"""(left, top, width, height) of a part of an image, as fractions of its width and height."""
 
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -45,32 +48,34 @@ _DAMAGED = (SyntaxError, TypeError, EOFError, LookupError, OverflowError, Runtim
 def decode_image(
     data: bytes, size: int | None, *, fit: Fit = "squash", crop: Box | None = None, upright: bool = True
 ) -> np.ndarray:
-    """Decode a picture of any mode: turned upright by its EXIF data, transparency on white, in RGB.
+    """Decode an image of any mode: turned upright by its EXIF data, transparency on white, in RGB.
 
     Args:
         data: the bytes of a file in one of FORMATS; the first frame of several.
-        size: side in pixels of the square it becomes (bicubic). None keeps the picture's own size.
-        fit: "squash": resized to the square whatever the aspect. "crop": the shorter side resized to ``size`` and the middle
-            cut out, pixel for pixel what the CLIP image processor of transformers does.
-        crop: the part to cut out first, of the picture as it stands upright, rounded to whole pixels. Large JPEG files are then
-            decoded at a half, a quarter or an eighth of their size as long as the part keeps twice ``size`` on both sides.
-        upright: False leaves the pixels as they lie in the file, whatever orientation its EXIF data tells; a TIFF file is turned
-            all the same, by pillow.
+        size: side in pixels of the square it becomes (bicubic). None keeps the image's own size.
+        fit: "squash": resized to the square whatever the aspect. "crop": the shorter side resized to ``size`` and the
+            middle cut out, pixel for pixel what the CLIP image processor of transformers does.
+        crop: the part to cut out first, of the image as it stands upright, rounded to whole pixels. Large JPEG files
+            are then decoded at a half, a quarter or an eighth of their size as long as the part keeps twice ``size`` on
+            both sides.
+        upright: False leaves the pixels as they lie in the file, whatever orientation its EXIF data tells; a TIFF file
+            is turned all the same, by pillow.
 
     Returns:
         (3, h, w) uint8.
 
     Raises:
-        ValueError: not a picture, cut short, or of more than MAX_PIXELS pixels; fit is unknown or the crop not within [0, 1].
+        ValueError: not an image, cut short, or of more than MAX_PIXELS pixels; fit is unknown or the crop not within
+            [0, 1].
     """
     check_fit(fit)
     if crop is not None:
         _check_box(crop)
-    with _opened(data) as picture:
+    with _opened(data) as image:
         if crop is not None and size is not None:
             enough = math.ceil(2 * size / min(crop[2:]))
-            picture.draft(None, (enough, enough))
-        rgb = _on_white(_upright(picture) if upright else picture)
+            image.draft(None, (enough, enough))
+        rgb = _on_white(_upright(image) if upright else image)
     if crop is not None:
         rgb = rgb.crop(_pixels(crop, rgb.size))
     if size is not None and rgb.size != (size, size):
@@ -80,7 +85,7 @@ def decode_image(
 
 
 def check_image(data: bytes) -> None:
-    """Find out whether a picture can be decoded, in as little time as that takes: the whole file is read all the same.
+    """Find out whether an image can be decoded, in as little time as that takes: the whole file is read all the same.
 
     Args:
         data: the bytes of a file.
@@ -88,35 +93,44 @@ def check_image(data: bytes) -> None:
     Raises:
         ValueError: what :func:`decode_image` would say.
     """
-    with _opened(data) as picture:
-        picture.draft(
+    with _opened(data) as image:
+        image.draft(
             None, (1, 1)
         )  # JPEG at an eighth of its size: its stream is read to the end, the pixels are not made.
-        picture.load()
+        image.load()
         # A mode or a palette that cannot be converted shows at one pixel.
-        _on_white(picture.crop((0, 0, 1, 1)))
+        _on_white(image.crop((0, 0, 1, 1)))
 
 
 def check_fit(fit: str) -> None:
-    """Raise the ValueError for a ``fit`` that :func:`decode_image` does not know."""
+    """Refuse a ``fit`` that :func:`decode_image` does not know.
+
+    Args:
+        fit: as given by the user.
+
+    Raises:
+        ValueError: it is unknown; the message lists the known ones.
+    """
     if fit not in get_args(Fit):
         raise ValueError(f"unknown fit {fit!r}; known: {', '.join(get_args(Fit))}")
 
 
 def random_crop_box(random: np.random.Generator, low: float = 0.6) -> Box:
-    """A random part of a picture for training: width and height drawn independently, so the aspect changes, then the place.
+    """A random part of an image for training: random width and height, so the aspect changes, then a random position.
 
     Args:
         random: source of everything random; four numbers are drawn.
-        low: smallest share of either side, in (0, 1]; the largest is 1.
+        low: smallest fraction of either side, in (0, 1]; the largest is 1.
 
     Returns:
-        (left, top, width, height) in fractions: width and height uniform in [low, 1], the place uniform in what they leave.
+        (left, top, width, height) in fractions: width and height uniform in [low, 1], the place uniform in what they
+        leave.
 
     Raises:
         ValueError: low is not in (0, 1].
 
-    Source: the training crop of the PCME++ code, https://github.com/naver-ai/pcmepp, which draws one share for both sides.
+    Source: the training crop of the PCME++ code, https://github.com/naver-ai/pcmepp, which draws one fraction for both
+        sides.
     """
     if not 0 < low <= 1:
         raise ValueError(f"random_crop_box: low must be in (0, 1], got {low}")
@@ -126,11 +140,11 @@ def random_crop_box(random: np.random.Generator, low: float = 0.6) -> Box:
 
 
 def augment(pixels: Tensor, *, generator: torch.Generator) -> Tensor:
-    """Random geometry and colours, different for each picture: what a drawing style may change and a thing's identity not.
+    """Random geometry and colours, different for each image: changes that keep the identity of what is drawn.
 
-    Rotation by up to 15 degrees, scale 0.75 to 1.15, shift by up to 12 % and, for every other picture, a mirror image; then a
-    random background instead of white for half of them, brightness, contrast, a random mix of the colour channels, and grey
-    for one in five.
+    Rotation by up to 15 degrees, scale 0.75 to 1.15, shift by up to 12 % and, for every other image, a mirror image;
+    then a random background instead of white for half of them, brightness, contrast, a random mix of the colour
+    channels, and grey for one in five.
 
     Args:
         pixels: (n, 3, h, w) uint8.
@@ -155,63 +169,63 @@ def augment(pixels: Tensor, *, generator: torch.Generator) -> Tensor:
         1,
     )
     grid = functional.affine_grid(matrix, list(pixels.shape), align_corners=False)
-    # Outside of the picture is 0, so it is turned negative: white stays white.
+    # Outside of the image is 0, so it is turned negative: white stays white.
     dark = functional.grid_sample(1 - pixels.float() / 255, grid, align_corners=False)
     background = torch.where(uniform(0, 1, 1, 1, 1) < 0.5, uniform(0, 1, 3, 1, 1), 0.0)
     light = 1 - dark
     whiteness = light.amin(1, keepdim=True).sub(0.85).clamp_min(0) / 0.15
-    picture = light * (1 - whiteness * background)
+    image = light * (1 - whiteness * background)
     mix = torch.eye(3) + 0.25 * torch.randn(n, 3, 3, generator=generator)
     mix = mix / mix.sum(2, keepdim=True).clamp_min(0.3)
     grey = uniform(0, 1, 1, 1) < 0.2
     mix = torch.where(grey, torch.full((3, 3), 1 / 3), mix)
-    picture = torch.einsum("nij,njhw->nihw", mix, picture)
-    mean = picture.mean((1, 2, 3), keepdim=True)
-    picture = (picture - mean) * uniform(0.6, 1.4, 1, 1, 1) + mean + uniform(-0.2, 0.2, 1, 1, 1)
-    return picture.clamp(0, 1)
+    image = torch.einsum("nij,njhw->nihw", mix, image)
+    mean = image.mean((1, 2, 3), keepdim=True)
+    image = (image - mean) * uniform(0.6, 1.4, 1, 1, 1) + mean + uniform(-0.2, 0.2, 1, 1, 1)
+    return image.clamp(0, 1)
 
 
 def crop_and_mirror(pixels: Tensor, *, generator: torch.Generator, low: float = 0.6) -> Tensor:
-    """PCME++'s training geometry on pictures that are decoded already: a random part of each, stretched, every other mirrored.
+    """PCME++'s training geometry on decoded images: a random part of each, stretched; half of them mirrored.
 
     Args:
         pixels: (n, 3, h, w) uint8.
         generator: source of everything random, on the CPU.
-        low: smallest share of either side, as in :func:`random_crop_box`.
+        low: smallest fraction of either side, as in :func:`random_crop_box`.
 
     Returns:
         (n, 3, h, w) float32 in [0, 1].
     """
-    share = low + (1 - low) * torch.rand(len(pixels), 2, generator=generator)
-    shift = (2 * torch.rand(len(pixels), 2, generator=generator) - 1) * (1 - share)
-    share[:, 0] *= torch.where(torch.rand(len(pixels), generator=generator) < 0.5, -1.0, 1.0)
-    matrix = torch.cat([torch.diag_embed(share), shift.unsqueeze(2)], 2)
+    fraction = low + (1 - low) * torch.rand(len(pixels), 2, generator=generator)
+    shift = (2 * torch.rand(len(pixels), 2, generator=generator) - 1) * (1 - fraction)
+    fraction[:, 0] *= torch.where(torch.rand(len(pixels), generator=generator) < 0.5, -1.0, 1.0)
+    matrix = torch.cat([torch.diag_embed(fraction), shift.unsqueeze(2)], 2)
     grid = functional.affine_grid(matrix, list(pixels.shape), align_corners=False)
     values = pixels.float() / 255
     return functional.grid_sample(values, grid, padding_mode="border", align_corners=False).clamp(0, 1)
 
 
-def erase_rectangles(pixels: Tensor, *, share: float, generator: torch.Generator) -> Tensor:
-    """Random erasing: some pictures lose what is in a rectangle, which takes the mean colour of ImageNet.
+def erase_rectangles(pixels: Tensor, *, fraction: float, generator: torch.Generator) -> Tensor:
+    """Random erasing: some images lose what is in a rectangle, which takes the mean colour of ImageNet.
 
-    The rectangle has between 2 % and a third of the picture's area, an aspect between 0.3 and 1 / 0.3, and lies anywhere in it;
-    one that would be longer than the picture is cut to its side.
+    The rectangle has between 2 % and a third of the image's area, an aspect between 0.3 and 1 / 0.3, and lies anywhere
+    in it; one that would be longer than the image is cut to its side.
 
     Args:
         pixels: (n, 3, h, w) uint8, or float in [0, 1].
-        share: probability of each picture to be changed.
-        generator: source of everything random, on the CPU; five numbers are drawn for each picture.
+        fraction: probability of each image to be changed.
+        generator: source of everything random, on the CPU; five numbers are drawn for each image.
 
     Returns:
         (n, 3, h, w) float32 in [0, 1].
 
     Raises:
-        ValueError: share is not in [0, 1].
+        ValueError: fraction is not in [0, 1].
 
     Paper: Zhong et al., "Random Erasing Data Augmentation", AAAI 2020, with its limits of area and aspect.
     """
-    if not 0 <= share <= 1:
-        raise ValueError(f"erase_rectangles: share must be in [0, 1], got {share}")
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"erase_rectangles: fraction must be in [0, 1], got {fraction}")
     values = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
     chosen, area, aspect, down, across = torch.rand(5, len(pixels), 1, generator=generator)
     area, aspect = 0.02 + area * (1 / 3 - 0.02), ((2 * aspect - 1) * math.log(1 / 0.3)).exp()
@@ -223,24 +237,24 @@ def erase_rectangles(pixels: Tensor, *, share: float, generator: torch.Generator
         middle = (torch.arange(side) + 0.5) / side
         first = start * (1 - length.clamp(max=1))
         inside.append((middle >= first) & (middle < first + length))
-    erased = inside[0].unsqueeze(2) & inside[1].unsqueeze(1) & (chosen < share).unsqueeze(2)
+    erased = inside[0].unsqueeze(2) & inside[1].unsqueeze(1) & (chosen < fraction).unsqueeze(2)
     return torch.where(erased.unsqueeze(1), torch.tensor(IMAGENET_MEAN).view(3, 1, 1), values)
 
 
 @contextmanager
 def _opened(data: bytes) -> Iterator[Image.Image]:
-    """An open picture, not decoded yet; whatever goes wrong while it is open comes out as a ValueError that says so."""
+    """An open image, not decoded yet; whatever goes wrong while it is open comes out as a ValueError that says so."""
     if not data:
         raise ValueError("the file is empty")
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
-            if picture.width * picture.height > MAX_PIXELS:
-                raise ValueError(f"{picture.width} x {picture.height} pixels are more than the limit of {MAX_PIXELS}")
-            yield picture
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise ValueError(f"{image.width} x {image.height} pixels are more than the limit of {MAX_PIXELS}")
+            yield image
     except UnidentifiedImageError as error:
         if data.startswith(b"\x93NUMPY"):
-            raise ValueError('region features (.npy), not a picture; model.image.kind="regions" reads them') from error
-        raise ValueError(f"not a picture in one of the formats {', '.join(FORMATS)}") from error
+            raise ValueError('region features (.npy), not an image; model.image.kind="regions" reads them') from error
+        raise ValueError(f"not an image in one of the formats {', '.join(FORMATS)}") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ValueError(f"more pixels than the limit of {MAX_PIXELS}") from error
     except (OSError, *_DAMAGED) as error:
@@ -258,7 +272,7 @@ def _shorter_side(rgb: Image.Image, size: int) -> Image.Image:
     start = (longer - size) // 2
     tall = rgb.height > rgb.width
     if size * longer > MAX_PIXELS:
-        # A line of a picture would fill the memory: straight to its middle, which may round differently.
+        # A line of an image would fill the memory: straight to its middle, which may round differently.
         first, last = start * long / longer, (start + size) * long / longer
         part = (0.0, first, short, last) if tall else (first, 0.0, last, short)
         return rgb.resize((size, size), Image.Resampling.BICUBIC, box=part)
@@ -272,39 +286,38 @@ def _check_box(box: Box) -> None:
     # Fractions that were summed up may be over 1 by their rounding.
     fits = left >= 0 and top >= 0 and width > 0 and height > 0 and max(left + width, top + height) <= 1 + 1e-9
     if not fits:
-        raise ValueError(
-            f"crop must be (left, top, width, height) in fractions of the picture, within [0, 1]; got {box}"
-        )
+        raise ValueError(f"crop must be (left, top, width, height) in fractions of the image, within [0, 1]; got {box}")
 
 
 def _pixels(box: Box, size: tuple[int, int]) -> tuple[int, int, int, int]:
     """A box in fractions -> (left, top, right, bottom) in pixels, at least one of each."""
     left, top = (min(round(start * side), side - 1) for start, side in zip(box[:2], size, strict=True))
     right, bottom = (
-        min(round((start + share) * side), side) for start, share, side in zip(box[:2], box[2:], size, strict=True)
+        min(round((start + fraction) * side), side)
+        for start, fraction, side in zip(box[:2], box[2:], size, strict=True)
     )
     return left, top, max(right, left + 1), max(bottom, top + 1)
 
 
-def _upright(picture: Image.Image) -> Image.Image:
-    """Turned as its EXIF data says. A picture whose EXIF data is damaged stays as it is: its pixels are whole."""
-    picture.load()
+def _upright(image: Image.Image) -> Image.Image:
+    """Turned as its EXIF data says. An image whose EXIF data is damaged stays as it is: its pixels are whole."""
+    image.load()
     try:
-        orientation = picture.getexif().get(ExifTags.Base.Orientation)
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
     except (OSError, ValueError, *_DAMAGED):
-        return picture
-    return picture.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else picture
+        return image
+    return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
 
 
-def _on_white(picture: Image.Image) -> Image.Image:
-    if picture.mode.startswith("I") or picture.mode == "F":
+def _on_white(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I") or image.mode == "F":
         # 16-bit and float greys: to 8 bits by their own range, which convert() would clip.
-        values = np.nan_to_num(np.asarray(picture, dtype=np.float64), posinf=0.0)
-        top = 65535.0 if picture.mode.startswith("I") else max(float(values.max(initial=0)), 1e-12)
+        values = np.nan_to_num(np.asarray(image, dtype=np.float64), posinf=0.0)
+        top = 65535.0 if image.mode.startswith("I") else max(float(values.max(initial=0)), 1e-12)
         return Image.fromarray((values.clip(0, top) * (255 / top)).astype(np.uint8)).convert("RGB")
-    if "A" in picture.getbands() or "transparency" in picture.info:
-        rgba = picture.convert("RGBA")
+    if "A" in image.getbands() or "transparency" in image.info:
+        rgba = image.convert("RGBA")
         white = Image.new("RGBA", rgba.size, "white")
         white.alpha_composite(rgba)
         return white.convert("RGB")
-    return picture.convert("RGB")
+    return image.convert("RGB")

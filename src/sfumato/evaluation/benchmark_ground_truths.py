@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from sfumato.data.emoji import Style, load_emoji
+from sfumato.data.karpathy import karpathy_entries
 from sfumato.errors import UserError
 from sfumato.evaluation.ground_truth import (
     RECALLS,
@@ -195,25 +196,16 @@ def read_karpathy_ground_truth(
     Raises:
         UserError: the file is missing, not of this layout, repeats an id, or has nothing in this split.
     """
-    path = Path(path)
-    loaded = read_json(path)
-    if not isinstance(loaded, dict) or not isinstance(loaded.get("images"), list):
-        raise UserError(f"{path}: not a Karpathy split file; expected an object with a list under 'images'")
     images: list[str] = []
     pairs: list[tuple[str, str]] = []
-    for number, entry in enumerate(loaded["images"]):
-        try:
-            own = "train" if entry.get("split") == "restval" else entry.get("split")
-            if own != split:
-                continue
-            image = coco_image_id(entry["filename"]) if coco_ids else str(entry["filename"])
-            sentences = [str(sentence["sentid"]) for sentence in entry["sentences"]]
-        except (AttributeError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{path}:images[{number}]: malformed entry; expected an object with filename, split and sentences with sentid"
-            ) from error
+    for entry in karpathy_entries(path):
+        if entry.mistake and entry.split in (split, ""):
+            raise UserError(f"{entry.location}: malformed entry: {entry.mistake}")
+        if entry.split != split:
+            continue
+        image = coco_image_id(entry.filename) if coco_ids else entry.filename
         images.append(image)
-        pairs += [(image, sentence) for sentence in sentences]
+        pairs += [(image, sentence) for sentence, _ in entry.sentences]
     if not pairs:
         raise UserError(f"{path}: no image with captions is in the split {split!r}")
     texts = [text for _, text in pairs]

@@ -18,8 +18,8 @@ import numpy as np
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmarks import BenchmarkRanks
 from sfumato.files import write_atomically
+from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
 from sfumato.metrics.retrieval import UNLISTED
-from sfumato.metrics.selective import Interval, bootstrap, mean_statistic
 
 COMPARED = ("recall@1", "recall@5", "recall@10", "r_precision", "map@r")
 """Figures of a query that are compared; larger is better."""

@@ -14,20 +14,22 @@ import torch
 
 from sfumato.evaluation.estimators import ESTIMATORS, NEAREST, Estimator, Matching, estimate_uncertainty
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.bootstrap import (
+    Interval,
+    Statistic,
+    bootstrap,
+    mean_statistic,
+    percentile_interval,
+    resampled_balanced_spearman,
+)
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.metrics.selective import (
-    Interval,
-    Statistic,
     aurc_statistic,
     auroc_statistic,
-    balanced_spearman_draws,
-    bootstrap,
     decile_statistic,
     excess_aurc_statistic,
-    gain_statistic,
-    mean_statistic,
-    percentile_interval,
+    rejection_ratio_statistic,
     risk_statistic,
     spearman_statistic,
 )
@@ -228,7 +230,7 @@ def measure_trust(
             where each image merely has five captions of its own.
         proxies: by name in FIGURES, (n,) stand-ins for ambiguity; NaN leaves a query out.
         corrupted: some queries embedded from corrupted inputs.
-        groups: (n,) queries that are resampled together; see :func:`~sfumato.metrics.selective.bootstrap`.
+        groups: (n,) queries that are resampled together; see :func:`~sfumato.metrics.bootstrap.bootstrap`.
         n_resamples, level, seed: of the intervals; the seed also draws the wrong pairs.
 
     Returns:
@@ -256,7 +258,7 @@ def measure_trust(
             statistics[f"{name}/multiplicity"] = spearman_statistic(u, ground_truth.counts)
     found = resample(statistics, len(kept), groups=within)
     if multiplicity:
-        drawn = balanced_spearman_draws(told, ground_truth.counts, n_resamples=n_resamples, seed=seed)
+        drawn = resampled_balanced_spearman(told, ground_truth.counts, n_resamples=n_resamples, seed=seed)
         for name, u in told.items():
             value = balanced_spearman(u, ground_truth.counts)
             found[f"{name}/multiplicity_balanced"] = percentile_interval(value, drawn[name], level)
@@ -326,7 +328,7 @@ def _of_errors(u: np.ndarray, error: np.ndarray) -> dict[str, Statistic]:
         "wrong_auroc": auroc_statistic(u, error),
         "wrong_aurc": aurc_statistic(u, error),
         "wrong_excess_aurc": excess_aurc_statistic(u, error),
-        "wrong_gain": gain_statistic(u, error),
+        "wrong_gain": rejection_ratio_statistic(u, error),
         "risk_at_half": risk_statistic(u, error, 0.5),
         "deciles": decile_statistic(u, 1 - error),
     }

@@ -1,47 +1,90 @@
-"""Losses over (images, texts, match): pure functions, and modules that hold their learnable logits."""
+"""Losses over (images, texts, match): pure functions, and modules that hold their learnable logits.
 
-from sfumato.inclusion import inclusion_loss, inclusion_test, log_inclusion
-from sfumato.losses.base import LossOutput, MatchLoss, PairShare, loss_of_share, vib_loss
-from sfumato.losses.daa import DAALoss, daa_loss
+To add a loss: a module with its options, its function and its class; an entry in LOSSES; a slow loop in the tests'
+references.
+"""
+
+from dataclasses import dataclass
+
+from sfumato.losses.base import LossOptions, LossOutput, MatchLoss, PairBlock, loss_of_block, option, vib_loss
+from sfumato.losses.daa import DAALoss, DAAOptions, daa_loss
 from sfumato.losses.dispersion import dispersion_loss, match_dispersion
-from sfumato.losses.infonce import InfoNCELoss, infonce_loss
-from sfumato.losses.pcme import PCMELoss, pcme_loss
-from sfumato.losses.pcmepp import PCMEPPLoss, pcmepp_loss, pseudo_positives
-from sfumato.losses.prolip import ProLIPLoss, prolip_loss
-from sfumato.losses.pvse import PVSELoss, pvse_loss
-from sfumato.losses.triplet import TripletLoss, triplet_loss
+from sfumato.losses.infonce import InfoNCELoss, InfoNCEOptions, infonce_loss
+from sfumato.losses.pcme import PCMELoss, PCMEOptions, pcme_loss
+from sfumato.losses.pcmepp import PCMEPPLoss, PCMEPPOptions, pcmepp_loss, pseudo_positives
+from sfumato.losses.prolip import ProLIPLoss, ProLIPOptions, prolip_loss
+from sfumato.losses.pvse import PVSELoss, PVSEOptions, pvse_loss
+from sfumato.losses.triplet import TripletLoss, TripletOptions, triplet_loss
 
-LOSSES: dict[str, type[MatchLoss]] = {
-    "pcmepp": PCMEPPLoss,
-    "pcme": PCMELoss,
-    "prolip": ProLIPLoss,
-    "infonce": InfoNCELoss,
-    "triplet": TripletLoss,
-    "pvse": PVSELoss,
-    "daa": DAALoss,
+
+@dataclass(frozen=True)
+class LossEntry:
+    """A loss of the registry.
+
+    Attributes:
+        options: class of its options; its fields are the keys of the recipe's section ``[loss]``.
+        module: class of its module, which takes the options alone.
+    """
+
+    options: type[LossOptions]
+    module: type[MatchLoss]
+
+    def build(self, options: LossOptions | None = None) -> MatchLoss:
+        """A module with fresh logits.
+
+        Args:
+            options: of this loss; the defaults if None.
+
+        Returns:
+            The module.
+
+        Raises:
+            TypeError: the options are those of another loss.
+        """
+        options = self.options() if options is None else options
+        if type(options) is not self.options:
+            raise TypeError(f"{self.module.__name__}: expected {self.options.__name__}, got {type(options).__name__}")
+        return self.module(options)
+
+
+LOSSES: dict[str, LossEntry] = {
+    "pcmepp": LossEntry(PCMEPPOptions, PCMEPPLoss),
+    "pcme": LossEntry(PCMEOptions, PCMELoss),
+    "prolip": LossEntry(ProLIPOptions, ProLIPLoss),
+    "infonce": LossEntry(InfoNCEOptions, InfoNCELoss),
+    "triplet": LossEntry(TripletOptions, TripletLoss),
+    "pvse": LossEntry(PVSEOptions, PVSELoss),
+    "daa": LossEntry(DAAOptions, DAALoss),
 }
 """Every loss by the name that recipes use."""
 
 __all__ = [
     "LOSSES",
     "DAALoss",
+    "DAAOptions",
     "InfoNCELoss",
+    "InfoNCEOptions",
+    "LossEntry",
+    "LossOptions",
     "LossOutput",
     "MatchLoss",
     "PCMELoss",
+    "PCMEOptions",
     "PCMEPPLoss",
+    "PCMEPPOptions",
     "PVSELoss",
-    "PairShare",
+    "PVSEOptions",
+    "PairBlock",
     "ProLIPLoss",
+    "ProLIPOptions",
     "TripletLoss",
+    "TripletOptions",
     "daa_loss",
     "dispersion_loss",
-    "inclusion_loss",
-    "inclusion_test",
     "infonce_loss",
-    "log_inclusion",
-    "loss_of_share",
+    "loss_of_block",
     "match_dispersion",
+    "option",
     "pcme_loss",
     "pcmepp_loss",
     "prolip_loss",

@@ -1,9 +1,14 @@
-"""What every loss shares: its result, its interface, its shares and the checks of its inputs. No formula lives here."""
+"""What every loss shares: its options, its result, its interface, blocks of pairs and the checks of its inputs.
+
+No formula of a single loss is here; the information bottleneck, which several losses use, is.
+"""
 
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +19,54 @@ from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 
 MAX_PAIRS = 2**22
 """Pairs whose distances, logits and labels a loss holds in memory at a time: about 200 MB in float32."""
+
+_T = TypeVar("_T")
+_BOUNDS = {"gt": ("above", operator.gt), "ge": ("at least", operator.ge), "lt": ("below", operator.lt)}
+
+
+def option(
+    default: _T, description: str, *, gt: float | None = None, ge: float | None = None, lt: float | None = None
+) -> _T:
+    """A field of a :class:`LossOptions` class: its default, its description and its range, stated once.
+
+    Args:
+        default: the value if none is given.
+        description: one line: meaning, unit, what special values do.
+        gt, ge, lt: the value must be above gt, at least ge, below lt; None is no bound.
+
+    Returns:
+        A dataclass field whose metadata hold "description" and the bounds.
+    """
+    bounds = {name: bound for name, bound in (("gt", gt), ("ge", ge), ("lt", lt)) if bound is not None}
+    return field(default=default, metadata={"description": description, **bounds})
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Base of the options of a loss: a frozen dataclass that the function, the module and the recipe share.
+
+    Every field of a subclass is an :func:`option`. Values are checked against their bounds and choices.
+
+    Attributes:
+        distance: name of the distance by which images and texts are compared.
+
+    Raises:
+        ValueError: a value is out of its range, not finite, or not one of its choices.
+    """
+
+    distance: str = option("csd", "name of the distance; any differentiable one")
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for item in fields(self):
+            value, who = getattr(self, item.name), f"{type(self).__name__}: {item.name}"
+            if get_origin(hints[item.name]) is Literal and value not in get_args(hints[item.name]):
+                raise ValueError(f"{who} must be one of {', '.join(get_args(hints[item.name]))}, got {value!r}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{who} must be finite, got {value}")
+            for bound, (word, holds) in _BOUNDS.items():
+                if bound in item.metadata and not holds(value, item.metadata[bound]):
+                    raise ValueError(f"{who} must be {word} {item.metadata[bound]}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -32,18 +85,19 @@ class LossOutput:
 
 
 @dataclass(frozen=True)
-class PairShare:
-    """The share of a batch's pairs that is computed together: some images with all texts, and some texts with all images.
+class PairBlock:
+    """A block of a batch's pairs that is computed together: some images with all texts, and some texts with all images.
 
-    The shares of several processes, or of blocks that fit into memory, add up to the batch. Every loss is a sum over images
-    (rows) and over texts (columns), so that none needs all n * m pairs at once.
+    The blocks of several processes, or blocks that fit into memory, add up to the batch. Every loss is a sum over
+    images (rows) and over texts (columns), so that none needs all n * m pairs at once.
 
     Attributes:
-        image, text: (r, d) and (c, d) embeddings of this share.
+        image, text: (r, d) and (c, d) embeddings of this block.
         images, texts: (n, d) and (m, d) embeddings of the batch.
         match_i2t: (r, m) labels in [0, 1].
         match_t2i: (c, n) labels in [0, 1], rows are texts.
-        first_image, first_text: where this share's images and texts, which are neighbours, begin in the batch.
+        first_image, first_text: positions in the batch of this block's first image and first text. The others follow
+            them in the order of the batch.
     """
 
     image: GaussianEmbedding
@@ -56,23 +110,54 @@ class PairShare:
     first_text: int = 0
 
     @classmethod
-    def whole(cls, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, who: str) -> "PairShare":
-        """A batch as one share, after the checks of its labels."""
+    def whole(cls, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, who: str) -> "PairBlock":
+        """A batch as one block, after the checks of its labels.
+
+        Args:
+            image: (n, d) embeddings.
+            text: (m, d) embeddings.
+            match: (n, m) labels in [0, 1].
+            who: name of the caller, for error messages.
+
+        Returns:
+            The block of all n * m pairs.
+
+        Raises:
+            ValueError: see :func:`check_match`.
+        """
         match = check_match(image, text, match, who)
         return cls(image, text, image, text, match, match.T)
 
     def n_positives(self) -> Tensor:
-        """(1,) float64: how many pairs of this share's images with all texts match."""
+        """Number of matching pairs of this block's images with all texts.
+
+        Returns:
+            (1,) float64 count of labels of at least 1/2.
+        """
         return (self.match_i2t >= 0.5).sum().double().unsqueeze(0)
 
     def distances(self, distance: Distance) -> tuple[Tensor, Tensor]:
-        """(r, m) and (c, n) distances; of a whole batch the second is the first transposed, not computed again."""
+        """Distances of this block's images to all texts, and of its texts to all images.
+
+        Args:
+            distance: the distance; images are its first argument.
+
+        Returns:
+            (r, m) and (c, n) distances. For a whole batch the second is the first transposed, not computed again.
+        """
         i2t = distance.matrix(self.image, self.texts)
         whole = self.image is self.images and self.text is self.texts
         return i2t, i2t.T if whole else distance.matrix(self.images, self.text).T
 
-    def blocks(self, max_pairs: int) -> Iterator["PairShare"]:
-        """Shares of at most about max_pairs pairs a direction that add up to this one."""
+    def split(self, max_pairs: int) -> Iterator["PairBlock"]:
+        """Smaller blocks that add up to this one.
+
+        Args:
+            max_pairs: largest number of pairs of a block in one direction, about.
+
+        Yields:
+            Blocks in the order of the batch; this block itself if it is small enough.
+        """
         pairs = max(self.match_i2t.numel(), self.match_t2i.numel(), 1)
         parts = min(math.ceil(pairs / max_pairs), max(self.image.n, self.text.n, 1))
         if parts == 1:
@@ -93,17 +178,22 @@ class PairShare:
 
 
 class MatchLoss(nn.Module, ABC):
-    """A loss over a batch of images and texts and the matrix of which pairs match.
+    """The protocol of a loss over a batch of images and texts and the matrix of which pairs match.
 
-    Subclasses hold their learnable logits, if any, and call one pure function.
+    A loss is a class derived from this one. It takes its options alone, holds its learnable logits, if any, and
+    provides :meth:`counts` and :meth:`part`: the loss of a batch is the sum of the parts of its blocks. A loss with a
+    random generator also provides :meth:`advance`.
 
     Args:
-        distance: name in DISTANCES by which images and texts are compared.
+        options: of the loss; options.distance names the distance by which images and texts are compared.
+
+    Attributes:
+        distance: the distance by which a trained model compares images and texts.
     """
 
-    def __init__(self, distance: str) -> None:
+    def __init__(self, options: LossOptions) -> None:
         super().__init__()
-        self.distance: Distance = get_distance(distance)
+        self.distance: Distance = get_distance(options.distance)
 
     def forward(
         self, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, *, epoch: int | None = None
@@ -115,52 +205,71 @@ class MatchLoss(nn.Module, ABC):
             text: (m, d) embeddings.
             match: (n, m) labels in [0, 1], rows are images.
             epoch: 0-based epoch, for losses that change after a warm-up; None means after every warm-up.
+
+        Returns:
+            The total, its terms and its statistics.
+
+        Raises:
+            ValueError: see :func:`check_match`; some losses also refuse a batch without a match.
         """
-        share = PairShare.whole(image, text, match, type(self).__name__)
-        return self.part(share, self.counts(share), epoch=epoch)
+        block = PairBlock.whole(image, text, match, type(self).__name__)
+        return self.part(block, self.counts(block), epoch=epoch)
 
     def advance(self) -> None:
-        """Called after each training step, on all processes; a loss that draws at random draws anew from then on."""
+        """Called after each training step, on all processes; a loss with random samples takes new ones from then on."""
 
     @abstractmethod
-    def counts(self, share: PairShare) -> Tensor:
-        """(k,) float64 numbers that the loss divides by; those of shares add up to those of the batch."""
-
-    @abstractmethod
-    def part(self, share: PairShare, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
-        """What a share adds to the batch's loss.
+    def counts(self, block: PairBlock) -> Tensor:
+        """Numbers that the loss divides by.
 
         Args:
-            share: a share of the pairs.
+            block: a block of the pairs.
+
+        Returns:
+            (k,) float64 numbers; those of the blocks add up to those of the batch.
+        """
+
+    @abstractmethod
+    def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
+        """What a block adds to the batch's loss.
+
+        Args:
+            block: a block of the pairs.
             counts: :meth:`counts` of the whole batch.
             epoch: see :meth:`forward`.
+
+        Returns:
+            Totals, terms and statistics that add up to those of the batch.
         """
 
 
-def loss_of_share(
+def loss_of_block(
     loss: MatchLoss,
-    share: PairShare,
+    block: PairBlock,
     *,
     epoch: int | None = None,
     max_pairs: int = MAX_PAIRS,
     total: Callable[[Tensor], Tensor] = lambda counts: counts,
 ) -> LossOutput:
-    """What a share adds to the loss, computed in blocks whose intermediate results are recomputed in the backward pass.
+    """What a block adds to the loss of its batch, computed in smaller blocks that are recomputed in the backward pass.
 
     Args:
-        loss: any.
-        share: of a batch; its shares add up to the value and the gradients of ``loss(image, text, match)``.
-        epoch: 0-based.
-        max_pairs: pairs in memory at a time; a smaller share is one block and nothing is recomputed.
-        total: adds up the counts of the processes that hold the other shares.
+        loss: any loss.
+        block: a block of a batch; all blocks add up to the value and the gradients of ``loss(image, text, match)``.
+        epoch: 0-based; None means after every warm-up.
+        max_pairs: pairs in memory at a time; a block with fewer is computed at once, and nothing is recomputed.
+        total: adds up the counts of the processes that hold the other blocks.
+
+    Returns:
+        The total, terms and statistics of the block.
     """
-    blocks = list(share.blocks(max_pairs))
-    counts = total(torch.stack([loss.counts(block) for block in blocks]).sum(0))
+    blocks = list(block.split(max_pairs))
+    counts = total(torch.stack([loss.counts(small) for small in blocks]).sum(0))
     if len(blocks) == 1:
-        return loss.part(share, counts, epoch=epoch)
+        return loss.part(block, counts, epoch=epoch)
     outputs = [
-        checkpoint(loss.part, block, counts, epoch=epoch, use_reentrant=False, preserve_rng_state=False)
-        for block in blocks
+        checkpoint(loss.part, small, counts, epoch=epoch, use_reentrant=False, preserve_rng_state=False)
+        for small in blocks
     ]
     return LossOutput(
         torch.stack([output.total for output in outputs]).sum(),
@@ -169,8 +278,34 @@ def loss_of_share(
     )
 
 
+def sum_of_terms(terms: dict[str, Tensor], stats: dict[str, Tensor] | None = None) -> LossOutput:
+    """A loss whose total is the sum of its terms.
+
+    Args:
+        terms: name -> () weighted term, at least one.
+        stats: name -> () detached numbers; none if left out.
+
+    Returns:
+        The total with its terms and statistics.
+    """
+    return LossOutput(torch.stack(list(terms.values())).sum(), terms, stats or {})
+
+
 def check_match(image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, who: str) -> Tensor:
-    """match on the device of the images, after its checks."""
+    """Check the labels of a batch.
+
+    Args:
+        image: (n, d) embeddings.
+        text: (m, d) embeddings.
+        match: (n, m) labels.
+        who: name of the caller, for error messages.
+
+    Returns:
+        match on the device of the images.
+
+    Raises:
+        ValueError: match has another shape, the batch is empty, or a label lies outside of [0, 1].
+    """
     if match.shape != (image.n, text.n):
         raise ValueError(
             f"{who}: match must have shape (images, texts) = ({image.n}, {text.n}), got {tuple(match.shape)}"
@@ -208,13 +343,27 @@ def vib_loss(x: GaussianEmbedding) -> Tensor:
 
 
 def vib_sums(x: GaussianEmbedding) -> Tensor:
-    """(n,) KL divergences of the embeddings to the standard normal, in nats."""
+    """KL divergence of each embedding to the standard normal, summed over its dimensions.
+
+    Args:
+        x: (n, d) embeddings with positive variances.
+
+    Returns:
+        (n,) values >= 0 in nats.
+    """
     dtype = accumulation_dtype(x.dtype)
     mean, log_var = x.mean.to(dtype), x.log_var.to(dtype)
     return (mean.square() + log_var.expm1() - log_var).sum(-1) / 2
 
 
-def vib_of_share(share: PairShare) -> Tensor:
-    """() what a share adds to the sum of :func:`vib_loss` of the batch's images and of its texts."""
-    image = vib_sums(share.image).sum() / (share.images.n * share.images.d)
-    return image + vib_sums(share.text).sum() / (share.texts.n * share.texts.d)
+def vib_of_block(block: PairBlock) -> Tensor:
+    """What a block adds to the sum of :func:`vib_loss` of the batch's images and of its texts.
+
+    Args:
+        block: a block of the pairs.
+
+    Returns:
+        () value >= 0 in nats per dimension.
+    """
+    image = vib_sums(block.image).sum() / (block.images.n * block.images.d)
+    return image + vib_sums(block.text).sum() / (block.texts.n * block.texts.d)

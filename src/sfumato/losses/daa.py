@@ -1,63 +1,73 @@
-"""DAA: beside the triplet hinge, an image's texts and a text's images shall be ranked as their meanings are."""
+"""DAA: a triplet hinge, and ranks by distance that agree with ranks by graded labels."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.base import MAX_PAIRS, LossOutput, PairShare
-from sfumato.losses.triplet import Mining, TripletLoss
+from sfumato.losses.base import MAX_PAIRS, LossOutput, PairBlock, option, sum_of_terms
+from sfumato.losses.triplet import TripletLoss, TripletOptions
+
+
+@dataclass(frozen=True)
+class DAAOptions(TripletOptions):
+    """DAA: a triplet hinge, and ranks by distance that agree with ranks by graded labels.
+
+    Attributes: each field states its default, its meaning and its range.
+    """
+
+    asp_weight: float = option(
+        0.2, "weight of the disagreement of the ranks, which lies in [0, 1) for each direction", ge=0
+    )
+    temperature: float = option(0.02, "of the comparisons of distances, in units of the distance", gt=0)
 
 
 def daa_loss(
     image: GaussianEmbedding,
     text: GaussianEmbedding,
     match: Tensor,
+    options: DAAOptions = DAAOptions(),
     *,
-    margin: float = 0.4,
-    mining: Mining = "hardest",
-    distance: str = "squared_l2",
-    asp_weight: float = 0.2,
-    temperature: float = 0.02,
+    epoch: int | None = None,
 ) -> LossOutput:
     r"""The triplet hinge, and for each query how far the ranks by distance lie from the ranks by label.
 
         triplet + asp_weight * (2 - ASP(images) - ASP(texts))
         ASP(queries) = mean over queries and their gallery of min(rank, rank') / max(rank, rank')
 
-    rank counts from 1 by distance, with sigmoid((d_i - d_j) / temperature) in the place of "j is closer than i", so that it has a
-    gradient; rank' counts by label, the larger the earlier, equal ones sharing the mean of their ranks. What the term learns from are
-    graded labels (``data.graded``): of labels that are 0 and 1 it wants all non-matches equally far.
+    rank counts from 1 by distance, with sigmoid((d_i - d_j) / temperature) in place of "j is closer than i", so that it
+    has a gradient. rank' counts by label, the largest label first; equal labels get the mean of their ranks. The term
+    learns from graded labels (``data.graded``): with labels of 0 and 1 it wants all non-matches equally far.
 
-    The released code weighs it 25 (COCO) and 10 (Flickr30K) beside a hinge summed over 128 pairs; ours is their mean, which makes 0.2
-    and 0.08. Its temperature of 0.001, of similarities, leaves a gradient to near ties only.
+    The released code weighs it 25 (COCO) and 10 (Flickr30K) beside a hinge summed over 128 pairs. The hinge here is a
+    mean, so that these weights become 0.2 and 0.08. The released temperature of 0.001, of similarities, leaves a
+    gradient to near ties only.
 
     Args:
         image: (n, d) embeddings.
         text: (m, d) embeddings.
         match: (n, m) labels in [0, 1].
-        margin, mining, distance: see :func:`~sfumato.losses.triplet.triplet_loss`.
-        asp_weight: of the ranks' disagreement, which lies in [0, 1) for each direction.
-        temperature: in units of the distance.
+        options: see :class:`DAAOptions`.
+        epoch: 0-based epoch; None means after every warm-up.
 
     Returns:
         Terms "i2t", "t2i" and "asp"; stat "active" of the triplet loss.
 
     Raises:
-        ValueError: as the triplet loss, or temperature is not positive.
+        ValueError: see :func:`~sfumato.losses.triplet.triplet_loss`.
 
-    Paper: Li et al., "A Differentiable Semantic Metric Approximation in Probabilistic Embedding for Cross-Modal Retrieval",
-    NeurIPS 2022.
+    Paper: Li et al., "A Differentiable Semantic Metric Approximation in Probabilistic Embedding for Cross-Modal
+    Retrieval", NeurIPS 2022.
     """
-    share = PairShare.whole(image, text, match, "daa_loss")
-    loss = DAALoss(distance=distance, margin=margin, mining=mining, asp_weight=asp_weight, temperature=temperature)
-    return loss.part(share, loss.counts(share))
+    return DAALoss(options).forward(image, text, match, epoch=epoch)
 
 
-def _disagreement(distance: Tensor, label: Tensor, temperature: float) -> Tensor:
+def _disagreement(distance: Tensor, label: Tensor, temperature: float, max_values: int) -> Tensor:
     """() 1 - min / max of the ranks, averaged over the gallery and summed over the queries, which are rows."""
     queries, gallery = distance.shape
-    rows = max(1, MAX_PAIRS // max(gallery**2, 1))
+    rows = max(1, max_values // max(gallery**2, 1))
     parts = [(distance[i : i + rows], label[i : i + rows]) for i in range(0, queries, rows)]
     if len(parts) == 1:
         return _disagreement_of_rows(distance, label, temperature)
@@ -68,56 +78,35 @@ def _disagreement(distance: Tensor, label: Tensor, temperature: float) -> Tensor
 def _disagreement_of_rows(distance: Tensor, label: Tensor, temperature: float) -> Tensor:
     itself = torch.eye(distance.shape[1], dtype=torch.bool, device=distance.device)
     before = ((distance.unsqueeze(2) - distance.unsqueeze(1)) / temperature).sigmoid()  # (q, i, j): j is before i
-    rank, meant = 1 + before.masked_fill(itself, 0).sum(2), _label_ranks(label).to(distance.dtype)
-    return (1 - torch.minimum(rank, meant) / torch.maximum(rank, meant)).mean(1).sum()
+    rank, wanted = 1 + before.masked_fill(itself, 0).sum(2), _label_ranks(label).to(distance.dtype)
+    return (1 - torch.minimum(rank, wanted) / torch.maximum(rank, wanted)).mean(1).sum()
 
 
 def _label_ranks(label: Tensor) -> Tensor:
-    """(q, g) ranks from 1 within each row, the largest label first; equal ones share the mean of their ranks."""
+    """(q, g) ranks from 1 within each row, the largest label first; equal ones get the mean of their ranks."""
     label = label.float().contiguous()
     ascending = label.sort(1).values.contiguous()
     below, up_to = (torch.searchsorted(ascending, label, right=right) for right in (False, True))
     return label.shape[1] - (below + up_to) / 2 + 0.5
 
 
-def _check(temperature: float) -> None:
-    if not temperature > 0:
-        raise ValueError(f"daa_loss: temperature must be positive, got {temperature}")
-
-
 class DAALoss(TripletLoss):
-    """:func:`daa_loss`, with the warm-up of the triplet loss.
+    """:func:`daa_loss` as a module; it has no parameters.
 
     Args:
-        distance, margin, mining, sum_epochs, soft_margin: see :class:`~sfumato.losses.triplet.TripletLoss`.
-        asp_weight, temperature: see :func:`daa_loss`.
-
-    Raises:
-        ValueError: temperature is not positive.
+        options: see :class:`DAAOptions`.
+        max_values: comparisons of two gallery items that are held in memory at a time.
     """
 
-    def __init__(
-        self,
-        *,
-        distance: str = "squared_l2",
-        margin: float = 0.4,
-        mining: Mining = "hardest",
-        sum_epochs: int = 0,
-        soft_margin: bool = False,
-        asp_weight: float = 0.2,
-        temperature: float = 0.02,
-    ) -> None:
-        _check(temperature)
-        super().__init__(
-            distance=distance, margin=margin, mining=mining, sum_epochs=sum_epochs, soft_margin=soft_margin
-        )
-        self.asp_weight, self.temperature = asp_weight, temperature
+    def __init__(self, options: DAAOptions = DAAOptions(), *, max_values: int = MAX_PAIRS) -> None:
+        super().__init__(options)
+        self.options, self.max_values = options, max_values
 
-    def part(self, share: PairShare, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
+    def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`~sfumato.losses.base.MatchLoss`."""
-        distances = share.distances(self.distance)
-        triplet = self._hinges(share, distances, counts, epoch)
-        sides = zip(distances, (share.match_i2t, share.match_t2i), strict=True)
-        i2t, t2i = (_disagreement(distance, label, self.temperature) for distance, label in sides)
-        asp = self.asp_weight * (i2t / share.images.n + t2i / share.texts.n)
-        return LossOutput(triplet.total + asp, {**triplet.terms, "asp": asp}, triplet.stats)
+        distances = block.distances(self.distance)
+        triplet = self.hinges(block, distances, counts, epoch)
+        sides = zip(distances, (block.match_i2t, block.match_t2i), strict=True)
+        i2t, t2i = (_disagreement(d, label, self.options.temperature, self.max_values) for d, label in sides)
+        asp = self.options.asp_weight * (i2t / block.images.n + t2i / block.texts.n)
+        return sum_of_terms({**triplet.terms, "asp": asp}, triplet.stats)

@@ -1,4 +1,4 @@
-"""How widely the matches of an item lie apart, and the scoring rule that makes a total variance say so."""
+"""How widely the matches of an item lie apart, and the scoring rule that fits a total variance to it."""
 
 import torch
 from torch import Tensor
@@ -12,30 +12,32 @@ def match_dispersion(
 ) -> tuple[Tensor, Tensor]:
     r"""How widely the matches of each item lie apart: the mean of 1 - cosine over all pairs of its matches.
 
-        w = W (partners - their mean), scaled to unit length        spread = 1 - ||mean of w over an item's matches||^2
+        w = W (partners - their mean), scaled to unit length
+        dispersion = 1 - ||mean of w over an item's matches||^2
 
-    The pairs include each match with itself. So a single match has a spread of 0, k matches at right angles have 1 - 1/k, and
-    copies of one thing count once. Whitening, W = covariance^(-1/2), makes unrelated things stand at right angles: without
-    it the spread says how far apart the matches lie in the space as it is, and a crowd of near twins counts as hardly more than one.
+    The pairs include each match with itself. So a single match has a dispersion of 0, k matches at right angles have
+    1 - 1/k, and copies of one thing count once. Whitening, W = covariance^(-1/2), makes unrelated things stand at right
+    angles. Without it the dispersion measures the space as it is, where many near twins count as hardly more than one.
 
     Args:
-        partners: (n, d) means of the other side, e.g. of all training images for the spread of texts.
+        partners: (n, d) means of the other side, e.g. of all training images for the dispersion of texts.
         item: (p,) positions of items in 0 .. n_items - 1; with partner the list of all true pairs.
         partner: (p,) positions of their matches in partners.
         n_items: m.
         whiten: False takes the unit vectors of the partners themselves.
-        shrinkage: added to the eigenvalues of the covariance, in units of their mean; must be positive if there are fewer
-            partners than dimensions.
+        shrinkage: added to the eigenvalues of the covariance, in units of their mean; must be positive if there are
+            fewer partners than dimensions.
 
     Returns:
-        (m,) spreads in [0, 1], 0 for items without a match; (m,) numbers of matches. Without gradient.
+        (m,) dispersions in [0, 1], 0 for items without a match; (m,) numbers of matches. Without gradient.
 
     Raises:
-        ValueError: partners is not (n, d), item and partner are not as many, or shrinkage is negative.
+        ValueError: partners is not (n, d), item and partner differ in length, or shrinkage is negative.
 
     Example:
         >>> two_things = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
-        >>> match_dispersion(two_things, torch.tensor([0, 1, 1, 2, 2]), torch.tensor([0, 0, 1, 1, 2]), 3, whiten=False)
+        >>> item, partner = torch.tensor([0, 1, 1, 2, 2]), torch.tensor([0, 0, 1, 1, 2])
+        >>> match_dispersion(two_things, item, partner, 3, whiten=False)
         (tensor([0.0000, 0.5000, 0.0000]), tensor([1, 2, 2]))
     """
     if partners.ndim != 2 or item.shape != partner.shape or item.ndim != 1:
@@ -54,22 +56,22 @@ def match_dispersion(
     w = functional.normalize(w, dim=1)
     count = torch.bincount(item, minlength=n_items)
     centre = w.new_zeros(n_items, w.shape[1]).index_add_(0, item, w[partner]) / count.clamp(min=1)[:, None]
-    spread = (1 - centre.square().sum(1)).clamp(min=0)
-    return torch.where(count > 0, spread, 0), count
+    dispersion = (1 - centre.square().sum(1)).clamp(min=0)
+    return torch.where(count > 0, dispersion, 0), count
 
 
-def dispersion_loss(log_var: Tensor, spread: Tensor, *, floor: float = 0.02) -> Tensor:
-    r"""A proper scoring rule of the total variance: least where every log_var is log((spread + floor) / d).
+def dispersion_loss(log_var: Tensor, dispersion: Tensor, *, floor: float = 0.02) -> Tensor:
+    r"""A proper scoring rule of the total variance: least where every log_var is log((dispersion + floor) / d).
 
-        mean over items and dimensions of [ (spread + floor) / (d var) + log_var ] / 2
+        mean over items and dimensions of [ (dispersion + floor) / (d var) + log_var ] / 2
 
-    It is, but for a constant, the negative log-likelihood of an item's matches under a Gaussian around their own centre whose
-    variance each dimension shares equally.
+    Apart from a constant it is the negative log-likelihood of an item's matches under a Gaussian around their own
+    centre with the same variance in every dimension.
 
     Args:
         log_var: (n, d).
-        spread: (n,) of :func:`match_dispersion`.
-        floor: what the total variance of an item with a single match goes to; positive.
+        dispersion: (n,) of :func:`match_dispersion`.
+        floor: total variance that fits an item with a single match; positive.
 
     Returns:
         () loss.
@@ -77,13 +79,14 @@ def dispersion_loss(log_var: Tensor, spread: Tensor, *, floor: float = 0.02) -> 
     Raises:
         ValueError: the sizes differ, or floor is not positive.
     """
-    if log_var.ndim != 2 or spread.shape != log_var.shape[:1]:
+    if log_var.ndim != 2 or dispersion.shape != log_var.shape[:1]:
         raise ValueError(
-            f"dispersion_loss: log_var must be (n, d) and spread (n,), got {tuple(log_var.shape)} and {tuple(spread.shape)}"
+            "dispersion_loss: log_var must be (n, d) and dispersion (n,), got"
+            f" {tuple(log_var.shape)} and {tuple(dispersion.shape)}"
         )
     if not floor > 0:
         raise ValueError(
             f"dispersion_loss: floor must be positive, got {floor}; the best variance of a single match would be 0"
         )
-    wanted = (spread + floor)[:, None] / log_var.shape[1]
+    wanted = (dispersion + floor)[:, None] / log_var.shape[1]
     return (wanted * (-log_var).exp() + log_var).mean() / 2

@@ -1,10 +1,12 @@
 """The PCME objective: soft contrastive loss of sampled match probabilities in log space, bottleneck and uniformity.
 
-What is random here follows from a seed and the number of the step, so that all processes and blocks use the same draws.
+What is random here follows from a seed and the number of the step, so that all processes and blocks use the same
+samples.
 """
 
 import math
 import zlib
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -13,98 +15,101 @@ from torch.nn import functional
 
 from sfumato.distances import reduce_sample_distances
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
-from sfumato.losses.base import LossOutput, MatchLoss, PairShare, vib_of_share
+from sfumato.losses.base import LossOptions, LossOutput, MatchLoss, PairBlock, option, sum_of_terms, vib_of_block
 from sfumato.matching import MatchingLogits, match_logit
 
 SIGMOIDS = {"plain": 1.0, "compressed": 2.0}
-"""By what either convention multiplies a logit: sigmoid(x), and exp(x) / (exp(x) + exp(-x)) = sigmoid(2 x) as released."""
+"""Factor of the logit in either convention: sigmoid(x), and exp(x) / (exp(x) + exp(-x)) = sigmoid(2 x) as released."""
 
 Sigmoid = Literal["plain", "compressed"]
+
+
+@dataclass(frozen=True)
+class PCMEOptions(LossOptions):
+    """PCME: soft contrastive loss of sampled match probabilities, bottleneck, uniformity.
+
+    Attributes: each field states its default, its meaning and its range.
+    """
+
+    distance: str = option("csd", "by which a trained model ranks; the loss compares samples by Euclidean distance")
+    n_samples: int = option(7, "number of samples of each embedding", ge=1)
+    sigmoid: Sigmoid = option("plain", "plain, or compressed: the released sigmoid(2 logit)")  # noqa: RUF009
+    beta: float = option(1e-4, "weight of the information bottleneck; 0 leaves it out, as points need", ge=0)
+    uniformity_weight: float = option(
+        0.0, "weight of the uniformity of all samples; 0 leaves it out, 10 as published for CUB", ge=0
+    )
+    match_weight: float = option(
+        2.0, "weight of the match term; 2 counts both directions; 2 n m gives the released sum over pairs", ge=0
+    )
+    logit_scale: float = option(5.0, "initial scale of the match logits; 15 in the paper for COCO, 5 for CUB", gt=0)
+    logit_bias: float = option(5.0, "initial bias of the match logits; 15 in the paper for COCO, 5 for CUB")
+    seed: int = option(0, "of the samples", ge=0, lt=2**20)
 
 
 def pcme_loss(
     image: GaussianEmbedding,
     text: GaussianEmbedding,
     match: Tensor,
+    options: PCMEOptions = PCMEOptions(),
     *,
     logit_scale: Tensor | float,
     logit_bias: Tensor | float,
-    n_samples: int = 7,
-    sigmoid: Sigmoid = "plain",
-    beta: float = 1e-4,
-    uniformity_weight: float = 0.0,
-    match_weight: float = 2.0,
-    generator: torch.Generator | None = None,
+    step: int = 0,
     noise: tuple[Tensor, Tensor] | None = None,
 ) -> LossOutput:
     r"""match_weight * match + beta * (vib_image + vib_text) + uniformity_weight * uniformity.
 
         p = 1/s^2 sum_jk sigmoid(b - a ||z_i^j - z_l^k||)
         match = mean over pairs of -label ln p - (1 - label) ln(1 - p)
-        uniformity = ln mean over pairs of two draws of exp(-2 ||z - z'||^2), images' and texts' together
+        uniformity = ln mean over pairs of two samples of exp(-2 ||z - z'||^2), images' and texts' together
 
-    Both logarithms are log-sum-exps over the s^2 logits, so that neither p nor 1 - p underflows. Blocks of draws are
+    Both logarithms are log-sum-exps over the s^2 logits, so that neither p nor 1 - p underflows. Blocks of samples are
     recomputed in the backward pass.
 
     Args:
         image: (n, d) embeddings.
         text: (m, d) embeddings.
-        match: (n, m) labels in [0, 1], soft ones welcome.
-        logit_scale: a > 0; initially 15 in the paper for COCO, 5 for CUB.
-        logit_bias: b; the same.
-        n_samples: s draws of each embedding.
-        sigmoid: "plain", or "compressed", the released sigmoid(2 x).
-        beta: weight of the information bottleneck; 0 leaves it out, as points need.
-        uniformity_weight: weight of the uniformity of all draws; 0 leaves it out, 10 as published for CUB.
-        match_weight: 2 counts both directions; 2 n m gives the released sum over pairs.
-        generator: source of the draws.
-        noise: (n, s, d) and (m, s, d) standard normal numbers in place of draws; n_samples and generator play no part then.
+        match: (n, m) labels in [0, 1]; soft labels are welcome.
+        options: see :class:`PCMEOptions`.
+        logit_scale: a > 0; options.logit_scale is only the initial value of the module.
+        logit_bias: b; likewise.
+        step: number of the step; with options.seed it decides the samples.
+        noise: (n, s, d) and (m, s, d) standard normal numbers in place of random ones; options.n_samples and seed have
+            no effect then.
 
     Returns:
-        Terms "match", "vib", "uniformity".
+        Terms "match", "vib", "uniformity"; a term of weight 0 is left out.
 
     Raises:
-        ValueError: shapes do not fit, the batch is empty, or the sigmoid is unknown.
+        ValueError: shapes do not fit, or the batch is empty.
 
     Example:
         >>> e = GaussianEmbedding(torch.eye(2), torch.full((2, 2), -99.0))
-        >>> pcme_loss(e, e, torch.eye(2), logit_scale=5.0, logit_bias=5.0, beta=0).terms["match"]
-        tensor(0.1255)
+        >>> pcme_loss(e, e, torch.eye(2), PCMEOptions(beta=0), logit_scale=5.0, logit_bias=5.0).terms["match"]
+        tensor(0.1254)
 
     Paper: Chun et al., CVPR 2021, Eq. 1-3 and A.1.
     """
-    share = PairShare.whole(image, text, match, "pcme_loss")
+    block = PairBlock.whole(image, text, match, "pcme_loss")
     if noise is None:
-        noise = _draw(share, n_samples, generator)
-    _check_noise(share, noise)
-    counts = _counts(share, noise, uniformity_weight)
-    return _part(
-        share,
-        counts,
-        noise,
-        logit_scale=logit_scale,
-        logit_bias=logit_bias,
-        sigmoid=sigmoid,
-        beta=beta,
-        uniformity_weight=uniformity_weight,
-        match_weight=match_weight,
-    )
+        noise = _noise(block, options, step)
+    _check_noise(block, noise)
+    return _part(block, _counts(block, noise, options), noise, options, logit_scale, logit_bias)
 
 
-def _draw(share: PairShare, n_samples: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Noise for all images and all texts of the batch, in float32 whatever the embeddings are."""
-    if n_samples < 1:
-        raise ValueError(f"pcme_loss: n_samples must be at least 1, got {n_samples}")
-    device = share.images.device if generator is None else generator.device
+def _noise(block: PairBlock, options: PCMEOptions, step: int) -> tuple[Tensor, Tensor]:
+    """(n, s, d) and (m, s, d) noise for all images and all texts of the batch, always in float32."""
+    # A checksum of both: a generator on the CPU takes 32 bits of its seed.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{options.seed} {step}".encode()))
     image, text = (
-        torch.randn((x.n, n_samples, x.d), generator=generator, device=device).to(x.device)
-        for x in (share.images, share.texts)
+        torch.randn((x.n, options.n_samples, x.d), generator=generator).to(x.device)
+        for x in (block.images, block.texts)
     )
     return image, text
 
 
-def _check_noise(share: PairShare, noise: tuple[Tensor, Tensor]) -> None:
-    for name, x, values in zip(("images", "texts"), (share.images, share.texts), noise, strict=True):
+def _check_noise(block: PairBlock, noise: tuple[Tensor, Tensor]) -> None:
+    for name, x, values in zip(("images", "texts"), (block.images, block.texts), noise, strict=True):
         if values.ndim != 3 or (len(values), values.shape[2]) != (x.n, x.d):
             raise ValueError(
                 f"pcme_loss: noise of {name} must have shape ({x.n}, n_samples, {x.d}), got {tuple(values.shape)}"
@@ -112,143 +117,105 @@ def _check_noise(share: PairShare, noise: tuple[Tensor, Tensor]) -> None:
 
 
 def _samples(x: GaussianEmbedding, noise: Tensor) -> Tensor:
-    """(n, s, d) draws mean + sqrt(var) * noise."""
+    """(n, s, d) samples mean + sqrt(var) * noise."""
     dtype = accumulation_dtype(x.dtype)
     mean, log_var = x.mean.to(dtype), x.log_var.to(dtype)
     return torch.addcmul(mean.unsqueeze(1), (log_var / 2).exp().unsqueeze(1), noise.to(dtype))
 
 
-def _own_and_all(share: PairShare, noise: tuple[Tensor, Tensor]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Draws of the share's images and of its texts, then those of all images and all texts; equal items, equal draws."""
-    own_image = noise[0][share.first_image : share.first_image + share.image.n]
-    own_text = noise[1][share.first_text : share.first_text + share.text.n]
-    own = _samples(share.image, own_image), _samples(share.text, own_text)
-    return own, (_samples(share.images, noise[0]), _samples(share.texts, noise[1]))
+def _own_and_all(block: PairBlock, noise: tuple[Tensor, Tensor]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Samples of the block's images and of its texts, then of all images and all texts; equal items, equal samples."""
+    own_image = noise[0][block.first_image : block.first_image + block.image.n]
+    own_text = noise[1][block.first_text : block.first_text + block.text.n]
+    own = _samples(block.image, own_image), _samples(block.text, own_text)
+    return own, (_samples(block.images, noise[0]), _samples(block.texts, noise[1]))
 
 
-def _uniformity_sum(share: PairShare, noise: tuple[Tensor, Tensor]) -> Tensor:
-    """() sum over the share's draws and all other draws of exp(-2 ||z - z'||^2)."""
-    own, everything = _own_and_all(share, noise)
+def _uniformity_sum(block: PairBlock, noise: tuple[Tensor, Tensor]) -> Tensor:
+    """() sum over the block's samples and all other samples of exp(-2 ||z - z'||^2)."""
+    own, everything = _own_and_all(block, noise)
 
     def reduce(distance: Tensor) -> Tensor:
         return (-2 * distance.square()).exp().sum((2, 3))
 
     total = torch.stack([reduce_sample_distances(a, b, reduce).double().sum() for a in own for b in everything]).sum()
-    return total - sum(a.shape[0] * a.shape[1] for a in own)  # Less every draw with itself, exp(0) each.
+    return total - sum(a.shape[0] * a.shape[1] for a in own)  # Less every sample with itself, exp(0) each.
 
 
-def _counts(share: PairShare, noise: tuple[Tensor, Tensor], uniformity_weight: float) -> Tensor:
+def _counts(block: PairBlock, noise: tuple[Tensor, Tensor], options: PCMEOptions) -> Tensor:
     """Number of pairs, and with uniformity the sum within its logarithm."""
-    values = [torch.tensor(float(share.match_i2t.numel()), dtype=torch.float64, device=share.images.device)]
-    if uniformity_weight:
+    values = [torch.tensor(float(block.match_i2t.numel()), dtype=torch.float64, device=block.images.device)]
+    if options.uniformity_weight:
         with torch.no_grad():
-            values.append(_uniformity_sum(share, noise).detach())
+            values.append(_uniformity_sum(block, noise).detach())
     return torch.stack(values)
 
 
 def _part(
-    share: PairShare,
+    block: PairBlock,
     counts: Tensor,
     noise: tuple[Tensor, Tensor],
-    *,
+    options: PCMEOptions,
     logit_scale: Tensor | float,
     logit_bias: Tensor | float,
-    sigmoid: Sigmoid,
-    beta: float,
-    uniformity_weight: float,
-    match_weight: float,
 ) -> LossOutput:
-    if sigmoid not in SIGMOIDS:
-        raise ValueError(f"pcme_loss: sigmoid must be one of {', '.join(SIGMOIDS)}, got {sigmoid!r}")
-    (own_image, _), (_, texts) = _own_and_all(share, noise)
+    (own_image, _), (_, texts) = _own_and_all(block, noise)
     log_pairs = math.log(own_image.shape[1] * texts.shape[1])
 
     def log_probability(sign: float) -> Tensor:
         """(r, m) ln p for sign 1, ln(1 - p) for -1."""
 
         def reduce(distance: Tensor) -> Tensor:
-            logit = sign * SIGMOIDS[sigmoid] * match_logit(distance, logit_scale, logit_bias)
+            logit = sign * SIGMOIDS[options.sigmoid] * match_logit(distance, logit_scale, logit_bias)
             return functional.logsigmoid(logit).flatten(2).logsumexp(-1) - log_pairs
 
         return reduce_sample_distances(own_image, texts, reduce)
 
-    label = share.match_i2t.to(own_image.dtype)
+    label = block.match_i2t.to(own_image.dtype)
     likelihood = label * log_probability(1.0) + (1 - label) * log_probability(-1.0)
-    terms = {"match": -match_weight * likelihood.sum() / counts[0].to(likelihood.dtype)}
-    if beta:
-        terms["vib"] = beta * vib_of_share(share)
-    if uniformity_weight:
-        draws = sum(x.shape[0] * x.shape[1] for x in noise)
+    terms = {"match": -options.match_weight * likelihood.sum() / counts[0].to(likelihood.dtype)}
+    if options.beta:
+        terms["vib"] = options.beta * vib_of_block(block)
+    if options.uniformity_weight:
+        samples = sum(x.shape[0] * x.shape[1] for x in noise)
         whole = counts[1].clamp_min(1e-300)
-        part = _uniformity_sum(share, noise) / whole
-        # The share of the logarithm that this part is of; its gradient is that of the logarithm of the whole sum.
-        value = part.detach() * (whole / (draws * (draws - 1))).log() + (part - part.detach())
-        terms["uniformity"] = uniformity_weight * value.to(likelihood.dtype)
-    return LossOutput(torch.stack(list(terms.values())).sum(), terms)
+        part = _uniformity_sum(block, noise) / whole
+        # This block's fraction of the logarithm; its gradient is that of the logarithm of the whole sum.
+        value = part.detach() * (whole / (samples * (samples - 1))).log() + (part - part.detach())
+        terms["uniformity"] = options.uniformity_weight * value.to(likelihood.dtype)
+    return sum_of_terms(terms)
 
 
 class PCMELoss(MatchLoss):
     """:func:`pcme_loss` with learnable logits.
 
-    Draws follow from ``seed`` and ``step``, a buffer that :meth:`advance` moves on after every training step and that
-    checkpoints keep: within a step every process, block and recomputation uses the same draws, two equal runs are bitwise
-    equal, and so is a resumed one.
+    Samples follow from options.seed and ``step``, a buffer that :meth:`advance` increments after every training step
+    and that checkpoints keep. So within a step every process, block and recomputation uses the same samples, two equal
+    runs are bitwise equal, and so is a resumed one.
 
     Args:
-        distance: by which a trained model ranks; the loss itself compares draws by their Euclidean distance.
-        n_samples, sigmoid, beta, uniformity_weight, match_weight: see :func:`pcme_loss`.
-        logit_scale, logit_bias: initial values of the learnable logits.
-        seed: of the draws.
+        options: see :class:`PCMEOptions`.
     """
 
     step: Tensor
 
-    def __init__(
-        self,
-        *,
-        distance: str = "csd",
-        n_samples: int = 7,
-        sigmoid: Sigmoid = "plain",
-        beta: float = 1e-4,
-        uniformity_weight: float = 0.0,
-        match_weight: float = 2.0,
-        logit_scale: float = 5.0,
-        logit_bias: float = 5.0,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(distance)
-        self.logits = MatchingLogits(logit_scale, logit_bias)
-        self.n_samples, self.seed = n_samples, seed
-        self.sigmoid: Sigmoid = sigmoid
-        self.beta, self.uniformity_weight, self.match_weight = beta, uniformity_weight, match_weight
+    def __init__(self, options: PCMEOptions = PCMEOptions()) -> None:
+        super().__init__(options)
+        self.options = options
+        self.logits = MatchingLogits(options.logit_scale, options.logit_bias)
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
 
     def advance(self) -> None:
-        """New draws from now on."""
+        """New samples from now on."""
         self.step += 1
 
-    def _noise(self, share: PairShare) -> tuple[Tensor, Tensor]:
-        # A checksum of both: a generator on the CPU takes 32 bits of its seed.
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {int(self.step)}".encode()))
-        return _draw(share, self.n_samples, generator)
-
-    def counts(self, share: PairShare) -> Tensor:
+    def counts(self, block: PairBlock) -> Tensor:
         """See :class:`MatchLoss`."""
-        return _counts(share, self._noise(share) if self.uniformity_weight else _NO_NOISE, self.uniformity_weight)
+        needs_noise = self.options.uniformity_weight > 0
+        noise = _noise(block, self.options, int(self.step)) if needs_noise else (torch.empty(0), torch.empty(0))
+        return _counts(block, noise, self.options)
 
-    def part(self, share: PairShare, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
+    def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`MatchLoss`."""
-        return _part(
-            share,
-            counts,
-            self._noise(share),
-            logit_scale=self.logits.logit_scale,
-            logit_bias=self.logits.logit_bias,
-            sigmoid=self.sigmoid,
-            beta=self.beta,
-            uniformity_weight=self.uniformity_weight,
-            match_weight=self.match_weight,
-        )
-
-
-_NO_NOISE = (torch.empty(0), torch.empty(0))
+        noise = _noise(block, self.options, int(self.step))
+        return _part(block, counts, noise, self.options, self.logits.logit_scale, self.logits.logit_bias)

@@ -1,4 +1,6 @@
-"""The objective of PVSE: the triplet hinge between items of K embeddings, and two terms that shape these."""
+"""The objective of PVSE: the triplet hinge between items of K embeddings, and two terms that shape these embeddings."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -6,23 +8,37 @@ from torch.nn import functional
 
 from sfumato.distances import squared_l2_matrix
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
-from sfumato.losses.base import LossOutput, PairShare
-from sfumato.losses.triplet import Mining, TripletLoss, triplet_loss
+from sfumato.losses.base import LossOutput, PairBlock, option, sum_of_terms
+from sfumato.losses.triplet import TripletLoss, TripletOptions
 
 GAMMA = 0.5
 """Of the kernel of the discrepancy, as released."""
+
+
+@dataclass(frozen=True)
+class PVSEOptions(TripletOptions):
+    """PVSE: triplet hinge between items of K embeddings, discrepancy of the sides, diversity within an item.
+
+    Attributes: each field states its default, its meaning and its range.
+    """
+
+    distance: str = option("squared_l2", "nearest_of_K for model.embeddings=K above 1; any other for one embedding")
+    margin: float = option(0.2, "in units of the distance; 0.2 on squared_l2 of unit means is 0.1 on the cosine", gt=0)
+    mmd_weight: float = option(
+        0.01, "weight of the discrepancy between images and texts; 0 leaves it out, 0.01 as released", ge=0
+    )
+    diversity_weight: float = option(
+        0.1, "weight of the likeness of an item's embeddings; 0 leaves it out, 0.1 as released", ge=0
+    )
 
 
 def pvse_loss(
     image: GaussianEmbedding,
     text: GaussianEmbedding,
     match: Tensor,
+    options: PVSEOptions = PVSEOptions(),
     *,
-    pieces: int,
-    margin: float = 0.2,
-    mining: Mining = "hardest",
-    mmd_weight: float = 0.01,
-    diversity_weight: float = 0.1,
+    epoch: int | None = None,
 ) -> LossOutput:
     r"""Triplet hinges by the distance of the nearest of K x K embeddings, plus discrepancy and diversity.
 
@@ -30,94 +46,74 @@ def pvse_loss(
         mmd = mean k(a, a') - 2 mean k(a, b) + mean k(b, b'),   k(a, b) = exp(-1/2 ||a - b||^2)
         diversity = mean over items of 1/K^2 || U U^T - I ||_F
 
-    a runs over all embeddings of all images, b over those of all texts; U are an item's K embeddings at unit length. The paper
-    measures diversity on what each adds to what all share; here an embedding is all that a loss sees.
+    a runs over all embeddings of all images, b over those of all texts; U are an item's K embeddings at unit length.
+    The paper measures diversity on what each embedding adds to what all have in common; a loss sees the embeddings
+    only.
 
     Args:
         image: (n, K d) embeddings, K of d dimensions side by side.
         text: (m, K d) embeddings.
         match: (n, m) labels in [0, 1].
-        pieces: K; 1 leaves the diversity out, which is 0.
-        margin, mining: see :func:`~sfumato.losses.triplet.triplet_loss`.
-        mmd_weight: 0 leaves the discrepancy out; 0.01 as released.
-        diversity_weight: 0 leaves the diversity out; 0.1 as released.
+        options: see :class:`PVSEOptions`; K is that of options.distance. K = 1 leaves the diversity out, which is 0.
+        epoch: 0-based epoch; None means after every warm-up.
 
     Returns:
-        Terms "i2t", "t2i", "mmd" and "diversity"; stat "active" of the triplet loss.
+        Terms "i2t", "t2i", "mmd" and "diversity"; a term of weight 0 is left out. Stat "active" of the triplet loss.
 
     Raises:
-        ValueError: as the triplet loss, or the embeddings have no K equal pieces.
+        ValueError: see :func:`~sfumato.losses.triplet.triplet_loss`; or K does not divide the dimensions.
 
     Paper: Song and Soleymani, "Polysemous Visual-Semantic Embedding for Cross-Modal Retrieval", CVPR 2019.
     """
-    share = PairShare.whole(image, text, match, "pvse_loss")
-    triplet = triplet_loss(image, text, match, margin=margin, mining=mining, distance=f"nearest_of_{pieces}")
-    return _with_shape(triplet, share, pieces, mmd_weight, diversity_weight)
+    return PVSELoss(options).forward(image, text, match, epoch=epoch)
 
 
-def _with_shape(
-    triplet: LossOutput, share: PairShare, pieces: int, mmd_weight: float, diversity_weight: float
-) -> LossOutput:
-    terms = dict(triplet.terms)
-    if mmd_weight:
-        terms["mmd"] = mmd_weight * _mmd(share, pieces)
-    if diversity_weight and pieces > 1:
-        sides = ((share.image, share.images.n), (share.text, share.texts.n))
-        image, text = (_diversities(x, pieces).sum() / n for x, n in sides)
-        terms["diversity"] = diversity_weight * (image + text)
-    return LossOutput(torch.stack(list(terms.values())).sum(), terms, triplet.stats)
-
-
-def _mmd(share: PairShare, pieces: int) -> Tensor:
-    """() what a share's rows of the three kernels add; between images and texts each side's rows count half."""
-    own, everything = (share.image, share.text), (share.images, share.texts)
+def _mmd(block: PairBlock, k: int) -> Tensor:
+    """() what a block's rows of the three kernels add; between images and texts each side's rows count half."""
+    own, everything = (block.image, block.text), (block.images, block.texts)
     parts = []
     for side in (0, 1):
         for other in (0, 1):
-            kernel = (-GAMMA * squared_l2_matrix(_apart(own[side], pieces), _apart(everything[other], pieces))).exp()
-            mean = kernel.sum() / (everything[side].n * everything[other].n * pieces**2)
+            kernel = (-GAMMA * squared_l2_matrix(_single(own[side], k), _single(everything[other], k))).exp()
+            mean = kernel.sum() / (everything[side].n * everything[other].n * k**2)
             parts.append(mean if side == other else -mean)
     return torch.stack(parts).sum()
 
 
-def _diversities(x: GaussianEmbedding, pieces: int) -> Tensor:
+def _diversities(x: GaussianEmbedding, k: int) -> Tensor:
     """(n,) 1/K^2 || U U^T - I ||_F; its gradient at 0 is 0."""
     mean = x.mean.to(accumulation_dtype(x.dtype))
-    unit = functional.normalize(mean.unflatten(1, (pieces, x.d // pieces)), dim=-1)
+    unit = functional.normalize(mean.unflatten(1, (k, x.d // k)), dim=-1)
     cosine = (unit.unsqueeze(1) * unit.unsqueeze(2)).sum(-1)
-    others = cosine.masked_fill(torch.eye(pieces, dtype=torch.bool, device=cosine.device), 0)
+    others = cosine.masked_fill(torch.eye(k, dtype=torch.bool, device=cosine.device), 0)
     norm: Tensor = torch.linalg.vector_norm(others, dim=(1, 2))
-    return norm / pieces**2
+    return norm / k**2
 
 
-def _apart(x: GaussianEmbedding, pieces: int) -> GaussianEmbedding:
-    """(n K, d) points."""
-    return GaussianEmbedding.point(x.mean.reshape(x.n * pieces, x.d // pieces))
+def _single(x: GaussianEmbedding, k: int) -> GaussianEmbedding:
+    """(n K, d) points: the embeddings of all items, one a row."""
+    return GaussianEmbedding.point(x.mean.reshape(x.n * k, x.d // k))
 
 
 class PVSELoss(TripletLoss):
-    """:func:`pvse_loss`, with the warm-up of the triplet loss.
+    """:func:`pvse_loss` as a module; it has no parameters.
 
     Args:
-        distance: nearest_of_K for K embeddings an item; any other for one, which leaves the diversity out.
-        margin, mining, sum_epochs: see :class:`~sfumato.losses.triplet.TripletLoss`.
-        mmd_weight, diversity_weight: see :func:`pvse_loss`.
+        options: see :class:`PVSEOptions`.
     """
 
-    def __init__(
-        self,
-        *,
-        distance: str = "squared_l2",
-        margin: float = 0.2,
-        mining: Mining = "hardest",
-        sum_epochs: int = 0,
-        mmd_weight: float = 0.01,
-        diversity_weight: float = 0.1,
-    ) -> None:
-        super().__init__(distance=distance, margin=margin, mining=mining, sum_epochs=sum_epochs)
-        self.mmd_weight, self.diversity_weight = mmd_weight, diversity_weight
+    def __init__(self, options: PVSEOptions = PVSEOptions()) -> None:
+        super().__init__(options)
+        self.options = options
 
-    def part(self, share: PairShare, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
+    def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`~sfumato.losses.base.MatchLoss`."""
-        triplet = super().part(share, counts, epoch=epoch)
-        return _with_shape(triplet, share, self.distance.pieces, self.mmd_weight, self.diversity_weight)
+        triplet = super().part(block, counts, epoch=epoch)
+        terms, k = dict(triplet.terms), self.distance.embeddings
+        if self.options.mmd_weight:
+            terms["mmd"] = self.options.mmd_weight * _mmd(block, k)
+        if self.options.diversity_weight and k > 1:
+            sides = ((block.image, block.images.n), (block.text, block.texts.n))
+            image, text = (_diversities(x, k).sum() / n for x, n in sides)
+            terms["diversity"] = self.options.diversity_weight * (image + text)
+        return sum_of_terms(terms, triplet.stats)

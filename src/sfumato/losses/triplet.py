@@ -1,28 +1,45 @@
 """The triplet hinge losses of VSE0 (sum), VSE++ and VSE-infinity (hardest negative), and FaceNet (semi-hard)."""
 
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.base import LossOutput, MatchLoss, PairShare
+from sfumato.losses.base import LossOptions, LossOutput, MatchLoss, PairBlock, option, sum_of_terms
 
 Mining = Literal["hardest", "sum", "semi-hard"]
+"""Which negatives of an anchor count; see :func:`triplet_loss`."""
+
+
+@dataclass(frozen=True)
+class TripletOptions(LossOptions):
+    """Triplet hinge.
+
+    Attributes: each field states its default, its meaning and its range.
+    """
+
+    distance: str = option("squared_l2", "name of the distance; any differentiable one")
+    margin: float = option(0.4, "in units of the distance; 0.4 on squared_l2 of unit means is 0.2 on the cosine", gt=0)
+    mining: Mining = option("hardest", "which negatives count: hardest, sum of all, or semi-hard")  # noqa: RUF009
+    sum_epochs: int = option(0, "number of first epochs in which all negatives count; VSE-infinity: 1", ge=0)
+    soft_margin: bool = option(
+        False, "with graded labels: the margin to a negative is margin * (1 - 2 * label), smaller for a near match"
+    )
 
 
 def triplet_loss(
     image: GaussianEmbedding,
     text: GaussianEmbedding,
     match: Tensor,
+    options: TripletOptions = TripletOptions(),
     *,
-    margin: float = 0.4,
-    mining: Mining = "hardest",
-    distance: str = "squared_l2",
-    soft_margin: bool = False,
+    epoch: int | None = None,
 ) -> LossOutput:
-    r"""Hinge [margin + d(anchor, positive) - d(anchor, negative)]_+ in both directions, averaged over the positive pairs.
+    r"""Hinge on how much farther a negative is than a positive, in both directions.
+
+        mean over positive pairs of [margin + d(anchor, positive) - d(anchor, negative)]_+
 
     A pair is positive when its label is at least 1/2, negative otherwise. Which negatives of an anchor count:
 
@@ -30,48 +47,30 @@ def triplet_loss(
     - "sum": all, their hinges added up (VSE0);
     - "semi-hard": the closest of those farther than the positive but within the margin; none, no loss (FaceNet).
 
+    Hardest mining may collapse at the start of a training; options.sum_epochs sums over all negatives first.
+
     Args:
         image: (n, d) embeddings.
         text: (m, d) embeddings.
         match: (n, m) labels in [0, 1].
-        margin: in units of the distance. On unit means squared_l2 = 2 - 2 cos: 0.4 here is the usual 0.2 on the cosine.
-        mining: which negatives count.
-        distance: name of any differentiable distance.
-        soft_margin: the margin to a negative is margin * (1 - 2 * label), smaller the more it is a match after all; for graded
-            labels, see ``data.graded``.
+        options: see :class:`TripletOptions`.
+        epoch: 0-based epoch; None means after every warm-up.
 
     Returns:
-        Terms "i2t" and "t2i"; stat "active", the share of anchors with a loss (1 with a loss of 2 * margin: collapsed).
+        Terms "i2t" and "t2i"; stat "active", the fraction of anchors with a loss (1 with a loss of 2 * margin:
+        collapsed).
 
     Raises:
-        ValueError: shapes do not fit, the batch is empty, no pair of it matches, or mining is unknown.
+        ValueError: shapes do not fit, the batch is empty, or no pair of it matches.
+
+    Example:
+        >>> e = GaussianEmbedding.point(torch.ones(2, 3))
+        >>> triplet_loss(e, e, torch.eye(2), TripletOptions(margin=0.4)).total
+        tensor(0.8000)
 
     Paper: Faghri et al., "VSE++", BMVC 2018; Schroff et al., "FaceNet", CVPR 2015.
     """
-    if mining not in get_args(Mining):
-        raise ValueError(f"triplet_loss: unknown mining {mining!r}; known: {', '.join(get_args(Mining))}")
-    share = PairShare.whole(image, text, match, "triplet_loss")
-    distances = share.distances(get_distance(distance))
-    return _part(share, distances, share.n_positives(), margin, mining, soft_margin)
-
-
-def _part(
-    share: PairShare,
-    distances: tuple[Tensor, Tensor],
-    counts: Tensor,
-    margin: float,
-    mining: Mining,
-    soft_margin: bool,
-) -> LossOutput:
-    if not counts[0] > 0:
-        raise ValueError("triplet_loss: no pair of the batch matches; a triplet needs at least one positive")
-    positives = counts[0].to(distances[0].dtype)
-    sums = [
-        _direction(pairs, match >= 0.5, margin * (1 - 2 * match.to(pairs.dtype)) if soft_margin else margin, mining)
-        for pairs, match in zip(distances, (share.match_i2t, share.match_t2i), strict=True)
-    ]
-    terms = {name: hinges / positives for name, (hinges, _) in zip(("i2t", "t2i"), sums, strict=True)}
-    return LossOutput(terms["i2t"] + terms["t2i"], terms, {"active": (sums[0][1] + sums[1][1]) / (2 * positives)})
+    return TripletLoss(options).forward(image, text, match, epoch=epoch)
 
 
 def _direction(distance: Tensor, positive: Tensor, margin: Tensor | float, mining: Mining) -> tuple[Tensor, Tensor]:
@@ -89,36 +88,52 @@ def _direction(distance: Tensor, positive: Tensor, margin: Tensor | float, minin
 
 
 class TripletLoss(MatchLoss):
-    """:func:`triplet_loss` with a warm-up that sums over all negatives first, without which hardest mining may collapse.
+    """:func:`triplet_loss` as a module; it has no parameters.
 
     Args:
-        distance, margin, mining, soft_margin: see :func:`triplet_loss`.
-        sum_epochs: epochs at the start in which all negatives count (VSE-infinity: 1).
+        options: see :class:`TripletOptions`.
     """
 
-    def __init__(
-        self,
-        *,
-        distance: str = "squared_l2",
-        margin: float = 0.4,
-        mining: Mining = "hardest",
-        sum_epochs: int = 0,
-        soft_margin: bool = False,
-    ) -> None:
-        super().__init__(distance)
-        self.margin, self.mining, self.sum_epochs, self.soft_margin = margin, mining, sum_epochs, soft_margin
+    def __init__(self, options: TripletOptions = TripletOptions()) -> None:
+        super().__init__(options)
+        self.hinge = options
 
-    def counts(self, share: PairShare) -> Tensor:
+    def counts(self, block: PairBlock) -> Tensor:
         """See :class:`MatchLoss`."""
-        return share.n_positives()
+        return block.n_positives()
 
-    def part(self, share: PairShare, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
+    def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`MatchLoss`."""
-        return self._hinges(share, share.distances(self.distance), counts, epoch)
+        return self.hinges(block, block.distances(self.distance), counts, epoch)
 
-    def _hinges(
-        self, share: PairShare, distances: tuple[Tensor, Tensor], counts: Tensor, epoch: int | None
+    def hinges(
+        self, block: PairBlock, distances: tuple[Tensor, Tensor], counts: Tensor, epoch: int | None
     ) -> LossOutput:
-        early = epoch is not None and epoch < self.sum_epochs
-        mining: Mining = "sum" if early else self.mining
-        return _part(share, distances, counts, self.margin, mining, self.soft_margin)
+        """The hinge terms of a block, from its distances.
+
+        Args:
+            block: a block of the pairs.
+            distances: (r, m) and (c, n) distances of the block.
+            counts: (1,) number of positive pairs of the batch.
+            epoch: 0-based epoch; None means after every warm-up.
+
+        Returns:
+            Terms "i2t" and "t2i"; stat "active".
+
+        Raises:
+            ValueError: no pair of the batch matches.
+        """
+        if not counts[0] > 0:
+            raise ValueError("triplet_loss: no pair of the batch matches; a triplet needs at least one positive")
+        early = epoch is not None and epoch < self.hinge.sum_epochs
+        mining: Mining = "sum" if early else self.hinge.mining
+        positives = counts[0].to(distances[0].dtype)
+        sums = [
+            _direction(pairs, match >= 0.5, self._margin(match.to(pairs.dtype)), mining)
+            for pairs, match in zip(distances, (block.match_i2t, block.match_t2i), strict=True)
+        ]
+        terms = {name: hinges / positives for name, (hinges, _) in zip(("i2t", "t2i"), sums, strict=True)}
+        return sum_of_terms(terms, {"active": (sums[0][1] + sums[1][1]) / (2 * positives)})
+
+    def _margin(self, match: Tensor) -> Tensor | float:
+        return self.hinge.margin * (1 - 2 * match) if self.hinge.soft_margin else self.hinge.margin

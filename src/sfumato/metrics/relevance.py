@@ -1,4 +1,4 @@
-"""The truth of an evaluation: for every query, which gallery items are relevant."""
+"""The ground truth of an evaluation: for every query, which gallery items are relevant."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ class Relevance:
         indptr: (n + 1,) int64; query i has items indices[indptr[i]:indptr[i + 1]].
         indices: (p,) int64 gallery positions, ascending within a query, each once.
         n_gallery: number of gallery items m.
-        n_outside: (n,) int64 number of relevant items that are not in the gallery: no search can find them, but they count in
-            the R of R-Precision and mAP@R. None is none; ECCV Caption has two.
+        n_outside: (n,) int64 number of relevant items that are not in the gallery. No search can find them, but they
+            count in the R of R-Precision and mAP@R. None means that there are none; ECCV Caption has two.
 
     Raises:
         ValueError: n_outside is not one number >= 0 for each query.
@@ -47,12 +47,15 @@ class Relevance:
         n_gallery: int,
         n_outside: np.ndarray | None = None,
     ) -> "Relevance":
-        """From (p,) positions of queries and gallery items; duplicates are merged.
+        """A ground truth from positions of queries and gallery items; duplicates are merged.
 
         Args:
             query_index, gallery_index: (p,) each.
             n_queries, n_gallery: sizes n and m.
             n_outside: (n,) see :class:`Relevance`.
+
+        Returns:
+            The ground truth of n queries.
 
         Raises:
             ValueError: the arrays differ in length, or a position is outside.
@@ -60,7 +63,7 @@ class Relevance:
         query, gallery = np.asarray(query_index, np.int64), np.asarray(gallery_index, np.int64)
         if query.shape != gallery.shape or query.ndim != 1:
             raise ValueError(
-                f"Relevance: got {query.shape} queries for {gallery.shape} gallery items; they must be as many"
+                f"Relevance: got {query.shape} queries for {gallery.shape} gallery items; the numbers must be equal"
             )
         for what, index, n in (("query", query, n_queries), ("gallery", gallery, n_gallery)):
             if len(index) and not (index.min() >= 0 and index.max() < n):
@@ -75,7 +78,23 @@ class Relevance:
     def from_lists(
         cls, lists: Sequence[Iterable[int]], *, n_gallery: int, n_outside: np.ndarray | None = None
     ) -> "Relevance":
-        """From the relevant gallery positions of each query."""
+        """A ground truth from the relevant gallery positions of each query.
+
+        Args:
+            lists: n lists of positions; duplicates are merged.
+            n_gallery: size m of the gallery.
+            n_outside: (n,) see :class:`Relevance`.
+
+        Returns:
+            The ground truth of n queries.
+
+        Raises:
+            ValueError: a position is outside of the gallery.
+
+        Example:
+            >>> Relevance.from_lists([[2], [0, 1], []], n_gallery=3).counts
+            array([1, 2, 0])
+        """
         rows = [list(items) for items in lists]
         query = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
         gallery = np.array([g for row in rows for g in row], dtype=np.int64)
@@ -93,7 +112,7 @@ class Relevance:
 
     @property
     def totals(self) -> np.ndarray:
-        """(n,) number of relevant items of each query inside and outside of the gallery: the R of R-Precision and mAP@R."""
+        """(n,) number of relevant items inside and outside of the gallery: the R of R-Precision and mAP@R."""
         return self.counts if self.n_outside is None else self.counts + self.n_outside
 
     @property
@@ -102,13 +121,24 @@ class Relevance:
         return np.repeat(np.arange(self.n_queries), self.counts)
 
     def transpose(self) -> "Relevance":
-        """The other direction: gallery items as queries. What is outside of the gallery is no query, and left out."""
+        """The other direction: gallery items as queries. Items outside of the gallery are left out.
+
+        Returns:
+            The ground truth of m queries and a gallery of n items.
+        """
         return Relevance.from_pairs(
             self.indices, self.query_of_item, n_queries=self.n_gallery, n_gallery=self.n_queries
         )
 
     def select_queries(self, index: np.ndarray) -> "Relevance":
-        """Only the queries at these positions, in this order."""
+        """Only the queries at these positions, in this order.
+
+        Args:
+            index: (k,) positions of queries.
+
+        Returns:
+            The ground truth of k queries and the same gallery.
+        """
         index = np.asarray(index, np.int64)
         counts = self.counts[index]
         indptr = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
@@ -120,18 +150,29 @@ class Relevance:
     def select_gallery(self, index: np.ndarray) -> "Relevance":
         """Only the gallery items at these distinct positions, renumbered in this order.
 
-        What is left out counts no more, and neither does what was outside before: this is the truth of a smaller benchmark.
+        Items that are left out, and those that were outside before, do not count: this is the ground truth of a smaller
+        benchmark.
+
+        Args:
+            index: (k,) distinct positions of gallery items.
+
+        Returns:
+            The ground truth of the same queries and a gallery of k items.
         """
         index = np.asarray(index, np.int64)
-        place = np.full(self.n_gallery, -1)
-        place[index] = np.arange(len(index))
-        kept = place[self.indices] >= 0
+        position = np.full(self.n_gallery, -1)
+        position[index] = np.arange(len(index))
+        kept = position[self.indices] >= 0
         return Relevance.from_pairs(
-            self.query_of_item[kept], place[self.indices[kept]], n_queries=self.n_queries, n_gallery=len(index)
+            self.query_of_item[kept], position[self.indices[kept]], n_queries=self.n_queries, n_gallery=len(index)
         )
 
     def to_dense(self) -> np.ndarray:
-        """(n, m) bool."""
+        """The ground truth as a matrix.
+
+        Returns:
+            (n, m) bool, true where an item is relevant.
+        """
         dense = np.zeros((self.n_queries, self.n_gallery), dtype=bool)
         dense[self.query_of_item, self.indices] = True
         return dense

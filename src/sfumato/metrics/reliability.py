@@ -1,6 +1,6 @@
-"""Do probabilities mean what they say? It knows predictions and outcomes, not where either came from.
+"""How well probabilities agree with outcomes, and the exact bounds of binomial rates.
 
-Curves come as plain numbers, ready for any plotting library; this package draws none.
+It knows predictions and outcomes, not their source. Curves are plain numbers, ready for any plotting library.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Binning = Literal["width", "count"]
-"""Bins of equal width, or of equally many predictions."""
+"""Bins of equal width, or with equally many predictions."""
 
 
 def reliability_curve(
@@ -23,13 +23,14 @@ def reliability_curve(
         probability: (k,) predictions in [0, 1].
         match: (k,) labels in [0, 1].
         n_bins: number of bins.
-        binning: "width": [0, 1] cut into equal parts. "count": as many predictions in each bin, give or take one; equal predictions
-            may fall into two bins. Of all pairs of a gallery nearly all predictions lie in the first bin of equal width.
-        confidence: of the interval of what is observed.
+        binning: "width" divides [0, 1] into equal parts. "count" puts equally many predictions into each bin, up to
+            one; equal predictions may fall into two bins. For all pairs of a gallery prefer "count": nearly all of
+            their predictions lie in the first bin of equal width.
+        confidence: of the interval of the observed fraction.
 
     Returns:
-        For each bin that holds anything {"probability", "observed", "low", "high", "count"}: means, Wilson's interval of the
-        observed share, and size. The interval is meant for labels that are 0 or 1 and independent.
+        For each bin with predictions {"probability", "observed", "low", "high", "count"}: means, Wilson's interval of
+        the observed fraction, and size. The interval holds for labels that are 0 or 1 and independent.
 
     Raises:
         ValueError: shapes differ, a probability is outside of [0, 1], n_bins < 1, or an unknown binning.
@@ -40,16 +41,17 @@ def reliability_curve(
         raise ValueError(f"reliability_curve: unknown binning {binning!r}; known: {', '.join(get_args(Binning))}")
     if probability.shape != match.shape or probability.ndim != 1:
         raise ValueError(
-            f"reliability_curve: got {tuple(probability.shape)} probabilities for {tuple(match.shape)} labels; both must be (k,)"
+            f"reliability_curve: got {tuple(probability.shape)} probabilities for {tuple(match.shape)} labels;"
+            " both must be (k,)"
         )
     if not ((probability >= 0) & (probability <= 1)).all():
         raise ValueError("reliability_curve: probabilities must lie in [0, 1]")
     if binning == "width":
         which = (probability * n_bins).long().clamp_max(n_bins - 1)
     else:
-        place = torch.empty(len(probability), dtype=torch.long, device=probability.device)
-        place[probability.argsort(stable=True)] = torch.arange(len(probability), device=probability.device)
-        which = place * n_bins // max(1, len(probability))
+        rank = torch.empty(len(probability), dtype=torch.long, device=probability.device)
+        rank[probability.argsort(stable=True)] = torch.arange(len(probability), device=probability.device)
+        which = rank * n_bins // max(1, len(probability))
     count = torch.bincount(which, minlength=n_bins)
     sums = [torch.bincount(which, weights=v.double(), minlength=n_bins) for v in (probability, match)]
     bins = []
@@ -66,13 +68,22 @@ def reliability_curve(
 def expected_calibration_error(
     probability: Tensor, match: Tensor, *, n_bins: int = 15, binning: Binning = "width"
 ) -> float:
-    """Mean gap between predicted and observed over the bins of :func:`reliability_curve`, weighted by their size; in [0, 1].
+    """Mean gap between predicted and observed over the bins of :func:`reliability_curve`, weighted by their size (ECE).
 
     Args:
         probability, match, n_bins, binning: see :func:`reliability_curve`.
 
+    Returns:
+        A number in [0, 1]; 0 is perfect.
+
     Raises:
-        ValueError: as there, or there is nothing to average.
+        ValueError: as there, or there are no probabilities.
+
+    Example:
+        >>> round(expected_calibration_error(torch.tensor([0.9, 0.9, 0.1]), torch.tensor([1, 1, 0])), 6)
+        0.1
+
+    Paper: Naeini, Cooper and Hauskrecht, "Obtaining well calibrated probabilities using Bayesian binning", AAAI 2015.
     """
     if not len(probability):
         raise ValueError("expected_calibration_error: got no probabilities")
@@ -81,7 +92,7 @@ def expected_calibration_error(
 
 
 def brier_score(probability: Tensor, match: Tensor) -> float:
-    """Mean squared gap between prediction and label: 0 for a perfect oracle, 0.25 for always saying one half.
+    """Mean squared gap between prediction and label: 0 is perfect, 0.25 is a constant prediction of one half.
 
     Args:
         probability: (k,) predictions in [0, 1].
@@ -91,11 +102,12 @@ def brier_score(probability: Tensor, match: Tensor) -> float:
         A number in [0, 1].
 
     Raises:
-        ValueError: shapes differ, or there is nothing to average.
+        ValueError: shapes differ, or there are no predictions.
     """
     if probability.shape != match.shape or probability.ndim != 1 or not len(probability):
         raise ValueError(
-            f"brier_score: got {tuple(probability.shape)} probabilities for {tuple(match.shape)} labels; both must be (k,), k >= 1"
+            f"brier_score: got {tuple(probability.shape)} probabilities for {tuple(match.shape)} labels;"
+            " both must be (k,), k >= 1"
         )
     return float((probability.double() - match.double()).square().mean())
 
@@ -103,7 +115,7 @@ def brier_score(probability: Tensor, match: Tensor) -> float:
 def compare_calibration(
     probability: Mapping[str, Tensor], match: Tensor, *, n_bins: int = 15
 ) -> dict[str, dict[str, Any]]:
-    """Several predictions of the same outcomes side by side, as before and after calibration; plot-ready.
+    """Several predictions of the same outcomes side by side, e.g. before and after calibration.
 
     Args:
         probability: by name, (k,) predictions in [0, 1].
@@ -129,30 +141,49 @@ def compare_calibration(
     }
 
 
-def wilson_interval(share: float, n: int, *, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's confidence interval of a share that was observed n times; approximate, and never outside of [0, 1].
+def wilson_interval(fraction: float, n: int, *, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson's score interval of a fraction of n independent cases; approximate, and never outside of [0, 1].
 
     Args:
-        share: observed, in [0, 1].
-        n: number of observations, at least 1.
+        fraction: observed, in [0, 1]; ignored for n = 0.
+        n: number of cases.
         confidence: in (0, 1), two-sided.
+
+    Returns:
+        (low, high) within [0, 1]; (0, 1) for n = 0.
+
+    Raises:
+        ValueError: confidence is outside of (0, 1).
+
+    Example:
+        >>> [round(bound, 3) for bound in wilson_interval(0.8, 10)]
+        [0.49, 0.943]
 
     Paper: Wilson, "Probable inference, the law of succession, and statistical inference", JASA 1927.
     """
     _check_confidence("wilson_interval", confidence)
+    if n == 0:
+        return 0.0, 1.0
     z = math.sqrt(2) * float(torch.erfinv(torch.tensor(confidence, dtype=torch.float64)))
-    centre, shrink = share + z * z / (2 * n), 1 + z * z / n
-    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    centre, shrink = fraction + z * z / (2 * n), 1 + z * z / n
+    half = z * math.sqrt(fraction * (1 - fraction) / n + z * z / (4 * n * n))
     return max(0.0, (centre - half) / shrink), min(1.0, (centre + half) / shrink)
 
 
 def binomial_tail(k: int, n: int, p: float) -> float:
-    """P(X <= k) for a binomial X of n draws that succeed with probability p; summed in log space.
+    """P(X <= k) for a binomial X: successes in n trials with probability p each. It is summed in log space.
 
     Args:
         k: any whole number; below 0 the tail is 0, from n on it is 1.
-        n: number of draws.
+        n: number of trials.
         p: in [0, 1].
+
+    Returns:
+        A probability.
+
+    Example:
+        >>> round(binomial_tail(1, 2, 0.5), 6)
+        0.75
     """
     if k < 0:
         return 0.0
@@ -166,7 +197,7 @@ def binomial_tail(k: int, n: int, p: float) -> float:
 
 
 def clopper_pearson_upper(errors: int, n: int, *, confidence: float = 0.95) -> float:
-    """The largest error rate that so few errors do not refute: the exact one-sided upper bound of a binomial rate.
+    """The exact one-sided upper confidence bound of a binomial error rate.
 
     Args:
         errors: observed number, 0 to n.
@@ -183,7 +214,8 @@ def clopper_pearson_upper(errors: int, n: int, *, confidence: float = 0.95) -> f
         >>> round(clopper_pearson_upper(0, 29, confidence=0.95), 3)  # the "rule of three": 1 - 0.05 ** (1 / 29)
         0.098
 
-    Paper: Clopper and Pearson, "The use of confidence or fiducial limits illustrated in the case of the binomial", 1934.
+    Paper: Clopper and Pearson, "The use of confidence or fiducial limits illustrated in the case of the binomial",
+    1934.
     """
     _check_confidence("clopper_pearson_upper", confidence)
     if not 0 <= errors <= n:
@@ -208,14 +240,14 @@ def mean_loss_p_value(mean: float, n: int, limit: float) -> float:
         limit: in (0, 1).
 
     Returns:
-        A p-value: if the expected loss is at least the limit, it is at most u with a probability of at most u.
+        A p-value: if the expected loss is at least the limit, the p-value is at most u with a probability of at most u.
 
     Paper: Bates et al., "Distribution-free, risk-controlling prediction sets", JACM 2021, section 3.1.
     """
     if n == 0 or mean >= limit:
         return 1.0
     gap = (1 - mean) * math.log((1 - mean) / (1 - limit)) + (mean * math.log(mean / limit) if mean > 0 else 0.0)
-    # The mean of n float losses may stand a little above the whole number that it means.
+    # n times the mean of n float losses may lie a little above the whole number that it stands for.
     return min(1.0, math.exp(-n * gap), math.e * binomial_tail(math.ceil(n * mean - 1e-9), n, limit))
 
 

@@ -1,9 +1,8 @@
 """Retrieval metrics from the ranks of the relevant items, which is all that any of them needs.
 
-Ranks come from counting, not from sorting whole galleries, and ties are decided by gallery position: of two items at the same
-distance the earlier one ranks first, as in a stable sort. Ranks may also be read from ranked lists, which are taken in the order
-in which they are given; a list that is too short for a metric is refused, never under-counted. Definitions and sources:
-docs/concepts/evaluation.md.
+Ranks come from counting, not from sorting whole galleries. Ties are decided by gallery position: of two items at the
+same distance the earlier one ranks first, as in a stable sort. Ranks may also be read from ranked lists, in the order
+in which they are given; a list that is too short for a metric is refused. Definitions and sources are in docs/concepts/evaluation.md.
 """
 
 import re
@@ -17,7 +16,7 @@ from torch import Tensor
 from sfumato.metrics.relevance import Relevance
 
 Better = Literal["larger", "smaller"]
-"""Which scores are better; it is always said, never guessed."""
+"""Which scores are better; it is always an argument, never guessed."""
 
 UNLISTED = np.iinfo(np.int64).max
 """The rank of an item that a ranked list does not reach."""
@@ -31,7 +30,7 @@ class ShortListError(ValueError):
 
     Attributes:
         query: position of the query.
-        reason: what the list holds and what it would need.
+        reason: what the list holds and what it needs.
     """
 
     def __init__(self, query: int, reason: str) -> None:
@@ -61,7 +60,7 @@ def score_blocks(
         scores: (n, m), of any real type; half precision is widened, integers are compared as integers.
         better: "larger" for similarities, "smaller" for distances.
         queries: whether the queries are the rows or the columns.
-        memory_mb: size of a block.
+        memory_mb: size of a block in MiB.
 
     Yields:
         (first query, (b, gallery) distances).
@@ -125,7 +124,9 @@ def ranks_from_scores(
     """
     n = int(scores.shape[0 if queries == "rows" else 1])
     if n != relevance.n_queries:
-        raise ValueError(f"ranks_from_scores: scores of {n} queries for a truth of {relevance.n_queries}")
+        raise ValueError(
+            f"ranks_from_scores: scores of {n} queries for a ground truth of {relevance.n_queries} queries"
+        )
     blocks = score_blocks(scores, better=better, queries=queries, memory_mb=memory_mb)
     parts = [relevant_ranks(block, relevance, start) for start, block in blocks]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
@@ -137,40 +138,44 @@ def ranks_from_lists(
     """Ranks of the relevant items from ranked lists of gallery positions.
 
     Args:
-        lists: of each query, positions in the gallery from best to worst; whole, or only the first. An (n, k) array works.
+        lists: of each query, positions in the gallery from best to worst; whole, or only the first. An (n, k) array
+            works.
         relevance: of the queries.
 
     Returns:
-        ((p,) int64 ranks in the order of relevance.indices, UNLISTED for what the list does not hold; (n,) lengths of the lists,
-        the ``depth`` of :func:`retrieval_metrics`).
+        ((p,) int64 ranks in the order of relevance.indices, UNLISTED for what the list does not hold; (n,) lengths of
+        the lists, the ``depth`` of :func:`retrieval_metrics`).
 
     Raises:
-        ValueError: there is not one list for each query, or a list holds a position twice or one outside of the gallery.
+        ValueError: there is not one list for each query, or a list holds a position twice or one outside of the
+            gallery.
     """
     n, m = relevance.n_queries, relevance.n_gallery
     if len(lists) != n:
         raise ValueError(f"ranks_from_lists: got {len(lists)} lists for {n} queries; give one for each")
     ranks, depth = np.full(len(relevance.indices), UNLISTED), np.zeros(n, np.int64)
-    place, steps = np.full(m, -1), np.arange(m + 1)
+    position, steps = np.full(m, -1), np.arange(m + 1)
     for i, given in enumerate(lists):
         row = np.asarray(given)
         if row.ndim != 1 or not (row.size == 0 or row.dtype.kind in "iu"):
             raise ValueError(
-                f"ranks_from_lists: the list of query {i} is of shape {row.shape} and type {row.dtype}; expected positions"
+                f"ranks_from_lists: the list of query {i} is of shape {row.shape} and type {row.dtype};"
+                " expected positions"
             )
         row = row.astype(np.int64, copy=False)
         if len(row) and not (row.min() >= 0 and row.max() < m):
             raise ValueError(
-                f"ranks_from_lists: the list of query {i} holds {row.min()}..{row.max()}, but the gallery has positions 0..{m - 1}"
+                f"ranks_from_lists: the list of query {i} holds {row.min()}..{row.max()},"
+                f" but the gallery has positions 0..{m - 1}"
             )
         own = steps[: len(row)] if len(row) <= m else np.arange(len(row))
-        place[row] = own
-        if (twice := place[row] != own).any():
+        position[row] = own
+        if (twice := position[row] != own).any():
             raise ValueError(f"ranks_from_lists: the list of query {i} holds position {row[twice][0]} more than once")
-        found = place[relevance.indices[relevance.indptr[i] : relevance.indptr[i + 1]]]
+        found = position[relevance.indices[relevance.indptr[i] : relevance.indptr[i + 1]]]
         ranks[relevance.indptr[i] : relevance.indptr[i + 1]] = np.where(found >= 0, found, UNLISTED)
         depth[i] = len(row)
-        place[row] = -1
+        position[row] = -1
     return ranks, depth
 
 
@@ -195,7 +200,8 @@ def relevant_ranks(distance: Tensor, relevance: Relevance, first_query: int = 0)
         raise ValueError(
             f"relevant_ranks: rows for queries {first_query}..{first_query + b - 1} of {relevance.n_queries} queries"
         )
-    # A few rows at a time: what is compared again and again stays in the processor's cache, which is some ten times faster.
+    # A few rows at a time: values that are compared repeatedly stay in the processor's cache, which is about ten times
+    # faster.
     if distance.device.type == "cpu":
         step, ranks_of_few = max(1, _CPU_CHUNK // max(m, 1)), _ranks_on_host
     else:
@@ -205,7 +211,7 @@ def relevant_ranks(distance: Tensor, relevance: Relevance, first_query: int = 0)
 
 
 def _ranks_on_host(distance: Tensor, relevance: Relevance, first_query: int) -> np.ndarray:
-    """:func:`relevant_ranks` of a few rows in NumPy, whose counting and sorting of plain values is several times faster."""
+    """:func:`relevant_ranks` of a few rows in NumPy, which counts and sorts plain values several times faster."""
     narrow = distance.dtype in (torch.float16, torch.bfloat16)
     block = (distance.float() if narrow else distance).detach().contiguous().numpy()
     # The minimum of anything with NaN is NaN.
@@ -231,14 +237,14 @@ def _count_before(row: np.ndarray, items: np.ndarray) -> list[int]:
 
 
 def _ranks_from_sorted(row: np.ndarray, items: np.ndarray) -> np.ndarray:
-    """Many relevant items: one sort of the plain values, which is some twenty times faster than sorting positions by them."""
+    """Many relevant items: one sort of the plain values, about twenty times faster than an argsort."""
     values, own = np.sort(row), row[items]
     ranks: np.ndarray = np.searchsorted(values, own)
     tied = np.flatnonzero(np.searchsorted(values, own, side="right") > ranks + 1)
     if len(tied) > _COUNT_AT_MOST:
-        place = np.empty(len(row), np.int64)
-        place[np.argsort(row, kind="stable")] = np.arange(len(row))
-        ranks = place[items]
+        rank = np.empty(len(row), np.int64)
+        rank[np.argsort(row, kind="stable")] = np.arange(len(row))
+        ranks = rank[items]
         return ranks
     for t in tied:
         ranks[t] += np.count_nonzero(row[: items[t]] == own[t])
@@ -261,8 +267,8 @@ def _ranks_on_device(distance: Tensor, relevance: Relevance, first_query: int) -
         # Many relevant items: sort these rows once; the inverse of the order holds every rank.
         chosen, where = torch.unique(rows[many], return_inverse=True)
         order = distance[chosen].argsort(dim=1, stable=True)
-        place = torch.empty_like(order).scatter_(1, order, torch.arange(m, device=device).expand_as(order))
-        ranks[many] = place[where, items[many]]
+        rank = torch.empty_like(order).scatter_(1, order, torch.arange(m, device=device).expand_as(order))
+        ranks[many] = rank[where, items[many]]
     few = torch.nonzero(~many).squeeze(1)
     # Few: count, for the k-th relevant item of all rows at once, what comes before it.
     nth_on_host = np.arange(stop - start) - np.repeat(relevance.indptr[first_query : first_query + b] - start, counts)
@@ -290,23 +296,24 @@ def per_query_metrics(
 
     Args:
         ranks: (p,) of all relevant items, in the order of relevance.indices.
-        relevance: the truth.
+        relevance: the ground truth.
         ks: K of recall@K.
         depth: (n,) lengths of the ranked lists that the ranks came from; None where every rank is known.
         names: the metrics to give, "recall@K" with any K among them; None gives all, with the K of ks.
 
     Returns:
-        "recall@K", "r_precision", "map@r", "best_rank" (0-based, infinite if all relevant items are outside of the gallery): (n,)
-        each, NaN for queries without a relevant item.
+        (n,) each of "recall@K", "r_precision", "map@r" and "best_rank" (0-based, infinite if all relevant items are
+        outside of the gallery); NaN for queries without a relevant item.
 
     Raises:
         ValueError: there is not one rank for each relevant item, or a name is unknown.
-        ShortListError: a ValueError; a list is too short for a metric: recall@K needs K items, r_precision and map@r as many as
-            there are relevant ones, best_rank the best; a whole list is enough for all.
+        ShortListError: a ValueError; a list is too short for a metric. recall@K needs K items, r_precision and map@r
+            need as many as there are relevant ones, best_rank needs the best one. A whole list is enough for all.
     """
     if len(ranks) != len(relevance.indices):
         raise ValueError(
-            f"per_query_metrics: got {len(ranks)} ranks for {len(relevance.indices)} relevant items; they must be as many"
+            f"per_query_metrics: got {len(ranks)} ranks for {len(relevance.indices)} relevant items;"
+            " the numbers must be equal"
         )
     names = [*(f"recall@{k}" for k in ks), "r_precision", "map@r", "best_rank"] if names is None else list(names)
     at = {name: _k_of(name) for name in names}
@@ -351,11 +358,18 @@ def retrieval_metrics(
         names: the metrics to give; None gives all.
 
     Returns:
-        "recall@K", "r_precision", "map@r" as fractions in [0, 1]; "median_rank" and "mean_rank" of the best relevant item, from
-        1; "n_queries" and "n_without_positives", the queries left out.
+        "recall@K", "r_precision", "map@r" as fractions in [0, 1]; "median_rank" and "mean_rank" of the best relevant
+        item, 1 for the first; "n_queries" and "n_without_positives", the queries left out.
 
     Raises:
         ValueError: no query has a relevant item, and as :func:`per_query_metrics`.
+
+    Example:
+        >>> relevance = Relevance.from_lists([[2], [0, 1]], n_gallery=3)
+        >>> retrieval_metrics(np.array([1, 0, 2]), relevance, names=["recall@1", "map@r"])
+        {'recall@1': 0.5, 'map@r': 0.25, 'n_queries': 2, 'n_without_positives': 0}
+
+    Paper: Musgrave, Belongie and Lim, "A metric learning reality check", ECCV 2020 (mAP@R, R-Precision).
     """
     wanted = [*(f"recall@{k}" for k in ks), "r_precision", "map@r", *RANK_METRICS] if names is None else list(names)
     asked = dict.fromkeys("best_rank" if name in RANK_METRICS else name for name in wanted)
@@ -380,7 +394,14 @@ RANK_METRICS = ("median_rank", "mean_rank")
 
 
 def check_metric(name: str) -> None:
-    """Raises ValueError unless :func:`retrieval_metrics` knows the name."""
+    """Check the name of a metric of :func:`retrieval_metrics`.
+
+    Args:
+        name: e.g. "recall@5" or "map@r".
+
+    Raises:
+        ValueError: there is no such metric.
+    """
     if name not in RANK_METRICS:
         _k_of(name, also=RANK_METRICS)
 
@@ -411,6 +432,6 @@ def _check_depth(depth: np.ndarray, relevance: Relevance, at: dict[str, int | No
             metric = "the rank of its best item" if name == "best_rank" else name
             raise ShortListError(
                 i,
-                f"holds {depth[i]} of {m} items, but {metric} needs {needed[i]} ({short.sum()} of {has.sum()} lists are too"
-                " short): give longer lists, or ask for other metrics",
+                f"holds {depth[i]} of {m} items, but {metric} needs {needed[i]} ({short.sum()} of {has.sum()} lists are"
+                " too short): give longer lists, or ask for other metrics",
             )

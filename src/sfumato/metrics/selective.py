@@ -1,33 +1,14 @@
-"""Can an uncertainty tell what goes wrong? AUROC, risk against coverage, and bootstrap intervals of any such figure.
+"""Does an uncertainty predict which answers are wrong? AUROC, and risk against coverage.
 
-It knows arrays with one number for each query, and nothing of models. A statistic that is to be resampled is a function of how often
-each query was drawn, so that a thousand resamples cost one sort: see :data:`Statistic` and :func:`bootstrap`.
+It knows arrays with one number for each query, and nothing of models. Each measure is also a statistic, to be
+resampled: see :func:`~sfumato.metrics.bootstrap.bootstrap`.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 
-Statistic = Callable[[np.ndarray], np.ndarray]
-"""(b, n) float64 counts, whole numbers: how often each of n queries was drawn in each of b resamples -> (b,) values, NaN where
-undefined."""
-
-_CHUNK = 2**20
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A figure with its bootstrap confidence interval.
-
-    Attributes:
-        value: on the data as it is; None where it is undefined, as for a constant.
-        low, high: percentiles over the resamples; None where value is, or where most resamples are undefined.
-    """
-
-    value: float | None
-    low: float | None
-    high: float | None
+from sfumato.metrics.bootstrap import Statistic, mean_statistic, on_all
 
 
 def auroc(score: np.ndarray, positive: np.ndarray) -> float:
@@ -47,7 +28,7 @@ def auroc(score: np.ndarray, positive: np.ndarray) -> float:
         >>> auroc(np.array([0.1, 0.4, 0.4, 0.9]), np.array([0, 0, 1, 1]))
         0.875
     """
-    return _on_all(auroc_statistic(score, positive), len(score))
+    return on_all(auroc_statistic(score, positive), len(score))
 
 
 def aurc(uncertainty: np.ndarray, error: np.ndarray) -> float:
@@ -58,37 +39,46 @@ def aurc(uncertainty: np.ndarray, error: np.ndarray) -> float:
         error: (n,) loss of each item, 0 and 1 for right and wrong.
 
     Returns:
-        Between the area of the best order and that of the worst; the mean error for an order that says nothing. Items that tie
-        are taken in random order, and the expectation over it is returned, so that a constant gets the mean error. NaN for n = 0.
+        Between the area of the best order and that of the worst; the mean error for a random order. For items that tie
+        it is the expectation over their random order, so that a constant gets the mean error. NaN for n = 0.
 
     Raises:
         ValueError: shapes differ, or a value is NaN.
 
     Paper: Geifman, Uziel and El-Yaniv, "Bias-reduced uncertainty estimation for deep neural classifiers", ICLR 2019.
     """
-    return _on_all(aurc_statistic(uncertainty, error), len(uncertainty))
+    return on_all(aurc_statistic(uncertainty, error), len(uncertainty))
 
 
 def excess_aurc(uncertainty: np.ndarray, error: np.ndarray) -> float:
-    """:func:`aurc` less that of the best possible order of the same errors: 0 is perfect.
-
-    Args:
-        uncertainty, error: see :func:`aurc`.
-    """
-    return _on_all(excess_aurc_statistic(uncertainty, error), len(uncertainty))
-
-
-def selective_gain(uncertainty: np.ndarray, error: np.ndarray) -> float:
-    """Share of what a perfect order would gain over chance: 1 - excess_aurc / (mean error - best aurc).
+    """Excess area under the risk-coverage curve (E-AURC): :func:`aurc` less that of the best order of the same errors.
 
     Args:
         uncertainty, error: see :func:`aurc`.
 
     Returns:
-        1 for the best order, 0 for one that says nothing, negative if the uncertain items are the right ones; NaN if all errors
-        are equal, when there is nothing to gain.
+        A number >= 0; 0 is perfect.
+
+    Paper: Geifman, Uziel and El-Yaniv, ICLR 2019.
     """
-    return _on_all(gain_statistic(uncertainty, error), len(uncertainty))
+    return on_all(excess_aurc_statistic(uncertainty, error), len(uncertainty))
+
+
+def prediction_rejection_ratio(uncertainty: np.ndarray, error: np.ndarray) -> float:
+    """Prediction rejection ratio (PRR): the gain over a random order, as a fraction of that of a perfect order.
+
+        PRR = (mean error - aurc) / (mean error - best aurc)
+
+    Args:
+        uncertainty, error: see :func:`aurc`.
+
+    Returns:
+        1 for the best order, 0 for a random one, negative if the uncertain items are the right ones; NaN if all errors
+        are equal, when there is nothing to gain.
+
+    Paper: Malinin, "Uncertainty estimation in deep learning with application to spoken language assessment", 2019.
+    """
+    return on_all(rejection_ratio_statistic(uncertainty, error), len(uncertainty))
 
 
 def risk_at_coverage(uncertainty: np.ndarray, error: np.ndarray, coverage: float) -> float:
@@ -96,12 +86,15 @@ def risk_at_coverage(uncertainty: np.ndarray, error: np.ndarray, coverage: float
 
     Args:
         uncertainty, error: see :func:`aurc`.
-        coverage: in (0, 1], the share of items that are answered.
+        coverage: fraction of items that are answered, in (0, 1].
+
+    Returns:
+        The expected mean error.
 
     Raises:
         ValueError: as there, or coverage is outside of (0, 1].
     """
-    return _on_all(risk_statistic(uncertainty, error, coverage), len(uncertainty))
+    return on_all(risk_statistic(uncertainty, error, coverage), len(uncertainty))
 
 
 def risk_coverage_curve(uncertainty: np.ndarray, error: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -117,13 +110,23 @@ def risk_coverage_curve(uncertainty: np.ndarray, error: np.ndarray) -> tuple[np.
     n = len(error)
     order, starts = _groups(uncertainty)
     sizes = np.diff(np.append(starts, n))
-    spread = np.repeat(np.add.reduceat(error[order], starts) / sizes, sizes) if n else error
+    expected = np.repeat(np.add.reduceat(error[order], starts) / sizes, sizes) if n else error
     accepted = np.arange(1, n + 1)
-    return accepted / max(n, 1), np.cumsum(spread) / accepted
+    return accepted / max(n, 1), np.cumsum(expected) / accepted
 
 
 def auroc_statistic(score: np.ndarray, positive: np.ndarray) -> Statistic:
-    """:func:`auroc` to be resampled."""
+    """:func:`auroc`, to be resampled.
+
+    Args:
+        score, positive: see :func:`auroc`.
+
+    Returns:
+        A statistic for :func:`~sfumato.metrics.bootstrap.bootstrap`.
+
+    Raises:
+        ValueError: shapes differ, a score is NaN, or positive is neither 0 nor 1.
+    """
     score, positive = _checked(score, positive, "auroc")
     if not np.isin(positive, (0.0, 1.0)).all():
         raise ValueError("auroc: positive must be 0 or 1 (or bool) for every item")
@@ -141,7 +144,14 @@ def auroc_statistic(score: np.ndarray, positive: np.ndarray) -> Statistic:
 
 
 def aurc_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
-    """:func:`aurc` to be resampled."""
+    """:func:`aurc`, to be resampled.
+
+    Args:
+        uncertainty, error: see :func:`aurc`.
+
+    Returns:
+        A statistic for :func:`~sfumato.metrics.bootstrap.bootstrap`.
+    """
     uncertainty, error = _checked(uncertainty, error, "aurc")
     order, starts = _groups(uncertainty)
     ordered = error[order]
@@ -151,8 +161,8 @@ def aurc_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
         w, e = _sums(drawn, starts), _sums(drawn * ordered, starts)
         end = np.cumsum(w, axis=1)
         errors_before, before = np.cumsum(e, axis=1) - e, end - w
-        # Of a group of w items with e errors in all, the j-th adds (errors_before + j e / w) / (before + j): a sum over j in
-        # closed form, with harmonic numbers.
+        # In a group of w items with e errors in all, the j-th adds (errors_before + j e / w) / (before + j). The sum
+        # over j has a closed form with harmonic numbers.
         harmonic = _harmonic(int(end.max(initial=0)))
         steps = harmonic[end.astype(np.int64)] - harmonic[before.astype(np.int64)]
         rate = np.divide(e, w, out=np.zeros_like(e), where=w > 0)
@@ -163,18 +173,32 @@ def aurc_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
 
 
 def excess_aurc_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
-    """:func:`excess_aurc` to be resampled."""
+    """:func:`excess_aurc`, to be resampled.
+
+    Args:
+        uncertainty, error: see :func:`aurc`.
+
+    Returns:
+        A statistic for :func:`~sfumato.metrics.bootstrap.bootstrap`.
+    """
     own, best = aurc_statistic(uncertainty, error), aurc_statistic(error, error)
     return lambda counts: own(counts) - best(counts)
 
 
-def gain_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
-    """:func:`selective_gain` to be resampled."""
+def rejection_ratio_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
+    """:func:`prediction_rejection_ratio`, to be resampled.
+
+    Args:
+        uncertainty, error: see :func:`aurc`.
+
+    Returns:
+        A statistic for :func:`~sfumato.metrics.bootstrap.bootstrap`.
+    """
     own, best, mean = aurc_statistic(uncertainty, error), aurc_statistic(error, error), mean_statistic(error)
 
     def statistic(counts: np.ndarray) -> np.ndarray:
         chance, perfect = mean(counts), best(counts)
-        # Equal errors leave rounding only, no room to gain.
+        # With equal errors only rounding is left, and nothing can be gained.
         room = np.where(chance - perfect > 1e-12 * np.maximum(1, np.abs(chance)), chance - perfect, np.nan)
         return _array((chance - own(counts)) / room)
 
@@ -182,7 +206,17 @@ def gain_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
 
 
 def risk_statistic(uncertainty: np.ndarray, error: np.ndarray, coverage: float) -> Statistic:
-    """:func:`risk_at_coverage` to be resampled."""
+    """:func:`risk_at_coverage`, to be resampled.
+
+    Args:
+        uncertainty, error, coverage: see :func:`risk_at_coverage`.
+
+    Returns:
+        A statistic for :func:`~sfumato.metrics.bootstrap.bootstrap`.
+
+    Raises:
+        ValueError: shapes differ, a value is NaN, or coverage is outside of (0, 1].
+    """
     if not 0 < coverage <= 1:
         raise ValueError(f"risk_at_coverage: coverage must be in (0, 1], got {coverage}")
     uncertainty, error = _checked(uncertainty, error, "risk_at_coverage")
@@ -199,19 +233,15 @@ def risk_statistic(uncertainty: np.ndarray, error: np.ndarray, coverage: float) 
     return statistic
 
 
-def mean_statistic(values: np.ndarray) -> Statistic:
-    """The mean of (n,) values, to be resampled."""
-    values = np.asarray(values, float)
-
-    def statistic(counts: np.ndarray) -> np.ndarray:
-        with np.errstate(invalid="ignore"):
-            return _array(counts @ values / counts.sum(1))
-
-    return statistic
-
-
 def spearman_statistic(x: np.ndarray, y: np.ndarray) -> Statistic:
-    """Spearman rank correlation of two (n,) arrays, ties by average ranks, to be resampled: ranks are those of the resample."""
+    """Spearman rank correlation, ties by average ranks, to be resampled: ranks are those of the resample.
+
+    Args:
+        x, y: (n,) values.
+
+    Returns:
+        A statistic for :func:`~sfumato.metrics.bootstrap.bootstrap`.
+    """
     x, y = _checked(x, y, "spearman")
     ranks_of = [_ranker(values) for values in (x, y)]
 
@@ -227,7 +257,18 @@ def spearman_statistic(x: np.ndarray, y: np.ndarray) -> Statistic:
 
 
 def decile_statistic(uncertainty: np.ndarray, hit: np.ndarray, *, n_bins: int = 10) -> Statistic:
-    """Pearson correlation of bin number and recall, as in :func:`~sfumato.metrics.uncertainty.recall_by_uncertainty`, to be resampled."""
+    """Pearson correlation of bin number and recall, to be resampled.
+
+    See :func:`~sfumato.metrics.uncertainty.recall_by_uncertainty`.
+
+    Args:
+        uncertainty: (n,) of the queries.
+        hit: (n,) 1 where the query found a relevant item first, else 0.
+        n_bins: number of bins.
+
+    Returns:
+        A statistic for :func:`~sfumato.metrics.bootstrap.bootstrap`.
+    """
     uncertainty, hit = _checked(uncertainty, hit, "decile_statistic")
     order = np.argsort(uncertainty, kind="stable")
     ordered = hit[order]
@@ -241,138 +282,10 @@ def decile_statistic(uncertainty: np.ndarray, hit: np.ndarray, *, n_bins: int = 
         with np.errstate(invalid="ignore", divide="ignore"):
             recall = sums / np.diff(edges, axis=1)
             a, b = np.arange(n_bins) - (n_bins - 1) / 2, recall - recall.mean(1, keepdims=True)
-            spread = np.sqrt((b * b).sum(1) * (a * a).sum())
-            return _array(np.where(np.ptp(recall, axis=1) > 0, (b @ a) / spread, np.nan))
+            norm = np.sqrt((b * b).sum(1) * (a * a).sum())
+            return _array(np.where(np.ptp(recall, axis=1) > 0, (b @ a) / norm, np.nan))
 
     return statistic
-
-
-def any_statistic(function: Callable[..., float], *arrays: np.ndarray) -> Statistic:
-    """Any function of (k,) arrays, to be resampled: called once for each resample, with its drawn items in place of the arrays.
-
-    Args:
-        function: of as many 1-D arrays as are given; NaN where undefined.
-        arrays: (n,) each.
-    """
-    own = [np.asarray(a) for a in arrays]
-
-    def statistic(counts: np.ndarray) -> np.ndarray:
-        rows = (np.repeat(np.arange(counts.shape[1]), row.astype(np.int64)) for row in counts)
-        return np.array([function(*(a[index] for a in own)) for index in rows], float)
-
-    return statistic
-
-
-def bootstrap(
-    statistics: Mapping[str, Statistic],
-    n: int,
-    *,
-    n_resamples: int = 1000,
-    level: float = 0.95,
-    seed: int = 0,
-    groups: np.ndarray | None = None,
-) -> dict[str, Interval]:
-    """Percentile confidence intervals of several statistics from the same resamples of n queries, drawn with replacement.
-
-    Args:
-        statistics: by name; see :data:`Statistic`.
-        n: number of queries.
-        n_resamples: number of resamples; 0 gives values without intervals.
-        level: coverage that the intervals aim at. Percentile intervals are somewhat narrow for few queries and skew statistics.
-        seed: of the draws.
-        groups: (n,) queries with equal entries are drawn together, as the five captions of an image, which are not independent; None
-            draws each by itself.
-
-    Returns:
-        An :class:`Interval` for each name. Resamples where a statistic is undefined are left out.
-
-    Raises:
-        ValueError: n_resamples < 0, level is outside of (0, 1), or groups has another length.
-    """
-    if n_resamples < 0:
-        raise ValueError(f"bootstrap: n_resamples must not be negative, got {n_resamples}")
-    if not 0 < level < 1:
-        raise ValueError(f"bootstrap: level must be between 0 and 1, got {level}")
-    if groups is not None and len(groups) != n:
-        raise ValueError(f"bootstrap: got {len(groups)} groups for {n} queries; give one for each")
-    whole = {name: _on_all(statistic, n) for name, statistic in statistics.items()}
-    which = np.arange(n) if groups is None else np.unique(groups, return_inverse=True)[1]
-    units = int(which.max()) + 1 if n else 0
-    random = np.random.default_rng(seed)
-    drawn: dict[str, list[np.ndarray]] = {name: [] for name in statistics}
-    step = max(1, _CHUNK // max(n, 1))
-    for start in range(0, n_resamples if n else 0, step):
-        b = min(step, n_resamples - start)
-        picked = random.integers(units, size=(b, units)) + units * np.arange(b)[:, None]
-        times = np.bincount(picked.ravel(), minlength=b * units).reshape(b, units)
-        counts = (times if groups is None else times[:, which]).astype(float)
-        for name, statistic in statistics.items():
-            drawn[name].append(statistic(counts))
-    return {
-        name: percentile_interval(whole[name], np.concatenate(parts or [np.empty(0)]), level)
-        for name, parts in drawn.items()
-    }
-
-
-def percentile_interval(value: float, resampled: np.ndarray, level: float = 0.95) -> Interval:
-    """The interval between the percentiles of (b,) resampled values; NaN are left out, and if most are there is none."""
-    if np.isnan(value):
-        return Interval(None, None, None)
-    defined = resampled[~np.isnan(resampled)]
-    if len(defined) == 0 or 2 * len(defined) < len(resampled):
-        return Interval(float(value), None, None)
-    low, high = np.quantile(defined, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(value), float(low), float(high))
-
-
-def balanced_spearman_draws(
-    scores: Mapping[str, np.ndarray],
-    multiplicity: np.ndarray,
-    *,
-    per_bin: int = 20,
-    n_resamples: int = 1000,
-    n_draws: int = 10,
-    seed: int = 0,
-) -> dict[str, np.ndarray]:
-    """Resampled values of :func:`~sfumato.metrics.uncertainty.balanced_spearman`, for :func:`percentile_interval`.
-
-    Queries are resampled within each power of two of the multiplicity, so that every resample has all of them; of each resample
-    n_draws balanced sets are taken instead of 200.
-
-    Args:
-        scores: by name, (n,) uncertainties.
-        multiplicity: (n,) true numbers of matches, at least 1.
-        per_bin: largest number of queries of a bin in a balanced set.
-        n_resamples: b resamples.
-        n_draws: sets of each.
-        seed: of the draws, which all scores share.
-
-    Returns:
-        (b,) values for each name; all NaN if there is only one bin.
-    """
-    multiplicity = np.asarray(multiplicity)
-    bins = np.floor(np.log2(multiplicity)).astype(int)
-    members = [np.flatnonzero(bins == k) for k in np.unique(bins)]
-    if len(members) < 2:
-        return {name: np.full(n_resamples, np.nan) for name in scores}
-    random = np.random.default_rng(seed)
-    parts = []
-    for own in members:
-        resample = own[random.integers(len(own), size=(n_resamples, len(own)))]
-        size = min(per_bin, len(own))
-        # A resample is in random order: consecutive stretches of it, wrapped around, are sets drawn from it.
-        places = (np.arange(n_draws)[:, None] * size + np.arange(size)) % len(own)
-        parts.append(resample[:, places])
-    chosen = np.concatenate(parts, axis=2).reshape(n_resamples * n_draws, -1)
-    ground_truth = _row_ranks(multiplicity[chosen])
-    return {
-        name: _row_pearson(_row_ranks(np.asarray(x, float)[chosen]), ground_truth).reshape(n_resamples, n_draws).mean(1)
-        for name, x in scores.items()
-    }
-
-
-def _on_all(statistic: Statistic, n: int) -> float:
-    return float(statistic(np.ones((1, n)))[0])
 
 
 def _checked(x: np.ndarray, y: np.ndarray, who: str) -> tuple[np.ndarray, np.ndarray]:
@@ -399,7 +312,7 @@ def _sums(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _first(w: np.ndarray, e: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """(b, g) sizes and totals of groups, (b, k) numbers of items -> (b, k) totals of as many first items, a group in even parts."""
+    """(b, g) sizes and totals of groups, (b, k) numbers of first items -> (b, k) their totals; a group in even parts."""
     end, total = np.cumsum(w, axis=1), np.cumsum(e, axis=1)
     rows = np.arange(len(w))
     result = np.zeros(wanted.shape)
@@ -422,29 +335,6 @@ def _ranker(values: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
         return _array((np.cumsum(w, axis=1) - (w + 1) / 2)[:, which])
 
     return ranks
-
-
-def _row_ranks(x: np.ndarray) -> np.ndarray:
-    """(r, k) average ranks from 0 within each row."""
-    order = np.argsort(x, axis=1, kind="stable")
-    ordered = np.take_along_axis(x, order, 1)
-    k = x.shape[1]
-    new = np.ones(x.shape, bool)
-    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    start = np.maximum.accumulate(np.where(new, np.arange(k), 0), axis=1)
-    last = np.ones(x.shape, bool)
-    last[:, :-1] = new[:, 1:]
-    end = np.minimum.accumulate(np.where(last, np.arange(k), k)[:, ::-1], axis=1)[:, ::-1]
-    ranks = np.empty(x.shape)
-    np.put_along_axis(ranks, order, (start + end) / 2, 1)
-    return ranks
-
-
-def _row_pearson(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    a, b = a - a.mean(1, keepdims=True), b - b.mean(1, keepdims=True)
-    variances = (a * a).sum(1) * (b * b).sum(1)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return _array(np.where(variances > 0, (a * b).sum(1) / np.sqrt(variances), np.nan))
 
 
 def _harmonic(n: int) -> np.ndarray:

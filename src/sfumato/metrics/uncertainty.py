@@ -1,4 +1,4 @@
-"""What a predicted uncertainty is worth: recall by decile, and rank correlation with a known ambiguity."""
+"""How well an uncertainty predicts recall, and how well it ranks with a known ambiguity."""
 
 from typing import Any
 
@@ -6,56 +6,88 @@ import numpy as np
 
 
 def average_ranks(x: np.ndarray) -> np.ndarray:
-    """(n,) ranks from 0; equal values share the mean of theirs."""
+    """Ranks from 0; equal values get the mean of their ranks.
+
+    Args:
+        x: (n,) values.
+
+    Returns:
+        (n,) ranks.
+
+    Example:
+        >>> average_ranks(np.array([5.0, 1.0, 5.0])).tolist()
+        [1.5, 0.0, 1.5]
+    """
     _, which, counts = np.unique(x, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
-    shared: np.ndarray = (ends - (counts + 1) / 2)[which]
-    return shared
+    ranks: np.ndarray = (ends - (counts + 1) / 2)[which]
+    return ranks
 
 
 def pearson(x: np.ndarray, y: np.ndarray) -> float:
-    """Pearson correlation of two (n,) arrays; NaN if one is constant or n < 2."""
+    """Pearson correlation.
+
+    Args:
+        x, y: (n,) values.
+
+    Returns:
+        A number in [-1, 1]; NaN if one side is constant or n < 2.
+
+    Raises:
+        ValueError: shapes differ.
+    """
     x, y = np.asarray(x, float), np.asarray(y, float)
     if x.shape != y.shape:
-        raise ValueError(f"pearson: got {x.shape} and {y.shape} values; they must be as many")
+        raise ValueError(f"pearson: got {x.shape} and {y.shape} values; the shapes must be equal")
     if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return float("nan")
     return float(np.corrcoef(x, y)[0, 1])
 
 
 def spearman(x: np.ndarray, y: np.ndarray) -> float:
-    """Spearman rank correlation of two (n,) arrays, ties by average ranks; NaN if one is constant or n < 2."""
+    """Spearman rank correlation, ties by average ranks.
+
+    Args:
+        x, y: (n,) values.
+
+    Returns:
+        A number in [-1, 1]; NaN if one side is constant or n < 2.
+
+    Raises:
+        ValueError: shapes differ.
+    """
     return pearson(average_ranks(np.asarray(x)), average_ranks(np.asarray(y)))
 
 
 def balanced_spearman(
-    x: np.ndarray, multiplicity: np.ndarray, *, per_bin: int = 20, n_draws: int = 200, seed: int = 0
+    x: np.ndarray, multiplicity: np.ndarray, *, per_bin: int = 20, n_sets: int = 200, seed: int = 0
 ) -> float:
     """Spearman correlation with a multiplicity, over sets in which its powers of two occur about equally often.
 
-    Most tags name one or two things, so that a plain correlation hardly sees the ambiguous ones. Items are binned by
-    floor(log2(multiplicity)), at most per_bin are drawn from each bin, and the correlations of n_draws such sets averaged.
+    Most tags name one or two things, so that ambiguous ones have little weight in a plain correlation. Items are binned
+    by floor(log2(multiplicity)). A set takes at most per_bin random items of each bin; the correlations of n_sets sets
+    are averaged.
 
     Args:
         x: (n,) uncertainties.
         multiplicity: (n,) true numbers of matches, at least 1.
-        per_bin: largest number of items drawn from a bin.
-        n_draws: number of sets.
-        seed: of the draws.
+        per_bin: largest number of items of a bin in a set.
+        n_sets: number of sets.
+        seed: of the sets.
 
     Returns:
         The mean correlation; NaN if there is only one bin, or x is constant.
 
     Raises:
-        ValueError: shapes differ, a multiplicity is below 1, or per_bin or n_draws is.
+        ValueError: shapes differ, a multiplicity is below 1, or per_bin or n_sets is.
     """
     x, multiplicity = np.asarray(x, float), np.asarray(multiplicity)
     if x.shape != multiplicity.shape:
         raise ValueError(
-            f"balanced_spearman: got {x.shape} values for {multiplicity.shape} multiplicities; they must be as many"
+            f"balanced_spearman: got {x.shape} values for {multiplicity.shape} multiplicities; the shapes must be equal"
         )
-    if min(per_bin, n_draws) < 1:
-        raise ValueError(f"balanced_spearman: per_bin and n_draws must be at least 1, got {per_bin} and {n_draws}")
+    if min(per_bin, n_sets) < 1:
+        raise ValueError(f"balanced_spearman: per_bin and n_sets must be at least 1, got {per_bin} and {n_sets}")
     if len(multiplicity) and multiplicity.min() < 1:
         raise ValueError(f"balanced_spearman: multiplicities must be at least 1, got {multiplicity.min()}")
     bins = np.floor(np.log2(multiplicity)).astype(int)
@@ -64,7 +96,7 @@ def balanced_spearman(
         return float("nan")
     random = np.random.default_rng(seed)
     values = []
-    for _ in range(n_draws):
+    for _ in range(n_sets):
         chosen = np.concatenate([random.permutation(m)[:per_bin] for m in members])
         values.append(spearman(x[chosen], multiplicity[chosen]))
     return float(np.mean(values))
@@ -79,9 +111,9 @@ def recall_by_uncertainty(uncertainty: np.ndarray, hit: np.ndarray, *, n_bins: i
         n_bins: number of bins.
 
     Returns:
-        "bins": a list of {"uncertainty", "recall", "count"}; "correlation": Pearson between bin number and recall, as the
-        paper reports it (Chun 2024, figure 3: negative when uncertain queries fail); "spearman" over single queries. None
-        where a correlation is undefined, as for points.
+        "bins": a list of {"uncertainty", "recall", "count"}; "correlation": Pearson between bin number and recall, as
+        the paper reports it (Chun 2024, figure 3: negative when uncertain queries fail); "spearman" over single
+        queries. None where a correlation is undefined, as for points.
 
     Raises:
         ValueError: shapes differ, or n_bins < 1.
@@ -91,7 +123,8 @@ def recall_by_uncertainty(uncertainty: np.ndarray, hit: np.ndarray, *, n_bins: i
     uncertainty, hit = np.asarray(uncertainty, float), np.asarray(hit, float)
     if uncertainty.shape != hit.shape:
         raise ValueError(
-            f"recall_by_uncertainty: got {uncertainty.shape} uncertainties for {hit.shape} hits; they must be as many"
+            f"recall_by_uncertainty: got {uncertainty.shape} uncertainties for {hit.shape} hits;"
+            " the shapes must be equal"
         )
     uncertainty, hit = uncertainty[~np.isnan(hit)], hit[~np.isnan(hit)]
     order = np.argsort(uncertainty, kind="stable")
@@ -105,5 +138,12 @@ def recall_by_uncertainty(uncertainty: np.ndarray, hit: np.ndarray, *, n_bins: i
 
 
 def none_if_nan(value: float) -> float | None:
-    """JSON has no NaN: an undefined number is None."""
+    """None for an undefined number: JSON has no NaN.
+
+    Args:
+        value: a number or NaN.
+
+    Returns:
+        The number, or None for NaN.
+    """
     return None if np.isnan(value) else value

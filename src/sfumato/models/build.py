@@ -230,9 +230,15 @@ def _word_encoder(config: ModelConfig, text: WordTextConfig, tokenizer: Tokenize
 
 
 def build_loss(recipe: Recipe) -> MatchLoss:
-    """The loss of a recipe, with fresh logits."""
-    options = recipe.loss.model_dump()
-    return LOSSES[options.pop("name")](**options)
+    """The loss of a recipe, with fresh logits.
+
+    Args:
+        recipe: its section ``loss`` names the loss and holds its options.
+
+    Returns:
+        The module.
+    """
+    return LOSSES[recipe.loss.name].build(recipe.loss.options())
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:

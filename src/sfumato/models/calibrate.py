@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.calibration.calibrator import Calibration, QueryScores
+from sfumato.calibration import Calibration, QueryScores
 from sfumato.data.pairs import PairData
 from sfumato.direction import Direction
 from sfumato.distances import get_distance
@@ -21,9 +21,6 @@ from sfumato.models.run import CALIBRATION, learnt_logits, load_run
 from sfumato.models.splits import embed_split, load_split
 from sfumato.search.exact import distance_blocks
 
-_PAIRS = 4_000_000
-_QUERIES = 5_000
-
 
 def calibrate_split(
     embedded: tuple[GaussianEmbedding, GaussianEmbedding],
@@ -33,24 +30,30 @@ def calibrate_split(
     split: str,
     method: str = "platt",
     learnt: tuple[float, float] | None = None,
+    max_pairs: int = 4_000_000,
+    max_queries: int = 5_000,
+    seed: int = 0,
 ) -> Calibration:
     """Fit probabilities on the pairs of a split, and keep the scores of its queries in both directions.
 
-    Of a large split as many images are taken, at random, as give 4,000,000 pairs with all its texts, and 5,000 queries of either
-    side with the whole other side as their gallery.
+    A large split is sampled: random images, with all texts, for the pairs of the fit, and random queries of either
+    side, with the whole other side as their gallery, for the scores.
 
     Args:
         embedded: (images, texts) of the split.
-        data: what matches.
+        data: pairs of the split, n images and m texts.
         distance: name in DISTANCES.
-        split: its name, to be kept.
+        split: name of the split, kept with the calibration.
         method: see :meth:`Calibration.fit`.
         learnt: (logit_scale, logit_bias) of the loss, to compare with.
+        max_pairs: largest number of pairs in the fit.
+        max_queries: largest number of queries of either side whose scores are kept.
+        seed: seed of the random choice of images and queries.
 
     Returns:
-        The calibration; "expected_calibration_error" in its `about` is that of the very pairs of the fit, "before" with the logits of the
-        loss. Texts of images: a larger gallery of texts comes with more images and brings no further texts of an image, so growth is
-        0 there; of texts it is measured.
+        The calibration. In its `about`, "expected_calibration_error" is measured on the pairs of the fit, and
+        "expected_calibration_error_before" with the logits of the loss. For i2t the growth is 0, because a larger
+        gallery of texts comes with more images and adds no texts to an image; for t2i it is measured.
 
     Raises:
         ValueError: nothing can be fitted; see :func:`~sfumato.calibration.platt.fit_logits`.
@@ -70,9 +73,9 @@ def calibrate_split(
             rows = chosen[start : start + len(block)]
             yield block, torch.from_numpy(data.match(every_image, rows)).T
 
-    blocks = list(of_images(_some(images.n, max(1, _PAIRS // texts.n))))
+    blocks = list(of_images(_some(images.n, max(1, max_pairs // texts.n), seed)))
     d, match = (torch.cat(parts) for parts in zip(*blocks, strict=True))
-    some_images, some_texts = _some(images.n, _QUERIES), _some(texts.n, _QUERIES)
+    some_images, some_texts = _some(images.n, max_queries, seed), _some(texts.n, max_queries, seed)
     calibration = Calibration.fit(
         d,
         match,
@@ -85,25 +88,28 @@ def calibrate_split(
     if learnt is not None:
         errors["expected_calibration_error_before"] = match_probability(d, *learnt)
     found = {name: expected_calibration_error(p.flatten(), match.flatten()) for name, p in errors.items()}
-    calibration.about.update(about | found)
+    calibration.metadata.update(about | found)
     return calibration
 
 
-def _some(n: int, most: int) -> np.ndarray:
-    """At most so many of n, at random but always the same, in their order."""
-    return np.sort(np.random.default_rng(0).permutation(n)[:most])
+def _some(n: int, most: int, seed: int) -> np.ndarray:
+    """At most so many of n positions, at random, sorted."""
+    return np.sort(np.random.default_rng(seed).permutation(n)[:most])
 
 
 def calibrate_run(
     folder: str | Path, split: str = "val", *, method: str = "platt", device: torch.device | str = "cpu"
 ) -> Calibration:
-    """Calibrate a run again, on a split of its own data that it was not trained on, and write calibration.json into its folder.
+    """Calibrate a run on a split of its data that it was not trained on, and write calibration.json into its folder.
 
     Args:
-        folder: of the run.
-        split: its name.
+        folder: folder of the run.
+        split: name of the split.
         method: see :meth:`Calibration.fit`.
-        device: where to embed.
+        device: device that embeds.
+
+    Returns:
+        The calibration.
 
     Raises:
         UserError: it is not a run, or the data have no such split.
@@ -121,22 +127,26 @@ def calibrate_run(
 
 
 def describe_calibration(calibration: Calibration) -> dict[str, Any]:
-    """What a calibration promises, at a few usual levels.
+    """The thresholds of a calibration at a few usual levels.
+
+    Args:
+        calibration: fitted.
 
     Returns:
-        Its `about`, and for "t2i" and "i2t" {"n_queries", "n_gallery", "matches_per_query", "growth", "precision": {0.5, 0.8, 0.9:
-        threshold}, "risk": {0.2, 0.1, 0.05: {"abstain_below", "answered"}}, "coverage": {0.8, 0.9, 0.95: radius}}; null where the held-out
-        queries vouch for nothing.
+        Its `about`, and for "t2i" and "i2t" {"n_queries", "n_gallery", "matches_per_query", "growth", "precision":
+        {0.5, 0.8,
+        0.9: threshold}, "risk": {0.2, 0.1, 0.05: {"abstain_below", "answered"}}, "coverage": {0.8, 0.9, 0.95: radius}};
+        null where the held-out queries do not support a guarantee.
     """
-    result: dict[str, Any] = dict(calibration.about)
+    result: dict[str, Any] = dict(calibration.metadata)
     for direction in get_args(Direction):
         if getattr(calibration, direction) is None:
             continue
         scores = calibration.scores(direction)
 
-        def at(promise: Callable[..., float], level: float, direction: Direction = direction) -> float | None:
+        def at(guarantee: Callable[..., float], level: float, direction: Direction = direction) -> float | None:
             try:
-                value = promise(level, direction=direction)
+                value = guarantee(level, direction=direction)
             except ValueError:
                 return None
             return value if math.isfinite(value) else None
@@ -150,7 +160,7 @@ def describe_calibration(calibration: Calibration) -> dict[str, Any]:
             "risk": {
                 str(r): {
                     "abstain_below": at(calibration.abstain_below, r),
-                    "answered": at(calibration.answered, r),
+                    "answered": at(calibration.answered_fraction, r),
                 }
                 for r in (0.2, 0.1, 0.05)
             },

@@ -1,4 +1,4 @@
-"""Using a model, a run of ours or a published one: embedding, evaluating and calibrating. What commands and the demo call."""
+"""Using a model, a run or a published one: embedding folders, files and splits, and evaluating."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Protocol
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.images import FileImage, ImageSource
 from sfumato.data.problems import Problems
+from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.processors import Item
@@ -16,9 +17,8 @@ from sfumato.evaluation.ground_truth import ground_truth_from_data
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.ingest import file_endings
+from sfumato.models.embedding_steps import file_endings
 from sfumato.models.process_group import ProcessGroup, alone
-from sfumato.models.recipe import DataConfig
 from sfumato.models.run import Run
 from sfumato.models.splits import embed_split, load_split
 from sfumato.progress import progress_bar
@@ -59,20 +59,24 @@ class RetrievalModel(Protocol):
 
 
 def embed_folder(retrieval_model: RetrievalModel, folder: Path) -> tuple[GaussianEmbedding, list[str], Problems]:
-    """Embed every picture below a folder; for a model that reads region features, every .npy file.
+    """Embed every image below a folder; for a model that reads region features, every .npy file.
+
+    Args:
+        retrieval_model: the model.
+        folder: searched with its subfolders.
 
     Returns:
-        (embeddings, ids: paths relative to the folder, sorted; what was left out and why).
+        ((n, d) embeddings; n ids, paths relative to the folder, sorted; what was left out and why).
 
     Raises:
-        UserError: there is no such folder, or no usable picture in it.
+        UserError: there is no such folder, or no usable image in it.
     """
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
     endings = file_endings(retrieval_model.model)
     paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in endings and p.is_file())
     if not paths:
-        raise UserError(f"no pictures in {folder} (looked for {', '.join(sorted(endings))})")
+        raise UserError(f"no images in {folder} (looked for {', '.join(sorted(endings))})")
     return embed_sources(
         retrieval_model, [FileImage(p) for p in paths], [p.relative_to(folder).as_posix() for p in paths]
     )
@@ -81,28 +85,51 @@ def embed_folder(retrieval_model: RetrievalModel, folder: Path) -> tuple[Gaussia
 def embed_sources(
     retrieval_model: RetrievalModel, sources: Sequence[ImageSource], ids: Sequence[str]
 ) -> tuple[GaussianEmbedding, list[str], Problems]:
-    """Embed pictures; those that cannot be used are left out and reported."""
+    """Embed images; those that cannot be used are left out and reported.
+
+    Args:
+        retrieval_model: the model.
+        sources: k images.
+        ids: k ids.
+
+    Returns:
+        ((n, d) embeddings, their n ids, what was left out and why).
+
+    Raises:
+        UserError: no image can be used.
+    """
     problems = Problems()
     items: list[Item] = [source.read_bytes for source in sources]
-    with progress_bar("reading pictures", len(items)) as advance:
+    with progress_bar("reading images", len(items)) as advance:
         store, kept = retrieval_model.model.image.processor.read(
-            items, progress=advance, on_error=lambda i, error: problems.add(sources[i].place, str(error))
+            items, progress=advance, on_error=lambda i, error: problems.add(sources[i].location, str(error))
         )
     if not len(kept):
-        raise UserError(f"none of {len(items)} pictures can be used:\n{problems.summary()}")
-    with progress_bar("embedding pictures", len(kept)) as advance:
+        raise UserError(f"none of {len(items)} images can be used:\n{problems.summary()}")
+    with progress_bar("embedding images", len(kept)) as advance:
         embeddings = retrieval_model.model.image.embed(store, progress=advance)
     return embeddings, [ids[i] for i in kept], problems
 
 
 def embed_lines(retrieval_model: RetrievalModel, path: Path) -> tuple[GaussianEmbedding, list[str], Problems]:
-    """Embed the texts of :func:`read_lines`."""
+    """Embed the texts of a file.
+
+    Args:
+        retrieval_model: the model.
+        path: see :func:`read_lines`.
+
+    Returns:
+        ((n, d) embeddings, n ids, what was left out).
+    """
     texts, ids, problems = read_lines(path)
     return retrieval_model.model.embed_texts(texts), ids, problems
 
 
 def read_lines(path: Path) -> tuple[list[str], list[str], Problems]:
     """The texts of a file, one a line; empty lines are left out and reported.
+
+    Args:
+        path: a UTF-8 file.
 
     Returns:
         (texts, ids: line numbers from 1, what was left out).
@@ -131,7 +158,16 @@ def read_lines(path: Path) -> tuple[list[str], list[str], Problems]:
 def embed_split_images(
     retrieval_model: RetrievalModel, data: DataConfig, split: str
 ) -> tuple[GaussianEmbedding, list[str], Problems]:
-    """Embed the pictures of a split of some data."""
+    """Embed the images of a split.
+
+    Args:
+        retrieval_model: the model.
+        data: where the split comes from.
+        split: its name.
+
+    Returns:
+        ((n, d) embeddings, n ids, what was left out).
+    """
     problems = Problems()
     prepared = load_split(retrieval_model.model, data, split, problems)
     return retrieval_model.model.image.embed(prepared.images), list(prepared.data.image_ids), problems
@@ -140,13 +176,16 @@ def embed_split_images(
 def embed_for_evaluation(
     retrieval_model: RetrievalModel, data: DataConfig, split: str, *, process_group: ProcessGroup | None = None
 ) -> EmbeddedSet:
-    """Embed a split of any data; its truth is named after the split.
+    """Embed a split of any data; its ground truth is named after the split.
 
     Args:
         retrieval_model: the model.
         data: where the split comes from.
         split: its name.
-        process_group: the processes that share the work; each gets the whole result.
+        process_group: the processes that share the work; None for this one alone.
+
+    Returns:
+        Embeddings and ground truth, the whole in every process.
     """
     process_group = process_group or alone()
     prepared = load_split(retrieval_model.model, data, split, process_group=process_group)
@@ -173,8 +212,11 @@ def evaluate_model(
         data: where the split comes from.
         split: its name.
         distance: to rank by; the model's own if None.
-        process_group: the processes that share the work; each returns the whole result.
+        process_group: the processes that share the work; None for this one alone.
         embedded: of :func:`embed_for_evaluation`, if the split is embedded already.
+
+    Returns:
+        The figures, in every process.
     """
     process_group = process_group or alone()
     name = get_distance(distance or retrieval_model.distance).name
@@ -201,7 +243,8 @@ def evaluate_run(
     """Evaluate a split of the run's data by its own distance or another, and write the figures into its folder.
 
     Args:
-        run, split, distance, process_group, embedded: see :func:`evaluate_model`; of several processes the first one writes.
+        run, split, distance, process_group, embedded: see :func:`evaluate_model`; of several processes the first one
+        writes.
 
     Returns:
         (the figures, the file evaluation-SPLIT-DISTANCE.json).

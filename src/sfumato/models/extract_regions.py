@@ -1,6 +1,7 @@
-"""Region features from pictures: what a frozen backbone sees, written where training from region features finds it.
+"""Region features from images: what a frozen backbone sees, written where training from region features finds it.
 
-Detectors such as bottom-up attention are not part of the package; the grid of a convolutional network stands in for their regions.
+Detectors such as bottom-up attention are not part of the package; the grid of a convolutional network stands in for
+their regions.
 """
 
 import json
@@ -15,13 +16,13 @@ import numpy as np
 from sfumato.data.pairs import PairData
 from sfumato.data.problems import Problems
 from sfumato.data.region_features import equal_captions, regions_to_bytes
+from sfumato.data.sources import DataConfig
 from sfumato.encoders.features import FrozenBackbone, Store
 from sfumato.encoders.frozen import image_backbone
 from sfumato.encoders.processors import FrozenProcessor, Item
 from sfumato.errors import UserError
 from sfumato.files import is_plain_name, sync_folder, write_atomically
 from sfumato.models.build import cache_folder
-from sfumato.models.recipe import DataConfig
 from sfumato.models.splits import load_splits
 from sfumato.progress import progress_bar
 
@@ -41,26 +42,26 @@ def write_regions(
     layout: str = "scan",
     splits: Sequence[str] | None = None,
 ) -> tuple[dict[str, tuple[int, int, int]], Problems]:
-    """Write the pictures of some data as region features in float16, with their captions.
+    """Write the images of some data as region features in float16, with their captions.
 
-    The features come through the cache on disk, so that an interrupted call goes on where it was. The folder is there whole or not
-    at all.
+    The features come through the cache on disk, so that an interrupted call goes on where it was. The folder is there
+    whole or not at all.
 
     Args:
-        data: whose pictures.
+        data: whose images.
         out: a new or empty folder.
-        backbone: gives the regions of a picture, see :func:`~sfumato.encoders.frozen.image_backbone`.
-        layout: "scan": NAME_ims.npy, NAME_caps.txt and NAME_ids.txt, for data with as many captions for every picture. "manifest":
-            a .npy file for each picture and a manifest.jsonl of them, for any numbers of captions. Neither can say that pictures
-            share a text.
+        backbone: gives the regions of an image, see :func:`~sfumato.encoders.frozen.image_backbone`.
+        layout: "scan": NAME_ims.npy, NAME_caps.txt and NAME_ids.txt, for data with as many captions for every image.
+            "manifest": a .npy file for each image and a manifest.jsonl of them, for any numbers of captions. Neither
+            can say that images share a text.
         splits: names of those to write; all if None.
 
     Returns:
         (split -> shape of its features, what was left out).
 
     Raises:
-        UserError: the folder holds something, the data cannot be used, have no such split, or do not fit the layout; a split's name
-            cannot be a file's.
+        UserError: the folder holds something, the data cannot be used, have no such split, or do not fit the layout; a
+            split's name cannot be a file's.
     """
     if layout not in get_args(Layout):
         raise UserError(f"--layout {layout}: unknown; known: {', '.join(get_args(Layout))}")
@@ -93,7 +94,7 @@ def write_regions(
     return shapes, problems
 
 
-def regions_of_pictures(
+def regions_of_images(
     data: DataConfig,
     out: str | Path,
     backbone: str,
@@ -103,7 +104,7 @@ def regions_of_pictures(
     layout: str = "scan",
     splits: Sequence[str] | None = None,
 ) -> tuple[dict[str, tuple[int, int, int]], Problems]:
-    """:func:`write_regions` with the backbone of a name; see :func:`~sfumato.encoders.frozen.image_backbone` for size and grid."""
+    """:func:`write_regions` with the backbone of that name; see :func:`~sfumato.encoders.frozen.image_backbone`."""
     return write_regions(data, out, image_backbone(backbone, size=size, grid=grid), layout=layout, splits=splits)
 
 
@@ -112,13 +113,14 @@ def _check(name: str, split: PairData) -> None:
     if not is_plain_name(name) or name == MANIFEST:
         raise UserError(f"split {name!r}: files get the names of splits, and this cannot be one; rename it in the data")
     lost = {
-        "texts of several pictures": (np.bincount(split.pairs[:, 1]) > 1).any(),
+        "texts of several images": (np.bincount(split.pairs[:, 1]) > 1).any(),
         "kinds of texts": set(split.text_kinds) - {"caption"},
-        "groups of pictures": len(np.unique(split.groups)) < len(split.groups),
+        "groups of images": len(np.unique(split.groups)) < len(split.groups),
     }
     if any(lost.values()):
         raise UserError(
-            f"split {name!r} has {' and '.join(what for what, there in lost.items() if there)}, which no layout of region features can"
+            f"split {name!r} has {' and '.join(what for what, there in lost.items() if there)}, which no layout of"
+            f" region features can"
             " say; train on these data with model.image.kind=frozen, which keeps the features of a frozen backbone too"
         )
 
@@ -127,10 +129,10 @@ def _features(backbone: FrozenBackbone, name: str, split: PairData, problems: Pr
     items: list[Item] = [source.read_bytes for source in split.images]
     with progress_bar(f"features of {name}", len(items)) as advance:
         store, kept = FrozenProcessor(backbone, cache_folder()).read(
-            items, progress=advance, on_error=lambda i, error: problems.add(split.images[i].place, str(error))
+            items, progress=advance, on_error=lambda i, error: problems.add(split.images[i].location, str(error))
         )
     if not len(kept):
-        raise UserError(f"split {name!r} has no usable picture:\n{problems.summary()}")
+        raise UserError(f"split {name!r} has no usable image:\n{problems.summary()}")
     return (split if len(kept) == len(items) else split.keep_images(kept)), store
 
 
@@ -138,7 +140,7 @@ def _write_scan(folder: Path, name: str, split: PairData, store: Store) -> tuple
     captions = equal_captions(split)
     if captions is None:
         raise UserError(
-            f"split {name!r}: the pictures have different numbers of captions, which this layout cannot say;"
+            f"split {name!r}: the images have different numbers of captions, which this layout cannot say;"
             " write a manifest instead: --layout manifest"
         )
     name = _SCAN_NAMES.get(name, name)
@@ -150,7 +152,7 @@ def _write_scan(folder: Path, name: str, split: PairData, store: Store) -> tuple
         batch = store.batch(index)
         if batch.values.shape[1:] != first.shape or (batch.mask is not None and not batch.mask.all()):
             raise UserError(
-                "the backbone gives pictures different numbers of regions; write a manifest: --layout manifest"
+                "the backbone gives images different numbers of regions; write a manifest: --layout manifest"
             )
         array[start : start + len(index)] = batch.values.numpy()
     array.flush()

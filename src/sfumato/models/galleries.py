@@ -1,4 +1,4 @@
-"""Galleries made with a model: building and opening an index or a collection, searching it, and saying how sure the answer is."""
+"""Galleries made with a model: building, filling, copying and opening an index or a collection."""
 
 import contextlib
 import itertools
@@ -13,13 +13,13 @@ from sfumato.direction import Direction
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import RetrievalModel, embed_folder, embed_split_images, read_lines
+from sfumato.models.embedding_steps import model_digest
 from sfumato.models.export import load_model
-from sfumato.models.ingest import model_digest
 from sfumato.models.pretrained import PretrainedModel
 from sfumato.models.run import Run
 from sfumato.progress import progress_bar
 from sfumato.search.collection import GaussianCollection, check_empty, copy_gallery
-from sfumato.search.gallery import Gallery, SearchHit, verdict
+from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.lifting import gallery_centre, lifted_dim
 from sfumato.search.parts import read_manifest, read_parts
@@ -27,31 +27,32 @@ from sfumato.search.stores.store_url import anchored, scheme
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
-    """What shall be searched among, embedded, or a part of it.
+class GalleryPart:
+    """Embedded images or texts for a gallery, all of them or a part.
 
     Attributes:
         embeddings: (n, d).
         ids: n distinct ids.
-        texts: n texts, if it is texts; otherwise None, and it is pictures.
-        kept: by name, n texts to keep beside the pictures.
-        pictures: where these are: {"folder": path that the ids start at}, {"split": of the run's data}, or {} if nobody knows.
+        texts: n texts if the gallery is of texts; None if it is of images.
+        kept: name -> n texts to store beside the images.
+        images: location of the image files: {"folder": folder that the ids are relative to}, {"split": a split of the
+            run's data}, or {} if unknown.
     """
 
     embeddings: GaussianEmbedding
     ids: Sequence[str]
     texts: Sequence[str] | None = None
     kept: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    pictures: Mapping[str, str] = field(default_factory=dict)
+    images: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def direction(self) -> Direction:
-        """Of the queries that the model was trained for."""
+        """Direction of the queries that the model was trained for."""
         return "t2i" if self.texts is None else "i2t"
 
     @property
     def payload(self) -> dict[str, Sequence[str]]:
-        """What is stored beside the items: the texts, or what is kept with the pictures and the names of embedded emoji."""
+        """What is stored beside the embeddings: the texts, or what is kept with the images and the names of emoji."""
         if self.texts is not None:
             return {"text": self.texts}
         names = emoji_names() if all("/" in i for i in self.ids) else {}
@@ -60,15 +61,18 @@ class Source:
 
 
 def build_index(
-    retrieval_model: RetrievalModel, source: Source, *, home: str | Path, engine: str = "exact"
+    retrieval_model: RetrievalModel, source: GalleryPart, *, model_source: str | Path, engine: str = "exact"
 ) -> GaussianIndex:
-    """An index that knows the model's distance, its calibration, and where the model is.
+    """An index with the model's distance, its calibration and the source of the model.
 
     Args:
-        matcher: what made the embeddings.
+        retrieval_model: model that made the embeddings.
         source: what to index.
-        home: folder or hub name of the model.
+        model_source: folder or hub name of the model.
         engine: see :meth:`GaussianIndex.build`.
+
+    Returns:
+        The index, in memory.
     """
     return GaussianIndex.build(
         source.embeddings,
@@ -80,20 +84,29 @@ def build_index(
         payload=source.payload,
         calibration=retrieval_model.calibration,
         direction=source.direction,
-        about=_about(retrieval_model, home, source),
+        about=_about(retrieval_model, model_source, source),
     )
 
 
 def create_collection(
-    retrieval_model: RetrievalModel, like: Source, folder: str | Path, store: str = "store", *, home: str | Path
+    retrieval_model: RetrievalModel,
+    like: GalleryPart,
+    folder: str | Path,
+    store: str = "store",
+    *,
+    model_source: str | Path,
 ) -> GaussianCollection:
     """An empty collection for what a model embeds.
 
     Args:
-        matcher: the model.
-        like: some of what will be kept, all of it or a first part: vectors are relative to its centre.
-        folder, store: see :meth:`GaussianCollection.create`.
-        home: folder or hub name of the model.
+        retrieval_model: the model.
+        like: a first part of what will be stored, or all of it: vectors are relative to its centre.
+        folder: see :meth:`GaussianCollection.create`.
+        store: see :meth:`GaussianCollection.create`.
+        model_source: folder or hub name of the model.
+
+    Returns:
+        The collection, open.
     """
     return GaussianCollection.create(
         folder,
@@ -105,7 +118,7 @@ def create_collection(
         logit_bias=retrieval_model.logit_bias,
         calibration=retrieval_model.calibration,
         direction=like.direction,
-        about=_about(retrieval_model, home, like),
+        about=_about(retrieval_model, model_source, like),
     )
 
 
@@ -116,91 +129,106 @@ def embed_source(
     split: str | None = None,
     texts: Path | None = None,
     parts: Path | None = None,
-) -> tuple[Iterator[Source], Problems]:
-    """Embed what shall be searched among; exactly one of these.
+) -> tuple[Iterator[GalleryPart], Problems]:
+    """Embed what a gallery will hold; give exactly one of images, split, texts and parts.
 
     Args:
-        matcher: the model; for a split a run.
-        images: folder of pictures.
-        split: of the run's data.
-        texts: file of texts.
+        retrieval_model: the model; for a split it must be a run.
+        images: folder of images.
+        split: name of a split of the run's data.
+        texts: text file, one text a line.
         parts: folder that :func:`~sfumato.models.ingest.embed_collection` has written with the same model.
 
     Returns:
-        (what is to be indexed, one after the other; what was left out).
+        (the parts of the gallery, one after the other; what was left out).
 
     Raises:
-        UserError: it is not there, not whole, or nothing in it can be used.
+        UserError: the source is missing, incomplete, or nothing in it can be used.
     """
     if parts is not None:
         return _embedded_parts(retrieval_model, parts), Problems()
     if images is not None:
         embeddings, ids, problems = embed_folder(retrieval_model, images)
-        source = Source(embeddings, ids, pictures={"folder": str(images.resolve())})
+        source = GalleryPart(embeddings, ids, images={"folder": str(images.resolve())})
     elif texts is not None:
         lines, ids, problems = read_lines(texts)
-        source = Source(retrieval_model.model.embed_texts(lines), ids, lines)
+        source = GalleryPart(retrieval_model.model.embed_texts(lines), ids, lines)
     else:
         assert isinstance(retrieval_model, Run) and split is not None, "a split is of a run's data"
         embeddings, ids, problems = embed_split_images(retrieval_model, retrieval_model.recipe.data, split)
-        source = Source(embeddings, ids, pictures={"split": split})
+        source = GalleryPart(embeddings, ids, images={"split": split})
     return iter([source]), problems
 
 
-def _embedded_parts(retrieval_model: RetrievalModel, folder: Path) -> Iterator[Source]:
-    """What jobs of `sfumato embed` have written, part by part; refused at once if another model did."""
-    about, parts = read_manifest(folder), read_parts(folder)
-    if about.model != model_digest(retrieval_model.model):
-        raise UserError(f"{folder} holds embeddings by another model, {about.home}; give that one, or embed again")
-    pictures = {"folder": about.path} if about.kind == "folder" else {}
+def _embedded_parts(retrieval_model: RetrievalModel, folder: Path) -> Iterator[GalleryPart]:
+    """What jobs of `sfumato embed` have written, part by part; refused at once if it is by another model."""
+    manifest, parts = read_manifest(folder), read_parts(folder)
+    if manifest.model != model_digest(retrieval_model.model):
+        raise UserError(
+            f"{folder} holds embeddings by another model, {manifest.model_source}; give that one, or embed again"
+        )
+    images = {"folder": manifest.path} if manifest.kind == "folder" else {}
 
-    def sources() -> Iterator[Source]:
+    def sources() -> Iterator[GalleryPart]:
         for ids, embeddings, payloads in parts:
             kept = {name: [payload[name] for payload in payloads] for name in payloads[0]}
-            if about.modality == "texts":
-                yield Source(embeddings, ids, kept["text"])
+            if manifest.modality == "texts":
+                yield GalleryPart(embeddings, ids, kept["text"])
             else:
-                yield Source(embeddings, ids, kept=kept, pictures=pictures)
+                yield GalleryPart(embeddings, ids, kept=kept, images=images)
 
     return sources()
 
 
-def whole(sources: Iterable[Source]) -> Source:
-    """All of it in memory.
+def whole(sources: Iterable[GalleryPart]) -> GalleryPart:
+    """All parts as one, in memory.
+
+    Args:
+        sources: the parts.
+
+    Returns:
+        One part.
 
     Raises:
-        UserError: there is nothing.
+        UserError: there are no parts.
     """
     parts = list(sources)
     if not parts:
         raise UserError("there is nothing to index: no item could be embedded")
     first = parts[0]
-    return Source(
+    return GalleryPart(
         GaussianEmbedding.cat([part.embeddings for part in parts]),
         [i for part in parts for i in part.ids],
         None if first.texts is None else [text for part in parts for text in part.texts or ()],
         {name: [value for part in parts for value in part.kept[name]] for name in first.kept},
-        first.pictures,
+        first.images,
     )
 
 
 def fill_collection(
-    retrieval_model: RetrievalModel, sources: Iterator[Source], folder: Path, store: str | None, *, home: str | Path
+    retrieval_model: RetrievalModel,
+    sources: Iterator[GalleryPart],
+    folder: Path,
+    store: str | None,
+    *,
+    model_source: str | Path,
 ) -> GaussianCollection:
-    """Store what was embedded: in a new collection, or without a store in the one that is there.
+    """Store what was embedded: in a new collection, or, if store is None, in an existing one.
 
     Args:
-        matcher: the model.
-        sources: what to store, one after the other.
+        retrieval_model: the model.
+        sources: the parts to store, one after the other.
         folder: of the collection.
-        store: URL; a relative path starts at the current folder, no path at all means in the collection's folder.
-        home: folder or hub name of the model.
+        store: URL; a relative path is relative to the current folder; without a path the store is in the collection's
+            folder.
+        model_source: folder or hub name of the model.
 
     Returns:
         The collection, open.
 
     Raises:
-        UserError: there is no collection, or one already, or it is of another model or kind, or there is nothing to store.
+        UserError: there is no collection (or one already), it is of another model or kind, or there is nothing to
+            store.
     """
     first = next(sources, None)
     if first is None:
@@ -211,15 +239,20 @@ def fill_collection(
                 f"there is no collection in {folder} to add to; make one with --store, or of an index with sfumato copy"
             )
         collection = GaussianCollection.open(folder, unfinished=True)
-        about = _about(retrieval_model, home, first)
+        about = _about(retrieval_model, model_source, first)
         if collection.about.get("model") != about["model"] or collection.answers.direction != first.direction:
             collection.close()
             raise UserError(
-                f"{folder} holds what the model of {collection.about.get('run')} embedded; add only more of the same kind by the same model"
+                f"{folder} holds embeddings by the model of {collection.about.get('run')}; add only embeddings of"
+                f" the same"
+                " kind by the same model"
             )
-        start = _below(collection.about.get("pictures") or {}, first.pictures, folder)
+        start = _below(collection.about.get("pictures") or {}, first.images, folder)
     else:
-        collection, start = create_collection(retrieval_model, first, folder, own_or_anchored(store), home=home), ""
+        collection, start = (
+            create_collection(retrieval_model, first, folder, own_or_anchored(store), model_source=model_source),
+            "",
+        )
     stored = 0
     try:
         with collection.filling("it was interrupted while being filled; index the same again with --add"):
@@ -236,24 +269,26 @@ def fill_collection(
 
 
 def _below(kept: Mapping[str, str], added: Mapping[str, str], folder: Path) -> str:
-    """What ids of added pictures start with, so that they are found where a collection's pictures are.
-
-    Raises:
-        UserError: they lie elsewhere.
-    """
+    """Prefix of the ids of added images, relative to the folder of the collection's images."""
     if kept == added:
         return ""
     if "folder" in kept and "folder" in added and Path(added["folder"]).is_relative_to(kept["folder"]):
         return Path(added["folder"]).relative_to(kept["folder"]).as_posix() + "/"
-    where = kept.get("folder") or f"the {kept['split']} split" if kept else "nowhere in particular"
+    where = kept.get("folder") or f"the {kept['split']} split" if kept else "an unknown folder"
     raise UserError(
-        f"the pictures of {folder} lie in {where}, and those to be added in {added.get('folder') or added or 'an unknown place'}: they could"
-        " not be shown; put them below that folder, or index them into a collection of their own"
+        f"the images of {folder} are in {where}, and those to be added in"
+        f" {added.get('folder') or added or 'an unknown folder'}:"
+        " they could not be shown; move them below that folder, or index them into a collection of their own"
     )
 
 
 def check_new(folder: Path, distance: str, store: str) -> None:
-    """Refuse what no collection can be made with, before anything is embedded for it.
+    """Refuse arguments that no collection can be made with, before anything is embedded.
+
+    Args:
+        folder: of the collection.
+        distance: name of the distance.
+        store: URL.
 
     Raises:
         UserError: the folder holds something, or no store has such a URL.
@@ -265,7 +300,15 @@ def check_new(folder: Path, distance: str, store: str) -> None:
 
 
 def own_or_anchored(store: str) -> str:
-    """A store's URL from the command line as a collection keeps it: "file:" is a folder in the collection's own, others start here."""
+    """A store's URL from the command line as a collection keeps it.
+
+    Args:
+        store: URL; "file:" without a path is in the collection's folder, other relative paths start at the current
+            folder.
+
+    Returns:
+        The URL with an absolute path, or "store".
+    """
     path, mark, query = store.removeprefix("file:").partition("?")
     return f"store{mark}{query}" if not path else anchored(store, Path.cwd())
 
@@ -290,79 +333,24 @@ def copy_index(folder: str | Path, out: str | Path, store: str, *, source_store:
         return copied.store.url, len(copied)
 
 
-def _about(retrieval_model: RetrievalModel, home: str | Path, source: Source) -> dict[str, Any]:
+def _about(retrieval_model: RetrievalModel, model_source: str | Path, source: GalleryPart) -> dict[str, Any]:
     return {
-        "run": str(Path(home).resolve()) if Path(home).exists() else str(home),
+        "run": str(Path(model_source).resolve()) if Path(model_source).exists() else str(model_source),
         "model": model_digest(retrieval_model.model),
         "calibrated": retrieval_model.calibrated,
-        "pictures": dict(source.pictures),
+        "pictures": dict(source.images),
     }
-
-
-def search_index(
-    folder: Path,
-    texts: Sequence[str],
-    pictures: Sequence[Path],
-    *,
-    k: int,
-    run: str | Path | None = None,
-    store: str | None = None,
-    min_probability: float | None = None,
-    coverage: float | None = None,
-    max_risk: float | None = None,
-) -> list[dict[str, Any]]:
-    """Search a saved index by texts and pictures with the model that it was built with.
-
-    Args:
-        folder: of the index.
-        texts, pictures: the queries.
-        k: number of hits of each.
-        run: folder or name of the model, if it has moved.
-        store: of a collection, if it has moved.
-        min_probability, coverage, max_risk: see :meth:`Gallery.search`; for queries of the other kind than the items only.
-
-    Returns:
-        For each query :func:`describe`'s dictionary, texts first.
-
-    Raises:
-        UserError: the model is not where it was, a picture cannot be used, or a picture shall keep a promise about texts.
-        ValueError: see :meth:`Gallery.search`.
-    """
-    with contextlib.closing(open_gallery(folder, store)) as gallery:
-        native, foreign = ("texts", pictures) if gallery.answers.direction == "t2i" else ("pictures", texts)
-        if foreign and not (min_probability is coverage is max_risk is None):
-            raise UserError(
-                f"a least probability, a coverage and a risk are known of {native} as queries of this index, not of others; search by"
-                f" {native} alone, or leave them out"
-            )
-        loaded = load_retrieval_model(gallery, folder, run)
-        results = []
-        if texts:
-            queries = loaded.model.embed_texts(texts)
-            results += describe(
-                gallery, texts, queries, k, min_probability=min_probability, coverage=coverage, max_risk=max_risk
-            )
-        for path in pictures:
-            if not path.is_file():
-                raise UserError(f"there is no picture {path}")
-            try:
-                query = loaded.model.embed_images([path.read_bytes()])
-            except ValueError as error:
-                raise UserError(f"{path}: {error}") from error
-            results += describe(
-                gallery, [str(path)], query, k, min_probability=min_probability, coverage=coverage, max_risk=max_risk
-            )
-    # The logits were fitted on pairs of a picture and a text: between two of a kind they are a guess.
-    guesses = range(len(texts), len(results)) if native == "texts" else range(len(texts))
-    return [r | {"calibrated": False} if i in guesses else r for i, r in enumerate(results)]
 
 
 def open_gallery(folder: str | Path, store: str | None = None) -> Gallery:
     """Open what `sfumato index` has written: an index, or a collection in a vector store.
 
     Args:
-        folder: of the one or the other.
+        folder: of the index or the collection.
         store: of a collection, if it has moved; a URL as for :func:`fill_collection`.
+
+    Returns:
+        The index or the collection.
 
     Raises:
         ValueError: it is damaged.
@@ -378,7 +366,14 @@ def open_gallery(folder: str | Path, store: str | None = None) -> Gallery:
 
 
 def is_gallery(folder: str | Path) -> bool:
-    """Whether there is an index or a collection in a folder, damaged or not."""
+    """Whether there is an index or a collection in a folder, damaged or not.
+
+    Args:
+        folder: any path.
+
+    Returns:
+        True if there is one.
+    """
     return (Path(folder) / "manifest.json").is_file()
 
 
@@ -386,72 +381,27 @@ def load_retrieval_model(gallery: Gallery, folder: str | Path, run: str | Path |
     """The model that a gallery was made with.
 
     Args:
-        gallery: it.
-        folder: where it came from, for the message.
+        gallery: an open index or collection.
+        folder: its folder, for the message.
         run: folder or name of the model, if it has moved.
 
+    Returns:
+        The model.
+
     Raises:
-        UserError: the model is not where it was, or is another one.
+        UserError: the model is missing, or it is another one now.
     """
-    home = str(run or gallery.about.get("run", ""))
-    if not home or (Path(home).is_absolute() and not Path(home).exists()):
-        raise UserError(f"the model that {folder} was built with is not at {home}; say where it is with --run")
-    loaded = load_model(home)
-    # Indices of before do not know their model.
+    model_source = str(run or gallery.about.get("run", ""))
+    if not model_source or (Path(model_source).is_absolute() and not Path(model_source).exists()):
+        raise UserError(
+            f"the model that {folder} was built with is not at {model_source}; give its folder or name with --run"
+        )
+    loaded = load_model(model_source)
+    # The first indices of version 0.1 do not know their model.
     if gallery.about.get("model", digest := model_digest(loaded.model)) != digest:
         raise UserError(
-            f"{folder} was built with another model than {home} is now: their distances mean nothing to each other; say where its own is"
-            " with --run, or build it again"
+            f"{folder} was built with another model than {model_source} is now: distances between the two mean"
+            f" nothing; give"
+            " the right model with --run, or build the index again"
         )
     return loaded
-
-
-def describe(
-    index: Gallery,
-    names: Sequence[str],
-    queries: GaussianEmbedding,
-    k: int,
-    *,
-    min_probability: float | None = None,
-    coverage: float | None = None,
-    max_risk: float | None = None,
-) -> list[dict[str, Any]]:
-    """Search and say how sure the answer is.
-
-    Args:
-        index: to search in.
-        names: of the queries.
-        queries: their embeddings.
-        k, min_probability, coverage, max_risk: see :meth:`Gallery.search`.
-
-    Returns:
-        For each query {"query", "distance" (its name), "calibrated" (whether the probabilities were fitted on held-out pairs),
-        "uncertainty" (total variance), "expected_matches" (sum of the match probabilities over the whole index), "abstained" (whether it is
-        better not answered; null if no risk was asked for), "verdict" (a sentence), "hits": [{"id", "distance", "match_probability",
-        "uncertainty", and the payload}], "conformal_set": as the hits, all items within the radius of the coverage; null if none was asked for}.
-    """
-    found = index.search(queries, k, min_probability=min_probability, coverage=coverage, max_risk=max_risk)
-    return [
-        {
-            "query": name,
-            "distance": index.distance,
-            "calibrated": index.calibrated,
-            "uncertainty": result.uncertainty,
-            "expected_matches": expected,
-            "abstained": result.abstained,
-            "verdict": verdict(expected, result.best_probability, result.abstained).text,
-            "hits": [_hit(h) for h in result],
-            "conformal_set": None if result.conformal_set is None else [_hit(h) for h in result.conformal_set],
-        }
-        for name, result, expected in zip(names, found, index.expected_matches(queries), strict=True)
-    ]
-
-
-def _hit(hit: SearchHit) -> dict[str, Any]:
-    return {
-        "id": hit.id,
-        "distance": hit.distance,
-        "match_probability": hit.match_probability,
-        "uncertainty": hit.uncertainty,
-        **hit.payload,
-    }

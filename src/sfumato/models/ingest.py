@@ -1,11 +1,10 @@
 """Embedding collections of any size: bounded memory, resumable, in as many independent jobs as there are machines.
 
-Worker threads read, decode and resize; this thread runs the encoder and writes the parts. Threads, because Pillow decodes and resizes
-without the interpreter's lock: they were faster than processes with these readers (docs/guides/ingest.md). What a part holds depends on
-the listing and the model alone, never on the number of jobs or workers, or on where an earlier job stopped.
+Worker threads read, decode and resize; this thread runs the encoder and writes the parts. Threads, because Pillow
+decodes and resizes without the interpreter's lock: they were faster than processes (docs/guides/ingest.md). What a part holds
+depends on the listing and the model alone, never on the number of jobs or workers, or on where an earlier job stopped.
 """
 
-import hashlib
 import itertools
 import os
 import re
@@ -15,31 +14,25 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from tokenizers import Tokenizer
 
 from sfumato.data.listings import Entry, Listing, list_folder, list_manifest, list_shards, list_texts
-from sfumato.data.manifest import PICTURE_ENDINGS
 from sfumato.data.problems import Problem, Problems
-from sfumato.data.region_features import REGION_ENDINGS, regions_from_bytes
-from sfumato.data.shards import ShardError
-from sfumato.data.transforms import check_image, decode_image
-from sfumato.encoders.dual import DualEncoder, Tower
-from sfumato.encoders.features import PixelStore, RaggedStore
-from sfumato.encoders.processors import FrozenProcessor, ImageFileProcessor, PixelProcessor, processors
-from sfumato.encoders.regions import RegionProcessor, stacked, uses_regions
+from sfumato.data.shard_files import ShardError
+from sfumato.data.transforms import IMAGE_ENDINGS
+from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.processors import processors
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.models.embedding_steps import embedding_steps, model_digest
 from sfumato.progress import progress_bar
-from sfumato.search.parts import Embedded, PartAbout, PartName, begin, read_about, write_job, write_part
+from sfumato.search.parts import PartMetadata, PartName, PartsManifest, begin, read_metadata, write_job, write_part
 
 PART_SIZE = 4096
-"""Most items of a part, if nothing else is said: what a job that is killed has to do again."""
+"""Default number of items of a part: a job that was killed repeats at most so many."""
 
 _ENOUGH_TO_JUDGE = 1000
 _FEW_UNREAD = 10
@@ -66,11 +59,12 @@ class Ingested:
 
     Attributes:
         out: folder of the parts.
-        job, of: number of this job, from 0, and how many there are.
-        n: embeddings in the job's parts.
-        new: those of them that were made now.
+        job: number of this job, from 0.
+        of: number of jobs.
+        n: number of embeddings in the job's parts.
+        new: number of those that were made now.
         parts: number of the job's parts.
-        seconds: that making them took, without loading the model.
+        seconds: time that making them took, without loading the model.
         problems: what is left out of the job's parts, in the order of the listing.
     """
 
@@ -85,11 +79,15 @@ class Ingested:
 
     @property
     def per_second(self) -> float | None:
-        """Embeddings made in a second; None if there was nothing to do."""
+        """Embeddings per second; None if there was nothing to do."""
         return self.new / self.seconds if self.new else None
 
     def to_json(self) -> dict[str, Any]:
-        """The figures, without the list of problems."""
+        """The figures, with the number of problems instead of their list.
+
+        Returns:
+            {"job", "of", "n", "new", "parts", "seconds", "per_second", "out", "problems"}.
+        """
         return {
             **{key: getattr(self, key) for key in ("job", "of", "n", "new", "parts", "seconds", "per_second")},
             "out": str(self.out),
@@ -106,37 +104,40 @@ def embed_collection(
     of: int = 1,
     workers: int | None = None,
     batch_size: int = 64,
-    max_problem_share: float = 0.01,
-    home: str | Path = "",
+    max_problem_fraction: float = 0.01,
+    model_source: str | Path = "",
 ) -> Ingested:
-    """Embed one job's share of a collection into a folder of parts, or go on where an earlier one stopped.
+    """Embed one job's part of a collection into a folder of parts, or continue where an earlier job stopped.
 
-    Jobs need not know of each other: each writes the parts of its sections, number ``job``, ``job + of``, ... A part that is there is
-    not made again. Any number of jobs gives the same parts, to the bit where the encoder computes a batch to the same bits each time
-    (a CPU with equal threads); another ``batch_size`` or device changes embeddings by rounding.
+    Jobs are independent: each writes the parts of its sections, number ``job``, ``job + of``, ... A part that exists is
+    not made again. Any number of jobs gives the same parts, bit for bit if the encoder is deterministic (a CPU with
+    equal threads); another ``batch_size`` or device changes embeddings by rounding.
 
-    What cannot be used is left out, listed in the part, and reported again by a job that finds the part made. A shard that cannot be
-    read as a whole is no such thing: its part is not written, the others are, and then the job ends with an error. Memory holds the
-    embeddings of a part or two and the decoded pictures of three batches, whatever the size of the collection, beside the listing.
+    Items that cannot be used are left out, listed in the part, and reported again by a job that finds the part made. If
+    a whole shard cannot be read, its part is not written, the others are, and then the job ends with an error. Memory
+    holds the listing, the embeddings of one or two parts and the decoded images of three batches, whatever the
+    collection's size.
 
     Args:
-        matcher: whose model embeds, on the device where it is.
+        retrieval_model: model that embeds, on its device.
         listing: what to embed; see :mod:`sfumato.data.listings`.
-        out: folder of the parts, made if it is not there; all jobs of a collection share it. Read it with
+        out: folder of the parts, made if it does not exist; all jobs of a collection share it. Read it with
             :func:`sfumato.search.parts.read_parts`.
         job: number of this job, in [0, of).
         of: number of jobs.
-        workers: threads that read and decode; None for as many as this process has processors.
-        batch_size: items that the encoder takes at a time.
-        max_problem_share: largest tolerated share of unusable items among this job's; up to three are never too many. Looked at from
-            the first thousand items on, and at the end; the part that makes it too large is not written.
-        home: folder or name of the model, to be kept with the embeddings.
+        workers: threads that read and decode; None for one a processor.
+        batch_size: items per batch of the encoder.
+        max_problem_fraction: largest tolerated fraction of unusable items of this job, in [0, 1]; up to three are never
+            too many. Checked from the first thousand items on, and at the end; the part that exceeds it is not written.
+        model_source: folder or name of the model, kept with the embeddings.
 
     Returns:
-        What was done. problems.jsonl (of several jobs problems-JOB-of-OF.jsonl) and job-JOB-of-OF.json in ``out`` say the same.
+        What was done. The same is in problems.jsonl (problems-JOB-of-OF.jsonl of several jobs) and job-JOB-of-OF.json
+        in ``out``.
 
     Raises:
-        UserError: ``out`` holds embeddings of something else, too much is unusable, nothing can be used, or a shard could not be read.
+        UserError: ``out`` holds embeddings of something else, too much is unusable, nothing can be used, or a shard
+            could not be read.
         ValueError: a number is out of its range.
         OSError: ``out`` cannot be written to.
 
@@ -144,7 +145,8 @@ def embed_collection(
         >>> from sfumato.data.listings import list_folder
         >>> from sfumato.search.parts import read_parts
         >>> from sfumato.models.export import load_model
-        >>> done = embed_collection(load_model("runs/mine"), list_folder("pictures", part_size=4096), "out")  # doctest: +SKIP
+        >>> listing = list_folder("images", part_size=4096)  # doctest: +SKIP
+        >>> done = embed_collection(load_model("runs/mine"), listing, "out")  # doctest: +SKIP
         >>> for ids, embeddings, payloads in read_parts("out"): ...  # doctest: +SKIP
     """
     workers = processors() if workers is None else workers
@@ -154,49 +156,64 @@ def embed_collection(
         if value < 1:
             raise ValueError(f"embed_collection: {name} must be at least 1, got {value}")
     out = Path(out)
-    digest = model_digest(retrieval_model.model)
-    embedded = Embedded(
-        listing.modality, digest, listing.kind, listing.n, listing.digest, listing.part_size, listing.sections,
-        home=str(Path(home).resolve()) if home and Path(home).exists() else str(home),
-        path=os.path.abspath(listing.path) if os.path.exists(listing.path) else listing.path,
-        distance=retrieval_model.distance,
-    )  # fmt: skip
-    begin(out, embedded)
+    manifest = _manifest(retrieval_model, listing, model_source)
+    begin(out, manifest)
     write_job(out, job, of, {"finished": False})
     _remove_unfinished(out, job, of)
-    share = _Share(listing, out, embedded.identity, job, of, max_problem_share)
+    state = _JobState(listing, out, manifest.identity, job, of, max_problem_fraction)
     tower = retrieval_model.model.image if listing.modality == "images" else retrieval_model.model.text
     prepare, encode = embedding_steps(tower, listing.modality)
     in_shards = listing.kind == "shards"
-    start, there = time.perf_counter(), share.usable
+    start, there = time.perf_counter(), state.usable
     try:
         title = f"embedding {'shards' if in_shards else listing.modality}"
-        prepared = _in_threads(share.tasks(), prepare, workers, ahead=2 * max(batch_size, workers))
-        with progress_bar(title, share.left) as advance, closing(prepared) as ready:
+        prepared = _in_threads(state.tasks(), prepare, workers, ahead=2 * max(batch_size, workers))
+        with progress_bar(title, state.left) as advance, closing(prepared) as ready:
             for (name, parts), group in itertools.groupby(ready, key=lambda item: (item[0].name, item[0].parts)):
-                share.write()  # Only now: the last part waits for the last judgement.
-                for batch in _batches(group, batch_size, share):
-                    share.add(*_encoded(encode, batch, share))
+                state.write()  # Only now: the last part waits for the last judgement.
+                for batch in _batches(group, batch_size, state):
+                    state.add(*_encoded(encode, batch, state))
                     advance(0 if in_shards else len(batch))
-                share.finish(name, parts)
+                state.finish(name, parts)
                 advance(1 if in_shards and name.number == parts - 1 else 0)
-        share.judge(end=not share.unread)
-        share.write()
-        if share.unread:
-            listed = "\n".join(f"  {shard}: {reason}" for shard, reason in sorted(share.unread.items())[:_FEW_UNREAD])
-            more = len(share.unread) - _FEW_UNREAD
-            raise UserError(
-                f"{len(share.unread)} of {listing.n} shards could not be read, and their parts are not written; see to them, and start"
-                f" the same command again, which does what is missing:\n{listed}"
-                + (f"\n  ... and {more} more" if more > 0 else "")
-            )
+        state.judge(end=not state.unread)
+        state.write()
+        if state.unread:
+            raise UserError(_unread_shards(state))
     finally:
-        problems = share.all_problems()
+        problems = state.all_problems()
         problems.write(out / (f"problems-{job}-of-{of}.jsonl" if of > 1 else "problems.jsonl"))
     seconds = time.perf_counter() - start
-    done = Ingested(out, job, of, share.usable, share.usable - there, len(share.problems_of), seconds, problems)
+    done = Ingested(out, job, of, state.usable, state.usable - there, len(state.problems_of), seconds, problems)
     write_job(out, job, of, {"finished": True, **done.to_json(), "workers": workers, "batch_size": batch_size})
     return done
+
+
+def _manifest(retrieval_model: Embedder, listing: Listing, model_source: str | Path) -> PartsManifest:
+    source = str(Path(model_source).resolve()) if model_source and Path(model_source).exists() else str(model_source)
+    return PartsManifest(
+        modality=listing.modality,
+        model=model_digest(retrieval_model.model),
+        kind=listing.kind,
+        n=listing.n,
+        digest=listing.digest,
+        part_size=listing.part_size,
+        sections=listing.sections,
+        model_source=source,
+        path=os.path.abspath(listing.path) if os.path.exists(listing.path) else listing.path,
+        distance=retrieval_model.distance,
+    )
+
+
+def _unread_shards(state: "_JobState") -> str:
+    listed = "\n".join(f"  {shard}: {reason}" for shard, reason in sorted(state.unread.items())[:_FEW_UNREAD])
+    more = len(state.unread) - _FEW_UNREAD
+    return (
+        f"{len(state.unread)} of {state.listing.n} shards could not be read, and their parts are not written; see"
+        f" to them, and"
+        f" start the same command again, which writes what is missing:\n{listed}"
+        + (f"\n  ... and {more} more" if more > 0 else "")
+    )
 
 
 def list_source(
@@ -206,15 +223,20 @@ def list_source(
     shards: str | None = None,
     texts: Path | None = None,
     part_size: int = PART_SIZE,
-    endings: frozenset[str] = PICTURE_ENDINGS,
+    endings: frozenset[str] = IMAGE_ENDINGS,
 ) -> Listing:
     """The listing of the one source that is given.
 
     Args:
-        images, manifest, shards, texts: see :func:`~sfumato.data.listings.list_folder`, ``list_manifest``, ``list_shards`` and
-            ``list_texts``.
+        images: folder, see :func:`~sfumato.data.listings.list_folder`.
+        manifest: file, see :func:`~sfumato.data.listings.list_manifest`.
+        shards: pattern, see :func:`~sfumato.data.listings.list_shards`.
+        texts: file, see :func:`~sfumato.data.listings.list_texts`.
         part_size: most items of a part.
-        endings: of the files of a folder that count; see :func:`file_endings`.
+        endings: file name endings that count in a folder; see :func:`~sfumato.models.embedding_steps.file_endings`.
+
+    Returns:
+        The listing.
 
     Raises:
         UserError: none is given, or several, or it cannot be read.
@@ -231,13 +253,14 @@ def list_source(
     return list_texts(texts or Path(), part_size=part_size)
 
 
-def file_endings(model: DualEncoder) -> frozenset[str]:
-    """Endings of the files that a model embeds as images: pictures, or region features."""
-    return REGION_ENDINGS if uses_regions(model) else PICTURE_ENDINGS
-
-
 def which_job(shard: str | None) -> tuple[int, int]:
-    """The job that "I/N" means, I counted from 0; without it RANK of WORLD_SIZE as torchrun sets them, else 0 of 1.
+    """The job that "I/N" means.
+
+    Args:
+        shard: I/N, I counted from 0. None takes RANK/WORLD_SIZE as torchrun sets them, or 0/1 without them.
+
+    Returns:
+        (number of the job, number of jobs).
 
     Raises:
         UserError: it is not of this form, or I is not in [0, N).
@@ -250,25 +273,6 @@ def which_job(shard: str | None) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def model_digest(model: DualEncoder) -> str:
-    """Of a model's weights and of the settings of its readers and heads; where it lies and computes does not matter."""
-    digest = hashlib.sha256()
-    for key, value in sorted(model.state_dict().items()):
-        digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    for part in (model.image.processor, model.image.head, model.text.processor, model.text.head):
-        digest.update(type(part).__name__.encode())
-        known = {"backbone": part.backbone.fingerprint} if isinstance(part, FrozenProcessor) else vars(part)
-        for key, value in sorted(known.items()):
-            if key.startswith("_") or key in ("training", "workers"):
-                continue
-            if isinstance(value, Tokenizer):
-                digest.update(value.to_str().encode())
-            elif isinstance(value, int | str):
-                digest.update(f"{key}={value}".encode())
-    return digest.hexdigest()
-
-
 @dataclass(frozen=True)
 class _Task:
     """An item on its way."""
@@ -279,15 +283,15 @@ class _Task:
 
 
 @dataclass
-class _Share:
-    """What one job has to do, and has done."""
+class _JobState:
+    """What one job has to do, and what it has done."""
 
     listing: Listing
     out: Path
     identity: str
     job: int
     of: int
-    max_problem_share: float
+    max_problem_fraction: float
     usable: int = 0
     left: int = 0
     problems: Problems = field(default_factory=Problems)
@@ -295,7 +299,7 @@ class _Share:
     unread: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._todo: list[tuple[int, dict[int, PartAbout]]] = []
+        self._todo: list[tuple[int, dict[int, PartMetadata]]] = []
         self._waiting: Callable[[], None] | None = None
         self._reset()
         for section in range(self.job, self.listing.sections, self.of):
@@ -306,16 +310,16 @@ class _Share:
                     there[number] = about
             for number, about in there.items():
                 self.usable += about.n
-                self.problems_of[section, number] = [Problem(**problem) for problem in about.problems]
+                self.problems_of[section, number] = [Problem.from_json(problem) for problem in about.problems]
                 self.problems.items += self.problems_of[section, number]
             if first is None or len(there) < first.parts:
                 self._todo.append((section, there))
                 in_list = min(self.listing.part_size, self.listing.n - section * self.listing.part_size)
                 self.left += 1 if self.listing.kind == "shards" else in_list
 
-    def _there(self, section: int, number: int) -> PartAbout | None:
+    def _there(self, section: int, number: int) -> PartMetadata | None:
         name = PartName(section, number)
-        about = read_about(self.out, name)
+        about = read_metadata(self.out, name)
         if about is not None and about.collection != self.identity:
             raise UserError(f"{self.out / name.file} belongs to another collection; remove it, or give another --out")
         return about
@@ -332,8 +336,9 @@ class _Share:
             parts = -(-len(entries) // size)
             if changed := next((about.parts for about in there.values() if about.parts != parts), 0):
                 raise UserError(
-                    f"section {section} of {self.listing.path} has changed: it had {changed} parts, and now has {parts}; embed the"
-                    " collection into another --out"
+                    f"section {section} of {self.listing.path} has changed: it had {changed} parts, and now has"
+                    f" {parts};"
+                    " embed the collection into another --out"
                 )
             for number in range(parts):
                 if number not in there:
@@ -343,7 +348,7 @@ class _Share:
     def leave_out(self, entry: Entry, error: Exception) -> None:
         """Note an item that cannot be used."""
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        self.problems.add(entry.place, reason or type(error).__name__)
+        self.problems.add(entry.location, reason or type(error).__name__)
         self._left_out.append(self.problems.items[-1])
         self.judge()
 
@@ -367,8 +372,8 @@ class _Share:
             self._reset()
             return
         embeddings = GaussianEmbedding.cat(self._embeddings or [GaussianEmbedding.point(torch.empty(0, 0))])
-        left_out = [{"place": problem.place, "reason": problem.reason} for problem in self._left_out]
-        about = PartAbout(self.identity, embeddings.n, parts, left_out)
+        left_out = [problem.to_json() for problem in self._left_out]
+        about = PartMetadata(self.identity, embeddings.n, parts, left_out)
         ids, payloads = [entry.id for entry in self._entries], [entry.payload for entry in self._entries]
         self.problems_of[name.section, name.number] = self._left_out
         self._waiting = lambda: write_part(self.out, name, about, embeddings, ids, payloads)
@@ -386,7 +391,7 @@ class _Share:
         if end and self.of == 1 and not self.usable:
             raise UserError(f"none of {total} {self.listing.modality} can be used:\n{self.problems.summary()}")
         if end or total >= _ENOUGH_TO_JUDGE:
-            self.problems.check(self.usable, self.max_problem_share, setting="--max-problem-share ")
+            self.problems.check(self.usable, self.max_problem_fraction, setting="--max-problem-share ")
 
     def all_problems(self) -> Problems:
         """In the order of the listing."""
@@ -427,15 +432,15 @@ def _in_threads(
         pool.shutdown(cancel_futures=True)
 
 
-def _batches(group: Iterable[tuple[_Task, Any]], size: int, share: _Share) -> Iterator[list[tuple[Entry, Any]]]:
+def _batches(group: Iterable[tuple[_Task, Any]], size: int, state: _JobState) -> Iterator[list[tuple[Entry, Any]]]:
     """The usable items of a part, ``size`` at a time; no more of them once its shard cannot be read."""
     batch: list[tuple[Entry, Any]] = []
     for task, value in group:
         if isinstance(value, ShardError):
-            share.give_up(value)
+            state.give_up(value)
             return
         if isinstance(value, Exception):
-            share.leave_out(task.entry, value)
+            state.leave_out(task.entry, value)
             continue
         batch.append((task.entry, value))
         if len(batch) == size:
@@ -446,88 +451,24 @@ def _batches(group: Iterable[tuple[_Task, Any]], size: int, share: _Share) -> It
 
 
 def _encoded(
-    encode: Callable[[list[Any]], GaussianEmbedding], batch: Sequence[tuple[Entry, Any]], share: _Share
+    encode: Callable[[list[Any]], GaussianEmbedding], batch: Sequence[tuple[Entry, Any]], state: _JobState
 ) -> tuple[list[Entry], list[GaussianEmbedding]]:
-    """The items that have an embedding, and the embeddings; one that spoils a batch is found by asking for each alone."""
+    """The items that have an embedding, and the embeddings; if a batch fails, each item is tried alone."""
     entries = [entry for entry, _ in batch]
     try:
         embeddings = encode([value for _, value in batch])
     except (ValueError, OSError) as error:
         if len(batch) == 1:
-            share.leave_out(entries[0], error)
+            state.leave_out(entries[0], error)
             return [], []
-        alone = [_encoded(encode, [item], share) for item in batch]
+        alone = [_encoded(encode, [item], state) for item in batch]
         return [e for found, _ in alone for e in found], [e for _, found in alone for e in found]
     wrong = ~embeddings.mean.isfinite() | embeddings.log_var.isnan() | embeddings.log_var.isposinf()
     if (rows := wrong.any(1)).any():
         for row in rows.nonzero()[:, 0].tolist():
-            share.leave_out(entries[row], ValueError("its embedding holds NaN or infinity"))
+            state.leave_out(entries[row], ValueError("its embedding holds NaN or infinity"))
         entries, embeddings = [e for e, bad in zip(entries, rows.tolist(), strict=True) if not bad], embeddings[~rows]
     return entries, [embeddings] if entries else []
-
-
-def embedding_steps(
-    tower: Tower, modality: str
-) -> tuple[Callable[[bytes | str], Any], Callable[[list[Any]], GaussianEmbedding]]:
-    """What workers do with an item, and what the encoder does with a batch of such; frozen backbones without their disk cache.
-
-    Args:
-        tower: of images or texts.
-        modality: "images" or "texts".
-
-    Returns:
-        (from the bytes of a picture, or a text, to what the encoder takes; from a list of n of these to (n, d) embeddings).
-    """
-    processor = tower.processor
-    if isinstance(processor, FrozenProcessor):
-        backbone = processor.backbone
-
-        def features(values: list[Any]) -> GaussianEmbedding:
-            found = backbone(values)
-            lengths = np.array([len(item) for item in found], dtype=np.int64)
-            store = RaggedStore(np.concatenate(found), np.cumsum(lengths) - lengths, lengths)
-            return tower.embed(store, batch_size=len(values))
-
-        return _checked if modality == "images" else _same, features
-
-    if isinstance(processor, RegionProcessor):
-        channels = processor.channels
-
-        def regions(values: list[Any]) -> GaussianEmbedding:
-            return tower.embed(stacked(values, channels), batch_size=len(values))
-
-        return partial(_regions, channels), regions
-
-    def texts(values: list[Any]) -> GaussianEmbedding:
-        store, _ = processor.read([partial(_same, value) for value in values])
-        return tower.embed(store, batch_size=len(values))
-
-    def pixels(values: list[Any]) -> GaussianEmbedding:
-        return tower.embed(PixelStore(torch.from_numpy(np.stack(values))), batch_size=len(values))
-
-    def decoded(data: bytes | str) -> Any:
-        assert isinstance(data, bytes)
-        if isinstance(processor, PixelProcessor | ImageFileProcessor):
-            return decode_image(data, processor.size, fit=processor.fit)
-        store, _ = processor.read([lambda: data])
-        return store.batch(np.zeros(1, np.int64)).values[0].numpy()
-
-    return (_same, texts) if modality == "texts" else (decoded, pixels)
-
-
-def _regions(channels: int, data: bytes | str) -> np.ndarray:
-    assert isinstance(data, bytes)
-    return regions_from_bytes(data, channels)
-
-
-def _checked(data: bytes | str) -> bytes | str:
-    assert isinstance(data, bytes)
-    check_image(data)
-    return data
-
-
-def _same(data: bytes | str) -> bytes | str:
-    return data
 
 
 def _remove_unfinished(out: Path, job: int, of: int) -> None:

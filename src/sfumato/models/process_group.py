@@ -1,7 +1,8 @@
-"""Several processes that train one model: who holds what, and the few things that they tell each other.
+"""Several processes that work on one model: which part belongs to which process, and what they exchange.
 
-Started by torchrun, every process encodes its part of a batch, all see all embeddings, and each computes its own rows and columns of
-the pairs. Parameters, optimiser and random numbers stay equal on all of them without being sent again.
+torchrun starts them. Every process encodes its part of a batch, all receive all embeddings, and each computes its own
+rows and columns of the pairs. Parameters, optimiser and random numbers stay equal on all of them without being sent
+again.
 """
 
 import os
@@ -23,13 +24,13 @@ from sfumato.metrics.relevance import Relevance
 from sfumato.search.exact import rank_relevant
 
 _BUCKET = 25_000_000
-"""Numbers that are summed over the processes at a time."""
+"""Number of gradient values that are summed over the processes at a time."""
 
 Result = TypeVar("Result")
 
 
 class PeerLostError(RunFailedError):
-    """Another process of the run has died or does not answer; the message says how to go on."""
+    """Another process of the run has ended or does not answer; the message says how to continue."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,38 @@ class ProcessGroup:
 
     @property
     def main(self) -> bool:
-        """Whether this is the process that writes files and speaks."""
+        """Whether this is the process that writes files and prints."""
         return self.rank == 0
 
     def part(self, n: int, rank: int | None = None) -> np.ndarray:
-        """Positions of n items that belong to a process (this one): contiguous, sizes differ by one at most."""
+        """Positions of the items that belong to a process: contiguous, and the sizes differ by one at most.
+
+        Args:
+            n: number of items of all processes.
+            rank: number of the process; this one if None.
+
+        Returns:
+            (k,) positions in [0, n).
+
+        Example:
+            >>> ProcessGroup(1, 3, torch.device("cpu")).part(8)
+            array([2, 3, 4])
+        """
         rank = self.rank if rank is None else rank
         return np.arange(rank * n // self.size, (rank + 1) * n // self.size)
 
     def total(self, value: Tensor) -> Tensor:
-        """The sum of the processes' tensors, without gradient."""
+        """The sum of a tensor over the processes, without gradient.
+
+        Args:
+            value: this process's tensor; the same shape in all.
+
+        Returns:
+            The sum, on the device of value.
+
+        Raises:
+            PeerLostError: another process has ended or does not answer.
+        """
         if self.size == 1:
             return value.detach()
         result = value.detach().to(self.device).clone()
@@ -65,13 +88,31 @@ class ProcessGroup:
         return result.to(value.device)
 
     def counts(self, own: int) -> list[int]:
-        """How many items each process has."""
+        """The number of items of each process.
+
+        Args:
+            own: number of items of this process.
+
+        Returns:
+            One number a process.
+        """
         counts = torch.zeros(self.size, dtype=torch.int64)
         counts[self.rank] = own
         return [int(k) for k in self.total(counts)]
 
     def gather(self, value: Tensor, counts: Sequence[int]) -> Tensor:
-        """(counts[rank], ...) of each process -> (sum of counts, ...) in the order of the processes, without gradient."""
+        """The tensors of all processes, one after the other, without gradient.
+
+        Args:
+            value: (counts[rank], ...) of this process.
+            counts: number of rows of each process.
+
+        Returns:
+            (sum of counts, ...) in the order of the processes.
+
+        Raises:
+            PeerLostError: another process has ended or does not answer.
+        """
         if self.size == 1:
             return value.detach()
         own = value.detach().to(self.device)
@@ -82,7 +123,15 @@ class ProcessGroup:
         return torch.cat([part[:k] for part, k in zip(parts, counts, strict=True)]).to(value.device)
 
     def gather_embeddings(self, embeddings: GaussianEmbedding, counts: Sequence[int]) -> GaussianEmbedding:
-        """:meth:`gather` of means and log variances."""
+        """:meth:`gather` of means and log variances.
+
+        Args:
+            embeddings: (counts[rank], d) of this process.
+            counts: number of embeddings of each process.
+
+        Returns:
+            (sum of counts, d) embeddings.
+        """
         return GaussianEmbedding(self.gather(embeddings.mean, counts), self.gather(embeddings.log_var, counts))
 
     def rank_relevant(
@@ -92,7 +141,17 @@ class ProcessGroup:
         relevance: Relevance,
         distance: str | Distance,
     ) -> np.ndarray:
-        """:func:`~sfumato.search.exact.rank_relevant`: each process ranks for its part of the queries, all get the whole."""
+        """:func:`~sfumato.search.exact.rank_relevant`, where each process ranks its part of the queries.
+
+        Args:
+            queries: (n, d) embeddings, the same in all processes.
+            gallery: (m, d) embeddings, the same in all processes.
+            relevance: (n, m) true matches.
+            distance: to rank by.
+
+        Returns:
+            The ranks of all queries' matches, in every process.
+        """
         own = self.part(queries.n)
         mine = rank_relevant(
             queries[torch.from_numpy(own).to(queries.device)],
@@ -103,7 +162,14 @@ class ProcessGroup:
         return self.gather(torch.from_numpy(mine), self.counts(len(mine))).numpy()
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Every parameter's gradient becomes the sum over the processes; one that a process does not have counts as 0."""
+        """Replace every parameter's gradient by its sum over the processes; a missing gradient counts as 0.
+
+        Args:
+            parameters: in the same order in all processes.
+
+        Raises:
+            PeerLostError: another process has ended or does not answer.
+        """
         if self.size == 1:
             return
         bucket: list[Tensor] = []
@@ -120,14 +186,22 @@ class ProcessGroup:
             bucket = []
 
     def copy_from_main(self, model: nn.Module) -> None:
-        """Weights and buffers become those of the first process."""
+        """Replace weights and buffers by those of the first process.
+
+        Args:
+            model: of the same form in all processes.
+        """
         if self.size == 1:
             return
         for value in model.state_dict().values():
             _answered(lambda value=value: dist.broadcast(value, 0))  # type: ignore[misc]
 
     def average_buffers(self, model: nn.Module) -> None:
-        """Running statistics become their mean over the processes; other buffers, such as fixed word vectors, are equal anyway."""
+        """Replace running statistics by their mean over the processes; other buffers are equal already.
+
+        Args:
+            model: of the same form in all processes.
+        """
         if self.size == 1:
             return
         for name, buffer in model.named_buffers():
@@ -135,25 +209,39 @@ class ProcessGroup:
                 buffer.copy_(self.total(buffer) / self.size)
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Wait until all processes have called this."""
         self.total(torch.zeros(1))
 
 
 def alone(device: torch.device | str = "cpu") -> ProcessGroup:
-    """The world of a single process."""
+    """The group of a single process.
+
+    Args:
+        device: where it computes.
+
+    Returns:
+        The group; its sums and gathers return their input.
+
+    Example:
+        >>> alone().total(torch.tensor(3.0))
+        tensor(3.)
+    """
     return ProcessGroup(0, 1, torch.device(device))
 
 
 @contextmanager
 def join_process_group(choose_device: Callable[[int], torch.device], timeout_minutes: float) -> Iterator[ProcessGroup]:
-    """The processes that torchrun has started, or this one alone without it.
+    """The processes that torchrun has started, or this one alone without torchrun.
 
     Args:
-        choose_device: number of the process on its machine -> where it computes.
-        timeout_minutes: longest wait for another process.
+        choose_device: number of the process on its machine -> device where it computes.
+        timeout_minutes: longest wait for another process, in minutes.
+
+    Yields:
+        The group; it ends with the block.
 
     Raises:
-        PeerLostError: later, from anything that waits for another process.
+        PeerLostError: later, from every call that waits for another process.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     device = choose_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -178,5 +266,5 @@ def _answered(operation: Callable[[], Result]) -> Result:
     except RuntimeError as error:  # gloo has no class of its own for this.
         raise PeerLostError(
             f"another process of this run has ended or does not answer ({first_line(error)});"
-            " the last finished epoch is saved, start the same command again to go on from there"
+            " the last finished epoch is saved, start the same command again to continue from there"
         ) from error

@@ -5,16 +5,20 @@ A recipe is complete and strict: an unknown key is an error that names the neare
 """
 
 import difflib
+import functools
+import operator
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import tomli_w
 from pydantic import (
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
@@ -22,83 +26,19 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    create_model,
     model_validator,
 )
 
-from sfumato.data.folds import parse_part
+from sfumato.data.sources import DataConfig, get_source
+from sfumato.distances import get_distance
 from sfumato.errors import UserError
 from sfumato.files import write_atomically
+from sfumato.losses import LOSSES, LossOptions
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class DataConfig(_Section):
-    """Which data, and how a batch is drawn from it."""
-
-    source: Literal["emoji", "manifest", "folder", "karpathy", "shards", "scan"] = "emoji"
-    path: str = Field(
-        "",
-        description="manifest (.jsonl, .csv, .parquet), image folder, Karpathy JSON, folder of region features (scan), or the"
-        " training shards (folder, glob or braces: cc3m-{00000..00331}.tar); unused for emoji",
-    )
-    val_path: str = Field("", description="shards: those to validate on, read as a whole")
-    samples_per_epoch: PositiveInt = Field(1_000_000, description="shards: pairs that are called an epoch")
-    shuffle_buffer: PositiveInt = Field(10_000, description="shards: pairs among which the next one is drawn")
-    images: str = Field(
-        "", description="folder of the pictures, if not beside the manifest; for karpathy also an uncompressed .tar"
-    )
-    epoch_over: Literal["images", "pairs"] = Field(
-        "images", description="an epoch shows each image once with one of its texts, or every pair once"
-    )
-    positives: Literal["listed", "sampled"] = Field(
-        "listed",
-        description="a batch's matches: every pair that the data lists, or only texts drawn for the same image",
-    )
-    graded: bool = Field(
-        False,
-        description="label an unlisted pair by half of what the text shares with the image's own texts (TF-IDF cosine), not 0",
-    )
-    kind_weights: dict[str, NonNegativeFloat] = Field(default={}, description="relative frequency of each kind of text")
-    val_share: float = Field(0.1, ge=0, lt=1, description="share for validation where the data names no splits")
-    test_share: float = Field(0.1, ge=0, lt=1, description="share for test where the data names no splits")
-    held_out_style: Literal["noto", "twemoji", "fluent3d"] = Field(
-        "fluent3d", description="emoji: the drawing style that training never sees"
-    )
-    noise_rate: float = Field(
-        0.0, ge=0, le=1, description="share of the training pairs whose images are shuffled: noisy correspondence"
-    )
-    noise_seed: int = Field(0, ge=0, description="of the shuffle, apart from train.seed")
-    noise_file: str = Field(
-        "", description="a .npy index file of an earlier run (noise.npy) or of NCR, instead of a new shuffle"
-    )
-    leave_out: str = Field(
-        "",
-        description="I/K, e.g. 0/2: train without the I-th of K parts of the training images, as `sfumato audit --cross-fit K` does",
-    )
-    max_problem_share: float = Field(
-        0.01,
-        ge=0,
-        le=1,
-        description="stop when the unusable items are a larger share of the training and validation images",
-    )
-
-    @model_validator(mode="after")
-    def _path_given(self) -> "DataConfig":
-        if self.source != "emoji" and not self.path:
-            raise ValueError(f"data.path must name the {self.source}, e.g. data.path=my/captions.jsonl")
-        if self.noise_rate and self.noise_file:
-            raise ValueError("give either data.noise_rate or data.noise_file, not both")
-        if self.source == "shards" and (self.noise_rate or self.noise_file):
-            raise ValueError("data.noise_rate and noise_file need all pairs at hand; shards are read as a stream")
-        if self.source == "shards" and self.graded:
-            raise ValueError("data.graded needs all texts at hand; shards are read as a stream")
-        if self.leave_out:
-            parse_part(self.leave_out)
-            if self.source == "shards":
-                raise ValueError("data.leave_out needs all pairs at hand; shards are read as a stream")
-        return self
 
 
 class SmallImageConfig(_Section):
@@ -416,93 +356,42 @@ class ModelConfig(_Section):
                 )
 
 
-class PCMEPPConfig(_Section):
-    """PCME++: match loss, pseudo-positives, information bottleneck."""
+class LossConfig(_Section):
+    """The section of a loss: its name, and the options of the loss as keys."""
 
-    name: Literal["pcmepp"] = "pcmepp"
-    distance: str = "csd"
-    alpha: NonNegativeFloat = Field(0.1, description="weight of the pseudo-positives")
-    beta: NonNegativeFloat = Field(1e-4, description="weight of the information bottleneck; 0 for points")
-    match_weight: PositiveFloat = 2.0
-    logit_scale: PositiveFloat = 5.0
-    logit_bias: float = 5.0
-    pseudo_positives_from: int = Field(0, ge=0, description="first epoch with pseudo-positives")
-    infonce_weight: NonNegativeFloat = Field(0.0, description="weight of an InfoNCE loss of the means beside it")
-    infonce_scale: PositiveFloat = Field(5.0, description="initial scale of that loss, with a logit of its own")
+    name: str
+    distance: str
+
+    def options(self) -> LossOptions:
+        """The options of the loss, checked."""
+        return LOSSES[self.name].options(**self.model_dump(exclude={"name"}))
 
 
-class PCMEConfig(_Section):
-    """PCME: soft contrastive loss of sampled match probabilities, bottleneck, uniformity."""
+def loss_config(name: str, options: type[LossOptions]) -> type[LossConfig]:
+    """The section of a loss, made from its options: the same keys, defaults, descriptions and bounds.
 
-    name: Literal["pcme"] = "pcme"
-    distance: str = Field("csd", description="by which the trained model ranks; the loss compares draws")
-    n_samples: PositiveInt = Field(7, description="draws of each embedding")
-    sigmoid: Literal["plain", "compressed"] = Field("plain", description="compressed: the released sigmoid(2 logit)")
-    beta: NonNegativeFloat = Field(1e-4, description="weight of the information bottleneck; 0 for points")
-    uniformity_weight: NonNegativeFloat = Field(0.0, description="of all draws; 10 as published for CUB")
-    match_weight: PositiveFloat = 2.0
-    logit_scale: PositiveFloat = 5.0
-    logit_bias: float = 5.0
-    seed: int = Field(0, ge=0, lt=2**20, description="of the draws")
+    Args:
+        name: of the loss in LOSSES.
+        options: class of its options.
 
-
-class InfoNCEConfig(_Section):
-    """InfoNCE with a learnable temperature."""
-
-    name: Literal["infonce"] = "infonce"
-    distance: str = "squared_l2"
-    logit_scale: PositiveFloat = 5.0
+    Returns:
+        A pydantic model; its key ``name`` accepts this name alone.
+    """
+    kinds = get_type_hints(options)
+    keys: dict[str, Any] = {o.name: (kinds[o.name], Field(o.default, **o.metadata)) for o in fields(options)}
+    keys["name"] = (Literal[name], name)
+    summary = (options.__doc__ or name).partition("\n")[0]
+    return create_model(options.__name__.replace("Options", "Config"), __base__=LossConfig, __doc__=summary, **keys)
 
 
-class _HingeConfig(_Section):
-    """A triplet hinge, alone or beside another term."""
-
-    distance: str = "squared_l2"
-    margin: PositiveFloat = Field(0.4, description="in units of the distance; 0.4 on squared_l2 is 0.2 on the cosine")
-    mining: Literal["hardest", "sum", "semi-hard"] = "hardest"
-    sum_epochs: int = Field(0, ge=0, description="epochs at the start in which all negatives count")
-    soft_margin: bool = Field(False, description="with data.graded: a smaller margin to what is nearly a match")
+LOSS_CONFIGS = {name: loss_config(name, entry.options) for name, entry in LOSSES.items()}
+"""The section of every loss by its name."""
 
 
-class TripletConfig(_HingeConfig):
-    """Triplet hinge."""
-
-    name: Literal["triplet"] = "triplet"
-
-
-class DAAConfig(_HingeConfig):
-    """DAA: a triplet hinge, and ranks by distance that agree with ranks by graded labels."""
-
-    name: Literal["daa"] = "daa"
-    asp_weight: NonNegativeFloat = Field(0.2, description="of the ranks' disagreement")
-    temperature: PositiveFloat = Field(0.02, description="of the comparisons, in units of the distance")
-
-
-class PVSEConfig(_Section):
-    """PVSE: triplet hinge between items of K embeddings, discrepancy of the sides, diversity within an item."""
-
-    name: Literal["pvse"] = "pvse"
-    distance: str = Field("squared_l2", description="nearest_of_K for model.embeddings=K above 1")
-    margin: PositiveFloat = Field(0.2, description="in units of the distance; 0.2 on squared_l2 is 0.1 on the cosine")
-    mining: Literal["hardest", "sum", "semi-hard"] = "hardest"
-    sum_epochs: int = Field(0, ge=0, description="epochs at the start in which all negatives count")
-    mmd_weight: NonNegativeFloat = Field(0.01, description="of the discrepancy between images and texts")
-    diversity_weight: NonNegativeFloat = Field(0.1, description="of the likeness of an item's embeddings")
-
-
-class ProLIPConfig(_Section):
-    """ProLIP: the sigmoid loss of SigLIP on the logits of Gaussians, with inclusion."""
-
-    name: Literal["prolip"] = "prolip"
-    distance: str = "csd"
-    beta: NonNegativeFloat = Field(1e-4, description="weight of the information bottleneck; 0 for points")
-    inclusion_weight: NonNegativeFloat = Field(0.0, description="images included in their texts; 1e-7 as published")
-    inclusion_scale: PositiveFloat = 1000.0
-    released_eps: float | None = Field(
-        None, description="the released inclusion test with this eps in place of the exact one"
-    )
-    logit_scale: PositiveFloat = Field(5.0, description="5 and a bias of 0 are ProLIP's scale 10 and bias -10")
-    logit_bias: float = 0.0
+if TYPE_CHECKING:
+    LossConfigs = LossConfig
+else:
+    LossConfigs = functools.reduce(operator.or_, LOSS_CONFIGS.values())
 
 
 class AugmentConfig(_Section):
@@ -618,10 +507,7 @@ class Recipe(_Section):
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
-    loss: Annotated[
-        PCMEPPConfig | PCMEConfig | ProLIPConfig | InfoNCEConfig | TripletConfig | PVSEConfig | DAAConfig,
-        Field(discriminator="name"),
-    ] = PCMEPPConfig()
+    loss: Annotated[LossConfigs, Field(discriminator="name")] = LOSS_CONFIGS["pcmepp"].model_validate({})
     augment: AugmentConfig = AugmentConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
@@ -629,8 +515,6 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
-        from sfumato.distances import get_distance
-
         distance = get_distance(self.loss.distance)
         if not self.model.variance and distance.needs_variance:
             raise ValueError(
@@ -644,17 +528,18 @@ class Recipe(_Section):
             raise ValueError("loss.inclusion_weight must be 0 when model.variance=false: points include nothing")
         if self.loss.name == "daa" and not self.data.graded:
             raise ValueError("loss.name='daa' learns from graded labels; set data.graded=true")
-        if isinstance(self.loss, _HingeConfig) and self.loss.soft_margin and not self.data.graded:
+        if getattr(self.loss, "soft_margin", False) and not self.data.graded:
             raise ValueError("loss.soft_margin=true is for graded labels; set data.graded=true")
         self.model.check_variances()
-        if self.model.embeddings != distance.pieces:
+        if self.model.embeddings != distance.embeddings:
             raise ValueError(
                 f"model.embeddings={self.model.embeddings} does not fit loss.distance={distance.name!r}; with"
                 " model.embeddings=2 use nearest_of_2, and with 1 any other"
             )
         if self.spread.epochs and not self.model.variance:
             raise ValueError("spread.epochs must be 0 when model.variance=false: points have no variance to fit")
-        if self.spread.epochs and self.data.source == "shards":
+        source = get_source(self.data.source)
+        if self.spread.epochs and source.streamed:
             raise ValueError("spread.epochs needs all pairs at hand; shards are read as a stream, set it to 0")
         if self.spread.epochs and distance.name != "squared_l2":
             raise ValueError(
@@ -673,14 +558,14 @@ class Recipe(_Section):
                 "augment.drop_words leaves out words before the encoder reads them, and frozen features are read once; set it to 0"
             )
         regions = self.model.image.kind == "regions"
-        if regions and self.data.source not in ("scan", "manifest"):
+        if regions and source.inputs == "images":
             raise ValueError(
                 f"model.image.kind='regions' reads features, and data.source={self.data.source!r} has pictures; make a folder of"
                 " features from them with `sfumato regions`, for data.source=scan, or take model.image.kind=frozen"
             )
-        if self.data.source == "scan" and not regions:
+        if source.inputs == "regions" and not regions:
             raise ValueError(
-                f"data.source='scan' has region features, which model.image.kind={self.model.image.kind!r} does not read; set it to regions"
+                f"data.source={self.data.source!r} has region features, which model.image.kind={self.model.image.kind!r} does not read; set it to regions"
             )
         if self.augment.mixed_share and not (self.augment.mixup_alpha or self.augment.cutmix_alpha):
             raise ValueError("augment.mixed_share needs augment.mixup_alpha or augment.cutmix_alpha above 0")
@@ -742,6 +627,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a valid TOML file: {error}") from error
+    _use_new_names(values, str(path))
     # What starts a section afresh comes first, wherever it stands.
     for override in sorted(overrides, key=lambda o: o.partition("=")[0].strip() not in _TAG_KEYS):
         _apply(values, override)
@@ -764,7 +650,8 @@ def save_recipe(recipe: Recipe, path: str | Path) -> None:
 
 def _apply(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
+    key = _new_name(key.strip())
+    parts = key.split(".")
     if not equals or not all(parts):
         raise UserError(f"override {override!r}: expected section.key=value, e.g. train.epochs=10")
     try:
@@ -776,9 +663,44 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if not isinstance(inner, dict):
             raise UserError(f"override {override!r}: {part!r} is a value, not a section")
         values = inner
-    if key.strip() in _TAG_KEYS and values.get(parts[-1]) != value:
+    if key in _TAG_KEYS and values.get(parts[-1]) != value:
         values.clear()  # Another loss or encoder: the options of the old one mean nothing to it.
     values[parts[-1]] = value
+
+
+def _old_names(model: type[BaseModel] | None = None, prefix: str = "") -> dict[str, str]:
+    """Old key -> new key of every field that was renamed, by its AliasChoices."""
+    found: dict[str, str] = {}
+    model = model or Recipe
+    for name, sections in _fields(model):
+        alias = model.model_fields[name].validation_alias
+        choices = alias.choices if isinstance(alias, AliasChoices) else []
+        found |= {f"{prefix}{old}": f"{prefix}{name}" for old in choices if old != name}
+        for section in sections:
+            found |= _old_names(section, f"{prefix}{name}.")
+    return found
+
+
+def _new_name(key: str) -> str:
+    """The key under its new name, if it or a section above it was renamed."""
+    for old, new in _old_names().items():
+        if key == old or key.startswith(f"{old}."):
+            key = new + key.removeprefix(old)
+    return key
+
+
+def _use_new_names(values: dict[str, Any], where: str) -> None:
+    """Rename the old keys of a recipe, so that an override by either name replaces them."""
+    for old, new in _old_names().items():
+        *sections, last = old.split(".")
+        inner: Any = values
+        for section in sections:
+            inner = inner.get(section) if isinstance(inner, dict) else None
+        if isinstance(inner, dict) and last in inner:
+            canonical = new.rpartition(".")[2]
+            if canonical in inner:
+                raise UserError(f"{where}: {old} is the old name of {new}; both are given, leave {old} out")
+            inner[canonical] = inner.pop(last)
 
 
 def _explain(item: Any) -> str:
@@ -794,12 +716,12 @@ def _explain(item: Any) -> str:
     }
     shown = ".".join(part for i, part in enumerate(path) if not (part in tags and i > 0))
     if item["type"] == "extra_forbidden":
-        known = _keys() - {shown}
+        known = (_keys() | _old_names().keys()) - {shown}
         near = difflib.get_close_matches(shown, known, n=1, cutoff=0.5) or difflib.get_close_matches(
             path[-1], [k.rsplit(".", 1)[-1] for k in known], n=1, cutoff=0.5
         )
         return f"unknown key {shown!r}" + (
-            f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+            f"; did you mean {_new_name(near[0])!r}?" if near else f"; known: {', '.join(sorted(_keys()))}"
         )
     if item["type"] == "union_tag_invalid":
         known_tags = sorted(re.findall(r"'([^']+)'", item["ctx"]["expected_tags"]))

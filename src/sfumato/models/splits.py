@@ -1,24 +1,18 @@
-"""Splits of data, read for a model: loading, preparing and embedding them."""
+"""Splits of data for a model: loading, preparing and embedding them."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from sfumato.data.emoji import load_emoji
-from sfumato.data.karpathy import read_karpathy
-from sfumato.data.manifest import read_image_folder, read_manifest
 from sfumato.data.pairs import PairData
 from sfumato.data.problems import Problems
-from sfumato.data.region_features import read_scan
-from sfumato.data.shards import expand_shards, read_shards
+from sfumato.data.sources import DataConfig, get_source
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Store
 from sfumato.encoders.processors import FrozenProcessor, Item
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.process_group import ProcessGroup, alone
-from sfumato.models.recipe import DataConfig
 from sfumato.progress import progress_bar, say
 
 
@@ -28,7 +22,8 @@ class PreparedSplit:
 
     Attributes:
         data: the usable items.
-        images, texts: their inputs, in the same order.
+        images: inputs of the image tower, in the order of the data.
+        texts: inputs of the text tower, in the order of the data.
     """
 
     data: PairData
@@ -41,7 +36,20 @@ def prepare_split(
 ) -> PreparedSplit:
     """Read every image and text of a split for the model's towers; items that cannot be used are left out and reported.
 
-    Of several processes each computes the frozen features of its part first; all then find them in the cache.
+    With several processes each one first computes the frozen features of its part; all then read them from the cache.
+
+    Args:
+        model: image and text towers.
+        data: the split.
+        problems: receives the images that cannot be used.
+        name: name of the split, for messages.
+        process_group: the processes that share the work; None for this one alone.
+
+    Returns:
+        The split, without the unusable images.
+
+    Raises:
+        UserError: no usable pair is left.
     """
     items: list[Item] = [source.read_bytes for source in data.images]
     if process_group is not None and process_group.size > 1:
@@ -54,7 +62,7 @@ def prepare_split(
         process_group.wait()
     with progress_bar(f"reading {name} images", len(items)) as advance:
         images, kept = model.image.processor.read(
-            items, progress=advance, on_error=lambda i, error: problems.add(data.images[i].place, str(error))
+            items, progress=advance, on_error=lambda i, error: problems.add(data.images[i].location, str(error))
         )
     if len(kept) < len(items):
         data = data.keep_images(kept)
@@ -71,7 +79,17 @@ def load_split(
     problems: Problems | None = None,
     process_group: ProcessGroup | None = None,
 ) -> PreparedSplit:
-    """A split of some data, ready for a model; problems are noted, and told on standard error.
+    """A split of some data, ready for a model; problems are recorded, and printed on standard error.
+
+    Args:
+        model: image and text towers.
+        config: section ``data`` of the recipe.
+        name: name of the split.
+        problems: receives every unusable item; a new list if None.
+        process_group: the processes that share the work; None for this one alone.
+
+    Returns:
+        The split.
 
     Raises:
         UserError: the data has no such split.
@@ -89,7 +107,16 @@ def load_split(
 def embed_split(
     model: DualEncoder, split: PreparedSplit, process_group: ProcessGroup | None = None
 ) -> tuple[GaussianEmbedding, GaussianEmbedding]:
-    """Embeddings of the images and of the texts of a split; each process computes its part, all get the whole."""
+    """Embed a split; each process computes its part, and all return the whole.
+
+    Args:
+        model: image and text towers.
+        split: ready for the model.
+        process_group: the processes that share the work; None for this one alone.
+
+    Returns:
+        ((n, d) embeddings of the images, (m, d) of the texts).
+    """
     process_group = process_group or alone()
     image, text = (
         _embed_part(tower, store, process_group)
@@ -118,24 +145,10 @@ def load_splits(config: DataConfig, problems: Problems) -> dict[str, PairData]:
         config: section ``data`` of the recipe.
         problems: receives every unusable item.
 
+    Returns:
+        split -> data.
+
     Raises:
-        UserError: the path does not exist.
+        UserError: the path does not exist, or nothing in the data can be used.
     """
-    if config.source == "emoji":
-        return load_emoji(held_out_style=config.held_out_style)
-    if config.source == "shards":
-        return {"val": read_shards(expand_shards(config.val_path), problems)} if config.val_path else {}
-    path = Path(config.path)
-    if not path.exists():
-        raise UserError(
-            f"data.path: there is no {path}; paths in a recipe are relative to the current folder ({Path.cwd()})"
-        )
-    images = Path(config.images) if config.images else None
-    if config.source == "scan":
-        return read_scan(path, problems)
-    if config.source == "karpathy":
-        return read_karpathy(path, images or path.parent, problems)
-    shares = {"val_share": config.val_share, "test_share": config.test_share}
-    if config.source == "folder":
-        return read_image_folder(path, problems, **shares)
-    return read_manifest(path, problems, image_root=images, **shares)
+    return get_source(config.source).read(config, problems)

@@ -1,4 +1,4 @@
-"""The benchmark of uncertainty for a model and a split of data: embeds what evaluation/trust.py asks for, and writes its figures.
+"""The benchmark of uncertainty for a model and a split of data: embeds what it needs, and writes its figures.
 
 Label-free at test time, and what was fitted saw the validation split alone: the match logits and the learnt estimator.
 """
@@ -10,8 +10,9 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from sfumato.data.corruptions import PICTURE_CORRUPTIONS, TEXT_CORRUPTIONS
+from sfumato.data.corruptions import IMAGE_CORRUPTIONS, TEXT_CORRUPTIONS
 from sfumato.data.pairs import PairData
+from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.regions import uses_regions
@@ -31,7 +32,6 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.models.embed import RetrievalModel
-from sfumato.models.recipe import DataConfig
 from sfumato.models.run import Run
 from sfumato.models.splits import embed_split, load_split
 from sfumato.progress import progress_bar
@@ -63,8 +63,8 @@ def trust_model(
         split: its name.
         queries: "text", "image" or "both".
         n_resamples: of the confidence intervals.
-        n_corrupted: queries that are corrupted in each way, at each strength; 0 for none. Features of a frozen backbone go into
-            its cache, so that another model on the same backbone gets the same corruptions for nothing.
+        n_corrupted: queries that are corrupted in each way, at each strength; 0 for none. Features of a frozen backbone
+            go into its cache, so that another model on the same backbone gets the same corruptions for nothing.
         seed: of the choice of queries to corrupt, the corruptions, the wrong pairs and the resamples.
 
     Returns:
@@ -89,7 +89,7 @@ def trust_model(
         notes.append("estimators that need variances are left out: some embeddings are points")
     features = uses_regions(retrieval_model.model)
     if features and n_corrupted and "i2t" in DIRECTIONS[queries]:
-        notes.append("images are not corrupted: they are region features, and what is corrupted is pictures")
+        notes.append("images are not corrupted: they are region features, and what is corrupted is images")
     counts = relevance.transpose().counts
     many = bool(counts.max() > 1)
     proxies = (
@@ -148,8 +148,8 @@ def resampled_together(relevance: Relevance, groups: np.ndarray, of_text: bool) 
         of_text: whether texts are the queries.
 
     Returns:
-        Of images their groups; of texts (m,) the position of each one's image, and numbers from n on for texts of no image. None
-        where a text is true of several images, so that nothing keeps texts apart.
+        Of images their groups; of texts (m,) the position of each one's image, and numbers from n on for texts of no
+        image. None where a text is true of several images, so that nothing keeps texts apart.
     """
     if not of_text:
         return groups
@@ -235,7 +235,7 @@ def _chosen(usable: np.ndarray, n: int, seed: int) -> np.ndarray:
 
 
 def corrupted_texts(model: DualEncoder, data: PairData, usable: np.ndarray, n: int, seed: int) -> list[Corrupted]:
-    """Embed some texts of a split again, made worse in every way that suits them.
+    """Embed some texts of a split again, corrupted in every way that suits them.
 
     Args:
         model: what embeds them.
@@ -243,6 +243,9 @@ def corrupted_texts(model: DualEncoder, data: PairData, usable: np.ndarray, n: i
         usable: (m,) bool, the texts to choose from.
         n: number of them at most.
         seed: of the choice and of the corruptions.
+
+    Returns:
+        The embeddings by corruption and strength.
     """
     result = []
     for c in TEXT_CORRUPTIONS.values():
@@ -257,18 +260,18 @@ def corrupted_texts(model: DualEncoder, data: PairData, usable: np.ndarray, n: i
 
 
 def corrupted_images(model: DualEncoder, data: PairData, usable: np.ndarray, n: int, seed: int) -> list[Corrupted]:
-    """Embed some pictures of a split again, made worse in every way: see :func:`corrupted_texts`.
+    """Embed some images of a split again, corrupted in every way: see :func:`corrupted_texts`.
 
     Raises:
-        ValueError: a picture cannot be decoded.
+        ValueError: an image cannot be decoded.
     """
     index, result = _chosen(np.flatnonzero(usable), n, seed), []
     if not len(index):
         return []
     with progress_bar(
-        "corrupting pictures", len(index) * sum(len(c.strengths) for c in PICTURE_CORRUPTIONS.values())
+        "corrupting images", len(index) * sum(len(c.strengths) for c in IMAGE_CORRUPTIONS.values())
     ) as go:
-        for c in PICTURE_CORRUPTIONS.values():
+        for c in IMAGE_CORRUPTIONS.values():
             embedded = []
             for strength in c.strengths:
                 embedded.append(

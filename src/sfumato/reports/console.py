@@ -13,8 +13,8 @@ from sfumato.evaluation.embedded_input import Measured, MoreResults
 from sfumato.evaluation.protocols import Evaluation, table_rows
 from sfumato.evaluation.published import common_figures
 from sfumato.evaluation.trust import DirectionTrust, TrustReport
+from sfumato.metrics.bootstrap import Interval
 from sfumato.metrics.retrieval import RANK_METRICS
-from sfumato.metrics.selective import Interval
 
 
 def print_over_seeds(summary: Mapping[str, OverSeeds], title: str) -> None:

@@ -9,7 +9,7 @@ import jinja2
 from sfumato.data.images import MemoryImage, thumbnail
 from sfumato.data.problems import Problems
 from sfumato.files import write_atomically, write_json
-from sfumato.metrics.selective import Interval
+from sfumato.metrics.bootstrap import Interval
 from sfumato.reports.drawing import Axes, clipped, data_address, round_steps
 from sfumato.studies.crop_study import Example
 from sfumato.studies.crops import CELLS, MEANS, PUBLISHED, ROLES, CropFigures, CropStudy

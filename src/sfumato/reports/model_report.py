@@ -9,12 +9,12 @@ from typing import Any
 from sfumato import __version__
 from sfumato.data.images import thumbnail
 from sfumato.data.problems import Problems
+from sfumato.data.sources import DataConfig
 from sfumato.encoders.regions import uses_regions
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import MatchingLogits
 from sfumato.models.embed import RetrievalModel
-from sfumato.models.recipe import DataConfig
 from sfumato.models.run import LOG, RECIPE, Run, weights_digest
 from sfumato.models.splits import embed_split, load_split
 from sfumato.reports.report import Report, ReportData, make_report

@@ -21,7 +21,7 @@ from sfumato.evaluation.trust import FIGURES
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
 from sfumato.metrics.relevance import Relevance
-from sfumato.metrics.reliability import brier_score, expected_calibration_error, reliability_curve
+from sfumato.metrics.reliability import brier_score, expected_calibration_error, reliability_curve, wilson_interval
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.reports.analysis_views import analysis_views
 from sfumato.reports.drawing import Axes, clipped, data_address, log_ticks, round_steps, round_top, signed
@@ -234,29 +234,6 @@ def make_report(data: ReportData) -> Report:
     return Report(html, evaluation, calibration, mistakes)
 
 
-def wilson_interval(hits: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's score interval of a share: about 95% for the default z, of n independent cases.
-
-    Args:
-        hits: number of successes in [0, n].
-        n: number of cases.
-        z: quantile of the normal distribution.
-
-    Returns:
-        (low, high) within [0, 1]; (0, 1) for n = 0.
-
-    Example:
-        >>> [round(b, 3) for b in wilson_interval(8, 10)]
-        [0.49, 0.943]
-    """
-    if n == 0:
-        return 0.0, 1.0
-    share, scale = hits / n, 1 + z * z / n
-    centre = (share + z * z / (2 * n)) / scale
-    half = z / scale * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
-
-
 def _direction(
     key: Direction,
     queries: GaussianEmbedding,
@@ -275,7 +252,7 @@ def _direction(
 def _recall(direction: _Direction) -> dict[str, str]:
     right = direction.first_is_right
     right = right[~np.isnan(right)]
-    low, high = wilson_interval(right.sum(), len(right))
+    low, high = wilson_interval(float(right.mean()), len(right))
     return {
         "name": _NAMES[direction.key],
         "recall": f"{right.mean():.1%}",
@@ -366,7 +343,7 @@ def _table_row(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
 def _deciles(direction: _Direction, evaluation: Evaluation) -> dict[str, Any]:
     assert evaluation.uncertainty is not None
     found = evaluation.uncertainty[direction.key]
-    bins = [b | dict(zip(("low", "high"), wilson_interval(b["recall"] * b["count"], b["count"]), strict=True))
+    bins = [b | dict(zip(("low", "high"), wilson_interval(b["recall"], b["count"]), strict=True))
             for b in found["bins"]]  # fmt: skip
     axes = Axes((0.5, len(bins) + 0.5), (0.0, round_top(max(b["high"] for b in bins))))
     chart = axes.chart(
@@ -494,7 +471,7 @@ def _reliability(curves: Mapping[str, list[dict[str, Any]]], name: str) -> dict[
         colour = "b" if version == "before" else "a"
         chart["lines"].append(axes.line([(b["probability"], b["observed"]) for b in curve], colour))
         for b in curve:
-            low, high = wilson_interval(b["observed"] * b["count"], b["count"])
+            low, high = wilson_interval(b["observed"], b["count"])
             whisker = axes.whisker(b["probability"], low, high)
             chart["whiskers"].append(whisker | {"colour": colour})
             radius = 2.5 + 4 * math.log1p(b["count"]) / math.log1p(most)

@@ -14,15 +14,13 @@ import os
 import re
 import secrets
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sfumato.files import sync_folder, write_json
+import filelock
 
-if sys.platform != "win32":
-    import fcntl
+from sfumato.files import sync_folder, write_json
 
 _MANIFEST, _LOCK, _UNFINISHED = "manifest.json", ".lock", ".manifest.json."
 _DATA = re.compile("data-[0-9a-f]{16}")
@@ -184,10 +182,8 @@ def _sync_file(file: Path) -> None:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """One writer at a time; the system drops the lock of a process that dies."""
-    with (path / _LOCK).open("w") as stream:
-        if sys.platform != "win32":
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise BlockingIOError(f"cannot save to {path}: another process is saving there; wait for it") from error
-        yield
+    try:
+        with filelock.FileLock(path / _LOCK, timeout=0):
+            yield
+    except filelock.Timeout as error:
+        raise BlockingIOError(f"cannot save to {path}: another process is saving there; wait for it") from error

@@ -118,7 +118,7 @@ class Answers:
     def prior_shift(self, n_gallery: int) -> float:
         """What the size of a gallery adds to the logits; nothing if there is no calibration that knows its own."""
         calibration = self.calibration
-        if calibration is None or calibration.share is None or getattr(calibration, self.direction) is None:
+        if calibration is None or calibration.match_fraction is None or getattr(calibration, self.direction) is None:
             return 0.0
         return calibration.prior_shift(n_gallery=max(1, n_gallery), direction=self.direction)
 
@@ -138,7 +138,7 @@ class Answers:
     def abstains(self, nearest: Tensor, max_risk: float, n_gallery: int) -> list[bool]:
         """(n,) distances of queries to their closest items, infinite if there is none -> n times whether not to answer."""
         calibration = self._vouching("abstention (max_risk)")
-        n = max(1, n_gallery) if calibration.share is not None else None
+        n = max(1, n_gallery) if calibration.match_fraction is not None else None
         unanswered = calibration.abstains(
             nearest.nan_to_num(posinf=torch.finfo(nearest.dtype).max), max_risk, n_gallery=n, direction=self.direction
         )

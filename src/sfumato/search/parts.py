@@ -1,6 +1,6 @@
-"""Embeddings of a collection of any size: a folder of parts that independent jobs write, read as one whatever the number of jobs.
+"""Embeddings of a collection of any size: a folder of parts that independent jobs write and that is read as one.
 
-manifest.json                 what was embedded by which model, in how many sections
+manifest.json                 what was embedded, by which model, in how many sections
 part-000003.safetensors       the items of section 3: means, log variances, ids, payloads, and what was left out
 part-000003-0001.safetensors  those that did not fit into it
 job-1-of-3.json               what job 1 of 3 has done, or that it has not finished
@@ -33,19 +33,19 @@ _FEW = 5
 
 
 @dataclass(frozen=True)
-class Embedded:
-    """What a folder of parts holds. The first seven say which collection it is; the others may differ from job to job.
+class PartsManifest:
+    """What a folder of parts holds. The first seven identify the collection; the others may differ from job to job.
 
     Attributes:
         modality: "images" or "texts".
         model: digest of the model.
-        kind: of the source: "folder", "manifest", "shards" or "texts".
-        n: number of what the source lists.
-        digest: of that list.
+        kind: kind of the source: "folder", "manifest", "shards" or "texts".
+        n: number of entries that the source lists.
+        digest: digest of that list.
         part_size: most items of a part.
-        sections: how many there are.
-        home: folder or name of the model.
-        path: of the source.
+        sections: number of sections.
+        model_source: folder or name of the model; "home" in the file.
+        path: path of the source.
         distance: name of the model's distance.
     """
 
@@ -56,23 +56,23 @@ class Embedded:
     digest: str
     part_size: int
     sections: int
-    home: str
+    model_source: str
     path: str
     distance: str
 
     @property
     def identity(self) -> str:
-        """Of the collection; every part carries it."""
+        """Digest that identifies the collection; every part carries it."""
         return hashlib.sha256(json.dumps(_pinned(self)).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class PartName:
-    """Which part.
+    """The name of a part.
 
     Attributes:
-        section: its section.
-        number: 0, or more where the section has several parts.
+        section: number of its section.
+        number: number within the section, from 0.
     """
 
     section: int
@@ -85,11 +85,11 @@ class PartName:
 
 
 @dataclass(frozen=True)
-class PartAbout:
-    """What a part says of itself.
+class PartMetadata:
+    """What a part says about itself.
 
     Attributes:
-        collection: :attr:`Embedded.identity` of what it belongs to.
+        collection: :attr:`PartsManifest.identity` of its collection.
         n: number of embeddings.
         parts: number of parts of its section.
         problems: {"place", "reason"} of the items that were left out.
@@ -101,12 +101,12 @@ class PartAbout:
     problems: list[dict[str, str]]
 
 
-def begin(folder: str | Path, embedded: Embedded) -> None:
-    """Make the folder, or go on in one that holds the same collection.
+def begin(folder: str | Path, manifest: PartsManifest) -> None:
+    """Make the folder, or continue in one that holds the same collection.
 
     Args:
         folder: of the parts.
-        embedded: what shall be in it.
+        manifest: what the folder shall hold.
 
     Raises:
         UserError: something else is in it; the message says what differs.
@@ -114,25 +114,31 @@ def begin(folder: str | Path, embedded: Embedded) -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / MANIFEST).exists():
-        write_json(folder / MANIFEST, {"format": _FORMAT, **asdict(embedded)})
+        write_json(folder / MANIFEST, {"format": _FORMAT, **_renamed(asdict(manifest), "model_source", "home")})
     there = read_manifest(folder)
     differs = {
-        "another model": there.model != embedded.model,
-        f"--part-size {there.part_size}": there.part_size != embedded.part_size,
+        "another model": there.model != manifest.model,
+        f"--part-size {there.part_size}": there.part_size != manifest.part_size,
         f"other data, {there.n} items of the {there.kind} {there.path}": (
             (there.modality, there.kind, there.n, there.digest)
-            != (embedded.modality, embedded.kind, embedded.n, embedded.digest)
+            != (manifest.modality, manifest.kind, manifest.n, manifest.digest)
         ),
     }
     if wrong := [name for name, different in differs.items() if different]:
-        made = f" ({there.home})" if differs["another model"] else ""
+        made = f" ({there.model_source})" if differs["another model"] else ""
         raise UserError(
             f"{folder} holds embeddings with {', '.join(wrong)}{made}; give another --out, or remove that folder"
         )
 
 
-def read_manifest(folder: str | Path) -> Embedded:
+def read_manifest(folder: str | Path) -> PartsManifest:
     """What a folder of parts holds.
+
+    Args:
+        folder: of the parts.
+
+    Returns:
+        Its manifest.
 
     Raises:
         UserError: it is no such folder.
@@ -144,7 +150,7 @@ def read_manifest(folder: str | Path) -> Embedded:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values.pop("format") != _FORMAT:
             raise ValueError("another format")
-        return Embedded(**values)
+        return PartsManifest(**_renamed(values, "home", "model_source"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: not of a folder of embeddings, or damaged ({error})") from error
 
@@ -152,7 +158,7 @@ def read_manifest(folder: str | Path) -> Embedded:
 def write_part(
     folder: str | Path,
     name: PartName,
-    about: PartAbout,
+    about: PartMetadata,
     embeddings: GaussianEmbedding,
     ids: Sequence[str],
     payloads: Sequence[Mapping[str, str]],
@@ -162,7 +168,7 @@ def write_part(
     Args:
         folder: of the parts.
         name: which part.
-        about: what it says of itself.
+        about: its metadata.
         embeddings: n of them, kept in float32.
         ids: n distinct strings.
         payloads: n dictionaries.
@@ -173,8 +179,8 @@ def write_part(
     check_finite(embeddings, name.file)
     if not len(ids) == len(payloads) == embeddings.n == about.n or len(set(ids)) != len(ids):
         raise ValueError(
-            f"{name.file}: got {embeddings.n} embeddings, {len(ids)} ids of which {len(set(ids))} distinct, and {len(payloads)}"
-            f" payloads, for {about.n} items; give one distinct id and one payload for each"
+            f"{name.file}: got {embeddings.n} embeddings, {len(ids)} ids of which {len(set(ids))} distinct, and"
+            f" {len(payloads)} payloads, for {about.n} items; give one distinct id and one payload for each"
         )
     tensors = {key: getattr(embeddings, key).detach().cpu().float().contiguous() for key in ("mean", "log_var")}
     texts = {"ids": list(ids), "payloads": [dict(payload) for payload in payloads], "about": asdict(about)}
@@ -183,14 +189,22 @@ def write_part(
     write_atomically(Path(folder) / name.file, safetensors_bytes(tensors, {"format": EMBEDDINGS_FORMAT}))
 
 
-def read_about(folder: str | Path, name: PartName) -> PartAbout | None:
-    """What a part says of itself, without reading its embeddings; None if it is not there, or damaged."""
+def read_metadata(folder: str | Path, name: PartName) -> PartMetadata | None:
+    """The metadata of a part, without reading its embeddings.
+
+    Args:
+        folder: of the parts.
+        name: which part.
+
+    Returns:
+        The metadata; None if the part does not exist or is damaged.
+    """
     path = Path(folder) / name.file
     if not path.is_file():
         return None
     try:
         with safe_open(path, framework="pt") as file:
-            return PartAbout(**_value(file.get_tensor("about")))
+            return PartMetadata(**_value(file.get_tensor("about")))
     except (SafetensorError, ValueError, TypeError):
         return None
 
@@ -202,11 +216,11 @@ def read_parts(folder: str | Path) -> Iterator[tuple[list[str], GaussianEmbeddin
         folder: that jobs of ``sfumato embed`` have written.
 
     Returns:
-        An iterator over (ids, embeddings, payloads); parts in which nothing could be used do not appear.
+        An iterator over (ids, embeddings, payloads); parts without a usable item are left out.
 
     Raises:
-        UserError: at once, before the first part: it is no such folder, or not all is there; the message says what is missing.
-        ValueError: later, a part that is damaged within.
+        UserError: at once, before the first part: it is no such folder, or parts are missing; the message names them.
+        ValueError: later, if a part is damaged.
     """
     folder = Path(folder)
     names = check_complete(folder)
@@ -224,20 +238,26 @@ def read_parts(folder: str | Path) -> Iterator[tuple[list[str], GaussianEmbeddin
 def check_complete(folder: str | Path) -> list[PartName]:
     """All parts of a collection, in the order of its source.
 
+    Args:
+        folder: of the parts.
+
+    Returns:
+        The names of the parts.
+
     Raises:
-        UserError: it is no folder of embeddings, a part is of another collection, or some are missing; the message names them and
-            the job that each belongs to.
+        UserError: it is no folder of embeddings, a part is of another collection, or some are missing; the message
+            names them and the job of each.
     """
     folder = Path(folder)
-    embedded = read_manifest(folder)
-    identity = embedded.identity
+    manifest = read_manifest(folder)
+    identity = manifest.identity
     names: list[PartName] = []
     missing: list[PartName] = []
-    for section in range(embedded.sections):
-        first = read_about(folder, PartName(section))
+    for section in range(manifest.sections):
+        first = read_metadata(folder, PartName(section))
         for number in range(first.parts if first else 1):
             name = PartName(section, number)
-            about = read_about(folder, name) if number else first
+            about = read_metadata(folder, name) if number else first
             if about is not None and about.collection != identity:
                 raise UserError(f"{folder / name.file} belongs to another collection; remove it and embed again")
             (missing if about is None else names).append(name)
@@ -253,32 +273,32 @@ def check_complete(folder: str | Path) -> list[PartName]:
         if len(jobs) > 1:
             again = f" with --shard I/{of} for I = {', '.join(map(str, jobs))}, or once without --shard"
         raise UserError(
-            f"{folder} is not complete, {len(missing)} of {len(names) + len(missing)} parts or more are missing: {shown}{more};"
-            f" start the same `sfumato embed` again{again}, and it writes what is missing"
+            f"{folder} is not complete, {len(missing)} of {len(names) + len(missing)} parts or more are missing:"
+            f" {shown}{more}; start the same `sfumato embed` again{again}, and it writes what is missing"
         )
     return names
 
 
 def write_job(folder: str | Path, job: int, of: int, figures: Mapping[str, Any]) -> None:
-    """Write what a job has done, or that it has begun.
+    """Write what a job has done, or that it has started.
 
     Args:
         folder: of the parts.
         job: its number, from 0.
         of: number of jobs.
-        figures: "finished" and whatever is worth knowing.
+        figures: "finished", and any further figures.
     """
     write_json(Path(folder) / f"job-{job}-of-{of}.json", {"job": job, "of": of, **figures})
 
 
 def _jobs(folder: Path) -> int:
-    """Into how many jobs the work was cut last."""
+    """Number of jobs in the latest run."""
     found = [(path.stat().st_mtime, match) for path in folder.iterdir() if (match := _JOB.fullmatch(path.name))]
     return int(max(found, key=lambda item: item[0])[1][2]) if found else 1
 
 
-def _pinned(embedded: Embedded) -> list[Any]:
-    values = asdict(embedded)
+def _pinned(manifest: PartsManifest) -> list[Any]:
+    values = asdict(manifest)
     return [values[key] for key in ("modality", "model", "kind", "n", "digest", "part_size", "sections")]
 
 
@@ -288,3 +308,7 @@ def _bytes(value: Any) -> Tensor:
 
 def _value(tensor: Tensor) -> Any:
     return json.loads(tensor.numpy().tobytes())
+
+
+def _renamed(values: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
+    return {new if key == old else key: value for key, value in values.items()}

@@ -9,7 +9,7 @@ from sfumato.data.problems import Problems
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.regions import uses_regions
 from sfumato.errors import UserError
-from sfumato.models.galleries import Source, build_index, load_retrieval_model, open_gallery
+from sfumato.models.galleries import GalleryPart, build_index, load_retrieval_model, open_gallery
 from sfumato.models.run import RECIPE, Run, load_run
 from sfumato.models.splits import embed_split, load_split, load_splits
 from sfumato.search.collection import GaussianCollection
@@ -178,14 +178,14 @@ def _from_run(run: Run, folder: Path, split: str, *, images_alone: bool) -> Sour
     prepared = load_split(run.model, run.recipe.data, split)
     images, texts = embed_split(run.model, prepared)
     data = prepared.data
-    sources: dict[GalleryName, Source] = {
-        "images": Source(images, data.image_ids, pictures={"split": split}),
-        "texts": Source(texts, data.text_ids, data.texts),
+    sources: dict[GalleryName, GalleryPart] = {
+        "images": GalleryPart(images, data.image_ids, images={"split": split}),
+        "texts": GalleryPart(texts, data.text_ids, data.texts),
     }
     shown = SplitPictures(dict(zip(data.image_ids, data.images, strict=True)))
     pictures = None if uses_regions(run.model) else shown
     shelves: dict[GalleryName, Shelf] = {
-        name: Shelf(build_index(run, source, home=folder), pictures if name == "images" else None)
+        name: Shelf(build_index(run, source, model_source=folder), pictures if name == "images" else None)
         for name, source in sources.items()
         if name == "images" or not images_alone
     }

@@ -14,6 +14,7 @@ import torch
 
 from sfumato.data.images import MemoryImage, thumbnail
 from sfumato.data.pairs import PairData
+from sfumato.data.sources import DataConfig
 from sfumato.direction import Direction
 from sfumato.encoders.regions import uses_regions
 from sfumato.errors import UserError
@@ -21,7 +22,6 @@ from sfumato.evaluation.estimators import ESTIMATORS, Estimator, Matching
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.embed import RetrievalModel
-from sfumato.models.recipe import DataConfig
 from sfumato.models.run import weights_digest
 from sfumato.models.splits import PreparedSplit, embed_split, load_split
 from sfumato.models.trust_run import corrupted_images, corrupted_texts, resampled_together

@@ -18,9 +18,9 @@ from sfumato.data.folds import images_of_part
 from sfumato.data.noise import apply_noise, load_noise, shuffle_pairs
 from sfumato.data.pairs import PairData
 from sfumato.data.problems import Problems
+from sfumato.data.sources import DataConfig
 from sfumato.errors import UserError
 from sfumato.models.embed import RetrievalModel
-from sfumato.models.recipe import DataConfig
 from sfumato.models.run import Run, load_run
 from sfumato.models.splits import PreparedSplit, embed_split, load_split, load_splits, prepare_split
 from sfumato.progress import progress_bar, say
@@ -214,8 +214,8 @@ def _score(retrieval_model: RetrievalModel, prepared: PreparedSplit, chosen: np.
             progress=advance,
         )
     fitted, log_odds, probability = retrieval_model.calibration, None, None
-    if fitted is not None and fitted.share is not None:
-        log_odds = fitted.logit(torch.from_numpy(listed.distance), share=0.5).numpy()
+    if fitted is not None and fitted.match_fraction is not None:
+        log_odds = fitted.logit(torch.from_numpy(listed.distance), match_fraction=0.5).numpy()
         size = None if fitted.t2i is None else len(chosen)
         probability = fitted.probability(torch.from_numpy(missing.distance), n_gallery=size).numpy()
     whole = {"image": chosen[listed.image], "text": kept[listed.text]}

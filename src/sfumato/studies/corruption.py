@@ -15,9 +15,9 @@ import torch
 from sfumato.evaluation.estimators import Estimator, Matching, estimate_uncertainty
 from sfumato.evaluation.trust import Corrupted, follow_corruption
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.bootstrap import Interval, bootstrap
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics
-from sfumato.metrics.selective import Interval, bootstrap
 from sfumato.search.exact import rank_relevant
 
 

@@ -13,14 +13,13 @@ from typing import Any, get_args
 import numpy as np
 
 from sfumato.data.corruptions import encode_png
-from sfumato.data.manifest import PICTURE_ENDINGS
 from sfumato.data.problems import Problems
-from sfumato.data.transforms import decode_image
+from sfumato.data.transforms import IMAGE_ENDINGS, decode_image
 from sfumato.errors import UserError
 from sfumato.files import is_plain_name
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import RetrievalModel
-from sfumato.models.ingest import embedding_steps, file_endings
+from sfumato.models.embedding_steps import embedding_steps, file_endings
 from sfumato.progress import progress_bar
 from sfumato.studies.crops import (
     CANDIDATES,
@@ -279,7 +278,7 @@ def study_crops(
         raise ValueError(f"--uncertainty {uncertainty}: unknown; known: {', '.join(get_args(Uncertainty))}")
     if not thresholds or not all(0 < t <= 1 for t in thresholds) or len(set(thresholds)) < len(thresholds):
         raise ValueError(f"thresholds must be different shares in (0, 1], got {', '.join(map(str, thresholds))}")
-    if file_endings(retrieval_model.model) != PICTURE_ENDINGS:
+    if file_endings(retrieval_model.model) != IMAGE_ENDINGS:
         raise UserError("the model reads region features, and crops are cut out of pictures")
     problems = Problems()
     pictures = read_boxed_pictures(regions, images, problems, sample=sample, seed=seed)

@@ -17,7 +17,7 @@ import torch
 
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.selective import Interval, bootstrap, mean_statistic
+from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
 
 Uncertainty = Literal["total_variance", "log_det", "geometric_std"]
 
@@ -190,7 +190,7 @@ def measure_crops(
         threshold, left_out: see :class:`CropFigures`.
         distance: the model's own.
         uncertainty: one of Uncertainty.
-        n_resamples, level, seed: see :func:`~sfumato.metrics.selective.bootstrap`; a single triplet has no intervals.
+        n_resamples, level, seed: see :func:`~sfumato.metrics.bootstrap.bootstrap`; a single triplet has no intervals.
 
     Raises:
         ValueError: uncertainty is unknown, or there are no triplets.

@@ -18,7 +18,7 @@ from sfumato.data.images import ImageSource
 from sfumato.data.transforms import decode_image
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.inclusion import inclusion_test
-from sfumato.metrics.selective import Interval, Statistic, bootstrap, mean_statistic
+from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, mean_statistic
 from sfumato.studies.maps import fit_map
 
 SIZE = 224

@@ -17,8 +17,8 @@ from torch import Tensor
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.base import LossOutput
-from sfumato.losses.pcmepp import pcmepp_loss
-from sfumato.losses.triplet import Mining, triplet_loss
+from sfumato.losses.pcmepp import PCMEPPOptions, pcmepp_loss
+from sfumato.losses.triplet import Mining, TripletOptions, triplet_loss
 from sfumato.progress import progress_bar
 
 METHODS = ("csd", "wasserstein2", "triplet_sum", "triplet_hardest")
@@ -150,11 +150,11 @@ def _loss(method: str) -> Callable[[GaussianEmbedding, GaussianEmbedding, Tensor
     """(left, right, match, scale, bias of the logits) -> loss; triplets have no logits."""
     if method in PUBLISHED_RATIO:
         return lambda left, right, match, scale, bias: pcmepp_loss(
-            left, right, match, logit_scale=scale, logit_bias=bias, distance=method, alpha=0.0, beta=0.0
+            left, right, match, PCMEPPOptions(distance=method, alpha=0.0, beta=0.0), logit_scale=scale, logit_bias=bias
         )
     if method in METHODS:
         mining: Mining = "sum" if method == "triplet_sum" else "hardest"
-        return lambda left, right, match, scale, bias: triplet_loss(left, right, match, mining=mining)
+        return lambda left, right, match, scale, bias: triplet_loss(left, right, match, TripletOptions(mining=mining))
     raise ValueError(f"train_toy: unknown method {method!r}; known: {', '.join(METHODS)}")
 
 

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from sfumato.data.labelled import Labelled, data_labelled
 from sfumato.data.problems import Problems
+from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
 from sfumato.errors import UserError
 from sfumato.files import write_atomically, write_json
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.selective import Interval, bootstrap, mean_statistic
+from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
 from sfumato.metrics.uncertainty import spearman
 from sfumato.models.embed import RetrievalModel, embed_sources
-from sfumato.models.recipe import DataConfig
 from sfumato.models.splits import load_splits
 from sfumato.progress import progress_bar, say
 from sfumato.studies.prompts import (
@@ -283,7 +283,7 @@ def evaluate_zeroshot(
         n_images=len(labels),
         n_chosen_on=len(held_labels),
         n_empty=c - len(np.unique(pictures.labels)),
-        left_out=[f"{one.place}: {one.reason}" for one in problems.items],
+        left_out=[f"{one.location}: {one.reason}" for one in problems.items],
         distance=distance,
         pooling=pooling,
         seed=seed,

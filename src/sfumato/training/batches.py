@@ -106,7 +106,7 @@ class Augmentation:
         inputs = self._reshaped(store, index, generator)
         if not self.config.erase or not len(index):
             return inputs
-        return Inputs(erase_rectangles(inputs.values, share=self.config.erase, generator=generator))
+        return Inputs(erase_rectangles(inputs.values, fraction=self.config.erase, generator=generator))
 
     def _reshaped(self, store: Store, index: np.ndarray, generator: torch.Generator) -> Inputs:
         """With other geometry and colours."""
@@ -167,7 +167,7 @@ class Augmentation:
                 n,
                 size=size,
                 generator=torch.Generator().manual_seed(epoch_seed(self.seed, epoch, 2, step, rank)),
-                share=self.config.mixed_share,
+                fraction=self.config.mixed_share,
                 mixup_alpha=self.config.mixup_alpha,
                 cutmix_alpha=self.config.cutmix_alpha,
                 choice=self.config.mix_choice,
@@ -259,14 +259,14 @@ class ShardBatches:
 
     def _batch(self, batch: ShardBatch, epoch: int, step: int, generator: torch.Generator) -> TrainBatch:
         pictures, kept = self.model.image.processor.read(
-            [partial(bytes, picture) for picture in batch.pictures],
+            [partial(bytes, picture) for picture in batch.images],
             on_error=lambda i, error: self.stream.skip(batch.keys[i], str(error)),
         )
         words, _ = self.model.text.processor.read([partial(str, text) for text in batch.texts])
         images = self.augmentation.images(pictures, np.arange(len(kept)), generator)
         texts = self.augmentation.texts(words.batch(kept), generator)
         keys = torch.stack(
-            [_digests([batch.pictures[i] for i in kept]), _digests([batch.texts[i].encode() for i in kept])], 1
+            [_digests([batch.images[i] for i in kept]), _digests([batch.texts[i].encode() for i in kept])], 1
         )
         height, width = images.values.shape[-2:]
 

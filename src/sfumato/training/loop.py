@@ -165,7 +165,7 @@ def _prepare(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> _Trai
         problems.write(folder / PROBLEMS)
     used = {"train": batches.sampler.data} if isinstance(batches, IndexedBatches) else {}
     used |= {"val": val.data} if val is not None else {}
-    problems.check(sum(len(data.image_ids) for data in used.values()), recipe.data.max_problem_share)
+    problems.check(sum(len(data.image_ids) for data in used.values()), recipe.data.max_problem_fraction)
     for name, data in used.items():
         say(f"{name}: {len(data.image_ids)} images, {len(data.text_ids)} texts")
     if len(problems):
@@ -267,7 +267,7 @@ def _finish(training: _Training) -> None:
     if val is None:
         say(
             "no validation split: the last weights are kept, and match probabilities are not calibrated;"
-            " with few images raise data.val_share, with shards give data.val_path"
+            " with few images raise data.val_fraction, with shards give data.val_path"
         )
         with averaged(training.model, training.average):
             if group.main:

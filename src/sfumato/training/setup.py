@@ -10,12 +10,14 @@ from sfumato.data.grading import Grades
 from sfumato.data.noise import apply_noise, load_noise, save_noise, shuffle_pairs
 from sfumato.data.pairs import PairData, PairSampler
 from sfumato.data.problems import Problems
-from sfumato.data.shards import ShardStream, expand_shards
+from sfumato.data.shard_files import expand_shards
+from sfumato.data.shards import ShardStream
+from sfumato.data.sources import DataConfig
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
 from sfumato.models.build import Assets, build_model, fresh_tokenizer
 from sfumato.models.process_group import ProcessGroup, alone
-from sfumato.models.recipe import DataConfig, Recipe, load_recipe, save_recipe
+from sfumato.models.recipe import Recipe, load_recipe, save_recipe
 from sfumato.models.run import ENCODERS, LAST, MODEL, NOISE, RECIPE, TOKENIZER, load_assets, save_assets
 from sfumato.models.splits import load_splits, prepare_split
 from sfumato.training.batches import Augmentation, Batches, IndexedBatches, ShardBatches
@@ -143,10 +145,10 @@ def _stream(recipe: Recipe, problems: Problems, process_group: ProcessGroup) -> 
             seed=recipe.train.seed,
             samples_per_epoch=recipe.data.samples_per_epoch,
             rank=process_group.rank,
-            world=process_group.size,
+            n_processes=process_group.size,
             shuffle_buffer=recipe.data.shuffle_buffer,
             problems=problems,
-            max_problem_share=recipe.data.max_problem_share,
+            max_problem_fraction=recipe.data.max_problem_fraction,
         )
     except ValueError as error:
         raise UserError(

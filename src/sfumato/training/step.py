@@ -18,7 +18,7 @@ from sfumato.data.augment import MixPlan
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.features import Inputs
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import LossOutput, MatchLoss, PairShare, loss_of_share
+from sfumato.losses import LossOutput, MatchLoss, PairBlock, loss_of_block
 from sfumato.models.process_group import ProcessGroup
 
 
@@ -88,7 +88,7 @@ def forward_backward(
     own = slice(first, first + len(images))
     leaves = _leaves(model, encoded, process_group, counts)
     labels = batch.labels(process_group)
-    output = loss_of_share(
+    output = loss_of_block(
         loss,
         _share(leaves, own, *(label.to(process_group.device) for label in labels)),
         epoch=epoch,
@@ -140,11 +140,11 @@ def _leaves(model: DualEncoder, encoded: Sequence[_Pair], process_group: Process
     return leaves[0], leaves[1]
 
 
-def _share(leaves: _Pair, own: slice, match_i2t: Tensor, match_t2i: Tensor) -> PairShare:
+def _share(leaves: _Pair, own: slice, match_i2t: Tensor, match_t2i: Tensor) -> PairBlock:
     image, text = leaves
     if own == slice(0, image.n):  # One process has it all: no distance is computed twice.
-        return PairShare(image, text, image, text, match_i2t, match_t2i)
-    return PairShare(image[own], text[own], image, text, match_i2t, match_t2i, own.start, own.start)
+        return PairBlock(image, text, image, text, match_i2t, match_t2i)
+    return PairBlock(image[own], text[own], image, text, match_i2t, match_t2i, own.start, own.start)
 
 
 def _own_gradients(leaf: GaussianEmbedding, own: slice, process_group: ProcessGroup) -> tuple[Tensor, Tensor | None]:

@@ -7,9 +7,9 @@ vectors (search/lifting.py) split into a mean and a spread, and squared L2 is th
     wasserstein2   [mean, std]                     d and d
 
 The means lie in a :class:`~sfumato.search.stores.local.LocalStore`, which also has ids, payloads and uncertainties; the spreads
-lie in a second, flat one, whose vectors are mapped into memory, or in Redis as raw float32. An item is there when its means'
-record is, and that is written last and names its spread by a key of its own, never used again: a writer that dies between the two
-leaves the old item as it was, and a spread that nobody reads.
+lie in a second, flat one, or in Redis as raw float32. An item is there when its means' record is, and that is written
+last and names its spread by a key of its own, never used again: a writer that dies between the two leaves the old item
+as it was, and a spread that nobody reads.
 
 Redis must be told to keep what it acknowledges, `appendonly yes` and `appendfsync always`, and `maxmemory-policy noeviction`;
 otherwise spreads are lost when it dies, and searches that need them fail and say so.
@@ -35,6 +35,8 @@ from torch import Tensor
 
 from sfumato.errors import UserError, first_line
 from sfumato.search.stores import local
+from sfumato.search.stores.local_settings import LOCAL_OPTIONS
+from sfumato.search.stores.nearest import check_queries
 from sfumato.search.stores.protocol import Filter, Records
 from sfumato.search.stores.store_url import options, redacted, scheme
 
@@ -62,7 +64,7 @@ def create(url: str, dim: int, fingerprint: str) -> "RerankStore":
 
     Args:
         url: rerank:PATH?OPTIONS or redis://host:port/database?means=PATH&OPTIONS; the options of
-            :mod:`~sfumato.search.stores.local` concern the means.
+            :mod:`~sfumato.search.stores.local_settings` concern the means.
         dim: e >= 2, of means and spreads together.
         fingerprint: kept.
 
@@ -198,7 +200,7 @@ class RerankStore:
             ValueError: k or the queries do not fit.
             UserError: a spread is missing; the message names the item.
         """
-        wanted = local.check_queries(self.url, queries, k, self.dim)
+        wanted = check_queries(self.url, queries, k, self.dim)
         means = wanted[:, : self._means.dim].contiguous()
         candidates = self._until_joined(
             lambda: self._joined(self._means.search(means, max(k, self.candidates), filter))
@@ -302,7 +304,7 @@ class _Spreads(Protocol):
 
 
 class _FileSpreads:
-    """In a flat LocalStore: its vectors are mapped, its own index of the keys is SQLite's."""
+    """In a flat LocalStore, by id."""
 
     def __init__(self, folder: Path, dim: int, about: str, new: bool) -> None:
         self.where = str(folder)
@@ -444,9 +446,7 @@ def _parse(url: str) -> tuple[dict[str, Any], str]:
     """This module's options, numbers as numbers, and the URL of the means."""
     apart = scheme(url) != "rerank"
     # A path may have a #, which would end the URL for `options`.
-    rest: dict[str, Any] = dict(
-        options(url.replace("#", "%23"), _OWN | (_OF_REDIS if apart else {}) | local.LOCAL_OPTIONS)
-    )
+    rest: dict[str, Any] = dict(options(url.replace("#", "%23"), _OWN | (_OF_REDIS if apart else {}) | LOCAL_OPTIONS))
     given = {name: rest.pop(name) for name in (*_OWN, *_OF_REDIS) if name in rest}
     for name in set(given) & set(_OWN):
         if not given[name].isascii() or not given[name].isdigit() or int(given[name]) < 1:

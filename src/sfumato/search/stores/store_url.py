@@ -3,7 +3,7 @@
 runs/store?engine=hnsw                          a folder here (file:runs/store is the same); engines flat, hnsw, ivf, ivf-pq
 milvus:runs/store.db                            Milvus Lite, embedded; milvus+http://host:19530/name for a server or a cluster
 postgresql://user@host:5432/database?table=name PostgreSQL with pgvector
-rerank:runs/store?candidates=100                means in a folder, variances in a memory-mapped file, candidates re-ranked
+rerank:runs/store?candidates=100                means in a folder, variances in another, candidates re-ranked
 redis://host:6379/0?means=runs/store            the same with the variances in Redis
 """
 

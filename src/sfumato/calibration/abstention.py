@@ -1,0 +1,121 @@
+"""Limits on the distance under which a wanted precision or risk holds on new queries, with a stated confidence.
+
+Several limits are tried. Each passes a test at (1 - confidence) divided by their number, so that all that pass hold at
+once; the loosest of them is taken.
+"""
+
+import numpy as np
+
+from sfumato.calibration.query_scores import QueryScores, limits_of
+from sfumato.metrics.reliability import binomial_tail, mean_loss_p_value
+
+
+def precision_limit(scores: QueryScores, precision: float, *, confidence: float = 0.9) -> float:
+    """The loosest distance below which items are right often enough.
+
+    Precision is that of a query: over the queries with an item below the limit, the mean fraction of true matches among
+    their items below it. A limit passes with a Hoeffding-Bentkus p-value.
+
+    Args:
+        scores: of held-out queries.
+        precision: wanted, in (0, 1).
+        confidence: probability over held-out sets, at least, that the precision holds on new queries of the same kind.
+
+    Returns:
+        A distance; report items strictly nearer than it.
+
+    Raises:
+        ValueError: no limit passes, or an argument is outside of (0, 1).
+    """
+    _check_open("precision", precision)
+    _check_open("confidence", confidence)
+    answered = _below(scores.nearest, scores.limits)
+    level = (1 - confidence) / len(answered)
+    passing = [
+        limit
+        for limit, n, value in zip(scores.limits.tolist(), answered.tolist(), scores.precision, strict=True)
+        if mean_loss_p_value(1 - value, n, 1 - precision) <= level
+    ]
+    if not passing:
+        raise ValueError(
+            f"threshold: no limit has a precision of {precision:g} with confidence {confidence:g} on"
+            f" {len(scores.nearest)} held-out queries; ask for less, or calibrate on more"
+        )
+    return float(max(passing))
+
+
+def answer_limit(
+    scores: QueryScores, risk: float, *, confidence: float = 0.9, absent: float = 0.0, seed: int = 0
+) -> float:
+    """The loosest distance of the closest item below which queries can be answered.
+
+    Risk is the fraction of answered queries whose closest item is no match. A limit passes with an exact binomial
+    p-value. A query farther from everything than any held-out one is never answered: no held-out query is evidence for
+    it.
+
+    Args:
+        scores: of held-out queries.
+        risk: largest fraction of wrong answers, in (0, 1).
+        confidence: probability over held-out sets, at least, that the risk holds on new queries of the same kind.
+        absent: expected fraction of queries without any match in the gallery: as large a random part of the held-out
+            queries has its matches taken out of the gallery.
+        seed: of the choice of that part.
+
+    Returns:
+        A distance; answer a query if its closest item is strictly nearer than it.
+
+    Raises:
+        ValueError: no limit passes, or an argument is out of range.
+    """
+    _check_open("risk", risk)
+    _check_open("confidence", confidence)
+    nearest, right = _with_absent(scores, absent, seed)
+    limits = limits_of(nearest)
+    answered, wrong = _below(nearest, limits), _below(nearest[~right], limits)
+    level = (1 - confidence) / len(limits)
+    passing = [
+        limit
+        for limit, n, errors in zip(limits.tolist(), answered.tolist(), wrong.tolist(), strict=True)
+        if binomial_tail(errors, n, risk) <= level
+    ]
+    if not passing:
+        raise ValueError(
+            f"abstention: no limit has a risk of at most {risk:g} with confidence {confidence:g} on {len(nearest)}"
+            " held-out queries; allow more risk, or calibrate on more"
+        )
+    return float(max(passing))
+
+
+def answered_fraction(scores: QueryScores, limit: float, *, absent: float = 0.0, seed: int = 0) -> float:
+    """Fraction of the held-out queries that are answered under a limit.
+
+    Args:
+        scores: of held-out queries.
+        limit: of :func:`answer_limit`.
+        absent, seed: see :func:`answer_limit`.
+
+    Returns:
+        A number in [0, 1].
+    """
+    nearest, _ = _with_absent(scores, absent, seed)
+    return float(_below(nearest, np.array([limit]))[0]) / len(nearest)
+
+
+def _below(values: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """Number of values strictly below each limit."""
+    counts: np.ndarray = np.searchsorted(np.sort(values), limits, side="left")
+    return counts
+
+
+def _with_absent(scores: QueryScores, absent: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """((q,) distance to the closest item, (q,) whether it is a match), some queries without matches; a tie is wrong."""
+    if not 0 <= absent < 1:
+        raise ValueError(f"abstention: absent must be at least 0 and below 1, got {absent}")
+    match, other = np.array(scores.closest_match), np.array(scores.closest_other)
+    gone = np.random.default_rng(seed).random(len(match)) < absent
+    return np.where(gone, other, np.minimum(match, other)), (match < other) & ~gone
+
+
+def _check_open(name: str, value: float) -> None:
+    if not 0 < value < 1:
+        raise ValueError(f"calibration: {name} must be between 0 and 1, got {value}")

@@ -1,0 +1,227 @@
+"""What held-out queries found in a gallery: the numbers behind thresholds, abstention and conformal sets."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+N_STEPS = 20
+"""Number of limits that are tried for a precision or a risk, at equal steps of the fraction of answered queries."""
+
+_PER_QUERY = ("closest_match", "farthest_match", "closest_other")
+_PLAIN = ("n_gallery", "n_left_out", "matches_per_query", "growth", "precision")
+
+
+@dataclass(frozen=True)
+class QueryScores:
+    """What held-out queries of one direction found in a gallery; the numbers behind every guarantee.
+
+    Attributes:
+        n_gallery: number of items m of the gallery.
+        n_left_out: number of queries without a match in it, which no search can answer; they are not in the lists
+            below.
+        matches_per_query: mean number of true matches R.
+        growth: exponent g of how R grows with the gallery, R ~ m^g: 0 if a larger gallery brings no further matches of
+            a query.
+        closest_match, farthest_match: (q,) distance of each query to its closest and its farthest true match.
+        closest_other: (q,) distance to the closest item that is no match; infinite if all are.
+        precision: (N_STEPS,) for each of :attr:`limits` the mean, over the queries with an item below it, of the
+            fraction of true matches among the items below it.
+    """
+
+    n_gallery: int
+    n_left_out: int
+    matches_per_query: float
+    growth: float
+    closest_match: tuple[float, ...]
+    farthest_match: tuple[float, ...]
+    closest_other: tuple[float, ...]
+    precision: tuple[float, ...]
+
+    @classmethod
+    def fit(cls, distance: Tensor, match: Tensor, *, growth: float | None = None) -> "QueryScores":
+        """Scores from all distances between some queries and a gallery.
+
+        Args:
+            distance: (q, m) smaller is closer; kept in float32.
+            match: (q, m) bool, or 0 and 1.
+            growth: see :class:`QueryScores`; None measures it by halving the gallery in expectation.
+
+        Returns:
+            The scores of the queries with a match.
+
+        Raises:
+            ValueError: shapes differ, a distance is not finite, labels are not 0 and 1, or no query has a match.
+        """
+        return cls.from_blocks(lambda: [(distance, match)], growth=growth)
+
+    @classmethod
+    def from_blocks(
+        cls, blocks: Callable[[], Iterable[tuple[Tensor, Tensor]]], *, growth: float | None = None
+    ) -> "QueryScores":
+        """Scores from distances that do not fit into memory, see :meth:`fit`.
+
+        Args:
+            blocks: called twice; gives (distance, match) of a few queries at a time, always to the whole gallery.
+            growth: see :meth:`fit`.
+
+        Returns:
+            The scores of the queries with a match.
+
+        Raises:
+            ValueError: as for :meth:`fit`; or there are no blocks, or they are of different galleries.
+        """
+        parts = [_scores_of(*_checked(distance, match)) for distance, match in blocks()]
+        if not parts:
+            raise ValueError("QueryScores: got no queries")
+        sizes = {m for m, _ in parts}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"QueryScores: blocks have galleries of {sorted(sizes)} items; they must be of one gallery"
+            )
+        every = np.concatenate([scores for _, scores in parts], axis=1)
+        count, kept = every[0], every[:, every[0] > 0]
+        if not kept.shape[1]:
+            raise ValueError("QueryScores: no query has a match in the gallery")
+        m = sizes.pop()
+        limits = limits_of(np.minimum(kept[1], kept[3]))
+        answered, total = np.zeros(len(limits)), np.zeros(len(limits))
+        for distance, match in blocks():
+            distance, match = _checked(distance, match)
+            has = match.any(1)
+            a, t = _precision_sums(distance[has], match[has], limits)
+            answered, total = answered + a, total + t
+        return cls(
+            n_gallery=m,
+            n_left_out=int((count == 0).sum()),
+            matches_per_query=float(kept[0].mean()),
+            growth=growth_by_halving(kept[0], m) if growth is None else float(growth),
+            closest_match=tuple(kept[1].tolist()),
+            farthest_match=tuple(kept[2].tolist()),
+            closest_other=tuple(kept[3].tolist()),
+            precision=tuple((total / np.maximum(answered, 1)).tolist()),
+        )
+
+    @cached_property
+    def nearest(self) -> np.ndarray:
+        """(q,) distance of each query to its closest item."""
+        return np.minimum(self.closest_match, self.closest_other)
+
+    @cached_property
+    def limits(self) -> np.ndarray:
+        """(N_STEPS,) ascending distances that are tried as limits, see :func:`limits_of`."""
+        return limits_of(self.nearest)
+
+    def to_json(self) -> dict[str, Any]:
+        """The scores as plain values.
+
+        Returns:
+            JSON values; infinite distances become null.
+        """
+        values = {name: getattr(self, name) for name in _PLAIN}
+        return values | {name: [_shortest(x) for x in getattr(self, name)] for name in _PER_QUERY}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "QueryScores":
+        """Scores from plain values, equal to the bit.
+
+        Args:
+            values: what :meth:`to_json` gave.
+
+        Returns:
+            The scores.
+        """
+        read: dict[str, Any] = {name: values[name] for name in _PLAIN}
+        read["precision"] = tuple(values["precision"])
+        for name in _PER_QUERY:
+            read[name] = tuple(math.inf if x is None else float(np.float32(x)) for x in values[name])
+        return cls(**read)
+
+
+def growth_by_halving(n_matches: np.ndarray, n_gallery: int) -> float:
+    """How the matches of a query grow with the gallery: the g of R ~ m^g, from what half of the gallery would hold.
+
+    In a random half, queries without a remaining match are left out. The mean number of matches of the others is
+    sum(R h / m) / sum(1 - P(no match remains)), with h = m // 2 and a hypergeometric P.
+
+    Args:
+        n_matches: (q,) numbers of matches, at least 1.
+        n_gallery: m.
+
+    Returns:
+        g in [0, 1]: 0 if every query has one match, near 1 if all have very many.
+
+    Example:
+        >>> round(growth_by_halving(np.array([2]), 4), 3)  # a half holds 1 on average, none in 1 of 6: log2(2 / 1.2)
+        0.737
+    """
+    half = n_gallery // 2
+    if half == 0:
+        return 0.0
+    r, m = torch.from_numpy(np.asarray(n_matches, float)), torch.tensor(float(n_gallery), dtype=torch.float64)
+    possible = r <= m - half
+    rest = torch.where(possible, m - r - half, 0.0)
+    log_none = torch.lgamma(m - r + 1) - torch.lgamma(rest + 1) - torch.lgamma(m + 1) + torch.lgamma(m - half + 1)
+    left = 1 - torch.where(possible, log_none.exp(), 0.0)
+    fewer = float((r * half / m).sum() / left.sum())
+    return min(1.0, max(0.0, math.log(float(r.mean()) / fewer) / math.log(n_gallery / half)))
+
+
+def limits_of(nearest: np.ndarray) -> np.ndarray:
+    """The distances that are tried as limits.
+
+    Args:
+        nearest: (q,) distance of each query to its closest item.
+
+    Returns:
+        (N_STEPS,) ascending quantiles of nearest; the last one is its largest value.
+    """
+    ranks = -(-np.arange(1, N_STEPS + 1) * len(nearest) // N_STEPS)
+    limits: np.ndarray = np.sort(nearest)[ranks - 1]
+    return limits
+
+
+def _checked(distance: Tensor, match: Tensor) -> tuple[Tensor, Tensor]:
+    """(q, m) float32 distances and bool labels on the CPU."""
+    if distance.ndim != 2 or distance.shape != match.shape:
+        raise ValueError(
+            f"QueryScores: got {tuple(distance.shape)} distances and {tuple(match.shape)} labels; both must be (q, m)"
+        )
+    if not torch.isfinite(distance).all():
+        raise ValueError("QueryScores: distances must be finite")
+    if not ((match == 0) | (match == 1)).all():
+        raise ValueError("QueryScores: match must be 0 or 1 (or bool) for every pair")
+    return distance.detach().cpu().float(), match.cpu().bool()
+
+
+def _scores_of(distance: Tensor, match: Tensor) -> tuple[int, np.ndarray]:
+    """(m, (4, q) number of matches, closest match, farthest match, closest other)."""
+    infinite = torch.tensor(math.inf)
+    rows = [
+        match.sum(1).double(),
+        torch.where(match, distance, infinite).amin(1).double(),
+        torch.where(match, distance, -infinite).amax(1).double(),
+        torch.where(match, infinite, distance).amin(1).double(),
+    ]
+    return distance.shape[1], torch.stack(rows).numpy()
+
+
+def _precision_sums(distance: Tensor, match: Tensor, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each limit the number of queries with an item below it, and the sum of their precisions."""
+    answered, total = [], []
+    for limit in limits.tolist():
+        below = distance < limit
+        n = below.sum(1)
+        answered.append(float((n > 0).sum()))
+        total.append(float(((below & match).sum(1) / n.clamp_min(1)).double().sum()))
+    return np.array(answered), np.array(total)
+
+
+def _shortest(x: float) -> float | None:
+    """A float32 with the fewest digits that distinguish it from all others."""
+    return None if math.isinf(x) else float(str(np.float32(x)))

@@ -1,0 +1,315 @@
+"""Sources of data: section ``data`` of a recipe, and SOURCES, the registry of what ``data.source`` can name.
+
+A source is a function that reads the splits of some data, see :class:`ReadSource`. The package brings six; another one
+is registered with :func:`register_source` and then works in every recipe.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from sfumato.data.emoji import Style, load_emoji
+from sfumato.data.folder import read_image_folder
+from sfumato.data.folds import parse_part
+from sfumato.data.karpathy import read_karpathy
+from sfumato.data.manifest import read_manifest
+from sfumato.data.pairs import EpochOver, PairData, Positives
+from sfumato.data.problems import Problems
+from sfumato.data.region_features import read_scan
+from sfumato.data.shard_files import expand_shards
+from sfumato.data.shards import read_shards
+from sfumato.errors import UserError
+
+Inputs = Literal["images", "regions", "either"]
+"""What a source has for a model to look at: encoded images, region features, or one or the other."""
+
+
+class DataConfig(BaseModel):
+    """Section ``data`` of a recipe: which data, and how a batch is drawn from it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    source: str = Field(
+        "emoji", description="name in SOURCES: emoji, manifest, folder, karpathy, shards, scan, or your own"
+    )
+    path: str = Field(
+        "",
+        description="manifest (.jsonl, .csv, .parquet), image folder, Karpathy JSON, folder of region features (scan), or"
+        " the training shards (folder, glob or braces: cc3m-{00000..00331}.tar); not used by emoji",
+    )
+    val_path: str = Field("", description="shards: the validation shards, read as a whole; none by default")
+    samples_per_epoch: PositiveInt = Field(1_000_000, description="shards: number of pairs per epoch")
+    shuffle_buffer: PositiveInt = Field(10_000, description="shards: size of the shuffle buffer, in pairs")
+    images: str = Field(
+        "",
+        description="manifest, karpathy: folder of the images; by default the folder of data.path. karpathy: also an"
+        " uncompressed .tar file",
+    )
+    epoch_over: EpochOver = Field(
+        "images", description="what an epoch visits once: each image with one of its texts, or each pair"
+    )
+    positives: Positives = Field(
+        "listed",
+        description="the matches of a batch: all pairs that the data lists, or only the pairs that were drawn",
+    )
+    graded: bool = Field(
+        False,
+        description="give a pair that is not listed a label from 0 to 1/2, half the TF-IDF cosine of its text with the"
+        " texts of its image, instead of 0",
+    )
+    kind_weights: dict[str, NonNegativeFloat] = Field(
+        default={},
+        description="relative frequency of each kind of text in a batch; by default texts are drawn uniformly",
+    )
+    val_fraction: float = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        validation_alias=AliasChoices("val_fraction", "val_share"),
+        description="fraction of the images for validation, if the data names no splits",
+    )
+    test_fraction: float = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        validation_alias=AliasChoices("test_fraction", "test_share"),
+        description="fraction of the images for the test, if the data names no splits",
+    )
+    held_out_style: Style = Field(
+        "fluent3d", description="emoji: drawing style of validation and test, which training never sees"
+    )
+    noise_rate: float = Field(
+        0.0, ge=0, le=1, description="fraction of the training pairs that get a wrong image: noisy correspondence"
+    )
+    noise_seed: int = Field(0, ge=0, description="seed of the noise; independent of train.seed")
+    noise_file: str = Field(
+        "", description="take the noise from this .npy index file, of an earlier run (noise.npy) or of NCR"
+    )
+    leave_out: str = Field(
+        "",
+        description="I/K, e.g. 0/2: train without part I of K equal parts of the training images, as"
+        " `sfumato audit --cross-fit K` does",
+    )
+    max_problem_fraction: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        validation_alias=AliasChoices("max_problem_fraction", "max_problem_share"),
+        description="stop if a larger fraction of the training and validation images is unusable; up to three unusable"
+        " images never stop a run",
+    )
+    options: dict[str, Any] = Field(default={}, description="options of a source that was registered from outside")
+
+    @field_validator("source")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        get_source(name)
+        return name
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "DataConfig":
+        source = get_source(self.source)
+        if source.needs_path and not self.path:
+            raise ValueError(f"data.path must name the {self.source}, e.g. data.path=my/captions.jsonl")
+        if self.noise_rate and self.noise_file:
+            raise ValueError("give either data.noise_rate or data.noise_file, not both")
+        if self.leave_out:
+            parse_part(self.leave_out)
+        if source.streamed:
+            needs_all = {
+                "noise_rate and noise_file": self.noise_rate or self.noise_file,
+                "graded": self.graded,
+                "leave_out": self.leave_out,
+            }
+            if wrong := next((name for name, given in needs_all.items() if given), None):
+                raise ValueError(
+                    f"data.{wrong} needs all pairs in memory, but data.source={self.source!r} is read as a stream;"
+                    " leave it out, or take another source"
+                )
+        source.check_options(self.source, self.options)
+        return self
+
+
+class ReadSource(Protocol):
+    """What a source is: a function that reads the splits of some data."""
+
+    def __call__(self, config: DataConfig, problems: Problems, /) -> dict[str, PairData]:
+        """Read the splits.
+
+        Args:
+            config: section ``data`` of the recipe; ``config.options`` has passed the source's own options model.
+            problems: receives every item that cannot be used, which is then left out.
+
+        Returns:
+            split -> data. Training needs "train", and takes "val" for validation if it is there; other names are free.
+
+        Raises:
+            UserError: the data is missing, or nothing in it can be used; the message says what to do.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """An entry of SOURCES.
+
+    Attributes:
+        read: reads the splits.
+        options: pydantic model of ``data.options``; None if the source has no options of its own.
+        needs_path: whether ``data.path`` must be given.
+        inputs: what there is for a model to look at.
+        streamed: whether the training pairs are a stream of the shards at ``data.path``, and ``read`` gives "val"
+            alone.
+    """
+
+    read: ReadSource
+    options: type[BaseModel] | None = None
+    needs_path: bool = True
+    inputs: Inputs = "images"
+    streamed: bool = False
+
+    def check_options(self, name: str, values: Mapping[str, Any]) -> None:
+        """Check ``data.options`` against the model of the source.
+
+        Args:
+            name: of the source, for the message.
+            values: the options of a recipe.
+
+        Raises:
+            ValueError: the source has no options, or one is unknown or wrong.
+        """
+        if self.options is None:
+            if values:
+                raise ValueError(
+                    f"data.options: data.source={name!r} has no options of its own; leave {min(values)} out"
+                )
+            return
+        try:
+            self.options.model_validate(values)
+        except ValidationError as error:
+            wrong = (f"data.options.{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+            raise ValueError("; ".join(wrong)) from error
+
+
+def register_source(
+    name: str,
+    read: ReadSource,
+    *,
+    options: type[BaseModel] | None = None,
+    needs_path: bool = False,
+    inputs: Inputs = "images",
+) -> None:
+    """Make a source known, so that ``data.source = "NAME"`` works in a recipe of this process.
+
+    Args:
+        name: a new name.
+        read: reads the splits.
+        options: pydantic model that checks ``data.options``; None if there are none.
+        needs_path: whether ``data.path`` must be given.
+        inputs: what ``PairData.images`` are: "images" (encoded files), "regions" (.npy features), or "either".
+
+    Raises:
+        ValueError: the name is taken.
+
+    Example:
+        >>> def read_mine(config, problems):
+        ...     return {"train": load_emoji()["val"]}
+        >>> register_source("mine", read_mine)
+        >>> config = DataConfig(source="mine")
+        >>> len(get_source(config.source).read(config, Problems())["train"].image_ids) > 100
+        True
+        >>> _ = SOURCES.pop("mine")
+    """
+    if name in SOURCES:
+        raise ValueError(f"register_source: there is a source {name!r} already; known: {', '.join(SOURCES)}")
+    SOURCES[name] = Source(read, options, needs_path, inputs)
+
+
+def get_source(name: str) -> Source:
+    """The entry of a name.
+
+    Args:
+        name: as ``data.source`` has it.
+
+    Returns:
+        The source.
+
+    Raises:
+        ValueError: the name is unknown; the message lists the known ones.
+
+    Example:
+        >>> get_source("scan").inputs
+        'regions'
+    """
+    if name not in SOURCES:
+        near = get_close_matches(name, SOURCES, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"unknown source {name!r}; {hint}known: {', '.join(SOURCES)}")
+    return SOURCES[name]
+
+
+def _emoji(config: DataConfig, problems: Problems) -> dict[str, PairData]:
+    return load_emoji(held_out_style=config.held_out_style)
+
+
+def _manifest(config: DataConfig, problems: Problems) -> dict[str, PairData]:
+    return read_manifest(
+        _existing(config),
+        problems,
+        image_root=config.images or None,
+        val_fraction=config.val_fraction,
+        test_fraction=config.test_fraction,
+    )
+
+
+def _folder(config: DataConfig, problems: Problems) -> dict[str, PairData]:
+    return read_image_folder(
+        _existing(config), problems, val_fraction=config.val_fraction, test_fraction=config.test_fraction
+    )
+
+
+def _karpathy(config: DataConfig, problems: Problems) -> dict[str, PairData]:
+    path = _existing(config)
+    return read_karpathy(path, config.images or path.parent, problems)
+
+
+def _shards(config: DataConfig, problems: Problems) -> dict[str, PairData]:
+    return {"val": read_shards(expand_shards(config.val_path), problems)} if config.val_path else {}
+
+
+def _scan(config: DataConfig, problems: Problems) -> dict[str, PairData]:
+    return read_scan(_existing(config), problems)
+
+
+def _existing(config: DataConfig) -> Path:
+    path = Path(config.path)
+    if not path.exists():
+        raise UserError(
+            f"data.path: there is no {path}; paths in a recipe are relative to the current folder ({Path.cwd()})"
+        )
+    return path
+
+
+SOURCES: dict[str, Source] = {
+    "emoji": Source(_emoji, needs_path=False),
+    "manifest": Source(_manifest, inputs="either"),
+    "folder": Source(_folder),
+    "karpathy": Source(_karpathy),
+    "shards": Source(_shards, streamed=True),
+    "scan": Source(_scan, inputs="regions"),
+}
+"""Sources of data by name."""

@@ -1,0 +1,260 @@
+r"""Distances in blocks under a stated memory budget: elk and bhattacharyya, which do not separate, and sampled ones.
+
+Each formula is here once, in row form (n,) and between all pairs, ``_matrix`` (n, m). No (n, m, d) array ever exists,
+not in the backward pass either: blocks are recomputed there.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from sfumato.distances.inputs import checked, checked_rows, safe_sqrt, squared_l2_product
+from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
+
+DEFAULT_MEMORY_MB = 64.0
+"""Working memory of the sampled distances, beside inputs and result."""
+
+STREAM_MEMORY_MB = 16.0
+"""Working memory of elk and bhattacharyya: few blocks, yet each fits in a cache."""
+
+
+def elk(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
+    """Negative log expected likelihood kernel row by row: see :func:`elk_matrix`.
+
+    Args:
+        x, y: (n, d) embeddings, variances positive on at least one side; same n, d, dtype and device.
+
+    Returns:
+        (n,) values, possibly negative.
+
+    Raises:
+        ValueError: shape, dtype or device differ, or both sides are points.
+    """
+    x, y = checked_rows(x, y, "elk", points="on one side")
+    return _elk_terms(x.mean, x.var, y.mean, y.var).sum(-1) / 2 + x.d / 2 * math.log(2 * math.pi)
+
+
+def elk_matrix(x: GaussianEmbedding, y: GaussianEmbedding, *, memory_mb: float = STREAM_MEMORY_MB) -> Tensor:
+    r"""Negative logarithm of the expected likelihood kernel, the integral of p_i(z) p_j(z), between all pairs.
+
+        elk(i, j) = 1/2 sum [ (mean_i - mean_j)^2 / (var_i + var_j) + ln(var_i + var_j) ] + d/2 ln(2 pi)
+
+    Args:
+        x: (n, d) embeddings, variances positive on at least one side.
+        y: (m, d) embeddings; same d, dtype and device.
+        memory_mb: working memory in MiB for blocks of n * m * d values.
+
+    Returns:
+        (n, m) values, smaller is closer; negative for concentrated densities.
+
+    Raises:
+        ValueError: d, dtype or device differ, or both sides are points.
+
+    Paper: Chun et al., CVPR 2021, appendix B (there without the constant).
+    """
+    x, y = checked(x, y, "elk_matrix", points="on one side")
+
+    def block(mean_x: Tensor, var_x: Tensor, mean_y: Tensor, var_y: Tensor) -> Tensor:
+        return _elk_terms(mean_x.unsqueeze(1), var_x.unsqueeze(1), mean_y, var_y).sum(-1)
+
+    total = blockwise(block, (x.mean, x.var), (y.mean, y.var), floats_per_pair=8 * x.d, memory_mb=memory_mb)
+    return total / 2 + x.d / 2 * math.log(2 * math.pi)
+
+
+def bhattacharyya(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
+    """Bhattacharyya distance row by row: see :func:`bhattacharyya_matrix`.
+
+    Args:
+        x, y: (n, d) embeddings with positive variances; same n, d, dtype and device.
+
+    Returns:
+        (n,) distances >= 0.
+
+    Raises:
+        ValueError: shape, dtype or device differ, or a variance is 0.
+    """
+    x, y = checked_rows(x, y, "bhattacharyya", points="refused")
+    return _bhattacharyya_terms(x.mean, x.var, y.mean, y.var).sum(-1) / 4
+
+
+def bhattacharyya_matrix(x: GaussianEmbedding, y: GaussianEmbedding, *, memory_mb: float = STREAM_MEMORY_MB) -> Tensor:
+    r"""Bhattacharyya distance, -ln of the integral of sqrt(p_i(z) p_j(z)), between all pairs.
+
+        v = var_i + var_j:   bhattacharyya(i, j) = sum [ 1/4 (mean_i - mean_j)^2 / v + 1/2 ln(v / (2 std_i std_j)) ]
+
+    Args:
+        x: (n, d) embeddings with positive variances.
+        y: (m, d) embeddings with positive variances; same d, dtype and device.
+        memory_mb: working memory in MiB for blocks of n * m * d values.
+
+    Returns:
+        (n, m) distances >= 0, exactly 0 for equal Gaussians.
+
+    Raises:
+        ValueError: d, dtype or device differ, or a variance is 0.
+
+    Paper: Chun et al., CVPR 2021, appendix B (there up to a constant).
+    """
+    x, y = checked(x, y, "bhattacharyya_matrix", points="refused")
+
+    def block(mean_x: Tensor, var_x: Tensor, mean_y: Tensor, var_y: Tensor) -> Tensor:
+        return _bhattacharyya_terms(mean_x.unsqueeze(1), var_x.unsqueeze(1), mean_y, var_y).sum(-1)
+
+    return blockwise(block, (x.mean, x.var), (y.mean, y.var), floats_per_pair=10 * x.d, memory_mb=memory_mb) / 4
+
+
+def average_l2(
+    x: GaussianEmbedding, y: GaussianEmbedding, *, n_samples: int = 8, generator: torch.Generator | None = None
+) -> Tensor:
+    """Mean Euclidean distance of samples, row by row: see :func:`average_l2_matrix`, which takes the same samples.
+
+    Args:
+        x, y: (n, d) embeddings; same n, d, dtype and device.
+        n_samples: number s of samples of each embedding; all s^2 pairs are averaged.
+        generator: source of the samples.
+
+    Returns:
+        (n,) distances >= 0.
+
+    Raises:
+        ValueError: shape, dtype or device differ.
+    """
+    x, y = checked_rows(x, y, "average_l2")
+    a, b = x.sample(n_samples, generator=generator), y.sample(n_samples, generator=generator)
+    squared = torch.stack([(a - b[:, [j]]).square().sum(-1) for j in range(n_samples)])
+    return safe_sqrt(squared).mean((0, 2))
+
+
+def average_l2_matrix(
+    x: GaussianEmbedding,
+    y: GaussianEmbedding,
+    *,
+    n_samples: int = 8,
+    generator: torch.Generator | None = None,
+    memory_mb: float = DEFAULT_MEMORY_MB,
+) -> Tensor:
+    r"""Mean Euclidean distance of samples between all pairs: 1/s^2 sum_jk ||x_i^j - y_l^k||, not squared.
+
+    Args:
+        x: (n, d) embeddings.
+        y: (m, d) embeddings; same d, dtype and device.
+        n_samples: number s of samples of each embedding; all s^2 pairs are averaged.
+        generator: source of the samples; the same seed gives the same distances.
+        memory_mb: working memory in MiB for blocks of n * m * s^2 values.
+
+    Returns:
+        (n, m) distances >= 0; the gradient of a distance of 0 is 0.
+
+    Raises:
+        ValueError: d, dtype or device differ.
+
+    Paper: Chun et al., CVPR 2021, table 1.
+    """
+    x, y = checked(x, y, "average_l2_matrix")
+    samples = x.sample(n_samples, generator=generator), y.sample(n_samples, generator=generator)
+    return reduce_sample_distances(*samples, lambda distance: distance.mean((2, 3)), memory_mb=memory_mb)
+
+
+def reduce_sample_distances(
+    x_samples: Tensor, y_samples: Tensor, reduce: Callable[[Tensor], Tensor], *, memory_mb: float = DEFAULT_MEMORY_MB
+) -> Tensor:
+    """Euclidean distances of all sample pairs, reduced block by block so that (n, m, s, s) never exists at once.
+
+    Args:
+        x_samples: (n, s, d).
+        y_samples: (m, s', d); same d, dtype and device.
+        reduce: (rows, columns, s, s') distances -> (rows, columns) values.
+        memory_mb: working memory in MiB, in the backward pass too.
+
+    Returns:
+        (n, m) reduced values.
+    """
+    dtype = accumulation_dtype(x_samples.dtype)
+    s, t = x_samples.shape[1], y_samples.shape[1]
+
+    def block(a: Tensor, b: Tensor) -> Tensor:
+        squared = squared_l2_product(a.flatten(0, 1), b.flatten(0, 1))
+        return reduce(safe_sqrt(squared).unflatten(0, (len(a), s)).unflatten(2, (len(b), t)).transpose(1, 2))
+
+    # Counted in the backward pass: six values for each pair of samples, five copies of the samples of each block.
+    return blockwise(
+        block,
+        (x_samples.to(dtype),),
+        (y_samples.to(dtype),),
+        floats_per_pair=6 * s * t,
+        floats_per_row=5 * max(s, t) * x_samples.shape[2],
+        memory_mb=memory_mb,
+    )
+
+
+# Written in place where no gradient needs the terms: at this size fresh memory for each costs more than the arithmetic.
+
+
+def _elk_terms(mean_x: Tensor, var_x: Tensor, mean_y: Tensor, var_y: Tensor) -> Tensor:
+    var, gap = var_x + var_y, mean_x - mean_y
+    if var.requires_grad or gap.requires_grad:
+        return gap.square() / var + var.log()
+    return gap.square_().div_(var).add_(var.log_())
+
+
+def _bhattacharyya_terms(mean_x: Tensor, var_x: Tensor, mean_y: Tensor, var_y: Tensor) -> Tensor:
+    """4 x the summand; (var_x + var_y)^2 / (4 var_x var_y) as 1 + r is exact for equal variances."""
+    var, gap, excess = var_x + var_y, mean_x - mean_y, var_x - var_y
+    if var.requires_grad or gap.requires_grad:
+        return gap.square() / var + (excess.square() / (4 * var_x * var_y)).log1p()
+    gap.square_().div_(var)
+    return gap.add_(excess.square_().div_(torch.mul(4 * var_x, var_y, out=var)).log1p_())
+
+
+def blockwise(
+    function: Callable[..., Tensor],
+    x: Sequence[Tensor],
+    y: Sequence[Tensor],
+    *,
+    floats_per_pair: int,
+    floats_per_row: int = 0,
+    memory_mb: float,
+) -> Tensor:
+    """A function of all pairs in square blocks of x and y, recomputed in the backward pass.
+
+    Args:
+        function: (rows, ...) tensors of x and (columns, ...) tensors of y -> (rows, columns).
+        x: tensors with n rows each.
+        y: tensors with m rows each.
+        floats_per_pair: working memory of function for each pair, in values.
+        floats_per_row: for each row and each column of a block, in values.
+        memory_mb: working memory in MiB.
+
+    Returns:
+        (n, m) results.
+
+    Raises:
+        ValueError: memory_mb is not positive.
+    """
+    n, m = len(x[0]), len(y[0])
+    if n == 0 or m == 0:
+        return x[0].new_zeros(n, m)
+    if memory_mb <= 0:
+        raise ValueError(f"memory_mb must be positive, got {memory_mb}")
+    budget = memory_mb * 2**20 / x[0].element_size()
+    # side^2 * floats_per_pair + 2 * side * floats_per_row = budget; a side cut short leaves more for the other.
+    side = (math.sqrt(floats_per_row**2 + floats_per_pair * budget) - floats_per_row) / floats_per_pair
+
+    def other(cut: float) -> float:
+        return (budget - cut * floats_per_row) / (cut * floats_per_pair + floats_per_row)
+
+    rows = max(1, min(n, int(other(m) if m < side else side)))
+    columns = max(1, min(m, int(other(rows))))
+    x_blocks, y_blocks = (list(zip(*(t.split(k) for t in part), strict=True)) for part, k in ((x, rows), (y, columns)))
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*x, *y)):
+        recompute = functools.partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+        return torch.cat([torch.cat([recompute(*a, *b) for b in y_blocks], dim=1) for a in x_blocks])
+    result = x[0].new_empty(n, m)
+    for i, a in enumerate(x_blocks):
+        for j, b in enumerate(y_blocks):
+            result[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns] = function(*a, *b)
+    return result

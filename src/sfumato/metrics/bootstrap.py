@@ -1,0 +1,231 @@
+"""Bootstrap intervals of any figure over queries, and the resampling of a balanced rank correlation.
+
+A statistic is a function of how often each query is in a resample, so that a thousand resamples cost one sort: see
+:data:`Statistic` and :func:`bootstrap`. It knows arrays with one number for each query, and nothing of models.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+Statistic = Callable[[np.ndarray], np.ndarray]
+"""(b, n) float64 counts, whole numbers: how often each of n queries is in each of b resamples -> (b,) values, NaN where
+undefined."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value with its bootstrap confidence interval.
+
+    Attributes:
+        value: on the data as it is; None where it is undefined, as a correlation with a constant is.
+        low, high: percentiles over the resamples; None where value is None, or where most resamples are undefined.
+    """
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+
+def mean_statistic(values: np.ndarray) -> Statistic:
+    """The mean of values, to be resampled.
+
+    Args:
+        values: (n,) one for each query.
+
+    Returns:
+        A statistic for :func:`bootstrap`.
+    """
+    values = np.asarray(values, float)
+
+    def statistic(counts: np.ndarray) -> np.ndarray:
+        with np.errstate(invalid="ignore"):
+            return _floats(counts @ values / counts.sum(1))
+
+    return statistic
+
+
+def any_statistic(function: Callable[..., float], *arrays: np.ndarray) -> Statistic:
+    """Any function of (k,) arrays, to be resampled: called once for each resample, on the items that are in it.
+
+    Args:
+        function: of as many 1-D arrays as are given; NaN where undefined.
+        arrays: (n,) each.
+
+    Returns:
+        A statistic for :func:`bootstrap`; slower than those that work on counts.
+    """
+    own = [np.asarray(a) for a in arrays]
+
+    def statistic(counts: np.ndarray) -> np.ndarray:
+        rows = (np.repeat(np.arange(counts.shape[1]), row.astype(np.int64)) for row in counts)
+        return np.array([function(*(a[index] for a in own)) for index in rows], float)
+
+    return statistic
+
+
+def bootstrap(
+    statistics: Mapping[str, Statistic],
+    n: int,
+    *,
+    n_resamples: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
+    groups: np.ndarray | None = None,
+    max_counts: int = 2**20,
+) -> dict[str, Interval]:
+    """Percentile confidence intervals of several statistics from the same resamples of n queries, with replacement.
+
+    Args:
+        statistics: by name; see :data:`Statistic`.
+        n: number of queries.
+        n_resamples: number of resamples; 0 gives values without intervals.
+        level: coverage that the intervals aim at. Percentile intervals are somewhat narrow for few queries and skewed
+            statistics.
+        seed: of the resamples.
+        groups: (n,) queries with equal entries are resampled together: the five captions of an image are not
+            independent. None resamples each query by itself.
+        max_counts: number of counts that are held in memory at a time.
+
+    Returns:
+        An :class:`Interval` for each name. Resamples where a statistic is undefined are left out.
+
+    Raises:
+        ValueError: n_resamples < 0, level is outside of (0, 1), or groups has another length.
+
+    Example:
+        >>> bootstrap({"mean": mean_statistic(np.array([0.0, 1.0]))}, 2, n_resamples=0)["mean"].value
+        0.5
+
+    Paper: Efron and Tibshirani, "An introduction to the bootstrap", 1993, chapter 13.
+    """
+    if n_resamples < 0:
+        raise ValueError(f"bootstrap: n_resamples must not be negative, got {n_resamples}")
+    if not 0 < level < 1:
+        raise ValueError(f"bootstrap: level must be between 0 and 1, got {level}")
+    if groups is not None and len(groups) != n:
+        raise ValueError(f"bootstrap: got {len(groups)} groups for {n} queries; give one for each")
+    whole = {name: on_all(statistic, n) for name, statistic in statistics.items()}
+    which = np.arange(n) if groups is None else np.unique(groups, return_inverse=True)[1]
+    units = int(which.max()) + 1 if n else 0
+    random = np.random.default_rng(seed)
+    resampled: dict[str, list[np.ndarray]] = {name: [] for name in statistics}
+    step = max(1, max_counts // max(n, 1))
+    for start in range(0, n_resamples if n else 0, step):
+        b = min(step, n_resamples - start)
+        picked = random.integers(units, size=(b, units)) + units * np.arange(b)[:, None]
+        times = np.bincount(picked.ravel(), minlength=b * units).reshape(b, units)
+        counts = (times if groups is None else times[:, which]).astype(float)
+        for name, statistic in statistics.items():
+            resampled[name].append(statistic(counts))
+    return {
+        name: percentile_interval(whole[name], np.concatenate(parts or [np.empty(0)]), level)
+        for name, parts in resampled.items()
+    }
+
+
+def percentile_interval(value: float, resampled: np.ndarray, level: float = 0.95) -> Interval:
+    """The interval between the percentiles of resampled values.
+
+    Args:
+        value: on the data as it is; NaN where it is undefined.
+        resampled: (b,) values of the resamples; NaN are left out.
+        level: coverage that the interval aims at, in (0, 1).
+
+    Returns:
+        The interval; low and high are None if most resamples are NaN.
+    """
+    if np.isnan(value):
+        return Interval(None, None, None)
+    defined = resampled[~np.isnan(resampled)]
+    if len(defined) == 0 or 2 * len(defined) < len(resampled):
+        return Interval(float(value), None, None)
+    low, high = np.quantile(defined, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(value), float(low), float(high))
+
+
+def resampled_balanced_spearman(
+    scores: Mapping[str, np.ndarray],
+    multiplicity: np.ndarray,
+    *,
+    per_bin: int = 20,
+    n_resamples: int = 1000,
+    n_sets: int = 10,
+    seed: int = 0,
+) -> dict[str, np.ndarray]:
+    """Resampled values of :func:`~sfumato.metrics.uncertainty.balanced_spearman`, for :func:`percentile_interval`.
+
+    Queries are resampled within each power of two of the multiplicity, so that every resample has all of these bins.
+    From each resample n_sets balanced sets are taken instead of 200.
+
+    Args:
+        scores: by name, (n,) uncertainties.
+        multiplicity: (n,) true numbers of matches, at least 1.
+        per_bin: largest number of queries of a bin in a balanced set.
+        n_resamples: b resamples.
+        n_sets: number of balanced sets of each resample.
+        seed: of the resamples, which are the same for all scores.
+
+    Returns:
+        (b,) values for each name; all NaN if there is only one bin.
+    """
+    multiplicity = np.asarray(multiplicity)
+    bins = np.floor(np.log2(multiplicity)).astype(int)
+    members = [np.flatnonzero(bins == k) for k in np.unique(bins)]
+    if len(members) < 2:
+        return {name: np.full(n_resamples, np.nan) for name in scores}
+    random = np.random.default_rng(seed)
+    parts = []
+    for own in members:
+        resample = own[random.integers(len(own), size=(n_resamples, len(own)))]
+        size = min(per_bin, len(own))
+        # A resample is in random order: consecutive parts of it, wrapped around, are random sets.
+        positions = (np.arange(n_sets)[:, None] * size + np.arange(size)) % len(own)
+        parts.append(resample[:, positions])
+    chosen = np.concatenate(parts, axis=2).reshape(n_resamples * n_sets, -1)
+    ground_truth = _row_ranks(multiplicity[chosen])
+    return {
+        name: _row_pearson(_row_ranks(np.asarray(x, float)[chosen]), ground_truth).reshape(n_resamples, n_sets).mean(1)
+        for name, x in scores.items()
+    }
+
+
+def on_all(statistic: Statistic, n: int) -> float:
+    """The value of a statistic on the data as it is.
+
+    Args:
+        statistic: of n queries.
+        n: their number.
+
+    Returns:
+        The value; NaN where it is undefined.
+    """
+    return float(statistic(np.ones((1, n)))[0])
+
+
+def _row_ranks(x: np.ndarray) -> np.ndarray:
+    """(r, k) average ranks from 0 within each row."""
+    order = np.argsort(x, axis=1, kind="stable")
+    ordered = np.take_along_axis(x, order, 1)
+    k = x.shape[1]
+    new = np.ones(x.shape, bool)
+    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    start = np.maximum.accumulate(np.where(new, np.arange(k), 0), axis=1)
+    last = np.ones(x.shape, bool)
+    last[:, :-1] = new[:, 1:]
+    end = np.minimum.accumulate(np.where(last, np.arange(k), k)[:, ::-1], axis=1)[:, ::-1]
+    ranks = np.empty(x.shape)
+    np.put_along_axis(ranks, order, (start + end) / 2, 1)
+    return ranks
+
+
+def _row_pearson(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    a, b = a - a.mean(1, keepdims=True), b - b.mean(1, keepdims=True)
+    variances = (a * a).sum(1) * (b * b).sum(1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return _floats(np.where(variances > 0, (a * b).sum(1) / np.sqrt(variances), np.nan))
+
+
+def _floats(values: np.ndarray) -> np.ndarray:
+    return np.asarray(values, float)

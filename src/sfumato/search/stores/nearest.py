@@ -1,0 +1,228 @@
+"""Exact nearest neighbours among blocks of vectors, by matrix products that cannot lose a neighbour to rounding.
+
+Knows vectors and their positions. The caller knows where they are kept and what a position is (search/stores/local.py).
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_SAMPLE = 64
+"""Vectors whose median is the centre of a block."""
+
+Positions = npt.NDArray[np.int64]
+Vectors = npt.NDArray[np.float32]
+Fetch = Callable[[Positions], Vectors]
+"""From (m,) distinct positions, ascending, their (m, e) vectors."""
+
+NO_POSITIONS: Positions = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Some vectors, prepared for products. Make one with :meth:`of`.
+
+    Attributes:
+        positions: (b,) distinct positions, ascending.
+        centred: (b, e) vectors less the centre.
+        norm: (b,) squared lengths of the centred vectors.
+        centre: (e,).
+        allowed: (b,) which of them may be found; all if None.
+    """
+
+    positions: Positions
+    centred: Tensor
+    norm: Tensor
+    centre: Tensor
+    allowed: npt.NDArray[np.bool_] | None = None
+
+    @staticmethod
+    def of(positions: Positions, vectors: Vectors) -> "Block":
+        """A block of vectors.
+
+        Args:
+            positions: (b,) distinct, ascending, b >= 1.
+            vectors: (b, e); changed by this.
+
+        Returns:
+            The block, with all of them allowed.
+        """
+        given = torch.from_numpy(vectors)
+        # Not the mean, which a single outlier moves.
+        centre = given[:: -(-len(given) // _SAMPLE)].median(dim=0).values
+        centred = given.sub_(centre)
+        return Block(positions, centred, centred.square().sum(1), centre)
+
+    def among(self, allowed: Positions) -> "Block":
+        """A block of which fewer may be found.
+
+        Args:
+            allowed: (m,) positions, ascending.
+
+        Returns:
+            The same block, in which those are allowed that were before and are among these.
+        """
+        inside = is_in(self.positions, allowed)
+        if self.allowed is not None:
+            inside &= self.allowed
+        if 2 * inside.sum() >= len(inside):
+            return replace(self, allowed=inside)
+        rows = torch.from_numpy(inside.nonzero()[0])
+        return Block(self.positions[inside], self.centred[rows], self.norm[rows], self.centre)
+
+    @functools.cached_property
+    def n_allowed(self) -> int:
+        """Number of vectors that may be found."""
+        return len(self.positions) if self.allowed is None else int(self.allowed.sum())
+
+    def lower_bounds(self, queries: Tensor) -> Tensor:
+        """Numbers that the squared distances are at least.
+
+        In float32, ||x||^2 + ||q||^2 - 2 <x, q> is wrong by at most (e + 8) eps of ||x||^2 + ||q||^2, in whatever order
+        it is summed, the rounding of x and q to the centre included. So the bounds are far below the distances of what
+        is far from the centre.
+
+        Args:
+            queries: (n, e).
+
+        Returns:
+            (n, b); infinite for what is not allowed, minus infinite where a square is beyond float32.
+        """
+        exactly = 1 - (queries.shape[1] + 8) * torch.finfo(torch.float32).eps
+        wanted = queries - self.centre
+        bounds = torch.addmm(exactly * self.norm, wanted, self.centred.T, alpha=-2)
+        bounds.add_(wanted.square().sum(1, keepdim=True), alpha=exactly)
+        bounds.nan_to_num_(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
+        return bounds if self.allowed is None else bounds.masked_fill_(torch.from_numpy(~self.allowed), torch.inf)
+
+
+class Nearest:
+    """The k nearest vectors to each query among all that were added or scanned, by differences in float64.
+
+    Of equally near vectors the one with the smaller position comes first.
+    """
+
+    def __init__(self, queries: Tensor, k: int, fetch: Fetch) -> None:
+        self._queries, self._k, self._fetch = queries, k, fetch
+        self._distance = [np.empty(0)] * len(queries)
+        self.positions: list[Positions] = [NO_POSITIONS] * len(queries)
+        """For each query at most k positions, nearest first."""
+
+    def add(self, positions: Positions) -> None:
+        """Consider some vectors.
+
+        Args:
+            positions: (n, c), a row for each query; -1 is none.
+        """
+        distinct = np.unique(positions[positions >= 0])
+        vectors = self._fetch(distinct)
+        for i, row in enumerate(positions):
+            self._consider(i, row[row >= 0], vectors[np.searchsorted(distinct, row[row >= 0])])
+
+    def scan(self, blocks: Callable[[], Iterable[Block]]) -> None:
+        """Consider all vectors of some blocks.
+
+        The products bring a few more than k candidates for each query. Where their bounds leave open whether a vector
+        that was left out is among the k nearest, the distances of all vectors that may be are computed by differences:
+        after outliers, in heaps far from each other, and among many equal vectors.
+
+        Args:
+            blocks: called at most twice; both times it must bring the same vectors.
+        """
+        n, c, seen = len(self._queries), self._k + max(8, self._k // 4), 0
+        bound, candidates = torch.full((n, c), torch.inf), torch.full((n, c), -1)
+        for block in blocks():
+            lower = block.lower_bounds(self._queries)
+            near, rows = lower.topk(min(c, block.n_allowed), largest=False)
+            bound, best = torch.cat([bound, near], dim=1).topk(c, largest=False)
+            candidates = torch.cat([candidates, torch.from_numpy(block.positions)[rows]], dim=1).gather(1, best)
+            seen += block.n_allowed
+        self.add(candidates.numpy())
+        reach = np.array([found[-1] if len(found) == self._k else np.inf for found in self._distance])
+        complete = (candidates >= 0).sum(1).numpy() == min(c, seen)
+        sure = complete & ((seen <= c) | (bound[:, -1].double().numpy() > reach))
+        if not sure.all():
+            self._scan_by_differences(blocks(), (~sure).nonzero()[0], reach)
+
+    def _scan_by_differences(self, blocks: Iterable[Block], unsure: Positions, reach: npt.NDArray[np.float64]) -> None:
+        """Consider, for some of the queries, all vectors that may be within reach."""
+        for block in blocks:
+            lower = block.lower_bounds(self._queries[unsure]).double().numpy()
+            near = lower <= reach[unsure, None]
+            if block.allowed is not None:
+                near &= block.allowed
+            wanted = block.positions[near.any(axis=0)]
+            vectors = self._fetch(wanted)
+            for i, inside in zip(unsure, near, strict=True):
+                positions = block.positions[inside]
+                self._consider(i, positions, vectors[np.searchsorted(wanted, positions)])
+
+    def _consider(self, i: int, positions: Positions, vectors: Vectors) -> None:
+        """Merge some vectors into the k nearest of a query; those that are there already are passed over."""
+        new = ~np.isin(positions, self.positions[i])
+        distance = np.append(self._distance[i], squared_l2(vectors[new], self._queries[i].numpy()))
+        position = np.append(self.positions[i], positions[new])
+        first = np.lexsort((position, distance))[: self._k]
+        self._distance[i], self.positions[i] = distance[first], position[first]
+
+
+def check_queries(url: str, queries: Tensor, k: int, dim: int) -> Tensor:
+    """Refuse queries that do not fit a store.
+
+    Args:
+        url: of the store, for messages.
+        queries: (n, e).
+        k: number of results.
+        dim: e of the store.
+
+    Returns:
+        (n, e) queries as float32 on the CPU.
+
+    Raises:
+        ValueError: k < 1, another shape, or a number that is not finite.
+    """
+    if k < 1:
+        raise ValueError(f"store {url}: k must be at least 1, got {k}")
+    if queries.ndim != 2 or queries.shape[1] != dim:
+        raise ValueError(f"store {url}: queries must be (n, {dim}), got {tuple(queries.shape)}")
+    wanted = queries.detach().to("cpu", torch.float32).contiguous()
+    if not torch.isfinite(wanted).all():
+        raise ValueError(f"store {url}: a query has a number that is not finite")
+    return wanted
+
+
+def squared_l2(vectors: Vectors, query: Vectors) -> npt.NDArray[np.float64]:
+    """Squared distances by differences in float64.
+
+    Args:
+        vectors: (m, e).
+        query: (e,).
+
+    Returns:
+        (m,) squared distances.
+    """
+    difference = np.subtract(vectors, query, dtype=np.float64)
+    squared: npt.NDArray[np.float64] = np.square(difference).sum(1)
+    return squared
+
+
+def is_in(positions: Positions, allowed: Positions) -> npt.NDArray[np.bool_]:
+    """Which positions are among others.
+
+    Args:
+        positions: (b,) distinct, ascending.
+        allowed: (m,) distinct, ascending.
+
+    Returns:
+        (b,) for each position, whether it is allowed.
+    """
+    if not len(allowed):
+        return np.zeros(len(positions), dtype=bool)
+    places = np.searchsorted(allowed, positions)
+    inside: npt.NDArray[np.bool_] = allowed[np.minimum(places, len(allowed) - 1)] == positions
+    return inside

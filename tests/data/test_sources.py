@@ -1,0 +1,170 @@
+"""The registry of sources: a toy from outside, options of its own, and the keys of version 0.1."""
+
+import io
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from support.toy import make_toy
+
+from sfumato.data.images import MemoryImage
+from sfumato.data.pairs import make_pair_data
+from sfumato.data.problems import Problems
+from sfumato.data.sources import SOURCES, DataConfig, register_source
+from sfumato.errors import UserError
+from sfumato.models.build import Assets, build_model, fresh_tokenizer
+from sfumato.models.recipe import load_recipe, save_recipe
+from sfumato.models.splits import load_splits, prepare_split
+
+
+class ToyOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    n: int = Field(6, ge=2)
+    colour: str = "red"
+
+
+def read_toy(config, problems):
+    """n squares of one colour; the last one is damaged."""
+    options = ToyOptions(**config.options)
+    images = []
+    for k in range(options.n):
+        buffer = io.BytesIO()
+        Image.new("RGB", (8 + k, 8), options.colour).save(buffer, "PNG")
+        images.append(MemoryImage(f"toy {k}", buffer.getvalue()[: 20 if k == options.n - 1 else None]))
+    captions = [[f"a {options.colour} square", f"number {k}"] for k in range(options.n)]
+    return {"train": make_pair_data([f"toy-{k}" for k in range(options.n)], images, captions)}
+
+
+@pytest.fixture
+def toy():
+    before = dict(SOURCES)
+    register_source("toy", read_toy, options=ToyOptions)
+    yield
+    SOURCES.clear()
+    SOURCES.update(before)
+
+
+RECIPE = """
+name = "outside"
+[data]
+source = "toy"
+options = { n = 5, colour = "blue" }
+[model]
+dim = 8
+image = { kind = "small", size = 16, width = 4 }
+text = { kind = "small", vocabulary = 40, width = 8 }
+"""
+
+
+def test_a_recipe_names_a_source_from_outside(toy, tmp_path):
+    (tmp_path / "outside.toml").write_text(RECIPE)
+    recipe = load_recipe(tmp_path / "outside.toml", ["data.options.n=7"])
+    problems = Problems()
+    splits = load_splits(recipe.data, problems)
+    assert splits["train"].texts[:2] == ("a blue square", "number 0") and len(splits["train"].image_ids) == 7
+    model = build_model(recipe.model, Assets(fresh_tokenizer(recipe.model, splits["train"].texts)))
+    prepared = prepare_split(model, splits["train"], problems, "train")
+    assert prepared.data.image_ids == tuple(f"toy-{k}" for k in range(6)), "the damaged image is left out"
+    assert [problem.location for problem in problems.items] == ["toy 6"]
+    assert prepared.images.batch(np.arange(6)).values.shape == (6, 3, 16, 16)
+    save_recipe(recipe, tmp_path / "saved.toml")
+    assert load_recipe(tmp_path / "saved.toml") == recipe
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"n": 1}, r"data\.options\.n: .*greater than or equal to 2"), ({"size": 3}, r"data\.options\.size: Extra")],
+)
+def test_options_pass_the_model_of_the_source(toy, options, message):
+    with pytest.raises(ValidationError, match=message):
+        DataConfig(source="toy", options=options)
+
+
+def test_options_of_a_source_that_has_none():
+    with pytest.raises(ValidationError, match="data.source='emoji' has no options of its own; leave n out"):
+        DataConfig(source="emoji", options={"n": 1})
+
+
+def test_an_unknown_source_lists_the_known_ones(tmp_path):
+    with pytest.raises(
+        UserError, match=r"unknown source 'emojy'; did you mean 'emoji'\? known: emoji, manifest, folder, "
+    ):
+        load_recipe(make_toy(tmp_path), ["data.source=emojy"])
+    with pytest.raises(ValueError, match="there is a source 'folder' already; known: emoji, "):
+        register_source("folder", read_toy)
+
+
+@pytest.mark.parametrize("key", ["noise_rate=0.1", "noise_file=a.npy", "graded=true", "leave_out=0/2"])
+def test_streams_refuse_what_needs_all_pairs(tmp_path, key):
+    with pytest.raises(UserError, match=r"needs all pairs in memory, but data\.source='shards' is read as a stream"):
+        load_recipe(make_toy(tmp_path), ["data.source=shards", "data.path=a.tar", f"data.{key}"])
+
+
+NEW = {"val_share": "val_fraction", "test_share": "test_fraction", "max_problem_share": "max_problem_fraction"}
+
+
+@pytest.mark.parametrize("old", NEW)
+def test_old_and_new_keys_mean_the_same(tmp_path, old):
+    path = make_toy(tmp_path)
+    text = path.read_text()
+    assert NEW[old] in text
+    path.with_name("old.toml").write_text(re.sub(rf"\b{NEW[old]}\b", old, text))
+    recipe = load_recipe(path)
+    assert load_recipe(path.with_name("old.toml")) == recipe
+    changed = [load_recipe(file, [f"data.{key}=0.125"]) for file in tmp_path.glob("*.toml") for key in (old, NEW[old])]
+    assert len(changed) == 4 and all(one == changed[0] for one in changed)
+    assert getattr(changed[0].data, NEW[old]) == 0.125 != getattr(recipe.data, NEW[old])
+    save_recipe(changed[0], tmp_path / "saved")
+    assert f"{NEW[old]} = 0.125" in (tmp_path / "saved").read_text() and old not in (tmp_path / "saved").read_text()
+    with pytest.raises(UserError, match=rf"data\.{NEW[old]}: .*(got 7)"):
+        load_recipe(path, [f"data.{old}=7"])
+
+
+def test_both_spellings_in_one_file(tmp_path):
+    path = make_toy(tmp_path)
+    path.write_text(path.read_text().replace("val_fraction", "val_share = 0.1\nval_fraction"))
+    with pytest.raises(UserError, match=r"data\.val_share is the old name of data\.val_fraction; both are given"):
+        load_recipe(path)
+
+
+def test_near_misses_of_old_keys_name_the_new_one(tmp_path):
+    with pytest.raises(UserError, match=r"unknown key 'data\.val_shares'; did you mean 'data\.val_fraction'\?"):
+        load_recipe(make_toy(tmp_path), ["data.val_shares=0.1"])
+
+
+SAVED_BY_0_1 = """
+source = "folder"
+path = "{data}"
+val_path = ""
+samples_per_epoch = 1000000
+shuffle_buffer = 10000
+images = ""
+epoch_over = "images"
+positives = "listed"
+graded = false
+val_share = 0.25
+test_share = 0.25
+held_out_style = "fluent3d"
+noise_rate = 0.0
+noise_seed = 0
+noise_file = ""
+leave_out = ""
+max_problem_share = 0.2
+
+[data.kind_weights]
+"""
+
+
+def test_a_section_that_0_1_saved(tmp_path):
+    path = make_toy(tmp_path)
+    head, rest = path.read_text().split("[data]")
+    old = tmp_path / "old.toml"
+    old.write_text(
+        f"{head}[data]\n" + SAVED_BY_0_1.format(data=tmp_path / "data") + "[model]" + rest.split("[model]")[1]
+    )
+    assert load_recipe(old) == load_recipe(path)
+    assert Path(load_recipe(old).data.path) == tmp_path / "data"
