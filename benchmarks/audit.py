@@ -30,7 +30,7 @@ from sfumato.distances import get_distance
 from sfumato.encoders.features import cached_features
 from sfumato.encoders.frozen import text_backbone
 from sfumato.encoders.heads import AveragePool
-from sfumato.evaluation.benchmark_ground_truths import eccv_caption
+from sfumato.evaluation.coco_ground_truths import eccv_caption
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, mean_statistic
 from sfumato.metrics.relevance import Relevance
@@ -40,7 +40,7 @@ from sfumato.models.build import cache_folder
 from sfumato.models.run import Run, load_run
 from sfumato.models.splits import embed_split, load_split, load_splits
 from sfumato.studies.audit import prepare_listed
-from sfumato.studies.audit_scores import NEIGHBOURS, ListedScores, audit_pairs, wrong_probability, wrong_share
+from sfumato.studies.audit_scores import NEIGHBOURS, ListedScores, audit_pairs, wrong_probability, wrong_fraction
 
 ASKED = 1_000
 """Most images whose missing matches are asked for among all captions."""
@@ -132,7 +132,7 @@ def as_list(interval: Interval) -> list[float | None]:
 
 def estimates(log_odds: np.ndarray, wrong: np.ndarray) -> dict[str, float]:
     """The estimated share of wrong pairs and how well its probabilities are calibrated."""
-    share = wrong_share(log_odds)
+    share = wrong_fraction(log_odds)
     p = torch.from_numpy(wrong_probability(log_odds, share))
     error = expected_calibration_error(p, torch.from_numpy(wrong.astype(float)))
     return {"wrong": float(wrong.mean()), "estimated": share, "ece": float(error)}

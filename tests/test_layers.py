@@ -180,11 +180,14 @@ FLOORS: dict[str, list[str]] = {
         "stores.rerank",
     ],
     "evaluation": [
-        "estimators ground_truth protocols published",
-        "benchmark_ground_truths trust",
-        "benchmarks",
-        "compare strategies",
+        "caption_proxies estimators ground_truth protocols published",
+        "coco_ground_truths failure_predictor trust_report",
+        "benchmark_ground_truths rank_plan trust",
+        "per_query ranked_lists",
+        "benchmarks compare",
+        "strategies",
         "embedded_input",
+        "more_results",
     ],
     "models": [
         "embedding_steps process_group pretrained_layouts recipe",
@@ -202,7 +205,7 @@ FLOORS: dict[str, list[str]] = {
         "ablation",
     ],
     "studies": [
-        "audit_scores corruption crops maps prompts toy words",
+        "audit_scores corruption crops maps phrase_boxes prompts toy words",
         "audit crop_study sets zeroshot",
         "analyse",
     ],

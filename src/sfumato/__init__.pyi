@@ -144,6 +144,9 @@ from .evaluation.estimators import (
 from .evaluation.estimators import (
     estimate_uncertainty as estimate_uncertainty,
 )
+from .evaluation.estimators import (
+    register_estimator as register_estimator,
+)
 from .evaluation.ground_truth import (
     GroundTruth as GroundTruth,
 )
@@ -325,10 +328,10 @@ from .studies.audit_scores import (
     audit_pairs as audit_pairs,
 )
 from .studies.audit_scores import (
-    wrong_probability as wrong_probability,
+    wrong_fraction as wrong_fraction,
 )
 from .studies.audit_scores import (
-    wrong_share as wrong_share,
+    wrong_probability as wrong_probability,
 )
 from .studies.corruption import (
     corruption_curves as corruption_curves,
@@ -343,7 +346,7 @@ from .studies.prompts import (
     pool_prompts as pool_prompts,
 )
 from .studies.sets import (
-    PictureSets as PictureSets,
+    ImageSets as ImageSets,
 )
 from .studies.sets import (
     measure_sets as measure_sets,

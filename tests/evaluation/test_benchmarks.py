@@ -4,7 +4,6 @@ import torch
 from support.references_metrics import metrics_by_definition
 
 from sfumato.distances import csd_matrix, kl_matrix
-from sfumato.evaluation.benchmark_ground_truths import coco_1k
 from sfumato.evaluation.benchmarks import (
     benchmark_metrics,
     evaluate_benchmarks,
@@ -13,6 +12,7 @@ from sfumato.evaluation.benchmarks import (
     rank_ground_truths,
     rank_ground_truths_by_scores,
 )
+from sfumato.evaluation.coco_ground_truths import coco_1k
 from sfumato.evaluation.ground_truth import ALL_METRICS, RECALLS, GroundTruth, ground_truth_from_pairs
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
@@ -86,12 +86,15 @@ def check(result, distance, ground_truth, metrics=None):
                 assert ours == pytest.approx(expected[direction][name], abs=1e-12), (ground_truth.name, direction, name)
 
 
-@pytest.mark.parametrize("blocks", ["one", "many"])
-def test_embeddings_agree_with_the_definitions(monkeypatch, blocks):
-    if blocks == "many":  # Blocks of 3 rows of texts and 7 of images.
-        monkeypatch.setattr("sfumato.evaluation.benchmarks._MEMORY_MB", 4 * 150 / 2**20)
+SMALL_MB = 4 * 150 / 2**20
+"""Blocks of 3 rows of texts and 7 of images."""
+
+
+@pytest.mark.parametrize("memory_mb", [64, SMALL_MB])
+def test_embeddings_agree_with_the_definitions(memory_mb):
     done = []
-    result = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, ground_truths(), progress=done.append)
+    result = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, ground_truths(), progress=done.append, memory_mb=memory_mb)
+    assert (len(done) == 2) == (memory_mb == 64)
     assert sum(done) == 70
     for ground_truth in ground_truths():
         check(result, csd_matrix(IMAGE, TEXT).numpy(), ground_truth)
@@ -125,7 +128,7 @@ def test_another_ranker_gives_the_same_and_only_sees_galleries():
 def test_order_of_the_embeddings_is_that_of_their_ids():
     random = np.random.default_rng(4)
     a, b = random.permutation(20), random.permutation(50)
-    more = embeddings(3, 9)  # Items that no truth knows are no part of any gallery.
+    more = embeddings(3, 9)  # Items that no ground truth knows are in no gallery.
     images = GaussianEmbedding(
         torch.cat([IMAGE[torch.from_numpy(a)].mean, more.mean]),
         torch.cat([IMAGE[torch.from_numpy(a)].log_var, more.log_var]),
@@ -149,10 +152,9 @@ def coarse(seed=6):
 
 
 @pytest.mark.parametrize("better", ["larger", "smaller"])
-def test_scores_with_ties_agree_with_the_definitions(monkeypatch, better):
-    for memory_mb in (64, 4 * 150 / 2**20):
-        monkeypatch.setattr("sfumato.evaluation.benchmarks._MEMORY_MB", memory_mb)
-        result = evaluate_score_matrix(coarse(), IMAGES, TEXTS, ground_truths(), better=better)
+def test_scores_with_ties_agree_with_the_definitions(better):
+    for memory_mb in (64, SMALL_MB):
+        result = evaluate_score_matrix(coarse(), IMAGES, TEXTS, ground_truths(), better=better, memory_mb=memory_mb)
         for ground_truth in ground_truths():
             check(result, -coarse() if better == "larger" else coarse(), ground_truth)
 
@@ -165,8 +167,7 @@ def whole_lists(scores):
 
 
 @pytest.mark.parametrize("layout", ["strings", "numbers", "arrays", "positions"])
-def test_whole_lists_agree_with_the_scores_they_were_sorted_by(monkeypatch, layout):
-    monkeypatch.setattr("sfumato.evaluation.benchmarks._LISTS_AT_ONCE", 7)
+def test_whole_lists_agree_with_the_scores_they_were_sorted_by(layout):
     scores = np.random.default_rng(5).permutation(1000).reshape(20, 50).astype(np.float32)
     i2t, t2i = whole_lists(scores)
     if layout == "numbers":
@@ -175,7 +176,7 @@ def test_whole_lists_agree_with_the_scores_they_were_sorted_by(monkeypatch, layo
         i2t, t2i = ({int(q): np.array(row, np.int32) for q, row in lists.items()} for lists in (i2t, t2i))
     elif layout == "positions":
         i2t, t2i = scores.argsort(1), scores.T.argsort(1)
-    ours = evaluate_ranked_lists(i2t, t2i, IMAGES, TEXTS, ground_truths())
+    ours = evaluate_ranked_lists(i2t, t2i, IMAGES, TEXTS, ground_truths(), batch_size=7)
     assert ours == evaluate_score_matrix(scores, IMAGES, TEXTS, ground_truths(), better="smaller")
 
 
@@ -241,7 +242,7 @@ def test_bad_tables_of_lists_are_refused():
         evaluate_ranked_lists(i2t | {"nobody": []}, t2i, IMAGES, TEXTS, ground_truths()[:1])
     with pytest.raises(ValueError, match=r"lists of shape \(19, 50\)"):
         evaluate_ranked_lists(order[1:], t2i, IMAGES, TEXTS, ground_truths()[:1])
-    with pytest.raises(ValueError, match=r"the list of '0' holds position 1\.\.50 of a gallery of 50"):
+    with pytest.raises(ValueError, match=r"the list of '0' holds positions from 1 to 50; expected 0 to 49"):
         evaluate_ranked_lists(order + 1, t2i, IMAGES, TEXTS, ground_truths()[:1])
 
 
@@ -259,7 +260,7 @@ def test_averages_of_thresholds_and_sums():
             )
     assert result["p"]["rsum"] == pytest.approx((result["p@0"]["rsum"] + result["p@1"]["rsum"]) / 2)
     clash = [*grouped, ground_truth_from_pairs("p", IMAGES, TEXTS, [("0", "100")])]
-    with pytest.raises(ValueError, match="'p' is the name of a truth and of an average"):
+    with pytest.raises(ValueError, match="'p' is the name of a ground truth and of an average"):
         evaluate_score_matrix(coarse(), IMAGES, TEXTS, clash, better="larger")
 
 
@@ -287,10 +288,11 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="names must be distinct"):
         evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, [chosen[0], chosen[0]])
     with pytest.raises(
-        ValueError, match=r"1 of the 20 images of whole are not among the 20 image_ids, for instance '0' \(given.*'new'"
+        ValueError,
+        match=r"1 of the 20 images of whole are not among the 20 image_ids, for instance '0'; the first.* is 'new'",
     ):
         evaluate_benchmarks(IMAGE, TEXT, ("new", *IMAGES[1:]), TEXTS, chosen)
-    with pytest.raises(ValueError, match="text_ids are 50, but only 49"):
+    with pytest.raises(ValueError, match="only 49 of the 50 text_ids are distinct"):
         evaluate_benchmarks(IMAGE, TEXT, IMAGES, (TEXTS[1], *TEXTS[1:]), chosen)
     nothing = ground_truth_from_pairs("nothing", IMAGES, TEXTS, [])
     with pytest.raises(ValueError, match="nothing, i2t: retrieval_metrics: no query has a relevant item"):

@@ -10,17 +10,9 @@ from scipy import stats
 
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmarks import rank_ground_truths, rank_ground_truths_by_lists
-from sfumato.evaluation.compare import (
-    COMPARED,
-    PerQuery,
-    compare_per_query,
-    over_seeds,
-    per_query_table,
-    read_per_query,
-    swap_test,
-    write_per_query,
-)
+from sfumato.evaluation.compare import compare_per_query, over_seeds, swap_test
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs
+from sfumato.evaluation.per_query import COMPARED, PerQuery, per_query_table, read_per_query, write_per_query
 from sfumato.evaluation.strategies import STRATEGIES, FaissRanker
 from sfumato.gaussian import GaussianEmbedding
 
@@ -216,7 +208,7 @@ def test_the_p_value_is_scipys_exact_one():
 def test_groups_are_drawn_and_swapped_together():
     """Sixty queries that are five groups of twelve equal ones tell as much as five queries."""
     one_first, one_second = runs(5, seed=8)
-    keys = [np.tile(x, 12) for x in (one_first.truth, one_first.direction)]
+    keys = [np.tile(x, 12) for x in (one_first.ground_truth, one_first.direction)]
     query, group = np.array([f"q{i}" for i in range(60)]), np.tile(one_first.query, 12)
     copies = [
         PerQuery(*keys, query, group, {"map@r": np.tile(t.figures["map@r"], 12)}) for t in (one_first, one_second)
@@ -276,13 +268,13 @@ def test_other_queries_are_refused_by_name():
         compare_per_query(first, shorter)
     with pytest.raises(ValueError, match=r"query 'q7' \(t, i2t\) is in the second run but not in the first"):
         compare_per_query(shorter, second)
-    other = PerQuery(second.truth, second.direction, second.query, second.query, second.figures)
+    other = PerQuery(second.ground_truth, second.direction, second.query, second.query, second.figures)
     with pytest.raises(ValueError, match="'q0'.* is in group 'g0' of the first run and in 'q0' of the second"):
         compare_per_query(first, other)
     with pytest.raises(ValueError, match="n_resamples must be at least 1, got 0"):
         compare_per_query(first, second, n_resamples=0)
     with pytest.raises(ValueError, match="column recall@1 has 2 rows, query has 60"):
-        PerQuery(first.truth, first.direction, first.query, first.group, {"recall@1": np.zeros(2)})
+        PerQuery(first.ground_truth, first.direction, first.query, first.group, {"recall@1": np.zeros(2)})
 
 
 # ---------------------------------------------------------------- several seeds

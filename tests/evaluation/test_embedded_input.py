@@ -8,18 +8,17 @@ import torch
 
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmarks import evaluate_benchmarks, evaluate_ranked_lists
-from sfumato.evaluation.compare import per_query_table, read_per_query
 from sfumato.evaluation.embedded_input import (
     EmbeddedSet,
     Files,
-    More,
     measure,
     measure_files,
     measure_lists,
-    more_results,
     read_embedded_set,
     read_ground_truths,
 )
+from sfumato.evaluation.more_results import More, more_results
+from sfumato.evaluation.per_query import per_query_table, read_per_query
 from sfumato.evaluation.published import common_figures
 from sfumato.gaussian import GaussianEmbedding, save_embeddings
 

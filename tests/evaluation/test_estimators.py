@@ -1,6 +1,7 @@
 """Every estimator against slow loops, what they must and must not see, and the learnt one on data whose truth is known."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,11 +13,15 @@ from sfumato.evaluation import estimators as module
 from sfumato.evaluation.estimators import (
     ESTIMATORS,
     NEAREST,
-    FailurePredictor,
+    Estimator,
     Matching,
     estimate_uncertainty,
+    register_estimator,
     usable_estimators,
 )
+from sfumato.evaluation.failure_predictor import FailurePredictor
+from sfumato.evaluation.trust import measure_trust
+from sfumato.evaluation.trust_report import described
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.selective import auroc
@@ -101,7 +106,59 @@ def test_every_estimator_is_its_loop():
     for name, estimator in ESTIMATORS.items():
         assert estimator.name == name and found[name].shape == (N,) and found[name].dtype == float
         np.testing.assert_array_equal(estimator(queries, gallery, MATCHING), found[name])
-        assert estimator.kind in ("aleatoric", "epistemic", "both") and estimator.estimates and estimator.cost
+        assert estimator.kind in ("aleatoric", "epistemic", "both") and estimator.formula and estimator.cost
+
+
+def largest_variance(block):
+    return block.queries.var.amax(1)
+
+
+TOY = Estimator("largest_variance", "largest variance of the query", "aleatoric", "n d", largest_variance, False)
+
+
+@pytest.fixture
+def toy():
+    register_estimator(TOY)
+    yield TOY
+    del ESTIMATORS[TOY.name]
+
+
+def test_a_registered_estimator_is_measured_like_the_others(toy):
+    queries, gallery = scene(10)
+    expected = queries.var.max(1).values.numpy()
+    np.testing.assert_array_equal(estimate_uncertainty(queries, gallery, MATCHING)[toy.name], expected)
+    assert usable_estimators(queries, gallery)[toy.name] is toy
+    assert described(usable_estimators())[toy.name]["estimates"] == toy.formula
+    # Each query is at its true item, except those with a large largest variance, which are at another item.
+    items, wrong = (
+        GaussianEmbedding.point(gallery.mean),
+        queries.var.amax(1, keepdim=True) > queries.var.amax(1).median(),
+    )
+    clear = GaussianEmbedding(torch.where(wrong, items.mean[-1], items.mean[:N]), queries.log_var)
+    ground_truth = Relevance.from_lists([[i] for i in range(N)], n_gallery=M)
+    figures = measure_trust(
+        clear, items, ground_truth, MATCHING, estimators=usable_estimators(items), n_resamples=0
+    ).estimators
+    assert figures[toy.name]["wrong_auroc"].value == 1 > figures["total_variance"]["wrong_auroc"].value
+    with pytest.raises(ValueError, match="there is an estimator 'largest_variance' already"):
+        register_estimator(toy)
+
+
+def test_estimators_without_a_proper_name_or_kind_are_not_registered():
+    with pytest.raises(ValueError, match="'largest variance' is not an identifier"):
+        register_estimator(replace(TOY, name="largest variance"))
+    with pytest.raises(ValueError, match="unknown kind 'model'; known: aleatoric, epistemic, both"):
+        register_estimator(replace(TOY, kind="model"))
+    assert TOY.name not in ESTIMATORS
+
+
+def test_samples_depend_on_the_seed_and_on_nothing_else():
+    queries, gallery = scene(11)
+    first, again, other = (estimate_uncertainty(queries, gallery, MATCHING, seed=s) for s in (0, 0, 1))
+    for name in ESTIMATORS:
+        np.testing.assert_array_equal(first[name], again[name])
+        assert (first[name] == other[name]).all() == (name not in ("sample_spread", "self_mismatch")), name
+    np.testing.assert_allclose(other["sample_spread"], first["sample_spread"], rtol=1)
 
 
 def test_items_that_are_left_out_are_as_good_as_not_there():
@@ -165,11 +222,11 @@ def test_samples_of_a_root_distance_take_the_root():
         assert root[i] == pytest.approx(float(torch.sigmoid(1.3 * pairs - 2).mean()), rel=1e-4)
 
 
-def test_the_mean_squared_distance_of_draws_is_twice_the_total_variance():
+def test_the_mean_squared_distance_of_samples_is_twice_the_total_variance():
     # With the same noise for all queries the ratio is a mean over 5,000 dimensions of a fixed draw: deviation about 1 %.
     queries = GaussianEmbedding(torch.zeros(3, 5000), torch.tensor([[-2.0], [0.0], [1.0]]).expand(3, 5000))
     block = module.Block(queries, queries, torch.empty(3, 0), MATCHING)
-    ratio = block.draws.mean(1) / queries.total_variance
+    ratio = block.sample_distances.mean(1) / queries.total_variance
     torch.testing.assert_close(ratio, torch.full((3,), 2.0), rtol=0.05, atol=0)
 
 
@@ -281,8 +338,8 @@ def test_bad_input_is_named(tmp_path):
     head = FailurePredictor.fit(queries, np.arange(N) % 2)
     with pytest.raises(ValueError, match="which 3 dimensions do not give"):
         head.score(scene(d=3)[0])
-    with pytest.raises(FileNotFoundError, match="no head at"):
+    with pytest.raises(FileNotFoundError, match="no failure predictor at"):
         FailurePredictor.load(tmp_path / "nowhere")
     (tmp_path / "bad").write_bytes(b"{}")
-    with pytest.raises(ValueError, match="damaged or not a head"):
+    with pytest.raises(ValueError, match="damaged or not a failure predictor"):
         FailurePredictor.load(tmp_path / "bad")

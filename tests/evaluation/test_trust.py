@@ -11,17 +11,10 @@ from scipy import stats
 from support.references_metrics import csd_by_loops
 
 from sfumato.distances import DISTANCES
+from sfumato.evaluation.caption_proxies import caption_distance, caption_words
 from sfumato.evaluation.estimators import ESTIMATORS, Estimator, Matching, estimate_uncertainty, usable_estimators
-from sfumato.evaluation.trust import (
-    FIGURES,
-    Corrupted,
-    TrustReport,
-    _random_pairs,
-    caption_distance,
-    caption_words,
-    described,
-    measure_trust,
-)
+from sfumato.evaluation.trust import Corrupted, measure_trust, random_pairs
+from sfumato.evaluation.trust_report import FIGURES, TrustReport, described
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.uncertainty import balanced_spearman, recall_by_uncertainty
@@ -160,7 +153,7 @@ def test_kl_goes_from_image_to_text_whoever_asks():
     other = measure_trust(texts, images, relevance, Matching("kl", 1, 0, "i2t"), estimators=chosen, **QUICK)
     assert other.right_pairs.value != found.right_pairs.value
     # The pairs are drawn with the same seed: true and random distances from the matrix of the right direction.
-    pairs = _random_pairs(relevance.select_queries(np.flatnonzero(has)), np.random.default_rng(0))
+    pairs = random_pairs(relevance.select_queries(np.flatnonzero(has)), np.random.default_rng(0))
     own = matrix[has]
     assert ground_truth[has][pairs[:, 0], pairs[:, 1]].all() and not ground_truth[has][pairs[:, 0], pairs[:, 2]].any()
     expected = by_pairs(own[pairs[:, 0], pairs[:, 1]], own[pairs[:, 0], pairs[:, 2]])

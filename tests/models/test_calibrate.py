@@ -45,19 +45,19 @@ def test_it_is_the_fit_of_all_pairs(distance):
     # Fourteen of 70 texts have two matches: half of the gallery holds 1.2 / 2 of a text's, of those that have any left.
     assert 0 < got.t2i.growth < 0.3 and got.i2t.growth == 0
     before = expected_calibration_error(torch.sigmoid(1 - 2 * matrix).flatten(), match.flatten())
-    assert got.about["expected_calibration_error_before"] == pytest.approx(before, abs=1e-4)
-    assert got.about["expected_calibration_error"] < before
-    assert got.about | {"split": "val", "distance": distance, "method": "platt", "pairs": 2100} == got.about
+    assert got.metadata["expected_calibration_error_before"] == pytest.approx(before, abs=1e-4)
+    assert got.metadata["expected_calibration_error"] < before
+    assert got.metadata | {"split": "val", "distance": distance, "method": "platt", "pairs": 2100} == got.metadata
 
 
 def test_of_a_large_split_a_part_is_taken_with_the_whole_gallery():
     embedded, data = scene()
     got = calibrate_split(embedded, data, "csd", split="val", max_pairs=840, max_queries=25)
-    assert got.about["pairs"] == 12 * 70
+    assert got.metadata["pairs"] == 12 * 70
     assert (len(got.i2t.nearest), got.i2t.n_gallery) == (25, 70)
     assert (len(got.t2i.nearest), got.t2i.n_gallery) == (25, 30)
     assert got == calibrate_split(embedded, data, "csd", split="val", max_pairs=840, max_queries=25), (
         "the same part again"
     )
     assert got != calibrate_split(embedded, data, "csd", split="val", max_pairs=840, max_queries=25, seed=1)
-    assert "expected_calibration_error_before" not in got.about
+    assert "expected_calibration_error_before" not in got.metadata

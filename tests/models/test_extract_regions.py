@@ -264,7 +264,7 @@ def test_what_no_layout_can_say_is_refused(tmp_path):
     config = load_recipe(find_recipe("emoji-pcmepp")).data
     for layout in ("scan", "manifest"):
         with pytest.raises(
-            UserError, match=r"has texts of several pictures and kinds of texts and groups of pictures,.*frozen"
+            UserError, match=r"has texts of several images and kinds of texts and groups of images,.*frozen"
         ):
             write_regions(config, tmp_path / "out", Grey(), layout=layout)
     assert not (tmp_path / "out").exists()

@@ -8,7 +8,8 @@ from support.toy import make_toy
 from sfumato.data.corruptions import TEXT_CORRUPTIONS, erase_squares
 from sfumato.distances import get_distance
 from sfumato.evaluation import trust as measures
-from sfumato.evaluation.estimators import ESTIMATORS, FailurePredictor, Matching, estimate_uncertainty
+from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncertainty
+from sfumato.evaluation.failure_predictor import FailurePredictor
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.metrics.selective import auroc
 from sfumato.models import trust_run as trust

@@ -17,7 +17,7 @@ from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.selective import auroc
 from sfumato.reports.audit_page import summary
 from sfumato.studies.audit import varied
-from sfumato.studies.audit_scores import NEIGHBOURS, MissingScores, audit_pairs, wrong_probability, wrong_share
+from sfumato.studies.audit_scores import NEIGHBOURS, MissingScores, audit_pairs, wrong_fraction, wrong_probability
 
 
 def embeddings(n, d, seed, *, points=False):
@@ -130,7 +130,7 @@ def test_equal_distances_and_everything_listed():
 
 
 def test_a_text_with_many_pictures_is_compared_with_the_others_alone():
-    """A tag of 11 of 12 pictures: its own pictures are no better alternatives for each other."""
+    """A tag of 11 of 12 images: its own images are no better alternatives for each other."""
     images = GaussianEmbedding.point(torch.arange(12.0)[:, None])
     texts = GaussianEmbedding.point(torch.tensor([[0.0], [100.0]]))
     scores, _ = audit_pairs(images, texts, Relevance.from_lists([[0]] * 11 + [[1]], n_gallery=2))
@@ -174,13 +174,13 @@ def test_missing_pairs_are_found():
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
-def test_share_of_wrong_pairs_is_estimated(share):
+def test_fraction_of_wrong_pairs_is_estimated(share):
     """Two normal distributions, whose log odds are exact."""
     random = np.random.default_rng(0)
     wrong = random.random(200_000) < share
     x = random.normal(size=200_000) + 2.0 * wrong
     log_odds = 2.0 - 2.0 * x  # log N(x; 0, 1) - log N(x; 2, 1)
-    found = wrong_share(log_odds)
+    found = wrong_fraction(log_odds)
     assert found == pytest.approx(wrong.mean(), abs=0.015)
     p = wrong_probability(log_odds, found)
     for low in (0.0, 0.3, 0.6):
@@ -188,7 +188,7 @@ def test_share_of_wrong_pairs_is_estimated(share):
         assert p[some].mean() == pytest.approx(wrong[some].mean(), abs=0.04)
     np.testing.assert_array_equal(wrong_probability(log_odds, 0.0), 0)
     np.testing.assert_array_equal(wrong_probability(log_odds, 1.0), 1)
-    with pytest.raises(ValueError, match=r"share must lie in \[0, 1\], got 2"):
+    with pytest.raises(ValueError, match=r"fraction must lie in \[0, 1\], got 2"):
         wrong_probability(log_odds, 2)
 
 
@@ -327,7 +327,7 @@ def test_the_command_says_what_is_wrong(work, sfumato, tmp_path):
     for arguments, expected in (
         (("--run", tmp_path), "is not a run folder"),
         (("--run", tmp_path, "--cross-fit", 2), "no run folder"),
-        (("--run", run, "--cross-fit", 1), "at least 2, got 1"),
+        (("--run", run, "--cross-fit", 1), "at least 2 parts, got 1"),
         (("--run", run, "--cross-fit", 2, "--split", "test"), "leave --split test out"),
         (("--run", run, "--split", "none"), "has no split 'none'"),
         (("no-recipe", "--run", run), "no-recipe"),

@@ -16,7 +16,7 @@ from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
 from sfumato.models.splits import load_split
 from sfumato.studies.analyse import AnalysisOptions, analyse_model
-from sfumato.studies.sets import MADE, PictureSets, choose_pairs, measure_sets, read_pictures
+from sfumato.studies.sets import MADE, ImageSets, choose_pairs, measure_sets, read_mixed_images
 from sfumato.training.loop import fit
 
 QUICK = ("--corrupted", 5, "--pairs", 4, "--bins", 3, "--bootstrap", 20, "--items", 10)
@@ -69,7 +69,7 @@ def test_all_studies_are_printed_written_and_drawn(run, sfumato):
 
 
 def test_corruption_is_that_of_trust(run, sfumato):
-    """The same items; and the same intervals, of which those of texts draw the two captions of a picture together."""
+    """The same items; and the same intervals, of which those of texts draw the two captions of an image together."""
     sfumato("analyse", run, "--only", "corruption", "--corrupted", 9, "--bootstrap", 20, "--seed", 3)
     sfumato("trust", run, "--corrupted", 9, "--bootstrap", 20, "--seed", 3)
     own = json.loads((run / "analysis-test" / "corruption.json").read_text())["sides"]
@@ -91,12 +91,12 @@ def test_the_other_picture_is_embedded_like_the_mixtures(run, sfumato):
     loaded = load_run(run)
     data = load_split(loaded.model, loaded.recipe.data, "test").data
     rows = choose_pairs(data.groups, 4, 1)
-    made = [read_pictures(data.images, row, 1) for row in rows.tolist()]
+    made = [read_mixed_images(data.images, row, 1) for row in rows.tolist()]
 
     def other(prepare):
         parts = {name: loaded.model.embed_images([one[name] for one in made]) for name in MADE}
         whole = loaded.model.embed_images([prepare(data.images[i].read_bytes()) for i in rows[:, 2]])
-        return {f: i.value for f, i in measure_sets(PictureSets(rows[:, :2], parts, whole)).mixes["other"].items()}
+        return {f: i.value for f, i in measure_sets(ImageSets(rows[:, :2], parts, whole)).mixes["other"].items()}
 
     def square(content):
         file = io.BytesIO()
@@ -182,8 +182,8 @@ def test_other_data_are_analysed_here(work, sfumato, tmp_path, monkeypatch):
         (["{run}", "--corpus", "all"], "--corpus all: unknown; known: bin, split"),
         (["{run}", "--method", "tnse"], "--method tnse: unknown; known: pca, tsne"),
         (["{run}", "--pairs", "1"], "'--pairs': Input should be greater than or equal to 3"),
-        (["{points}", "--only", "sets"], "are points: set algebra needs variances"),
-        (["{points}", "--only", "words"], "take an --uncertainty that looks at the gallery: expected_matches"),
+        (["{points}", "--only", "sets"], "are points, but set algebra needs variances"),
+        (["{points}", "--only", "words"], "choose an --uncertainty that looks at the gallery: expected_matches"),
         (["{run}", "--split", "dev"], "has no split 'dev'"),
         (["{run}", "train.epochs=3"], "name it with --data RECIPE"),
         (["{data}"], "is not a run folder"),
@@ -219,9 +219,9 @@ def test_too_few_items_are_refused_before_anything_is_embedded(run, sfumato, mon
     status, _, err = sfumato("analyse", run, "--only", "corruption,words", "--bins", "100")
     assert status == 2 and "too few for 100 bins of uncertainty; ask for fewer with --bins" in err
     loaded = load_run(run)
-    with pytest.raises(UserError, match="2 pairs of pictures are too few"):
+    with pytest.raises(UserError, match="2 pairs of images are too few"):
         analyse_model(loaded, loaded.recipe.data, "test", studies=["sets"], options=AnalysisOptions(n_pairs=2))
-    with pytest.raises(UserError, match="2 items are too few for a map, which takes 3 or more"):
+    with pytest.raises(UserError, match="2 items are too few for a map, which needs 3; --items is 1"):
         analyse_model(loaded, loaded.recipe.data, "test", studies=["map"], options=AnalysisOptions(n_mapped=1))
 
 
@@ -231,13 +231,15 @@ def test_the_report_does_what_is_missing_and_keeps_the_rest(run, sfumato):
     sfumato("analyse", run, *QUICK, "--only", "corruption")
     before = {name: (folder / f"{name}.json").read_bytes() for name in ("corruption", "words", "sets")}
     status, _, err = sfumato("report", run, "--analyses")
-    assert status == 0 and "corruption, sets, words: done before with this model and split, and kept" in err
+    assert status == 0 and "corruption, sets, words: kept from an earlier run with this model and split" in err
     assert before == {name: (folder / f"{name}.json").read_bytes() for name in before}
     assert json.loads(before["words"])["corpus"] == "split" and (folder / "map.json").exists()
     page = (folder / "analysis.html").stat().st_mtime_ns
     status, _, err = sfumato("report", run, "--analyses")
     assert (
-        status == 0 and "sets, words, map: done before" in err and page == (folder / "analysis.html").stat().st_mtime_ns
+        status == 0
+        and "sets, words, map: kept from an earlier run" in err
+        and page == (folder / "analysis.html").stat().st_mtime_ns
     )
     # Another model's is done anew.
     (folder / "words.json").write_text(before["words"].decode().replace('"weights": "', '"weights": "0'))
@@ -272,6 +274,6 @@ def test_region_features_leave_what_needs_no_pictures(tmp_path, sfumato):
     status, out, err = sfumato("analyse", tmp_path / "run", *QUICK, "--json")
     found = json.loads(out)
     assert status == 0 and list(found["corruption"]["sides"]) == ["text"] and "sets" not in found
-    assert {"words", "map"} <= set(found) and "images are region features" in err and len(found["notes"]) == 2
+    assert {"words", "map"} <= set(found) and "this model reads region features" in err and len(found["notes"]) == 2
     status, _, err = sfumato("analyse", tmp_path / "run", "--only", "sets")
-    assert status == 2 and "set algebra needs pictures" in err
+    assert status == 2 and "set algebra needs image files" in err

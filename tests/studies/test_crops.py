@@ -17,16 +17,15 @@ from sfumato.data.problems import Problems
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.reports.console import print_crops
-from sfumato.studies import crop_study as boxes_module
-from sfumato.studies.crop_study import read_boxed_pictures
 from sfumato.studies.crops import CANDIDATES, ROLES, Triplet, choose_triplet, join_captions, measure_crops, overlap
+from sfumato.studies.phrase_boxes import read_boxed_images
 
 
 def box(x, y, width, height):
     return [x, y, x + width, y + height]
 
 
-# In a picture of 100 x 100: twelve boxes, of which the first is too large below a quarter and the last is the eleventh.
+# In an image of 100 x 100: twelve boxes, of which the first is too large below a quarter and the last is the eleventh.
 SCENE = np.array(
     [
         box(0, 0, 60, 60),  # 3,600
@@ -164,13 +163,13 @@ def picture(path):
 
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("chunk", [7, 2**20])
-def test_pictures_are_read_piece_by_piece(tmp_path, monkeypatch, chunk, indent):
-    monkeypatch.setattr(boxes_module, "_CHUNK", chunk)
+def test_images_are_read_chunk_by_chunk(tmp_path, chunk, indent):
     picture(tmp_path / "1.jpg")
     picture(tmp_path / "VG_100K" / "2.jpg")
     picture(tmp_path / "VG_100K_2" / "33.png")
     entries = [{"id": i, "regions": [region(0, 1, 2.5, 3, f" a “{i}”,\n thing ")]} for i in (33, 1, 2)]
-    found = read_boxed_pictures(write(tmp_path, entries, indent=indent, ensure_ascii=False), tmp_path, Problems())
+    path = write(tmp_path, entries, indent=indent, ensure_ascii=False)
+    found = read_boxed_images(path, tmp_path, Problems(), chunk_size=chunk)
     assert [p.id for p in found] == ["33", "1", "2"]
     (only,) = found[0].boxes
     assert (only.x, only.y, only.width, only.height, only.phrase) == (0, 1, 2.5, 3, "a “33”, thing")
@@ -183,7 +182,7 @@ def test_a_sample_depends_on_ids_and_seed_alone(tmp_path):
     samples = []
     for listed, seed in ((entries, 0), (entries[::-1], 0), (entries, 1)):
         samples.append(
-            [p.id for p in read_boxed_pictures(write(tmp_path, listed), tmp_path, Problems(), sample=6, seed=seed)]
+            [p.id for p in read_boxed_images(write(tmp_path, listed), tmp_path, Problems(), sample=6, seed=seed)]
         )
     assert len(samples[0]) == 6 and samples[1] == samples[0][::-1] and set(samples[2]) != set(samples[0])
 
@@ -209,10 +208,10 @@ def test_what_cannot_be_used_is_told(tmp_path):
         {"id": 2, "regions": []},
     ]
     problems = Problems()
-    found = read_boxed_pictures(write(tmp_path, entries), tmp_path, problems)
+    found = read_boxed_images(write(tmp_path, entries), tmp_path, problems)
     assert [(p.id, len(p.boxes)) for p in found] == [("1", 1), ("2", 0)]
     told = {p.location.split("json")[1]: p.reason for p in problems.items}
-    assert told["[1]"].startswith("picture 3 is missing") and told["[2]"] == "id 1 occurs before"
+    assert told["[1]"].startswith("image 3 is missing") and told["[2]"] == "id 1 occurs before"
     assert told["[3]"] == told["[4]"] == 'expected an object with an "id" and a list of "regions"'
     assert told["[0].regions[1]"] == "empty phrase" and "has no area" in told["[0].regions[2]"]
     for k in (3, 4, 5, 6):
@@ -222,8 +221,8 @@ def test_what_cannot_be_used_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"id": 1}', "expected a list of pictures"),
-        ("", "expected a list of pictures"),
+        ('{"id": 1}', "expected a list of images"),
+        ("", "expected a list of images"),
         ('[{"id": 1, "regions": []}', "not JSON, or cut short"),
         ('[{"id": 1, "regions": [}]', "not JSON, or cut short"),
         ('[{"id": 1, "regions": []} {"id": 2, "regions": []}]', "expected a comma"),
@@ -233,7 +232,7 @@ def test_what_cannot_be_used_is_told(tmp_path):
 def test_files_of_another_form_are_refused(tmp_path, text, message):
     (tmp_path / "r.json").write_text(text)
     with pytest.raises(UserError, match=message):
-        read_boxed_pictures(tmp_path / "r.json", tmp_path, Problems())
+        read_boxed_images(tmp_path / "r.json", tmp_path, Problems())
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +257,7 @@ def work(tmp_path_factory):
             colour = ("red", "green", "blue")[k % 3]
             draw.rectangle((x, y, x + side - 1, y + side - 1), fill=colour)
             regions.append(region(x, y, side, side, f"a {colour} square", k))
-        regions.append(region(-10, 80, 40, 30, "sticks out"))
+        regions.append(region(-10, 80, 40, 30, "extends beyond"))
         regions.append(region(500, 80, 40, 30, "outside"))
         scene.save(folder / f"{number}.png")
         entries.append({"id": number, "regions": regions})
@@ -284,7 +283,7 @@ def test_the_command_measures_writes_and_says(work, sfumato, tmp_path, capsys):
     assert result["thresholds"][0]["area"]["A"] == pytest.approx((29**2 + 27**2 + 24**2) / 3 / 10800)
     reasons = [json.loads(line)["reason"] for line in (tmp_path / "out" / "problems.jsonl").read_text().splitlines()]
     assert (
-        sum("sticks out" in r for r in reasons) == 3
+        sum("extends beyond" in r for r in reasons) == 3
         and sum("no pixel" in r for r in reasons) == 3
         and sum("is missing" in r for r in reasons) == 1
     )
@@ -311,12 +310,15 @@ def test_the_command_measures_writes_and_says(work, sfumato, tmp_path, capsys):
     status, out, err = sfumato(*arguments, "--bootstrap", "0", "--uncertainty", "log_det")
     assert "±: one standard error of the mean\n" in out and "brackets" not in out
     assert (
-        status == 0 and "published" in out and "sticks out" in out and (work / "run" / "crops" / "crops.html").is_file()
+        status == 0
+        and "published" in out
+        and "extends beyond" in out
+        and (work / "run" / "crops" / "crops.html").is_file()
     ), err
 
 
 def test_crops_are_cut_where_the_boxes_are(work):
-    """The embedding of a crop is that of the cut picture."""
+    """The embedding of a crop is that of the cut image."""
     from sfumato.models.export import load_model
     from sfumato.studies.crop_study import study_crops
 
@@ -354,7 +356,7 @@ def test_one_picture_has_no_error(work, sfumato, tmp_path):
     (found,) = json.loads((tmp_path / "out" / "crops.json").read_text())["thresholds"]
     for side in ("crops", "captions"):
         assert found["n"] == 1 and found[side]["standard_error"] == {"A": None, "B": None, "C": None}
-        # One picture drawn twenty times would give an interval of no width, and the page a finding.
+        # One image drawn twenty times would give an interval of no width, and the page a finding.
         assert found[side]["difference"]["value"] and found[side]["difference"]["low"] is None
     page = (tmp_path / "out" / "crops.html").read_text()
     assert page.count("<svg") == 2 and "<li>Boxes below" not in page
@@ -398,8 +400,8 @@ def test_boxes_are_in_the_pixels_of_the_file(work, tmp_path):
     ("arguments", "message"),
     [
         (["--thresholds", "0.1,x"], "expected shares with commas between"),
-        (["--thresholds", "0.1,1.5"], "thresholds must be different shares in (0, 1]"),
-        (["--thresholds", "0.001"], "none of 3 pictures has 10 boxes below a threshold of 0.001"),
+        (["--thresholds", "0.1,1.5"], "thresholds must be different fractions in (0, 1]"),
+        (["--thresholds", "0.001"], "none of 3 images has 10 boxes below a threshold of 0.001"),
         (["--uncertainty", "entropy"], "unknown; known: total_variance, log_det, geometric_std"),
         (["--images", "nowhere"], "there is no folder nowhere"),
         (["--regions", "nowhere.json"], "nowhere.json"),

@@ -59,7 +59,7 @@ def test_draws_have_the_covariance_that_the_ellipse_says(some: GaussianEmbedding
         assert np.all(np.abs(drawn.mean(0) - (x, y)) < z * a / math.sqrt(draws))
         first, second = np.array([math.cos(angle), math.sin(angle)]), np.array([-math.sin(angle), math.cos(angle)])
         along, across = (drawn - (x, y)) @ first, (drawn - (x, y)) @ second
-        relative = z * math.sqrt(2 / draws)  # standard error of a variance, as a share of it
+        relative = z * math.sqrt(2 / draws)  # standard error of a variance, as a fraction of it
         assert along.var() == pytest.approx(a**2, rel=relative)
         assert across.var() == pytest.approx(b**2, rel=relative)
         assert abs((along * across).mean()) < z * a * b / math.sqrt(draws)

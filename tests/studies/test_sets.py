@@ -1,4 +1,4 @@
-"""Set algebra: figures worked by hand, and pictures that are mixed and erased as stated."""
+"""Set algebra: figures worked by hand, and images that are mixed and erased as stated."""
 
 import io
 import math
@@ -10,7 +10,7 @@ from PIL import Image
 
 from sfumato import GaussianEmbedding
 from sfumato.data.transforms import decode_image
-from sfumato.studies.sets import ERASED, MADE, SIZE, PictureSets, choose_pairs, draw_pair, measure_sets, mix_pictures
+from sfumato.studies.sets import ERASED, MADE, SIZE, ImageSets, choose_pairs, draw_pair, measure_sets, mix_images
 
 
 def gaussians(*rows):
@@ -29,7 +29,7 @@ def sets(**changes):
         "erased_first": gaussians((1, 0, 4, 1), (1, 1, 0.5, 0.5)),
         "erased_second": gaussians((4, 2, 9, 9), (1, 5, 2, 2)),
     }
-    return PictureSets(np.array([[0, 1], [2, 3]]), parts | changes, gaussians((2, 0, 1, 1), (1, 3, 1, 1)))
+    return ImageSets(np.array([[0, 1], [2, 3]]), parts | changes, gaussians((2, 0, 1, 1), (1, 3, 1, 1)))
 
 
 def included(inner, outer):
@@ -122,7 +122,7 @@ def test_pictures_are_mixed_in_halves_and_a_quarter_is_erased():
     for seed in range(12):
         made = {
             name: decode_image(data, None).astype(int)
-            for name, data in mix_pictures(picture(0), picture(1), (seed,)).items()
+            for name, data in mix_images(picture(0), picture(1), (seed,)).items()
         }
         assert tuple(sorted(made)) == tuple(sorted(MADE))
         a, b = made["first"], made["second"]

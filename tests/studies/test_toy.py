@@ -1,4 +1,4 @@
-"""The two-dimensional study: its data, its direction, its pictures."""
+"""The two-dimensional study: its data, its direction, its images."""
 
 import pytest
 import torch

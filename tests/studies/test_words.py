@@ -57,7 +57,7 @@ def test_bins_are_of_equal_size_and_equal_uncertainties_keep_their_order():
         (np.arange(4.0), {"n_bins": 0}, "at least 1, got 0 and 12"),
         (np.arange(4.0), {"corpus": "all"}, "one of bin, split, got 'all'"),
         (np.arange(3.0), {}, r"shape \(3,\) for 4 items"),
-        (np.array([0, 1, np.nan, 2]), {}, "give each one number"),
+        (np.array([0, 1, np.nan, 2]), {}, "expected one number without NaN for each"),
     ],
 )
 def test_bad_input_is_named(uncertainty, options, says):

@@ -1,4 +1,4 @@
-"""Prompts and their pooling, the choice of K, where pictures get their classes from, and the command."""
+"""Prompts and their pooling, the choice of K, where images get their classes from, and the command."""
 
 import csv
 import json
@@ -209,7 +209,7 @@ def test_halves_share_no_picture_and_every_class_is_in_both():
 @dataclass
 class Picture:
     mean: list[float] | None
-    place: str = "a picture"
+    place: str = "an image"
 
     def read_bytes(self):
         if self.mean is None:
@@ -218,7 +218,7 @@ class Picture:
 
 
 class Table:
-    """A matcher whose pictures are their own means and whose texts are looked up: text -> (mean, variance)."""
+    """A matcher whose images are their own means and whose texts are looked up: text -> (mean, variance)."""
 
     def __init__(self, texts, distance="squared_l2"):
         self.texts, self.distance = texts, distance
@@ -245,7 +245,7 @@ class Table:
 
 
 def labelled(pictures, classes=("a", "b")):
-    """(mean or None, class number) of every picture."""
+    """(mean or None, class number) of every image."""
     sources = tuple(Picture(None if m is None else [m], f"picture {i}") for i, (m, _) in enumerate(pictures))
     labels = np.array([label for _, label in pictures])
     return Labelled(sources, tuple(map(str, range(len(pictures)))), labels, tuple(classes), tuple(classes))
@@ -283,7 +283,7 @@ def test_the_halves_that_choose_are_not_reported():
     assert (report.n_images, report.n_chosen_on) == (5, 4)
     alone = evaluate_zeroshot(BOUNDARY, labelled([(0.0, 0)] * 5), ["sure {}", "vague {}"], filters=["oracle"])
     assert (alone.n_images, alone.n_chosen_on, alone.n_empty) == (5, 0, 1)
-    with pytest.raises(UserError, match="no class has two pictures"):
+    with pytest.raises(UserError, match="no class has two images"):
         evaluate_zeroshot(BOUNDARY, labelled([(0.0, 0), (10.0, 1)]), ["sure {}"])
 
 
@@ -311,7 +311,7 @@ def test_equal_uncertainties_filter_in_the_order_of_the_templates():
 
 
 def test_whether_certain_templates_are_the_better_ones():
-    """The vaguer the template, the nearer its a lies to b, and the more pictures of a it loses."""
+    """The vaguer the template, the nearer its a lies to b, and the more images of a it loses."""
     texts = {f"{i} {c}": (float(3 * i) if c == "a" else 10.0, 1.0 + i) for i in range(3) for c in "ab"}
     pictures = labelled([(0.0, 0), (3.0, 0), (5.5, 1), (6.2, 1), (9.0, 1)])
     report = evaluate_zeroshot(Table(texts), pictures, [f"{i} {{}}" for i in range(3)], filters=["none"])
@@ -331,7 +331,7 @@ def test_prompts_that_are_all_alike_differ_in_nothing():
 def test_a_model_of_points_is_not_filtered():
     points = Table({"sure a": (0.0, 0.0), "sure b": (10.0, 0.0)})
     pictures = labelled([(0.0, 0), (0.0, 0), (10.0, 1), (10.0, 1)])
-    with pytest.raises(UserError, match="no variances, so there is nothing to filter by"):
+    with pytest.raises(UserError, match="no variances to filter prompts by"):
         evaluate_zeroshot(points, pictures, ["sure {}"])
     report = evaluate_zeroshot(points, pictures, ["sure {}"], filters=["none"], choose_on=pictures)
     assert [m.top1.value for m in report.methods] == [1, 1]
@@ -377,7 +377,7 @@ def test_the_templates_of_clip():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("a photo of a {}.\na photo\n", ":2: expected one {} where the class goes"),
+        ("a photo of a {}.\na photo\n", ":2: expected one {} for the class"),
         ("{} and {}\n", ":1: expected one {}"),
         ("a {class}\n", ":1: expected one {}"),
         ("a {}\n\na {}\n", "the template 'a {}' occurs twice"),
@@ -474,7 +474,7 @@ def test_data_whose_only_text_of_a_picture_is_its_class():
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """A trained run, and its pictures in folders: ROOT/red_circle/picture.png."""
+    """A trained run, and its images in folders: ROOT/red_circle/picture.png."""
     folder = tmp_path_factory.mktemp("zeroshot")
     recipe = make_toy(folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -505,7 +505,7 @@ def test_the_command_on_folders(work, sfumato, tmp_path):
         100,
     )
     status, out, _ = sfumato(*arguments, "--filter", "global", "--filter", "oracle", "--out", tmp_path / "out")
-    assert status == 0 and "24 pictures of 24 classes, K chosen on 24 others; by csd" in out
+    assert status == 0 and "24 images of 24 classes, K chosen on 24 others; by csd" in out
     for shown in (
         "one prompt: a {}",
         "all 3 prompts",
@@ -551,13 +551,13 @@ def test_the_command_on_emoji_and_on_data(work, sfumato, tmp_path):
 
 def test_the_command_leaves_out_what_it_cannot_read(work, sfumato, tmp_path):
     (tmp_path / "broken" / "a").mkdir(parents=True)
-    (tmp_path / "broken" / "a" / "0.png").write_bytes(b"no picture")
+    (tmp_path / "broken" / "a" / "0.png").write_bytes(b"no image")
     (tmp_path / "broken" / "a" / "1.png").write_bytes((work / "data" / "000.png").read_bytes())
     (tmp_path / "broken" / "b").mkdir()
     status, out, _ = sfumato("zeroshot", work / "run", "--images", tmp_path / "broken", "--filter", "none")
     assert (
         status == 0
-        and "1 pictures of 2 classes" in out
+        and "1 images of 2 classes" in out
         and "1 left out" in out
         and "others can only be mistaken for: 1" in out
     )

@@ -78,12 +78,13 @@ def embed(
     """
     import time
 
+    from sfumato.data.listings import list_source
     from sfumato.gaussian import save_embeddings
     from sfumato.models.build import choose_device
     from sfumato.models.embed import embed_folder, embed_lines
     from sfumato.models.embedding_steps import file_endings
     from sfumato.models.export import load_model
-    from sfumato.models.ingest import embed_collection, list_source, which_job
+    from sfumato.models.ingest import embed_collection, which_job
 
     if out.suffix != ".safetensors":
         job, of = which_job(shard)

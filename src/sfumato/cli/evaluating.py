@@ -115,14 +115,10 @@ def evaluate(
     from dataclasses import asdict
     from functools import partial
 
-    from sfumato.evaluation.compare import (
-        PER_QUERY_ENDINGS,
-        main_figures,
-        over_seeds,
-        per_query_table,
-        read_per_query,
-    )
-    from sfumato.evaluation.embedded_input import Files, More, measure, measure_files, more_results
+    from sfumato.evaluation.compare import main_figures, over_seeds
+    from sfumato.evaluation.embedded_input import Files, measure, measure_files
+    from sfumato.evaluation.more_results import More, more_results
+    from sfumato.evaluation.per_query import PER_QUERY_ENDINGS, per_query_table, read_per_query
     from sfumato.models.build import choose_device
     from sfumato.models.embed import embed_for_evaluation, evaluate_model, evaluate_run
     from sfumato.models.export import load_model

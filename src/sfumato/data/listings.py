@@ -22,6 +22,9 @@ from sfumato.errors import UserError
 T = TypeVar("T")
 Modality = Literal["images", "texts"]
 
+PART_SIZE = 4096
+"""Default number of items of a part: a job that was killed repeats at most so many."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -210,6 +213,43 @@ def list_texts(path: str | Path, *, part_size: int) -> Listing:
             return [entry(first + k + 1, file.readline()) for k in range(min(part_size, n - first))]
 
     return Listing("texts", "texts", str(path), n, digest.hexdigest(), part_size, len(starts), entries)
+
+
+def list_source(
+    *,
+    images: Path | None = None,
+    manifest: Path | None = None,
+    shards: str | None = None,
+    texts: Path | None = None,
+    part_size: int = PART_SIZE,
+    endings: frozenset[str] = IMAGE_ENDINGS,
+) -> Listing:
+    """The listing of the one source that is given.
+
+    Args:
+        images: folder, see :func:`list_folder`.
+        manifest: file, see :func:`list_manifest`.
+        shards: pattern, see :func:`list_shards`.
+        texts: file, see :func:`list_texts`.
+        part_size: most items of a part.
+        endings: file name endings that count in a folder; see :func:`~sfumato.models.embedding_steps.file_endings`.
+
+    Returns:
+        The listing.
+
+    Raises:
+        UserError: none is given, or several, or it cannot be read.
+        ValueError: part_size is less than 1.
+    """
+    if sum(source is not None for source in (images, manifest, shards, texts)) != 1:
+        raise UserError("give one of --images FOLDER, --manifest FILE, --shards PATTERN and --texts FILE")
+    if images is not None:
+        return list_folder(images, part_size=part_size, endings=endings)
+    if manifest is not None:
+        return list_manifest(manifest, part_size=part_size)
+    if shards is not None:
+        return list_shards(shards, part_size=part_size)
+    return list_texts(texts or Path(), part_size=part_size)
 
 
 def _in_sections(

@@ -48,8 +48,8 @@ class DataConfig(BaseModel):
     )
     path: str = Field(
         "",
-        description="manifest (.jsonl, .csv, .parquet), image folder, Karpathy JSON, folder of region features (scan), or"
-        " the training shards (folder, glob or braces: cc3m-{00000..00331}.tar); not used by emoji",
+        description="manifest (.jsonl, .csv, .parquet), image folder, Karpathy JSON, folder of region features (scan),"
+        " or the training shards (folder, glob or braces: cc3m-{00000..00331}.tar); not used by emoji",
     )
     val_path: str = Field("", description="shards: the validation shards, read as a whole; none by default")
     samples_per_epoch: PositiveInt = Field(1_000_000, description="shards: number of pairs per epoch")

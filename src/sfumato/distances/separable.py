@@ -16,7 +16,7 @@ from sfumato.gaussian import GaussianEmbedding
 
 
 def squared_l2(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
-    """Squared Euclidean distance of the means, row by row; the variances play no part.
+    """Squared Euclidean distance of the means, row by row; the variances have no effect.
 
     Args:
         x, y: (n, d) embeddings; same n, d, dtype and device.
@@ -72,7 +72,7 @@ def nearest_matrix(x: GaussianEmbedding, y: GaussianEmbedding, *, embeddings: in
 
         nearest(i, j) = min over k, l < K of ||mean_i[k] - mean_j[l]||^2
 
-    An item's mean holds its K embeddings side by side. The variances play no part. Recipes name it nearest_of_K. It is
+    An item's mean holds its K embeddings side by side. Variances have no effect. Recipes name it nearest_of_K. It is
     the distance of multiple-instance learning.
 
     Args:

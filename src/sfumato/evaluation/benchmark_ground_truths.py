@@ -1,35 +1,26 @@
-"""Ground truths of the benchmarks: COCO, CxC, ECCV Caption, PMRP, RPC2, CUB Captions, Flickr and emoji."""
+"""Ground truths of the benchmarks on emoji, Flickr and CUB Captions; those on COCO are in coco_ground_truths."""
 
-import importlib.util
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from sfumato.data.emoji import Style, load_emoji
-from sfumato.data.karpathy import karpathy_entries
 from sfumato.errors import UserError
-from sfumato.evaluation.ground_truth import (
-    RECALLS,
-    GroundTruth,
-    first_twice,
-    ground_truth_from_data,
-    ground_truth_from_pairs,
-    in_folds,
-    read_json,
-    read_lists,
-)
-from sfumato.metrics.relevance import Relevance
+from sfumato.evaluation.coco_ground_truths import read_karpathy_ground_truth
+from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_data, relevance_from_table
 
 
 def emoji(split: str = "test", *, held_out_style: Style = "fluent3d") -> GroundTruth:
-    """The truth of the embedded emoji set: names, tags, subgroups and groups, many to many.
+    """The emoji data set of the package: names, tags, subgroups and groups, many to many.
 
     Args:
         split: "train", "val", "test" or "style".
-        held_out_style: see :func:`~sfumato.data.emoji.load_emoji`.
+        held_out_style: drawing style of the split "style", see :func:`~sfumato.data.emoji.load_emoji`.
+
+    Returns:
+        The ground truth "emoji".
 
     Raises:
         ValueError: the split is unknown.
@@ -40,302 +31,30 @@ def emoji(split: str = "test", *, held_out_style: Style = "fluent3d") -> GroundT
     return replace(ground_truth_from_data(splits[split], name="emoji"), source=f"emoji, {split}")
 
 
-# ---------------------------------------------------------------- COCO, CxC, ECCV Caption
-
-
-def coco_5k(
-    image_ids: Sequence[str | int],
-    text_ids: Sequence[str | int],
-    pairs: Iterable[tuple[str | int, str | int]],
-    *,
-    source: str = "",
-) -> GroundTruth:
-    """COCO's 5,000 test images and 25,000 captions, recall@1, 5, 10; arguments as of :func:`ground_truth_from_pairs`."""
-    return ground_truth_from_pairs("coco_5k", image_ids, text_ids, pairs, metrics=RECALLS, source=source)
-
-
-def coco_1k(
-    image_ids: Sequence[str | int],
-    text_ids: Sequence[str | int],
-    pairs: Iterable[tuple[str | int, str | int]],
-    *,
-    source: str = "",
-) -> GroundTruth:
-    """The mean of COCO's five folds of 1,000 images, in the order of the ids; arguments as of :func:`ground_truth_from_pairs`.
-
-    Raises:
-        ValueError: the images do not make five equal folds, or a text matches images of two folds or of none.
-    """
-    return in_folds(coco_5k(image_ids, text_ids, pairs, source=source), name="coco_1k")
-
-
-_MOST_OUTSIDE = 0.01
-
-
-def eccv_caption(folder: str | Path | None = None) -> dict[str, GroundTruth]:
-    """The truths of the ``eccv_caption`` package: COCO 5K and 1K, CxC, RPC2, ECCV Caption, and PMRP where its files are.
-
-    Its files are read, its code is never run. ECCV Caption has 1,261 image and 1,332 text queries, and two texts among its
-    positives that are not in the gallery: they count among the relevant ones and can never be found. RPC2 is R-Precision on the
-    positives of CxC.
-
-    Args:
-        folder: of coco_test_ids.npy, original_*.json, cxc_*.json and eccv_*.json (and pm_*.json, which the package does not
-            bring); None takes the installed package's.
-
-    Returns:
-        "coco_5k", "coco_1k", "cxc", "rpc2", "eccv", and "pmrp_eccv_caption" if there are pm_*.json: one threshold, no average.
-
-    Raises:
-        UserError: the package is not installed, or a file is missing or damaged.
-    """
-    root = _installed() if folder is None else Path(folder)
-    try:
-        texts = tuple(str(int(i)) for i in np.load(root / "coco_test_ids.npy", allow_pickle=False))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"cannot read the caption ids {root / 'coco_test_ids.npy'}: {error}") from error
-    own_path = root / "original_caption_to_image.json"
-    own = read_lists(own_path)
-    missing = [text for text in texts if len(own.get(text, [])) != 1]
-    if missing:
-        raise UserError(f"{own_path}: caption {missing[0]} has {len(own.get(missing[0], []))} images, expected one")
-    images = tuple(dict.fromkeys(own[text][0] for text in texts))
-    five = coco_5k(images, texts, ((own[text][0], text) for text in texts), source=str(root))
-    try:
-        ground_truths = {"coco_5k": five, "coco_1k": in_folds(five, name="coco_1k")}
-    except ValueError as error:
-        raise UserError(f"{root / 'coco_test_ids.npy'}: {error}") from error
-    ground_truths["cxc"] = _from_lists(root, "cxc", five, RECALLS)
-    ground_truths["rpc2"] = replace(ground_truths["cxc"], name="rpc2", metrics=("r_precision",))
-    ground_truths["eccv"] = _from_lists(root, "eccv", five, ("map@r", "r_precision", *RECALLS))
-    if (root / "pm_image_to_caption.json").is_file():
-        ground_truths["pmrp_eccv_caption"] = replace(
-            _from_lists(root, "pm", five, ("r_precision",)), name="pmrp_eccv_caption"
-        )
-    return ground_truths
-
-
-def cxc(folder: str | Path | None = None) -> GroundTruth:
-    """CxC: more positives than COCO, 24,972 text queries; see :func:`eccv_caption`."""
-    return eccv_caption(folder)["cxc"]
-
-
-def rpc2(folder: str | Path | None = None) -> GroundTruth:
-    """RPC2: R-Precision on the positives of CxC (Pishdad et al., 4.3); see :func:`eccv_caption`."""
-    return eccv_caption(folder)["rpc2"]
-
-
-def eccv(folder: str | Path | None = None) -> GroundTruth:
-    """ECCV Caption: mAP@R, R-Precision and recalls; see :func:`eccv_caption`."""
-    return eccv_caption(folder)["eccv"]
-
-
-def _installed() -> Path:
-    spec = importlib.util.find_spec("eccv_caption")
-    if spec is None or not spec.submodule_search_locations:
-        raise UserError(
-            "the id lists of CxC and ECCV Caption come with the package eccv_caption, which is not installed:"
-            " pip install 'sfumato[benchmarks]', or name the folder of its JSON files"
-        )
-    return Path(spec.submodule_search_locations[0]) / "data"
-
-
-def _from_lists(root: Path, prefix: str, base: GroundTruth, metrics: tuple[str, ...]) -> GroundTruth:
-    directions = (
-        ("image_to_caption", "image", base.image_ids, base.text_ids),
-        ("caption_to_image", "caption", base.text_ids, base.image_ids),
-    )
-    sides = []
-    for file, what, queries, gallery in directions:
-        path = root / f"{prefix}_{file}.json"
-        listed = read_lists(path)
-        place, rows = {x: j for j, x in enumerate(gallery)}, {q: i for i, q in enumerate(queries)}
-        if unknown := [query for query in listed if query not in rows]:
-            raise UserError(f"{path}: {what} {unknown[0]} is not among the {len(queries)} {what}s of the benchmark")
-        index: list[list[int]] = [[] for _ in queries]
-        outside = np.zeros(len(queries), np.int64)
-        for query, items in listed.items():
-            found = [place[item] for item in dict.fromkeys(items) if item in place]
-            index[rows[query]], outside[rows[query]] = found, len(dict.fromkeys(items)) - len(found)
-        if outside.sum() > _MOST_OUTSIDE * sum(map(len, listed.values())):
-            raise UserError(
-                f"{path}: {outside.sum()} of its positives are not in the gallery; is it another benchmark's?"
-            )
-        sides.append(Relevance.from_lists(index, n_gallery=len(gallery), n_outside=outside if outside.any() else None))
-    return GroundTruth(prefix, base.image_ids, base.text_ids, sides[0], sides[1], metrics, source=str(root))
-
-
-def coco_image_id(name: str) -> str:
-    """COCO's image number from a file name; any other id is itself.
-
-    Example:
-        >>> coco_image_id("COCO_val2014_000000391895.jpg"), coco_image_id("000000391895.jpg"), coco_image_id("a.jpg")
-        ('391895', '391895', 'a.jpg')
-    """
-    match = re.fullmatch(r"(?:.*/)?(?:COCO_(?:train|val|test)20\d\d_)?0*(\d+)\.jpe?g", name)
-    return match[1] if match and re.search(r"\d{12}\.", name) else name
-
-
-# ---------------------------------------------------------------- Karpathy's split files
-
-
-def read_karpathy_ground_truth(
-    path: str | Path, *, split: str = "test", name: str, coco_ids: bool = False
-) -> GroundTruth:
-    """The truth of a split of a dataset_coco.json, dataset_flickr30k.json or dataset_flickr8k.json; no picture is needed.
-
-    Args:
-        path: the JSON file.
-        split: "train" (with "restval"), "val" or "test".
-        name: of the truth.
-        coco_ids: image ids are COCO's numbers instead of file names.
-
-    Returns:
-        Text ids are sentence ids, as in :func:`~sfumato.data.karpathy.read_karpathy`; recall@1, 5, 10.
-
-    Raises:
-        UserError: the file is missing, not of this layout, repeats an id, or has nothing in this split.
-    """
-    images: list[str] = []
-    pairs: list[tuple[str, str]] = []
-    for entry in karpathy_entries(path):
-        if entry.mistake and entry.split in (split, ""):
-            raise UserError(f"{entry.location}: malformed entry: {entry.mistake}")
-        if entry.split != split:
-            continue
-        image = coco_image_id(entry.filename) if coco_ids else entry.filename
-        images.append(image)
-        pairs += [(image, sentence) for sentence, _ in entry.sentences]
-    if not pairs:
-        raise UserError(f"{path}: no image with captions is in the split {split!r}")
-    texts = [text for _, text in pairs]
-    for what, ids in (("filename", images), ("sentid", texts)):
-        if (twice := first_twice(ids)) is not None:
-            raise UserError(f"{path}: {what} {twice} occurs more than once in the split {split!r}")
-    return ground_truth_from_pairs(name, images, texts, pairs, metrics=RECALLS, source=f"{path}, {split}")
-
-
-def read_coco(path: str | Path, *, split: str = "test") -> dict[str, GroundTruth]:
-    """COCO 5K and 1K from Karpathy's dataset_coco.json.
-
-    Args:
-        path: the JSON file.
-        split: "test", or "val".
-
-    Returns:
-        "coco_5k" and "coco_1k", image ids are COCO's numbers, text ids its caption ids.
-
-    Raises:
-        UserError: as :func:`read_karpathy_ground_truth`, or the images do not make five equal folds.
-    """
-    five = read_karpathy_ground_truth(path, split=split, name="coco_5k", coco_ids=True)
-    try:
-        return {"coco_5k": five, "coco_1k": in_folds(five, name="coco_1k")}
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from error
-
-
 def flickr30k(path: str | Path, *, split: str = "test") -> GroundTruth:
-    """Flickr30k from Karpathy's dataset_flickr30k.json: 1,000 test images, 5,000 captions; see :func:`read_karpathy_ground_truth`."""
+    """Flickr30k from Karpathy's dataset_flickr30k.json: 1,000 test images with 5,000 captions.
+
+    Args:
+        path: of the JSON file.
+        split: "train", "val" or "test".
+
+    Returns:
+        The ground truth "flickr30k"; see :func:`~sfumato.evaluation.coco_ground_truths.read_karpathy_ground_truth`.
+    """
     return read_karpathy_ground_truth(path, split=split, name="flickr30k")
 
 
 def flickr8k(path: str | Path, *, split: str = "test") -> GroundTruth:
-    """Flickr8k from Karpathy's dataset_flickr8k.json: 1,000 test images, 5,000 captions; see :func:`read_karpathy_ground_truth`."""
-    return read_karpathy_ground_truth(path, split=split, name="flickr8k")
-
-
-# ---------------------------------------------------------------- PMRP
-
-
-def pmrp(
-    instances: str | Path | Sequence[str | Path], captions: GroundTruth, *, zetas: Sequence[int] = (0, 1, 2)
-) -> dict[str, GroundTruth]:
-    """Plausible Match R-Precision (Chun et al., CVPR 2021, C.1) from COCO's instance annotations.
-
-    An image and a text match when the sets of object classes of the image and of the text's image differ in at most zeta
-    classes. Images without any instance, and their texts, are left out of queries and gallery. The paper averages R-Precision over
-    zeta = 0, 1, 2; the variant of the ``eccv_caption`` package has the single threshold zetas=(2,).
+    """Flickr8k from Karpathy's dataset_flickr8k.json: 1,000 test images with 5,000 captions.
 
     Args:
-        instances: one or several instances_*.json, which together annotate all images of captions.
-        captions: which images and texts there are and which belong together, such as :func:`coco_5k`.
-        zetas: thresholds, each a truth.
+        path: of the JSON file.
+        split: "train", "val" or "test".
 
     Returns:
-        "pmrp@ZETA" for each; several are averaged as "pmrp".
-
-    Raises:
-        UserError: a file is missing or malformed, or does not know an image.
-        ValueError: zetas are empty, negative or repeated, or a text belongs to no image or to several.
+        The ground truth "flickr8k"; see :func:`~sfumato.evaluation.coco_ground_truths.read_karpathy_ground_truth`.
     """
-    if not zetas or min(zetas) < 0 or len(set(zetas)) != len(zetas):
-        raise ValueError(f"pmrp: zetas must be distinct and at least 0, got {tuple(zetas)}")
-    if (captions.t2i.counts != 1).any():
-        text = captions.text_ids[int(np.flatnonzero(captions.t2i.counts != 1)[0])]
-        raise ValueError(f"pmrp: text {text!r} does not belong to exactly one image of {captions.name}")
-    paths = [Path(instances)] if isinstance(instances, str | Path) else [Path(path) for path in instances]
-    classes = _classes_of_images(paths)
-    images = [coco_image_id(image) for image in captions.image_ids]
-    for image in images:
-        if image not in classes:
-            raise UserError(f"{', '.join(map(str, paths))}: image {image} of {captions.name} is not among its images")
-    known = sorted({c for image in images for c in classes[image]})
-    code = np.zeros((len(images), len(known)), np.float32)
-    for i, image in enumerate(images):
-        code[i, [known.index(c) for c in classes[image]]] = 1
-    kept_images = np.flatnonzero(code.any(1))
-    place = np.full(len(images), -1)
-    place[kept_images] = np.arange(len(kept_images))
-    image_of_text = place[captions.t2i.indices]
-    kept_texts = np.flatnonzero(image_of_text >= 0)
-    image_of_text, code = image_of_text[kept_texts], code[kept_images]
-    size = code.sum(1)
-    difference = size[:, None] + size - 2 * (code @ code.T)
-    ground_truths = {}
-    for zeta in zetas:
-        near = difference <= zeta
-        t2i = _dense(near[image_of_text])
-        i2t = _dense(near[:, image_of_text])
-        ground_truths[f"pmrp@{zeta}"] = GroundTruth(
-            f"pmrp@{zeta}",
-            tuple(captions.image_ids[i] for i in kept_images),
-            tuple(captions.text_ids[i] for i in kept_texts),
-            i2t,
-            t2i,
-            ("r_precision",),
-            averaged_as="pmrp" if len(zetas) > 1 else None,
-            source=", ".join(map(str, paths)),
-        )
-    return ground_truths
-
-
-def _dense(near: np.ndarray) -> Relevance:
-    """From (n, m) bool."""
-    rows, columns = np.nonzero(near)
-    return Relevance(np.searchsorted(rows, np.arange(len(near) + 1)), columns, near.shape[1])
-
-
-def _classes_of_images(paths: Sequence[Path]) -> dict[str, set[int]]:
-    classes: dict[str, set[int]] = {}
-    for path in paths:
-        loaded = read_json(path)
-        if not isinstance(loaded, dict) or not all(isinstance(loaded.get(k), list) for k in ("images", "annotations")):
-            raise UserError(f"{path}: not COCO's instance annotations; expected lists under 'images' and 'annotations'")
-        for what in ("images", "annotations"):
-            for number, entry in enumerate(loaded[what]):
-                try:
-                    if what == "images":
-                        classes.setdefault(str(int(entry["id"])), set())
-                    else:
-                        classes.setdefault(str(int(entry["image_id"])), set()).add(int(entry["category_id"]))
-                except (KeyError, TypeError, ValueError) as error:
-                    expected = "id" if what == "images" else "image_id and category_id"
-                    raise UserError(f"{path}:{what}[{number}]: expected an object with {expected}") from error
-    return classes
-
-
-# ---------------------------------------------------------------- CUB Captions
+    return read_karpathy_ground_truth(path, split=split, name="flickr8k")
 
 
 def cub_captions(
@@ -347,21 +66,24 @@ def cub_captions(
     images: str | Path | None = None,
     name: str = "cub",
 ) -> GroundTruth:
-    """CUB Captions: an image and a text match when they are of one class of birds.
+    """CUB Captions: an image and a text match if they show and describe the same class of birds.
 
-    The unseen split is ``classes="testclasses.txt"`` (50 of the 200 classes), the seen one ``classes="trainvalclasses.txt",
-    only="seen_test_images.txt"`` (150 classes; ten images of that list are of unseen ones), training the same classes ``without``
-    those images.
+    The unseen split is ``classes="testclasses.txt"``, 50 of the 200 classes. The seen split is
+    ``classes="trainvalclasses.txt", only="seen_test_images.txt"``, 150 classes; ten images of that list are of unseen
+    classes. Training takes the same 150 classes ``without`` those images.
 
     Args:
-        captions: folder of CLASS/IMAGE.txt with a caption a line, as in the public data (text_c10); other files are ignored.
-        classes: those to keep, as names or a file with one a line; None keeps all.
-        only, without: images to keep, or to leave out, as "CLASS/IMAGE.jpg" or a file with one a line.
-        images: folder of CLASS/IMAGE.jpg; if given, every picture must be there.
-        name: of the truth.
+        captions: folder of CLASS/IMAGE.txt with one caption per line, as in the public data (text_c10); other files are
+            ignored.
+        classes: those to keep, as names or as a file with one per line; None keeps all.
+        only: images to keep, as "CLASS/IMAGE.jpg" or as a file with one per line; None keeps all.
+        without: images to leave out, likewise.
+        images: folder of CLASS/IMAGE.jpg; if given, every image must be there.
+        name: of the ground truth.
 
     Returns:
-        Image ids are "CLASS/IMAGE.jpg", text ids "CLASS/IMAGE.jpg#LINE" with lines from 0; sorted.
+        The ground truth. Image ids are "CLASS/IMAGE.jpg", text ids "CLASS/IMAGE.jpg#LINE" with lines from 0; both
+        sorted.
 
     Raises:
         UserError: a folder, file, class, image or its captions are missing.
@@ -372,42 +94,45 @@ def cub_captions(
     chosen = sorted(p.name for p in root.iterdir() if p.is_dir()) if classes is None else _names(classes)
     keep = None if only is None else set(_names(only))
     drop = set() if without is None else set(_names(without))
-    image_ids: list[str] = []
-    text_ids: list[str] = []
+    counts: dict[str, int] = {}
     class_of_image: list[int] = []
-    class_of_text: list[int] = []
     present = set()
     for number, bird in enumerate(sorted(set(chosen))):
         if not (root / bird).is_dir():
-            raise UserError(f"{root}: there is no class {bird}; CUB-200-2011 and its captions are expected")
+            raise UserError(f"{root}: there is no class {bird}; expected the captions of CUB-200-2011")
         for path in sorted((root / bird).glob("*.txt")):
             image = f"{bird}/{path.stem}.jpg"
             present.add(image)
             if (keep is not None and image not in keep) or image in drop:
                 continue
             if images is not None and not (Path(images) / image).is_file():
-                raise UserError(f"{images}: picture {image} is missing; its captions are {path}")
-            try:
-                lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"cannot read the captions {path}: {error}") from error
-            if not lines:
-                raise UserError(f"{path}: no captions; expected one a line")
-            image_ids.append(image)
+                raise UserError(f"{images}: image {image} is missing; its captions are {path}")
+            counts[image] = _n_captions(path)
             class_of_image.append(number)
-            text_ids += [f"{image}#{i}" for i in range(len(lines))]
-            class_of_text += [number] * len(lines)
     if keep is not None and (lost := sorted(keep - present)) and len(lost) == len(keep):
         raise UserError(f"{root}: none of the {len(keep)} images of only= is in these classes, for instance {lost[0]}")
-    if not image_ids:
-        raise UserError(f"{root}: no captions CLASS/IMAGE.txt for what was chosen")
-    near = np.array(class_of_image)[:, None] == np.array(class_of_text)
-    i2t, t2i = _dense(near), _dense(near.T)
-    return GroundTruth(name, tuple(image_ids), tuple(text_ids), i2t, t2i, source=str(root))
+    if not counts:
+        raise UserError(f"{root}: found no captions CLASS/IMAGE.txt for this choice of classes and images")
+    text_ids = tuple(f"{image}#{i}" for image, n in counts.items() for i in range(n))
+    class_of_text = np.repeat(class_of_image, list(counts.values()))
+    match = np.array(class_of_image)[:, None] == class_of_text
+    i2t, t2i = relevance_from_table(match), relevance_from_table(match.T)
+    return GroundTruth(name, tuple(counts), text_ids, i2t, t2i, source=str(root))
+
+
+def _n_captions(path: Path) -> int:
+    """Number of captions in a file, at least 1."""
+    try:
+        n = sum(bool(line.strip()) for line in path.read_text(encoding="utf-8").splitlines())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the captions {path}: {error}") from error
+    if not n:
+        raise UserError(f"{path}: no captions; expected one per line")
+    return n
 
 
 def _names(given: str | Path | Iterable[str]) -> list[str]:
-    """Names as they are, or the lines of a file of them."""
+    """The given names, or the lines of a file of names."""
     if not isinstance(given, str | Path):
         return list(given)
     try:

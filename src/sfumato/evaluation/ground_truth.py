@@ -1,11 +1,12 @@
-"""The benchmarks' truths: which images and texts, which of them match in each direction, and which figures are reported.
+"""The ground truth of an evaluation: the ids of images and texts, which of them match, and which metrics are reported.
 
-It reads id lists and annotations, never pictures, captions or embeddings. Sources and definitions: docs/concepts/evaluation.md.
+This module reads id lists and annotations, never images, captions or embeddings. docs/concepts/evaluation.md names sources and
+definitions.
 """
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,27 +19,29 @@ from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import check_metric
 
 RECALLS = ("recall@1", "recall@5", "recall@10")
-"""What every benchmark of captions reports."""
+"""The metrics of every caption benchmark."""
 
 ALL_METRICS = (*RECALLS, "r_precision", "map@r", "median_rank", "mean_rank")
-"""What is reported where a benchmark does not say."""
+"""The metrics of a benchmark that does not name its own."""
 
 
 @dataclass(frozen=True, eq=False)
 class GroundTruth:
-    """What an evaluation is measured against.
+    """Which images and texts there are, and which of them match.
 
-    Queries without a relevant item are not evaluated, so that a benchmark with fewer queries has the whole gallery all the same.
+    Queries without a relevant item are not evaluated. A benchmark with few queries can therefore have a large gallery.
 
     Attributes:
         name: of the benchmark.
-        image_ids, text_ids: the n images and m texts, distinct; each side is the other's gallery.
-        i2t: image -> true texts, (n by m).
-        t2i: text -> true images, (m by n); need not be the other way round of i2t.
-        metrics: those to report, in the names of ``retrieval_metrics``.
-        folds: (image positions, text positions) of each part that is evaluated by itself, the figures averaged; none is the whole.
-        averaged_as: truths that share this name are averaged under it, as PMRP's three thresholds are.
-        source: where it came from.
+        image_ids: n distinct ids; the images are queries, and the gallery of the texts.
+        text_ids: m distinct ids; the texts are queries, and the gallery of the images.
+        i2t: image -> true texts, n by m.
+        t2i: text -> true images, m by n; need not be the transpose of i2t.
+        metrics: those to report, named as in :func:`~sfumato.metrics.retrieval.retrieval_metrics`.
+        folds: (image positions, text positions) of each fold; folds are evaluated separately and their metrics
+            averaged. Empty for one evaluation of the whole.
+        averaged_as: ground truths that share this name are averaged under it, as the three thresholds of PMRP are.
+        source: the file or package that it was read from.
 
     Raises:
         ValueError: sizes do not fit, an id occurs twice, a metric is unknown, or a fold points outside.
@@ -77,7 +80,17 @@ class GroundTruth:
                     )
 
     def with_metrics(self, *metrics: str) -> "GroundTruth":
-        """The same truth, reporting these metrics."""
+        """Replace the reported metrics.
+
+        Args:
+            metrics: names of metrics.
+
+        Returns:
+            The same ground truth that reports these metrics.
+
+        Raises:
+            ValueError: a metric is unknown.
+        """
         return replace(self, metrics=metrics)
 
 
@@ -90,56 +103,72 @@ def ground_truth_from_pairs(
     metrics: Sequence[str] = ALL_METRICS,
     source: str = "",
 ) -> GroundTruth:
-    """A truth from ids and the pairs that match, the same in both directions.
+    """Make a ground truth from ids and the pairs that match, the same in both directions.
 
     Args:
-        name: of the truth.
-        image_ids, text_ids: distinct; numbers are taken as their decimal strings.
+        name: of the ground truth.
+        image_ids: distinct ids; a number stands for its decimal string.
+        text_ids: distinct ids, likewise.
         pairs: (image id, text id) of each match.
         metrics: those to report.
-        source: where it came from.
+        source: the file or package of the pairs.
+
+    Returns:
+        The ground truth.
 
     Raises:
         ValueError: a pair names an unknown id, or an id occurs twice.
 
     Example:
-        >>> truth = ground_truth_from_pairs("mine", ["a", "b"], [1, 2, 3], [("a", 1), ("a", 2), ("b", 3)])
-        >>> truth.i2t.counts
+        >>> mine = ground_truth_from_pairs("mine", ["a", "b"], [1, 2, 3], [("a", 1), ("a", 2), ("b", 3)])
+        >>> mine.i2t.counts
         array([2, 1])
     """
     images, texts = tuple(map(str, image_ids)), tuple(map(str, text_ids))
-    places = ({x: i for i, x in enumerate(images)}, {x: i for i, x in enumerate(texts)})
+    positions = ({x: i for i, x in enumerate(images)}, {x: i for i, x in enumerate(texts)})
     rows = []
     for number, (image, text) in enumerate(pairs):
-        for what, identity, place in zip(("image", "text"), (image, text), places, strict=True):
-            if str(identity) not in place:
+        for what, identity, known in zip(("image", "text"), (image, text), positions, strict=True):
+            if str(identity) not in known:
                 raise ValueError(f"{name}: pair {number} names {what} {identity!r}, which is not among the {what} ids")
-        rows.append((places[0][str(image)], places[1][str(text)]))
+        rows.append((positions[0][str(image)], positions[1][str(text)]))
     index = np.array(rows, np.int64).reshape(-1, 2)
     i2t = Relevance.from_pairs(index[:, 0], index[:, 1], n_queries=len(images), n_gallery=len(texts))
     return GroundTruth(name, images, texts, i2t, i2t.transpose(), tuple(metrics), source=source)
 
 
 def ground_truth_from_data(data: PairData, *, name: str, metrics: Sequence[str] = ALL_METRICS) -> GroundTruth:
-    """The truth of a split of any data set that the package reads."""
+    """Make the ground truth of a split of any data set that the package reads.
+
+    Args:
+        data: the split.
+        name: of the ground truth.
+        metrics: those to report.
+
+    Returns:
+        The ground truth.
+    """
     i2t = data.relevance()
     return GroundTruth(name, tuple(data.image_ids), tuple(data.text_ids), i2t, i2t.transpose(), tuple(metrics))
 
 
 def in_folds(ground_truth: GroundTruth, n_folds: int = 5, *, name: str) -> GroundTruth:
-    """The same truth in equal parts of consecutive images, each with the texts of its images.
+    """Divide a ground truth into folds of consecutive images, each with the texts of its images.
 
     Args:
-        truth: whose texts each belong to the images of one part.
-        n_folds: number of parts.
+        ground_truth: each of its texts must match images of exactly one fold.
+        n_folds: number of folds.
         name: of the result.
 
+    Returns:
+        The same ground truth with folds of equal size.
+
     Raises:
-        ValueError: the images do not make equal parts, or a text matches images of two parts or of none.
+        ValueError: the images cannot be divided into equal folds, or a text matches images of two folds or of none.
     """
     n = len(ground_truth.image_ids)
     if n_folds < 1 or n % n_folds:
-        raise ValueError(f"{name}: {n} images do not make {n_folds} equal folds")
+        raise ValueError(f"{name}: {n} images cannot be divided into {n_folds} equal folds")
     first, last = np.full(len(ground_truth.text_ids), n_folds), np.full(len(ground_truth.text_ids), -1)
     fold = ground_truth.t2i.indices // max(n // n_folds, 1)
     np.minimum.at(first, ground_truth.t2i.query_of_item, fold)
@@ -152,23 +181,39 @@ def in_folds(ground_truth: GroundTruth, n_folds: int = 5, *, name: str) -> Groun
     return replace(ground_truth, name=name, folds=folds)
 
 
-# ---------------------------------------------------------------- a user's own
+def relevance_from_table(match: np.ndarray) -> Relevance:
+    """Make a relevance from a dense table.
+
+    Args:
+        match: (n, m) bool, whether query and item match.
+
+    Returns:
+        n queries by m items.
+    """
+    rows, columns = np.nonzero(match)
+    return Relevance(np.searchsorted(rows, np.arange(len(match) + 1)), columns, match.shape[1])
+
+
+# ---------------------------------------------------------------- files
 
 
 def read_ground_truth(
     path: str | Path, *, name: str | None = None, metrics: Sequence[str] = ALL_METRICS
 ) -> GroundTruth:
-    """A truth of one's own.
+    """Read a user's ground truth.
 
     Args:
-        path: JSON, either {"images": [ids], "texts": [ids], "pairs": [[image, text], ...]} or {image: [texts], ...}; or CSV with
-            the columns image and text, one match a row. Where no lists of ids are given, they are those of the matches in the
-            order in which they are met.
-        name: of the truth; the file's name if None.
+        path: JSON, either {"images": [ids], "texts": [ids], "pairs": [[image, text], ...]} or {image: [texts], ...}; or
+            CSV with the columns image and text and one match per row. Without lists of ids, the ids are those of the
+            matches, in the order of the file.
+        name: of the ground truth; the name of the file if None.
         metrics: those to report.
 
+    Returns:
+        The ground truth.
+
     Raises:
-        UserError: the file is missing or malformed, repeats an id, or a pair names an unknown one; with line or number.
+        UserError: the file is missing or malformed, repeats an id, or a pair names an unknown id.
     """
     path = Path(path)
     if path.suffix.lower() == ".csv":
@@ -176,7 +221,7 @@ def read_ground_truth(
     elif path.suffix.lower() == ".json":
         images, texts, pairs = _read_pairs(path)
     else:
-        raise UserError(f"{path}: unknown kind of truth {path.suffix!r}; expected .json or .csv")
+        raise UserError(f"{path}: a ground truth must be a .json or .csv file, got {path.suffix!r}")
     for what, ids in (("image", images), ("text", texts)):
         if (twice := first_twice(ids)) is not None:
             raise UserError(f"{path}: {what} {twice!r} is listed more than once")
@@ -195,7 +240,7 @@ def _read_pairs(path: Path) -> _Ids:
     loaded = read_json(path)
     if not isinstance(loaded, dict):
         raise UserError(
-            f"{path}: found {type(loaded).__name__}; expected an object of images, texts and pairs, or of lists"
+            f"{path}: found {type(loaded).__name__}; expected an object with images, texts and pairs, or with lists"
         )
     if set(loaded) != {"images", "texts", "pairs"}:
         listed = _lists_of(path, loaded)
@@ -236,7 +281,17 @@ def _read_csv(path: Path) -> _Ids:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file, after checks that no key stands twice."""
+    """Read a JSON file in which no object repeats a key.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        Its content.
+
+    Raises:
+        UserError: the file is missing, is not JSON, or an object repeats a key.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_distinct)
     except OSError as error:
@@ -246,7 +301,7 @@ def read_json(path: Path) -> Any:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys are distinct: the standard reader keeps the last of equal ones in silence."""
+    """An object with distinct keys; the standard reader would silently keep the last of equal keys."""
     loaded = dict(pairs)
     if len(loaded) != len(pairs):
         raise ValueError(f"key {first_twice([key for key, _ in pairs])!r} occurs more than once in one object")
@@ -254,7 +309,17 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_lists(path: Path) -> dict[str, list[str]]:
-    """A JSON file that lists, for each query id, the ids of its matches."""
+    """Read a JSON file that lists the matches of each query.
+
+    Args:
+        path: of a file {query id: [ids]}.
+
+    Returns:
+        The same with all ids as strings.
+
+    Raises:
+        UserError: the file is missing or has another form.
+    """
     return _lists_of(path, read_json(path))
 
 
@@ -273,15 +338,21 @@ def _is_id(value: Any) -> bool:
 
 
 def first_twice(ids: Sequence[str]) -> str | None:
-    """The first id that stands more than once; None if all differ."""
-    if len(set(ids)) == len(ids):
-        return None
-    return next(_repeated(ids))
+    """Find a repeated id.
 
+    Args:
+        ids: any number.
 
-def _repeated(ids: Iterable[str]) -> Iterator[str]:
+    Returns:
+        The first id that occurs a second time; None if all differ.
+
+    Example:
+        >>> first_twice(["a", "b", "b", "a"])
+        'b'
+    """
     seen = set()
     for identity in ids:
         if identity in seen:
-            yield identity
+            return identity
         seen.add(identity)
+    return None

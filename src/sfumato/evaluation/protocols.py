@@ -1,4 +1,4 @@
-"""Evaluation of a set of images and texts in both directions, for any truth, by any distance."""
+"""Evaluation of a set of images and texts in both directions, for any ground truth and any distance."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ from sfumato.search.exact import rank_relevant
 
 
 class Ranker(Protocol):
-    """Whatever ranks as :func:`~sfumato.search.exact.rank_relevant` does: over several processes, or by another search."""
+    """Ranks as :func:`~sfumato.search.exact.rank_relevant` does, over several processes or by another search."""
 
     def __call__(
         self,
@@ -25,7 +25,17 @@ class Ranker(Protocol):
         relevance: Relevance,
         distance: str | Distance,
     ) -> np.ndarray:
-        """(p,) ranks from 0 of all relevant items, in the order of relevance.indices."""
+        """Rank the relevant items of each query within the gallery.
+
+        Args:
+            queries: (n, d) embeddings.
+            gallery: (m, d) embeddings.
+            relevance: query -> its relevant items.
+            distance: of (queries, gallery).
+
+        Returns:
+            (p,) ranks from 0 of all relevant items, in the order of relevance.indices.
+        """
         ...
 
 
@@ -34,16 +44,19 @@ class Evaluation:
     """The figures of an evaluation; recalls and precisions are fractions in [0, 1].
 
     Attributes:
-        distance: what was ranked by.
-        n_images, n_texts: sizes.
-        i2t, t2i: retrieval metrics of each direction.
+        distance: name of the distance that was ranked by.
+        n_images: number of images.
+        n_texts: number of texts.
+        i2t: retrieval metrics of images as queries.
+        t2i: retrieval metrics of texts as queries.
         rsum: recall@1 + recall@5 + recall@10 of both directions; at most 6.
-        t2i_by_kind: text->image metrics of the texts of each kind.
-        i2t_by_kind: image->text metrics with only the texts of that kind as gallery.
-        uncertainty: by direction, recall@1 in ten bins of the query's total variance and its correlation; None for points.
-        multiplicity: Spearman correlation between a text's total variance and its number of true images, "all" and "balanced";
-            None where every text has one, or for points.
-        total_variance: its mean over "image" and "text".
+        t2i_by_kind: text to image metrics of the texts of each kind.
+        i2t_by_kind: image to text metrics with only the texts of that kind as gallery.
+        uncertainty: by direction, recall@1 in ten bins of the query's total variance, and their correlation; None for
+            points.
+        multiplicity: Spearman correlation between a text's total variance and its number of true images, "all" and
+            "balanced"; None for points, or if every text has one true image.
+        total_variance: means of "image" and "text".
     """
 
     distance: str
@@ -59,7 +72,11 @@ class Evaluation:
     total_variance: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers, lists and dictionaries."""
+        """Convert to JSON values.
+
+        Returns:
+            Plain numbers, lists and dictionaries.
+        """
         return asdict(self)
 
 
@@ -79,8 +96,8 @@ def evaluate_retrieval(
         texts: (m, d) embeddings.
         relevance: image -> true texts.
         distance: name in DISTANCES to rank by.
-        text_kinds: (m,) kinds for a breakdown; one kind or None gives none.
-        rank: what ranks; exact search in this process.
+        text_kinds: (m,) kinds of the texts for a breakdown; no breakdown if None or if there is only one kind.
+        rank: the ranking function; by default exact search in this process.
 
     Returns:
         All figures.
@@ -108,9 +125,9 @@ def evaluate_retrieval(
                     rank(images, texts[torch.from_numpy(index).to(texts.device)], narrowed, distance), narrowed
                 )
     variance = {"image": images.total_variance.cpu().numpy(), "text": texts.total_variance.cpu().numpy()}
-    spread = any(np.ptp(v) > 0 for v in variance.values())
+    varies = any(np.ptp(v) > 0 for v in variance.values())
     uncertainty: dict[str, Any] | None = None
-    if spread:
+    if varies:
         hits = {
             "i2t": per_query_metrics(i2t_ranks, relevance)["recall@1"],
             "t2i": per_query_metrics(t2i_ranks, other)["recall@1"],
@@ -130,13 +147,20 @@ def evaluate_retrieval(
         t2i_by_kind=t2i_by_kind,
         i2t_by_kind=i2t_by_kind,
         uncertainty=uncertainty,
-        multiplicity=_multiplicity(variance["text"][has], other.counts[has]) if spread else None,
+        multiplicity=_multiplicity(variance["text"][has], other.counts[has]) if varies else None,
         total_variance={side: float(v.mean()) for side, v in variance.items()},
     )
 
 
 def table_rows(evaluation: Evaluation) -> list[tuple[str, dict[str, float]]]:
-    """(name, metrics) of every line of a table: both directions, then the breakdown by kind of text."""
+    """List the rows of a table.
+
+    Args:
+        evaluation: its figures.
+
+    Returns:
+        (name, metrics) of both directions, then of each kind of text.
+    """
     rows = [("image -> text", evaluation.i2t), ("text -> image", evaluation.t2i)]
     rows += [(f"image -> {kind}", metrics) for kind, metrics in evaluation.i2t_by_kind.items()]
     rows += [(f"{kind} -> image", metrics) for kind, metrics in evaluation.t2i_by_kind.items()]

@@ -1,7 +1,7 @@
-"""Figures of published tables as reference rows beside one's own: facts with their source, in published.toml.
+"""Figures of published tables as reference rows beside one's own; published.toml holds them with their source.
 
-Nothing here is computed, and nothing was measured with this package. A paper's tables do not agree everywhere: of four of PCME++'s rows
-the recalls of table 1 are not the means of tables C.10 and C.11. Each stands here as it is printed.
+Nothing here was computed or measured with this package. The tables of a paper may disagree: for four rows of PCME++,
+the recalls of table 1 are not the means of tables C.10 and C.11. Every figure is as printed.
 """
 
 import tomllib
@@ -17,15 +17,15 @@ class PublishedRow:
     """A row of a published table.
 
     Attributes:
-        paper: its short name, as in docs/concepts/index.md.
+        paper: short name, as in docs/concepts/index.md.
         source: author, title, venue and number.
-        table: of that paper.
-        about: what the table is about.
-        benchmark: what was measured on, "coco" for COCO 1K and 5K, CxC and ECCV Caption.
-        direction: "i2t", "t2i", or "both": the mean of the two.
-        backbone: of the method; empty where the table has none.
-        method: as printed; † is the paper's own mark of figures from an official checkpoint or another paper.
-        figures: by "TRUTH METRIC", e.g. "eccv map@r", and "rsum", in per cent as printed; rsum is of 600.
+        table: number of the table in that paper.
+        about: subject of the table.
+        benchmark: "coco" for COCO 1K and 5K, CxC and ECCV Caption.
+        direction: "i2t", "t2i", or "both" for the mean of the two.
+        backbone: of the method; empty if the table names none.
+        method: as printed; the paper marks figures from an official checkpoint or another paper with †.
+        figures: by "GROUND_TRUTH METRIC", e.g. "eccv map@r", and "rsum"; in per cent as printed, rsum of 600.
     """
 
     paper: str
@@ -42,15 +42,18 @@ class PublishedRow:
 def published_rows(
     benchmark: str | None = None, *, table: str | None = None, direction: str | None = None
 ) -> list[PublishedRow]:
-    """The reference rows, in the order of the tables.
+    """Choose reference rows.
 
     Args:
-        benchmark: only those of this benchmark.
-        table: only those of the table of this number, e.g. "1" or "C.7".
-        direction: only those of "i2t", "t2i" or "both".
+        benchmark: only rows of this benchmark; None for all.
+        table: only rows of this table, e.g. "1" or "C.7"; None for all.
+        direction: only rows of "i2t", "t2i" or "both"; None for all.
+
+    Returns:
+        The rows in the order of the tables.
 
     Raises:
-        ValueError: no row is left; the message says what there is.
+        ValueError: no row is left; the message lists the known values.
 
     Example:
         >>> [row.figures["rsum"] for row in published_rows(table="C.7") if row.method == "CSD (ours)"]
@@ -61,23 +64,24 @@ def published_rows(
         known = dict.fromkeys(getattr(row, name) for row in rows)
         rows = [row for row in rows if wanted is None or getattr(row, name) == wanted]
         if not rows:
-            raise ValueError(f"published_rows: no figures for {name} {wanted!r}; there are {', '.join(known)}")
+            raise ValueError(f"published_rows: no figures for {name} {wanted!r}; known: {', '.join(known)}")
     return list(rows)
 
 
 def common_figures(figures: Mapping[str, Mapping[str, Any]], direction: str = "both") -> dict[str, float]:
-    """Figures of an evaluation in the form of the published ones: per cent by "TRUTH METRIC", and the rsum of COCO 1K.
+    """Convert the figures of an evaluation to the form of the published ones.
 
     Args:
-        figures: {truth: {"i2t": {metric: fraction}, "t2i": ..., "rsum": ...}}, of evaluate_benchmarks.
+        figures: {ground truth: {"i2t": {metric: fraction}, "t2i": ..., "rsum": ...}} of
+            :func:`~sfumato.evaluation.benchmarks.evaluate_benchmarks`.
         direction: "i2t", "t2i", or "both" for the mean of the two.
 
     Returns:
-        Only figures that a published table has.
+        Per cent by "GROUND_TRUTH METRIC", and the rsum of COCO 1K; only figures that a published table has.
 
     Example:
-        >>> common_figures({"cxc": {"i2t": {"recall@1": 0.4}, "t2i": {"recall@1": 0.2}}})
-        {'cxc recall@1': 30.0}
+        >>> common_figures({"cxc": {"i2t": {"recall@1": 0.5}, "t2i": {"recall@1": 0.25}}})
+        {'cxc recall@1': 37.5}
     """
     sides = ("i2t", "t2i") if direction == "both" else (direction,)
     known = dict.fromkeys(name for row in _rows() if row.direction == direction for name in row.figures)

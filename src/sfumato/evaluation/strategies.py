@@ -1,10 +1,10 @@
-"""Strategies of retrieval side by side, as in table C.7 of PCME++: exact rankings, FAISS over means with and without re-ranking, lifted FAISS.
+"""Retrieval strategies side by side, as in table C.7 of PCME++: exact, and FAISS with or without re-ranking or lifting.
 
-A strategy that searches an index lists only the first items of a gallery. Recall@K, R-Precision and mAP@R are defined by the first K
-or R of them, so a strategy asks the index for as many as the longest of these; the median and mean rank need whole rankings and are
-reported for exact strategies alone. Nothing is ever counted on a list that is too short.
+A strategy that searches an index lists only the first items of a gallery. Recall@K, R-Precision and mAP@R need the
+first K or R items, so a strategy asks the index for the largest of these numbers. The median and mean rank need whole
+rankings, so they are reported for exact strategies alone. No metric is ever computed on a list that is too short.
 
-It also knows the two similarities that are no distances of Gaussians: cosine, and the plain dot product of the means.
+This module also has the two similarities that are not distances of Gaussians: cosine, and the dot product of the means.
 """
 
 import time
@@ -17,13 +17,9 @@ import torch
 from torch import Tensor
 
 from sfumato.distances import DISTANCES, Distance, get_distance
-from sfumato.evaluation.benchmarks import (
-    BenchmarkRanks,
-    benchmark_metrics,
-    rank_ground_truths,
-    rank_ground_truths_by_scores,
-)
+from sfumato.evaluation.benchmarks import benchmark_metrics, rank_ground_truths, rank_ground_truths_by_scores
 from sfumato.evaluation.ground_truth import GroundTruth
+from sfumato.evaluation.rank_plan import BenchmarkRanks
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import RANK_METRICS, UNLISTED, Better, ranks_from_lists
@@ -34,10 +30,10 @@ from sfumato.search.stores.faiss import FaissOptions
 Similarity = Literal["cosine", "dot"]
 
 SCORES = (*DISTANCES, *get_args(Similarity))
-"""What can be ranked by: the distances, and two similarities of the means."""
+"""Names of the scores to rank by: the distances, and two similarities of the means."""
 
 LISTED_AT_LEAST = 10
-"""Items that a list has at least, where the gallery has as many."""
+"""Least number of items in a list, if the gallery has as many."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +42,10 @@ class Strategy:
 
     Attributes:
         name: key in STRATEGIES.
-        label: what it does, in the words of table C.7 where it stands there.
-        distance: what its results are finally ordered by.
-        indexed: distance that FAISS searches by; None ranks the whole gallery exactly.
-        reranks: whether only the first `candidates` that FAISS brings are ordered by distance.
+        label: its name in a table; the name in table C.7 if it is there.
+        distance: the distance that orders the final results.
+        indexed: the distance that FAISS searches by; None ranks the whole gallery exactly.
+        reranks: whether the first `candidates` that FAISS finds are ordered by distance.
     """
 
     name: str
@@ -70,20 +66,22 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("faiss_lifted", "FAISS (lifted csd)", "csd", "csd"),
     )
 }
-"""The five of table C.7 (Chun 2024, C.5), and lifted search (search/lifting.py)."""
+"""The five strategies of table C.7 (Chun 2024, C.5), and lifted search (search/lifting.py)."""
 
 
 @dataclass(frozen=True)
 class FaissRanker:
-    """Ranks by lists from FAISS; a :class:`~sfumato.evaluation.protocols.Ranker` that builds an index of each gallery it is given.
+    """A :class:`~sfumato.evaluation.protocols.Ranker` that builds a FAISS index of each gallery and ranks by its lists.
 
     Attributes:
         strategy: one with an index.
-        engine: "ivf" and "hnsw" are approximate, "flat" and "exact" find everything. The lists of ivf are seeded; hnsw's graph depends
-            on the number of threads.
-        candidates: K, how many FAISS brings to be re-ranked.
-        at_least: length of a list at least; longer where a query has more relevant items, whole where the gallery is smaller.
-        options: of the engine. A query for which it finds fewer items than a list needs, is answered exactly, as GaussianIndex does.
+        engine: "ivf" and "hnsw" are approximate, "flat" and "exact" find everything. The clusters of ivf are seeded;
+            the graph of hnsw depends on the number of threads.
+        candidates: number K of items that FAISS finds for re-ranking.
+        at_least: least length of a list. A list is longer if a query has more relevant items, and shorter if the
+            gallery is smaller.
+        options: of the engine. If the engine finds fewer items than a list needs, GaussianIndex answers the query
+            exactly.
 
     Raises:
         ValueError: the strategy has no index, the engine is unknown, or a number is below 1.
@@ -105,9 +103,18 @@ class FaissRanker:
                 raise ValueError(f"FaissRanker: {name} must be at least 1, got {getattr(self, name)}")
 
     def lists(self, queries: GaussianEmbedding, gallery: GaussianEmbedding, k: int) -> Tensor:
-        """(n, min(k, m)) gallery positions of the first k items of each query.
+        """List the first items of each query.
 
-        Of a strategy that re-ranks, the first `candidates` of FAISS ordered by distance; those behind them stay as FAISS brought them.
+        A strategy that re-ranks orders the first `candidates` by distance; the items after them stay in the order of
+        FAISS.
+
+        Args:
+            queries: (n, d) embeddings.
+            gallery: (m, d) embeddings.
+            k: number of items.
+
+        Returns:
+            (n, min(k, m)) gallery positions.
         """
         index = GaussianIndex.build(
             gallery,
@@ -130,18 +137,24 @@ class FaissRanker:
         relevance: Relevance,
         distance: str | Distance,
     ) -> np.ndarray:
-        """(p,) ranks from 0 of all relevant items; UNLISTED for what is not among the first.
+        """Rank the relevant items; see :class:`~sfumato.evaluation.protocols.Ranker`.
 
         Args:
-            queries, gallery, relevance: see Ranker.
-            distance: must be the strategy's.
+            queries: (n, d) embeddings.
+            gallery: (m, d) embeddings.
+            relevance: query -> its relevant items.
+            distance: must be that of the strategy.
+
+        Returns:
+            (p,) ranks from 0 of all relevant items; UNLISTED for an item that is not in the list.
 
         Raises:
-            ValueError: another distance is asked for.
+            ValueError: the distance is not that of the strategy.
         """
         if get_distance(distance).name != self.strategy.distance:
             raise ValueError(
-                f"{self.strategy.name}: its lists are in the order of {self.strategy.distance}, not of {get_distance(distance).name!r}"
+                f"{self.strategy.name}: its lists are ordered by {self.strategy.distance}; got the distance"
+                f" {get_distance(distance).name!r}"
             )
         if queries.n == 0:
             return np.full(len(relevance.indices), UNLISTED)
@@ -152,12 +165,12 @@ class FaissRanker:
 
 @dataclass(frozen=True, eq=False)
 class SimilarityMatrix:
-    """The similarities of all images and texts, computed as they are asked for: a ScoreMatrix that is never whole in memory.
+    """The similarities of all images and texts: a ScoreMatrix that computes each block when it is read.
 
     Attributes:
         images: (n, d) embeddings.
         texts: (m, d) embeddings.
-        kind: "dot", the product of the means as they are, or "cosine", that of means scaled to length 1.
+        kind: "dot", the product of the means, or "cosine", the product of means scaled to length 1.
 
     Raises:
         ValueError: the kind is unknown, or d differs.
@@ -172,7 +185,7 @@ class SimilarityMatrix:
             raise ValueError(f"SimilarityMatrix: unknown kind {self.kind!r}; known: {', '.join(get_args(Similarity))}")
         if self.images.d != self.texts.d:
             raise ValueError(
-                f"SimilarityMatrix: images have {self.images.d} dimensions, texts {self.texts.d}; they must have as many"
+                f"SimilarityMatrix: images have {self.images.d} dimensions, texts {self.texts.d}; expected as many"
             )
 
     @property
@@ -181,7 +194,7 @@ class SimilarityMatrix:
         return self.images.n, self.texts.n
 
     def __getitem__(self, index: Any) -> Tensor:
-        """A block of rows, or of rows and columns, by slices; in float32 or the means' own higher precision."""
+        """A block of rows, or of rows and columns, given by slices; in float32 or the higher precision of the means."""
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
         dtype = torch.promote_types(*(accumulation_dtype(e.dtype) for e in (self.images, self.texts)))
         a, b = self.images.mean[rows].to(dtype), self.texts.mean[columns].to(dtype)
@@ -199,14 +212,21 @@ def rank_ground_truths_by(
     text_ids: Sequence[str],
     ground_truths: Iterable[GroundTruth],
 ) -> BenchmarkRanks:
-    """:func:`~sfumato.evaluation.benchmarks.rank_ground_truths` by any of SCORES.
+    """Rank by any score; see :func:`~sfumato.evaluation.benchmarks.rank_ground_truths`.
 
     Args:
-        score: a name in DISTANCES, "cosine" or "dot".
-        images, texts, image_ids, text_ids, truths: see there.
+        score: a name in SCORES.
+        images: (n, d) embeddings.
+        texts: (m, d) embeddings.
+        image_ids: n distinct ids.
+        text_ids: m distinct ids.
+        ground_truths: with distinct names.
+
+    Returns:
+        The ranks by ground truth and direction.
 
     Raises:
-        ValueError: the score is unknown, and as there.
+        ValueError: the score is unknown, or ids and ground truths do not fit.
     """
     if score in get_args(Similarity):
         matrix = SimilarityMatrix(images, texts, "cosine" if score == "cosine" else "dot")
@@ -219,13 +239,13 @@ def rank_ground_truths_by(
 
 @dataclass(frozen=True, eq=False)
 class StrategyResult:
-    """What a strategy reached.
+    """The result of one strategy.
 
     Attributes:
-        strategy: which.
-        ranks: by truth and direction.
+        strategy: the strategy.
+        ranks: by ground truth and direction.
         figures: of :func:`~sfumato.evaluation.benchmarks.evaluate_benchmarks`.
-        seconds: of ranking both directions of all truths, building of indexes included.
+        seconds: time to rank both directions of all ground truths, in seconds, including the time to build indexes.
     """
 
     strategy: Strategy
@@ -235,7 +255,13 @@ class StrategyResult:
 
 
 def choose_strategies(names: str) -> list[Strategy]:
-    """Strategies from "all" or names with commas between them.
+    """Choose strategies by name.
+
+    Args:
+        names: "all", or names in STRATEGIES with commas between them.
+
+    Returns:
+        The strategies in this order.
 
     Raises:
         ValueError: a name is unknown or occurs twice, or there is none.
@@ -268,15 +294,22 @@ def evaluate_strategies(
     """Evaluate several strategies on the same embeddings.
 
     Args:
-        images, texts, image_ids, text_ids, truths: see :func:`~sfumato.evaluation.benchmarks.evaluate_benchmarks`.
-        strategies: of STRATEGIES.
-        engine, candidates, options: of the strategies with FAISS, see :class:`FaissRanker`.
+        images: (n, d) embeddings.
+        texts: (m, d) embeddings.
+        image_ids: n distinct ids.
+        text_ids: m distinct ids.
+        ground_truths: with distinct names; see :func:`~sfumato.evaluation.benchmarks.evaluate_benchmarks`.
+        strategies: to evaluate; all of STRATEGIES by default.
+        engine: of the strategies with FAISS, see :class:`FaissRanker`.
+        candidates: number of items that FAISS finds for re-ranking.
+        options: of the engine.
 
     Returns:
-        By name. FAISS strategies have no median and mean rank; a truth that reports nothing else is refused.
+        By name of the strategy. FAISS strategies have no median and mean rank.
 
     Raises:
-        ValueError: as there, or an engine or number does not fit.
+        ValueError: ids and ground truths do not fit, a ground truth reports only metrics that FAISS strategies lack, or
+            an engine or a number is out of range.
         UserError: FAISS is not installed.
     """
     chosen, results = list(ground_truths), {}
@@ -299,12 +332,13 @@ def _without_rank_metrics(ground_truth: GroundTruth) -> GroundTruth:
     kept = [name for name in ground_truth.metrics if name not in RANK_METRICS]
     if not kept:
         raise ValueError(
-            f"{ground_truth.name} reports {', '.join(ground_truth.metrics)} alone, which lists of FAISS do not determine; add recall@K"
+            f"{ground_truth.name} reports only {', '.join(ground_truth.metrics)}, which need whole rankings;"
+            " add recall@K for strategies with FAISS"
         )
     return ground_truth.with_metrics(*kept)
 
 
 def _needed(ground_truth: GroundTruth) -> int:
-    """How many items of a list any figure of the truth looks at: those it reports, and R-Precision and mAP@R of single queries."""
+    """Length of the lists that the reported recalls, and R-Precision and mAP@R of single queries, need."""
     ks = [int(name.removeprefix("recall@")) for name in ground_truth.metrics if name.startswith("recall@")]
     return max(*ks, *(int(side.totals.max(initial=1)) for side in (ground_truth.i2t, ground_truth.t2i)))

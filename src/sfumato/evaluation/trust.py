@@ -1,18 +1,18 @@
-"""What is an uncertainty worth? Every estimator against everything that it should foresee, with confidence intervals.
+"""What is an uncertainty worth? Measures every estimator against everything that it should predict, with intervals.
 
-It knows embeddings and the truth about them, and nothing of the models, pictures and texts that they came from. Labels are used to
-judge estimators and never reach one. What the figures mean is in :data:`FIGURES`; docs/concepts/uncertainty.md reads them.
+This module knows embeddings and their ground truth, not the models, images and texts that they came from. Labels judge
+the estimators and never reach one. evaluation/trust_report.py defines the figures.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
 from sfumato.evaluation.estimators import ESTIMATORS, NEAREST, Estimator, Matching, estimate_uncertainty
+from sfumato.evaluation.trust_report import FIGURES, CorruptionTrust, DirectionTrust
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import (
     Interval,
@@ -36,21 +36,6 @@ from sfumato.metrics.selective import (
 from sfumato.metrics.uncertainty import average_ranks, balanced_spearman, recall_by_uncertainty, spearman
 from sfumato.search.exact import rank_relevant
 
-FIGURES: dict[str, str] = {
-    "wrong_auroc": "AUROC of wrong against right best items: 0.5 chance, 1 perfect",
-    "wrong_aurc": "area under the risk-coverage curve, smaller is better; chance is the error rate",
-    "wrong_excess_aurc": "the same less that of a perfect order",
-    "wrong_gain": "share of what a perfect order gains over chance: 0 chance, 1 perfect",
-    "risk_at_half": "error rate of the more certain half of the queries",
-    "deciles": "Pearson correlation of decile of uncertainty and recall@1; negative if uncertain queries fail",
-    "multiplicity": "Spearman with the true number of matches",
-    "multiplicity_balanced": "the same over sets balanced over powers of two",
-    "caption_distance": "Spearman with the mean squared distance between the means of an image's own captions: a proxy of ambiguity",
-    "caption_words": "Spearman with one minus the mean word overlap (Jaccard) of an image's own captions: a proxy that asks no model",
-    "out_of_gallery": "AUROC of queries whose true matches were taken out of the gallery against the same queries with them",
-}
-"""What is measured of each estimator. The truth behind the figures is known to the benchmark alone."""
-
 
 @dataclass(frozen=True, eq=False)
 class Corrupted:
@@ -58,149 +43,15 @@ class Corrupted:
 
     Attributes:
         name: of the corruption.
-        index: (k,) positions of these queries.
-        strengths: ascending, without the clean 0.
-        embeddings: k for each strength.
+        index: (k,) positions of these queries among all.
+        strengths: ascending, without 0, which is the clean input.
+        embeddings: (k, d) embeddings for each strength.
     """
 
     name: str
     index: np.ndarray
     strengths: tuple[float, ...]
     embeddings: tuple[GaussianEmbedding, ...]
-
-
-@dataclass(frozen=True)
-class CorruptionTrust:
-    """How estimators follow a corruption of the queries.
-
-    Attributes:
-        n: number of corrupted queries.
-        strengths: from 0, the clean inputs.
-        recall: recall@1 at each strength, to see that the queries do become harder.
-        estimators: by name, "spearman" (of strength and uncertainty within a query, averaged over queries), "rises" (share of
-            queries less certain at the greatest strength than clean; ties one half), "monotone" (share that never falls from one
-            strength to the next, and rises) and "auroc" (greatest strength against clean).
-        medians: by name, the median uncertainty at each strength.
-        means: by name, the mean uncertainty at each strength; None where it is infinite.
-    """
-
-    n: int
-    strengths: list[float]
-    recall: list[float]
-    estimators: dict[str, dict[str, Interval]]
-    medians: dict[str, list[float]]
-    means: dict[str, list[Interval]]
-
-
-@dataclass(frozen=True)
-class DirectionTrust:
-    """The figures of one direction.
-
-    Attributes:
-        n_queries: queries with a true match; the others are left out.
-        n_gallery: size of the gallery.
-        recall: recall@1 of these queries.
-        risk_best: area under the risk-coverage curve of a perfect order; that of chance is 1 - recall.
-        right_pairs: AUROC of the match probability of a true pair against a random wrong one, each query with one of both.
-        n_out_of_gallery: queries of the figure out_of_gallery.
-        estimators: by name, the figures of :data:`FIGURES` that are defined here; none for an estimator that is constant.
-        deciles: by name, recall@1 in ten bins from the most certain queries to the least.
-        corruptions: by name.
-    """
-
-    n_queries: int
-    n_gallery: int
-    recall: Interval
-    risk_best: Interval
-    right_pairs: Interval
-    n_out_of_gallery: int
-    estimators: dict[str, dict[str, Interval]]
-    deciles: dict[str, list[float]]
-    corruptions: dict[str, CorruptionTrust]
-
-
-@dataclass(frozen=True)
-class TrustReport:
-    """What the uncertainties of a model are worth on a split of some data.
-
-    Attributes:
-        split: name of the split.
-        distance: the model's.
-        calibrated: whether its match logits were fitted on held-out pairs.
-        n_images, n_texts: sizes.
-        n_resamples, level, seed: of the intervals.
-        estimators: by name {"estimates", "kind", "cost"}.
-        directions: "t2i" and "i2t", or one of them.
-        notes: what was left out, and why.
-    """
-
-    split: str
-    distance: str
-    calibrated: bool
-    n_images: int
-    n_texts: int
-    n_resamples: int
-    level: float
-    seed: int
-    estimators: dict[str, dict[str, str]]
-    directions: dict[str, DirectionTrust]
-    notes: list[str]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain numbers, lists and dictionaries."""
-        return asdict(self)
-
-
-def described(estimators: Mapping[str, Estimator]) -> dict[str, dict[str, str]]:
-    """What each estimator says of itself, for a report."""
-    return {name: {"estimates": e.estimates, "kind": e.kind, "cost": e.cost} for name, e in estimators.items()}
-
-
-def caption_distance(texts: GaussianEmbedding, relevance: Relevance) -> np.ndarray:
-    """How far apart the captions of each image are: mean squared distance of their means over all pairs.
-
-    A proxy of how much an image leaves to say, where nobody counted its true matches. It uses the truth (which captions are the
-    image's) and the model's own texts, so it judges estimators and is none.
-
-    Args:
-        texts: (m, d) embeddings.
-        relevance: image -> its texts.
-
-    Returns:
-        (n,) one for each image; NaN for an image with fewer than two texts.
-    """
-    mean = texts.mean.double().cpu().numpy()
-    result = np.full(relevance.n_queries, np.nan)
-    for i, count in enumerate(relevance.counts):
-        if count > 1:
-            own = mean[relevance.indices[relevance.indptr[i] : relevance.indptr[i + 1]]]
-            result[i] = 2 * count / (count - 1) * np.square(own - own.mean(0)).sum(1).mean()
-    return result
-
-
-def caption_words(texts: Sequence[str], relevance: Relevance) -> np.ndarray:
-    """The same without any model: one minus the mean Jaccard overlap of the captions' sets of lower-case words.
-
-    Args:
-        texts: m captions.
-        relevance: image -> its texts.
-
-    Returns:
-        (n,) in [0, 1]; NaN for an image with fewer than two texts.
-    """
-    words = [set(words_of(text)) for text in texts]
-    result = np.full(relevance.n_queries, np.nan)
-    for i, count in enumerate(relevance.counts):
-        if count > 1:
-            own = [words[t] for t in relevance.indices[relevance.indptr[i] : relevance.indptr[i + 1]]]
-            overlaps = [len(a & b) / max(len(a | b), 1) for k, a in enumerate(own) for b in own[:k]]
-            result[i] = 1 - sum(overlaps) / len(overlaps)
-    return result
-
-
-def words_of(text: str) -> list[str]:
-    """The lower-case words of a text, in its order: runs of letters and digits."""
-    return "".join(c if c.isalnum() else " " for c in text.lower()).split()
 
 
 def measure_trust(
@@ -224,14 +75,17 @@ def measure_trust(
         queries: (n, d) embeddings.
         gallery: (m, d) embeddings.
         relevance: query -> its true items.
-        matching: distance and match logits.
+        matching: the distance and the match logits.
         estimators: by name.
-        multiplicity: whether the number of true items of a query is its ambiguity, as where every true pair is listed; not so
-            where each image merely has five captions of its own.
+        multiplicity: whether a query's number of true items is its ambiguity. Set it where every true pair is listed,
+            not where each image merely has five captions of its own.
         proxies: by name in FIGURES, (n,) stand-ins for ambiguity; NaN leaves a query out.
-        corrupted: some queries embedded from corrupted inputs.
-        groups: (n,) queries that are resampled together; see :func:`~sfumato.metrics.bootstrap.bootstrap`.
-        n_resamples, level, seed: of the intervals; the seed also draws the wrong pairs.
+        corrupted: some queries, embedded from corrupted inputs.
+        groups: (n,) numbers; queries with the same number are resampled together, see
+            :func:`~sfumato.metrics.bootstrap.bootstrap`.
+        n_resamples: number of bootstrap resamples of the intervals.
+        level: coverage of the intervals.
+        seed: of the resamples, the wrong pairs and all samples.
 
     Returns:
         All figures.
@@ -244,98 +98,176 @@ def measure_trust(
     kept = np.flatnonzero(~np.isnan(hit))
     if not len(kept):
         raise ValueError("measure_trust: no query has a true item; check that ids of images and texts fit together")
-    own, ground_truth, hit = queries[torch.from_numpy(kept)], relevance.select_queries(kept), hit[kept]
-    resample = partial(bootstrap, n_resamples=n_resamples, level=level, seed=seed)
-    within = None if groups is None else groups[kept]
-    estimate = partial(estimate_uncertainty, gallery=gallery, matching=matching, estimators=estimators)
-    scores = estimate(own)
-    told = {name: u for name, u in scores.items() if np.any(u != u[0])}
-
-    statistics = {"recall": mean_statistic(hit), "best": aurc_statistic(1 - hit, 1 - hit)}
-    for name, u in told.items():
-        statistics |= {f"{name}/{figure}": s for figure, s in _of_errors(u, 1 - hit).items()}
-        if multiplicity:
-            statistics[f"{name}/multiplicity"] = spearman_statistic(u, ground_truth.counts)
-    found = resample(statistics, len(kept), groups=within)
+    scene = _Scene(
+        queries=queries[torch.from_numpy(kept)],
+        gallery=gallery,
+        relevance=relevance.select_queries(kept),
+        matching=matching,
+        estimators=estimators,
+        hit=hit[kept],
+        groups=None if groups is None else groups[kept],
+        resampling=_Resampling(n_resamples, level, seed),
+    )
+    scores = scene.estimate(scene.queries)
+    # An estimator that is the same for all queries has no figures.
+    informative = {name: u for name, u in scores.items() if np.any(u != u[0])}
+    found = _of_errors(scene, informative)
     if multiplicity:
-        drawn = resampled_balanced_spearman(told, ground_truth.counts, n_resamples=n_resamples, seed=seed)
-        for name, u in told.items():
-            value = balanced_spearman(u, ground_truth.counts)
-            found[f"{name}/multiplicity_balanced"] = percentile_interval(value, drawn[name], level)
+        found |= _of_multiplicity(scene, informative)
     for proxy, values in (proxies or {}).items():
-        known = np.flatnonzero(~np.isnan(values[kept]))
-        statistics = {f"{name}/{proxy}": spearman_statistic(u[known], values[kept][known]) for name, u in told.items()}
-        found |= resample(statistics, len(known), groups=None if within is None else within[known])
-
-    # Without their true items: only queries that keep enough of a gallery.
-    enough = np.flatnonzero(gallery.n - ground_truth.counts >= NEAREST)
-    absent = estimate(own[torch.from_numpy(enough)], without=ground_truth.select_queries(enough)) if len(enough) else {}
-    statistics = {
-        f"{name}/out_of_gallery": _paired(told[name][enough], values)
-        for name, values in absent.items()
-        if name in told and estimators[name].needs_gallery
-    }
-    found |= resample(statistics, len(enough), groups=None if within is None else within[enough])
-
-    place = np.full(queries.n, -1)
-    place[kept] = np.arange(len(kept))
-    corruptions = {}
-    for c in corrupted:
-        chosen = place[c.index]
-        if (chosen < 0).any():
-            raise ValueError(f"measure_trust: a query of the corruption {c.name!r} has no true item; corrupt others")
-        corruptions[c.name] = follow_corruption(
-            c,
-            {name: u[chosen] for name, u in told.items()},
-            gallery,
-            ground_truth.select_queries(chosen),
-            matching,
-            estimators={name: estimators[name] for name in told},
-            recall=float(hit[chosen].mean()),
-            resample=partial(resample, groups=None if within is None else within[chosen]),
-        )
-
-    statistics = {}
-    pairs = _random_pairs(ground_truth, np.random.default_rng(seed))
-    if len(pairs):
-        distance = matching.oriented_distance
-        # A sampled distance draws anew for each call: the same seed for both.
-        gaps = []
-        for column in (1, 2):
-            sides = own[torch.from_numpy(pairs[:, 0])], gallery[torch.from_numpy(pairs[:, column])]
-            seeded = {"generator": torch.Generator().manual_seed(0)} if distance.sampled else {}
-            gaps.append(distance.row(*sides, **seeded).double().cpu().numpy())
-        statistics = {"right_pairs": _paired(*gaps)}
-    right = resample(statistics, len(pairs), groups=None if within is None else within[pairs[:, 0]])
+        found |= _of_proxy(scene, informative, proxy, values[kept])
+    n_removed, removed = _of_removed_items(scene, informative)
+    found |= removed
     figures = {n: {f: found[f"{n}/{f}"] for f in FIGURES if f"{n}/{f}" in found} for n in scores}
+    bins = {n: recall_by_uncertainty(average_ranks(u), scene.hit)["bins"] for n, u in informative.items()}
     return DirectionTrust(
         n_queries=len(kept),
         n_gallery=gallery.n,
         recall=found["recall"],
         risk_best=found["best"],
-        right_pairs=right.get("right_pairs", Interval(None, None, None)),
-        n_out_of_gallery=len(enough),
+        right_pairs=_right_pairs(scene),
+        n_out_of_gallery=n_removed,
         estimators={n: {f: i for f, i in values.items() if i.value is not None} for n, values in figures.items()},
-        deciles={
-            n: [b["recall"] for b in recall_by_uncertainty(average_ranks(u), hit)["bins"]] for n, u in told.items()
-        },
-        corruptions=corruptions,
+        deciles={n: [b["recall"] for b in of] for n, of in bins.items()},
+        corruptions=_of_corruptions(scene, informative, corrupted, kept),
     )
 
 
-def _of_errors(u: np.ndarray, error: np.ndarray) -> dict[str, Statistic]:
-    return {
-        "wrong_auroc": auroc_statistic(u, error),
-        "wrong_aurc": aurc_statistic(u, error),
-        "wrong_excess_aurc": excess_aurc_statistic(u, error),
-        "wrong_gain": rejection_ratio_statistic(u, error),
-        "risk_at_half": risk_statistic(u, error, 0.5),
-        "deciles": decile_statistic(u, 1 - error),
+@dataclass(frozen=True)
+class _Resampling:
+    """Options of the intervals."""
+
+    n_resamples: int
+    level: float
+    seed: int
+
+    def intervals(
+        self, statistics: Mapping[str, Statistic], n: int, groups: np.ndarray | None = None
+    ) -> dict[str, Interval]:
+        """The interval of each statistic of n queries."""
+        return bootstrap(
+            statistics, n, n_resamples=self.n_resamples, level=self.level, seed=self.seed, groups=groups
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class _Scene:
+    """The queries that have a true item, and all that they are measured with."""
+
+    queries: GaussianEmbedding
+    gallery: GaussianEmbedding
+    relevance: Relevance
+    matching: Matching
+    estimators: Mapping[str, Estimator]
+    hit: np.ndarray
+    groups: np.ndarray | None
+    resampling: _Resampling
+
+    def estimate(self, queries: GaussianEmbedding, *, without: Relevance | None = None) -> dict[str, np.ndarray]:
+        """(n,) uncertainties by name."""
+        return estimate_uncertainty(
+            queries, self.gallery, self.matching,
+            estimators=self.estimators, without=without, seed=self.resampling.seed,
+        )  # fmt: skip
+
+    def intervals(self, statistics: Mapping[str, Statistic], index: np.ndarray | None = None) -> dict[str, Interval]:
+        """Intervals of statistics of all queries, or of those at these positions."""
+        groups = self.groups if self.groups is None or index is None else self.groups[index]
+        return self.resampling.intervals(statistics, len(self.hit) if index is None else len(index), groups)
+
+
+def _of_errors(scene: _Scene, scores: Mapping[str, np.ndarray]) -> dict[str, Interval]:
+    """The recall, the best risk, and the figures of wrong best items by "NAME/FIGURE"."""
+    error = 1 - scene.hit
+    statistics = {"recall": mean_statistic(scene.hit), "best": aurc_statistic(error, error)}
+    for name, u in scores.items():
+        statistics |= {
+            f"{name}/wrong_auroc": auroc_statistic(u, error),
+            f"{name}/wrong_aurc": aurc_statistic(u, error),
+            f"{name}/wrong_excess_aurc": excess_aurc_statistic(u, error),
+            f"{name}/wrong_gain": rejection_ratio_statistic(u, error),
+            f"{name}/risk_at_half": risk_statistic(u, error, 0.5),
+            f"{name}/deciles": decile_statistic(u, scene.hit),
+        }
+    return scene.intervals(statistics)
+
+
+def _of_multiplicity(scene: _Scene, scores: Mapping[str, np.ndarray]) -> dict[str, Interval]:
+    """Correlations with the number of true items."""
+    counts, options = scene.relevance.counts, scene.resampling
+    found = scene.intervals({f"{name}/multiplicity": spearman_statistic(u, counts) for name, u in scores.items()})
+    resampled = resampled_balanced_spearman(scores, counts, n_resamples=options.n_resamples, seed=options.seed)
+    for name, u in scores.items():
+        value = balanced_spearman(u, counts)
+        found[f"{name}/multiplicity_balanced"] = percentile_interval(value, resampled[name], options.level)
+    return found
+
+
+def _of_proxy(scene: _Scene, scores: Mapping[str, np.ndarray], proxy: str, values: np.ndarray) -> dict[str, Interval]:
+    """Correlations with a proxy of ambiguity, over the queries that have it."""
+    known = np.flatnonzero(~np.isnan(values))
+    statistics = {f"{name}/{proxy}": spearman_statistic(u[known], values[known]) for name, u in scores.items()}
+    return scene.intervals(statistics, known)
+
+
+def _of_removed_items(scene: _Scene, scores: Mapping[str, np.ndarray]) -> tuple[int, dict[str, Interval]]:
+    """Number of queries that keep enough of the gallery without their true items, and the figures of removing these."""
+    enough = np.flatnonzero(scene.gallery.n - scene.relevance.counts >= NEAREST)
+    removed = {}
+    if len(enough):
+        removed = scene.estimate(
+            scene.queries[torch.from_numpy(enough)], without=scene.relevance.select_queries(enough)
+        )  # fmt: skip
+    statistics = {
+        f"{name}/out_of_gallery": _paired(scores[name][enough], values)
+        for name, values in removed.items()
+        if name in scores and scene.estimators[name].needs_gallery
     }
+    return len(enough), scene.intervals(statistics, enough)
+
+
+def _of_corruptions(
+    scene: _Scene, scores: Mapping[str, np.ndarray], corrupted: Sequence[Corrupted], kept: np.ndarray
+) -> dict[str, CorruptionTrust]:
+    """The figures of each corruption; kept are the positions of the scene's queries among all."""
+    found = {}
+    for corruption in corrupted:
+        chosen = np.searchsorted(kept, corruption.index)
+        if (np.append(kept, -1)[chosen] != corruption.index).any():
+            raise ValueError(
+                f"measure_trust: a query of the corruption {corruption.name!r} has no true item; corrupt others"
+            )
+        found[corruption.name] = follow_corruption(
+            corruption,
+            {name: u[chosen] for name, u in scores.items()},
+            scene.gallery,
+            scene.relevance.select_queries(chosen),
+            scene.matching,
+            estimators={name: scene.estimators[name] for name in scores},
+            recall=float(scene.hit[chosen].mean()),
+            resample=partial(scene.intervals, index=chosen),
+            seed=scene.resampling.seed,
+        )
+    return found
+
+
+def _right_pairs(scene: _Scene) -> Interval:
+    """AUROC of distances of true pairs against wrong pairs."""
+    seed = scene.resampling.seed
+    pairs = random_pairs(scene.relevance, np.random.default_rng(seed))
+    if not len(pairs):
+        return Interval(None, None, None)
+    distance, gaps = scene.matching.oriented_distance, []
+    for column in (1, 2):
+        sides = scene.queries[torch.from_numpy(pairs[:, 0])], scene.gallery[torch.from_numpy(pairs[:, column])]
+        # A sampled distance takes the same noise for true and wrong pairs.
+        seeded = {"generator": torch.Generator().manual_seed(seed)} if distance.sampled else {}
+        gaps.append(distance.row(*sides, **seeded).double().cpu().numpy())
+    return scene.intervals({"right_pairs": _paired(*gaps)}, pairs[:, 0])["right_pairs"]
 
 
 def _paired(low: np.ndarray, high: np.ndarray) -> Statistic:
-    """AUROC of the second of two scores of each query against the first; a resampled query brings both."""
+    """AUROC of the second score of each query against its first; a resampled query brings both."""
     statistic = auroc_statistic(np.concatenate([low, high]), np.repeat([0, 1], len(low)))
     return lambda counts: statistic(np.tile(counts, 2))
 
@@ -349,38 +281,45 @@ def follow_corruption(
     *,
     estimators: Mapping[str, Estimator],
     recall: float,
-    resample: Callable[..., dict[str, Interval]],
+    resample: Callable[[Mapping[str, Statistic]], dict[str, Interval]],
+    seed: int = 0,
 ) -> CorruptionTrust:
-    """How estimators follow one corruption of k queries.
+    """Measure how estimators react to one corruption of k queries.
 
     Args:
         corrupted: the queries' embeddings at s strengths.
-        clean: by name, (k,) uncertainties of the same queries as they are.
+        clean: by name, (k,) uncertainties of the same queries without corruption.
         gallery: (m, d) embeddings.
         relevance: query -> its true items, of the k queries.
-        matching: distance and match logits.
+        matching: the distance and the match logits.
         estimators: by name, as in clean.
-        recall: recall@1 of the k queries as they are.
-        resample: (statistics by name, k) -> intervals.
+        recall: recall@1 of the k queries without corruption.
+        resample: statistics of the k queries by name -> intervals by name.
+        seed: of the samples of sampled estimators.
+
+    Returns:
+        The figures of this corruption.
     """
-    steps = [clean, *(estimate_uncertainty(e, gallery, matching, estimators=estimators) for e in corrupted.embeddings)]
+    embeddings = corrupted.embeddings
+    estimate = partial(estimate_uncertainty, gallery=gallery, matching=matching, estimators=estimators, seed=seed)
+    steps = [clean, *(estimate(e) for e in embeddings)]
     recalls = [recall]
-    for e in corrupted.embeddings:
+    for e in embeddings:
         ranks = rank_relevant(e, gallery, relevance, matching.oriented_distance)
         recalls.append(float(per_query_metrics(ranks, relevance)["recall@1"].mean()))
     scores = {name: np.stack([step[name] for step in steps]) for name in clean}  # (s + 1, k) each
     statistics: dict[str, Statistic] = {}
     strengths = [0.0, *corrupted.strengths]
     for name, u in scores.items():
-        each = [spearman(np.array(strengths), values) for values in u.T]
-        # np.diff of two infinities is NaN: compare instead.
+        correlations = [spearman(np.array(strengths), values) for values in u.T]
+        # np.diff of two infinities is NaN, so compare instead.
         falls, rises = (u[1:] < u[:-1]).any(0), u[-1] > u[0]
-        statistics[f"{name}/spearman"] = mean_statistic(np.nan_to_num(np.array(each)))
+        statistics[f"{name}/spearman"] = mean_statistic(np.nan_to_num(np.array(correlations)))
         statistics[f"{name}/rises"] = mean_statistic(rises + 0.5 * (u[-1] == u[0]))
         statistics[f"{name}/monotone"] = mean_statistic(rises & ~falls)
         statistics[f"{name}/auroc"] = _paired(u[0], u[-1])
         statistics |= {f"{name}/{s}": mean_statistic(values) for s, values in enumerate(u) if np.isfinite(values).all()}
-    found = resample(statistics, len(corrupted.index))
+    found = resample(statistics)
     undefined = Interval(None, None, None)
     return CorruptionTrust(
         n=len(corrupted.index),
@@ -394,8 +333,16 @@ def follow_corruption(
     )
 
 
-def _random_pairs(ground_truth: Relevance, random: np.random.Generator) -> np.ndarray:
-    """(p, 3): each query that has wrong items, one of its true items, and one of its wrong ones, at random."""
+def random_pairs(ground_truth: Relevance, random: np.random.Generator) -> np.ndarray:
+    """Choose a true and a wrong item of each query at random.
+
+    Args:
+        ground_truth: query -> its true items.
+        random: source of randomness.
+
+    Returns:
+        (p, 3) positions: a query that has wrong items, one of its true items, and one of its wrong items.
+    """
     m, counts = ground_truth.n_gallery, ground_truth.counts
     usable = np.flatnonzero(counts < m)
     right = ground_truth.indices[

@@ -1,4 +1,4 @@
-"""What every loss shares: its options, its result, its interface, blocks of pairs and the checks of its inputs.
+"""Base of all losses: options, result, interface, blocks of pairs and the checks of inputs.
 
 No formula of a single loss is here; the information bottleneck, which several losses use, is.
 """

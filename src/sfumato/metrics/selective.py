@@ -134,8 +134,8 @@ def auroc_statistic(score: np.ndarray, positive: np.ndarray) -> Statistic:
     sign = positive[order]
 
     def statistic(counts: np.ndarray) -> np.ndarray:
-        drawn = counts[:, order]
-        above, below = _sums(drawn * sign, starts), _sums(drawn * (1 - sign), starts)
+        resampled = counts[:, order]
+        above, below = _sums(resampled * sign, starts), _sums(resampled * (1 - sign), starts)
         before = np.cumsum(below, axis=1) - below / 2
         with np.errstate(invalid="ignore"):
             return _array((above * before).sum(1) / (above.sum(1) * below.sum(1)))
@@ -157,8 +157,8 @@ def aurc_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
     ordered = error[order]
 
     def statistic(counts: np.ndarray) -> np.ndarray:
-        drawn = counts[:, order]
-        w, e = _sums(drawn, starts), _sums(drawn * ordered, starts)
+        resampled = counts[:, order]
+        w, e = _sums(resampled, starts), _sums(resampled * ordered, starts)
         end = np.cumsum(w, axis=1)
         errors_before, before = np.cumsum(e, axis=1) - e, end - w
         # In a group of w items with e errors in all, the j-th adds (errors_before + j e / w) / (before + j). The sum
@@ -224,8 +224,8 @@ def risk_statistic(uncertainty: np.ndarray, error: np.ndarray, coverage: float) 
     ordered = error[order]
 
     def statistic(counts: np.ndarray) -> np.ndarray:
-        drawn = counts[:, order]
-        w, e = _sums(drawn, starts), _sums(drawn * ordered, starts)
+        resampled = counts[:, order]
+        w, e = _sums(resampled, starts), _sums(resampled * ordered, starts)
         wanted = np.ceil(coverage * w.sum(1) - 1e-9)
         with np.errstate(invalid="ignore"):
             return _array(_first(w, e, wanted[:, None])[:, 0] / wanted)
@@ -274,11 +274,11 @@ def decile_statistic(uncertainty: np.ndarray, hit: np.ndarray, *, n_bins: int = 
     ordered = hit[order]
 
     def statistic(counts: np.ndarray) -> np.ndarray:
-        drawn = counts[:, order]
-        total = drawn.sum(1).astype(np.int64)[:, None]
+        resampled = counts[:, order]
+        total = resampled.sum(1).astype(np.int64)[:, None]
         number = np.arange(n_bins + 1)
         edges = (number * (total // n_bins) + np.minimum(number, total % n_bins)).astype(float)
-        sums = np.diff(_first(drawn, drawn * ordered, edges), axis=1)
+        sums = np.diff(_first(resampled, resampled * ordered, edges), axis=1)
         with np.errstate(invalid="ignore", divide="ignore"):
             recall = sums / np.diff(edges, axis=1)
             a, b = np.arange(n_bins) - (n_bins - 1) / 2, recall - recall.mean(1, keepdims=True)
@@ -312,7 +312,7 @@ def _sums(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _first(w: np.ndarray, e: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """(b, g) sizes and totals of groups, (b, k) numbers of first items -> (b, k) their totals; a group in even parts."""
+    """(b, g) sizes and totals of groups, (b, k) numbers of first items -> (b, k) totals; groups in even parts."""
     end, total = np.cumsum(w, axis=1), np.cumsum(e, axis=1)
     rows = np.arange(len(w))
     result = np.zeros(wanted.shape)

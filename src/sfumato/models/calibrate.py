@@ -51,7 +51,7 @@ def calibrate_split(
         seed: seed of the random choice of images and queries.
 
     Returns:
-        The calibration. In its `about`, "expected_calibration_error" is measured on the pairs of the fit, and
+        The calibration. In its `metadata`, "expected_calibration_error" is measured on the pairs of the fit, and
         "expected_calibration_error_before" with the logits of the loss. For i2t the growth is 0, because a larger
         gallery of texts comes with more images and adds no texts to an image; for t2i it is measured.
 
@@ -133,7 +133,7 @@ def describe_calibration(calibration: Calibration) -> dict[str, Any]:
         calibration: fitted.
 
     Returns:
-        Its `about`, and for "t2i" and "i2t" {"n_queries", "n_gallery", "matches_per_query", "growth", "precision":
+        Its `metadata`, and for "t2i" and "i2t" {"n_queries", "n_gallery", "matches_per_query", "growth", "precision":
         {0.5, 0.8,
         0.9: threshold}, "risk": {0.2, 0.1, 0.05: {"abstain_below", "answered"}}, "coverage": {0.8, 0.9, 0.95: radius}};
         null where the held-out queries do not support a guarantee.

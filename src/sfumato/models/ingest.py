@@ -19,10 +19,9 @@ from typing import Any, Protocol
 
 import torch
 
-from sfumato.data.listings import Entry, Listing, list_folder, list_manifest, list_shards, list_texts
+from sfumato.data.listings import Entry, Listing
 from sfumato.data.problems import Problem, Problems
 from sfumato.data.shard_files import ShardError
-from sfumato.data.transforms import IMAGE_ENDINGS
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.processors import processors
 from sfumato.errors import UserError
@@ -30,9 +29,6 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embedding_steps import embedding_steps, model_digest
 from sfumato.progress import progress_bar
 from sfumato.search.parts import PartMetadata, PartName, PartsManifest, begin, read_metadata, write_job, write_part
-
-PART_SIZE = 4096
-"""Default number of items of a part: a job that was killed repeats at most so many."""
 
 _ENOUGH_TO_JUDGE = 1000
 _FEW_UNREAD = 10
@@ -214,43 +210,6 @@ def _unread_shards(state: "_JobState") -> str:
         f" start the same command again, which writes what is missing:\n{listed}"
         + (f"\n  ... and {more} more" if more > 0 else "")
     )
-
-
-def list_source(
-    *,
-    images: Path | None = None,
-    manifest: Path | None = None,
-    shards: str | None = None,
-    texts: Path | None = None,
-    part_size: int = PART_SIZE,
-    endings: frozenset[str] = IMAGE_ENDINGS,
-) -> Listing:
-    """The listing of the one source that is given.
-
-    Args:
-        images: folder, see :func:`~sfumato.data.listings.list_folder`.
-        manifest: file, see :func:`~sfumato.data.listings.list_manifest`.
-        shards: pattern, see :func:`~sfumato.data.listings.list_shards`.
-        texts: file, see :func:`~sfumato.data.listings.list_texts`.
-        part_size: most items of a part.
-        endings: file name endings that count in a folder; see :func:`~sfumato.models.embedding_steps.file_endings`.
-
-    Returns:
-        The listing.
-
-    Raises:
-        UserError: none is given, or several, or it cannot be read.
-        ValueError: part_size is less than 1.
-    """
-    if sum(source is not None for source in (images, manifest, shards, texts)) != 1:
-        raise UserError("give one of --images FOLDER, --manifest FILE, --shards PATTERN and --texts FILE")
-    if images is not None:
-        return list_folder(images, part_size=part_size, endings=endings)
-    if manifest is not None:
-        return list_manifest(manifest, part_size=part_size)
-    if shards is not None:
-        return list_shards(shards, part_size=part_size)
-    return list_texts(texts or Path(), part_size=part_size)
 
 
 def which_job(shard: str | None) -> tuple[int, int]:

@@ -17,16 +17,11 @@ from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.regions import uses_regions
 from sfumato.errors import UserError
-from sfumato.evaluation.estimators import FailurePredictor, Matching, usable_estimators
-from sfumato.evaluation.trust import (
-    Corrupted,
-    DirectionTrust,
-    TrustReport,
-    caption_distance,
-    caption_words,
-    described,
-    measure_trust,
-)
+from sfumato.evaluation.caption_proxies import caption_distance, caption_words
+from sfumato.evaluation.estimators import Matching, usable_estimators
+from sfumato.evaluation.failure_predictor import FailurePredictor
+from sfumato.evaluation.trust import Corrupted, measure_trust
+from sfumato.evaluation.trust_report import DirectionTrust, TrustReport, described
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
@@ -74,41 +69,27 @@ def trust_model(
         UserError: the data has no such split.
         ValueError: an option is out of range.
     """
-    if queries not in get_args(Queries):
-        raise ValueError(f"queries must be one of {', '.join(get_args(Queries))}, got {queries!r}")
-    if n_resamples < 0 or n_corrupted < 0 or seed < 0:
-        raise ValueError(
-            f"bootstrap, n_corrupted and seed must not be negative, got {n_resamples}, {n_corrupted} and {seed}"
-        )
+    _check_options(queries, n_resamples, n_corrupted, seed)
     prepared = load_split(retrieval_model.model, data, split)
     images, texts = embed_split(retrieval_model.model, prepared)
     relevance = prepared.data.relevance()
-    heads, notes = _heads(retrieval_model, data, split, DIRECTIONS[queries], seed)
+    predictors, notes = _failure_predictors(retrieval_model, data, split, DIRECTIONS[queries], seed)
     estimators = usable_estimators(images, texts)
     if len(estimators) < len(usable_estimators()):
         notes.append("estimators that need variances are left out: some embeddings are points")
-    features = uses_regions(retrieval_model.model)
-    if features and n_corrupted and "i2t" in DIRECTIONS[queries]:
+    regions = uses_regions(retrieval_model.model)
+    if regions and n_corrupted and "i2t" in DIRECTIONS[queries]:
         notes.append("images are not corrupted: they are region features, and what is corrupted is images")
-    counts = relevance.transpose().counts
-    many = bool(counts.max() > 1)
-    proxies = (
-        {}
-        if many
-        else {
-            "caption_distance": caption_distance(texts, relevance),
-            "caption_words": caption_words(prepared.data.texts, relevance),
-        }
-    )
+    many = bool(relevance.transpose().counts.max() > 1)
+    proxies = {} if many else _proxies(texts, prepared.data, relevance)
     directions: dict[str, DirectionTrust] = {}
     for name in DIRECTIONS[queries]:
         of_text = name == "t2i"
         ground_truth = relevance.transpose() if of_text else relevance
-        own = estimators | ({"predicted_miss": heads[name].estimator()} if name in heads else {})
+        own = estimators | ({"predicted_miss": predictors[name].estimator()} if name in predictors else {})
         values, groups = proxies, resampled_together(relevance, prepared.data.groups, of_text)
         if of_text and groups is not None:  # A caption has the proxies of its image; none without one.
             values = {k: np.append(v, np.full(texts.n, np.nan))[groups] for k, v in proxies.items()}
-        corrupt = corrupted_texts if of_text else corrupted_images
         directions[name] = measure_trust(
             *((texts, images) if of_text else (images, texts)),
             ground_truth,
@@ -116,9 +97,7 @@ def trust_model(
             estimators=own,
             multiplicity=many,
             proxies=values,
-            corrupted=[]
-            if features and not of_text
-            else corrupt(retrieval_model.model, prepared.data, ground_truth.counts > 0, n_corrupted, seed),
+            corrupted=_corrupted(retrieval_model.model, prepared.data, ground_truth, of_text, n_corrupted, seed),
             groups=groups,
             n_resamples=n_resamples,
             level=_LEVEL,
@@ -133,10 +112,39 @@ def trust_model(
         n_resamples=n_resamples,
         level=_LEVEL,
         seed=seed,
-        estimators=described(estimators | {head.estimator().name: head.estimator() for head in heads.values()}),
+        estimators=described(
+            estimators | {predictor.estimator().name: predictor.estimator() for predictor in predictors.values()}
+        ),
         directions=directions,
         notes=notes,
     )
+
+
+def _check_options(queries: str, n_resamples: int, n_corrupted: int, seed: int) -> None:
+    if queries not in get_args(Queries):
+        raise ValueError(f"queries must be one of {', '.join(get_args(Queries))}, got {queries!r}")
+    if n_resamples < 0 or n_corrupted < 0 or seed < 0:
+        raise ValueError(
+            f"bootstrap, n_corrupted and seed must not be negative, got {n_resamples}, {n_corrupted} and {seed}"
+        )
+
+
+def _proxies(texts: GaussianEmbedding, data: PairData, relevance: Relevance) -> dict[str, np.ndarray]:
+    """Ambiguity of an image by its captions, for data with one image a text."""
+    return {
+        "caption_distance": caption_distance(texts, relevance),
+        "caption_words": caption_words(data.texts, relevance),
+    }
+
+
+def _corrupted(
+    model: DualEncoder, data: PairData, ground_truth: Relevance, of_text: bool, n: int, seed: int
+) -> list[Corrupted]:
+    """Corrupted queries; region features cannot be corrupted."""
+    if not of_text and uses_regions(model):
+        return []
+    corrupt = corrupted_texts if of_text else corrupted_images
+    return corrupt(model, data, ground_truth.counts > 0, n, seed)
 
 
 def resampled_together(relevance: Relevance, groups: np.ndarray, of_text: bool) -> np.ndarray | None:
@@ -195,10 +203,10 @@ def _matching(retrieval_model: RetrievalModel, of_text: bool) -> Matching:
     )
 
 
-def _heads(
+def _failure_predictors(
     retrieval_model: RetrievalModel, data: DataConfig, split: str, directions: Sequence[str], seed: int
 ) -> tuple[dict[str, FailurePredictor], list[str]]:
-    """Heads by direction, fitted on the validation split, and why there is none."""
+    """Failure predictors by direction, fitted on the validation split, and notes on those left out."""
     if split == "val":
         return {}, ["predicted_miss is left out: it is fitted on the split val itself"]
     try:
@@ -206,7 +214,7 @@ def _heads(
     except UserError as error:
         return {}, [f"predicted_miss is left out: {error}"]
     images, texts = embed_split(retrieval_model.model, prepared)
-    relevance, heads, notes = prepared.data.relevance(), {}, []
+    relevance, predictors, notes = prepared.data.relevance(), {}, []
     for name in directions:
         of_text = name == "t2i"
         queries, gallery = (texts, images) if of_text else (images, texts)
@@ -220,10 +228,10 @@ def _heads(
         hit = per_query_metrics(ranks, ground_truth)["recall@1"]
         known = np.flatnonzero(~np.isnan(hit))
         try:
-            heads[name] = FailurePredictor.fit(_rows(queries, known), 1 - hit[known], seed=seed)
+            predictors[name] = FailurePredictor.fit(_rows(queries, known), 1 - hit[known], seed=seed)
         except ValueError as error:
             notes.append(f"predicted_miss is left out of {name}: {error}")
-    return heads, notes
+    return predictors, notes
 
 
 def _rows(embeddings: GaussianEmbedding, index: np.ndarray) -> GaussianEmbedding:

@@ -25,21 +25,21 @@ def write_analyses(analyses: Analyses, folder: Path, version: str) -> Path:
         The page.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in analyses.pictures.items():
+    for name, content in analyses.images.items():
         write_atomically(folder / name, content)
     for name in analyses.studies:
         write_json(folder / f"{name}.json", analyses.to_json(name))
     earlier = {
         name: study
         for name, study in read_studies(folder).items()
-        if name not in analyses.studies and same_model_and_data(study, analyses.about)
+        if name not in analyses.studies and same_model_and_data(study, analyses.metadata)
     }
     found = {name: analyses.to_json(name) for name in analyses.studies} | earlier
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("sfumato.reports"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     page = environment.get_template("analysis.html.j2").render(
-        about=analyses.about,
+        about=analyses.metadata,
         notes=list(analyses.notes),
         version=version,
         views=analysis_views(found, lambda name: read_picture(folder, name)),

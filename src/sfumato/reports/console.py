@@ -9,10 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from sfumato.evaluation.compare import OverSeeds
-from sfumato.evaluation.embedded_input import Measured, MoreResults
+from sfumato.evaluation.embedded_input import Measured
+from sfumato.evaluation.more_results import MoreResults
 from sfumato.evaluation.protocols import Evaluation, table_rows
 from sfumato.evaluation.published import common_figures
-from sfumato.evaluation.trust import DirectionTrust, TrustReport
+from sfumato.evaluation.trust_report import DirectionTrust, TrustReport
 from sfumato.metrics.bootstrap import Interval
 from sfumato.metrics.retrieval import RANK_METRICS
 
@@ -195,7 +196,7 @@ def _print_differences(more: MoreResults) -> None:
         own = d.difference
         interval = "-" if own.low is None or own.high is None else f"{100 * own.low:+.2f} .. {100 * own.high:+.2f}"
         table.add_row(
-            d.truth, d.direction, d.metric, f"{100 * d.first:.2f}", f"{100 * d.second:.2f}",
+            d.ground_truth, d.direction, d.metric, f"{100 * d.first:.2f}", f"{100 * d.second:.2f}",
             f"{100 * (own.value or 0):+.2f}", interval, f"{d.p_value:.4f}", str(d.n_queries),
         )  # fmt: skip
     _wide().print(table)

@@ -17,7 +17,7 @@ from torch import Tensor
 from sfumato.direction import Direction
 from sfumato.distances import Distance, get_distance
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval, table_rows
-from sfumato.evaluation.trust import FIGURES
+from sfumato.evaluation.trust_report import FIGURES
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
 from sfumato.metrics.relevance import Relevance

@@ -1,6 +1,6 @@
-"""The studies on a model and a split of data: embeds what they ask for once, and lets each do its work.
+"""Runs the studies on a model and a split of data, which is embedded once for all of them.
 
-What a study measures is in the module of its name.
+The modules of the studies' names define what a study measures.
 """
 
 import textwrap
@@ -33,54 +33,55 @@ from sfumato.studies.sets import (
     ERASED_FIGURES,
     FIGURES,
     MADE,
-    PictureSets,
+    ImageSets,
     choose_pairs,
     draw_pair,
     measure_sets,
-    read_pictures,
-    square_picture,
+    read_mixed_images,
+    square_image,
 )
 from sfumato.studies.words import Corpus, words_by_uncertainty
 
 FORMAT = "sfumato-analysis-1"
-"""What every file of a study says."""
+"""Format of every file of a study."""
 
 NAMES = ("corruption", "sets", "words", "map")
-"""The studies."""
+"""Names of the studies."""
 
 LEVEL = 0.95
 """Coverage of all intervals."""
 
 SHOWN_PAIRS = 4
-"""Pairs of pictures that are drawn; the figures are of all of them."""
+"""Number of pairs of images that are shown; the figures use all pairs."""
 
 LEAST_PAIRS = 3
-"""Fewer pairs have no figures."""
+"""Least number of pairs for figures."""
 
 _TOGETHER = 16
-"""Pairs whose pictures are in memory at once."""
+"""Number of pairs whose images are in memory at once."""
 
-_WORDS_OF_AN_ITEM = 120
+_LABEL_LENGTH = 120
+"""Longest label of an item, in characters."""
 
 
 @dataclass(frozen=True)
 class AnalysisOptions:
-    """How large the studies are, and what they look at.
+    """Sizes and choices of the studies.
 
     Attributes:
-        uncertainty: a name of ESTIMATORS, for corruption and words; sets and map are about variances.
-        n_corrupted: items of either side that are corrupted in each way.
-        n_pairs: pairs of pictures.
-        n_bins: bins of uncertainty.
-        top_words: words of each bin.
+        uncertainty: name in ESTIMATORS, for corruption and words; sets and map use variances.
+        n_corrupted: number of images, and of texts, that are corrupted in each way.
+        n_pairs: number of pairs of images.
+        n_bins: number of bins of uncertainty.
+        top_words: number of words per bin.
         corpus: of the words' weights, see :func:`~sfumato.studies.words.words_by_uncertainty`.
-        n_mapped: images on the map, and texts, at most.
+        n_mapped: largest number of images on the map, and of texts.
         method: of the map, "pca" or "tsne".
-        n_resamples: of the intervals.
+        n_resamples: number of bootstrap resamples of the intervals.
         seed: of everything random.
 
     Raises:
-        ValueError: a number is out of range, or there is no such uncertainty, corpus or method.
+        ValueError: a number is out of range, or the uncertainty, corpus or method is unknown.
     """
 
     uncertainty: str = "total_variance"
@@ -109,30 +110,37 @@ class AnalysisOptions:
 
 @dataclass(frozen=True, eq=False)
 class Analyses:
-    """What the studies found.
+    """The results of the studies.
 
     Attributes:
-        about: model, split, sizes and options.
-        studies: by name, plain values.
-        pictures: small pictures that a study names, as WebP files.
+        metadata: model, split, sizes and options.
+        studies: plain values by name of the study.
+        images: thumbnails that a study refers to, WebP files by name.
         notes: what was left out, and why.
     """
 
-    about: dict[str, Any]
+    metadata: dict[str, Any]
     studies: dict[str, dict[str, Any]]
-    pictures: dict[str, bytes] = field(default_factory=dict)
+    images: dict[str, bytes] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def to_json(self, name: str | None = None) -> dict[str, Any]:
-        """Plain values of one study, or of all."""
+        """Convert to JSON values.
+
+        Args:
+            name: of a study; all studies if None.
+
+        Returns:
+            Plain values with the metadata.
+        """
         if name is None:
-            return self.about | self.studies | {"notes": list(self.notes)}
-        return self.about | {"study": name} | self.studies[name]
+            return self.metadata | self.studies | {"notes": list(self.notes)}
+        return self.metadata | {"study": name} | self.studies[name]
 
 
 @dataclass(frozen=True, eq=False)
 class _Split:
-    """What a study sees."""
+    """The data of a study."""
 
     retrieval_model: RetrievalModel
     prepared: PreparedSplit
@@ -145,12 +153,12 @@ class _Split:
         options, data = self.options, self.data
         if study == "sets":
             if uses_regions(self.retrieval_model.model):
-                return "set algebra needs pictures; the images of this model are region features"
+                return "set algebra needs image files, but this model reads region features"
             n_pairs = len(choose_pairs(data.groups, options.n_pairs, options.seed))
             if n_pairs < LEAST_PAIRS:
                 return (
-                    f"{n_pairs} pairs of pictures are too few for set algebra: {len(data.images)} pictures, three for each pair,"
-                    f" and at least {LEAST_PAIRS} pairs"
+                    f"{n_pairs} pairs of images are too few for set algebra, which needs {LEAST_PAIRS} pairs with three"
+                    f" images each, got {len(data.images)} images"
                 )
         if study == "words":
             sides = {"image": int((self.relevance.counts > 0).sum()), "text": len(data.texts)}
@@ -162,13 +170,11 @@ class _Split:
         if study == "map":
             n = sum(min(options.n_mapped, len(some)) for some in (data.images, data.texts))
             if n < LEAST_ITEMS:
-                return (
-                    f"{n} items are too few for a map, which takes {LEAST_ITEMS} or more; --items is {options.n_mapped}"
-                )
+                return f"{n} items are too few for a map, which needs {LEAST_ITEMS}; --items is {options.n_mapped}"
         return None
 
     def sides(self) -> dict[str, tuple[GaussianEmbedding, GaussianEmbedding, Relevance, Matching]]:
-        """(queries, gallery, truth, matching) of images and texts as queries."""
+        """(queries, gallery, ground truth, matching) of images and texts as queries."""
         m = self.retrieval_model
         return {
             "image": (self.images, self.texts, self.relevance, self._matching(m, "i2t")),
@@ -176,19 +182,19 @@ class _Split:
         }
 
     def estimator(self) -> Estimator:
-        """The chosen one, if these embeddings have it."""
+        """The chosen estimator, if it is defined for these embeddings."""
         chosen = ESTIMATORS[self.options.uncertainty]
         if self.points and (chosen.needs_variance or not chosen.needs_gallery):
             others = [e.name for e in ESTIMATORS.values() if e.needs_gallery and not e.needs_variance]
             raise UserError(
-                f"this model's embeddings are points, without variances: {chosen.name} says nothing of them;"
-                f" take an --uncertainty that looks at the gallery: {', '.join(others)}"
+                f"this model's embeddings are points, without variances, so {chosen.name} is undefined;"
+                f" choose an --uncertainty that looks at the gallery: {', '.join(others)}"
             )
         return chosen
 
     @property
     def data(self) -> PairData:
-        """Ids, pictures and texts."""
+        """Ids, images and texts."""
         return self.prepared.data
 
     @property
@@ -207,7 +213,7 @@ class _Split:
 
     @cached_property
     def breadth(self) -> np.ndarray:
-        """(m,) number of images that each text is true of."""
+        """(m,) number of images that each text matches."""
         return np.bincount(self.relevance.indices, minlength=self.relevance.n_gallery)
 
     @property
@@ -226,10 +232,16 @@ class _Split:
 
 
 def known_studies(names: Sequence[str]) -> tuple[str, ...]:
-    """The names, each once.
+    """Check names of studies.
+
+    Args:
+        names: of studies.
+
+    Returns:
+        The names, each once.
 
     Raises:
-        ValueError: there is no such study.
+        ValueError: a name is unknown.
     """
     if unknown := [name for name in names if name not in STUDIES]:
         raise ValueError(f"unknown study {unknown[0]!r}; known: {', '.join(STUDIES)}")
@@ -246,29 +258,29 @@ def analyse_model(
     name: str = "",
     earlier: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Analyses:
-    """Do studies of any model on a split of any data.
+    """Run studies of any model on a split of any data.
 
     Args:
-        matcher: the model.
+        retrieval_model: the model.
         data: where the split comes from.
-        split: its name.
-        studies: some of STUDIES; None for all that this model and data allow, with a note of the others.
+        split: name of the split.
+        studies: names in STUDIES; None for all that this model and data allow, with a note about the others.
         options: sizes and choices.
         name: of the model, for titles.
-        earlier: by name, studies that were written before; those of the same model and data are not done again, whatever their
-            options were.
+        earlier: studies that were written before, by name; those of the same model and data are not repeated, whatever
+            their options were.
 
     Returns:
-        What they found, without earlier ones.
+        The results, without earlier ones.
 
     Raises:
-        UserError: the data has no such split, or a study that was asked for needs what this model or data has not.
-        ValueError: there is no such study.
+        UserError: the data has no such split, or a study was named that this model or data does not allow.
+        ValueError: a study is unknown.
     """
     options = options or AnalysisOptions()
     chosen = tuple(STUDIES) if studies is None else known_studies(studies)
     prepared = load_split(retrieval_model.model, data, split)
-    about = {
+    metadata = {
         "format": FORMAT,
         "model": name,
         "weights": weights_digest(retrieval_model.model),
@@ -279,22 +291,22 @@ def analyse_model(
         "level": LEVEL,
         "options": asdict(options),
     }
-    kept = [study for study in chosen if same_model_and_data((earlier or {}).get(study), about)]
+    kept = [study for study in chosen if same_model_and_data((earlier or {}).get(study), metadata)]
     if kept:
-        say(f"{', '.join(kept)}: done before with this model and split, and kept")
+        say(f"{', '.join(kept)}: kept from an earlier run with this model and split")
     chosen = tuple(study for study in chosen if study not in kept)
     scene = _Split(retrieval_model, prepared, prepared.data.relevance(), options)
     reasons = {study: reason for study in chosen if (reason := scene.impossible(study))}
     if reasons and studies is not None:
         raise UserError("; ".join(reasons.values()))
     found: dict[str, dict[str, Any]] = {}
-    pictures: dict[str, bytes] = {}
+    images: dict[str, bytes] = {}
     for study in chosen:
         try:
             if study in reasons:
                 raise UserError(reasons[study])
             found[study], own = STUDIES[study](scene)
-            pictures |= own
+            images |= own
         except UserError as error:
             if studies is not None:
                 raise
@@ -303,13 +315,21 @@ def analyse_model(
         raise UserError("; ".join(scene.notes))
     for note in scene.notes:
         say(note)
-    return Analyses(about, found, pictures, tuple(scene.notes))
+    return Analyses(metadata, found, images, tuple(scene.notes))
 
 
-def same_model_and_data(study: Mapping[str, Any] | None, about: Mapping[str, Any]) -> bool:
-    """Whether a study was done with the weights, the distance and as many items of the split as this one; its options may differ."""
+def same_model_and_data(study: Mapping[str, Any] | None, metadata: Mapping[str, Any]) -> bool:
+    """Whether a study has the same weights, distance, split and number of items; its options may differ.
+
+    Args:
+        study: a study that was written before; None if there is none.
+        metadata: of the new studies.
+
+    Returns:
+        True if the earlier study can be kept.
+    """
     same = ("format", "weights", "split", "distance", "n_images", "n_texts")
-    return study is not None and all(study.get(key) == about[key] for key in same)
+    return study is not None and all(study.get(key) == metadata[key] for key in same)
 
 
 def _corruption(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -318,7 +338,7 @@ def _corruption(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
     for side, (queries, gallery, ground_truth, matching) in scene.sides().items():
         corrupt = corrupted_images if side == "image" else corrupted_texts
         if side == "image" and uses_regions(model):
-            scene.notes.append("corrupted pictures are left out: the images are region features")
+            scene.notes.append("corrupted images are left out: this model reads region features")
             continue
         corrupted = corrupt(model, scene.data, ground_truth.counts > 0, options.n_corrupted, options.seed)
         curves = corruption_curves(
@@ -332,17 +352,17 @@ def _corruption(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 def _sets(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
     if scene.points:
-        raise UserError("this model's embeddings are points: set algebra needs variances")
+        raise UserError("this model's embeddings are points, but set algebra needs variances")
     options, data = scene.options, scene.data
     rows = choose_pairs(data.groups, options.n_pairs, options.seed)
     names = (*MADE, "other")
     parts: dict[str, list[GaussianEmbedding]] = {name: [] for name in names}
-    with progress_bar("mixing and erasing pictures", len(rows)) as advance:
+    with progress_bar("mixing and erasing images", len(rows)) as advance:
         for start in range(0, len(rows), _TOGETHER):
             few = rows[start : start + _TOGETHER]
             made = [
-                read_pictures(data.images, row, options.seed)
-                | {"other": square_picture(data.images[row[2]].read_bytes())}
+                read_mixed_images(data.images, row, options.seed)
+                | {"other": square_image(data.images[row[2]].read_bytes())}
                 for row in few.tolist()
             ]
             embedded = scene.retrieval_model.model.embed_images([one[name] for name in names for one in made])
@@ -350,12 +370,12 @@ def _sets(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
                 parts[name].append(embedded[k * len(few) : (k + 1) * len(few)])
             advance(len(few))
     whole = {name: GaussianEmbedding.cat(es) for name, es in parts.items()}
-    sets = PictureSets(rows[:, :2], {name: whole[name] for name in MADE}, whole["other"])
+    sets = ImageSets(rows[:, :2], {name: whole[name] for name in MADE}, whole["other"])
     figures = measure_sets(sets, n_resamples=options.n_resamples, level=LEVEL, seed=options.seed)
     shown, pictures = [], {}
     for k, row in enumerate(rows[:SHOWN_PAIRS].tolist()):
         drawn = draw_pair(sets, k)
-        for name, content in read_pictures(data.images, row, options.seed).items():
+        for name, content in read_mixed_images(data.images, row, options.seed).items():
             small = thumbnail(MemoryImage(name, content))
             if small is not None:
                 pictures[f"sets-{k}-{name}.webp"] = small
@@ -403,17 +423,17 @@ def _map(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
         item["label"] = (
             _caption(scene, i)
             if item["side"] == "image"
-            else textwrap.shorten(data.texts[i], _WORDS_OF_AN_ITEM, placeholder="…")
+            else textwrap.shorten(data.texts[i], _LABEL_LENGTH, placeholder="…")
         )
     return drawn, {}
 
 
 def _caption(scene: _Split, image: int) -> str:
-    """The narrowest true caption of an image, that of the fewest images, and the first of such; or its id."""
+    """The true caption of an image that matches the fewest images, the first of equal ones; its id if it has none."""
     own = scene.relevance.indices[slice(*scene.relevance.indptr[image : image + 2])]
     if not len(own):
         return scene.data.image_ids[image]
-    return textwrap.shorten(scene.data.texts[own[scene.breadth[own].argmin()]], _WORDS_OF_AN_ITEM, placeholder="…")
+    return textwrap.shorten(scene.data.texts[own[scene.breadth[own].argmin()]], _LABEL_LENGTH, placeholder="…")
 
 
 STUDIES: Mapping[str, Callable[[_Split], tuple[dict[str, Any], dict[str, bytes]]]] = {
@@ -422,4 +442,4 @@ STUDIES: Mapping[str, Callable[[_Split], tuple[dict[str, Any], dict[str, bytes]]
     "words": _words,
     "map": _map,
 }
-"""The studies by name."""
+"""The functions of the studies, by name."""

@@ -1,6 +1,6 @@
-"""Auditing a split with a model, or with models that were each trained on the other parts of it: embeds, scores, joins.
+"""Audits the pairs of a split with a model, or with models that were each trained on the other parts of the split.
 
-The scores are those of scoring.py; here is what was listed, and which model was trained on what.
+audit_scores.py computes the scores. This module knows which pairs are listed and which model was trained on what.
 """
 
 import dataclasses
@@ -24,45 +24,54 @@ from sfumato.models.embed import RetrievalModel
 from sfumato.models.run import Run, load_run
 from sfumato.models.splits import PreparedSplit, embed_split, load_split, load_splits, prepare_split
 from sfumato.progress import progress_bar, say
-from sfumato.studies.audit_scores import ListedScores, MissingScores, audit_pairs, wrong_probability, wrong_share
+from sfumato.studies.audit_scores import ListedScores, MissingScores, audit_pairs, wrong_fraction, wrong_probability
 from sfumato.training.loop import fit
 
 REPEATED = 3
-"""Times that an image or a text is shown in a list at most; the tables have all."""
+"""An image or a text is shown at most this often in a list; the tables have all pairs."""
 
 Scored = ListedScores | MissingScores
 
 
 @dataclass(frozen=True, eq=False)
 class Audit:
-    """What an audit found; both lists are ordered, the most suspicious pair first.
+    """The result of an audit. Both lists start with the most suspicious pair.
 
     Attributes:
-        data: what is listed.
-        listed: all listed pairs.
-        wrong_probability: (p,) calibrated, if pairs are wrong as often as wrong_share says; None without a calibration.
-        wrong_share: estimated share of wrong pairs; None without a calibration.
+        data: the listed pairs.
+        listed: scores of all listed pairs.
+        wrong_probability: (p,) calibrated under the assumption that a fraction of wrong_fraction is wrong; None without
+            a calibration.
+        wrong_fraction: estimated fraction of wrong pairs; None without a calibration.
         missing: candidates for missing matches.
-        match_probability: (c,) calibrated, for a random pair at that distance in a gallery of this size; None without a calibration.
-        about: "split", "model", "distance", "cross_fit" and "notes".
+        match_probability: (c,) calibrated for a random pair at that distance in a gallery of this size; None without a
+            calibration.
+        metadata: "split", "model", "distance", "cross_fit" and "notes".
     """
 
     data: PairData
     listed: ListedScores
     wrong_probability: np.ndarray | None
-    wrong_share: float | None
+    wrong_fraction: float | None
     missing: MissingScores
     match_probability: np.ndarray | None
-    about: Mapping[str, Any]
+    metadata: Mapping[str, Any]
 
     def pair_rows(self, chosen: Sequence[int] | None = None) -> list[dict[str, Any]]:
-        """Listed pairs, all if none are chosen, with ids, wordings and the closest unlisted items of both; ranks from 1."""
+        """Describe listed pairs for a table.
+
+        Args:
+            chosen: positions in the list; all if None.
+
+        Returns:
+            For each pair the ids, the texts, the scores, ranks from 1, and the closest unlisted items of both.
+        """
         s, data = self.listed, self.data
         rows = []
         for k in range(len(s)) if chosen is None else chosen:
             text, image = int(s.better_text[k]), int(s.better_image[k])
             rows.append(
-                self._row(s, k, excess=_number(s.excess[k]), wrong_probability=_at(self.wrong_probability, k))
+                self._row(s, k, {"excess": _number(s.excess[k]), "wrong_probability": _at(self.wrong_probability, k)})
                 | {
                     "better_text_id": data.text_ids[text] if text >= 0 else None,
                     "better_text": data.texts[text] if text >= 0 else None,
@@ -74,33 +83,55 @@ class Audit:
         return rows
 
     def missing_rows(self, chosen: Sequence[int] | None = None) -> list[dict[str, Any]]:
-        """Candidates for missing matches, likewise; ranks are None beyond the closest few."""
+        """Describe candidates for missing matches for a table.
+
+        Args:
+            chosen: positions in the list; all if None.
+
+        Returns:
+            For each pair the ids, the text, the scores, and ranks from 1, which are None beyond the closest few.
+        """
         every = range(len(self.missing)) if chosen is None else chosen
-        return [self._row(self.missing, k, match_probability=_at(self.match_probability, k)) for k in every]
+        return [self._row(self.missing, k, {"match_probability": _at(self.match_probability, k)}) for k in every]
 
     def to_json(self, top: int) -> dict[str, Any]:
-        """Plain values: sizes, estimates and the first of both lists, each image and each text REPEATED times in a list at most."""
+        """Convert to JSON values.
+
+        Args:
+            top: number of pairs of each list. An image or a text occurs at most REPEATED times in a list.
+
+        Returns:
+            Plain values: sizes, estimates and the first pairs of both lists.
+        """
         return {
-            **self.about,
+            **self.metadata,
             "n_images": len(self.data.image_ids),
             "n_texts": len(self.data.text_ids),
             "n_pairs": len(self.listed),
-            "wrong_share": self.wrong_share,
+            "wrong_share": self.wrong_fraction,
             "suspects": None if self.wrong_probability is None else int((self.wrong_probability >= 0.5).sum()),
             "candidates": len(self.missing),
             "pairs": self.pair_rows(varied(self.listed, top)),
             "missing": self.missing_rows(varied(self.missing, top)),
         }
 
-    def _row(self, s: Scored, k: int, **scores: Any) -> dict[str, Any]:
+    def _row(self, s: Scored, k: int, scores: Mapping[str, Any]) -> dict[str, Any]:
         data, image, text = self.data, int(s.image[k]), int(s.text[k])
         ranks = {"text_rank": int(s.text_rank[k]) + 1 or None, "image_rank": int(s.image_rank[k]) + 1 or None}
         names = {"image": data.image_ids[image], "text_id": data.text_ids[text], "text": data.texts[text]}
-        return names | scores | {"distance": _number(s.distance[k])} | ranks
+        return names | dict(scores) | {"distance": _number(s.distance[k])} | ranks
 
 
 def varied(scores: Scored, most: int) -> list[int]:
-    """Positions of the first pairs in which no image and no text occurs more than REPEATED times."""
+    """Choose the first pairs in which no image and no text occurs more than REPEATED times.
+
+    Args:
+        scores: of ordered pairs.
+        most: number of pairs at most.
+
+    Returns:
+        Their positions, ascending.
+    """
     images, texts, chosen = Counter[int](), Counter[int](), list[int]()
     for k, (image, text) in enumerate(zip(scores.image.tolist(), scores.text.tolist(), strict=True)):
         if len(chosen) >= most:
@@ -118,11 +149,14 @@ def audit_model(
     """Audit a split of some data with a model.
 
     Args:
-        matcher: the model.
-        config: where the split comes from; with noise, as it is trained on.
-        split: its name.
+        retrieval_model: the model.
+        config: the data; noise is applied as in training.
+        split: name of the split.
         name: of the model.
-        seen: the model was trained on this split, which is said in the notes.
+        seen: whether the model was trained on this split; the notes report it.
+
+    Returns:
+        The audit.
 
     Raises:
         UserError: the data has no such split.
@@ -130,7 +164,8 @@ def audit_model(
     prepared = prepare_listed(retrieval_model, config, split)
     scored = _score(retrieval_model, prepared, np.arange(len(prepared.data.image_ids)))
     notes = [] if not seen else [
-        "The model was trained on these very pairs and may have memorised wrong ones; --cross-fit 2 asks models that saw other pairs."
+        "The model was trained on these pairs and may have memorised wrong ones;"
+        " --cross-fit 2 audits with models that were trained on other pairs."
     ]  # fmt: skip
     return _joined(
         retrieval_model, prepared.data, [scored], {"split": split, "model": name, "cross_fit": 0, "notes": notes}
@@ -138,20 +173,23 @@ def audit_model(
 
 
 def cross_fit(run: Run, config: DataConfig, n_parts: int, folder: Path) -> Audit:
-    """Audit a training split in parts, each with a model of the run's recipe that is trained on the other parts.
+    """Audit a training split in parts, each with a model that is trained on the other parts.
 
     Args:
-        run: whose recipe is trained; its weights are not used.
+        run: its recipe is trained; its weights are not used.
         config: the data.
-        n_parts: number of parts and of trainings; finished ones in the folder are not repeated.
-        folder: gets the runs part-0, part-1 ...
+        n_parts: number of parts and of trainings; finished trainings in the folder are not repeated.
+        folder: receives the runs part-0, part-1 ...
 
     Returns:
-        The parts' lists, joined; pairs across parts are no candidates for missing matches. Scores are in units of each model's
-        logit, so that they can be compared.
+        The joined lists of all parts; pairs across parts are not candidates for missing matches. Scores are in units of
+        each model's logit, so they can be compared.
+
+    Raises:
+        UserError: n_parts is below 2, or the data has no split "train" or no pair.
     """
     if n_parts < 2:
-        raise UserError(f"--cross-fit takes a number of parts, at least 2, got {n_parts}")
+        raise UserError(f"--cross-fit must be at least 2 parts, got {n_parts}")
     scored, retrieval_model, data = [], None, None
     for part in range(n_parts):
         own = config.model_copy(update={"leave_out": f"{part}/{n_parts}"})
@@ -167,7 +205,15 @@ def cross_fit(run: Run, config: DataConfig, n_parts: int, folder: Path) -> Audit
 
 
 def prepare_listed(retrieval_model: RetrievalModel, config: DataConfig, split: str) -> PreparedSplit:
-    """A split as a training sees it: `train` noisy if the data say so.
+    """Load a split as the training sees it; "train" is noisy if the data configures noise.
+
+    Args:
+        retrieval_model: the model that will embed it.
+        config: the data.
+        split: name of the split.
+
+    Returns:
+        The prepared split.
 
     Raises:
         UserError: the data has no such split.
@@ -188,7 +234,7 @@ def prepare_listed(retrieval_model: RetrievalModel, config: DataConfig, split: s
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Scores of a part in positions of the whole split; excess in units of the model's logit."""
+    """Scores of one part; positions are those of the whole split, the excess is in units of the model's logit."""
 
     listed: ListedScores
     log_odds: np.ndarray | None
@@ -201,7 +247,7 @@ def _score(retrieval_model: RetrievalModel, prepared: PreparedSplit, chosen: np.
     images, texts = embed_split(retrieval_model.model, prepared)
     kept = np.unique(data.pairs[np.isin(data.pairs[:, 0], chosen), 1])
     if not len(kept):
-        raise UserError("the data lists no pair; there is nothing to audit")
+        raise UserError("the data lists no pair, so there is nothing to audit")
     images, texts = images[torch.from_numpy(chosen)], texts[torch.from_numpy(kept)]
     relevance = data.relevance().select_queries(chosen).select_gallery(kept)
     with progress_bar("comparing", len(chosen) + len(kept)) as advance:
@@ -231,20 +277,20 @@ def _joined(retrieval_model: RetrievalModel, data: PairData, parts: Sequence[_Pa
     listed, missing = _join([p.listed for p in parts]), _join([p.missing for p in parts])
     log_odds = _if_all([p.log_odds for p in parts])
     probability = _if_all([p.match_probability for p in parts])
-    share = None if log_odds is None else wrong_share(log_odds)
-    wrong = None if log_odds is None or share is None else wrong_probability(log_odds, share)
+    fraction = None if log_odds is None else wrong_fraction(log_odds)
+    wrong = None if log_odds is None or fraction is None else wrong_probability(log_odds, fraction)
     first = np.argsort(-listed.excess, kind="stable")
     close = np.argsort(missing.distance if probability is None else -probability, kind="stable")
     notes = list(about["notes"])
     if log_odds is None:
         notes.append(
-            "The model is not calibrated on held-out pairs: there are ranks and distances, and no probabilities."
+            "The model is not calibrated on held-out pairs, so the audit has ranks and distances but no probabilities."
         )
     return Audit(
         data,
         _take(listed, first),
         None if wrong is None else wrong[first],
-        share,
+        fraction,
         _take(missing, close),
         None if probability is None else probability[close],
         {**about, "distance": retrieval_model.distance, "notes": notes},
@@ -270,5 +316,5 @@ def _at(values: np.ndarray | None, k: int) -> float | None:
 
 
 def _number(value: float) -> float | None:
-    """As JSON and tables have it: six digits, none for infinities."""
+    """A number with six digits for JSON and tables; None if it is infinite."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,6 +1,7 @@
-"""Which listed pairs are probably wrong, and which unlisted ones probably match: scores of embeddings, without reading or writing.
+"""Which listed pairs are probably wrong, and which unlisted pairs probably match? Computes the scores from embeddings.
 
-Distances come from a model that should not have been trained on the very pairs: one that has memorised a wrong pair finds it right.
+The model should not have been trained on these pairs, because a model that has memorised a wrong pair gives it a small
+distance.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from sfumato.metrics.retrieval import relevant_ranks
 from sfumato.search.exact import distance_blocks
 
 NEIGHBOURS = 10
-"""Closest unlisted items that a pair is compared with."""
+"""Number of closest unlisted items that a pair is compared with."""
 
 Progress = Callable[[int], None]
 
@@ -27,15 +28,20 @@ class ListedScores:
     """The p listed pairs, by image and then by text.
 
     Attributes:
-        image, text: (p,) positions.
-        distance: (p,) between the two.
-        excess: (p,) the score: how much farther apart they are than each of them is from its NEIGHBOURS closest unlisted items, the
-            mean of both directions. High is suspicious; at 0 an unlisted item would do as well. Under csd a variance counts
-            half as much as in the distance: a vague text is far from everything, and less of a suspect for it.
-        text_rank, image_rank: (p,) from 0, how many unlisted texts are closer to the image, and unlisted images to the text; of equal
-            ones the earlier is closer.
-        better_text, better_image: (p,) the closest unlisted text of the image and image of the text; -1 if everything is listed.
-        better_text_distance, better_image_distance: (p,) theirs, infinite where there is none.
+        image: (p,) positions of the images.
+        text: (p,) positions of the texts.
+        distance: (p,) between image and text.
+        excess: (p,) the score: the distance minus the mean distance of an item to its NEIGHBOURS closest unlisted
+            items, mean of both directions. High is suspicious; 0 means that unlisted items fit equally well. Under csd
+            a variance counts half as much as in the distance, so a vague text, which is far from everything, is not
+            suspicious for that alone.
+        text_rank: (p,) number of unlisted texts that are closer to the image; of equal distances the earlier text is
+            closer.
+        image_rank: (p,) number of unlisted images that are closer to the text, likewise.
+        better_text: (p,) closest unlisted text of the image; -1 if all texts are listed.
+        better_image: (p,) closest unlisted image of the text; -1 if all images are listed.
+        better_text_distance: (p,) distance of that text from the image; infinite if there is none.
+        better_image_distance: (p,) distance of that image from the text; infinite if there is none.
     """
 
     image: np.ndarray
@@ -58,10 +64,11 @@ class MissingScores:
     """Unlisted pairs that may match, the closest first.
 
     Attributes:
-        image, text: (c,) positions.
-        distance: (c,) the score: close is suspicious.
-        text_rank, image_rank: (c,) from 0 among the unlisted texts of the image and the unlisted images of the text; -1 beyond
-            NEIGHBOURS.
+        image: (c,) positions of the images.
+        text: (c,) positions of the texts.
+        distance: (c,) the score; a small distance is suspicious.
+        text_rank: (c,) rank from 0 among the unlisted texts of the image; -1 beyond NEIGHBOURS.
+        image_rank: (c,) rank from 0 among the unlisted images of the text; -1 beyond NEIGHBOURS.
     """
 
     image: np.ndarray
@@ -76,7 +83,7 @@ class MissingScores:
 
 @dataclass(frozen=True, eq=False)
 class _Side:
-    """One direction: (p,) distances and ranks of the listed pairs, and the (n, k) closest unlisted items of each query."""
+    """One direction: (p,) distances and ranks of the listed pairs, (n, k) closest unlisted items of each query."""
 
     distance: np.ndarray
     rank: np.ndarray
@@ -84,7 +91,7 @@ class _Side:
     near_distance: np.ndarray
 
     def reference(self, query: np.ndarray) -> np.ndarray:
-        """(p,) mean distance of the pairs' queries to their closest unlisted items; the pair's own where there are none."""
+        """(p,) mean distance of a pair's query to its closest unlisted items; the pair's distance if there are none."""
         there = np.isfinite(self.near_distance)
         mean = np.where(there, self.near_distance, 0).sum(1) / np.maximum(there.sum(1), 1)
         return np.where(there.any(1)[query], mean[query], self.distance)
@@ -108,13 +115,15 @@ def audit_pairs(
         texts: (m, d) embeddings.
         relevance: the listed pairs, image -> texts.
         distance: name in DISTANCES.
-        wording: (m,) the texts; an unlisted text that says what a listed one of the image says is no missing match, and of two that
-            say the same the closer is kept. Case and spaces do not count.
-        memory_mb: size of a block of distances; working memory is a few times that. n * m are never held.
+        wording: (m,) the texts. An unlisted text with the words of a listed text of the image is not a missing match,
+            and of two unlisted texts with the same words only the closer is kept. Case and spaces are ignored. None
+            compares no words.
+        memory_mb: size of a block of distances, in MiB; the working memory is a few times that. All n * m distances are
+            never in memory at once.
         progress: called with the number of images and texts just compared, n + m in all.
 
     Returns:
-        (the listed pairs, candidates for missing ones: at most NEIGHBOURS of each image and each text).
+        (the listed pairs, candidates for missing pairs: at most NEIGHBOURS of each image and each text).
 
     Raises:
         ValueError: sizes do not fit, nothing is listed, or a distance is NaN.
@@ -122,13 +131,14 @@ def audit_pairs(
     Example:
         >>> images = GaussianEmbedding.point(torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 3.0]]))
         >>> texts = GaussianEmbedding.point(torch.tensor([[0.0, 0.1], [0.0, 2.9], [1.0, 0.1]]))
-        >>> listed = Relevance.from_lists([[0], [1], [2]], n_gallery=3)  # The last two are exchanged.
+        >>> listed = Relevance.from_lists([[0], [1], [2]], n_gallery=3)  # The last two are swapped.
         >>> audit_pairs(images, texts, listed)[0].excess > 0
         array([False,  True,  True])
     """
     if (images.n, texts.n) != (relevance.n_queries, relevance.n_gallery):
         raise ValueError(
-            f"audit_pairs: {images.n} images and {texts.n} texts, but a list of {relevance.n_queries} by {relevance.n_gallery}"
+            f"audit_pairs: {images.n} images and {texts.n} texts, but a list of {relevance.n_queries} by"
+            f" {relevance.n_gallery}"
         )
     if wording is not None and len(wording) != texts.n:
         raise ValueError(f"audit_pairs: got {len(wording)} wordings for {texts.n} texts; give one for each")
@@ -159,40 +169,48 @@ def audit_pairs(
     return listed, _missing(of_images, of_texts, relevance, wording)
 
 
-def wrong_share(log_odds: np.ndarray, *, n_steps: int = 1000) -> float:
-    """Estimated share of wrong pairs among listed ones: the prior that their likelihood ratios speak for most.
+def wrong_fraction(log_odds: np.ndarray, *, n_steps: int = 1000) -> float:
+    """Estimate the fraction of wrong pairs among the listed pairs.
 
-    Maximum likelihood of a mixture of right pairs, as near as the calibration's matches, and wrong ones, as far as its random pairs,
-    by expectation maximisation. Wrong pairs that resemble right ones are counted as right.
+    The listed pairs are a mixture of right pairs, with the distances of the calibration's matches, and wrong pairs,
+    with the distances of its random pairs. Expectation maximisation finds the fraction of maximum likelihood. Wrong
+    pairs that are as close as right pairs count as right.
 
     Args:
-        log_odds: (p,) log(p(distance | match) / p(distance | no match)): the calibrated logit at equal shares.
-        n_steps: at most.
+        log_odds: (p,) log(p(distance | match) / p(distance | no match)), the calibrated logit at equal fractions.
+        n_steps: largest number of steps.
 
     Returns:
-        A share in [0, 1].
+        A fraction in [0, 1].
 
-    Paper: Saerens, Latinne and Decaestecker, "Adjusting the outputs of a classifier to new a priori probabilities", 2002.
+    Paper: Saerens, Latinne and Decaestecker, "Adjusting the outputs of a classifier to new a priori probabilities",
+        2002.
     """
-    share = 0.5
+    fraction = 0.5
     for _ in range(n_steps):
-        before, share = share, float(wrong_probability(log_odds, share).mean())
-        if abs(share - before) < 1e-9:
+        before, fraction = fraction, float(wrong_probability(log_odds, fraction).mean())
+        if abs(fraction - before) < 1e-9:
             break
-    return share
+    return fraction
 
 
-def wrong_probability(log_odds: np.ndarray, share: float) -> np.ndarray:
-    """(p,) probabilities that listed pairs are wrong, if this share of them is.
+def wrong_probability(log_odds: np.ndarray, fraction: float) -> np.ndarray:
+    """Probabilities that listed pairs are wrong, given the fraction of wrong pairs.
 
     Args:
-        log_odds: see :func:`wrong_share`.
-        share: of wrong pairs, in [0, 1].
+        log_odds: see :func:`wrong_fraction`.
+        fraction: of wrong pairs, in [0, 1].
+
+    Returns:
+        (p,) probabilities.
+
+    Raises:
+        ValueError: the fraction is outside of [0, 1].
     """
-    if not 0 <= share <= 1:
-        raise ValueError(f"wrong_probability: share must lie in [0, 1], got {share}")
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"wrong_probability: fraction must lie in [0, 1], got {fraction}")
     with np.errstate(divide="ignore"):
-        prior = np.log(1 - share) - np.log(share)
+        prior = np.log(1 - fraction) - np.log(fraction)
     return np.asarray(torch.sigmoid(-torch.from_numpy(np.asarray(log_odds, np.float64) + prior)))
 
 
@@ -231,7 +249,7 @@ def _among_unlisted(rank: np.ndarray, ground_truth: Relevance) -> np.ndarray:
 
 
 def _closest(block: Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """(b, k) ascending finite distances and their positions, by distance and then by position; the rest infinite and -1."""
+    """(b, k) ascending distances, ties by position, and their positions; infinite and -1 beyond the finite ones."""
     found = block.topk(k, dim=1, largest=False)
     value, place = found.values.double().cpu().numpy(), found.indices.cpu().numpy()
     order = np.lexsort((place, value), axis=1)
@@ -240,7 +258,7 @@ def _closest(block: Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _missing(of_images: _Side, of_texts: _Side, listed: Relevance, wording: Sequence[str] | None) -> MissingScores:
-    """The union of both directions' closest unlisted pairs."""
+    """The union of the closest unlisted pairs of both directions."""
     m = len(of_texts.near)
     found = []
     for side in (of_images, of_texts):
@@ -262,13 +280,3 @@ def _missing(of_images: _Side, of_texts: _Side, listed: Relevance, wording: Sequ
         order = order[new[order]]
     key = key[order]
     return MissingScores(key // m, key % m, distance[order], ranks[0, order], ranks[1, order])
-
-
-__all__ = [
-    "NEIGHBOURS",
-    "ListedScores",
-    "MissingScores",
-    "audit_pairs",
-    "wrong_probability",
-    "wrong_share",
-]

@@ -1,7 +1,7 @@
-"""Does an uncertainty rise when pictures are erased or blurred, and when words are dropped or unknown?
+"""Does an uncertainty rise when images are erased or blurred, and when words are dropped or unknown?
 
-What is corrupted, and how an estimator follows it, is that of `sfumato trust`, which asks it of every estimator; here one of them gets a
-curve with intervals.
+The corruptions and their figures are those of `sfumato trust`, which measures every estimator. This study follows one
+estimator and adds a curve with intervals.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,17 +23,17 @@ from sfumato.search.exact import rank_relevant
 
 @dataclass(frozen=True)
 class CorruptionCurve:
-    """How one estimator follows one corruption.
+    """How one estimator reacts to one corruption.
 
     Attributes:
-        n: items that were corrupted.
-        strengths: from 0, the items as they are.
-        mean: uncertainty at each strength, averaged over items.
+        n: number of corrupted items.
+        strengths: ascending, from 0 for the clean items.
+        mean: mean uncertainty at each strength.
         recall: recall@1 of the items as queries at each strength.
-        spearman: of strength and uncertainty within an item, averaged over items; an item that never changes counts 0.
-        rises: share of items less certain at the greatest strength than as they are; ties one half.
-        monotone: share that never falls from one strength to the next, and rises.
-        auroc: of items at the greatest strength against the same items as they are.
+        spearman: of strength and uncertainty within an item, mean over items; an item that never changes counts 0.
+        rises: fraction of items that are less certain at the greatest strength than clean; a tie counts one half.
+        monotone: fraction of items whose uncertainty rises and never falls from one strength to the next.
+        auroc: of items at the greatest strength against the same items clean.
     """
 
     n: int
@@ -46,7 +46,11 @@ class CorruptionCurve:
     auroc: Interval
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers, lists and dictionaries."""
+        """Convert to JSON values.
+
+        Returns:
+            Plain numbers, lists and dictionaries.
+        """
         return asdict(self)
 
 
@@ -66,34 +70,40 @@ def corruption_curves(
     """Follow one estimator through several corruptions.
 
     Args:
-        queries: (n, d) embeddings of the items as they are.
-        gallery: (m, d) embeddings of the other side, for estimators that look at it and for recall.
+        queries: (n, d) embeddings of the clean items.
+        gallery: (m, d) embeddings of the other side, for the recall and for estimators that look at it.
         relevance: query -> its true items.
-        matching: distance and match logits.
+        matching: the distance and the match logits.
         corrupted: some queries, each with a true item, embedded from corrupted inputs.
         estimator: of uncertainty.
-        groups: (n,) queries that are resampled together, as the captions of an image; None resamples each by itself.
-        n_resamples, level, seed: of the bootstrap intervals.
+        groups: (n,) numbers; queries with the same number are resampled together, as the captions of an image. None
+            resamples each query by itself.
+        n_resamples: number of bootstrap resamples of the intervals.
+        level: coverage of the intervals.
+        seed: of the resamples and of sampled estimators.
 
     Returns:
         A curve for each corruption, by its name.
     """
     curves = {}
     estimators: Mapping[str, Estimator] = {estimator.name: estimator}
-    resample = partial(bootstrap, n_resamples=n_resamples, level=level, seed=seed)
     for c in corrupted:
         own, ground_truth = queries[torch.from_numpy(c.index)], relevance.select_queries(c.index)
         ranks = rank_relevant(own, gallery, ground_truth, matching.oriented_distance)
         found = follow_corruption(
             c,
-            estimate_uncertainty(own, gallery, matching, estimators=estimators),
+            estimate_uncertainty(own, gallery, matching, estimators=estimators, seed=seed),
             gallery,
             ground_truth,
             matching,
             estimators=estimators,
             recall=float(np.mean(per_query_metrics(ranks, ground_truth)["recall@1"])),
-            resample=partial(resample, groups=None if groups is None else groups[c.index]),
-        )
+            resample=partial(
+                bootstrap, n=len(c.index), n_resamples=n_resamples, level=level, seed=seed,
+                groups=None if groups is None else groups[c.index],
+            ),
+            seed=seed,
+        )  # fmt: skip
         figures = found.estimators[estimator.name]
         curves[c.name] = CorruptionCurve(found.n, found.strengths, found.means[estimator.name], found.recall, **figures)
     return curves

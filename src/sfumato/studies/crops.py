@@ -1,9 +1,10 @@
-"""Is a picture of two things less certain than a picture of one? Crops A and B of single boxes, and C that holds both.
+"""Is an image of two things less certain than an image of one? Compares crops of single boxes with crops of two.
 
-For an area threshold the ten largest boxes of a picture below it are taken; A is the largest, B of the other nine the one that overlaps
-least with A, C the smallest box around both. The captions of A and B are the phrases of the boxes, that of C joins them with "and".
-Two questions are asked of a model: whether C is less certain than A, among crops and among captions, and how often an item of A or C
-chooses its own partner rather than the other one. This module knows boxes and embeddings, no files.
+For an area threshold, take the ten largest boxes of an image below it. A is the largest. B is the one of the other nine
+that overlaps least with A. C is the smallest box around both. The captions of A and B are the phrases of the boxes;
+that of C joins them with "and". The study answers two questions: whether C is less certain than A, among crops and
+among captions, and how often an item of A or C chooses its own partner rather than the other one. This module knows
+boxes and embeddings, not files.
 
 Paper: Pishdad et al., "Uncertainty-based Cross-Modal Retrieval with Probabilistic Representations", section 4.6.
 """
@@ -22,26 +23,26 @@ from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
 Uncertainty = Literal["total_variance", "log_det", "geometric_std"]
 
 CANDIDATES = 10
-"""Boxes below the threshold among which A and B are chosen; a picture with fewer is left out."""
+"""Number of boxes among which A and B are chosen; an image with fewer boxes below the threshold is left out."""
 
 MEANS = "squared_l2"
-"""The distance that looks at the means alone."""
+"""The distance that uses only the means."""
 
 ROLES = ("A", "B", "C")
 
 CELLS = ("image A", "image C", "text A", "text C")
-"""Queries of the binary selection: crop A chooses between captions A and C, ..., caption C between crops A and C."""
+"""Queries of the binary selection: crop A chooses between captions A and C, and so on."""
 
 PUBLISHED = {
     "VSE++": {"image A": 0.597, "image C": 0.660, "text A": 0.748, "text C": 0.540},
     "probabilistic VSE++": {"image A": 0.586, "image C": 0.695, "text A": 0.717, "text C": 0.589},
 }
-"""Table 4 of the paper: 2,000 pictures of Visual Genome, models trained on COCO."""
+"""Table 4 of the paper: 2,000 images of Visual Genome, models trained on COCO."""
 
 
 @dataclass(frozen=True)
 class Triplet:
-    """The boxes chosen in a picture.
+    """The boxes chosen in an image.
 
     Attributes:
         a, b: positions among the boxes that were given.
@@ -54,15 +55,15 @@ class Triplet:
 
 
 def choose_triplet(boxes: np.ndarray, area: float, threshold: float) -> Triplet | None:
-    """A, B and C of a picture.
+    """Choose A, B and C of an image.
 
-    Of boxes with equal areas, or equal overlaps with A, the one that stands first counts as the larger, or the smaller overlap is
-    that of the larger box: the paper does not say, and many boxes do not overlap at all.
+    The paper does not define ties, but many boxes do not overlap at all. Here the earlier of two equal areas counts as
+    the larger, and of two equal overlaps with A the one of the larger box counts as the smaller.
 
     Args:
-        boxes: (n, 4) left, top, right, bottom, within the picture.
-        area: of the picture.
-        threshold: share of the picture's area that a box must be below.
+        boxes: (n, 4) left, top, right, bottom in pixels, within the image.
+        area: of the image in pixels.
+        threshold: a box must be smaller than this fraction of the image's area.
 
     Returns:
         The triplet; None if fewer than CANDIDATES boxes are below the threshold.
@@ -84,27 +85,47 @@ def choose_triplet(boxes: np.ndarray, area: float, threshold: float) -> Triplet 
 
 
 def overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """(4,) and (n, 4) boxes (left, top, right, bottom) -> (n,) areas of intersection over areas of union."""
+    """Intersection over union of a box with others.
+
+    Args:
+        box: (4,) left, top, right, bottom.
+        others: (n, 4) likewise.
+
+    Returns:
+        (n,) in [0, 1].
+
+    Example:
+        >>> overlap(np.array([0, 0, 2, 2]), np.array([[0, 0, 2, 1], [5, 5, 6, 6]]))
+        array([0.5, 0. ])
+    """
     sides = np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2])
     common = sides.clip(min=0).prod(1)
     union = (box[2:] - box[:2]).prod() + (others[:, 2:] - others[:, :2]).prod(1) - common
-    shares: np.ndarray = common / union
-    return shares
+    fractions: np.ndarray = common / union
+    return fractions
 
 
 def join_captions(a: str, b: str) -> str:
-    """The caption of C: "A and B"."""
+    """Make the caption of C.
+
+    Args:
+        a: caption of A.
+        b: caption of B.
+
+    Returns:
+        "A and B".
+    """
     return f"{a} and {b}"
 
 
 @dataclass(frozen=True)
 class Side:
-    """What was measured of crops, or of captions.
+    """The uncertainties of crops, or of captions.
 
     Attributes:
         mean: by "A", "B", "C" the mean uncertainty; None for points.
-        standard_error: of these means; None of a single triplet.
-        c_above_a: share of the triplets whose C is less certain than their A, ties one half; None for points.
+        standard_error: of these means; None for a single triplet.
+        c_above_a: fraction of triplets whose C is less certain than their A, a tie counts one half; None for points.
         difference: mean of C - A; None for points.
     """
 
@@ -116,16 +137,18 @@ class Side:
 
 @dataclass(frozen=True)
 class CropFigures:
-    """What was measured at a threshold.
+    """The figures at one threshold.
 
     Attributes:
-        threshold: largest share of the picture's area.
-        n: triplets, each of another picture.
-        left_out: pictures with too few boxes below it.
-        area: by "A", "B", "C" the mean share of the picture's area.
+        threshold: boxes are smaller than this fraction of the image's area.
+        n: number of triplets, one per image.
+        left_out: number of images with too few boxes below the threshold.
+        area: by "A", "B", "C" the mean fraction of the image's area.
         overlap: mean intersection over union of A and B.
-        crops, captions: uncertainties.
-        selection: by distance (the model's own first) and cell of CELLS, the share that chose its own partner, ties one half.
+        crops: uncertainties of the crops.
+        captions: uncertainties of the captions.
+        selection: by distance, that of the model first, and by cell of CELLS, the fraction of queries that choose their
+            own partner; a tie counts one half.
     """
 
     threshold: float
@@ -140,16 +163,18 @@ class CropFigures:
 
 @dataclass(frozen=True)
 class CropStudy:
-    """All of it.
+    """The result of the study.
 
     Attributes:
-        model: its name.
-        distance: the model's own.
-        uncertainty: which one.
-        n_pictures: in the sample.
-        thresholds: figures of each.
-        n_resamples, level, seed: of the intervals, which resample pictures.
-        problems: what was left out, by reason, and how often.
+        model: name of the model.
+        distance: name of the model's distance.
+        uncertainty: name of the uncertainty.
+        n_pictures: number of images in the sample.
+        thresholds: figures of each threshold.
+        n_resamples: number of bootstrap resamples of the images.
+        level: coverage of the intervals.
+        seed: of the sample and the resamples.
+        problems: number of problems by reason.
     """
 
     model: str
@@ -163,7 +188,11 @@ class CropStudy:
     problems: Mapping[str, int]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain numbers, lists and dictionaries."""
+        """Convert to JSON values.
+
+        Returns:
+            Plain numbers, lists and dictionaries, with the published figures.
+        """
         return asdict(self) | {"published": PUBLISHED}
 
 
@@ -184,13 +213,20 @@ def measure_crops(
     """Measure the triplets of a threshold.
 
     Args:
-        crops, captions: by "A", "B", "C" (n, d) embeddings.
-        triplets: n of them.
-        areas: (n,) areas of the pictures.
-        threshold, left_out: see :class:`CropFigures`.
-        distance: the model's own.
+        crops: by "A", "B", "C" (n, d) embeddings.
+        captions: by "A", "B", "C" (n, d) embeddings.
+        triplets: of n images.
+        areas: (n,) areas of the images in pixels.
+        threshold: see :class:`CropFigures`.
+        left_out: see :class:`CropFigures`.
+        distance: name of the model's distance.
         uncertainty: one of Uncertainty.
-        n_resamples, level, seed: see :func:`~sfumato.metrics.bootstrap.bootstrap`; a single triplet has no intervals.
+        n_resamples: number of bootstrap resamples; a single triplet has no intervals.
+        level: coverage of the intervals.
+        seed: of the resamples.
+
+    Returns:
+        All figures.
 
     Raises:
         ValueError: uncertainty is unknown, or there are no triplets.
@@ -200,7 +236,7 @@ def measure_crops(
     if not triplets:
         raise ValueError("measure_crops: got no triplets, nothing to measure")
     n, boxes = len(triplets), np.stack([triplet.boxes for triplet in triplets])
-    share = (boxes[:, :, 2:] - boxes[:, :, :2]).prod(2) / areas[:, None]
+    fraction = (boxes[:, :, 2:] - boxes[:, :, :2]).prod(2) / areas[:, None]
     values: dict[str, np.ndarray] = {}
     sides = {"crops": crops, "captions": captions}
     points = {side for side, found in sides.items() if any(bool((e.total_variance == 0).all()) for e in found.values())}
@@ -216,39 +252,40 @@ def measure_crops(
     intervals = bootstrap(
         {name: mean_statistic(value) for name, value in values.items()},
         n,
-        n_resamples=n_resamples if n > 1 else 0,  # One triplet drawn again and again would pass for certain.
+        n_resamples=n_resamples if n > 1 else 0,  # Resamples of a single triplet would all be equal.
         level=level,
         seed=seed,
     )
-
-    def side_of(name: str) -> Side:
-        if name in points:
-            return Side(None, None, None, None)
-        return Side(
-            {role: intervals[f"{name} {role}"] for role in ROLES},
-            {role: _standard_error(values[f"{name} {role}"]) for role in ROLES},
-            intervals[f"{name} above"],
-            intervals[f"{name} difference"],
-        )
-
     return CropFigures(
         threshold=threshold,
         n=n,
         left_out=left_out,
-        area={role: float(share[:, k].mean()) for k, role in enumerate(ROLES)},
+        area={role: float(fraction[:, k].mean()) for k, role in enumerate(ROLES)},
         overlap=float(np.mean([overlap(t.boxes[0], t.boxes[1:2])[0] for t in triplets])),
-        crops=side_of("crops"),
-        captions=side_of("captions"),
+        crops=_side_of("crops", values, intervals),
+        captions=_side_of("captions", values, intervals),
         selection={
             name: {cell: intervals[f"{name} {cell}"] for cell in CELLS} for name in dict.fromkeys((distance, MEANS))
         },
     )
 
 
+def _side_of(name: str, values: Mapping[str, np.ndarray], intervals: Mapping[str, Interval]) -> Side:
+    """The figures of crops or captions; points have no values."""
+    if f"{name} above" not in values:
+        return Side(None, None, None, None)
+    return Side(
+        {role: intervals[f"{name} {role}"] for role in ROLES},
+        {role: _standard_error(values[f"{name} {role}"]) for role in ROLES},
+        intervals[f"{name} above"],
+        intervals[f"{name} difference"],
+    )
+
+
 def _selected(
     crops: Mapping[str, GaussianEmbedding], captions: Mapping[str, GaussianEmbedding], distance: str
 ) -> dict[str, np.ndarray]:
-    """(n,) by cell: 1 where the query's own partner is closer than the other one, one half where they are as close."""
+    """(n,) by cell: 1 where the query's own partner is closer than the other one, one half for a tie, else 0."""
     row = get_distance(distance).row
     found = {
         image + text: row(crops[image], captions[text]).double().cpu() for image in ("A", "C") for text in ("A", "C")
@@ -276,5 +313,13 @@ def _standard_error(values: np.ndarray) -> float | None:
 
 
 def rows_of(embeddings: GaussianEmbedding, index: Sequence[int]) -> GaussianEmbedding:
-    """The embeddings at these positions."""
+    """Choose embeddings.
+
+    Args:
+        embeddings: (n, d) embeddings.
+        index: k positions.
+
+    Returns:
+        (k, d) embeddings.
+    """
     return embeddings[torch.tensor(index, dtype=torch.int64)]

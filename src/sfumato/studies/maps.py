@@ -1,6 +1,6 @@
-"""A map of images and texts in one plane, in which a Gaussian is an area: exact shadows by PCA, or discs by t-SNE.
+"""A map of images and texts in one plane. A Gaussian is an area: an exact projection by PCA, or a disc by t-SNE.
 
-It knows embeddings and which of them match; how a map is drawn is elsewhere.
+This module knows embeddings and which of them match; the reports draw the maps.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ from sfumato.metrics.relevance import Relevance
 Method = Literal["pca", "tsne"]
 
 FAMILIES = 5
-"""Images that a map shows together with their texts, in a colour of their own."""
+"""Number of images that a map shows together with their texts, each family in its own colour."""
 
 LEAST_ITEMS = 3
-"""Fewer images and texts together have no plane."""
+"""Least number of images and texts together, as fewer points define no plane."""
 
 _DISC = 0.02
-"""Radius of a t-SNE disc of mean total variance, as a share of the map's wider side."""
+"""Radius of a t-SNE disc of mean total variance, as a fraction of the map's wider side."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,15 @@ class MapItem:
 
     Attributes:
         side: "image" or "text".
-        index: its position among the images, or the texts.
-        x, y: its mean.
-        a, b, angle: half axes a >= b and the angle of the first in radians. Of PCA one standard deviation of its shadow, in the units
-            of the map; of t-SNE a disc, a = b, with an area in proportion to the total variance.
-        total_variance: its total variance.
-        family: from 0, for the images of FAMILIES and the texts that match them alone; None for all others.
+        index: position among the images, or the texts.
+        x: horizontal position of the mean, in units of the map.
+        y: vertical position of the mean.
+        a: longer half axis. By PCA one standard deviation of the projected Gaussian; by t-SNE the radius of a disc
+            whose area is proportional to the total variance.
+        b: shorter half axis.
+        angle: of the longer axis, in radians.
+        total_variance: of the item.
+        family: number from 0 of the FAMILIES images and of the texts that match only them; None for all others.
     """
 
     side: str
@@ -60,7 +63,7 @@ class GaussianMap:
 
     Attributes:
         method: "pca" or "tsne".
-        explained: of PCA, shares of the variance of the shown means along the two axes.
+        explained: by PCA the fractions of the variance of the shown means along the two axes; None by t-SNE.
         items: images, then texts, each in the order of their positions.
     """
 
@@ -69,7 +72,11 @@ class GaussianMap:
     items: tuple[MapItem, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers, strings, lists and dictionaries."""
+        """Convert to JSON values.
+
+        Returns:
+            Plain numbers, strings, lists and dictionaries.
+        """
         return asdict(self) | {"items": [asdict(item) for item in self.items]}
 
 
@@ -88,10 +95,11 @@ def map_items(
         images: (n_images, d) embeddings.
         texts: (n_texts, d) embeddings.
         relevance: image -> its true texts.
-        n: most images, and most texts; beyond it a random choice: images, and texts that match one of them as far as there
-            are, those of the first FAMILIES images drawn before others.
-        method: "pca" fits the plane to the shown means and projects each Gaussian exactly; "tsne" (scikit-learn) keeps
-            neighbours near each other: distances across it, axes and orientation mean nothing, so a variance is only a disc's area.
+        n: largest number of images, and of texts. If there are more, images are chosen at random, and texts at random,
+            first those that match the first FAMILIES images, then those that match another shown image.
+        method: "pca" fits the plane to the shown means and projects each Gaussian exactly. "tsne" (scikit-learn) keeps
+            neighbours near each other; its axes and large distances mean nothing, so a variance is only the area of a
+            disc.
         seed: of the choice and of t-SNE.
 
     Returns:
@@ -99,7 +107,7 @@ def map_items(
 
     Raises:
         UserError: t-SNE without scikit-learn.
-        ValueError: fewer than 3 items in all, another d on either side, or an option is out of range.
+        ValueError: there are fewer than 3 items, images and texts differ in d, or an option is out of range.
     """
     if method not in get_args(Method):
         raise ValueError(f"map_items: method must be one of {', '.join(get_args(Method))}, got {method!r}")
@@ -162,24 +170,22 @@ def _tsne(mean: Tensor, seed: int) -> np.ndarray:
     try:
         from sklearn.manifold import TSNE
     except ImportError as error:
-        raise UserError(
-            "t-SNE needs scikit-learn: pip install 'sfumato[analysis]', or take --method pca, which needs nothing"
-        ) from error
+        raise UserError("t-SNE needs scikit-learn: pip install 'sfumato[analysis]', or use --method pca") from error
     perplexity = min(30.0, (len(mean) - 1) / 3)
-    places: np.ndarray = TSNE(2, perplexity=perplexity, init="pca", random_state=seed).fit_transform(mean.numpy())
-    return places
+    positions: np.ndarray = TSNE(2, perplexity=perplexity, init="pca", random_state=seed).fit_transform(mean.numpy())
+    return positions
 
 
-def _discs(places: np.ndarray, total_variance: Tensor) -> list[tuple[float, float, float, float, float]]:
-    """Circles around places with areas in proportion to total variances; (x, y, a, b, angle) each."""
+def _discs(positions: np.ndarray, total_variance: Tensor) -> list[tuple[float, float, float, float, float]]:
+    """(x, y, a, b, angle) of circles around positions with areas proportional to total variances."""
     average = float(total_variance.mean())
-    unit = _DISC * float(np.ptp(places, axis=0).max())
+    unit = _DISC * float(np.ptp(positions, axis=0).max())
     radii = [unit * math.sqrt(v / average) if average else 0.0 for v in total_variance.tolist()]
-    return [(float(x), float(y), r, r, 0.0) for (x, y), r in zip(places, radii, strict=True)]
+    return [(float(x), float(y), r, r, 0.0) for (x, y), r in zip(positions, radii, strict=True)]
 
 
 _ROUNDING = 1e-20
-"""Scatter of the means relative to their squared norms: float64 rounding of equal means is below, any float32 difference above."""
+"""Least scatter of the means relative to their squared norms: above float64 rounding, below float32 differences."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,9 +193,9 @@ class Projection:
     """A plane in the space of the embeddings.
 
     Attributes:
-        centre: (d,) float64, the mean of the means; it lies at (0, 0).
+        centre: (d,) float64 mean of the means; it is at (0, 0).
         axes: (d, 2) float64 orthonormal columns; the largest entry of each is positive. With d = 1 the second one is 0.
-        explained: shares of the variance of the means along the two axes; 0 and 0 if the means are all equal.
+        explained: fractions of the variance of the means along the two axes; 0 and 0 if all means are equal.
     """
 
     centre: Tensor
@@ -198,45 +204,50 @@ class Projection:
 
     @cached_property
     def version(self) -> str:
-        """Of the plane: places on planes of equal version can be compared, others cannot."""
+        """Digest of the plane; positions can be compared between maps of the same version only."""
         numbers = torch.cat([self.centre.unsqueeze(1), self.axes], 1).numpy().tobytes()
         return hashlib.blake2b(numbers, digest_size=8).hexdigest()
 
     def ellipses(self, embeddings: GaussianEmbedding) -> list[tuple[float, float, float, float, float]]:
-        r"""The shadows of diagonal Gaussians on the plane.
+        r"""Project diagonal Gaussians onto the plane.
 
             covariance = axes^T diag(var) axes,  a 2 x 2 matrix with eigenvalues a^2 >= b^2
 
         Args:
-            embeddings: (n, d); same d as the plane.
+            embeddings: (n, d) embeddings; same d as the plane.
 
         Returns:
-            n times (x, y, a, b, angle): the centre, the half axes a >= b >= 0 of one standard deviation, and the angle of the first
-            one in radians, above -pi/2 and at most pi/2. A point (variance 0) has a = b = 0 and angle 0.
+            n times (x, y, a, b, angle): the centre, the half axes a >= b >= 0 of one standard deviation, and the angle
+                of the
+            longer one in radians, above -pi/2 and at most pi/2. A point (variance 0) has a = b = 0 and angle 0.
 
         Raises:
-            ValueError: another d.
+            ValueError: d differs.
         """
         if embeddings.d != self.centre.shape[0]:
             raise ValueError(
-                f"ellipses: embeddings have {embeddings.d} dimensions, the map has {self.centre.shape[0]}; fit it to the same model"
+                f"ellipses: embeddings have {embeddings.d} dimensions, the map has {self.centre.shape[0]}; fit the map"
+                " to embeddings of the same model"
             )
         var = embeddings.log_var.detach().to("cpu", torch.float64).exp()
         position = (embeddings.mean.detach().to("cpu", torch.float64) - self.centre) @ self.axes  # (n, 2)
         u, v = self.axes.unbind(1)
         xx, yy, xy = var @ u.square(), var @ v.square(), var @ (u * v)  # (n,) each: the covariance
-        middle, spread = (xx + yy) / 2, torch.hypot((xx - yy) / 2, xy)  # eigenvalues are middle +- spread
-        a, b = (middle + spread).sqrt(), (middle - spread).clamp(min=0).sqrt()
+        middle, radius = (xx + yy) / 2, torch.hypot((xx - yy) / 2, xy)  # eigenvalues are middle +- radius
+        a, b = (middle + radius).sqrt(), (middle - radius).clamp(min=0).sqrt()
         angle = torch.atan2(2 * xy, xx - yy) / 2
         rows: list[list[float]] = torch.stack([*position.unbind(1), a, b, angle], 1).tolist()
         return [(row[0], row[1], row[2], row[3], row[4]) for row in rows]
 
 
 def fit_map(embeddings: GaussianEmbedding) -> Projection:
-    """The plane of the first two principal components of the means.
+    """Fit the plane of the first two principal components of the means.
 
     Args:
-        embeddings: at least one. Two equal calls give equal planes: the sign of an axis is that which makes its largest entry positive.
+        embeddings: (n, d) embeddings, at least one.
+
+    Returns:
+        The plane. It is deterministic: the sign of an axis makes its largest entry positive.
 
     Raises:
         ValueError: there are no embeddings.
@@ -247,7 +258,7 @@ def fit_map(embeddings: GaussianEmbedding) -> Projection:
         raise ValueError("fit_map: got no embeddings, expected at least one")
     centre = mean.mean(0)
     offset = mean - centre
-    shares, vectors = torch.linalg.eigh(offset.T @ offset)  # ascending
+    variances, vectors = torch.linalg.eigh(offset.T @ offset)  # ascending
     axes = torch.zeros(d, 2, dtype=torch.float64)
     axes[:, : min(d, 2)] = vectors[:, -2:].flip(1)
     largest = axes.gather(0, axes.abs().argmax(0, keepdim=True))
@@ -255,5 +266,5 @@ def fit_map(embeddings: GaussianEmbedding) -> Projection:
     total = float(offset.square().sum())
     if total <= _ROUNDING * float(mean.square().sum()):
         return Projection(centre, axes, (0.0, 0.0))
-    first, second = [*shares.clamp(min=0).flip(0)[:2].tolist(), 0.0][:2]
+    first, second = [*variances.clamp(min=0).flip(0)[:2].tolist(), 0.0][:2]
     return Projection(centre, axes, (first / total, second / total))

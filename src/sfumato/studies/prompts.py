@@ -1,6 +1,6 @@
-"""Prompts: class names in templates, one Gaussian for each class, pooled from those of its prompts by weights, and how many prompts are best kept.
+"""Prompts: class names in templates, one Gaussian per class pooled from its prompts, and how many prompts to keep.
 
-It knows nothing of what is reported: which pictures to choose on is its caller's business, zeroshot.py. The formulas are in docs/concepts/prompts.md.
+The caller, zeroshot.py, decides on which images to choose and which to report. docs/concepts/prompts.md has the formulas.
 """
 
 from collections.abc import Sequence
@@ -19,25 +19,32 @@ from sfumato.progress import progress_bar
 from sfumato.search.exact import distance_blocks, top_k
 
 PROMPT_POOLINGS = ("mixture", "unit")
-"""How prompts become one Gaussian, see :func:`pool_prompts`."""
+"""The ways to pool prompts into one Gaussian, see :func:`pool_prompts`."""
 
 CLIP_TEMPLATES = Path(__file__).with_name("clip_templates.txt")
 """The 80 templates of CLIP, as the PCME++ paper lists them (C.6)."""
 
 _CLASSES = 64
+"""Number of classes that are embedded or pooled at once."""
 
 
 def read_templates(path: Path | None = None) -> list[str]:
-    """Templates of a file, one a line, each with one {} where the class goes; those of CLIP if None.
+    """Read prompt templates.
+
+    Args:
+        path: of a text file with one template per line, each with one {} for the class; the templates of CLIP if None.
+
+    Returns:
+        The templates.
 
     Raises:
-        UserError: there is no such file, it is not UTF-8 or empty, a line has no {} or two, or occurs twice.
+        UserError: the file is missing, empty or not UTF-8, or a line has no {} or several, or occurs twice.
     """
     templates, numbers, _ = read_lines(path or CLIP_TEMPLATES)
     for template, number in zip(templates, numbers, strict=True):
         if template.count("{}") != 1:
             raise UserError(
-                f"{path}:{number}: expected one {{}} where the class goes, as in 'a photo of a {{}}.', got {template!r}"
+                f"{path}:{number}: expected one {{}} for the class, as in 'a photo of a {{}}.', got {template!r}"
             )
     if twice := next((t for i, t in enumerate(templates) if t in templates[:i]), None):
         raise UserError(f"{path}: the template {twice!r} occurs twice; leave one out")
@@ -45,7 +52,16 @@ def read_templates(path: Path | None = None) -> list[str]:
 
 
 def embed_prompts(model: DualEncoder, classes: Sequence[str], templates: Sequence[str]) -> GaussianEmbedding:
-    """(c * p, d) embeddings of c classes in p templates, class by class; 64 classes at a time."""
+    """Embed every class in every template.
+
+    Args:
+        model: embeds the prompts.
+        classes: c names.
+        templates: p templates with one {} each.
+
+    Returns:
+        (c * p, d) embeddings, class by class.
+    """
     parts = []
     with progress_bar("embedding prompts", len(classes) * len(templates)) as advance:
         for start in range(0, len(classes), _CLASSES):
@@ -56,23 +72,23 @@ def embed_prompts(model: DualEncoder, classes: Sequence[str], templates: Sequenc
 
 
 def pool_prompts(prompts: GaussianEmbedding, weights: Tensor, *, pooling: str = "mixture") -> GaussianEmbedding:
-    r"""One Gaussian for each class, from those of its prompts.
+    r"""Pool the prompts of each class into one Gaussian.
 
         mean = sum_p w_p mean_p        var = sum_p w_p (var_p + (mean_p - mean)^2)
 
-    the moments of the mixture of the prompts, so that csd to it is the weighted mean of csd to each prompt. With "unit", as CLIP does and
-    ProLIP's code: the mean scaled to unit length, and var = sum_p w_p var_p.
+    These are the moments of the mixture of the prompts, so csd to the result is the weighted mean of csd to each
+    prompt. With "unit", as in CLIP and in ProLIP's code, the mean is scaled to unit length, and var = sum_p w_p var_p.
 
     Args:
         prompts: (c * p, d) embeddings, class by class.
-        weights: (c, p) weights >= 0; those of a class are divided by their sum.
+        weights: (c, p) weights >= 0; the weights of a class are divided by their sum.
         pooling: "mixture" or "unit".
 
     Returns:
         (c, d) embeddings.
 
     Raises:
-        ValueError: the sizes do not fit, the pooling is unknown, or a class has no positive weight.
+        ValueError: sizes do not fit, the pooling is unknown, a weight is negative, or a class has no positive weight.
     """
     c, p = weights.shape
     if prompts.n != c * p or pooling not in PROMPT_POOLINGS:
@@ -98,11 +114,14 @@ def pool_prompts(prompts: GaussianEmbedding, weights: Tensor, *, pooling: str = 
 
 
 def certain_prompts(uncertainty: Tensor, k: int | Tensor) -> Tensor:
-    """(c, p) weights, 1 for the k prompts of each class with the least (c, p) uncertainty; equal ones in their order.
+    """Choose the k most certain prompts of each class; of equal ones the earlier.
 
     Args:
-        uncertainty: of every prompt, usually its total variance.
-        k: how many, 1 to p: one number, or (c,) of them.
+        uncertainty: (c, p) of every prompt, usually the total variance.
+        k: number of prompts, 1 to p: one number for all classes, or (c,) numbers.
+
+    Returns:
+        (c, p) weights: 1 for the chosen prompts, else 0.
     """
     c, p = uncertainty.shape
     kept = torch.arange(p) < torch.as_tensor(k).expand(c).unsqueeze(1)
@@ -112,17 +131,21 @@ def certain_prompts(uncertainty: Tensor, k: int | Tensor) -> Tensor:
 def mixture_weights(
     images: GaussianEmbedding, labels: np.ndarray, prompts: GaussianEmbedding, n_classes: int, *, seed: int = 0
 ) -> Tensor:
-    """(c, p) proportions of the prompts in a mixture that fits a few labelled pictures of each class, by expectation maximisation.
+    """Fit the weights of the prompts in a mixture to a few labelled images of each class, by expectation maximisation.
 
-    The rule of ProLIP's code: 20 draws of each of five pictures, variances of prompts + 0.02, a Dirichlet prior with concentration 2, a
-    start in proportion to 1 / variance; the start stays where a class has no picture.
+    This is the rule of ProLIP's code: 20 samples of each of five images, variances of prompts + 0.02, a Dirichlet prior
+    with concentration 2, and initial weights proportional to 1 / variance. A class without images keeps its initial
+    weights.
 
     Args:
-        images: pictures with labels; the first five of a class are used.
+        images: (n, d) embeddings; the first five of a class are used.
         labels: (n,) class numbers.
         prompts: (c * p, d) embeddings with variances.
         n_classes: c.
-        seed: of the draws.
+        seed: of the samples.
+
+    Returns:
+        (c, p) float64 weights; those of a class sum to 1.
 
     Source: https://github.com/naver-ai/prolip, "bprw"; Chun et al., ICLR 2025, arXiv 2410.18857.
     """
@@ -148,7 +171,17 @@ def mixture_weights(
 
 
 def right_at(images: GaussianEmbedding, labels: np.ndarray, classes: GaussianEmbedding, distance: str) -> np.ndarray:
-    """(n, 2) floats, 1 where a picture's class is the closest, and where it is among the five closest; ties in the order of the classes."""
+    """Classify images by the closest class; of equal distances the earlier class is closer.
+
+    Args:
+        images: (n, d) embeddings.
+        labels: (n,) class numbers.
+        classes: (c, d) embeddings.
+        distance: name in DISTANCES.
+
+    Returns:
+        (n, 2) floats: 1 if the class of an image is the closest one, and if it is among the five closest ones; else 0.
+    """
     _, order = top_k(images, classes, 5, distance)
     same = order.numpy() == labels[:, None]
     return np.stack([same[:, 0], same.any(1)], axis=1).astype(float)
@@ -163,7 +196,19 @@ def right_by_k(
     distance: str,
     pooling: str,
 ) -> np.ndarray:
-    """(c, p) pictures of each class that are classified right when every class keeps its 1, 2 ... p prompts of least (c, p) uncertainty."""
+    """Count right images for every number of prompts that all classes keep.
+
+    Args:
+        images: (n, d) embeddings.
+        labels: (n,) class numbers.
+        prompts: (c * p, d) embeddings, class by class.
+        uncertainty: (c, p) of every prompt; the most certain ones are kept.
+        distance: name in DISTANCES.
+        pooling: see :func:`pool_prompts`.
+
+    Returns:
+        (c, p) numbers of images of each class that are classified right if every class keeps 1, 2 ... p prompts.
+    """
     c, p = uncertainty.shape
     counts = np.zeros((c, p), np.int64)
     with progress_bar("choosing K", p) as advance:
@@ -176,17 +221,43 @@ def right_by_k(
 
 
 def best_k(counts: np.ndarray) -> int:
-    """The K with the most right of all classes of :func:`right_by_k`; of equal ones the largest, which filters least."""
+    """Choose one K for all classes.
+
+    Args:
+        counts: (c, p) of :func:`right_by_k`.
+
+    Returns:
+        The K with the most right images; of equal ones the largest, which filters least.
+    """
     return int(counts.shape[1] - counts.sum(0)[::-1].argmax())
 
 
 def best_k_per_class(
-    images: GaussianEmbedding, labels: np.ndarray, prompts: GaussianEmbedding, uncertainty: Tensor, start: np.ndarray, *,
-    distance: str, pooling: str,
-) -> np.ndarray:  # fmt: skip
-    """(c,) a K for each class: from (c,) ones to start with, class after class takes the K that gets most pictures of all classes right.
+    images: GaussianEmbedding,
+    labels: np.ndarray,
+    prompts: GaussianEmbedding,
+    uncertainty: Tensor,
+    start: np.ndarray,
+    *,
+    distance: str,
+    pooling: str,
+) -> np.ndarray:
+    """Choose a K for each class, one class after the other.
 
-    A class that would win pictures of its own by taking those of others gains nothing. Of equal ones the K at the start stays.
+    Each class takes the K with which most images of all classes are right, so it gains nothing by winning images of
+    other classes. If no K is better than the initial one, a class keeps the initial one.
+
+    Args:
+        images: (n, d) embeddings.
+        labels: (n,) class numbers.
+        prompts: (c * p, d) embeddings, class by class.
+        uncertainty: (c, p) of every prompt; the most certain ones are kept.
+        start: (c,) initial K of each class.
+        distance: name in DISTANCES.
+        pooling: see :func:`pool_prompts`.
+
+    Returns:
+        (c,) K of each class.
     """
     (n_classes, p), best, own = uncertainty.shape, start.copy(), torch.from_numpy(labels)
     classes = pool_prompts(prompts, certain_prompts(uncertainty, torch.from_numpy(start)), pooling=pooling)
@@ -208,7 +279,15 @@ def best_k_per_class(
 
 
 def halves(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(positions to choose on, positions to report on): a random half of every class each; an odd picture is reported on."""
+    """Divide images at random into halves, class by class.
+
+    Args:
+        labels: (n,) class numbers.
+        seed: of the choice.
+
+    Returns:
+        (positions to choose on, positions to report on); of an odd number of images one more is reported on.
+    """
     random, chosen = np.random.default_rng(seed), np.zeros(len(labels), bool)
     for c in np.unique(labels):
         own = random.permutation(np.flatnonzero(labels == c))
@@ -217,5 +296,5 @@ def halves(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _distances(images: GaussianEmbedding, classes: GaussianEmbedding, distance: str) -> Tensor:
-    """(n, c), all at once: 100 MB for 25,000 pictures and 1,000 classes."""
+    """(n, c) distances in one tensor: 100 MB for 25,000 images and 1,000 classes."""
     return torch.cat([block for _, block in distance_blocks(images, classes, distance)])

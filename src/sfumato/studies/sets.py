@@ -1,7 +1,7 @@
-r"""Set algebra of pictures: what mixing two of them, or erasing a part of one, does to their Gaussians.
+"""Set algebra of images: what happens to the Gaussians if two images are mixed, or if a part of an image is erased.
 
-PCME (4.3, figure 8) reads a mixture as something like the intersection of its parts, and an erased picture as something that
-includes the whole one. Here both are measured over many pairs, and a few are drawn.
+PCME (4.3, figure 8) reads a mixture as the intersection of its parts, and an erased image as a superset of the whole
+image. This study measures both over many pairs, and draws a few of them.
 """
 
 from collections.abc import Sequence
@@ -22,43 +22,47 @@ from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, mean_stati
 from sfumato.studies.maps import fit_map
 
 SIZE = 224
-"""Side of the squares, in pixels, in which pictures are mixed; a model resizes them as it does any picture."""
+"""Side in pixels of the squares in which images are mixed; a model resizes them like any image."""
 
 ERASED = 0.25
-"""Share of a picture that is erased."""
+"""Fraction of an image that is erased."""
 
 PARTS = ("first", "second")
 MIXES = ("mixup", "cutmix")
 MADE = (*PARTS, *MIXES, "erased_first", "erased_second")
-"""The pictures of a pair: both, two mixtures of them, and both with a part erased."""
+"""The images that are made of a pair: both images, two mixtures of them, and both with a part erased."""
 
 FIGURES: dict[str, str] = {
-    "more_uncertain": "share of the pairs in which its total variance is above that of both parts; by chance one third",
+    "more_uncertain": "fraction of pairs in which its total variance is above that of both parts; by chance one third",
     "variance_ratio": "its total variance over the geometric mean of its parts', geometric mean over pairs",
-    "between": "share of the pairs in which its mean, projected onto the line through the means of the parts, lies between them",
+    "between": "fraction of pairs in which its mean, projected onto the line through the parts, is between them",
     "off_line": "distance of its mean from that line, in units of the distance between the parts",
-    "covers": "share of the parts whose mean lies within two of its standard deviations, both along that line",
-    "includes": "share of the parts that are included in it by ProLIP's test, averaged over dimensions",
+    "covers": "fraction of the parts whose mean is within two of its standard deviations, along that line",
+    "includes": "fraction of the parts that are included in it by ProLIP's test, averaged over dimensions",
 }
-"""What is measured of a mixture, and of another picture in its place."""
+"""The figures of a mixture, and of an unrelated image in its place."""
 
 ERASED_FIGURES: dict[str, str] = {
-    "more_uncertain": "share of the pictures that have a larger total variance with a part erased; by chance one half",
-    "variance_ratio": "total variance erased over whole, geometric mean over pictures",
-    "moved": "distance of the means of erased and whole, in units of the distance between the pair's two pictures",
-    "includes": "share of the pictures that are included in their erased one by ProLIP's test, averaged over dimensions",
+    "more_uncertain": "fraction of the images that have a larger total variance with a part erased; by chance one half",
+    "variance_ratio": "total variance erased over whole, geometric mean over images",
+    "moved": "distance of the means of erased and whole, in units of the distance between the pair's two images",
+    "includes": "fraction of images that are included in their erased one by ProLIP's test, mean over dimensions",
 }
-"""What is measured of erased pictures."""
+"""The figures of erased images."""
 
 
 @dataclass(frozen=True, eq=False)
-class PictureSets:
-    """Pairs of pictures and what was made of them, embedded.
+class ImageSets:
+    """Embeddings of pairs of images and of the images that were made of them.
 
     Attributes:
-        pairs: (p, 2) positions of the first and the second picture.
-        embeddings: p of each of MADE.
-        other: p of other pictures, to compare the mixtures with; made by :func:`square_picture`, so that all are embedded alike.
+        pairs: (p, 2) positions of the first and the second image.
+        embeddings: (p, d) embeddings by name in MADE.
+        other: (p, d) embeddings of unrelated images, to compare the mixtures with; made by :func:`square_image`, so
+            that all images are embedded alike.
+
+    Raises:
+        ValueError: a name or a size does not fit.
     """
 
     pairs: np.ndarray
@@ -69,7 +73,7 @@ class PictureSets:
         sizes = {name: e.n for name, e in (self.embeddings | {"other": self.other}).items()}
         if set(self.embeddings) != set(MADE) or set(sizes.values()) != {len(self.pairs)}:
             raise ValueError(
-                f"PictureSets: expected {len(self.pairs)} embeddings of {', '.join(MADE)} and other, got {sizes}"
+                f"ImageSets: expected {len(self.pairs)} embeddings of {', '.join(MADE)} and other, got {sizes}"
             )
 
 
@@ -78,8 +82,8 @@ class SetFigures:
     """The figures of many pairs.
 
     Attributes:
-        n: pairs; those with two equal means are left out.
-        mixes: "mixup", "cutmix" and "other" (some other picture in the mixture's place), each with FIGURES.
+        n: number of pairs; pairs with two equal means are left out.
+        mixes: FIGURES by "mixup", "cutmix" and "other", an unrelated image in place of the mixture.
         erased: ERASED_FIGURES.
     """
 
@@ -88,85 +92,105 @@ class SetFigures:
     erased: dict[str, Interval]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers and dictionaries."""
+        """Convert to JSON values.
+
+        Returns:
+            Plain numbers, strings, lists and dictionaries.
+        """
         return asdict(self)
 
 
 def choose_pairs(groups: np.ndarray, n: int, seed: int) -> np.ndarray:
-    """(p, 3) positions of two pictures of different groups, and of a third of another group again; each picture once.
+    """Choose pairs of images of different groups, each with a third image of another group; every image once.
 
     Args:
-        groups: (m,) pictures of one thing share a number.
-        n: p at most.
+        groups: (m,) numbers; images of the same thing have the same number.
+        n: largest number of pairs.
         seed: of the choice.
+
+    Returns:
+        (p, 3) positions, p <= n.
     """
     order = np.random.default_rng([seed, 4]).permutation(len(groups)).tolist()
     found: list[list[int]] = []
     while len(found) < n:
         row: list[int] = []
-        for place in order:
-            if groups[place] not in groups[row]:
-                row.append(place)
+        for position in order:
+            if groups[position] not in groups[row]:
+                row.append(position)
             if len(row) == 3:
                 break
         else:
             break
         found.append(row)
-        order = [place for place in order if place not in row]
+        order = [position for position in order if position not in row]
     return np.array(found, dtype=np.int64).reshape(-1, 3)
 
 
-def mix_pictures(first: bytes, second: bytes, seed: Sequence[int]) -> dict[str, bytes]:
-    """The pictures of MADE: squares of SIZE pixels, as PNG files.
+def mix_images(first: bytes, second: bytes, seed: Sequence[int]) -> dict[str, bytes]:
+    """Make the images of MADE.
 
-    Mixup takes half of either picture everywhere; CutMix replaces a random half of the first one, left, right, top or bottom, by that
-    of the second; of each a random quarter of an 8 x 8 grid is erased.
+    Mixup averages both images. CutMix replaces a random half of the first image, left, right, top or bottom, by that
+    half of the second. Erasing removes a random quarter of an 8 x 8 grid from each image.
 
     Args:
-        first, second: encoded pictures.
-        seed: of what is random.
+        first: encoded image.
+        second: encoded image.
+        seed: of everything random.
+
+    Returns:
+        By name in MADE, PNG files of SIZE x SIZE pixels.
 
     Raises:
-        ValueError: a picture cannot be decoded.
+        ValueError: an image cannot be decoded.
     """
     pixels = torch.from_numpy(np.stack([decode_image(data, SIZE) for data in (first, second)]))  # (2, 3, h, w)
     half = SIZE // 2
     halves = ((0, SIZE, 0, half), (0, SIZE, half, SIZE), (0, half, 0, SIZE), (half, SIZE, 0, SIZE))
     box = halves[np.random.default_rng(list(seed)).integers(4)]
     none, partner = (0, 0, 0, 0), torch.tensor([1, 1])
-    share = torch.tensor([0.5, 1.0])
+    weight = torch.tensor([0.5, 1.0])
     result = {name: encode_png(pixels[i].numpy()) for i, name in enumerate(PARTS)}
     for name, cut in (("mixup", none), ("cutmix", box)):
-        mixed = MixPlan(partner, share, torch.tensor([cut, none]), (SIZE, SIZE)).apply(pixels)[0]
+        mixed = MixPlan(partner, weight, torch.tensor([cut, none]), (SIZE, SIZE)).apply(pixels)[0]
         result[name] = encode_png((mixed * 255).round().to(torch.uint8).numpy())
     for i, name in enumerate(PARTS):
         result[f"erased_{name}"] = erase_squares(result[name], ERASED, [*seed, i])
     return result
 
 
-def square_picture(data: bytes) -> bytes:
-    """A picture as :func:`mix_pictures` has those it leaves whole: a square of SIZE pixels, as a PNG file.
+def square_image(data: bytes) -> bytes:
+    """Make an image square, as :func:`mix_images` does with images that it leaves whole.
+
+    Args:
+        data: encoded image.
+
+    Returns:
+        PNG file of SIZE x SIZE pixels.
 
     Raises:
-        ValueError: it cannot be decoded.
+        ValueError: the image cannot be decoded.
     """
     return encode_png(decode_image(data, SIZE))
 
 
-def measure_sets(sets: PictureSets, *, n_resamples: int = 1000, level: float = 0.95, seed: int = 0) -> SetFigures:
-    """Measure where mixtures and erased pictures lie, and how wide they are.
+def measure_sets(sets: ImageSets, *, n_resamples: int = 1000, level: float = 0.95, seed: int = 0) -> SetFigures:
+    """Measure positions and variances of mixtures and erased images.
 
     Args:
         sets: embedded pairs; variances must be positive.
-        n_resamples, level, seed: of the bootstrap intervals; pairs are resampled.
+        n_resamples: number of bootstrap resamples of the pairs.
+        level: coverage of the intervals.
+        seed: of the resamples.
+
+    Returns:
+        All figures with intervals.
 
     Raises:
         ValueError: an embedding is a point, or no pair has two different means.
     """
     if any(bool(torch.isneginf(e.log_var).any()) for e in sets.embeddings.values()):
-        raise ValueError(
-            "measure_sets: some embeddings are points; without variances nothing covers or includes anything"
-        )
+        raise ValueError("measure_sets: some embeddings are points; set algebra needs variances")
     exact = {name: _double(e) for name, e in (sets.embeddings | {"other": sets.other}).items()}
     apart = (exact["second"].mean - exact["first"].mean).norm(dim=1)
     kept = (apart > 0).nonzero().squeeze(1)
@@ -188,16 +212,16 @@ def measure_sets(sets: PictureSets, *, n_resamples: int = 1000, level: float = 0
     )
 
 
-def draw_pair(sets: PictureSets, row: int) -> dict[str, Any]:
-    """One pair in the plane of the first two principal components of the means of its six pictures.
+def draw_pair(sets: ImageSets, row: int) -> dict[str, Any]:
+    """Project one pair onto the first two principal components of the means of its six images.
 
     Args:
         sets: embedded pairs.
-        row: which of them.
+        row: position of the pair.
 
     Returns:
-        {"explained": shares of the variance of the six means along the axes, "items": [{"name": of MADE, "x", "y", "a", "b", "angle":
-        the exact shadow, half axes of one standard deviation, "total_variance"}]}.
+        {"explained": fractions of the variance of the six means along the axes, "items": [{"name": of MADE, "x", "y",
+        "a", "b", "angle", "total_variance"}]}; see :meth:`~sfumato.studies.maps.Projection.ellipses`.
     """
     six = GaussianEmbedding.cat([_double(sets.embeddings[name][row : row + 1]) for name in MADE])
     plane = fit_map(six)
@@ -208,14 +232,26 @@ def draw_pair(sets: PictureSets, row: int) -> dict[str, Any]:
     return {"explained": list(plane.explained), "items": items}
 
 
-def read_pictures(images: Sequence[ImageSource], row: Sequence[int], seed: int) -> dict[str, bytes]:
-    """:func:`mix_pictures` of two pictures of some data, by their positions; the seed makes them the same each time."""
+def read_mixed_images(images: Sequence[ImageSource], row: Sequence[int], seed: int) -> dict[str, bytes]:
+    """Read two images of some data and mix them with :func:`mix_images`.
+
+    Args:
+        images: of the data.
+        row: positions; the first two are used.
+        seed: together with the positions it determines everything random.
+
+    Returns:
+        By name in MADE, PNG files.
+
+    Raises:
+        ValueError: an image cannot be decoded.
+    """
     first, second = (images[int(i)].read_bytes() for i in row[:2])
-    return mix_pictures(first, second, (seed, int(row[0]), int(row[1])))
+    return mix_images(first, second, (seed, int(row[0]), int(row[1])))
 
 
 def _of_mixture(first: GaussianEmbedding, second: GaussianEmbedding, mixed: GaussianEmbedding) -> dict[str, Tensor]:
-    """(p,) values of FIGURES of each pair; of shares of parts 0, 1/2 or 1, of variance_ratio its logarithm."""
+    """(p,) values of FIGURES: 0, 1/2 or 1 for a fraction of the parts, and the logarithm of variance_ratio."""
     line = second.mean - first.mean
     apart = line.norm(dim=1, keepdim=True)
     unit = line / apart
@@ -236,7 +272,7 @@ def _of_mixture(first: GaussianEmbedding, second: GaussianEmbedding, mixed: Gaus
 
 
 def _of_erased(whole: GaussianEmbedding, erased: GaussianEmbedding, apart: Tensor) -> dict[str, Tensor]:
-    """(p,) values of ERASED_FIGURES; of variance_ratio its logarithm."""
+    """(p,) values of ERASED_FIGURES, with the logarithm of variance_ratio."""
     return {
         "more_uncertain": (erased.total_variance > whole.total_variance).double(),
         "variance_ratio": erased.total_variance.log() - whole.total_variance.log(),

@@ -1,7 +1,7 @@
-"""The two-dimensional study of the PCME++ paper: do learnt variances tell certain samples from ambiguous ones?
+"""The two-dimensional study of the PCME++ paper: do learnt variances distinguish certain samples from ambiguous ones?
 
-The samples themselves are the parameters; no network is trained. This part makes the data, optimises and draws. The losses
-are the package's own.
+The samples themselves are the parameters, so no network is trained. This module makes the data, optimises it with the
+losses of the package, and draws the result.
 """
 
 import io
@@ -22,7 +22,7 @@ from sfumato.losses.triplet import Mining, TripletOptions, triplet_loss
 from sfumato.progress import progress_bar
 
 METHODS = ("csd", "wasserstein2", "triplet_sum", "triplet_hardest")
-"""Match loss with either distance; triplets of points with all negatives, and with the hardest one."""
+"""The match loss with two distances, and triplet losses of points with all negatives and with the hardest one."""
 
 PUBLISHED_RATIO = {"csd": 1.82, "wasserstein2": 1.04}
 """Mean variance of uncertain over that of certain samples, Chun 2024, A.2."""
@@ -40,8 +40,9 @@ class ToyData:
 
     Attributes:
         embedding: (n, 2) means around the centroids, and log variances.
-        label: (n,) class 0, 1 or 2; of an uncertain sample the first of its two.
-        uncertain: (n,) whether a sample's class is drawn anew, between label and label + 1 (mod 3), whenever it is used.
+        label: (n,) class 0, 1 or 2; for an uncertain sample the first of its two classes.
+        uncertain: (n,) bool. The class of an uncertain sample is label or label + 1 (mod 3), chosen at random at each
+            use.
     """
 
     embedding: GaussianEmbedding
@@ -51,13 +52,13 @@ class ToyData:
 
 @dataclass(frozen=True)
 class ToyRun:
-    """What one method made of the samples.
+    """The result of one method.
 
     Attributes:
-        certain: mean variance of the certain samples, over samples and both dimensions; None of points.
-        uncertain: the same of the uncertain ones.
-        updates: number of updates after which each of the frames was taken.
-        frames: the embeddings then; the first is the start, the last the result.
+        certain: mean variance of the certain samples, over samples and both dimensions; None for points.
+        uncertain: mean variance of the uncertain samples, likewise.
+        updates: number of updates after which each frame was taken.
+        frames: the embeddings at these moments, from the start to the result.
     """
 
     certain: float | None
@@ -67,18 +68,21 @@ class ToyRun:
 
     @property
     def ratio(self) -> float | None:
-        """Uncertain over certain; None of points, which have no variance."""
+        """Variance of uncertain over certain samples; None for points, which have no variance."""
         return None if self.certain is None or self.uncertain is None else self.uncertain / self.certain
 
 
 def toy_data(generator: torch.Generator) -> ToyData:
-    """1050 certain and 450 uncertain samples in two dimensions.
+    """Make 1050 certain and 450 uncertain samples in two dimensions.
 
-    The centroids are standard normal, the samples lie around them with a standard deviation of 0.1, and log sigma of each
-    dimension is uniform in [-1.5, 1.5].
+    The centroids are standard normal. The samples are normal around them with a standard deviation of 0.1, and log
+    sigma of each dimension is uniform in [-1.5, 1.5].
 
     Args:
-        generator: of all that is random.
+        generator: source of randomness.
+
+    Returns:
+        The samples.
     """
     label = torch.arange(CLASSES).repeat_interleave(PER_CLASS)  # (n,)
     uncertain = torch.arange(PER_CLASS).repeat(CLASSES) >= PER_CLASS - UNCERTAIN_PER_CLASS  # (n,)
@@ -97,17 +101,22 @@ def train_toy(
     batch_size: int = 128,
     lr: float = 0.02,
 ) -> ToyRun:
-    """Optimise means and log variances with Adam under one method; a pair matches when both drew the same class.
+    """Optimise means and log variances with Adam under one method.
 
-    Every update compares two mini-batches without a common sample, as a batch of images with one of captions.
+    Every update compares two mini-batches without a common sample, like a batch of images with a batch of captions. A
+    pair matches if both samples have the same class in this update.
 
     Args:
-        data: of :func:`toy_data`; left as it is.
+        data: of :func:`toy_data`; it is not changed.
         method: one of METHODS.
-        generator: of the order of the samples and the classes of uncertain ones.
-        updates: steps of the optimiser. The paper's "500 epochs" are taken for 500 mini-batches: docs/decisions/studies.md.
-        batch_size: samples of each of the two mini-batches.
-        lr: of the samples and of the loss's logits.
+        generator: source of randomness for the order of the samples and the classes of uncertain ones.
+        updates: number of optimiser steps. The paper's "500 epochs" are taken as 500 mini-batches, see
+            docs/decisions/studies.md.
+        batch_size: number of samples of each of the two mini-batches.
+        lr: learning rate of the samples and of the match logits.
+
+    Returns:
+        The result.
 
     Raises:
         ValueError: the method is unknown, updates is below 1, or a mini-batch is larger than half of the samples.
@@ -121,14 +130,14 @@ def train_toy(
     log_sigma = (data.embedding.log_var / 2).requires_grad_()
     scale, bias = (torch.tensor(5.0, requires_grad=True) for _ in range(2))
     optimiser = torch.optim.Adam([mean, log_sigma, scale, bias], lr=lr)
-    kept = {round(updates * (k / _FRAMES) ** 2) for k in range(_FRAMES + 1)}  # Most of the movement comes early.
+    kept = {round(updates * (k / _FRAMES) ** 2) for k in range(_FRAMES + 1)}  # Most of the movement is early.
     frames = [data.embedding]
     with progress_bar(method, updates) as advance:
         for update in range(1, updates + 1):
             both = torch.randperm(len(mean), generator=generator)[: 2 * batch_size].view(2, -1)  # (2, b)
             other = (torch.rand(both.shape, generator=generator) < 0.5) & data.uncertain[both]
-            drawn = (data.label[both] + other.long()) % CLASSES
-            match = (drawn[0].unsqueeze(1) == drawn[1]).to(mean.dtype)  # (b, b)
+            chosen = (data.label[both] + other.long()) % CLASSES
+            match = (chosen[0].unsqueeze(1) == chosen[1]).to(mean.dtype)  # (b, b)
             left, right = (GaussianEmbedding(mean[batch], 2 * log_sigma[batch]) for batch in both)
             optimiser.zero_grad(set_to_none=True)
             loss(left, right, match, scale, bias).total.backward()
@@ -159,17 +168,17 @@ def _loss(method: str) -> Callable[[GaussianEmbedding, GaussianEmbedding, Tensor
 
 
 def run_toy(out: Path, *, seed: int = 0, updates: int = 500, methods: Sequence[str] = METHODS) -> dict[str, Any]:
-    """Train with each method from the same start, and write a picture of the results and an animation of the learning.
+    """Train with each method from the same start, and write an image of the results and an animation of the training.
 
     Args:
-        out: folder for "toy.png" and "toy.gif"; made if it is not there.
-        seed: of the samples and of each method's batches.
-        updates: of each method; 500.
+        out: folder for "toy.png" and "toy.gif"; created if it is missing.
+        seed: of the samples and of the batches of each method.
+        updates: number of optimiser steps of each method.
         methods: some of METHODS.
 
     Returns:
-        {"seed", "updates", "ratio": {method: uncertain / certain}, "published_ratio", "certain", "uncertain": mean variances,
-        "picture", "animation"}; null where a method has no variance.
+        {"seed", "updates", "ratio": {method: uncertain / certain}, "published_ratio", "certain", "uncertain": mean
+        variances, "picture", "animation"}; null where a method has no variance.
     """
     out.mkdir(parents=True, exist_ok=True)
     data = toy_data(torch.Generator().manual_seed(seed))
@@ -193,9 +202,9 @@ def run_toy(out: Path, *, seed: int = 0, updates: int = 500, methods: Sequence[s
 
 
 def _pictures(data: ToyData, runs: dict[str, ToyRun]) -> list[Image.Image]:
-    """One picture a frame, a panel a method; a dot's radius grows with its standard deviation."""
+    """One image per frame, with one panel per method; the radius of a dot grows with its standard deviation."""
     colour = torch.where(data.uncertain, data.label + CLASSES, data.label).tolist()
-    order = data.uncertain.logical_not().sort(stable=True).indices.tolist()  # Uncertain samples lie below.
+    order = data.uncertain.logical_not().sort(stable=True).indices.tolist()  # Uncertain samples are drawn first.
     steps = next(iter(runs.values())).updates
     pictures = []
     for k, update in enumerate(steps):
@@ -216,14 +225,14 @@ def _pictures(data: ToyData, runs: dict[str, ToyRun]) -> list[Image.Image]:
             draw.text((left + 10, 6), method, fill=(30, 36, 48, 255), font_size=15)
             now = run.frames[k].var
             ratio = float(now[data.uncertain].mean() / now[~data.uncertain].mean())
-            told = f"variance ratio {ratio:.2f}" if run.certain is not None else "points, no variance"
-            draw.text((left + 10, 26), f"update {update}, {told}", fill=(93, 104, 120, 255), font_size=12)
+            caption = f"variance ratio {ratio:.2f}" if run.certain is not None else "points, no variance"
+            draw.text((left + 10, 26), f"update {update}, {caption}", fill=(93, 104, 120, 255), font_size=12)
         pictures.append(picture)
     return pictures
 
 
 def _encoded(pictures: list[Image.Image], kind: str) -> bytes:
-    """An image file; of several pictures an animation that rests on the last."""
+    """An image file, or an animation that pauses on the last image."""
     file = io.BytesIO()
     if kind == "GIF":
         few = [picture.quantize(64, dither=Image.Dither.NONE) for picture in pictures]

@@ -1,7 +1,4 @@
-"""Which words go with certainty, and which with doubt: TF-IDF of the captions in each bin of uncertainty.
-
-It knows numbers and captions, and nothing of models.
-"""
+"""Which words occur with certain items, which with uncertain ones? TF-IDF of the captions in bins of uncertainty."""
 
 import math
 from collections import Counter
@@ -11,13 +8,13 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from sfumato.evaluation.trust import words_of
+from sfumato.evaluation.caption_proxies import words_of
 
 Corpus = Literal["bin", "split"]
-"""Of which captions n_i and N of the inverse document frequency are counted."""
+"""The captions over which the inverse document frequency counts n_i and N."""
 
 LEAST = 2
-"""A word of fewer captions of a bin says nothing about it."""
+"""Words in fewer captions of a bin are left out."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,7 @@ class Word:
 
     Attributes:
         word: in lower case.
-        n: captions of the bin that hold it.
+        n: number of captions of the bin with this word.
         weight: its TF-IDF.
     """
 
@@ -37,14 +34,17 @@ class Word:
 
 @dataclass(frozen=True)
 class WordBin:
-    """Items of about equal uncertainty, and what their captions say.
+    """Items of similar uncertainty and the words of their captions.
 
     Attributes:
-        n_items: how many.
-        n_captions: of these items; a caption of two items counts for both.
-        low, mean, high: uncertainty of the items.
-        words_per_caption: mean length.
-        words: of the greatest weight, in descending order; none in fewer than LEAST captions, and none of weight 0.
+        n_items: number of items.
+        n_captions: number of captions of these items; a caption of two items counts twice.
+        low: smallest uncertainty.
+        mean: mean uncertainty.
+        high: largest uncertainty.
+        words_per_caption: mean number of words.
+        words: those of the largest weights, in descending order, without words in fewer than LEAST captions or of
+            weight 0.
     """
 
     n_items: int
@@ -56,7 +56,11 @@ class WordBin:
     words: tuple[Word, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers, strings, lists and dictionaries."""
+        """Convert to JSON values.
+
+        Returns:
+            Plain numbers, strings, lists and dictionaries.
+        """
         return asdict(self) | {"words": [asdict(word) for word in self.words]}
 
 
@@ -66,11 +70,18 @@ def tf_idf(n_with: int, n_holding: int, n_captions: int) -> float:
         (1 + ln n_with) ln(n_captions / n_holding)
 
     Args:
-        n_with: captions of the bin that hold the word, at least 1.
-        n_holding: captions of the corpus that do.
-        n_captions: captions of the corpus.
+        n_with: number of captions of the bin with the word, at least 1.
+        n_holding: number of captions of the corpus with the word.
+        n_captions: number of captions of the corpus.
 
-    Paper: Chun et al., CVPR 2021, F.2, where n_with and n_holding are one number, n_i: that is the corpus "bin" of
+    Returns:
+        The weight.
+
+    Example:
+        >>> tf_idf(1, 2, 2)
+        0.0
+
+    Paper: Chun et al., CVPR 2021, F.2, where n_with and n_holding are one number, n_i; this is the corpus "bin" of
     :func:`words_by_uncertainty`.
     """
     return (1 + math.log(n_with)) * math.log(n_captions / n_holding)
@@ -84,27 +95,29 @@ def words_by_uncertainty(
     top: int = 12,
     corpus: str = "bin",
 ) -> list[WordBin]:
-    """Cut items into bins of equal size by uncertainty, and weigh the words of each bin's captions.
+    """Sort items into bins of equal size by uncertainty, and weight the words of each bin's captions.
 
     Args:
-        uncertainty: (n,) of each item; equal ones stay in the order of the items.
-        captions: n lists; of a text itself, of an image its true captions.
-        n_bins: number of bins; the first ones have one item more where n is no multiple.
-        top: words of each bin at most.
-        corpus: "bin" takes n_i and N of the bin's own captions in both factors, the formula as PCME prints it: words in about
-            sqrt(N / e) of the bin's captions come first. "split" takes the second factor from the captions of all bins, so that
-            words come first which are frequent in the bin and rare elsewhere.
+        uncertainty: (n,) of each item; items with equal uncertainty stay in their order.
+        captions: n lists: of an image its true captions, of a text the text itself.
+        n_bins: number of bins; if n is not a multiple, the first bins have one item more.
+        top: largest number of words per bin.
+        corpus: "bin" counts n_i and N over the captions of the bin, as in the formula that PCME prints; it favours
+            words in about sqrt(N / e) captions of the bin. "split" counts them over the captions of all bins; it
+            favours words that are frequent in the bin and rare elsewhere.
 
     Returns:
-        The bins, the most certain first.
+        The bins, from the most certain to the least.
 
     Raises:
-        ValueError: there are fewer items than bins, an uncertainty is NaN, lengths differ, or an option is out of range.
+        ValueError: there are fewer items than bins, an uncertainty is NaN, lengths differ, or an option is out of
+            range.
     """
     uncertainty = np.asarray(uncertainty, float)
     if uncertainty.shape != (len(captions),) or np.isnan(uncertainty).any():
         raise ValueError(
-            f"words_by_uncertainty: got uncertainties of shape {uncertainty.shape} for {len(captions)} items; give each one number"
+            f"words_by_uncertainty: got uncertainties of shape {uncertainty.shape} for {len(captions)} items; expected"
+            " one number without NaN for each"
         )
     if n_bins < 1 or top < 1:
         raise ValueError(f"words_by_uncertainty: n_bins and top must be at least 1, got {n_bins} and {top}")

@@ -19,7 +19,7 @@ from sfumato.errors import UserError
 from sfumato.files import write_atomically, write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
-from sfumato.metrics.uncertainty import spearman
+from sfumato.metrics.uncertainty import none_if_nan, spearman
 from sfumato.models.embed import RetrievalModel, embed_sources
 from sfumato.models.splits import load_splits
 from sfumato.progress import progress_bar, say
@@ -39,17 +39,17 @@ from sfumato.studies.prompts import (
 
 @dataclass(frozen=True)
 class Method:
-    """A way to make class embeddings, and how often it is right on the reported pictures.
+    """A way to make class embeddings, and how often it is right on the reported images.
 
     Attributes:
         name: of the way.
-        k: how many prompts of each class it keeps; None where they are weighted.
-        top1: share of pictures whose closest class is theirs.
-        top5: share with theirs among the five closest; None of five classes or fewer.
-        against_all: top1 less that of all prompts, on the same resamples of pictures.
-        against_random: top1 less that of as many prompts of each class drawn at random, mean over draws; None where nothing is filtered.
-        against_random_order: top1 less that of prompts in a random order, of which K is chosen in the same way, mean over draws: is it the
-            uncertainty that helps, or only that something was chosen on labelled pictures?
+        k: number of prompts that it keeps of each class; None if prompts are weighted.
+        top1: fraction of images whose closest class is their own.
+        top5: fraction of images with their class among the five closest; None for five classes or fewer.
+        against_all: top1 minus that of all prompts, on the same resamples of images.
+        against_random: top1 minus the mean top1 of as many random prompts of each class; None if nothing is filtered.
+        against_random_order: top1 minus the mean top1 of prompts in a random order with K chosen in the same way. It
+            shows whether the uncertainty helps, or only that something was chosen on labelled images.
     """
 
     name: str
@@ -63,23 +63,25 @@ class Method:
 
 @dataclass(frozen=True)
 class ZeroShotReport:
-    """What :func:`~sfumato.studies.zeroshot.evaluate_zeroshot` found.
+    """The result of :func:`~sfumato.studies.zeroshot.evaluate_zeroshot`.
 
     Attributes:
-        methods: the rows of the table.
-        best_alone: share of pictures that are right at the K that is best for their own class while every class has that K: no
-            classifier, as it needs the class to choose; None without the oracle.
-        classes: what they are called in prompts.
-        templates: with one {}.
+        methods: rows of the table.
+        best_alone: fraction of images that are right at the K that is best for their own class, if all classes keep
+            that many prompts. This is no classifier, as it must know the class; None without the oracle.
+        classes: names in prompts.
+        templates: with one {} each.
         total_variance: of every prompt: a list for each class, in the order of the templates.
-        template_top1: share of the reported pictures that each template alone gets right.
-        certain_is_right: Spearman over templates of the mean total variance and template_top1; negative where certain templates are the better
-            ones, None where either is constant.
-        n_images: pictures that are reported on.
-        n_chosen_on: pictures that K was chosen on; none of them is reported on.
-        n_empty: classes without a picture, which can only be mistaken for others.
-        left_out: unusable pictures, each with its reason.
-        distance, pooling, seed: how it was done.
+        template_top1: fraction of the reported images that each template alone gets right.
+        certain_is_right: Spearman correlation over templates of the mean total variance and template_top1; negative if
+            certain templates are better, None if either is constant.
+        n_images: number of reported images.
+        n_chosen_on: number of images on which K was chosen; none of them is reported.
+        n_empty: number of classes without an image.
+        left_out: unusable images, each with its reason.
+        distance: name of the distance that finds the closest class.
+        pooling: of prompts.
+        seed: of everything random.
     """
 
     methods: list[Method]
@@ -98,50 +100,70 @@ class ZeroShotReport:
     seed: int
 
     def verdict(self) -> str:
-        """Does each filter help beyond noise, against all prompts and against as many random ones?"""
+        """Judge for each filter whether it helps beyond noise.
+
+        Returns:
+            A line for each filter: against all prompts, and against a random order.
+        """
         said = [
             f"{m.name}: {_points(m.against_all)} points against all prompts, {_judged(m.against_all)};"
-            f" {_points(m.against_random_order)} against a random order with K chosen alike, {_judged(m.against_random_order)}."
+            f" {_points(m.against_random_order)} against a random order with K chosen alike,"
+            f" {_judged(m.against_random_order)}."
             for m in self.methods
             if m.against_random is not None
         ]
         return "\n".join(said) or "Nothing was filtered."
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers and strings."""
+        """Convert to JSON values.
+
+        Returns:
+            Plain numbers and strings.
+        """
         return asdict(self) | {"verdict": self.verdict()}
 
     def table(self) -> str:
-        """For a person to read; per cent, and points of it, with 95 % intervals."""
+        """Format the results.
+
+        Returns:
+            A table in per cent and percentage points, with 95 % intervals.
+        """
         width = max(len(m.name) for m in self.methods)
         chosen = f", K chosen on {self.n_chosen_on} others" if self.n_chosen_on else ""
         lines = [
-            f"{self.n_images} pictures of {len(self.classes)} classes{chosen}; by {self.distance}, pooling {self.pooling}",
+            f"{self.n_images} images of {len(self.classes)} classes{chosen}; by {self.distance},"
+            f" pooling {self.pooling}",
             f"{'method':<{width}}  {'K':>10}  {'top-1':>17}  {'top-5':>17}  {'against all':>19}"
             f"  {'against random':>19}  {'random order':>19}",
         ]
         for m in self.methods:
             k = "-" if m.k is None else f"{m.k[0]}" if len(set(m.k)) == 1 else f"{min(m.k)} to {max(m.k)}"
             lines.append(
-                f"{m.name:<{width}}  {k:>10}  {_share(m.top1):>17}  {_share(m.top5):>17}"
-                f"  {_points(m.against_all):>19}  {_points(m.against_random):>19}  {_points(m.against_random_order):>19}"
+                f"{m.name:<{width}}  {k:>10}  {_per_cent(m.top1):>17}  {_per_cent(m.top5):>17}"
+                f"  {_points(m.against_all):>19}  {_points(m.against_random):>19}"
+                f"  {_points(m.against_random_order):>19}"
             )
         if self.best_alone is not None:
             lines.append(
-                f"each picture at the K that is best for its own class, which no classifier can: {100 * self.best_alone:.1f}"
+                "each image at the best K of its own class, which a classifier cannot know:"
+                f" {100 * self.best_alone:.1f}"
             )
         if self.certain_is_right is not None:
             lines.append(
                 f"templates: Spearman of mean total variance and top-1 of each alone {self.certain_is_right:+.2f}"
             )
         if self.n_empty:
-            lines.append(f"classes without a picture, which others can only be mistaken for: {self.n_empty}")
+            lines.append(f"classes without an image, which others can only be mistaken for: {self.n_empty}")
         if self.left_out:
             lines.append("\n  ".join([f"{len(self.left_out)} left out:", *self.left_out[:10]]))
         return "\n".join([*lines, self.verdict()])
 
     def write(self, folder: Path) -> None:
-        """Write zeroshot.json, and prompts.csv with the total variance of every prompt."""
+        """Write zeroshot.json, and prompts.csv with the total variance of every prompt.
+
+        Args:
+            folder: where to; created if it is missing.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "zeroshot.json", self.to_json())
         text = io.StringIO()
@@ -158,7 +180,7 @@ def _judged(difference: Interval | None) -> str:
     return "which helps" if difference.low > 0 else "which hurts" if difference.high < 0 else "within noise"
 
 
-def _share(one: Interval | None, sign: str = "") -> str:
+def _per_cent(one: Interval | None, sign: str = "") -> str:
     if one is None or one.value is None:
         return "-"
     low, high = (None if end is None else f"{100 * end:{sign}.1f}" for end in (one.low, one.high))
@@ -166,13 +188,14 @@ def _share(one: Interval | None, sign: str = "") -> str:
 
 
 def _points(one: Interval | None) -> str:
-    return _share(one, "+")
+    return _per_cent(one, "+")
 
 
 FILTERS = ("none", "global", "per-class", "oracle")
-"""Whether one K for all classes is chosen, a K for each class, and whether both are also chosen on the reported pictures."""
+"""No filter, one K for all classes, one K per class, and both chosen on the reported images themselves."""
 
-_DRAWS = 5
+_N_RANDOM = 5
+"""Number of random choices of prompts that a filter is compared with."""
 
 
 def evaluate_zeroshot(
@@ -187,82 +210,51 @@ def evaluate_zeroshot(
     n_resamples: int = 1000,
     seed: int = 0,
 ) -> ZeroShotReport:
-    """Classify pictures by one prompt, by all, by weighted ones, by the most certain ones, and by as many at random.
+    """Classify images with one prompt, all prompts, weighted ones, the most certain ones, and as many random ones.
 
     Args:
-        matcher: the model.
-        pictures: what to report on. If K is to be chosen and there is no choose_on, half of each class is taken away for that.
+        retrieval_model: the model.
+        pictures: images to report on. If K must be chosen and choose_on is None, half of each class is set aside to
+            choose K.
         templates: with one {} each; the first is the single prompt.
-        filters: some of FILTERS.
-        choose_on: pictures of the same classes, to choose K on, and to fit weights on.
+        filters: names in FILTERS.
+        choose_on: images of the same classes to choose K and to fit weights.
         pooling: see :func:`~sfumato.studies.prompts.pool_prompts`.
-        distance: by which the closest class is found, ties in the order of the classes; the model's own if None.
-        n_resamples: of the pictures, for the 95 % intervals; they know nothing of other models or other halves.
+        distance: name of the distance that finds the closest class, ties in the order of the classes; that of the model
+            if None.
+        n_resamples: number of resamples of the images for the 95 % intervals, which ignore the variation between models
+            and between halves.
         seed: of the halves, the random prompts, the fitted weights and the resamples.
 
+    Returns:
+        The report.
+
     Raises:
-        UserError: a filter or the pooling is unknown, no picture is left to report on or to choose on, or the model has no variances to filter by.
+        UserError: a filter or the pooling is unknown, no image is left to report on or to choose on, or the model has
+            no variances to filter by.
     """
-    if unknown := [f for f in filters if f not in FILTERS]:
-        raise UserError(f"unknown filter {unknown[0]!r}; known: {', '.join(FILTERS)}")
+    wanted, problems = set(filters), Problems()
+    if unknown := wanted - set(FILTERS):
+        raise UserError(f"unknown filter {min(unknown)!r}; known: {', '.join(FILTERS)}")
     if pooling not in PROMPT_POOLINGS:
         raise UserError(f"unknown pooling {pooling!r}; known: {', '.join(PROMPT_POOLINGS)}")
-    wanted, problems = set(filters), Problems()
     distance = get_distance(distance or retrieval_model.distance).name
-    images, labels = _embed(retrieval_model, pictures, problems)
-    held, held_labels = images[:0], labels[:0]
-    if choose_on is not None:
-        held, held_labels = _embed(retrieval_model, choose_on, problems)
-    elif wanted & {"global", "per-class"}:
-        first, second = halves(labels, seed)
-        held, held_labels = images[torch.from_numpy(first)], labels[first]
-        images, labels = images[torch.from_numpy(second)], labels[second]
-        if not len(first):
-            raise UserError(
-                "no class has two pictures, so none can be set aside to choose K on; give pictures for that"
-            )
-    c, p = len(pictures.classes), len(templates)
-    prompts = embed_prompts(retrieval_model.model, pictures.classes, templates)
+    shown, held = _divide(retrieval_model, pictures, choose_on, wanted, problems, seed)
+    classes = list(pictures.classes)
+    c, p = len(classes), len(templates)
+    prompts = embed_prompts(retrieval_model.model, classes, templates)
     uncertainty = prompts.total_variance.view(c, p)
     if wanted - {"none"} and not (uncertainty > 0).all():
-        raise UserError("the model has no variances, so there is nothing to filter by; leave only the filter none")
-
-    how = {"distance": distance, "pooling": pooling}
-    ways = [
-        _Way(f"one prompt: {templates[0]}", torch.eye(1, p).expand(c, p), torch.ones(c, dtype=torch.long)),
-        _Way(f"all {p} prompts", torch.ones(c, p), torch.full((c,), p)),
-    ]
-    certain = bool((uncertainty > 0).all())
-    if certain:
-        ways.append(_Way("weighted by 1 / variance", 1 / uncertainty))
-    if certain and len(held_labels):
-        ways.append(_Way("weights fitted on others", mixture_weights(held, held_labels, prompts, c, seed=seed)))
-    generator, best_alone = torch.Generator().manual_seed(seed), None
-    orders = [uncertainty, *(torch.rand(c, p, generator=generator) for _ in range(_DRAWS))]
-    if kinds := wanted & {"global", "per-class"}:
-        ways += _choose("", kinds, held, held_labels, prompts, orders, how)[0]
-    if "oracle" in wanted:
-        more, alone = _choose("oracle, ", {"global", "per-class"}, images, labels, prompts, orders, how)
-        ways, best_alone = ways + more, alone / len(labels)
-
-    def right(weights: Tensor) -> np.ndarray:
-        return right_at(images, labels, pool_prompts(prompts, weights, pooling=pooling), distance)
-
-    top1, figures = {}, {}
-    with progress_bar("classifying", len(ways)) as advance:
-        for way in ways:
-            top1[way.name], figures[way.name, "top5"] = right(way.weights).T
-            for figure, drawn in way.random.items():
-                figures[way.name, figure] = top1[way.name] - np.mean([right(w)[:, 0] for w in drawn], axis=0)
-            advance(1)
-    alone_top1 = [float(right(column.expand(c, p))[:, 0].mean()) for column in torch.eye(p)]
-    correlation = spearman(uncertainty.mean(0).numpy(), np.array(alone_top1))
-    for way in ways:
-        figures[way.name, "top1"] = top1[way.name]
-        figures[way.name, "against_all"] = top1[way.name] - top1[ways[1].name]
+        raise UserError("the model has no variances to filter prompts by; use only the filter none")
+    ways = _simple_ways(templates, uncertainty, prompts, held, seed)
+    filtered, best_alone = _filtered_ways(wanted, shown, held, prompts, uncertainty, (distance, pooling), seed)
+    ways += filtered
+    figures = _figures(ways, shown, prompts, (distance, pooling))
+    alone_top1 = [_right(shown, prompts, w.expand(c, p), (distance, pooling))[:, 0].mean() for w in torch.eye(p)]
+    correlation = none_if_nan(spearman(uncertainty.mean(0).numpy(), np.array(alone_top1)))
     intervals = bootstrap(
         {"/".join(key): mean_statistic(values) for key, values in figures.items() if c > 5 or key[1] != "top5"},
-        len(labels), n_resamples=n_resamples, seed=seed,
+        len(shown.labels), n_resamples=n_resamples, seed=seed,
     )  # fmt: skip
     names = [f.name for f in fields(Method) if f.name not in ("name", "k")]
     return ZeroShotReport(
@@ -275,13 +267,13 @@ def evaluate_zeroshot(
             for way in ways
         ],
         best_alone=best_alone,
-        classes=list(pictures.classes),
+        classes=classes,
         templates=list(templates),
         total_variance=uncertainty.tolist(),
-        template_top1=alone_top1,
-        certain_is_right=None if np.isnan(correlation) else correlation,
-        n_images=len(labels),
-        n_chosen_on=len(held_labels),
+        template_top1=[float(value) for value in alone_top1],
+        certain_is_right=correlation,
+        n_images=len(shown.labels),
+        n_chosen_on=len(held.labels),
         n_empty=c - len(np.unique(pictures.labels)),
         left_out=[f"{one.location}: {one.reason}" for one in problems.items],
         distance=distance,
@@ -291,8 +283,101 @@ def evaluate_zeroshot(
 
 
 @dataclass(frozen=True, eq=False)
+class _Embedded:
+    """(n, d) embeddings and (n,) class numbers of images."""
+
+    images: GaussianEmbedding
+    labels: np.ndarray
+
+    def select(self, index: np.ndarray) -> "_Embedded":
+        return _Embedded(self.images[torch.from_numpy(index)], self.labels[index])
+
+
+def _divide(
+    retrieval_model: RetrievalModel,
+    pictures: Labelled,
+    choose_on: Labelled | None,
+    wanted: set[str],
+    problems: Problems,
+    seed: int,
+) -> tuple[_Embedded, _Embedded]:
+    """The images to report on, and those to choose K on, which may be none."""
+    shown = _embed(retrieval_model, pictures, problems)
+    if choose_on is not None:
+        return shown, _embed(retrieval_model, choose_on, problems)
+    if not wanted & {"global", "per-class"}:
+        return shown, shown.select(np.empty(0, np.int64))
+    first, second = halves(shown.labels, seed)
+    if not len(first):
+        raise UserError("no class has two images, so no image can be set aside to choose K; give images for that")
+    return shown.select(second), shown.select(first)
+
+
+def _simple_ways(
+    templates: Sequence[str], uncertainty: Tensor, prompts: GaussianEmbedding, held: _Embedded, seed: int
+) -> list["_Way"]:
+    """The ways without a choice of K: one prompt, all prompts, and weighted prompts."""
+    c, p = uncertainty.shape
+    ways = [
+        _Way(f"one prompt: {templates[0]}", torch.eye(1, p).expand(c, p), torch.ones(c, dtype=torch.long)),
+        _Way(f"all {p} prompts", torch.ones(c, p), torch.full((c,), p)),
+    ]
+    if (uncertainty > 0).all():
+        ways.append(_Way("weighted by 1 / variance", 1 / uncertainty))
+        if len(held.labels):
+            fitted = mixture_weights(held.images, held.labels, prompts, c, seed=seed)
+            ways.append(_Way("weights fitted on others", fitted))
+    return ways
+
+
+def _filtered_ways(
+    wanted: set[str],
+    shown: _Embedded,
+    held: _Embedded,
+    prompts: GaussianEmbedding,
+    uncertainty: Tensor,
+    how: tuple[str, str],
+    seed: int,
+) -> tuple[list["_Way"], float | None]:
+    """The ways with a chosen K, and the fraction of images that are right at the best K of their own class."""
+    generator = torch.Generator().manual_seed(seed)
+    orders = [uncertainty, *(torch.rand(*uncertainty.shape, generator=generator) for _ in range(_N_RANDOM))]
+    ways: list[_Way] = []
+    best_alone = None
+    if kinds := wanted & {"global", "per-class"}:
+        ways += _choose("", kinds, held, prompts, orders, how)[0]
+    if "oracle" in wanted:
+        more, alone = _choose("oracle, ", {"global", "per-class"}, shown, prompts, orders, how)
+        ways, best_alone = ways + more, alone / len(shown.labels)
+    return ways, best_alone
+
+
+def _right(shown: _Embedded, prompts: GaussianEmbedding, weights: Tensor, how: tuple[str, str]) -> np.ndarray:
+    """(n, 2) of right_at, with the pooled prompts as classes; how = (distance, pooling)."""
+    return right_at(shown.images, shown.labels, pool_prompts(prompts, weights, pooling=how[1]), how[0])
+
+
+def _figures(
+    ways: Sequence["_Way"], shown: _Embedded, prompts: GaussianEmbedding, how: tuple[str, str]
+) -> dict[tuple[str, str], np.ndarray]:
+    """(n,) values by name of the way and figure of :class:`Method`; the second way has all prompts."""
+    top1: dict[str, np.ndarray] = {}
+    figures: dict[tuple[str, str], np.ndarray] = {}
+    with progress_bar("classifying", len(ways)) as advance:
+        for way in ways:
+            top1[way.name], figures[way.name, "top5"] = _right(shown, prompts, way.weights, how).T
+            for figure, randoms in way.random.items():
+                others = [_right(shown, prompts, weights, how)[:, 0] for weights in randoms]
+                figures[way.name, figure] = top1[way.name] - np.mean(others, axis=0)
+            advance(1)
+    for name, right in top1.items():
+        figures |= {(name, "top1"): right, (name, "against_all"): right - top1[ways[1].name]}
+    return figures
+
+
+@dataclass(frozen=True, eq=False)
 class _Way:
-    """(c, p) weights, the (c,) K that they keep, and by figure of :class:`Method` the random weights that they are held against."""
+    """(c, p) weights, the (c,) K that they keep, and by figure of :class:`Method` the random weights to compare."""
 
     name: str
     weights: Tensor
@@ -301,21 +386,28 @@ class _Way:
 
 
 def _choose(
-    title: str, kinds: set[str], images: GaussianEmbedding, labels: np.ndarray, prompts: GaussianEmbedding,
-    orders: Sequence[Tensor], how: Mapping[str, str],
-) -> tuple[list[_Way], int]:  # fmt: skip
-    """Ways whose K is chosen on these pictures, of prompts kept in the first order; the others are the random ones.
+    title: str,
+    kinds: set[str],
+    chosen_on: _Embedded,
+    prompts: GaussianEmbedding,
+    orders: Sequence[Tensor],
+    how: tuple[str, str],
+) -> tuple[list[_Way], int]:
+    """The ways whose K is chosen on these images, with prompts kept in the first order; the other orders are random.
 
-    Also the number of pictures that are right at the K that is best for their own class.
+    Also the number of images that are right at the best K of their own class.
     """
+    data, (distance, pooling) = (chosen_on.images, chosen_on.labels), how
     found: dict[str, list[Tensor]] = {kind: [] for kind in sorted(kinds)}
     right = []
     for order in orders:
-        counts = right_by_k(images, labels, prompts, order, **how)
+        counts = right_by_k(*data, prompts, order, distance=distance, pooling=pooling)
         right.append(int(counts.max(axis=1).sum()))
         same = np.full(len(counts), best_k(counts))
         for kind, chosen in found.items():
-            k = same if kind == "global" else best_k_per_class(images, labels, prompts, order, same, **how)
+            k = same
+            if kind == "per-class":
+                k = best_k_per_class(*data, prompts, order, same, distance=distance, pooling=pooling)
             chosen.append(torch.from_numpy(k))
     ways = []
     for kind, (own, *others) in found.items():
@@ -329,10 +421,18 @@ def _choose(
 
 
 def labelled_split(data: DataConfig, split: str, names: Mapping[str, str] | None = None) -> Labelled:
-    """A split of a recipe's data, whose only text of a picture is its class; unusable items are told on standard error.
+    """Load a split of a recipe's data in which the only text of an image is its class.
+
+    Args:
+        data: where the split comes from.
+        split: name of the split.
+        names: class names by text; None takes the texts.
+
+    Returns:
+        The images with their classes. Unusable items are reported on standard error.
 
     Raises:
-        UserError: there is no such split; see also :func:`~sfumato.data.labelled.data_labelled`.
+        UserError: there is no such split, or an image has several texts.
     """
     problems = Problems()
     splits = load_splits(data, problems)
@@ -343,10 +443,8 @@ def labelled_split(data: DataConfig, split: str, names: Mapping[str, str] | None
     return data_labelled(splits[split], names, where=data.path)
 
 
-def _embed(
-    retrieval_model: RetrievalModel, pictures: Labelled, problems: Problems
-) -> tuple[GaussianEmbedding, np.ndarray]:
+def _embed(retrieval_model: RetrievalModel, pictures: Labelled, problems: Problems) -> _Embedded:
     embeddings, ids, left_out = embed_sources(retrieval_model, pictures.sources, pictures.ids)
     problems.items += left_out.items
     label_of = dict(zip(pictures.ids, pictures.labels.tolist(), strict=True))
-    return embeddings, np.array([label_of[i] for i in ids], np.int64)
+    return _Embedded(embeddings, np.array([label_of[i] for i in ids], np.int64))

@@ -1,0 +1,291 @@
+"""Results of single queries as a table, in memory and as a Parquet or CSV file."""
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sfumato.errors import UserError
+from sfumato.evaluation.rank_plan import BenchmarkRanks
+from sfumato.files import write_atomically
+from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.retrieval import UNLISTED
+
+COMPARED = ("recall@1", "recall@5", "recall@10", "r_precision", "map@r")
+"""Metrics of single queries that are compared; larger is better."""
+
+PER_QUERY_ENDINGS = (".parquet", ".csv")
+"""Endings of the files of single queries."""
+
+_KEYS = {"truth": "ground_truth", "direction": "direction", "query": "query", "group": "group"}
+"""Attribute of :class:`PerQuery` by name of the column on disk."""
+_METRICS = (*COMPARED, "best_rank")
+
+
+@dataclass(frozen=True, eq=False)
+class PerQuery:
+    """Metrics of single queries, one row for each ground truth, direction and query that has a relevant item.
+
+    Attributes:
+        ground_truth: (r,) names of ground truths; ground truth, direction and query are the key of a row.
+        direction: (r,) "i2t" or "t2i".
+        query: (r,) ids.
+        group: (r,) strings. Queries with the same relevant items, as the captions of an image, share a group. They are
+            not independent, so they are resampled together.
+        figures: by name (r,) float64, NaN where undefined: "recall@K", "r_precision", "map@r"; "best_rank", the rank
+            from 0 of the closest relevant item, infinite if none is in the gallery; "uncertainty", the total variance
+            of the query.
+
+    Raises:
+        ValueError: columns differ in length, or a key occurs twice.
+    """
+
+    ground_truth: np.ndarray
+    direction: np.ndarray
+    query: np.ndarray
+    group: np.ndarray
+    figures: dict[str, np.ndarray]
+
+    def __post_init__(self) -> None:
+        for name, values in self.columns().items():
+            if values.shape != self.query.shape:
+                raise ValueError(f"PerQuery: column {name} has {len(values)} rows, query has {len(self.query)}")
+        seen = set()
+        for key in self.keys():
+            if key in seen:
+                raise ValueError(f"PerQuery: {query_name(key)} occurs twice")
+            seen.add(key)
+
+    def __len__(self) -> int:
+        return len(self.query)
+
+    def keys(self) -> list[tuple[str, str, str]]:
+        """List the keys.
+
+        Returns:
+            (ground truth, direction, query) of every row.
+        """
+        return list(zip(self.ground_truth.tolist(), self.direction.tolist(), self.query.tolist(), strict=True))
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """List the columns.
+
+        Returns:
+            (r,) values by name on disk, the keys first.
+        """
+        return {name: getattr(self, attribute) for name, attribute in _KEYS.items()} | self.figures
+
+    def select(self, index: np.ndarray) -> "PerQuery":
+        """Choose rows.
+
+        Args:
+            index: (k,) positions.
+
+        Returns:
+            The k rows in this order.
+        """
+        columns = self.columns()
+        return _from_columns({name: values[index] for name, values in columns.items()})
+
+
+def _from_columns(columns: Mapping[str, np.ndarray]) -> PerQuery:
+    keys = {attribute: columns[name] for name, attribute in _KEYS.items()}
+    figures = {name: values for name, values in columns.items() if name not in _KEYS}
+    return PerQuery(**keys, figures=figures)
+
+
+def query_name(key: tuple[str, str, str]) -> str:
+    """Name a row in a message.
+
+    Args:
+        key: of :meth:`PerQuery.keys`.
+
+    Returns:
+        Its query with ground truth and direction.
+    """
+    return f"query {key[2]!r} ({key[0]}, {key[1]})"
+
+
+def per_query_table(ranks: BenchmarkRanks, uncertainty: Mapping[str, Mapping[str, float]] | None = None) -> PerQuery:
+    """Make the table of single queries of one evaluation.
+
+    Args:
+        ranks: by ground truth and direction, of :func:`~sfumato.evaluation.benchmarks.rank_ground_truths` and its like.
+        uncertainty: {"i2t": {image id: number}, "t2i": {text id: number}}; None leaves the column undefined.
+
+    Returns:
+        All metrics where whole rankings are known; for ranked lists, the metrics that the ground truth reports.
+
+    Raises:
+        ValueError: a list is too short for a metric that its ground truth reports, or there is no ground truth.
+    """
+    parts: list[PerQuery] = []
+    for name, both in ranks.items():
+        for direction, of in both.items():
+            ids, figures = of.per_query(_METRICS if all(p.depth is None for p in of.parts) else None)
+            if "best_rank" in figures:
+                best = figures["best_rank"]
+                figures["best_rank"] = np.where(best >= UNLISTED, np.where(np.isinf(best), np.inf, np.nan), best)
+            missing = np.full(len(ids), np.nan)
+            own = (uncertainty or {}).get(direction)
+            values = missing if own is None else np.array([own.get(i, math.nan) for i in ids], float)
+            columns = {metric: figures.get(metric, missing) for metric in _METRICS} | {"uncertainty": values}
+            groups = [group for part in of.parts for group in _groups(part.relevance, part.queries)]
+            names = of.ground_truth.image_ids if direction == "i2t" else of.ground_truth.text_ids
+            parts.append(
+                PerQuery(
+                    np.full(len(ids), name), np.full(len(ids), direction), _strings(ids),
+                    _strings([names[g] for g in groups]), columns,
+                )
+            )  # fmt: skip
+    if not parts:
+        raise ValueError("per_query_table: there is no ground truth")
+    columns_of = [part.columns() for part in parts]
+    return _from_columns({name: np.concatenate([c[name] for c in columns_of]) for name in columns_of[0]})
+
+
+def _strings(values: Sequence[str]) -> np.ndarray:
+    return np.array(values, dtype=np.str_) if len(values) else np.empty(0, np.str_)
+
+
+def _groups(relevance: Relevance, queries: np.ndarray) -> list[int]:
+    """For each query that has a relevant item, the first query of the part with the same relevant items."""
+    first: dict[bytes, int] = {}
+    outside = relevance.totals - relevance.counts
+    groups = []
+    for i in np.flatnonzero(relevance.totals > 0):
+        items = relevance.indices[relevance.indptr[i] : relevance.indptr[i + 1]]
+        # Items outside of the gallery are unknown, so a query that has some is a group of its own.
+        key = items.tobytes() if not outside[i] else b"outside %d" % i
+        groups.append(first.setdefault(key, int(queries[i])))
+    return groups
+
+
+# ---------------------------------------------------------------- files
+
+
+def write_per_query(path: str | Path, table: PerQuery) -> None:
+    """Write a table atomically as Parquet or CSV. Undefined metrics are empty.
+
+    Args:
+        path: ends in .parquet, which needs the extra `parquet`, or in .csv.
+        table: to write.
+
+    Raises:
+        UserError: the path has another ending, or pyarrow is not installed.
+        FileNotFoundError: the folder does not exist.
+    """
+    path = Path(path)
+    check_per_query_path(path)
+    columns = table.columns()
+    if path.suffix == ".parquet":
+        arrow, parquet = _pyarrow()
+        arrays = {
+            name: arrow.array(values.tolist(), arrow.string())
+            if name in _KEYS
+            else arrow.array(values, arrow.float64(), from_pandas=True)
+            for name, values in columns.items()
+        }
+        sink = io.BytesIO()
+        parquet.write_table(arrow.table(arrays), sink)
+        write_atomically(path, sink.getvalue())
+        return
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    # repr of a float is the shortest text that reads back as the same number.
+    shown = [
+        values.tolist() if name in _KEYS else ["" if math.isnan(v) else repr(v) for v in values.tolist()]
+        for name, values in columns.items()
+    ]
+    writer.writerows(zip(*shown, strict=True))
+    write_atomically(path, text.getvalue())
+
+
+def check_per_query_path(path: Path) -> None:
+    """Check, before anything is computed, that :func:`write_per_query` can write this file.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        UserError: the ending is not .parquet or .csv, or it is .parquet and pyarrow is not installed.
+    """
+    if path.suffix not in PER_QUERY_ENDINGS:
+        raise UserError(
+            f"{path}: results of single queries must be a .parquet or .csv file, got {path.suffix or 'no ending'}"
+        )
+    if path.suffix == ".parquet":
+        _pyarrow()
+
+
+def read_per_query(path: str | Path) -> PerQuery:
+    """Read a file of :func:`write_per_query`.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The table.
+
+    Raises:
+        UserError: the file is missing, damaged or of another form, or pyarrow is not installed.
+    """
+    path = Path(path)
+    check_per_query_path(path)
+    if not path.is_file():
+        raise UserError(
+            f"there are no results of single queries at {path}; write them with `sfumato evaluate ... --per-query`"
+        )
+    columns = _read_parquet(path) if path.suffix == ".parquet" else _read_csv(path)
+    if lacking := [name for name in _KEYS if name not in columns]:
+        raise UserError(f"{path}: no column {lacking[0]!r}; expected {', '.join(_KEYS)} and metrics")
+    figures = {}
+    for name in columns.keys() - set(_KEYS):
+        try:
+            figures[name] = np.array([math.nan if v in (None, "") else float(v) for v in columns[name]], float)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{path}: column {name!r} holds a value that is not a number ({error})") from error
+    try:
+        return _from_columns({name: _strings([str(v) for v in columns[name]]) for name in _KEYS} | figures)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _read_parquet(path: Path) -> dict[str, list[Any]]:
+    arrow, parquet = _pyarrow()
+    try:
+        columns: dict[str, list[Any]] = parquet.read_table(io.BytesIO(path.read_bytes())).to_pydict()
+    except (arrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a complete Parquet file ({error})") from error
+    return columns
+
+
+def _read_csv(path: Path) -> dict[str, list[Any]]:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, strict=True)
+            header = next(reader, [])
+            rows = list(reader)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not CSV in UTF-8 ({error})") from error
+    for number, row in enumerate(rows, 2):
+        if len(row) != len(header):
+            raise UserError(f"{path}:{number}: {len(row)} values for {len(header)} columns")
+    return {name: [row[i] for row in rows] for i, name in enumerate(header)}
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(
+            "Parquet files need pyarrow: pip install 'sfumato[parquet]', or use a name that ends in .csv"
+        ) from error
+    return pyarrow, pyarrow.parquet

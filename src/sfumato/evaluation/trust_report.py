@@ -1,0 +1,126 @@
+"""The figures of the benchmark of uncertainty and their report. docs/concepts/uncertainty.md explains how to read them."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sfumato.evaluation.estimators import Estimator
+from sfumato.metrics.bootstrap import Interval
+
+FIGURES: dict[str, str] = {
+    "wrong_auroc": "AUROC of wrong against right best items: 0.5 chance, 1 perfect",
+    "wrong_aurc": "area under the risk-coverage curve, smaller is better; chance is the error rate",
+    "wrong_excess_aurc": "excess AURC (E-AURC): wrong_aurc minus that of a perfect order",
+    "wrong_gain": "prediction rejection ratio (PRR): fraction of a perfect order's gain, 0 chance, 1 perfect",
+    "risk_at_half": "error rate of the more certain half of the queries",
+    "deciles": "Pearson correlation of decile of uncertainty and recall@1; negative if uncertain queries fail",
+    "multiplicity": "Spearman with the true number of matches",
+    "multiplicity_balanced": "as multiplicity, over sets of queries balanced over powers of two of this number",
+    "caption_distance": "Spearman with the mean squared distance between an image's own captions, a proxy of ambiguity",
+    "caption_words": "Spearman with 1 - mean word overlap (Jaccard) of an image's own captions; needs no model",
+    "out_of_gallery": "AUROC of unanswerable queries, their true matches removed, against the same queries with them",
+}
+"""The figures that are measured of each estimator. Only the benchmark knows the ground truth behind them."""
+
+
+@dataclass(frozen=True)
+class CorruptionTrust:
+    """How the estimators react to a corruption of the queries.
+
+    Attributes:
+        n: number of corrupted queries.
+        strengths: ascending, from 0 for the clean inputs.
+        recall: recall@1 at each strength, which shows whether the queries do become harder.
+        estimators: by name, "spearman" (of strength and uncertainty within a query, mean over queries), "rises"
+            (fraction of queries that are less certain at the greatest strength than clean; a tie counts one half),
+            "monotone" (fraction whose uncertainty rises and never falls from one strength to the next) and "auroc"
+            (greatest strength against clean).
+        medians: by name, the median uncertainty at each strength.
+        means: by name, the mean uncertainty at each strength; None where it is infinite.
+    """
+
+    n: int
+    strengths: list[float]
+    recall: list[float]
+    estimators: dict[str, dict[str, Interval]]
+    medians: dict[str, list[float]]
+    means: dict[str, list[Interval]]
+
+
+@dataclass(frozen=True)
+class DirectionTrust:
+    """The figures of one direction.
+
+    Attributes:
+        n_queries: number of queries with a true match; the others are left out.
+        n_gallery: size of the gallery.
+        recall: recall@1 of these queries.
+        risk_best: area under the risk-coverage curve of a perfect order; that of chance is 1 - recall.
+        right_pairs: AUROC of the match probability of a true pair against that of a random wrong pair; one of both per
+            query.
+        n_out_of_gallery: number of queries in the figure out_of_gallery.
+        estimators: by name, the figures of :data:`FIGURES` that are defined here; empty for a constant estimator.
+        deciles: by name, recall@1 in ten bins from the most certain queries to the least.
+        corruptions: by name.
+    """
+
+    n_queries: int
+    n_gallery: int
+    recall: Interval
+    risk_best: Interval
+    right_pairs: Interval
+    n_out_of_gallery: int
+    estimators: dict[str, dict[str, Interval]]
+    deciles: dict[str, list[float]]
+    corruptions: dict[str, CorruptionTrust]
+
+
+@dataclass(frozen=True)
+class TrustReport:
+    """What the uncertainties of a model are worth on a split of some data.
+
+    Attributes:
+        split: name of the split.
+        distance: name of the model's distance.
+        calibrated: whether the match logits were fitted on held-out pairs.
+        n_images: number of images.
+        n_texts: number of texts.
+        n_resamples: number of bootstrap resamples of the intervals.
+        level: coverage of the intervals.
+        seed: of everything random.
+        estimators: by name {"estimates": formula, "kind", "cost"}.
+        directions: figures by "t2i" and "i2t", or by one of them.
+        notes: what was left out, and why.
+    """
+
+    split: str
+    distance: str
+    calibrated: bool
+    n_images: int
+    n_texts: int
+    n_resamples: int
+    level: float
+    seed: int
+    estimators: dict[str, dict[str, str]]
+    directions: dict[str, DirectionTrust]
+    notes: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to JSON values.
+
+        Returns:
+            Plain numbers, strings, lists and dictionaries.
+        """
+        return asdict(self)
+
+
+def described(estimators: Mapping[str, Estimator]) -> dict[str, dict[str, str]]:
+    """Describe estimators for a report.
+
+    Args:
+        estimators: by name.
+
+    Returns:
+        By name {"estimates": formula, "kind", "cost"}.
+    """
+    return {name: {"estimates": e.formula, "kind": e.kind, "cost": e.cost} for name, e in estimators.items()}
