@@ -36,7 +36,7 @@ class Tower(nn.Module):
     """One side: a reader of raw items, an encoder that gives token features, and a Gaussian head.
 
     Args:
-        reader: raw items -> inputs.
+        processor: raw items -> inputs.
         encoder: Inputs -> TokenFeatures.
         head: the Gaussian head on them.
         token_dropout: rate of SizeAugment, see :func:`~sfumato.data.augment.drop_tokens`: while training the head does
