@@ -26,7 +26,7 @@ examples: $(VENV)/.dev  ## run every Example in the docstrings
 	$(BIN)/python -m pytest --doctest-modules src/sfumato
 
 docs: $(VENV)/.dev  ## build the documentation site into build/site; a broken link or reference fails
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check: style types examples docs test  ## what has to pass before a change lands
 

@@ -5,7 +5,7 @@ csd is the mean squared distance of two independent draws. Of any densities with
     E ||X - Y||^2 = ||E X - E Y||^2 + E ||X - E X||^2 + E ||Y - E Y||^2
 
 so that Gaussians with the same mean and total variance, which ``gaussian()`` of a density gives, have the same csd: distances, losses and
-indices that go by csd need nothing else. Draws are for what has no closed form. Sources stand in docs/math.md.
+indices that go by csd need nothing else. Draws are for what has no closed form. Sources stand in docs/concepts/distances.md.
 """
 
 import math

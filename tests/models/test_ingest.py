@@ -555,7 +555,7 @@ def test_a_shard_that_cannot_be_read_leaves_no_hole(tmp_path, when):
 
 
 def test_a_picture_that_was_gone_is_tried_again_when_its_part_is_deleted(tmp_path, pictures):
-    """By the command of docs/ingest.md."""
+    """By the command of docs/guides/ingest.md."""
     retrieval_model, listing, out = tiny_retrieval_model(), list_folder(pictures, part_size=5), tmp_path / "out"
     data = (pictures / "a" / "001.png").read_bytes()
     (pictures / "a" / "001.png").unlink()

@@ -1,4 +1,4 @@
-"""Slow, obvious float64 loops straight from docs/math.md. Imports nothing of ours: it must be able to disagree."""
+"""Slow, obvious float64 loops straight from docs/concepts. Imports nothing of ours: it must be able to disagree."""
 
 import math
 

@@ -3,8 +3,8 @@ r"""The calibration of a model on held-out pairs: match probabilities, threshold
 It has two parts. The probability of a match is a function of the distance (Platt or isotonic) and of how rare matches
 are, so it changes with the size of the gallery. The guarantees use the scores of single held-out queries
 (:class:`QueryScores`) and nothing that was fitted: a wanted precision, a risk among answered queries, a set that
-contains a match. docs/math.md derives them and states for which queries they hold. This module knows distances and
-labels, and not where they come from.
+contains a match. docs/concepts/calibration.md derives them and states for which queries they hold. This module knows
+distances and labels, and not where they come from.
 """
 
 import json

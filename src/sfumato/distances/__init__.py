@@ -2,10 +2,10 @@ r"""Every distance between diagonal Gaussians, by name: DISTANCES. Smaller is cl
 
 The formulas that separate into matrix products are in ``separable``; elk, bhattacharyya and the sampled ones, which are
 computed in blocks under a memory budget, in ``blockwise``. Half precision in, float32 out. Formulas and sources are
-also in docs/math.md. A distance knows nothing of labels, logits or probabilities.
+also in docs/concepts/distances.md. A distance knows nothing of labels, logits or probabilities.
 
 To add a distance: its row form, its matrix form and an entry in DISTANCES; a slow loop in the tests' references; the
-formula and its source in docs/math.md.
+formula and its source in docs/concepts/distances.md.
 """
 
 import difflib

@@ -1,7 +1,7 @@
 """The ground truth of an evaluation: the ids of images and texts, which of them match, and which metrics are reported.
 
-This module reads id lists and annotations, never images, captions or embeddings. docs/math.md names sources and
-definitions.
+This module reads id lists and annotations, never images, captions or embeddings. docs/concepts/evaluation.md names
+sources and definitions.
 """
 
 import csv

@@ -17,7 +17,7 @@ class PublishedRow:
     """A row of a published table.
 
     Attributes:
-        paper: short name, as in docs/math.md.
+        paper: short name, as in docs/concepts/index.md.
         source: author, title, venue and number.
         table: number of the table in that paper.
         about: subject of the table.

@@ -1,4 +1,4 @@
-"""The figures of the benchmark of uncertainty and their report. docs/trust.md explains how to read them."""
+"""The figures of the benchmark of uncertainty and their report. docs/concepts/uncertainty.md explains the figures."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

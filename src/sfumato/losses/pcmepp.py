@@ -75,7 +75,7 @@ def pcmepp_loss(
     The match and pseudo-positive terms are binary cross-entropies of the logits, averaged over all n * m pairs.
 
     An untrained model places nearly everything closer than the ground truth, and early pseudo-positives flood the
-    labels (docs/math.md): options.pseudo_positives_from delays them.
+    labels (docs/concepts/losses.md): options.pseudo_positives_from delays them.
 
     Args:
         image: (n, d) embeddings.

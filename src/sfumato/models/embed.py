@@ -244,7 +244,7 @@ def evaluate_run(
 
     Args:
         run, split, distance, process_group, embedded: see :func:`evaluate_model`; of several processes the first one
-        writes.
+            writes.
 
     Returns:
         (the figures, the file evaluation-SPLIT-DISTANCE.json).

@@ -1,6 +1,7 @@
 """Prompts: class names in templates, one Gaussian per class pooled from its prompts, and how many prompts to keep.
 
-The caller, zeroshot.py, decides on which images to choose and which to report. docs/math.md has the formulas.
+The caller, zeroshot.py, decides on which images to choose and which to report. The formulas are in
+docs/concepts/prompts.md.
 """
 
 from collections.abc import Sequence

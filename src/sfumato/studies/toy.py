@@ -111,7 +111,7 @@ def train_toy(
         method: one of METHODS.
         generator: source of randomness for the order of the samples and the classes of uncertain ones.
         updates: number of optimiser steps. The paper's "500 epochs" are taken as 500 mini-batches, see
-            docs/decisions.md.
+            docs/decisions/studies.md.
         batch_size: number of samples of each of the two mini-batches.
         lr: learning rate of the samples and of the match logits.
 

@@ -1,0 +1,79 @@
+"""The command, cost and scores in a recipe's header are those of recipes/results.json, and its figures stand in the experiment."""
+
+import json
+import re
+import textwrap
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sfumato.models.recipe import find_recipe, load_recipe, recipe_files
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS: dict[str, Any] = json.loads((ROOT / "recipes" / "results.json").read_text(encoding="utf-8"))["recipes"]
+RUN = [name for name, result in RESULTS.items() if result["run"]]
+
+
+def wrapped(label: str, text: str) -> list[str]:
+    """Comment lines of at most 120 characters; later ones are indented further than overrides are."""
+    whole = f"{label} {text}".replace(" ± ", "\u00a0±\u00a0")
+    lines = textwrap.wrap(
+        whole, 120, initial_indent="# ", subsequent_indent="#         ", break_on_hyphens=False, break_long_words=False
+    )
+    return [line.replace("\u00a0", " ") for line in lines]
+
+
+def stated(name: str, result: dict[str, Any]) -> list[str]:
+    """What the header of a recipe has to state after its first line."""
+    run = result["run"]
+    paper = result.get("published_cost")
+    if run is None:
+        cost = f"not measured; {paper}." if paper else "not measured."
+        scores = "not run."
+    else:
+        minutes = f"{run['minutes']} minutes of training" if run["minutes"] else "minutes not recorded"
+        cost = f"{minutes} on {run['machine']}."
+        seeds = f"seed {run['seeds'][0]}" if len(run["seeds"]) == 1 else f"mean of {len(run['seeds'])} seeds"
+        figures = ", ".join(f"{metric} {value}" for metric, value in run["metrics"].items())
+        scores = f"{run['protocol']}, {seeds}, commit {run['commit']}: {figures} ({run['experiment']})."
+    return ["#", f"# $ {result['command']}", "#", *wrapped("Cost:", cost), *wrapped("Scores:", scores)]
+
+
+def test_every_recipe_has_a_result_and_every_result_a_recipe():
+    assert sorted(RESULTS) == sorted(recipe_files())
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_the_header_states_what_the_results_file_has(name):
+    lines = recipe_files()[name].read_text(encoding="utf-8").splitlines()
+    header = list(takewhile(lambda line: line.startswith("#"), lines))
+    expected = stated(name, RESULTS[name])
+    assert header[1 : 1 + len(expected)] == expected
+    assert all(len(line) <= 120 for line in header if not re.match(r"#   \S|# \$ ", line))
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_commands_and_overrides_load(name):
+    words = RESULTS[name]["command"].split()
+    recipe, *overrides = words[words.index("train") + 1 :]
+    run = RESULTS[name]["run"]
+    assert recipe == name
+    load_recipe(find_recipe(name), [*overrides, *(run["overrides"].split() if run else ())])
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_figures_and_commit_stand_in_the_experiment(name):
+    run = RESULTS[name]["run"]
+    text = (ROOT / run["experiment"]).read_text(encoding="utf-8")
+    for value in run["metrics"].values():
+        assert re.search(rf"(?<![\d.]){re.escape(value)}(?!\d)", text), value
+    assert run["commit"] == "not recorded" or run["commit"] in text
+
+
+def test_a_changed_figure_would_be_noticed():
+    name = "emoji-pcmepp"
+    changed = json.loads(json.dumps(RESULTS[name]))
+    changed["run"]["metrics"]["text→image recall@1"] = "28.8 ± 0.1"
+    assert stated(name, changed) != stated(name, RESULTS[name])
