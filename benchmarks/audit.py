@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sfumato.data.folds import images_of_part, parse_part
 from sfumato.data.noise import noisy_pairs, shuffle_pairs
-from sfumato.data.pairs import PairData
+from sfumato.data.pairs import PairData, images_of_part, parse_part
 from sfumato.data.problems import Problems
 from sfumato.distances import get_distance
 from sfumato.encoders.features import cached_features

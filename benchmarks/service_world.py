@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.tokenization import train_tokenizer
+from sfumato.encoders.text_processors import train_tokenizer
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.build import Assets, build_model
-from sfumato.models.model_section import ModelConfig
+from sfumato.models.recipe_sections import ModelConfig
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import GaussianIndex
 from sfumato.serve.image_files import UploadedImages

@@ -140,7 +140,7 @@ PARTS: dict[str, set[str]] = {
 # The floors of each folder, lowest first. A module may import modules of lower floors of its folder, none of its own floor.
 FLOORS: dict[str, list[str]] = {
     "distances": [
-        "distance inputs",
+        "distance",
         "blockwise separable",
     ],
     "metrics": [
@@ -153,18 +153,18 @@ FLOORS: dict[str, list[str]] = {
         "calibrator",
     ],
     "data": [
-        "augment embedding_files problems shard_files transforms",
+        "augment embedding_files problems transforms",
         "corruptions images",
         "pairs",
-        "captioned emoji folds grading karpathy noise region_features shard_writer shards",
-        "folder labelled manifest",
+        "captioned emoji karpathy noise region_features shard_files",
+        "folder labelled manifest shards",
         "listings sources",
     ],
     "encoders": [
-        "features package_weights tokenization",
+        "features package_weights",
         "encoder_protocol heads",
         "clip_transformers dual image_processors text_processors",
-        "efficientnet gru openai_names regions resnet small unc_token",
+        "efficientnet gru regions resnet small unc_token",
         "clip frozen",
         "encoder_registry",
     ],
@@ -175,24 +175,23 @@ FLOORS: dict[str, list[str]] = {
     ],
     "search": [
         "atomic_folder exact lifting parts stores stores.faiss stores.nearest stores.protocol verdict",
-        "gallery sampling stores.local_database stores.milvus_filters stores.store_url",
-        "collection index stores.local_settings stores.milvus stores.pgvector stores.version_0_1",
-        "copies stores.local_index",
+        "gallery sampling stores.milvus_filters stores.store_url",
+        "collection index stores.local_database stores.milvus stores.pgvector",
+        "copies stores.local_index stores.version_0_1",
         "stores.local",
         "stores.rerank",
     ],
     "evaluation": [
-        "caption_proxies estimators ground_truth protocols published",
+        "estimators ground_truth protocols",
         "coco_ground_truths failure_predictor trust_report",
         "benchmark_ground_truths rank_plan trust",
-        "per_query ranked_lists",
-        "benchmarks compare",
-        "strategies",
+        "benchmarks per_query",
+        "compare strategies",
         "embedded_input",
         "more_results",
     ],
     "models": [
-        "checkpoint_files embedding_steps model_section pretrained_tensors process_group training_sections",
+        "embedding_steps pretrained_tensors process_group recipe_sections",
         "ingest pretrained_sizes recipe splits",
         "build pretrained_layouts",
         "extract_regions pretrained run",
@@ -213,15 +212,14 @@ FLOORS: dict[str, list[str]] = {
         "analyse",
     ],
     "reports": [
-        "charts formatting html_pages report_data run_files",
-        "audit_page console crop_page ellipses report_charts report_results",
-        "analysis_views console_studies",
-        "analysis_page report",
+        "charts formatting page_files report_data",
+        "analysis_page audit_page console crop_page report_charts",
+        "console_studies report",
         "model_report",
     ],
     "serve": [
         "schemas",
-        "bodies documentation image_files settings",
+        "documentation image_files settings",
         "guard served",
         "answering batching",
         "service",
@@ -229,7 +227,7 @@ FLOORS: dict[str, list[str]] = {
         "app",
     ],
     "cli": [
-        "common model_on_data",
+        "common",
         "demo_commands embed_commands evaluate_commands search_commands study_commands train_commands",
     ],
 }

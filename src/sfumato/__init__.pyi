@@ -30,7 +30,7 @@ from .data.pairs import (
 from .data.problems import (
     Problems as Problems,
 )
-from .data.shard_writer import (
+from .data.shard_files import (
     write_shards as write_shards,
 )
 from .data.shards import (
@@ -144,6 +144,9 @@ from .evaluation.benchmarks import (
 from .evaluation.compare import (
     compare_per_query as compare_per_query,
 )
+from .evaluation.compare import (
+    published_rows as published_rows,
+)
 from .evaluation.estimators import (
     ESTIMATORS as ESTIMATORS,
 )
@@ -164,9 +167,6 @@ from .evaluation.ground_truth import (
 )
 from .evaluation.protocols import (
     evaluate_retrieval as evaluate_retrieval,
-)
-from .evaluation.published import (
-    published_rows as published_rows,
 )
 from .evaluation.strategies import (
     STRATEGIES as STRATEGIES,
@@ -276,9 +276,6 @@ from .matching import (
 from .metrics.relevance import (
     Relevance as Relevance,
 )
-from .models.checkpoint_files import (
-    read_checkpoint as read_checkpoint,
-)
 from .models.export import (
     export_run as export_run,
 )
@@ -293,6 +290,9 @@ from .models.pretrained import (
 )
 from .models.pretrained import (
     load_pretrained as load_pretrained,
+)
+from .models.pretrained_tensors import (
+    read_checkpoint as read_checkpoint,
 )
 from .models.recipe import (
     Recipe as Recipe,

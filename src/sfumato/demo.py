@@ -25,7 +25,7 @@ from sfumato.models.splits import embed_split, load_split
 from sfumato.reports.charts import FAINT, FAMILIES, FIRST, SECOND, Chart, require_matplotlib
 from sfumato.reports.console import print_evaluation, print_search
 from sfumato.reports.formatting import percent, probability, signed
-from sfumato.reports.html_pages import data_url, render_page
+from sfumato.reports.page_files import data_url, render_page
 from sfumato.search.exact import top_k
 from sfumato.search.index import GaussianIndex
 from sfumato.search.verdict import MANY, verdict

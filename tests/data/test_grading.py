@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from support.pairs import many_to_many
 
-from sfumato.data.grading import Grades
 from sfumato.data.images import FileImage
-from sfumato.data.pairs import PairData, PairSampler, make_pair_data
+from sfumato.data.pairs import Grades, PairData, PairSampler, make_pair_data
 
 CAPTIONS = [
     ["A dog runs on the grass.", "The brown dog, running; a DOG!"],

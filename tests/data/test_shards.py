@@ -17,8 +17,7 @@ from sfumato.data.emoji import load_emoji
 from sfumato.data.images import FileImage
 from sfumato.data.pairs import make_pair_data
 from sfumato.data.problems import Problems
-from sfumato.data.shard_files import expand_shards
-from sfumato.data.shard_writer import write_shards
+from sfumato.data.shard_files import expand_shards, write_shards
 from sfumato.data.shards import ShardStream
 from sfumato.errors import UserError
 

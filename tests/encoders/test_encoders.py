@@ -13,8 +13,7 @@ from sfumato.encoders.features import Inputs, TokenFeatures
 from sfumato.encoders.heads import GPO, POOLINGS, AveragePool, GaussianHead, HeadOptions, MaxPool
 from sfumato.encoders.image_processors import PixelProcessor
 from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder
-from sfumato.encoders.text_processors import TokenProcessor
-from sfumato.encoders.tokenization import tokenize, train_tokenizer
+from sfumato.encoders.text_processors import TokenProcessor, tokenize, train_tokenizer
 from sfumato.errors import UserError
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from sfumato.errors import UserError
-from sfumato.models.checkpoint_files import read_checkpoint
+from sfumato.models.pretrained_tensors import read_checkpoint
 
 
 @pytest.fixture

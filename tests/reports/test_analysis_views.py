@@ -2,7 +2,7 @@
 
 from reports.test_report import EVIL, Checker, picture, scene
 
-from sfumato.reports.analysis_views import analysis_views
+from sfumato.reports.analysis_page import analysis_views
 from sfumato.reports.formatting import interval
 from sfumato.reports.report import make_report
 

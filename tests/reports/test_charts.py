@@ -9,8 +9,16 @@ import pytest
 from reports.test_report import EVIL
 
 from sfumato.errors import UserError
-from sfumato.reports.charts import FIRST, INK, Chart, require_matplotlib
-from sfumato.reports.ellipses import Ellipse, ellipse_chart, letter_positions, magnification
+from sfumato.reports.charts import (
+    FIRST,
+    INK,
+    Chart,
+    Ellipse,
+    ellipse_chart,
+    letter_positions,
+    magnification,
+    require_matplotlib,
+)
 from sfumato.reports.report_charts import training_curves
 
 LINK = "{http://www.w3.org/1999/xlink}href"

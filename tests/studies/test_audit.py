@@ -10,9 +10,8 @@ import torch
 from support.toy import make_toy
 
 from sfumato import GaussianEmbedding, cli
-from sfumato.data.folds import images_of_part, parse_part, without_part
 from sfumato.data.images import MemoryImage
-from sfumato.data.pairs import PairData
+from sfumato.data.pairs import PairData, images_of_part, parse_part, without_part
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.selective import auroc
 from sfumato.reports.audit_page import summary

@@ -23,7 +23,7 @@ from sfumato.errors import UserError
 from sfumato.losses import LOSSES
 from sfumato.models.build import Assets, build_model, fresh_tokenizer
 from sfumato.models.recipe import check_recipe, load_recipe
-from sfumato.models.training_sections import OptimConfig
+from sfumato.models.recipe_sections import OptimConfig
 from sfumato.training import loop
 from sfumato.training.optim import (
     build_optimiser,

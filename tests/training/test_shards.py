@@ -10,8 +10,7 @@ import torch
 from support.toy import make_toy
 
 from sfumato.data.problems import Problems
-from sfumato.data.shard_files import expand_shards
-from sfumato.data.shard_writer import write_shards
+from sfumato.data.shard_files import expand_shards, write_shards
 from sfumato.data.shards import read_shards
 from sfumato.errors import UserError
 from sfumato.models.process_group import alone

@@ -9,10 +9,9 @@ from support.toy import make_toy
 from sfumato.encoders.dual import Tower
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.small import SmallTextEncoder
-from sfumato.encoders.text_processors import TokenProcessor
-from sfumato.encoders.tokenization import train_tokenizer
+from sfumato.encoders.text_processors import TokenProcessor, train_tokenizer
 from sfumato.models.recipe import load_recipe
-from sfumato.models.training_sections import VarianceStageConfig
+from sfumato.models.recipe_sections import VarianceStageConfig
 from sfumato.training.loop import fit
 from sfumato.training.variance_stage import fit_variance_stage
 

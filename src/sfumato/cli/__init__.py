@@ -9,13 +9,13 @@ import os
 import sys
 
 # In the order of the help.
-from sfumato.cli import (  # isort: skip
-    train_commands,
-    evaluate_commands,
-    study_commands,
-    embed_commands,
-    search_commands,
+from sfumato.cli import (
     demo_commands,
+    embed_commands,
+    evaluate_commands,
+    search_commands,
+    study_commands,
+    train_commands,
 )
 from sfumato.cli.common import app
 from sfumato.errors import RunFailedError, UserError

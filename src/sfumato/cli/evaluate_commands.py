@@ -19,11 +19,13 @@ from sfumato.cli.common import (
     DataRecipe,
     Device,
     ModelName,
+    ModelOnData,
     Seed,
     Split,
     app,
+    is_run,
+    open_model_on_data,
 )
-from sfumato.cli.model_on_data import ModelOnData, is_run, open_model_on_data
 from sfumato.errors import UserError
 
 if TYPE_CHECKING:

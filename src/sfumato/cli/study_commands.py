@@ -16,10 +16,11 @@ from sfumato.cli.common import (
     Seed,
     Split,
     app,
+    is_run,
+    open_model_on_data,
     parse_names,
     print_result,
 )
-from sfumato.cli.model_on_data import is_run, open_model_on_data
 from sfumato.errors import UserError
 
 if TYPE_CHECKING:

@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from sfumato.cli.common import AsJson, Device, Overrides, RecipeName, RunFolder, Split, app, parse_names, print_result
+from sfumato.cli.common import (
+    AsJson,
+    Device,
+    Overrides,
+    RecipeName,
+    RunFolder,
+    Split,
+    app,
+    parse_names,
+    print_result,
+)
 
 
 @app.command()

@@ -1,5 +1,7 @@
-"""Pairs of images and texts: what matches what, and how a batch is drawn. Pixels and tokens are elsewhere."""
+"""Pairs of images and texts: what matches what, graded labels, parts for cross-fitting, and how a batch is drawn."""
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -163,7 +165,7 @@ class PairSampler:
         kind_weights: relative frequency of each kind of text, uniform within a kind, for epoch_over "images"; kinds
             left out are never drawn. None draws uniformly from an image's texts.
         grades: (r,) image and (c,) text positions -> (r, c) in [0, 1], how much of a match an unlisted pair is; half of
-            it, below 1/2, becomes its label, see :class:`~sfumato.data.grading.Grades`. None: 0.
+            it, below 1/2, becomes its label, see :class:`~sfumato.data.pairs.Grades`. None: 0.
 
     Raises:
         ValueError: an option is unknown, a batch has fewer than two pairs, or there is nothing to draw.
@@ -297,3 +299,129 @@ def make_pair_data(
         ("caption",) * len(texts),
         pairs,
     )
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """The part that "I/K" names.
+
+    Args:
+        text: I/K with 0 <= I < K and K >= 2.
+
+    Returns:
+        (I, K).
+
+    Raises:
+        ValueError: the text is not of this form.
+
+    Example:
+        >>> parse_part("1/3")
+        (1, 3)
+    """
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    part, of = (int(found[1]), int(found[2])) if found else (0, 0)
+    if of < 2 or part >= of:
+        raise ValueError(f"a part is written I/K with I below K and K at least 2, such as 0/2 and 1/2; got {text!r}")
+    return part, of
+
+
+def images_of_part(data: PairData, part: int, of: int, *, seed: int = 0) -> np.ndarray:
+    """Positions of the images of one of several parts of about equal size; images of one group are in one part.
+
+    Args:
+        data: the split.
+        part: number of the part, from 0.
+        of: number of parts; equal arguments give equal parts, and every image is in one of them.
+        seed: seed of the random assignment.
+
+    Returns:
+        (k,) sorted positions.
+
+    Raises:
+        ValueError: there are fewer groups than parts.
+    """
+    group = np.unique(data.groups, return_inverse=True)[1]
+    n_groups = int(group.max(initial=-1)) + 1
+    if n_groups < of:
+        raise ValueError(f"images_of_part: {n_groups} groups of images cannot be cut into {of} parts")
+    part_of_group = np.random.default_rng(seed).permutation(n_groups) % of
+    return np.flatnonzero(part_of_group[group] == part)
+
+
+def without_part(data: PairData, part: int, of: int, *, seed: int = 0) -> PairData:
+    """The split without the images of a part, and without the texts that only they have.
+
+    Args:
+        data: the split.
+        part: number of the part, from 0.
+        of: number of parts.
+        seed: see :func:`images_of_part`.
+
+    Returns:
+        The rest of the split.
+    """
+    return data.keep_images(np.setdiff1d(np.arange(len(data.image_ids)), images_of_part(data, part, of, seed=seed)))
+
+
+_WORD = re.compile(r"\w\w+")
+
+
+class Grades:
+    """TF-IDF cosines between texts and the texts of images.
+
+    Words are what ``\\w\\w+`` finds in the lower-case text; a word in k of n texts weighs its count times ln((1 + n) /
+    (1 + k)) + 1; a text's weights have unit length. A text without a word is like no other.
+
+    Args:
+        data: whose texts count.
+    """
+
+    def __init__(self, data: PairData) -> None:
+        words = [Counter(_WORD.findall(text.lower())) for text in data.texts]
+        texts_of = Counter(word for counts in words for word in counts)
+        number = {word: i for i, word in enumerate(texts_of)}
+        rarity = np.log((1 + len(words)) / (1 + np.fromiter(texts_of.values(), float, len(texts_of)))) + 1
+        lengths = np.array([len(counts) for counts in words], dtype=np.int64)
+        word = np.array([number[w] for counts in words for w in counts], dtype=np.int64)
+        weight = np.array([k for counts in words for k in counts.values()], dtype=float) * rarity[word]
+        norms = np.sqrt(np.bincount(np.repeat(np.arange(len(words)), lengths), weight**2, len(words)))
+        weight /= np.repeat(norms, lengths)
+        self._n_words = len(number)
+        self._texts = _Rows(np.concatenate([[0], np.cumsum(lengths)]), word, weight)
+        # An image's row is the mean of its texts' rows.
+        image, text = data.pairs.T
+        n_texts = np.bincount(image, minlength=len(data.image_ids))
+        of_pair, entry = self._texts.take(text)
+        ends = np.cumsum(np.bincount(image[of_pair], minlength=len(data.image_ids)))
+        self._images = _Rows(
+            np.concatenate([[0], ends]), self._texts.word[entry], self._texts.weight[entry] / n_texts[image[of_pair]]
+        )
+
+    def __call__(self, images: np.ndarray, texts: np.ndarray) -> np.ndarray:
+        """(r,) and (c,) positions -> (r, c) float32 in [0, 1], the mean cosine of each text with each image's texts."""
+        row, entry = self._texts.take(texts)
+        used, column = np.unique(self._texts.word[entry], return_inverse=True)
+        of_texts = np.zeros((len(texts), len(used)))
+        of_texts[row, column] = self._texts.weight[entry]
+        column_of_word = np.full(self._n_words, -1)
+        column_of_word[used] = np.arange(len(used))
+        row, entry = self._images.take(images)
+        column = column_of_word[self._images.word[entry]]
+        seen = column >= 0
+        of_images = np.zeros((len(images), len(used)))
+        np.add.at(of_images, (row[seen], column[seen]), self._images.weight[entry[seen]])
+        grades: np.ndarray = (of_images @ of_texts.T).clip(max=1).astype(np.float32)
+        return grades
+
+
+class _Rows:
+    """Sparse rows, one after the other: starts (n + 1,), word and weight (total,)."""
+
+    def __init__(self, starts: np.ndarray, word: np.ndarray, weight: np.ndarray) -> None:
+        self.starts, self.word, self.weight = starts, word, weight
+
+    def take(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(k,) rows -> (t,) which of them, and (t,) entry, of all their entries."""
+        counts = self.starts[index + 1] - self.starts[index]
+        which = np.repeat(np.arange(len(index)), counts)
+        entry: np.ndarray = np.arange(len(which)) + np.repeat(self.starts[index] - (np.cumsum(counts) - counts), counts)
+        return which, entry

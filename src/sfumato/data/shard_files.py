@@ -1,24 +1,23 @@
-"""Tar files of the webdataset layout: which files a pattern means, and the samples and images in one of them.
-
-A sample is a run of members with one key (the name up to its first dot): KEY.jpg, .jpeg, .png or .webp, and KEY.txt or
-KEY.json with "caption" or "text". Other members are passed over. Images are not decoded here, nothing is ever
-unpickled, and only local files are opened. The tar files are read with tarfile and not with the webdataset library,
-because that library ends a shard without a message at the first damaged header, and runs the shell commands that it
-finds in names of shards.
-"""
+"""Webdataset shards as files: naming, reading, listing and writing tar files of images with captions."""
 
 import glob
+import io
 import itertools
 import json
 import os
 import re
+import secrets
+import shutil
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from sfumato.data.pairs import PairData
+from sfumato.data.problems import Problems
 from sfumato.errors import UserError
+from sfumato.files import sync_folder
 
 SHARD_IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp")
 """Endings of the members that are images."""
@@ -307,3 +306,97 @@ def _braces(pattern: str) -> list[str]:
 def _natural(name: str) -> list[str | int]:
     """Text and numbers in turn, so that names of one pattern sort by number."""
     return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"([0-9]+)", name))]
+
+
+def write_shards(
+    data: PairData, folder: str | Path, *, per_shard: int = 1000, problems: Problems | None = None
+) -> list[Path]:
+    """Write a split as shards: one sample for every pair, in order, so an image with five captions occurs five times.
+
+    The images keep their bytes; KEY.txt is the caption, and KEY.json has the ids of image and text. The same split
+    gives the same bytes. The folder appears when everything is written, or not at all.
+
+    Args:
+        data: the split; JPEG, PNG and WEBP images.
+        folder: a new or empty folder; its parents are made.
+        per_shard: samples in a shard; fewer in the last.
+        problems: receives images that cannot be read or are in another format, which are left out; they raise if None.
+
+    Returns:
+        The shards: shard-00000.tar, ...
+
+    Raises:
+        UserError: the folder is not empty, or there is nothing to write.
+        ValueError: per_shard is less than 1; an image has another format.
+        OSError: an image cannot be read.
+    """
+    folder = Path(folder)
+    if per_shard < 1:
+        raise ValueError(f"write_shards: per_shard must be at least 1, got {per_shard}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(
+            f"cannot write shards to {folder}: it exists and is not an empty folder; give a new one, or remove it"
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    unfinished.mkdir()
+    try:
+        samples = _members_of_pairs(data, problems)
+        names: list[str] = []
+        while part := list(itertools.islice(samples, per_shard)):
+            names.append(f"shard-{len(names):05d}.tar")
+            _write_shard(unfinished / names[-1], part)
+        if not names:
+            raise UserError(f"cannot write shards to {folder}: the data has no pair with a usable image")
+        sync_folder(unfinished)
+        if folder.exists():
+            folder.rmdir()
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    sync_folder(folder.parent)
+    return [folder / name for name in names]
+
+
+def _members_of_pairs(data: PairData, problems: Problems | None) -> Iterator[dict[str, bytes]]:
+    """For every pair with a usable image its members, name -> content."""
+    last, content, ending = -1, b"", ""
+    for number, (image, text) in enumerate(data.pairs.tolist()):
+        if image != last:
+            last, ending = image, ""
+            try:
+                content = data.images[image].read_bytes()
+                ending = _ending(content)
+            except (OSError, ValueError) as error:
+                if problems is None:
+                    raise
+                problems.add(data.images[image].location, str(error))
+        if ending:
+            ids = {"image_id": data.image_ids[image], "text_id": data.text_ids[text]}
+            yield {
+                f"{number:09d}.{ending}": content,
+                f"{number:09d}.txt": data.texts[text].encode(),
+                f"{number:09d}.json": json.dumps(ids, ensure_ascii=False).encode(),
+            }
+
+
+def _ending(image: bytes) -> str:
+    if image.startswith(b"\xff\xd8\xff"):
+        return "jpg"
+    if image.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "png"
+    if image.startswith(b"RIFF") and image[8:12] == b"WEBP":
+        return "webp"
+    raise ValueError("neither JPEG nor PNG nor WEBP, the formats of shards; convert it first")
+
+
+def _write_shard(path: Path, samples: Iterable[dict[str, bytes]]) -> None:
+    with path.open("wb") as file:
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+            for name, content in itertools.chain.from_iterable(sample.items() for sample in samples):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+        file.flush()
+        os.fsync(file.fileno())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sfumato.distances.inputs import checked, checked_rows, safe_sqrt, squared_l2_product
+from sfumato.distances.distance import checked, checked_rows, safe_sqrt, squared_l2_product
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 
 DEFAULT_MEMORY_MB = 64.0

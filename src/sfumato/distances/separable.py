@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sfumato.distances.distance import Lift
-from sfumato.distances.inputs import checked, checked_rows, safe_sqrt, squared_l2_product
+from sfumato.distances.distance import Lift, checked, checked_rows, safe_sqrt, squared_l2_product
 from sfumato.gaussian import GaussianEmbedding
 
 

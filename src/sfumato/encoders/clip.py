@@ -30,8 +30,7 @@ from sfumato.encoders.encoder_protocol import (
 )
 from sfumato.encoders.image_processors import ImageFileProcessor, PixelProcessor
 from sfumato.encoders.package_weights import from_pretrained, import_transformers, pretrained_tokenizer
-from sfumato.encoders.text_processors import TokenProcessor
-from sfumato.encoders.tokenization import add_begin_and_end, train_tokenizer
+from sfumato.encoders.text_processors import TokenProcessor, add_begin_and_end, train_tokenizer
 from sfumato.encoders.unc_token import UncTokenImageEncoder, UncTokenTextEncoder
 from sfumato.errors import UserError
 

@@ -6,13 +6,7 @@ from typing import Any
 from pydantic_core import PydanticKnownError
 from tokenizers import Tokenizer
 
-from sfumato.encoders.clip import (
-    ClipImageConfig,
-    ClipTextConfig,
-    build_clip_image,
-    build_clip_text,
-    clip_tokenizer,
-)
+from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, build_clip_image, build_clip_text, clip_tokenizer
 from sfumato.encoders.efficientnet import EfficientNetImageConfig, build_efficientnet
 from sfumato.encoders.encoder_protocol import (
     BuildContext,

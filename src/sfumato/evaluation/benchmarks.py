@@ -13,8 +13,7 @@ import torch
 from sfumato.distances import get_distance
 from sfumato.evaluation.ground_truth import RECALLS, GroundTruth
 from sfumato.evaluation.protocols import Ranker
-from sfumato.evaluation.rank_plan import BenchmarkRanks, plan_ranks
-from sfumato.evaluation.ranked_lists import ListRanker, RankedLists
+from sfumato.evaluation.rank_plan import BenchmarkRanks, ListRanker, RankedLists, plan_ranks
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.retrieval import Better, ScoreMatrix, score_blocks
 from sfumato.search.exact import distance_blocks

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.errors import UserError
-from sfumato.evaluation.compare import Difference, compare_per_query
+from sfumato.evaluation.compare import Difference, PublishedRow, common_figures, compare_per_query, published_rows
 from sfumato.evaluation.embedded_input import EmbeddedSet, Measured
 from sfumato.evaluation.per_query import PerQuery, check_per_query_path, per_query_table, write_per_query
-from sfumato.evaluation.published import PublishedRow, common_figures, published_rows
 from sfumato.evaluation.strategies import StrategyResult, choose_strategies, evaluate_strategies
 
 

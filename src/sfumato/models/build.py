@@ -15,9 +15,8 @@ from sfumato.encoders.encoder_registry import encoder_entry
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.errors import UserError, first_line
 from sfumato.losses import LOSSES, MatchLoss
-from sfumato.models.model_section import ModelConfig
 from sfumato.models.recipe import Recipe
-from sfumato.models.training_sections import AugmentConfig
+from sfumato.models.recipe_sections import AugmentConfig, ModelConfig
 
 
 def cache_folder() -> Path:

@@ -26,8 +26,6 @@ from sfumato.encoders.encoder_registry import encoder_entry
 from sfumato.errors import UserError
 from sfumato.files import sync_folder, write_atomically, write_json
 from sfumato.models.build import Assets, build_model
-from sfumato.models.checkpoint_files import read_checkpoint
-from sfumato.models.model_section import ModelConfig
 from sfumato.models.pretrained import (
     CALIBRATION,
     CONFIG,
@@ -38,6 +36,8 @@ from sfumato.models.pretrained import (
     load_pretrained,
     read_config,
 )
+from sfumato.models.pretrained_tensors import read_checkpoint
+from sfumato.models.recipe_sections import ModelConfig
 from sfumato.models.run import RECIPE, Run, load_assets, load_run
 
 CARD = "README.md"

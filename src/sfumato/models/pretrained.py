@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from sfumato.calibration.calibrator import Calibration
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError, first_line
-from sfumato.models.checkpoint_files import read_checkpoint
 from sfumato.models.pretrained_layouts import Layout, TokenizerFinder, pcmepp_hub, pcmepp_training, prolip_hub
+from sfumato.models.pretrained_tensors import read_checkpoint
 
 CONFIG, WEIGHTS, TOKENIZER, CALIBRATION = "config.json", "model.safetensors", "tokenizer.json", "calibration.json"
 

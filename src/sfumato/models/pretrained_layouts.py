@@ -18,11 +18,17 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
-from sfumato.encoders.clip_transformers import CLIP_MEAN, CLIP_STD, ClipImageEncoder, ClipTextEncoder
+from sfumato.encoders.clip_transformers import (
+    CLIP_MEAN,
+    CLIP_STD,
+    ClipImageEncoder,
+    ClipTextEncoder,
+    openai_image_state,
+    openai_text_state,
+)
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.image_processors import BilinearProcessor, ImageFileProcessor
-from sfumato.encoders.openai_names import openai_image_state, openai_text_state
 from sfumato.encoders.text_processors import CLEANINGS, SpecialTokenProcessor
 from sfumato.encoders.unc_token import UncTokenImageEncoder, UncTokenTextEncoder
 from sfumato.errors import UserError

@@ -34,8 +34,7 @@ from sfumato.encoders.encoder_registry import ENCODERS, encoder_entry
 from sfumato.errors import UserError
 from sfumato.files import write_atomically
 from sfumato.losses import LOSSES, LossOptions
-from sfumato.models.model_section import ModelConfig
-from sfumato.models.training_sections import AugmentConfig, OptimConfig, TrainConfig, VarianceStageConfig
+from sfumato.models.recipe_sections import AugmentConfig, ModelConfig, OptimConfig, TrainConfig, VarianceStageConfig
 
 
 class _Section(BaseModel):

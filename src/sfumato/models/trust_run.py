@@ -17,11 +17,10 @@ from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.regions import uses_regions
 from sfumato.errors import UserError
-from sfumato.evaluation.caption_proxies import caption_distance, caption_words
 from sfumato.evaluation.estimators import Matching, usable_estimators
 from sfumato.evaluation.failure_predictor import FailurePredictor
 from sfumato.evaluation.trust import Corrupted, measure_trust
-from sfumato.evaluation.trust_report import DirectionTrust, TrustReport, described
+from sfumato.evaluation.trust_report import DirectionTrust, TrustReport, caption_distance, caption_words, described
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance

@@ -1,13 +1,198 @@
-"""What studies leave behind: a file for each, the images that they name, and a page."""
+"""The page of `sfumato analyse`: what each study shows, and the file that holds it."""
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sfumato.files import write_atomically, write_json
-from sfumato.reports.analysis_views import analysis_views
-from sfumato.reports.html_pages import render_page
-from sfumato.reports.run_files import read_image, read_studies
-from sfumato.studies.analyse import Analyses, same_model_and_data
+from sfumato.reports.charts import FAMILIES, FIRST, INK, SECOND, Chart, Ellipse, ellipse_chart, magnification
+from sfumato.reports.formatting import clipped, column_decimals, digits, in_words, interval, number, percent
+from sfumato.reports.page_files import data_url, read_image, read_studies, render_page
+from sfumato.studies.analyse import NAMES, Analyses, same_model_and_data
+
+DRAWN_SIGMAS = 2
+"""Standard deviations of the ellipses of set algebra."""
+
+CORRUPTIONS: dict[str, tuple[str, str]] = {
+    "erased": ("erased images", "fraction of the image under grey squares"),
+    "blurred": ("blurred images", "deviation of the blur, as a fraction of the shorter side"),
+    "dropped_words": ("texts with words left out", "fraction of the words"),
+    "unknown_words": ("texts with unknown words", "fraction of the words"),
+    "wrong_letters": ("misspelt texts", "fraction of the letters"),
+}
+"""What each corruption is called, and what its strength is."""
+
+_MADE = {
+    "first": ("A", FIRST, "first"),
+    "second": ("B", SECOND, "second"),
+    "mixup": ("M", FAMILIES[2], "half of each (Mixup)"),
+    "cutmix": ("C", FAMILIES[1], "halves side by side (CutMix)"),
+    "erased_first": ("A′", FIRST, "first, erased in part"),
+    "erased_second": ("B′", SECOND, "second, erased in part"),
+}
+_MIXED = {"mixup": "Mixup", "cutmix": "CutMix", "other": "another image"}
+
+
+def analysis_views(
+    found: Mapping[str, Mapping[str, Any]], picture: Callable[[str], bytes | None]
+) -> dict[str, dict[str, Any]]:
+    """What the templates show, by the name of the study.
+
+    Args:
+        found: by name, what `sfumato analyse` wrote.
+        picture: the bytes of an image that a study names; None where it is gone.
+
+    Returns:
+        A view for each study that was found.
+    """
+    makers: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+        "corruption": _corruption,
+        "sets": lambda study: _sets(study, picture),
+        "words": _words,
+        "map": _map,
+    }
+    return {name: makers[name](found[name]) for name in NAMES if name in found}
+
+
+def _corruption(study: Mapping[str, Any]) -> dict[str, Any]:
+    charts, rows = [], []
+    estimator = in_words(study["uncertainty"])
+    two = partial(number, decimals=2)
+    for side, curves in study["sides"].items():
+        for name, curve in curves.items():
+            title, strength = CORRUPTIONS[name]
+            mean = curve["mean"]
+            figures = [interval(curve[f], two) for f in ("spearman", "rises", "monotone", "auroc")]
+            rows.append([title, f"{curve['n']:,}", *figures])
+            show = partial(number, decimals=column_decimals(m["value"] for m in mean))
+            numbers = [
+                [f"{s:g}", str(interval(m, show)), percent(r)]
+                for s, m, r in zip(curve["strengths"], mean, curve["recall"], strict=True)
+            ]
+            known = [(s, m) for s, m in zip(curve["strengths"], mean, strict=True) if m["value"] is not None]
+            if known:
+                chart = _curve(known, strength, estimator, title, FIRST if side == "image" else SECOND)
+                charts.append({"name": title, "chart": chart.svg(), "rows": numbers})
+    return {"of": estimator, "charts": charts, "rows": rows}
+
+
+def _curve(
+    points: Sequence[tuple[float, Mapping[str, Any]]], strength: str, estimator: str, title: str, colour: str
+) -> Chart:
+    """Mean uncertainty by the strength of a corruption."""
+    label = f"Mean {estimator} of {title} by strength: "
+    chart = Chart(label + ", ".join(f"{digits(m['value'], 3)} at {s:g}" for s, m in points))
+    axes = chart.axes
+    axes.plot([s for s, _ in points], [m["value"] for _, m in points], color=colour, linewidth=2)
+    for s, m in points:
+        if m["low"] is not None:
+            axes.vlines(s, m["low"], m["high"], color=INK, linewidth=1.2)
+        chart.hover(axes.plot([s], [m["value"]], "o", color=colour, markersize=6)[0], f"strength {s:g}: {interval(m)}")
+    low, high = axes.get_ylim()
+    if 0 < low < 0.5 * high:
+        axes.set_ylim(bottom=0)
+    axes.set_xlabel(strength)
+    axes.set_ylabel(f"mean {estimator}")
+    return chart
+
+
+def _sets(study: Mapping[str, Any], picture: Callable[[str], bytes | None]) -> dict[str, Any]:
+    mixes = [name for name in _MIXED if name in study["mixes"]]
+    definitions, two = study["definitions"], partial(number, decimals=2)
+    return {
+        "n": f"{study['n']:,}",
+        "erased_fraction": percent(study["erased_share"], 0),
+        "columns": [_MIXED[name] for name in mixes],
+        "rows": [
+            {"name": in_words(f), "about": about, "cells": [interval(study["mixes"][name][f], two) for name in mixes]}
+            for f, about in definitions["mixes"].items()
+        ],
+        "erased": [
+            {"name": in_words(f), "about": about, "cells": [interval(study["erased"][f], two)]}
+            for f, about in definitions["erased"].items()
+        ],
+        "shown": [_shown_pair(pair, picture) for pair in study["shown"]],
+        "sigmas": DRAWN_SIGMAS,
+    }
+
+
+def _shown_pair(pair: Mapping[str, Any], picture: Callable[[str], bytes | None]) -> dict[str, Any]:
+    """Two images and what was made of them: the ellipses, and the images themselves."""
+    ellipses, items = [], []
+    for item in pair["items"]:
+        letter, colour, about = _MADE[item["name"]]
+        dashed = item["name"].startswith("erased")
+        ellipse = Ellipse.read(item, colour, letter=letter, dashed=dashed, title=f"{letter}: {about}")
+        content = picture(item["picture"])
+        items.append(
+            {
+                "letter": letter,
+                "src": data_url(content) if content else None,
+                "alt": f"image {letter}, {about}",
+                "name": letter,
+                "variance": digits(item["total_variance"], 3),
+            }
+        )
+        ellipses.append(ellipse)
+    times = magnification(ellipses, 0.14 / DRAWN_SIGMAS)
+    label = "Six Gaussians in a plane: " + ", ".join(f"{i['letter']} total variance {i['variance']}" for i in items)
+    chart = ellipse_chart(ellipses, label, times=DRAWN_SIGMAS * times, width=380, height=300)
+    return {
+        "items": items,
+        "chart": chart.svg(),
+        "captions": [clipped(text, 60) for text in pair["captions"]],
+        "explained": percent(sum(pair["explained"]), 0),
+        "times": f"{times:g}",
+    }
+
+
+def _words(study: Mapping[str, Any]) -> dict[str, Any]:
+    tables = []
+    for side, bins in study["sides"].items():
+        rows = [
+            {
+                "bin": str(k),
+                "uncertainty": digits(one["mean"], 3),
+                "captions": f"{one['n_captions']:,}",
+                "length": number(one["words_per_caption"], 1),
+                "words": [
+                    {"word": w["word"], "n": f"{w['n']:,}", "weight": number(w["weight"], 2)} for w in one["words"]
+                ],
+            }
+            for k, one in enumerate(bins, 1)
+        ]
+        tables.append({"name": "images, by their captions" if side == "image" else "texts", "rows": rows})
+    return {"of": in_words(study["uncertainty"]), "corpus": study["corpus"], "tables": tables}
+
+
+def _map(study: Mapping[str, Any]) -> dict[str, Any]:
+    tsne, ellipses, families = study["method"] == "tsne", [], {}
+    # Highlighted items are drawn over the others.
+    for item in sorted(study["items"], key=lambda item: item["family"] is not None):
+        image, family = item["side"] == "image", item["family"]
+        colour = FAMILIES[family] if family is not None else FIRST if image else SECOND
+        kind, label = "image of" if image else "text", clipped(item["label"], 120)
+        title = f"{kind} “{label}”, total variance {digits(item['total_variance'], 3)}"
+        strong = family is not None
+        ellipses.append(Ellipse.read(item, colour, title=title, dashed=strong and not image, strong=strong))
+        if family is not None and image:
+            families[family] = clipped(item["label"], 48)
+    times = 1.0 if tsne else magnification(ellipses, 0.035)
+    counts = [sum(item["side"] == side for item in study["items"]) for side in ("image", "text")]
+    label = (
+        f"Map of {counts[0]} images and {counts[1]} texts by {'t-SNE' if tsne else 'PCA'}; the colours of"
+        f" {len(families)} images and their texts stand out"
+    )
+    return {
+        "tsne": tsne,
+        "times": f"{times:g}",
+        "chart": ellipse_chart(ellipses, label, times=times).svg(),
+        "families": [{"class": f"f{k}", "name": name} for k, name in sorted(families.items())],
+        "counts": [f"{n:,}" for n in counts],
+        "explained": None if study["explained"] is None else percent(sum(study["explained"]), 0),
+    }
+
 
 PAGE = "analysis.html"
 

@@ -9,7 +9,7 @@ from typing import Any
 from sfumato.data.images import thumbnail
 from sfumato.files import write_atomically, write_json
 from sfumato.reports.formatting import clipped, percent, probability
-from sfumato.reports.html_pages import data_url, render_page
+from sfumato.reports.page_files import data_url, render_page
 from sfumato.studies.audit import Audit, varied
 
 PAIRS, MISSING, PAGE, FIGURES = "pairs.csv", "missing.csv", "audit.html", "audit.json"

@@ -1,8 +1,11 @@
-"""Charts by matplotlib as inline SVG, with the page's light or dark colours and titles under the pointer."""
+"""Charts as matplotlib SVG: curves, bars, and maps of Gaussians as ellipses."""
 
 import html
 import io
+import math
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
@@ -146,3 +149,167 @@ def _title_each(text: str, mark: str, titles: list[str]) -> str:
     return before + re.sub(
         r"<use ([^>]*)/>", lambda use: f"<use {use[1]}>{next(waiting)}</use>", after, count=len(titles)
     )
+
+
+@dataclass(frozen=True)
+class Ellipse:
+    """One ellipse, with a dot at its centre.
+
+    Attributes:
+        x: of the centre.
+        y: of the centre.
+        a: first half axis.
+        b: second half axis, at most a.
+        angle: of the first half axis, in radians.
+        colour: of line, area and dot.
+        title: shown under the pointer; empty for none.
+        letter: written beside it; empty for none.
+        dashed: whether its line is dashed.
+        strong: whether it stands out from others.
+    """
+
+    x: float
+    y: float
+    a: float
+    b: float
+    angle: float
+    colour: str
+    title: str = ""
+    letter: str = ""
+    dashed: bool = False
+    strong: bool = True
+
+    @classmethod
+    def read(
+        cls,
+        item: Mapping[str, Any],
+        colour: str,
+        *,
+        title: str = "",
+        letter: str = "",
+        dashed: bool = False,
+        strong: bool = True,
+    ) -> "Ellipse":
+        """The ellipse of an item as the studies write it.
+
+        Args:
+            item: {"x", "y", "a", "b", "angle"}.
+            colour: this and the others: see the class.
+            title: see there.
+            letter: see there.
+            dashed: see there.
+            strong: see there.
+
+        Returns:
+            It.
+        """
+        x, y, a, b, angle = (float(item[key]) for key in ("x", "y", "a", "b", "angle"))
+        return cls(x, y, a, b, angle, colour, title, letter, dashed, strong)
+
+
+def magnification(ellipses: Sequence[Ellipse], fraction: float) -> float:
+    """How many times as large ellipses may be drawn: 1, or a round number that makes all but the largest tenth visible.
+
+    Args:
+        ellipses: of one chart; all get the same factor.
+        fraction: largest size of the long half axis of the ninth decile, relative to the wider side of the centres.
+
+    Returns:
+        1, 2 or 5 times a power of ten, at least 1.
+
+    Example:
+        >>> magnification([Ellipse(x, 0.0, 0.02, 0.0, 0.0, "") for x in (0.0, 1.0)], 0.1)
+        5.0
+    """
+    if not ellipses:
+        return 1.0
+    wide = max(max(v) - min(v) for v in ([e.x for e in ellipses], [e.y for e in ellipses]))
+    long = sorted(e.a for e in ellipses)[math.ceil(0.9 * len(ellipses)) - 1]
+    if long <= 0 or wide <= long / fraction:
+        return 1.0
+    factor = fraction * wide / long
+    power = 10.0 ** math.floor(math.log10(factor))
+    return max(step * power for step in (1, 2, 5) if step * power <= factor * 1.001)
+
+
+def ellipse_chart(
+    ellipses: Sequence[Ellipse], label: str, *, times: float, width: int = 720, height: int = 540
+) -> Chart:
+    """Draw ellipses in one scale for both axes.
+
+    Args:
+        ellipses: in the order of drawing.
+        label: see :class:`~sfumato.reports.charts.Chart`.
+        times: half axes are drawn this many times as long.
+        width: see there.
+        height: see there.
+
+    Returns:
+        The chart.
+    """
+    from matplotlib.patches import Ellipse as Patch
+
+    chart = Chart(label, width=width, height=height, plane=True)
+    for e in ellipses:
+        style: dict[str, Any] = {"linestyle": (0, (4, 3)) if e.dashed else "-", "linewidth": 1.6 if e.strong else 0.6}
+        size = 2 * times * e.a, 2 * times * e.b
+        patch = Patch(
+            (e.x, e.y), *size, angle=math.degrees(e.angle), facecolor=(e.colour, 0.12), edgecolor=e.colour, **style
+        )
+        chart.axes.add_patch(patch)
+        if e.title:
+            chart.hover(patch, e.title)
+        chart.axes.plot([e.x], [e.y], "o", color=e.colour, markersize=3.6 if e.strong else 2, markeredgewidth=0)
+    chart.axes.margins(0.08 if any(e.letter for e in ellipses) else 0.02)
+    for e, (x, y) in zip(ellipses, letter_positions(ellipses, times), strict=True):
+        if e.letter:
+            chart.axes.text(x, y, e.letter, color=e.colour, weight="bold", ha="center", va="center")
+    return chart
+
+
+def letter_positions(ellipses: Sequence[Ellipse], times: float) -> list[tuple[float, float]]:
+    """Positions for a letter beside each ellipse: apart from letters and centres, outside of ellipses, outwards.
+
+    Args:
+        ellipses: of one chart.
+        times: see :func:`ellipse_chart`.
+
+    Returns:
+        (x, y) of each letter's middle, in the units of the plane.
+    """
+    if not ellipses:
+        return []
+    sides = [(max(v) - min(v)) for v in ([e.x for e in ellipses], [e.y for e in ellipses])]
+    gap = 0.04 * (max(sides) + 2 * times * max(e.a for e in ellipses)) or 1.0
+    middle = sum(e.x for e in ellipses) / len(ellipses), sum(e.y for e in ellipses) / len(ellipses)
+    taken = [(e.x, e.y) for e in ellipses]
+    for e in ellipses:
+        outward = math.atan2(e.y - middle[1], e.x - middle[0])
+        angles = [outward + math.pi * k / 12 for k in range(24)]
+
+        def merit(angle: float, one: Ellipse = e, outward: float = outward) -> tuple[float, int, float]:
+            point = _beside(one, times, gap, angle)
+            apart = min(math.dist(point, other) for other in taken)
+            inside = sum(_contains(other, times, point, 0.9 * gap) for other in ellipses)
+            return min(apart, 1.8 * gap), -inside, math.cos(angle - outward)
+
+        taken.append(_beside(e, times, gap, max(angles, key=merit)))
+    return taken[len(ellipses) :]
+
+
+def _radius(ellipse: Ellipse, times: float, angle: float) -> float:
+    """From the centre of an ellipse to its edge."""
+    a, b = max(times * ellipse.a, 1e-12), max(times * ellipse.b, 1e-12)
+    return 1 / math.hypot(math.cos(angle - ellipse.angle) / a, math.sin(angle - ellipse.angle) / b)
+
+
+def _beside(ellipse: Ellipse, times: float, gap: float, angle: float) -> tuple[float, float]:
+    """The point that lies a gap outside of an ellipse's edge, in a direction from its centre."""
+    radius = _radius(ellipse, times, angle) + gap
+    return ellipse.x + radius * math.cos(angle), ellipse.y + radius * math.sin(angle)
+
+
+def _contains(ellipse: Ellipse, times: float, point: tuple[float, float], margin: float) -> bool:
+    """Whether a point lies within an ellipse, or less than a margin outside."""
+    dx, dy = point[0] - ellipse.x, point[1] - ellipse.y
+    return math.hypot(dx, dy) < _radius(ellipse, times, math.atan2(dy, dx)) + margin

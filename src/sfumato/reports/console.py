@@ -7,11 +7,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sfumato.evaluation.compare import OverSeeds
+from sfumato.evaluation.compare import OverSeeds, common_figures
 from sfumato.evaluation.embedded_input import Measured
 from sfumato.evaluation.more_results import MoreResults
 from sfumato.evaluation.protocols import Evaluation, table_rows
-from sfumato.evaluation.published import common_figures
 from sfumato.evaluation.trust_report import DirectionTrust, TrustReport
 from sfumato.metrics.retrieval import RANK_METRICS
 from sfumato.reports.formatting import MISSING, compact_interval, compact_number, digits, number, percent, signed

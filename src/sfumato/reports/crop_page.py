@@ -9,7 +9,7 @@ from sfumato.data.problems import Problems
 from sfumato.files import write_atomically, write_json
 from sfumato.reports.charts import FIRST, SECOND, Chart
 from sfumato.reports.formatting import clipped, digits, in_words, interval, percent
-from sfumato.reports.html_pages import data_url, render_page
+from sfumato.reports.page_files import data_url, render_page
 from sfumato.studies.crop_study import Example
 from sfumato.studies.crops import CELLS, MEANS, PUBLISHED, ROLES, CropFigures, CropStudy
 

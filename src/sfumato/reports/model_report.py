@@ -15,9 +15,9 @@ from sfumato.models.embed import RetrievalModel
 from sfumato.models.run import LOG, RECIPE, Run, weights_digest
 from sfumato.models.splits import embed_split, load_split
 from sfumato.reports.analysis_page import write_analyses
+from sfumato.reports.page_files import read_evaluations, read_image, read_log, read_object, read_studies
 from sfumato.reports.report import Report, make_report
 from sfumato.reports.report_data import ReportData
-from sfumato.reports.run_files import read_evaluations, read_image, read_log, read_object, read_studies
 from sfumato.studies.analyse import FORMAT, NAMES, analyse_model
 
 

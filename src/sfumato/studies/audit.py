@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sfumato.data.folds import images_of_part
 from sfumato.data.noise import apply_noise, load_noise, shuffle_pairs
-from sfumato.data.pairs import PairData
+from sfumato.data.pairs import PairData, images_of_part
 from sfumato.data.problems import Problems
 from sfumato.data.sources import DataConfig
 from sfumato.errors import UserError

@@ -27,7 +27,7 @@ from sfumato.encoders.text_processors import TokenProcessor
 from sfumato.errors import UserError
 from sfumato.models.process_group import ProcessGroup
 from sfumato.models.recipe import Recipe
-from sfumato.models.training_sections import AugmentConfig
+from sfumato.models.recipe_sections import AugmentConfig
 from sfumato.training.step import TrainBatch
 
 

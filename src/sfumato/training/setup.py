@@ -5,10 +5,8 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-from sfumato.data.folds import parse_part, without_part
-from sfumato.data.grading import Grades
 from sfumato.data.noise import apply_noise, load_noise, save_noise, shuffle_pairs
-from sfumato.data.pairs import PairData, PairSampler
+from sfumato.data.pairs import Grades, PairData, PairSampler, parse_part, without_part
 from sfumato.data.problems import Problems
 from sfumato.data.shard_files import expand_shards
 from sfumato.data.shards import ShardStream

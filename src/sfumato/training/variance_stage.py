@@ -10,7 +10,7 @@ from sfumato.encoders.dual import Tower
 from sfumato.encoders.features import Store
 from sfumato.losses import dispersion_loss
 from sfumato.metrics.uncertainty import spearman
-from sfumato.models.training_sections import VarianceStageConfig
+from sfumato.models.recipe_sections import VarianceStageConfig
 from sfumato.progress import progress_bar
 from sfumato.training.optim import clip_gradients
 

@@ -31,17 +31,19 @@ from sfumato.search.stores.local_database import (
     FORMAT,
     LIST,
     RECORD,
+    LocalSettings,
+    check_against,
     condition_of,
     insert,
     listed,
     lock_of,
     new_database,
+    parse_url,
     positions_of,
     remove,
     take,
 )
 from sfumato.search.stores.local_index import LocalIndex, name_index, read_index, remove_others, write_index
-from sfumato.search.stores.local_settings import LocalSettings, check_against, parse_url
 from sfumato.search.stores.nearest import Block, Nearest, Positions, Vectors, check_queries, is_in
 from sfumato.search.stores.protocol import Filter, Records
 
@@ -62,7 +64,7 @@ def create(url: str, dim: int, fingerprint: str) -> "LocalStore":
     """Make an empty store in a new or empty folder.
 
     Args:
-        url: PATH?OPTIONS or file:PATH?OPTIONS, see LOCAL_OPTIONS of :mod:`~sfumato.search.stores.local_settings`.
+        url: PATH?OPTIONS or file:PATH?OPTIONS, see LOCAL_OPTIONS of :mod:`~sfumato.search.stores.local_database`.
         dim: e >= 1.
         fingerprint: kept.
 

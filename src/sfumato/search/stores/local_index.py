@@ -15,7 +15,7 @@ import torch
 from sfumato.errors import UserError
 from sfumato.files import sync_folder
 from sfumato.search.stores.faiss import FaissStore
-from sfumato.search.stores.local_settings import LocalSettings
+from sfumato.search.stores.local_database import LocalSettings
 from sfumato.search.stores.nearest import Positions, Vectors
 
 

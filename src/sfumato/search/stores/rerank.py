@@ -35,7 +35,7 @@ from torch import Tensor
 
 from sfumato.errors import UserError, first_line
 from sfumato.search.stores import local
-from sfumato.search.stores.local_settings import LOCAL_OPTIONS
+from sfumato.search.stores.local_database import LOCAL_OPTIONS
 from sfumato.search.stores.nearest import check_queries
 from sfumato.search.stores.protocol import Filter, Records
 from sfumato.search.stores.store_url import options, redacted, scheme
@@ -64,7 +64,7 @@ def create(url: str, dim: int, fingerprint: str) -> "RerankStore":
 
     Args:
         url: rerank:PATH?OPTIONS or redis://host:port/database?means=PATH&OPTIONS; the options of
-            :mod:`~sfumato.search.stores.local_settings` concern the means.
+            :mod:`~sfumato.search.stores.local_database` concern the means.
         dim: e >= 2, of means and spreads together.
         fingerprint: kept.
 
