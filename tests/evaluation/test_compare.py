@@ -148,7 +148,7 @@ def test_other_files_are_refused(tmp_path, monkeypatch):
     if "pyarrow" in sys.modules or pytest.importorskip("pyarrow", reason="needs the extra parquet"):
         write_per_query(tmp_path / "x.parquet", table())
         (tmp_path / "x.parquet").write_bytes((tmp_path / "x.parquet").read_bytes()[:200])
-        with pytest.raises(UserError, match="not a whole Parquet file"):
+        with pytest.raises(UserError, match="not a complete Parquet file"):
             read_per_query(tmp_path / "x.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match=r"pip install 'sfumato\[parquet\]'"):

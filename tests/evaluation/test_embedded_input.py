@@ -196,7 +196,7 @@ def test_mistakes_are_named(folder, tmp_path):
     ):
         with pytest.raises(UserError, match="give a model, or --images and --texts, or --ranked"):
             measure_files(nothing)
-    with pytest.raises(UserError, match="leave out --score and log variances"):
+    with pytest.raises(UserError, match="leave out --score and the log variances"):
         measure_files(Files(ranked=folder / "l.json", ground_truth=folder / "truth.json"), "csd")
     with pytest.raises(UserError, match="name at most one strategy"):
         More(strategies="mean,csd", per_query=folder / "x.csv")

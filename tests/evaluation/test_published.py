@@ -109,5 +109,5 @@ def test_rows_are_chosen_and_what_is_missing_is_told():
         published_rows(table="C.6")
     with pytest.raises(ValueError, match="no figures for benchmark 'cub'; known: coco"):
         published_rows("cub")
-    with pytest.raises(ValueError, match="no figures for direction 'i2t'; there are both"):
+    with pytest.raises(ValueError, match="no figures for direction 'i2t'; known: both"):
         published_rows(table="1", direction="i2t")
