@@ -193,7 +193,7 @@ def read_shard(shard: str, mine: slice, bad: Callable[[str, str], None]) -> Iter
 
 
 def _members(file: IO[bytes], bad: Callable[[str, bool], None]) -> Iterator[tarfile.TarInfo]:
-    """The members of a tar file, also behind damage; ``bad`` receives (reason, whether the end is missing)."""
+    """The members of a tar file, also after damage; ``bad`` receives (reason, whether the end is missing)."""
     size = os.fstat(file.fileno()).st_size
     try:
         tar = tarfile.TarFile(fileobj=file, ignore_zeros=True)

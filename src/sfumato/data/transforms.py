@@ -300,7 +300,7 @@ def _pixels(box: Box, size: tuple[int, int]) -> tuple[int, int, int, int]:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Turned as its EXIF data says. An image whose EXIF data is damaged stays as it is: its pixels are whole."""
+    """Rotate an image by its EXIF data. With damaged EXIF data it is kept unchanged, because its pixels are valid."""
     image.load()
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)

@@ -66,7 +66,7 @@ def embed_folder(retrieval_model: RetrievalModel, folder: Path) -> tuple[Gaussia
         folder: searched with its subfolders.
 
     Returns:
-        ((n, d) embeddings; n ids, paths relative to the folder, sorted; what was left out and why).
+        ((n, d) embeddings; n ids, paths relative to the folder, sorted; the items left out, with reasons).
 
     Raises:
         UserError: there is no such folder, or no usable image in it.

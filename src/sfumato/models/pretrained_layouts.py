@@ -204,7 +204,7 @@ def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
 def _prolip_state(
     tensors: Mapping[str, Any], image_encoder: ClipImageEncoder, text_encoder: ClipTextEncoder, context: int
 ) -> dict[str, Tensor]:
-    """ProLIP's tensors by the names of our model. An extra token and its position code are one vector here."""
+    """ProLIP's tensors by sfumato's names. An extra token and its position code are summed to one vector."""
     visual, words = below("visual.", tensors), below("text.", tensors)
     codes, word_codes = visual["positional_embedding"].double(), words["positional_embedding"].double()
     of_image = without(visual, ("unc_embedding", "proj", "uncertainty_proj."))

@@ -88,7 +88,7 @@ def trust_model(
         ground_truth = relevance.transpose() if of_text else relevance
         own = estimators | ({"predicted_miss": predictors[name].estimator()} if name in predictors else {})
         values, groups = proxies, resampled_together(relevance, prepared.data.groups, of_text)
-        if of_text and groups is not None:  # A caption has the proxies of its image; none without one.
+        if of_text and groups is not None:  # A caption has the proxies of its image, if it has an image.
             values = {k: np.append(v, np.full(texts.n, np.nan))[groups] for k, v in proxies.items()}
         directions[name] = measure_trust(
             *((texts, images) if of_text else (images, texts)),
