@@ -168,7 +168,7 @@ def rank_relevant(
 
 
 def _smallest(block: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k smallest of each row, ties by position. topk leaves ties open, so rows with ties at the edge are sorted."""
+    """The k smallest of each row, ties by position; topk orders ties freely, so rows with ties at k are sorted."""
     values, index = block.topk(k, dim=1, largest=False)
     edge = values.amax(1, keepdim=True)
     index = index.sort(dim=1).values

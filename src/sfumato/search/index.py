@@ -284,7 +284,7 @@ class GaussianIndex(Gallery):
     @classmethod
     def _read(cls, folder: Path, about: dict[str, Any]) -> "GaussianIndex":
         tensors = load_file(folder / _TENSORS)
-        # Indices of version 0.1 may lack a direction, and kept the order of the sides of an asymmetric distance apart.
+        # Indices of version 0.1 may lack a direction, and stored the order of an asymmetric distance separately.
         direction = about.get("direction", "t2i")
         if "queries_first" in about and not get_distance(about["distance"]).symmetric:
             direction = "i2t" if about["queries_first"] else "t2i"

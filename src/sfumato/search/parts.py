@@ -34,7 +34,7 @@ _FEW = 5
 
 @dataclass(frozen=True)
 class PartsManifest:
-    """What a folder of parts holds. The first seven identify the collection; the others may differ from job to job.
+    """The manifest of a folder of parts; the first seven fields identify the collection, others may differ by job.
 
     Attributes:
         modality: "images" or "texts".
@@ -132,7 +132,7 @@ def begin(folder: str | Path, manifest: PartsManifest) -> None:
 
 
 def read_manifest(folder: str | Path) -> PartsManifest:
-    """What a folder of parts holds.
+    """Read the manifest of a folder of parts.
 
     Args:
         folder: of the parts.

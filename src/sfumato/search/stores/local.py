@@ -398,7 +398,7 @@ class LocalStore:
     def _add_from_index(
         self, connection: sqlite3.Connection, nearest: Nearest, queries: Tensor, k: int, allowed: Positions | None
     ) -> int:
-        """Add candidates from the index if it brings enough; after which position to compare with all vectors."""
+        """Add candidates from the index if it has enough; return the position after which all vectors are compared."""
         if (index := self._read_index(connection)) is None:
             return -1
         settings, among, n = self._settings, None, len(index.positions)

@@ -293,7 +293,7 @@ class PgVectorStore:
         return self._psycopg.sql.SQL("WHERE " + " AND ".join(conditions) if conditions else ""), values
 
     def _prepare_index(self, connection: Any, k: int) -> bool:
-        """Set for this transaction how thorough the index is; False if the index cannot serve the search."""
+        """Set the index's search options for this transaction; False if the index cannot be used for the search."""
         if self.index == "none" or (self.index == "hnsw" and k > _MOST_EF):
             return False
         if self.index == "hnsw":
