@@ -240,7 +240,7 @@ class Embedder:
         return [one if isinstance(one, BaseException) else next(rows) for one in prepared]
 
     async def beside(self, work: Callable[[Asked], Done], images: Sequence[Asked]) -> list[Done | BaseException]:
-        """Process images in threads beside that of the model. If the caller is cancelled, waiting work is dropped.
+        """Process images in worker threads. If the caller is cancelled, waiting work is dropped.
 
         Args:
             work: called with each image.

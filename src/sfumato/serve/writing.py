@@ -173,7 +173,7 @@ class Writer:
             raise Refusal(422, f"Nothing was stored: {errors[0][0]}: {errors[0][1]}", errors=errors)
 
     async def _alone(self, served: ServedGallery, work: Callable[[], int], items: Callable[[], int]) -> int:
-        """Run a write when no other runs. It is dropped if the caller leaves before it begins; once begun it ends.
+        """Run a write when no other runs; it is dropped if the caller leaves before it starts, and else completed.
 
         Args:
             served: gallery that is written to.

@@ -77,7 +77,7 @@ def training_splits(
         if recipe.data.leave_out:
             splits["train"] = without_part(splits["train"], *parse_part(recipe.data.leave_out))
     if recipe.data.source == "shards":
-        _stream(recipe, Problems(), process_group)  # Refused on all processes alike, before any of them works.
+        _stream(recipe, Problems(), process_group)  # Refused on all processes before any of them starts to work.
     return splits
 
 

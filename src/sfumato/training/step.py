@@ -149,7 +149,7 @@ def _share(leaves: _Pair, own: slice, match_i2t: Tensor, match_t2i: Tensor) -> P
 
 
 def _own_gradients(leaf: GaussianEmbedding, own: slice, process_group: ProcessGroup) -> tuple[Tensor, Tensor | None]:
-    """Of means and log variances (None for points): summed over the processes, the rows of this one."""
+    """Gradients of means and log variances (None for points), summed over the processes: the rows of this one."""
     gradients = [
         process_group.total(torch.zeros_like(value) if value.grad is None else value.grad)[own]
         for value in (leaf.mean, leaf.log_var)

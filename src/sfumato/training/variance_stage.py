@@ -1,4 +1,4 @@
-"""The second stage of training: log variances learn the dispersion of an item's matches; all else is frozen."""
+"""The second stage of training: log variances learn the dispersion of an item's matches; the rest is frozen."""
 
 import math
 
