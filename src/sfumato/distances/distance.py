@@ -29,7 +29,7 @@ def checked(
         Both sides, in float32 if they were in half precision.
 
     Raises:
-        TypeError: a side is no GaussianEmbedding.
+        TypeError: a side is not a GaussianEmbedding.
         ValueError: d, dtype or device differ, or there are points that are refused.
     """
     for name, value in (("x", x), ("y", y)):
@@ -66,7 +66,7 @@ def checked_rows(
         Both sides, in float32 if they were in half precision.
 
     Raises:
-        TypeError: a side is no GaussianEmbedding.
+        TypeError: a side is not a GaussianEmbedding.
         ValueError: as for :func:`checked`, or n differs.
     """
     x, y = checked(x, y, who, points=points)

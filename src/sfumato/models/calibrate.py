@@ -135,9 +135,8 @@ def describe_calibration(calibration: Calibration) -> dict[str, Any]:
 
     Returns:
         Its `metadata`, and for "t2i" and "i2t" {"n_queries", "n_gallery", "matches_per_query", "growth", "precision":
-        {0.5, 0.8,
-        0.9: threshold}, "risk": {0.2, 0.1, 0.05: {"abstain_below", "answered"}}, "coverage": {0.8, 0.9, 0.95: radius}};
-        null where the held-out queries do not support a guarantee.
+        {0.5, 0.8, 0.9: threshold}, "risk": {0.2, 0.1, 0.05: {"abstain_below", "answered"}}, "coverage": {0.8, 0.9,
+        0.95: radius}}; null if the held-out queries do not support a guarantee.
     """
     result: dict[str, Any] = dict(calibration.metadata)
     for direction in get_args(Direction):

@@ -1,7 +1,7 @@
 """A folder of data files that is replaced atomically: readers see the old or the new content, even after a crash.
 
-    FOLDER/manifest.json     kind and metadata, the name of the data folder, size and SHA-256 of every file and of
-    itself FOLDER/data-xxxx/...     the files
+    FOLDER/manifest.json     kind, metadata, name of the data folder, size and SHA-256 of every file and of itself
+    FOLDER/data-xxxx/...     the files
 
 A save writes a new data folder, forces it to disk, and then renames a new manifest into place: this rename replaces the
 old content by the new. After it, older data folders are removed, also those of killed writers. The caller defines the
