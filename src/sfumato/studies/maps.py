@@ -218,7 +218,8 @@ class Projection:
 
         Returns:
             n times (x, y, a, b, angle): the centre, the half axes a >= b >= 0 of one standard deviation, and the
-            angle of the longer one in radians, above -pi/2 and at most pi/2. A point (variance 0) has a = b = 0 and angle 0.
+            angle of the longer one in radians, above -pi/2 and at most pi/2. A point (variance 0) has a = b = 0 and
+            angle 0.
 
         Raises:
             ValueError: d differs.
