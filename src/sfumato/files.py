@@ -8,7 +8,7 @@ from typing import Any
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:
-    """Replace the file at path by data. A reader sees the old content or the new, never a part, also after a crash.
+    """Replace the file at path by data. Readers see only the old or the new content.
 
     Args:
         path: the file; its folder must exist.
@@ -39,11 +39,11 @@ def write_json(path: str | Path, value: Any) -> None:
 
     Args:
         path: the file; its folder must exist.
-        value: what JSON can hold.
+        value: a value that JSON can represent.
 
     Raises:
         FileNotFoundError: the folder does not exist.
-        ValueError: value holds NaN or infinity, which JSON has not.
+        ValueError: value contains NaN or infinity, which JSON does not have.
     """
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
@@ -63,7 +63,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether it can be the name of a file in a folder, and not a path to another folder.
+    """Whether a text can be the name of a file in a folder, and is not a path to another folder.
 
     Args:
         name: any text.

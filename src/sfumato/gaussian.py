@@ -1,6 +1,6 @@
-"""The Gaussian embedding: the only type that crosses a border in this package.
+"""The Gaussian embedding, the only type that is passed between the folders of this package.
 
-It knows means, log variances, their scalar summaries, sampling, and a safe file format. It knows nothing of distances.
+It has means, log variances, their scalar summaries, sampling, and a safe file format. It does not depend on distances.
 """
 
 import json
@@ -95,7 +95,7 @@ class GaussianEmbedding:
 
     @classmethod
     def cat(cls, parts: Sequence["GaussianEmbedding"]) -> "GaussianEmbedding":
-        """Embeddings one after the other.
+        """Concatenate embeddings.
 
         Args:
             parts: at least one, all with the same d, dtype and device.
@@ -190,7 +190,7 @@ class GaussianEmbedding:
         return torch.addcmul(self.mean.unsqueeze(1), (self.log_var / 2).exp().unsqueeze(1), noise)
 
     def to(self, target: torch.device | torch.dtype | str) -> "GaussianEmbedding":
-        """Both tensors moved to a device or cast to a dtype.
+        """Move both tensors to a device, or cast them to a dtype.
 
         Args:
             target: a device, its name, or a dtype.
@@ -228,7 +228,7 @@ def save_embeddings(path: str | Path, embeddings: GaussianEmbedding, ids: Sequen
         twice = Counter(ids).most_common(1)[0][0]
         raise ValueError(f"save_embeddings: id {twice!r} occurs more than once; ids must be distinct")
     tensors = {name: getattr(embeddings, name).detach().cpu().contiguous() for name in ("mean", "log_var")}
-    # Ids are a tensor of UTF-8 bytes: the format limits its header, where they would otherwise go, to 100 MB.
+    # Ids are a tensor of UTF-8 bytes, because the format limits its header to 100 MB.
     tensors["ids"] = torch.frombuffer(bytearray(json.dumps(ids, ensure_ascii=False).encode()), dtype=torch.uint8)
     write_atomically(path, safetensors_bytes(tensors, {"format": EMBEDDINGS_FORMAT}))
 

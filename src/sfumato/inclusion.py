@@ -1,4 +1,4 @@
-"""Inclusion of one Gaussian in another: does the outer one cover the inner one, dimension by dimension?
+"""Inclusion of one Gaussian in another, by dimension: how much the outer one covers the inner one.
 
 The measure is the integral of p_inner^2 * p_outer. It is larger than that of p_outer^2 * p_inner where the inner
 Gaussian is the narrower one. The released code of ProLIP uses another expression, which has its own functions here.
@@ -124,15 +124,16 @@ def inclusion_loss(
 
         -mean log sigmoid(scale * inclusion_test(inner, outer))
 
-    The mean is over rows and dimensions. It orders variances and hardly moves means: see :func:`inclusion_test`.
+    The mean is over rows and dimensions. It orders variances and has little effect on means: see
+    :func:`inclusion_test`.
 
     Args:
         inner: (n, d) embeddings with positive variances.
         outer: (n, d) embeddings; same n, d, dtype and device.
         scale: of the tests; 1000 in ProLIP, 10 for its long texts.
         released_eps: None for the exact integral; a number is the eps of :func:`released_inclusion_test`, with which
-            the published models were trained. The released code also leaves a loss above 1e5 out of its step; this does
-            not.
+            the published models were trained. The released code also skips losses above 1e5 in its step; this function
+            does not.
 
     Returns:
         () loss >= 0; small where the inner embeddings are included.

@@ -1,8 +1,9 @@
-"""From a distance to the probability of a match: the only place where smaller becomes larger.
+"""The probability of a match from a distance: the only sign flip, from smaller is closer to larger is likelier.
 
     logit = logit_bias - logit_scale * distance        probability = sigmoid(logit)
 
-It does not know where distances come from, except in the sampled probability of PCME, which averages over samples.
+It does not depend on the formula of the distance, except in the sampled probability of PCME, which averages over
+samples.
 """
 
 import math
@@ -112,7 +113,8 @@ def sampled_match_log_probability(
         memory_mb: working memory in MiB for blocks of n * m * s^2 values.
 
     Returns:
-        (n, m) log probabilities <= 0, summed in log space so that none underflows; its negative ranks like a distance.
+        (n, m) log probabilities <= 0, summed in log space, so that no value underflows; the negative value ranks like a
+        distance.
 
     Raises:
         ValueError: d, dtype or device differ.

@@ -1,4 +1,4 @@
-"""From distances to probabilities that hold: Platt scaling, isotonic regression, abstention and conformal sets."""
+"""Calibrated probabilities from distances: Platt scaling, isotonic regression, abstention and conformal sets."""
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.platt import fit_logits

@@ -1,7 +1,7 @@
-"""Limits on the distance under which a wanted precision or risk holds on new queries, with a stated confidence.
+"""Distance limits that guarantee a wanted precision or risk on new queries, with a stated confidence.
 
-Several limits are tried. Each passes a test at (1 - confidence) divided by their number, so that all that pass hold at
-once; the loosest of them is taken.
+Several limits are tested, each at the level (1 - confidence) divided by their number. So all limits that pass are valid
+simultaneously, and the loosest of them is used.
 """
 
 import numpy as np
@@ -11,15 +11,16 @@ from sfumato.metrics.reliability import binomial_tail, mean_loss_p_value
 
 
 def precision_limit(scores: QueryScores, precision: float, *, confidence: float = 0.9) -> float:
-    """The loosest distance below which items are right often enough.
+    """The loosest distance below which items have the wanted precision.
 
-    Precision is that of a query: over the queries with an item below the limit, the mean fraction of true matches among
-    their items below it. A limit passes with a Hoeffding-Bentkus p-value.
+    The precision is the mean, over the queries with an item below the limit, of the fraction of true matches among
+    their items below the limit. A limit passes with a Hoeffding-Bentkus p-value.
 
     Args:
         scores: of held-out queries.
         precision: wanted, in (0, 1).
-        confidence: probability over held-out sets, at least, that the precision holds on new queries of the same kind.
+        confidence: lower limit of the probability over held-out sets that the precision holds on new queries of the
+            same kind.
 
     Returns:
         A distance; report items strictly nearer than it.
@@ -50,15 +51,16 @@ def answer_limit(
     """The loosest distance of the closest item below which queries can be answered.
 
     Risk is the fraction of answered queries whose closest item is no match. A limit passes with an exact binomial
-    p-value. A query farther from everything than any held-out one is never answered: no held-out query is evidence for
-    it.
+    p-value. A query whose closest item is farther than that of every held-out query is never answered, because no
+    held-out query gives evidence for it.
 
     Args:
         scores: of held-out queries.
         risk: largest fraction of wrong answers, in (0, 1).
-        confidence: probability over held-out sets, at least, that the risk holds on new queries of the same kind.
-        absent: expected fraction of queries without any match in the gallery: as large a random part of the held-out
-            queries has its matches taken out of the gallery.
+        confidence: lower limit of the probability over held-out sets that the risk holds on new queries of the same
+            kind.
+        absent: expected fraction of queries without any match in the gallery. For a random part of the held-out queries
+            of this size, the matches are removed from the gallery.
         seed: of the choice of that part.
 
     Returns:

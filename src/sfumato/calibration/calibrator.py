@@ -1,10 +1,10 @@
 r"""The calibration of a model on held-out pairs: match probabilities, thresholds, abstention and conformal sets.
 
 It has two parts. The probability of a match is a function of the distance (Platt or isotonic) and of how rare matches
-are, so it changes with the size of the gallery. The guarantees use the scores of single held-out queries
-(:class:`QueryScores`) and nothing that was fitted: a wanted precision, a risk among answered queries, a set that
-contains a match. docs/concepts/calibration.md derives them and states for which queries they hold. This module knows
-distances and labels, and not where they come from.
+are, so it changes with the size of the gallery. The guarantees (a wanted precision, a risk among answered queries, a
+set that contains a match) use only the scores of single held-out queries (:class:`QueryScores`), and no fitted values.
+docs/concepts/calibration.md derives them and states for which queries they hold. The inputs are distances and labels of
+any source.
 """
 
 import json
@@ -35,7 +35,7 @@ _FIT_AGAIN = "; fit again on held-out pairs, a run's with: sfumato calibrate RUN
 
 @dataclass(frozen=True)
 class Calibration:
-    """How far distances can be trusted. Make one with :meth:`fit` or :meth:`load`.
+    """The calibration of a model's distances; make one with :meth:`fit` or :meth:`load`.
 
     Attributes:
         logit_scale, logit_bias: of the Platt probability sigmoid(logit_bias - logit_scale * distance).
@@ -70,9 +70,10 @@ class Calibration:
         Args:
             distance: of pairs, any shape.
             match: 0 and 1, the same shape.
-            method: "platt" fits two numbers. "isotonic" fits any falling curve; it needs thousands of matches and the
-                extra `calibration`.
-            i2t, t2i: scores of held-out queries; without them there are probabilities as fitted, and no guarantees.
+            method: "platt" fits two numbers. "isotonic" fits any decreasing curve; it needs thousands of matches and
+                the extra `calibration`.
+            i2t, t2i: scores of held-out queries; without them there are only the fitted probabilities, and no
+                guarantees.
             metadata: JSON values to keep with it.
 
         Returns:
@@ -134,8 +135,8 @@ class Calibration:
 
         Args:
             distance: any shape.
-            n_gallery: size of the gallery that the item is taken from: the larger, the rarer a match at the same
-                distance. None is the size of the fit.
+            n_gallery: size of the gallery of the item: in a larger gallery a match at the same distance is less
+                probable. None uses the size of the fit.
             match_fraction: fraction of matches among the pairs, if it is known, in place of n_gallery.
             direction: of the query; with n_gallery.
 
@@ -151,7 +152,7 @@ class Calibration:
     def prior_shift(
         self, *, n_gallery: int | None = None, match_fraction: float | None = None, direction: Direction = "t2i"
     ) -> float:
-        """What is added to every logit because matches are rarer or more frequent than in the fit.
+        """The shift of every logit when matches are rarer or more frequent than in the fit.
 
             logit(match_fraction) - logit(match_fraction of the fit)
 
@@ -203,17 +204,18 @@ class Calibration:
         return scores
 
     def threshold(self, precision: float, *, direction: Direction = "t2i", confidence: float = 0.9) -> float:
-        """The match probability above which items can be reported so that they are right often enough.
+        """The match probability above which reported items have the wanted precision.
 
         Args:
             precision: wanted mean precision of the queries with an item above the threshold, in (0, 1); see
                 :func:`~sfumato.calibration.abstention.precision_limit`.
             direction: of the queries.
-            confidence: probability over held-out sets, at least, that the precision holds on new queries of the same
-                kind.
+            confidence: lower limit of the probability over held-out sets that the precision holds on new queries of the
+                same kind.
 
         Returns:
-            A probability in (0, 1) as :meth:`probability` gives it at the gallery of the fit; report items above it.
+            A probability in (0, 1), in the scale of :meth:`probability` for the gallery of the fit; report items above
+            it.
 
         Raises:
             ValueError: no limit can be certified, or an argument is outside of (0, 1).
@@ -234,13 +236,14 @@ class Calibration:
         Args:
             risk: largest fraction of answered queries whose closest item is no match, in (0, 1).
             direction: of the queries.
-            confidence: probability over held-out sets, at least, that the risk holds on new queries of the same kind.
+            confidence: lower limit of the probability over held-out sets that the risk holds on new queries of the same
+                kind.
             absent: expected fraction of queries without any match in the gallery.
-            seed: of the random choice of held-out queries that stand for these, see
+            seed: seed of the random choice of held-out queries that represent these, see
                 :func:`~sfumato.calibration.abstention.answer_limit`.
 
         Returns:
-            A probability in (0, 1) as :meth:`probability` gives it at the gallery of the fit.
+            A probability in (0, 1), in the scale of :meth:`probability` for the gallery of the fit.
 
         Raises:
             ValueError: no limit can be certified, or an argument is out of range.
@@ -263,8 +266,8 @@ class Calibration:
 
         Args:
             distance: (n,) of each query to its closest item.
-            n_gallery: see :meth:`probability`. In a larger gallery than that of the fit the same distance is worth
-                less.
+            n_gallery: see :meth:`probability`. In a larger gallery than that of the fit, the same distance has a lower
+                probability.
             risk, direction, confidence, absent, seed: see :meth:`abstain_below`.
 
         Returns:
@@ -309,10 +312,10 @@ class Calibration:
         Args:
             alpha: fraction of queries whose set may miss, in (0, 1).
             direction: of the queries.
-            contains: "any", a set that holds at least one of the query's matches; "all", every one of them.
+            contains: "any" for a set that contains at least one of the query's matches; "all" for all of them.
 
         Returns:
-            The radius: the set is every item at most as far; see
+            The radius; the set contains every item within it, see
             :func:`~sfumato.calibration.conformal.conformal_radius`.
 
         Raises:
@@ -339,16 +342,16 @@ class Calibration:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Calibration":
-        """A calibration from plain values. Those of older versions have a scale and a bias alone.
+        """Make a calibration from plain values; those of older versions have only a scale and a bias.
 
         Args:
-            values: what :meth:`to_json` gave.
+            values: output of :meth:`to_json`.
 
         Returns:
             The calibration.
 
         Raises:
-            ValueError: something is missing or of another kind, or a newer version wrote it.
+            ValueError: a value is missing or has the wrong type, or a newer version wrote it.
         """
         try:
             version, knots = values.get("version", 0), values.get("knots")
@@ -389,7 +392,7 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | Path) -> "Calibration":
-        """Read what :meth:`save` wrote, or the calibration.json of an older version.
+        """Read a file of :meth:`save`, or the calibration.json of an older version.
 
         Args:
             path: the file.
@@ -398,7 +401,7 @@ class Calibration:
             The calibration.
 
         Raises:
-            ValueError: it is no calibration; the message names the file.
+            ValueError: it is not a calibration; the message names the file.
         """
         try:
             return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))

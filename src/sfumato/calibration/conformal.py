@@ -17,10 +17,10 @@ def conformal_radius(scores: QueryScores, alpha: float, *, contains: Literal["an
     Args:
         scores: of q held-out queries.
         alpha: fraction of queries whose set may miss, in (0, 1).
-        contains: "any", a set that holds at least one of the query's matches; "all", every one of them.
+        contains: "any" for a set that contains at least one of the query's matches; "all" for all of them.
 
     Returns:
-        The radius: the set is every item at most as far. Infinite, the whole gallery, if q < 1/alpha - 1.
+        The radius; the set contains every item within it. It is infinite (the whole gallery) if q < 1/alpha - 1.
 
     Raises:
         ValueError: alpha is outside of (0, 1), or contains is neither.

@@ -1,4 +1,4 @@
-"""Isotonic calibration: any falling curve from distances to match probabilities, for many held-out pairs."""
+"""Isotonic calibration: a decreasing curve from distances to match probabilities, for many held-out pairs."""
 
 import math
 
@@ -61,7 +61,7 @@ def knots_logit(distance: Tensor, knots: Knots, slope: float) -> Tensor:
     Args:
         distance: any shape, float64.
         knots: of :func:`fit_knots`.
-        slope: by how much the logit falls per unit of distance outside of the knots; positive.
+        slope: decrease of the logit per unit of distance outside of the knots; positive.
 
     Returns:
         Logits of the shape of distance.

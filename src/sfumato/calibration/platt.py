@@ -1,4 +1,4 @@
-"""Platt scaling: the logit scale and bias under which held-out pairs are likeliest."""
+"""Platt scaling: the logit scale and bias with the maximum likelihood on held-out pairs."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ def fit_logits(distance: Tensor, match: Tensor, *, weight: Tensor | None = None)
     """The (logit_scale, logit_bias) that maximise the likelihood of known matches (Platt scaling).
 
     A convex problem in two numbers, solved by L-BFGS in float64. Fit on held-out pairs, never on the training pairs.
-    The probabilities hold for pairs that are sampled as these were; with another fraction of matches they need a shift.
+    The probabilities are valid for pairs from the same distribution; with another fraction of matches they need a
+    shift.
 
     Args:
         distance: (k,) or any shape; flattened.

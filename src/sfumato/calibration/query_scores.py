@@ -1,4 +1,4 @@
-"""What held-out queries found in a gallery: the numbers behind thresholds, abstention and conformal sets."""
+"""Scores of held-out queries in a gallery, the basis of thresholds, abstention and conformal sets."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -19,15 +19,15 @@ _PLAIN = ("n_gallery", "n_left_out", "matches_per_query", "growth", "precision")
 
 @dataclass(frozen=True)
 class QueryScores:
-    """What held-out queries of one direction found in a gallery; the numbers behind every guarantee.
+    """The scores of held-out queries of one direction in a gallery, the basis of every guarantee.
 
     Attributes:
         n_gallery: number of items m of the gallery.
         n_left_out: number of queries without a match in it, which no search can answer; they are not in the lists
             below.
         matches_per_query: mean number of true matches R.
-        growth: exponent g of how R grows with the gallery, R ~ m^g: 0 if a larger gallery brings no further matches of
-            a query.
+        growth: exponent g of how R grows with the gallery, R ~ m^g: 0 if a larger gallery has no further matches of a
+            query.
         closest_match, farthest_match: (q,) distance of each query to its closest and its farthest true match.
         closest_other: (q,) distance to the closest item that is no match; infinite if all are.
         precision: (N_STEPS,) for each of :attr:`limits` the mean, over the queries with an item below it, of the
@@ -128,10 +128,10 @@ class QueryScores:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "QueryScores":
-        """Scores from plain values, equal to the bit.
+        """Make scores from plain values, equal bit for bit.
 
         Args:
-            values: what :meth:`to_json` gave.
+            values: output of :meth:`to_json`.
 
         Returns:
             The scores.
@@ -144,7 +144,7 @@ class QueryScores:
 
 
 def growth_by_halving(n_matches: np.ndarray, n_gallery: int) -> float:
-    """How the matches of a query grow with the gallery: the g of R ~ m^g, from what half of the gallery would hold.
+    """The growth exponent g of R ~ m^g, from the expected numbers of matches in a random half of the gallery.
 
     In a random half, queries without a remaining match are left out. The mean number of matches of the others is
     sum(R h / m) / sum(1 - P(no match remains)), with h = m // 2 and a hypergeometric P.
@@ -173,7 +173,7 @@ def growth_by_halving(n_matches: np.ndarray, n_gallery: int) -> float:
 
 
 def limits_of(nearest: np.ndarray) -> np.ndarray:
-    """The distances that are tried as limits.
+    """The distances that are tested as limits.
 
     Args:
         nearest: (q,) distance of each query to its closest item.

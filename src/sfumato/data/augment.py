@@ -17,10 +17,11 @@ class MixPlan:
 
     Attributes:
         partner: (n,) int64, the other image; an image that is not mixed has itself.
-        own_fraction: (n,) float32 in [0, 1], what stays of the own image: lambda of Mixup, the area that CutMix leaves;
-            1 where not mixed.
-        box: (n, 4) int64, top, bottom, left and right of what CutMix replaces, ends excluded; zeros elsewhere.
-        size: (h, w) of the images that it was drawn for.
+        own_fraction: (n,) float32 in [0, 1], the fraction of the original image that remains: lambda of Mixup, the area
+            that CutMix leaves. It is 1 where an image is not mixed.
+        box: (n, 4) int64, top, bottom, left and right of the box that CutMix replaces, ends excluded; zeros without
+            one.
+        size: (h, w) of the images that the plan was sampled for.
     """
 
     partner: Tensor
@@ -43,7 +44,7 @@ class MixPlan:
             pixels: (n, 3, h, w) uint8, or floating point in [0, 1].
 
         Returns:
-            (n, 3, h, w) float32 in [0, 1]; those that are not mixed keep their values exactly.
+            (n, 3, h, w) float32 in [0, 1]; images that are not mixed keep their values exactly.
 
         Raises:
             ValueError: n, h or w are not those of the plan.
@@ -63,12 +64,12 @@ class MixPlan:
         return values.index_copy(0, rows, torch.lerp(values[partner], values[rows], own))
 
     def match(self, match: Tensor) -> Tensor:
-        """The labels of the mixed images: own_fraction of their own, the rest of their partner's.
+        """The labels of the mixed images: the mean of their own and their partner's labels, weighted by own_fraction.
 
-            mixed_ij = own_share_i * match_ij + (1 - own_share_i) * match_(partner_i)j
+            mixed_ij = own_fraction_i * match_ij + (1 - own_fraction_i) * match_(partner_i)j
 
-        Whatever matched before mixing keeps its part: a second caption of either image, and a caption of both its
-        whole.
+        Every caption that matched before mixing keeps a label: a second caption of one of the two images keeps that
+        image's weight, and a caption of both images keeps the label 1.
 
         Args:
             match: (n, m) labels in [0, 1], rows are images.
@@ -90,7 +91,7 @@ class MixPlan:
 
     @classmethod
     def cat(cls, plans: Sequence["MixPlan"]) -> "MixPlan":
-        """The plan of the images of several plans one after the other; partners stay within their own plan.
+        """Concatenate several plans; partners stay within their own plan.
 
         Args:
             plans: one at least, all for images of one size.
@@ -124,23 +125,23 @@ def plan_mixing(
     cutmix_probability: float = 0.5,
     choice: MixChoice = "batch",
 ) -> MixPlan:
-    r"""Draw a plan for n images: each is mixed with probability fraction, with image n - 1 - i.
+    r"""Sample a plan for n images: image i is mixed with image n - 1 - i with probability fraction.
 
-    Mixup blends with lambda ~ Beta(alpha, alpha). CutMix draws lambda too and puts a box of the partner, of 1 - lambda
-    of the area and around a uniform centre, in the same place; what lies outside of the image is clipped, and
-    own_fraction is the area that is really left. With odd n the image in the middle is its own partner: it is never
-    mixed.
+    Mixup blends with lambda ~ Beta(alpha, alpha). CutMix samples lambda too. It copies a box of the partner to the same
+    place: the box has 1 - lambda of the area and a uniformly sampled centre, and is clipped at the border of the image.
+    own_fraction is the remaining area after clipping. With odd n the image in the middle is its own partner: it is
+    never mixed.
 
     Args:
         n: number of images.
         size: their (h, w).
-        generator: on the CPU; one number is drawn from it, and the plan depends on nothing else.
+        generator: on the CPU; one number is sampled from it, and it is the only source of randomness.
         fraction: expected fraction of images that are mixed; 0 for none.
         mixup_alpha: of Mixup; 0 leaves CutMix only.
         cutmix_alpha: of CutMix; 0 leaves Mixup only.
         cutmix_probability: of CutMix where both are on.
-        choice: "batch" takes one of the two for the whole batch, as the paper says; "element" one for each image, as
-            the released code does.
+        choice: "batch" chooses Mixup or CutMix for the whole batch, as in the paper; "element" chooses for each image,
+            as in the released code.
 
     Returns:
         The plan, its tensors on the CPU.
@@ -149,7 +150,7 @@ def plan_mixing(
         ValueError: a number is out of its range, both alphas are 0, or choice is unknown.
 
     Paper: Zhang et al., "mixup", ICLR 2018; Yun et al., "CutMix", ICCV 2019; Chun, ICLR 2024, section 2.4 and table
-    B.1. The released code mixes every image, not a fraction, when one of the two is off.
+    B.1. The released code mixes every image, not a fraction of them, when Mixup or CutMix is off.
     """
     if n < 0 or min(size) < 1:
         raise ValueError(f"plan_mixing: expected n >= 0 images of size (h, w) >= 1, got {n} of {size}")
@@ -169,7 +170,7 @@ def plan_mixing(
     probability = 0.0 if cutmix_alpha == 0 else 1.0 if mixup_alpha == 0 else cutmix_probability
     cut = np.broadcast_to(random.random(1 if choice == "batch" else n) < probability, n)
     mixed = random.random(n) < fraction
-    # A switched-off alpha is replaced: Beta(0, 0) has no draws, and nobody takes them.
+    # An alpha of 0 is replaced, because Beta(0, 0) cannot be sampled; its samples are not used.
     blend, area = (random.beta(alpha or 1.0, alpha or 1.0, n) for alpha in (mixup_alpha, cutmix_alpha))
     sides = np.array(size)
     centre = random.integers(sides, size=(n, 2))
@@ -179,7 +180,7 @@ def plan_mixing(
     left = 1 - (stop - start).prod(1) / sides.prod()
     own_fraction = np.where(cut, left, blend).astype(np.float32)
     flipped = np.arange(n)[::-1]
-    # A blend may round to 1 and a box may be empty: then nothing is mixed.
+    # Nothing is mixed where lambda rounds to 1 or the box is empty.
     mixed &= (flipped != np.arange(n)) & (own_fraction < 1)
     return MixPlan(
         torch.from_numpy(np.where(mixed, flipped, np.arange(n))),
@@ -208,10 +209,11 @@ def smooth_match(match: Tensor, smoothing: float) -> Tensor:
 
 
 def drop_tokens(mask: Tensor, *, rate: float = 0.2, generator: torch.Generator | None = None) -> Tensor:
-    r"""Leave out some tokens of some items: (1 - rate) of the items lose up to a fraction rate of theirs.
+    r"""Drop some tokens of some items: a fraction 1 - rate of the items lose up to a fraction rate of their tokens.
 
-    Each item draws p ~ U(0, 1). If p > rate, each of its tokens goes with probability rate * p; otherwise none does. An
-    item keeps at least one of its tokens. A class token is a token like the others, as in the released code.
+    Each item samples p ~ U(0, 1). If p > rate, each of its tokens is dropped with probability rate * p; otherwise no
+    token is dropped. An item keeps at least one of its tokens. A class token is treated like every other token, as in
+    the released code.
 
     Args:
         mask: (n, t) bool, True where there is a token; torch.ones(n, t, dtype=torch.bool, device=...) where all are.
@@ -219,7 +221,7 @@ def drop_tokens(mask: Tensor, *, rate: float = 0.2, generator: torch.Generator |
         generator: on the device of mask; the global one, which torch.manual_seed governs, if None.
 
     Returns:
-        (n, t) bool, a part of mask. The mean and the log variance of an item share it.
+        (n, t) bool, a subset of mask. The mean and the log variance of an item use the same mask.
 
     Raises:
         TypeError: mask is not bool.
@@ -248,33 +250,32 @@ def augment_token_ids(
     replaced: float = 0.1,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""Damage texts: each word token is chosen with probability rate, then masked, replaced or deleted.
+    r"""Augment texts: each word token is chosen with probability rate, then masked, replaced or deleted.
 
-    Of the chosen, 50 % become mask_id, 10 % a random id of the vocabulary and 40 % are deleted, unless other fractions
-    are given; what is left moves together to the left. A text that would lose all its words keeps one of them as it
-    was.
+    By default 50 % of the chosen tokens become mask_id, 10 % become a random id of the vocabulary and 40 % are deleted.
+    The remaining tokens move to the left. A text that would lose all its words keeps one of them unchanged.
 
     Args:
         ids: (n, t) int64 token ids.
         mask: (n, t) bool, True where there is a token.
-        special: how many tokens at the beginning and at the end of each text are not words and never touched.
+        special: numbers of special tokens at the beginning and at the end of each text, which are never changed.
         mask_id: id of a masked word.
-        vocabulary_size: of the model that reads the ids; random ids are below it.
+        vocabulary_size: vocabulary size of the model that reads the ids; random ids are smaller.
         pad_id: id of the places without a token.
-        forbidden: ids that are never drawn as random ones: beginning, end, padding, ...
+        forbidden: ids that are never sampled as random ids: beginning, end, padding, ...
         rate: in [0, 1]; 0 changes nothing.
-        masked, replaced: fractions of the chosen; 0 and 0 delete all of them, PCME's caption dropping.
+        masked, replaced: fractions of the chosen tokens; 0 and 0 delete all of them, which is PCME's caption dropping.
         generator: on the device of ids; the global one if None.
 
     Returns:
-        ((n, t) int64 ids, (n, t) bool mask), every text at the left, pad_id behind it.
+        ((n, t) int64 ids, (n, t) bool mask), each text is aligned to the left and followed by pad_id.
 
     Raises:
         TypeError: mask is not bool, or ids are not int64.
         ValueError: shapes do not fit, a number or an id is out of its range, or all ids are forbidden.
 
-    Paper: Chen et al., CVPR 2021; Chun, ICLR 2024, table B.1. The released code draws its random ids from the size of
-    BERT's vocabulary whatever the model's own is.
+    Paper: Chen et al., CVPR 2021; Chun, ICLR 2024, table B.1. The released code samples random ids from the range of
+    BERT's vocabulary, for every model.
     """
     _check_mask(mask, rate, "augment_token_ids")
     if ids.dtype != torch.int64:
@@ -315,7 +316,7 @@ def augment_token_ids(
 
 
 def _is_largest(draw: Tensor, mask: Tensor) -> Tensor:
-    """(n, t) bool, True at the largest draw of each row among those of its mask: a random one of them."""
+    """(n, t) bool, True at one random position of each row's mask: the one with the largest random number."""
     inside = draw.masked_fill(~mask, -1)
     return mask & (inside == inside.amax(1, keepdim=True))
 

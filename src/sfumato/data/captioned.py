@@ -1,6 +1,6 @@
-"""Rows of images with their captions, as manifests and image folders give them, and how they become splits.
+"""Rows of images with their captions, read from manifests or image folders, and their conversion to splits.
 
-It knows nothing of the files that the rows come from.
+This module does not depend on the files that the rows come from.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ class CaptionedImage:
 
 
 def check_fractions(val_fraction: float, test_fraction: float) -> None:
-    """Refuse fractions that leave nothing to train on.
+    """Raise an error if the fractions leave no images for training.
 
     Args:
         val_fraction: fraction of the images for validation.
@@ -53,10 +53,10 @@ def check_fractions(val_fraction: float, test_fraction: float) -> None:
 
 
 def canonical_split(name: str) -> str:
-    """The name under which a split is known here: "valid", "validation" and "dev" are "val", "restval" is "train".
+    """The canonical name of a split: "valid", "validation" and "dev" become "val", "restval" becomes "train".
 
     Args:
-        name: as the data has it, in any case.
+        name: name of the split in the data, in upper or lower case.
 
     Returns:
         The canonical name in lower case.
@@ -86,7 +86,7 @@ def is_unicode(text: str) -> bool:
 
 
 def usable_captions(location: str, captions: Iterable[str], problems: Problems) -> list[str]:
-    """The captions that are not empty, without the white space around them.
+    """The captions that are not empty, stripped of surrounding white space.
 
     Args:
         location: where they stand, for messages.
@@ -94,7 +94,7 @@ def usable_captions(location: str, captions: Iterable[str], problems: Problems) 
         problems: receives the empty ones.
 
     Returns:
-        The others, in their order.
+        The captions that are not empty, in their order.
     """
     usable = []
     for caption in captions:
@@ -108,14 +108,14 @@ def usable_captions(location: str, captions: Iterable[str], problems: Problems) 
 def splits_of_rows(
     rows: Iterable[CaptionedImage], source: Path, problems: Problems, val_fraction: float, test_fraction: float
 ) -> dict[str, PairData]:
-    """Rows as splits; rows of one image and split are put together.
+    """Convert rows to splits; rows with the same image and split are merged.
 
     Args:
         rows: the usable rows.
         source: where they come from, for the message.
         problems: receives ids that occur with two images or in two splits.
         val_fraction: fraction of the images for "val" where no row names a split, chosen by a hash of the id, so that
-            adding rows moves none. Where some rows name one, those that do not are in "train".
+            new rows never change the split of old rows. If some rows name a split, the rows without one are in "train".
         test_fraction: the same for "test".
 
     Returns:
@@ -137,7 +137,7 @@ def splits_of_rows(
             if known is None or known.image != row.image:
                 problems.add(row.location, f"id {row.id!r} occurs before with another image or split")
                 continue
-            known.captions.extend(row.captions)  # One caption a row is a common layout.
+            known.captions.extend(row.captions)  # Many manifests have one row for each caption.
             continue
         seen.add(row.id)
         chosen.setdefault(split, {})[row.id] = row

@@ -1,8 +1,8 @@
-"""Inputs corrupted step by step, to test whether an uncertainty rises. Nothing here knows models.
+"""Corruptions of images and texts in increasing strengths, to test whether an uncertainty rises.
 
-Each takes its randomness as an argument, and with the same seed a stronger corruption contains the weaker one: the
-squares that are erased at 10 % are among those erased at 25 %. So whatever changes from one strength to the next is due
-to what was added.
+This module does not depend on models. Each corruption takes a seed. With the same seed a stronger corruption contains
+the weaker one: the squares that are erased at 10 % are among those erased at 25 %. So a change from one strength to the
+next is caused by the added corruption alone.
 """
 
 import io
@@ -20,12 +20,12 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def erase_squares(image: bytes, fraction: float, seed: Sequence[int]) -> bytes:
-    """Grey squares, of a grid of 8 x 8, over a fraction of an image.
+    """Cover a fraction of an image with grey squares of an 8 x 8 grid.
 
     Args:
         image: a file in a format that :func:`~sfumato.data.transforms.decode_image` reads.
-        fraction: in [0, 1], of the 64 squares.
-        seed: of the order in which squares are erased.
+        fraction: fraction of the 64 squares that are erased, in [0, 1].
+        seed: seed of the order in which squares are erased.
 
     Returns:
         A PNG file.
@@ -42,12 +42,12 @@ def erase_squares(image: bytes, fraction: float, seed: Sequence[int]) -> bytes:
 
 
 def blur(image: bytes, radius: float, seed: Sequence[int] = ()) -> bytes:
-    """A Gaussian blur.
+    """Apply a Gaussian blur to an image.
 
     Args:
         image: see :func:`erase_squares`.
         radius: standard deviation as a fraction of the shorter side.
-        seed: not used; nothing is random here.
+        seed: not used; a blur is not random.
 
     Returns:
         A PNG file.
@@ -62,15 +62,15 @@ def blur(image: bytes, radius: float, seed: Sequence[int] = ()) -> bytes:
 
 
 def drop_words(text: str, fraction: float, seed: Sequence[int]) -> str:
-    """Leave out a fraction of the words of a text, at random; one word always stays.
+    """Drop a random fraction of the words of a text; at least one word remains.
 
     Args:
-        text: words are what white space separates.
+        text: words are separated by white space.
         fraction: in [0, 1]; rounded to whole words, halves up.
         seed: seed of the order in which words are left out.
 
     Returns:
-        The remaining words, with single blanks.
+        The remaining words, separated by single blanks.
 
     Raises:
         ValueError: fraction is outside of [0, 1].
@@ -81,12 +81,12 @@ def drop_words(text: str, fraction: float, seed: Sequence[int]) -> str:
 
 
 def replace_letters(text: str, fraction: float, seed: Sequence[int]) -> str:
-    """Replace a fraction of the letters of a text by others at random, like bad spelling.
+    """Replace a random fraction of the letters of a text by other letters, like spelling mistakes.
 
     Args:
         text: letters are a-z and A-Z; everything else stays.
-        fraction: in [0, 1], of the letters; rounded, halves up.
-        seed: seed of their order and of the new letters.
+        fraction: fraction of the letters in [0, 1]; rounded to whole letters, halves up.
+        seed: seed of the order in which letters are replaced and of the new letters.
 
     Returns:
         A text of the same length.
@@ -98,19 +98,19 @@ def replace_letters(text: str, fraction: float, seed: Sequence[int]) -> str:
     letters = np.random.default_rng([*seed, 1]).integers(1, 26, len(positions))
     result = list(text)
     for i in _first(len(positions), fraction, seed):
-        # A shift of 1 to 25 letters: never the letter that was there.
+        # A shift by 1 to 25 letters never gives the original letter.
         old = _LETTERS.index(text[positions[i]].lower())
         result[positions[i]] = _LETTERS[(old + int(letters[i])) % 26]
     return "".join(result)
 
 
 def unknown_words(text: str, fraction: float, seed: Sequence[int]) -> str:
-    """Replace a fraction of the words of a text, at random, by as many random letters: words that no model knows.
+    """Replace a random fraction of the words of a text by random letters, so that they become unknown words.
 
-    It stands for the <unk> tokens of PCME's appendix F.1, whatever the tokenizer.
+    This simulates the <unk> tokens of PCME's appendix F.1 with any tokenizer.
 
     Args:
-        text: words are what white space separates.
+        text: words are separated by white space.
         fraction: in [0, 1]; rounded to whole words, halves up.
         seed: seed of the order in which words are replaced and of the letters.
 
@@ -148,7 +148,7 @@ class TextCorruption:
         name: key in TEXT_CORRUPTIONS.
         strengths: ascending.
         apply: (text, strength, seed) -> text.
-        suits: whether a text can be corrupted this way.
+        suits: returns whether a text can be corrupted this way.
     """
 
     name: str
@@ -194,7 +194,7 @@ def _nonsense(n: int, seed: Sequence[int]) -> str:
 
 
 def encode_png(pixels: np.ndarray) -> bytes:
-    """Pixels as a PNG file, with little compression.
+    """Encode pixels as a PNG file, with little compression.
 
     Args:
         pixels: (3, h, w) uint8.

@@ -1,7 +1,7 @@
-"""Reading embeddings of any model: .npy and .safetensors files with their ids; plain vectors are points.
+"""Reading of embeddings of any model from .npy and .safetensors files, with their ids; plain vectors become points.
 
-Nothing here runs code from a file: pickled arrays are refused. Large .npy files are mapped into memory, not read. Files
-of our own are read by gaussian.py; this module knows what others write.
+No code from a file is executed: pickled arrays are refused. Large .npy files are memory-mapped. The module gaussian.py
+reads Sfumato's own files; this module adds the formats of other programs.
 """
 
 import json
@@ -23,21 +23,21 @@ _FLOATS = (np.float16, np.float32, np.float64)
 def read_embeddings(
     path: str | Path, *, ids: str | Path | None = None, log_var: str | Path | None = None
 ) -> tuple[GaussianEmbedding, list[str] | None]:
-    """Read embeddings that any model has written.
+    """Read embeddings of any model.
 
     Args:
-        path: a .npy file of (n, d) means, or a .safetensors file: one of ours, or with a tensor "mean" or "embeddings",
-            (n, d), and perhaps "log_var". PATH.safetensors:NAME takes the tensor of that name.
-        ids: file of n distinct ids, see :func:`read_ids`; a file of ours has its own.
-        log_var: .npy file of (n, d) natural logarithms of variances; without any, vectors are points.
+        path: a .npy file of (n, d) means, or a .safetensors file: either written by Sfumato, or with a tensor "mean" or
+            "embeddings", (n, d), and optionally "log_var". PATH.safetensors:NAME selects the tensor with that name.
+        ids: file of n distinct ids, see :func:`read_ids`; a file of Sfumato contains its ids.
+        log_var: .npy file of (n, d) natural logarithms of variances; without log variances, vectors are points.
 
     Returns:
-        (embeddings in the dtype of the file, ids; None where no file says them). A .npy file is mapped into memory:
-        pages are read when they are needed, and what is written to them never reaches the file.
+        (embeddings in the dtype of the file, ids or None if no file contains them). A .npy file is memory-mapped
+        copy-on-write: pages are read on access, and changes in memory never reach the file.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is damaged, of another kind, pickled, or does not fit the others.
+        ValueError: a file is damaged, has an unknown format, is pickled, or does not fit the others.
     """
     file, name = _split(path)
     own: list[str] | None = None
@@ -83,7 +83,7 @@ def read_embeddings(
 
 
 def read_ids(path: str | Path) -> list[str]:
-    """Read distinct ids: a text file with one a line, a JSON list, or a .npy file of strings or whole numbers.
+    """Read distinct ids from a text file (one on each line), a JSON list, or a .npy file of strings or integers.
 
     Args:
         path: .json, .npy, or any other ending for text.
@@ -93,7 +93,7 @@ def read_ids(path: str | Path) -> list[str]:
 
     Raises:
         FileNotFoundError: the file is missing.
-        ValueError: it is not such a list, an id is empty or occurs twice; with its line or number.
+        ValueError: the file is not such a list, or an id is empty or occurs twice. The message has its line or number.
     """
     path = Path(path)
     if not path.is_file():
@@ -140,7 +140,7 @@ def _split(path: str | Path) -> tuple[Path, str | None]:
 
 def _read_array(path: Path) -> Tensor:
     try:
-        # Copy on write: torch wants memory that may be written to, and the file stays as it is.
+        # Copy on write, because torch needs writable memory; the file is never changed.
         array = np.load(path, mmap_mode="c", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         if _pickled(path) or "Object arrays" in str(error) or "Python objects" in str(error):
@@ -189,7 +189,7 @@ def _read_tensors(path: Path, name: str | None) -> tuple[Tensor, Tensor | None]:
 
 
 def _minus_infinity(mean: Tensor) -> Tensor:
-    """The log variances of points: one number viewed as (n, d), so that a memory-mapped file stays on disk."""
+    """The log variances of points: one number expanded to (n, d), so that a memory-mapped file is not read."""
     return torch.full((1, 1), -torch.inf, dtype=mean.dtype).expand_as(mean)
 
 

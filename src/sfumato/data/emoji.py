@@ -1,9 +1,9 @@
-"""The embedded data set: 1,911 concepts drawn in three styles, with names and tags that people chose.
+"""The emoji data set of the package: 1,911 concepts in three drawing styles, with names and tags written by people.
 
-Its purpose: the ground truth is known and many-to-many: a name stands for one concept, a tag for all that carry it, a
-subgroup or group for tens to hundreds. Training sees two drawing styles of all concepts; validation and test see the
-third, each on a part of the concepts. Licences and sources lie beside the data in ``emoji_set``; scripts/build_emoji.py
-rebuilds it.
+Its ground truth is known and many-to-many: a name matches one concept, a tag matches all concepts with this tag, and a
+subgroup or group matches tens to hundreds of concepts. Training uses two drawing styles of all concepts. Validation and
+test use the third style, on disjoint parts of the concepts. Licences and sources lie beside the data in ``emoji_set``;
+scripts/build_emoji.py rebuilds it.
 """
 
 import hashlib
@@ -44,17 +44,17 @@ _SUBGROUPS = {
 def load_emoji(*, held_out_style: Style = "fluent3d", val_fraction: float = 0.2) -> dict[str, PairData]:
     """The splits of the emoji set.
 
-    A text is one wording: a tag "fox" and the name "fox" are one text whose truth is all concepts that carry either.
-    Its kind is the narrowest of them, so that every concept has its name among the texts of kind "name".
+    Equal wordings are one text: the tag "fox" and the name "fox" are one text, which matches all concepts with this tag
+    or name. The kind of a text is its narrowest one, so that the name of every concept is a text of kind "name".
 
     Args:
         held_out_style: the drawing style of validation and test.
-        val_fraction: fraction of the concepts in "val"; the rest are in "test". A concept's part depends on its code
-            point alone.
+        val_fraction: fraction of the concepts in "val"; the rest are in "test". The split of a concept depends on its
+            code point alone.
 
     Returns:
-        "train": the two other styles, groups are concepts; "val" and "test": the held-out style on disjoint concepts,
-        with the texts that are true of at least one; "style": the whole held-out style.
+        "train": the two other styles, where groups are concepts; "val" and "test": the held-out style on disjoint
+        concepts, with the texts that match at least one of them; "style": all concepts in the held-out style.
 
     Raises:
         ValueError: the style is unknown, or the fraction is not in (0, 1).

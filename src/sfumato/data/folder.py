@@ -20,14 +20,14 @@ from sfumato.errors import UserError
 def read_image_folder(
     path: str | Path, problems: Problems, *, val_fraction: float = 0.1, test_fraction: float = 0.1
 ) -> dict[str, PairData]:
-    """Read a folder of images, each with its captions in a .txt file of the same name beside it, one a line.
+    """Read a folder of images, each with a .txt file of the same name, one caption on each line.
 
     Args:
         path: the folder, searched with its subfolders. If it has subfolders "train", "val" (or "valid", "validation",
             "dev") or "test", these are the splits.
         problems: receives images without captions, empty caption files and names that are not valid Unicode.
-        val_fraction: fraction of the images for "val" where there are no such subfolders, in [0, 1); chosen by a hash
-            of the id.
+        val_fraction: fraction of the images for "val" if there are no such subfolders, in [0, 1); chosen by a hash of
+            the id.
         test_fraction: the same for "test".
 
     Returns:
@@ -62,7 +62,7 @@ def _rows(folder: Path, problems: Problems) -> Iterator[CaptionedImage]:
 
 
 def _captions(path: Path, problems: Problems) -> list[str]:
-    """The captions of a file; none, and a note, if it cannot be used."""
+    """The captions of a file; if it cannot be used, an empty list, and the problem is recorded."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:

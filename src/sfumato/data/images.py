@@ -15,11 +15,11 @@ from sfumato.data.transforms import decode_image
 
 
 class ImageSource(Protocol):
-    """An encoded image that can be read when it is needed."""
+    """An encoded image that is read on demand."""
 
     @property
     def location(self) -> str:
-        """Where it is, for messages."""
+        """The location of the image, for messages."""
         ...
 
     def read_bytes(self) -> bytes:
@@ -97,7 +97,7 @@ class MemoryImage:
 
 
 class TarArchive:
-    """An uncompressed tar file whose members are found by one scan and then read by position, from any thread.
+    """An uncompressed tar file: one scan finds the members, and any thread can then read them by position.
 
     Args:
         path: the tar file.
@@ -173,13 +173,13 @@ _BYTES = 12_000
 
 
 def thumbnail(source: ImageSource) -> bytes | None:
-    """An image as a small WebP file, upright and with transparency on white.
+    """Convert an image to a small WebP file, upright and with transparency on white.
 
     Args:
         source: the image.
 
     Returns:
-        The bytes of the file, its longer side THUMBNAIL pixels; None if the image cannot be read.
+        The bytes of the WebP file, with a longer side of THUMBNAIL pixels; None if the image cannot be read.
     """
     try:
         pixels = decode_image(source.read_bytes(), None)

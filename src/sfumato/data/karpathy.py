@@ -1,4 +1,4 @@
-"""Source "karpathy": Karpathy's JSON of COCO, Flickr30k and Flickr8k, as data or as plain entries."""
+"""Source "karpathy": Karpathy's JSON files of COCO, Flickr30k and Flickr8k, read as splits or as entries."""
 
 import json
 import os
@@ -22,8 +22,8 @@ class KarpathyEntry:
         split: "train" (also for "restval"), "val" or "test"; "none" if it has none, "" if it cannot be read.
         folder: COCO's subfolder; "" if there is none.
         sentences: (sentid, caption as written) of each caption.
-        mistake: what is wrong with the form of the entry; "" if nothing is. The other attributes but split are empty
-            then.
+        mistake: the error in the form of the entry; "" if there is none. If there is one, all other attributes except
+            split are empty.
     """
 
     location: str
@@ -81,7 +81,8 @@ def read_karpathy(path: str | Path, images: str | Path, problems: Problems) -> d
 
     Args:
         path: the JSON file.
-        images: folder or uncompressed tar file of the images; in COCO's subfolders (``filepath``) or flat.
+        images: folder or uncompressed tar file of the images; either in COCO's subfolders (``filepath``) or in one
+            folder.
         problems: receives missing images, empty captions, repeated ids and malformed entries.
 
     Returns:
@@ -142,7 +143,7 @@ def _mistake(entry: Any) -> str:
 
 
 def _usable_sentences(entry: KarpathyEntry, seen: set[str], problems: Problems) -> dict[str, str]:
-    """Id -> caption of an entry; ids are added to those seen."""
+    """Id -> caption of an entry; the ids are added to the seen ids."""
     usable = {}
     for identity, raw in entry.sentences:
         text = " ".join(raw.split())

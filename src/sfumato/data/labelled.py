@@ -1,4 +1,4 @@
-"""Images with one class each: folders in ImageNet's layout, groups of the emoji set, data whose texts are classes."""
+"""Images with one class each: folders in ImageNet's layout, emoji with groups, or data whose texts are classes."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class Labelled:
         sources: n of them.
         ids: n distinct ids.
         labels: (n,) class numbers.
-        keys: c distinct keys, what each class is called where it comes from.
-        classes: what each is called in a prompt; some may have no image.
+        keys: c distinct keys, the names of the classes in the source.
+        classes: c names of the classes in a prompt; a class may have no image.
     """
 
     sources: tuple[ImageSource, ...]
@@ -37,8 +37,8 @@ def read_class_names(path: Path) -> dict[str, str]:
     """Read the names of classes from a text file.
 
     Args:
-        path: a UTF-8 file with a class and its name on every line, separated by a tab, or by the first blank if no line
-            has a tab.
+        path: a UTF-8 file. Each line has a class and its name, separated by a tab, or by the first blank if no line has
+            a tab.
 
     Returns:
         class -> name, in the order of the file.
@@ -71,12 +71,12 @@ def read_class_names(path: Path) -> dict[str, str]:
 def read_class_folder(
     root: Path, names: Mapping[str, str] | None = None, *, endings: Collection[str] = IMAGE_ENDINGS
 ) -> Labelled:
-    """Images in one folder for each class, searched through.
+    """Read images from one folder for each class, with its subfolders.
 
     Args:
         root: ROOT/CLASS/image.jpg.
-        names: class -> name in prompts, of all classes that there are; None takes the folders, "_" read as a space.
-        endings: of the files that count, in lower case with the dot.
+        names: class -> name in prompts, for all classes; None uses the folder names, with "_" replaced by a space.
+        endings: file name endings of images, in lower case with the dot.
 
     Returns:
         The images with their classes.
@@ -102,18 +102,18 @@ def read_class_folder(
 
 
 def emoji_labelled(kind: str, *, style: str = "fluent3d", names: Mapping[str, str] | None = None) -> Labelled:
-    """The emoji of one drawing style, classed by group or subgroup.
+    """The emoji of one drawing style, with their group or subgroup as class.
 
     Args:
         kind: "group" or "subgroup".
-        style: of the drawings.
+        style: the drawing style.
         names: see :func:`read_class_folder`.
 
     Returns:
         The images with their classes.
 
     Raises:
-        UserError: kind is another, or a class has no name.
+        UserError: kind is unknown, or a class has no name.
         ValueError: the style is unknown.
     """
     if kind not in get_args(EmojiClasses):
@@ -125,11 +125,11 @@ def emoji_labelled(kind: str, *, style: str = "fluent3d", names: Mapping[str, st
 
 
 def data_labelled(data: PairData, names: Mapping[str, str] | None = None, *, where: str = "the data") -> Labelled:
-    """Any data whose images have one text each, the name of its class.
+    """Labelled images from data with one text for each image, the name of its class.
 
     Args:
         data: one split.
-        names: see :func:`read_class_folder`; None takes the distinct texts, sorted.
+        names: see :func:`read_class_folder`; None uses the distinct texts, sorted.
         where: source of the data, for messages.
 
     Returns:

@@ -1,7 +1,8 @@
-"""What is to be embedded: a folder, a manifest, shards or a text file, listed in a fixed order and cut into sections.
+"""Listings of the items to embed, from a folder, a manifest, shards or a text file: a fixed order, cut into sections.
 
-A listing knows where every item is and how to read it, and reads none. It holds names, never pixels: a folder's and a
-manifest's in memory, a shard's while that shard is being read, of a text file only where its sections begin.
+A listing has the location of every item and a function that reads it. It holds names, never pixels. The names of a
+folder or a manifest are kept in memory. The names of a shard are kept while that shard is read. For a text file, only
+the positions of the sections are kept.
 """
 
 import hashlib
@@ -31,11 +32,11 @@ class Entry:
     """An item to embed.
 
     Attributes:
-        id: different for every item of a listing that can be used.
+        id: distinct id of a usable item of a listing.
         location: where it is, for messages.
-        payload: what is kept with its embedding.
-        read: returns the encoded image or the text; called from any thread. Raises OSError or ValueError for what
-            cannot be used, and ShardError where that says nothing of this item.
+        payload: data that is stored with the embedding.
+        read: returns the encoded image or the text; called from any thread. It raises OSError or ValueError if the item
+            cannot be used, and ShardError if the shard as a whole cannot be read.
     """
 
     id: str
@@ -49,14 +50,14 @@ class Listing:
     """Items in a fixed order, in sections that can be embedded independently of each other.
 
     Attributes:
-        modality: what the items are.
+        modality: modality of the items.
         kind: "folder", "manifest", "shards" or "texts".
         path: as the user gave it.
-        n: number of what is listed: images, rows, shards or lines.
-        digest: of the list; of a text file, of its content. That an image or a shard has changed under its name is not
-            seen.
-        part_size: most items of a part; a section of anything but shards has no more.
-        sections: how many there are.
+        n: number of listed images, rows, shards or lines.
+        digest: hash of the list; for a text file, of its content. It does not detect that an image or a shard has
+            changed under the same name.
+        part_size: maximum number of items in a part. A section has no more items either, except for shards.
+        sections: number of sections.
         entries: number of a section -> its items, at least one. Raises ShardError for a shard that cannot be read as a
             whole.
     """
@@ -77,7 +78,7 @@ def list_folder(folder: str | Path, *, part_size: int, endings: frozenset[str] =
     Args:
         folder: the folder.
         part_size: images in a section.
-        endings: file name endings that count, in lower case.
+        endings: file name endings of images, in lower case.
 
     Returns:
         The listing.
@@ -109,7 +110,7 @@ def list_manifest(path: str | Path, *, part_size: int, image_root: str | Path | 
     Args:
         path: the manifest.
         part_size: images in a section.
-        image_root: folder that its paths are relative to; its own folder if None.
+        image_root: folder that the paths are relative to; the manifest's folder if None.
 
     Returns:
         The listing.
@@ -139,7 +140,7 @@ def list_shards(spec: str, *, part_size: int) -> Listing:
 
     Args:
         spec: see :func:`sfumato.data.shards.expand_shards`.
-        part_size: most images of a part; a larger shard has several parts.
+        part_size: maximum number of images in a part; a larger shard is divided into several parts.
 
     Returns:
         The listing.
@@ -170,7 +171,7 @@ def list_shards(spec: str, *, part_size: int) -> Listing:
 
 
 def list_texts(path: str | Path, *, part_size: int) -> Listing:
-    """The lines of a text file; ids are line numbers from 1, and empty lines cannot be used.
+    """The lines of a text file; ids are line numbers from 1, and empty lines are unusable.
 
     Args:
         path: a UTF-8 file.
@@ -224,15 +225,15 @@ def list_source(
     part_size: int = PART_SIZE,
     endings: frozenset[str] = IMAGE_ENDINGS,
 ) -> Listing:
-    """The listing of the one source that is given.
+    """The listing of the given source; exactly one source must be given.
 
     Args:
         images: folder, see :func:`list_folder`.
         manifest: file, see :func:`list_manifest`.
         shards: pattern, see :func:`list_shards`.
         texts: file, see :func:`list_texts`.
-        part_size: most items of a part.
-        endings: file name endings that count in a folder; see :func:`~sfumato.models.embedding_steps.file_endings`.
+        part_size: maximum number of items in a part.
+        endings: file name endings of images in a folder; see :func:`~sfumato.models.embedding_steps.file_endings`.
 
     Returns:
         The listing.
@@ -270,7 +271,7 @@ def _in_sections(
 
 
 def _pictures(folder: Path, endings: frozenset[str], below: str = "") -> Iterable[str]:
-    """Paths relative to the folder, in no order; without asking the disk about every file."""
+    """Paths relative to the folder, in no order, without a file system call for every file."""
     with os.scandir(folder / below) as found:
         for item in found:
             name = f"{below}{item.name}"

@@ -1,7 +1,7 @@
 """Source "manifest": a JSONL, CSV or Parquet file that lists images with their captions.
 
 A row has ``image`` (a path, relative to the manifest or to a given root), ``captions`` (a list, or one string;
-``caption`` works too), and optionally ``split`` and ``id``. What cannot be used is reported with its location and left
+``caption`` works too), and optionally ``split`` and ``id``. Unusable rows are reported with their location and left
 out.
 """
 
@@ -44,11 +44,12 @@ def read_manifest(
         problems: receives malformed lines, missing images, empty captions and repeated ids.
         image_root: folder that the image paths are relative to; the manifest's folder if None.
         val_fraction: fraction of the images for "val" where no row names a split, in [0, 1); chosen by a hash of the
-            id, so that adding rows moves none. Where some rows name a split, those that do not are in "train".
+            id, so that new rows never change the split of old rows. If some rows name a split, the rows without one are
+            in "train".
         test_fraction: the same for "test".
 
     Returns:
-        split -> data; "valid", "validation" and "dev" are "val". Rows of one image and split are put together.
+        split -> data; "valid", "validation" and "dev" are "val". Rows with the same image and split are merged.
 
     Raises:
         UserError: the file is missing, of an unknown kind, lacks a column, or holds nothing usable.
@@ -66,13 +67,13 @@ def read_manifest(
 
 @dataclass(frozen=True, slots=True)
 class ListedImage:
-    """A row of a manifest that is read for its image alone.
+    """A row of a manifest of which only the image is used.
 
     Attributes:
         location: file and line, for messages.
-        id: id of the row, or its ``image`` as written if it has none.
+        id: id of the row; its ``image`` value if it has none.
         path: path of the image file; it may be missing.
-        error: what is wrong with the row; "" if nothing is.
+        error: the error in the row; "" if there is none.
     """
 
     location: str
@@ -84,14 +85,14 @@ class ListedImage:
 def list_images(path: str | Path, *, image_root: str | Path | None = None) -> Iterator[ListedImage]:
     """The images of a manifest in its order, for embedding: rows need no captions, and no image is opened.
 
-    An image that occurs again under its id (one caption a row is a common layout) comes once.
+    An image that occurs several times with the same id (one row for each caption) is returned once.
 
     Args:
         path: a .jsonl, .csv or .parquet file.
         image_root: folder that the image paths are relative to; the manifest's folder if None.
 
     Yields:
-        The usable rows, and what is wrong with the others, in the order of the file.
+        The usable rows, and the unusable rows with their errors, in the order of the file.
 
     Raises:
         UserError: the file is missing, of an unknown kind, or lacks the column image.
@@ -152,9 +153,9 @@ def _jsonl_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterat
 
 
 def _csv_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    # Strict, because the lenient reader lets one stray quote swallow rows and change captions in silence.
+    # Strict, because with the lenient reader one stray quote merges rows and changes captions without an error.
     with path.open(encoding="utf-8-sig", newline="", errors="surrogateescape") as file:
-        line = 0  # The last one read; the reader's own count leaves out lines with errors.
+        line = 0  # The number of the last line read; the reader's own count leaves out lines with errors.
 
         def lines() -> Iterator[str]:
             nonlocal line
@@ -185,7 +186,7 @@ def _csv_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterator
 
 
 def _json_list(text: str | None) -> str | list[Any] | None:
-    """The list that a CSV cell holds as JSON, else the text itself: a caption may merely begin with a bracket."""
+    """The JSON list in a CSV cell, else the text itself, because a caption may begin with a bracket."""
     if text and text.lstrip().startswith("["):
         try:
             captions = json.loads(text)
@@ -241,7 +242,7 @@ def _check_row(location: str, values: dict[str, Any], root: Path, problems: Prob
     if not texts:
         return None
     path = root / image
-    if not os.path.isfile(path):  # Unlike Path.is_file, false for whatever cannot be a path, such as a whole caption.
+    if not os.path.isfile(path):  # Unlike Path.is_file, false for strings that cannot be paths.
         problems.add(location, f"image {reprlib.repr(image) if len(image) > 500 else path} is missing")
         return None
     return CaptionedImage(location, path, identity, texts, canonical_split(split))

@@ -1,8 +1,7 @@
-"""Noisy correspondence: training pairs whose image is deliberately a wrong one, and the index files that say which.
+"""Noisy correspondence: training pairs with deliberately wrong images, and the index files that record them.
 
-The array of an index file has one entry for each pair, in the order of the texts (and of the images, where a text has
-several): the position of its image. For ordinary data, one image for each text, this is the `t2i_index` that NCR
-publishes.
+The array of an index file has one entry for each pair: the position of its image. The pairs are ordered by text, then
+by image. For ordinary data, one image for each text, this is the `t2i_index` that NCR publishes.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ _TRIES = 20
 
 
 def shuffle_pairs(data: PairData, rate: float, seed: int) -> tuple[PairData, np.ndarray]:
-    r"""Give a fraction of the pairs each other's images, so that none of them is a true pair afterwards.
+    r"""Permute the images of a fraction of the pairs, so that none of these pairs is a true pair afterwards.
 
     The images of round(rate * p) pairs are permuted among them; the rest stay as they are. Every image and every text
     keeps its number of pairs. Equal arguments give equal results, on every process.
@@ -26,7 +25,7 @@ def shuffle_pairs(data: PairData, rate: float, seed: int) -> tuple[PairData, np.
     Args:
         data: a split with p pairs.
         rate: fraction of the pairs in [0, 1]; 0 changes nothing.
-        seed: of everything random.
+        seed: seed of the permutation.
 
     Returns:
         (the noisy data, (p,) int64 image of each pair in text order, as :func:`save_noise` writes it).
@@ -35,7 +34,7 @@ def shuffle_pairs(data: PairData, rate: float, seed: int) -> tuple[PairData, np.
         ValueError: rate is out of its range, fewer than two pairs are to be shuffled, or no such permutation was found.
 
     Paper: Huang et al., "Learning with noisy correspondence", NeurIPS 2021 (NCR); Chun, ICLR 2024, section 3.2. Their
-    code shuffles without looking, which leaves a few true pairs among the shuffled ones.
+    code shuffles without a check, which leaves a few true pairs among the shuffled ones.
     """
     if not 0 <= rate <= 1:
         raise ValueError(f"shuffle_pairs: rate must lie in [0, 1], got {rate}")
@@ -57,14 +56,14 @@ def shuffle_pairs(data: PairData, rate: float, seed: int) -> tuple[PairData, np.
 
 
 def apply_noise(data: PairData, image_of_pair: np.ndarray) -> PairData:
-    """The data with other images for its pairs.
+    """Replace the images of the pairs.
 
     Args:
         data: the clean split with p pairs.
         image_of_pair: (p,) integers, in text order.
 
     Returns:
-        The same images and texts, paired anew; images that lost all their texts stay.
+        The same images and texts with new pairs; images without any remaining text are kept.
 
     Raises:
         ValueError: the array does not fit the data.
@@ -122,14 +121,14 @@ def load_noise(path: str | Path, data: PairData) -> np.ndarray:
 
     Args:
         path: the .npy file.
-        data: the clean split that it is for, with p pairs.
+        data: the clean split of the index file, with p pairs.
 
     Returns:
         (p,) int64 image of each pair, in text order.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not such a file, or does not fit the data.
+        ValueError: it is not an index file, or does not fit the data.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"no index of noisy pairs at {path}; write one with save_noise()")
@@ -142,7 +141,7 @@ def load_noise(path: str | Path, data: PairData) -> np.ndarray:
 
 
 def _checked(image_of_pair: np.ndarray, data: PairData, who: str) -> np.ndarray:
-    """The array as int64, after its checks against the clean data."""
+    """The array as int64, checked against the clean data."""
     p, n = len(data.pairs), len(data.image_ids)
     if image_of_pair.dtype.kind not in "iu" or image_of_pair.shape != (p,):
         raise ValueError(
@@ -180,7 +179,7 @@ def _wrong_images(
     bad[np.setdiff1d(np.arange(len(keys)), np.unique(keys, return_index=True)[1])] = True
     if not bad.any():
         return image
-    # A random permutation is wrong nearly everywhere already: the few others change places with whomever they can.
+    # A random permutation has few true pairs; these swap their images with pairs where the swap is allowed.
     images, texts, taken = image.tolist(), text.tolist(), {*true.tolist(), *keys.tolist()}
     for j in np.flatnonzero(bad).tolist():
         if not bad[j]:

@@ -1,4 +1,4 @@
-"""Pairs of images and texts: what matches what, graded labels, parts for cross-fitting, and how a batch is drawn."""
+"""Pairs of images and texts: matches, graded labels, parts for cross-fitting, and the sampling of batches."""
 
 import re
 from collections import Counter
@@ -22,10 +22,10 @@ class PairData:
         images: n sources.
         text_ids: m distinct ids; texts with one id are one text.
         texts: m strings.
-        text_kinds: m kinds, "caption" for ordinary data.
+        text_kinds: m kinds of the texts, "caption" for ordinary data.
         pairs: (p, 2) int64 (image index, text index), one for each match; sorted, each once.
-        groups: (n,) int64; images of the same thing (one concept in two drawing styles) share a group. Default: each
-            its own.
+        groups: (n,) int64; images of the same concept (in two drawing styles, for example) have one group. By default
+            each image has its own group.
 
     Raises:
         ValueError: lengths do not fit, an id occurs twice, or a pair points outside.
@@ -95,7 +95,7 @@ class PairData:
         return found
 
     def keep_images(self, index: np.ndarray) -> "PairData":
-        """The split with some of its images only, and the texts that match one of them.
+        """A split with only some of the images, and the texts that match one of them.
 
         Args:
             index: (k,) positions of images, in the new order.
@@ -152,23 +152,23 @@ Positives = Literal["listed", "sampled"]
 
 
 class PairSampler:
-    """Draws the batches of an epoch, the same for the same seed and epoch.
+    """Samples the batches of an epoch, the same for the same seed and epoch.
 
     Args:
         data: the split.
-        batch_size: pairs in a batch; a last batch of one is left out, a larger uneven one is kept.
-        seed: of everything random.
+        batch_size: pairs in a batch. The last batch may be smaller; it is left out if it has a single pair.
+        seed: seed of all random choices.
         epoch_over: "images": each image once, with one of its texts at random; "pairs": every pair once.
-        positives: "listed": every pair of the batch that the data lists is a match, so that several captions of one
-            image are positives of each other's image, and a shared tag matches all images that carry it. "sampled":
-            only texts drawn for an image of the same group, as in data where nobody listed the other matches.
-        kind_weights: relative frequency of each kind of text, uniform within a kind, for epoch_over "images"; kinds
-            left out are never drawn. None draws uniformly from an image's texts.
-        grades: (r,) image and (c,) text positions -> (r, c) in [0, 1], how much of a match an unlisted pair is; half of
-            it, below 1/2, becomes its label, see :class:`~sfumato.data.pairs.Grades`. None: 0.
+        positives: "listed": every pair of the batch that the data lists is a match. So all captions of an image in the
+            batch match that image, and a tag matches all images with this tag. "sampled": an image matches only the
+            texts sampled for an image of the same group, as in data that does not list the other matches.
+        kind_weights: relative frequency of each kind of text, uniform within a kind, for epoch_over "images"; missing
+            kinds are never sampled. None samples uniformly from an image's texts.
+        grades: (r,) image and (c,) text positions -> (r, c) in [0, 1], the degree of match of an unlisted pair; half of
+            this grade, which is below 1/2, becomes its label, see :class:`~sfumato.data.pairs.Grades`. None: 0.
 
     Raises:
-        ValueError: an option is unknown, a batch has fewer than two pairs, or there is nothing to draw.
+        ValueError: an option is unknown, a batch has fewer than two pairs, or there are no pairs to sample.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class PairSampler:
     def _matches(self, images: np.ndarray, texts: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         if self.positives == "listed":
             return self.data.match(images[rows], texts[columns])
-        # A text matches the groups of all draws of the same text.
+        # A text matches the groups of all samples of the same text.
         groups, count = self.data.groups[images], len(self.data.text_ids)
         drawn = np.unique(groups * count + texts)
         keys = groups[rows][:, None] * count + texts[columns]
@@ -261,7 +261,7 @@ class PairSampler:
         if not all(0 <= w < np.inf for w in kind_weights.values()):
             raise ValueError(f"PairSampler: kind_weights must be finite and not negative, got {kind_weights}")
         weight = np.array([kind_weights.get(kind, 0.0) for kind in kinds])[self.data.pairs[:, 1]]
-        # An image's texts of one kind share that kind's weight.
+        # The weight of a kind is divided among an image's texts of this kind.
         kind_number = np.unique(kinds, return_inverse=True)[1][self.data.pairs[:, 1]]
         key = self.data.pairs[:, 0] * (kind_number.max() + 1) + kind_number
         _, which, counts = np.unique(key, return_inverse=True, return_counts=True)
@@ -275,7 +275,7 @@ def make_pair_data(
     captions: Sequence[Sequence[str]],
     caption_ids: Sequence[Sequence[str]] | None = None,
 ) -> PairData:
-    """Data of n images with captions of their own.
+    """Make a split of n images, each with its own captions.
 
     Args:
         image_ids: n distinct ids.
@@ -325,7 +325,7 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def images_of_part(data: PairData, part: int, of: int, *, seed: int = 0) -> np.ndarray:
-    """Positions of the images of one of several parts of about equal size; images of one group are in one part.
+    """The positions of the images in one part of a split; the parts have about equal size and never divide a group.
 
     Args:
         data: the split.
@@ -369,10 +369,10 @@ class Grades:
     """TF-IDF cosines between texts and the texts of images.
 
     Words are what ``\\w\\w+`` finds in the lower-case text; a word in k of n texts weighs its count times ln((1 + n) /
-    (1 + k)) + 1; a text's weights have unit length. A text without a word is like no other.
+    (1 + k)) + 1; the weight vector of a text has unit length. A text without a word has similarity 0 to every text.
 
     Args:
-        data: whose texts count.
+        data: split that gives the texts and their counts.
     """
 
     def __init__(self, data: PairData) -> None:
@@ -414,13 +414,13 @@ class Grades:
 
 
 class _Rows:
-    """Sparse rows, one after the other: starts (n + 1,), word and weight (total,)."""
+    """Sparse rows in one array: starts (n + 1,), word and weight (total,)."""
 
     def __init__(self, starts: np.ndarray, word: np.ndarray, weight: np.ndarray) -> None:
         self.starts, self.word, self.weight = starts, word, weight
 
     def take(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(k,) rows -> (t,) which of them, and (t,) entry, of all their entries."""
+        """(k,) rows -> for all their t entries, (t,) position of the row among the k and (t,) position of the entry."""
         counts = self.starts[index + 1] - self.starts[index]
         which = np.repeat(np.arange(len(index)), counts)
         entry: np.ndarray = np.arange(len(which)) + np.repeat(self.starts[index] - (np.cumsum(counts) - counts), counts)

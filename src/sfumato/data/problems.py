@@ -1,4 +1,4 @@
-"""Items that could not be used, each with location and reason: counted, listed in a file, an error if too many."""
+"""Unusable items, each with location and reason: they are counted, listed in a file, and raise an error if too many."""
 
 import json
 from collections.abc import Mapping

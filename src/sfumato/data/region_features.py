@@ -1,7 +1,7 @@
 """Region features: images as arrays of r regions with c channels, in .npy files; source "scan" reads SCAN's layout.
 
-An item's bytes are those of a .npy file, of (r, c) numbers, as an image's are those of a JPEG: so whatever carries
-images by their bytes carries regions too. What holds regions has no image to show.
+The bytes of an item are a .npy file of (r, c) numbers, like the bytes of an image are a JPEG file. So code that handles
+images as bytes handles regions too. Region features cannot be displayed as images.
 """
 
 import io
@@ -31,9 +31,9 @@ _BEGINNING = 512
 class RegionFile:
     """A .npy file of the features of n images: (n, r, c), or (n, c) for one region each, of floating point numbers.
 
-    Its header tells how long it must be; rows are then read where they lie, from any thread. So memory never holds more
-    than the rows asked for, and a disk that fails is an OSError. The file is closed when nothing refers to this any
-    more.
+    The header gives the expected length of the file. Rows are read by position, from any thread, so memory never holds
+    more than the requested rows, and a disk failure is an OSError. The file is closed when the object is
+    garbage-collected.
 
     Args:
         path: the file.
@@ -43,7 +43,7 @@ class RegionFile:
         regions, channels: r and c.
 
     Raises:
-        UserError: it is missing, not such a file, pickled, cut short, or of another shape or type.
+        UserError: the file is missing, not a .npy file, pickled, truncated, or has an unsupported shape or type.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -108,8 +108,8 @@ class RegionRow:
     """The features of an image in a :class:`RegionFile`.
 
     Attributes:
-        file: it.
-        row: which of its images.
+        file: the file.
+        row: position of the image in the file.
     """
 
     file: RegionFile
@@ -140,17 +140,18 @@ def regions_to_bytes(features: np.ndarray) -> bytes:
 
 
 def regions_from_bytes(data: bytes, channels: int | None = None) -> np.ndarray:
-    """The features of one image from the bytes of a .npy file; nothing is ever unpickled.
+    """Read the features of one image from the bytes of a .npy file; pickled data is refused.
 
     Args:
         data: (r, c) numbers, or (c,) for a single region, in float16, float32 or float64.
-        channels: c that is expected; any if None.
+        channels: expected number c of channels; None accepts any.
 
     Returns:
         (r, c) float32.
 
     Raises:
-        ValueError: it is no such file, cut short, of another shape or type, or holds NaN or infinity.
+        ValueError: the bytes are not a .npy file, are truncated, have an unsupported shape or type, or hold NaN or
+            infinity.
     """
     if not data.startswith(_MAGIC):
         raise ValueError(
@@ -160,7 +161,7 @@ def regions_from_bytes(data: bytes, channels: int | None = None) -> np.ndarray:
     if len(shape) not in (1, 2) or 0 in shape:
         raise ValueError(f"holds {dtype} of shape {shape}; expected the (regions, channels) of one image")
     array = np.frombuffer(data, dtype, math.prod(shape), start)
-    with np.errstate(over="ignore"):  # What is too large for float32 becomes infinity, and is refused below.
+    with np.errstate(over="ignore"):  # Numbers that are too large for float32 become infinity, and are refused below.
         features: np.ndarray = array.reshape(-1, shape[-1]).astype(np.float32)
     if channels is not None and features.shape[1] != channels:
         raise ValueError(f"has {features.shape[1]} channels; the model reads {channels} (model.image.channels)")
@@ -173,18 +174,18 @@ def read_scan(folder: str | Path, problems: Problems) -> dict[str, PairData]:
     """Read precomputed features in the layout of VSE++ and SCAN.
 
     ``NAME_caps.txt`` has one caption a line and ``NAME_ims.npy`` the features, see :class:`RegionFile`; NAME is train,
-    dev, test, testall or any other. Where there are k times as many captions as rows, the captions of a row are the k
-    lines in its turn. Where there are as many, lines whose rows have one id, or without ids follow each other with
-    equal rows, are captions of one image. ``NAME_ids.txt``, if it is there, has an id for each row, or for each caption
-    that of its image; without it an image is NAME-ROW.
+    dev, test, testall or any other. If there are k times as many captions as rows, row i has the captions of lines k *
+    i to k * i + k - 1. If there are as many captions as rows, lines with the same id are captions of one image; without
+    ids, consecutive lines with equal rows are captions of one image. The optional ``NAME_ids.txt`` has one image id for
+    each row, or one for each caption; without it the id of an image is NAME-ROW.
 
     Args:
         folder: where the files are.
         problems: receives empty captions, captions that are not UTF-8, and repeated ids.
 
     Returns:
-        split -> data, "dev" under the name of "val"; all of dev, of which the published code looks at the first 5,000
-        captions. "testall" stands for "test" too where there is no other.
+        split -> data, "dev" is named "val". It has all of dev; the published code uses only its first 5,000 captions.
+        "testall" is also "test" if there is no other "test".
 
     Raises:
         UserError: there is no such folder, no split in it, a file is missing or damaged, or numbers do not fit.
@@ -288,7 +289,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _text(line: bytes, location: str, problems: Problems) -> str:
-    """The caption of a line; "" and a note if it has none."""
+    """The caption of a line; if it has none, "", and the problem is recorded."""
     try:
         text = " ".join(line.decode("utf-8").split())
     except UnicodeDecodeError as error:
@@ -300,7 +301,7 @@ def _text(line: bytes, location: str, problems: Problems) -> str:
 
 
 def _ids(path: Path, rows: int, of_line: np.ndarray) -> list[str] | None:
-    """The id of every row; None where there are none."""
+    """The id of every row; None if there are no ids."""
     if not path.is_file():
         return None
     try:
@@ -321,7 +322,7 @@ def _ids(path: Path, rows: int, of_line: np.ndarray) -> list[str] | None:
 
 
 def _first_of_equal(file: RegionFile) -> np.ndarray:
-    """(n,) for each row the first of the run of equal rows that it belongs to."""
+    """(n,) position of the first row in each row's run of consecutive equal rows."""
     first = np.arange(file.n)
     for row in range(1, file.n):
         if file.same(row, row - 1):

@@ -23,7 +23,7 @@ SHARD_IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp")
 """Endings of the members that are images."""
 
 _REMOTE = re.compile(r"pipe:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-_MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)  # key.ending, as the webdataset library has it
+_MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)  # key.ending, as in the webdataset library
 _MOST_NAMES = 1_000_000
 
 # What tarfile raises on damaged headers.
@@ -109,7 +109,7 @@ class ShardImage:
         member: name of the image's member.
         offset: position of its first byte in the file.
         size: number of its bytes.
-        error: what is wrong with the sample, or with the file from here on; "" if nothing is.
+        error: the error in the sample, or in the file from this position on; "" if there is none.
     """
 
     key: str
@@ -126,10 +126,10 @@ def list_shard(shard: str | Path) -> list[ShardImage]:
         shard: a local tar file.
 
     Returns:
-        One for every sample, and one for every damaged range; at least one.
+        One item for every sample and one for every damaged range; at least one.
 
     Raises:
-        ShardError: it cannot be opened or read, or is cut short, as while it is being copied.
+        ShardError: it cannot be opened or read, or is truncated, for example while it is being copied.
     """
     found: list[ShardImage] = []
     cut: list[str] = []
@@ -166,12 +166,12 @@ def list_shard(shard: str | Path) -> list[ShardImage]:
 
 
 def read_shard(shard: str, mine: slice, bad: Callable[[str, str], None]) -> Iterator[ShardSample]:
-    """The usable samples among those that a slice of a shard selects.
+    """Read the usable samples in a slice of a shard.
 
     Args:
         shard: a local tar file.
-        mine: which of its samples to read.
-        bad: receives (location, reason) of what cannot be used.
+        mine: slice of its samples to read.
+        bad: receives (location, reason) of unusable samples.
 
     Yields:
         The samples.
@@ -193,7 +193,7 @@ def read_shard(shard: str, mine: slice, bad: Callable[[str, str], None]) -> Iter
 
 
 def _members(file: IO[bytes], bad: Callable[[str, bool], None]) -> Iterator[tarfile.TarInfo]:
-    """The members of a tar file, also behind damage; ``bad`` receives (reason, whether the end is missing)."""
+    """The members of a tar file, also after damage; ``bad`` receives (reason, whether the end is missing)."""
     size = os.fstat(file.fileno()).st_size
     try:
         tar = tarfile.TarFile(fileobj=file, ignore_zeros=True)
@@ -277,7 +277,7 @@ def _caption_of_json(data: bytes) -> str:
     if not isinstance(text, str):
         raise ValueError('no caption: the .json has no string "caption" or "text"')
     try:
-        text.encode()  # JSON can spell halves of characters, which no tokenizer takes.
+        text.encode()  # JSON can contain lone surrogates, which no tokenizer accepts.
     except UnicodeEncodeError as error:
         raise ValueError(f"the caption is not valid Unicode: {error.reason}") from error
     return text
@@ -304,7 +304,7 @@ def _braces(pattern: str) -> list[str]:
 
 
 def _natural(name: str) -> list[str | int]:
-    """Text and numbers in turn, so that names of one pattern sort by number."""
+    """The alternating text and numbers of a name, so that names of one pattern sort by number."""
     return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"([0-9]+)", name))]
 
 
@@ -314,12 +314,12 @@ def write_shards(
     """Write a split as shards: one sample for every pair, in order, so an image with five captions occurs five times.
 
     The images keep their bytes; KEY.txt is the caption, and KEY.json has the ids of image and text. The same split
-    gives the same bytes. The folder appears when everything is written, or not at all.
+    gives the same bytes. The folder is written completely or not at all.
 
     Args:
         data: the split; JPEG, PNG and WEBP images.
         folder: a new or empty folder; its parents are made.
-        per_shard: samples in a shard; fewer in the last.
+        per_shard: samples in a shard; the last shard may have fewer.
         problems: receives images that cannot be read or are in another format, which are left out; they raise if None.
 
     Returns:
@@ -360,7 +360,7 @@ def write_shards(
 
 
 def _members_of_pairs(data: PairData, problems: Problems | None) -> Iterator[dict[str, bytes]]:
-    """For every pair with a usable image its members, name -> content."""
+    """The members of every pair with a usable image, as name -> content."""
     last, content, ending = -1, b"", ""
     for number, (image, text) in enumerate(data.pairs.tolist()):
         if image != last:

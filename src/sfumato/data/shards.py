@@ -1,4 +1,4 @@
-"""Source "shards": webdataset shards as an endless shuffled stream for training, or as a whole for validation."""
+"""Source "shards": webdataset shards, read as an endless shuffled stream for training or completely for validation."""
 
 import contextlib
 import hashlib
@@ -36,7 +36,7 @@ class ShardBatch:
 class ShardStream:
     """The batches of an epoch from shards, the same for the same seed, epoch and process.
 
-    In each epoch the shards are assigned to the processes anew. If there are fewer shards than processes, the samples
+    In each epoch the shards are assigned to the processes again. If there are fewer shards than processes, the samples
     of each shard are divided among them. No two processes ever see one sample in an epoch. Each process reads its part
     in passes: the shards in a random order, then their samples through a shuffle buffer, every sample once. If an epoch
     is longer than the data, another pass follows, in another order; if it is shorter, it ends within the first. The
@@ -50,7 +50,7 @@ class ShardStream:
         rank: number of this process, in [0, n_processes).
         n_processes: number of processes.
         shuffle_buffer: size of the shuffle buffer in samples; 1 keeps the order within a shard.
-        problems: receives what cannot be used, once each; a new list if None.
+        problems: receives every unusable sample once; a new list if None.
         max_problem_fraction: largest tolerated fraction of unusable samples, in [0, 1]; checked after the first
             thousand samples and after every pass.
 
@@ -105,7 +105,8 @@ class ShardStream:
             The batches.
 
         Raises:
-            UserError: too much is unusable (the message lists it), or there is nothing usable for this process.
+            UserError: too many samples are unusable (the message lists it), or there is nothing usable for this
+                process.
         """
         with contextlib.closing(self.samples(epoch)) as samples:
             for _ in range(len(self)):
@@ -113,9 +114,9 @@ class ShardStream:
                 yield ShardBatch([s.key for s in part], [s.image for s in part], [s.text for s in part])
 
     def samples(self, epoch: int) -> Generator[ShardSample, None, None]:
-        """The samples that the batches of an epoch are made of, without an end.
+        """An endless iterator over the samples of an epoch.
 
-        Use it to decode before batching: take samples until a batch is full, and leave out those reported to
+        Use it to decode before batching: take samples until a batch is full, and leave out the samples reported to
         :meth:`skip`.
 
         Args:
@@ -155,7 +156,7 @@ class ShardStream:
             reason: what is wrong with it.
 
         Raises:
-            UserError: too much is unusable; the message lists it.
+            UserError: too many samples are unusable; the message lists it.
         """
         if (key, reason) not in self._noted:
             self._noted.add((key, reason))
@@ -165,7 +166,7 @@ class ShardStream:
 
     def _read(self, epoch: int, order: Iterable[int], by_shard: bool) -> Iterator[ShardSample]:
         for position in order:
-            # The first process rotates with shard and epoch: small shards reach all processes, and samples change
+            # The first process rotates with shard and epoch, so all processes get small shards, and samples change
             # process.
             first = (self.rank + epoch - position) % self.n_processes
             mine = slice(None) if by_shard else slice(first, None, self.n_processes)
@@ -197,7 +198,7 @@ def read_shards(shards: Sequence[str | Path], problems: Problems) -> PairData:
 
 
 def _shuffled(samples: Iterator[ShardSample], size: int, random: np.random.Generator) -> Iterator[ShardSample]:
-    """Each sample once: a random one of ``size`` leaves the buffer whenever another comes in."""
+    """Yield each sample once: whenever a sample enters the buffer, a random one of ``size`` samples leaves it."""
     buffer = list(itertools.islice(samples, size))
     for sample in samples:
         position = int(random.integers(size))

@@ -38,7 +38,7 @@ Inputs = Literal["images", "regions", "either"]
 
 
 class DataConfig(BaseModel):
-    """Section ``data`` of a recipe: which data, and how a batch is drawn from it."""
+    """Section ``data`` of a recipe: the data, and the sampling of its batches."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -144,7 +144,7 @@ class DataConfig(BaseModel):
 
 
 class ReadSource(Protocol):
-    """What a source is: a function that reads the splits of some data."""
+    """The interface of a source: a function that reads the splits of some data."""
 
     def __call__(self, config: DataConfig, problems: Problems, /) -> dict[str, PairData]:
         """Read the splits.
@@ -170,7 +170,7 @@ class Source:
         read: reads the splits.
         options: pydantic model of ``data.options``; None if the source has no options of its own.
         needs_path: whether ``data.path`` must be given.
-        inputs: what there is for a model to look at.
+        inputs: type of the image inputs: "images", "regions" or "either".
         streamed: whether the training pairs are a stream of the shards at ``data.path``, and ``read`` gives "val"
             alone.
     """
@@ -219,7 +219,7 @@ def register_source(
         read: reads the splits.
         options: pydantic model that checks ``data.options``; None if there are none.
         needs_path: whether ``data.path`` must be given.
-        inputs: what ``PairData.images`` are: "images" (encoded files), "regions" (.npy features), or "either".
+        inputs: type of ``PairData.images``: "images" (encoded files), "regions" (.npy features), or "either".
 
     Raises:
         ValueError: the name is taken.
@@ -242,7 +242,7 @@ def get_source(name: str) -> Source:
     """The entry of a name.
 
     Args:
-        name: as ``data.source`` has it.
+        name: the value of ``data.source``.
 
     Returns:
         The source.

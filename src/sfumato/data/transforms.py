@@ -1,4 +1,4 @@
-"""Images: from encoded bytes to squares of pixels, and the random changes of training."""
+"""Image transforms: decoding to squares of pixels, and the random augmentations of training."""
 
 import io
 import math
@@ -41,7 +41,7 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 
-# What pillow's parsers raise, beside OSError and ValueError, on files that are damaged in one place or another.
+# Exceptions that pillow's parsers raise on damaged files, beside OSError and ValueError.
 _DAMAGED = (SyntaxError, TypeError, EOFError, LookupError, OverflowError, RuntimeError, struct.error)
 
 
@@ -52,21 +52,21 @@ def decode_image(
 
     Args:
         data: the bytes of a file in one of FORMATS; the first frame of several.
-        size: side in pixels of the square it becomes (bicubic). None keeps the image's own size.
-        fit: "squash": resized to the square whatever the aspect. "crop": the shorter side resized to ``size`` and the
-            middle cut out, pixel for pixel what the CLIP image processor of transformers does.
-        crop: the part to cut out first, of the image as it stands upright, rounded to whole pixels. Large JPEG files
+        size: side of the resized square in pixels (bicubic). None keeps the size of the image.
+        fit: "squash": resized to the square without keeping the aspect ratio. "crop": the shorter side resized to
+            ``size`` and the middle cut out, pixel for pixel what the CLIP image processor of transformers does.
+        crop: the part to cut out first, in coordinates of the upright image, rounded to whole pixels. Large JPEG files
             are then decoded at a half, a quarter or an eighth of their size as long as the part keeps twice ``size`` on
             both sides.
-        upright: False leaves the pixels as they lie in the file, whatever orientation its EXIF data tells; a TIFF file
-            is turned all the same, by pillow.
+        upright: False keeps the pixels in the orientation of the file and ignores its EXIF data. Pillow rotates TIFF
+            files even so.
 
     Returns:
         (3, h, w) uint8.
 
     Raises:
-        ValueError: not an image, cut short, or of more than MAX_PIXELS pixels; fit is unknown or the crop not within
-            [0, 1].
+        ValueError: the data is not an image, is truncated, or has more than MAX_PIXELS pixels; fit is unknown; or the
+            crop is not within [0, 1].
     """
     check_fit(fit)
     if crop is not None:
@@ -85,28 +85,28 @@ def decode_image(
 
 
 def check_image(data: bytes) -> None:
-    """Find out whether an image can be decoded, in as little time as that takes: the whole file is read all the same.
+    """Check quickly whether an image can be decoded; the whole file is read.
 
     Args:
         data: the bytes of a file.
 
     Raises:
-        ValueError: what :func:`decode_image` would say.
+        ValueError: the error that :func:`decode_image` would raise.
     """
     with _opened(data) as image:
         image.draft(
             None, (1, 1)
-        )  # JPEG at an eighth of its size: its stream is read to the end, the pixels are not made.
+        )  # A JPEG is decoded at an eighth of its size: the stream is read to the end without all pixels.
         image.load()
-        # A mode or a palette that cannot be converted shows at one pixel.
+        # One pixel is enough to detect a mode or a palette that cannot be converted.
         _on_white(image.crop((0, 0, 1, 1)))
 
 
 def check_fit(fit: str) -> None:
-    """Refuse a ``fit`` that :func:`decode_image` does not know.
+    """Raise an error if :func:`decode_image` does not support ``fit``.
 
     Args:
-        fit: as given by the user.
+        fit: value given by the user.
 
     Raises:
         ValueError: it is unknown; the message lists the known ones.
@@ -116,21 +116,21 @@ def check_fit(fit: str) -> None:
 
 
 def random_crop_box(random: np.random.Generator, low: float = 0.6) -> Box:
-    """A random part of an image for training: random width and height, so the aspect changes, then a random position.
+    """Sample a random crop for training: a random width and height, which changes the aspect, then a random position.
 
     Args:
-        random: source of everything random; four numbers are drawn.
+        random: random generator; four numbers are sampled from it.
         low: smallest fraction of either side, in (0, 1]; the largest is 1.
 
     Returns:
-        (left, top, width, height) in fractions: width and height uniform in [low, 1], the place uniform in what they
-        leave.
+        (left, top, width, height) as fractions of the sides. Width and height are uniform in [low, 1]; left and top are
+        uniform over all positions inside the image.
 
     Raises:
         ValueError: low is not in (0, 1].
 
-    Source: the training crop of the PCME++ code, https://github.com/naver-ai/pcmepp, which draws one fraction for both
-        sides.
+    Source: the training crop of the PCME++ code, https://github.com/naver-ai/pcmepp, which samples one fraction for
+        both sides.
     """
     if not 0 < low <= 1:
         raise ValueError(f"random_crop_box: low must be in (0, 1], got {low}")
@@ -140,7 +140,7 @@ def random_crop_box(random: np.random.Generator, low: float = 0.6) -> Box:
 
 
 def augment(pixels: Tensor, *, generator: torch.Generator) -> Tensor:
-    """Random geometry and colours, different for each image: changes that keep the identity of what is drawn.
+    """Apply random changes of geometry and colour, different for each image, that keep the identity of the object.
 
     Rotation by up to 15 degrees, scale 0.75 to 1.15, shift by up to 12 % and, for every other image, a mirror image;
     then a random background instead of white for half of them, brightness, contrast, a random mix of the colour
@@ -148,7 +148,7 @@ def augment(pixels: Tensor, *, generator: torch.Generator) -> Tensor:
 
     Args:
         pixels: (n, 3, h, w) uint8.
-        generator: source of everything random, on the CPU.
+        generator: random generator on the CPU.
 
     Returns:
         (n, 3, h, w) float32 in [0, 1].
@@ -169,7 +169,7 @@ def augment(pixels: Tensor, *, generator: torch.Generator) -> Tensor:
         1,
     )
     grid = functional.affine_grid(matrix, list(pixels.shape), align_corners=False)
-    # Outside of the image is 0, so it is turned negative: white stays white.
+    # Pixels outside of the image are 0, so the image is inverted: white stays white.
     dark = functional.grid_sample(1 - pixels.float() / 255, grid, align_corners=False)
     background = torch.where(uniform(0, 1, 1, 1, 1) < 0.5, uniform(0, 1, 3, 1, 1), 0.0)
     light = 1 - dark
@@ -190,7 +190,7 @@ def crop_and_mirror(pixels: Tensor, *, generator: torch.Generator, low: float = 
 
     Args:
         pixels: (n, 3, h, w) uint8.
-        generator: source of everything random, on the CPU.
+        generator: random generator on the CPU.
         low: smallest fraction of either side, as in :func:`random_crop_box`.
 
     Returns:
@@ -206,15 +206,15 @@ def crop_and_mirror(pixels: Tensor, *, generator: torch.Generator, low: float = 
 
 
 def erase_rectangles(pixels: Tensor, *, fraction: float, generator: torch.Generator) -> Tensor:
-    """Random erasing: some images lose what is in a rectangle, which takes the mean colour of ImageNet.
+    """Random erasing: in some images a rectangle is filled with the mean colour of ImageNet.
 
-    The rectangle has between 2 % and a third of the image's area, an aspect between 0.3 and 1 / 0.3, and lies anywhere
-    in it; one that would be longer than the image is cut to its side.
+    The rectangle has between 2 % and a third of the image's area, an aspect ratio between 0.3 and 1 / 0.3, and a random
+    position. A side longer than the image is reduced to the side of the image.
 
     Args:
         pixels: (n, 3, h, w) uint8, or float in [0, 1].
-        fraction: probability of each image to be changed.
-        generator: source of everything random, on the CPU; five numbers are drawn for each image.
+        fraction: probability that an image is changed.
+        generator: random generator on the CPU; five numbers are sampled for each image.
 
     Returns:
         (n, 3, h, w) float32 in [0, 1].
@@ -243,7 +243,7 @@ def erase_rectangles(pixels: Tensor, *, fraction: float, generator: torch.Genera
 
 @contextmanager
 def _opened(data: bytes) -> Iterator[Image.Image]:
-    """An open image, not decoded yet; whatever goes wrong while it is open comes out as a ValueError that says so."""
+    """An open image, not decoded yet; every error while it is open becomes a ValueError with a clear message."""
     if not data:
         raise ValueError("the file is empty")
     try:
@@ -266,13 +266,13 @@ def _squash(rgb: Image.Image, size: int) -> Image.Image:
 
 
 def _shorter_side(rgb: Image.Image, size: int) -> Image.Image:
-    """The shorter side to size, the longer one rounded down, and the middle of it."""
+    """Resize the shorter side to size, round the longer one down, and crop the centre."""
     short, long = min(rgb.size), max(rgb.size)
     longer = int(size * long / short)
     start = (longer - size) // 2
     tall = rgb.height > rgb.width
     if size * longer > MAX_PIXELS:
-        # A line of an image would fill the memory: straight to its middle, which may round differently.
+        # A very long and thin image would fill the memory: its centre is cropped first, which may round differently.
         first, last = start * long / longer, (start + size) * long / longer
         part = (0.0, first, short, last) if tall else (first, 0.0, last, short)
         return rgb.resize((size, size), Image.Resampling.BICUBIC, box=part)
@@ -283,7 +283,7 @@ def _shorter_side(rgb: Image.Image, size: int) -> Image.Image:
 
 def _check_box(box: Box) -> None:
     left, top, width, height = box
-    # Fractions that were summed up may be over 1 by their rounding.
+    # Sums of fractions may exceed 1 by rounding.
     fits = left >= 0 and top >= 0 and width > 0 and height > 0 and max(left + width, top + height) <= 1 + 1e-9
     if not fits:
         raise ValueError(f"crop must be (left, top, width, height) in fractions of the image, within [0, 1]; got {box}")
@@ -300,7 +300,7 @@ def _pixels(box: Box, size: tuple[int, int]) -> tuple[int, int, int, int]:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Turned as its EXIF data says. An image whose EXIF data is damaged stays as it is: its pixels are whole."""
+    """Rotate an image by its EXIF data. With damaged EXIF data it is kept unchanged, because its pixels are valid."""
     image.load()
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
@@ -311,7 +311,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 def _on_white(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I") or image.mode == "F":
-        # 16-bit and float greys: to 8 bits by their own range, which convert() would clip.
+        # 16-bit and float grey values are scaled from their own range to 8 bits; convert() would clip them.
         values = np.nan_to_num(np.asarray(image, dtype=np.float64), posinf=0.0)
         top = 65535.0 if image.mode.startswith("I") else max(float(values.max(initial=0)), 1e-12)
         return Image.fromarray((values.clip(0, top) * (255 / top)).astype(np.uint8)).convert("RGB")

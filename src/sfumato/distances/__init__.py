@@ -2,7 +2,7 @@ r"""Every distance between diagonal Gaussians, by name: DISTANCES. Smaller is cl
 
 The formulas that separate into matrix products are in ``separable``; elk, bhattacharyya and the sampled ones, which are
 computed in blocks under a memory budget, in ``blockwise``. Half precision in, float32 out. Formulas and sources are
-also in docs/concepts/distances.md. A distance knows nothing of labels, logits or probabilities.
+also in docs/concepts/distances.md. A distance does not depend on labels, logits or probabilities.
 
 To add a distance: its row form, its matrix form and an entry in DISTANCES; a slow loop in the tests' references; the
 formula and its source in docs/concepts/distances.md.
@@ -66,13 +66,13 @@ def get_distance(name: str | Distance) -> Distance:
     """The distance of that name: one of DISTANCES, or nearest_of_2, nearest_of_3, ... (:func:`nearest_matrix`).
 
     Args:
-        name: a name; a distance is returned as it is.
+        name: a name; a distance is returned unchanged.
 
     Returns:
         The distance, with images as its first argument.
 
     Raises:
-        ValueError: there is none; the message names the nearest and lists all.
+        ValueError: the name is unknown; the message names the nearest and lists all.
 
     Example:
         >>> get_distance("nearest_of_3").embeddings

@@ -191,7 +191,7 @@ def reduce_sample_distances(
     )
 
 
-# Written in place where no gradient needs the terms: at this size fresh memory for each costs more than the arithmetic.
+# In place if no gradient needs the terms: at this size new memory for each takes longer than the arithmetic.
 
 
 def _elk_terms(mean_x: Tensor, var_x: Tensor, mean_y: Tensor, var_y: Tensor) -> Tensor:

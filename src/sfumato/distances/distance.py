@@ -1,4 +1,4 @@
-"""What a distance is: its row and matrix forms, its lift, its direction, and the checks of its inputs."""
+"""The protocol of a distance: its row and matrix forms, its lift, its direction, and the checks of its inputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ def checked(
         Both sides, in float32 if they were in half precision.
 
     Raises:
-        TypeError: a side is no GaussianEmbedding.
+        TypeError: a side is not a GaussianEmbedding.
         ValueError: d, dtype or device differ, or there are points that are refused.
     """
     for name, value in (("x", x), ("y", y)):
@@ -66,7 +66,7 @@ def checked_rows(
         Both sides, in float32 if they were in half precision.
 
     Raises:
-        TypeError: a side is no GaussianEmbedding.
+        TypeError: a side is not a GaussianEmbedding.
         ValueError: as for :func:`checked`, or n differs.
     """
     x, y = checked(x, y, who, points=points)
@@ -109,7 +109,7 @@ def squared_l2_product(a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Lift:
-    """How a distance becomes a squared L2 distance between longer vectors, plus a number of the query alone.
+    """The conversion of a distance to a squared L2 distance between longer vectors, plus a constant of the query.
 
         distance(q, g) = ||[mean_q, query(q)] - [mean_g, gallery(g)]||^2 + constant(q)
 
@@ -130,8 +130,7 @@ class Lift:
 class Distance:
     """The protocol of a distance: its row form, its matrix form, and what it needs and allows.
 
-    Everything that losses, search and evaluation ask about a distance is an attribute here; none of them asks for its
-    name.
+    Losses, search and evaluation use only these attributes of a distance, never its name.
 
     Attributes:
         name: key in DISTANCES and in recipes.
@@ -141,7 +140,7 @@ class Distance:
         needs_variance: points (variance 0) are refused.
         sampled: random; row and matrix take n_samples and generator.
         embeddings: number K of embeddings of equal size that an item's mean consists of; 1 except for ``nearest_of_K``.
-        lift: how it becomes a squared L2 distance that any vector engine can search; None if it does not.
+        lift: conversion to a squared L2 distance that any vector engine can search; None if there is none.
         direction: side of the first argument: "i2t" for images as queries, "t2i" for texts; see :meth:`for_direction`.
     """
 
@@ -158,13 +157,13 @@ class Distance:
     def for_direction(self, direction: Direction) -> "Distance":
         """The same distance with queries first: row and matrix take (queries, gallery) of this direction of retrieval.
 
-        It always compares images with texts, so that only an asymmetric distance, such as kl, computes something else.
+        It always compares images with texts, so that only the result of an asymmetric distance, such as kl, changes.
 
         Args:
             direction: "i2t" if images are the queries, "t2i" if texts are.
 
         Returns:
-            A distance whose first argument are the queries.
+            A distance with queries as its first argument.
 
         Example:
             >>> from sfumato.distances import get_distance

@@ -31,7 +31,7 @@ def squared_l2(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
 
 
 def squared_l2_matrix(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
-    """Squared Euclidean distance of the means between all pairs; 2 - 2 cos for unit means, and right for any others.
+    """Squared Euclidean distance of the means between all pairs; 2 - 2 cos for unit means, and valid for any means.
 
     Args:
         x: (n, d) embeddings.

@@ -1,1 +1,1 @@
-"""Encoders: from images and texts to Gaussian embeddings."""
+"""Encoders of images and texts, which compute Gaussian embeddings."""

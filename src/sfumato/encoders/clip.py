@@ -1,8 +1,7 @@
-"""The CLIP family, fine-tuned from pixels and subword tokens: sections of the recipe, and how encoders are built.
+"""The CLIP family, fine-tuned from pixels and subword tokens: sections of the recipe, and building of encoders.
 
-The encoders stand in :mod:`sfumato.encoders.clip_transformers`, and those of ProLIP in
-:mod:`sfumato.encoders.unc_token`. What the weights of a published model mean is known in
-:mod:`sfumato.models.pretrained`.
+The encoders are in :mod:`sfumato.encoders.clip_transformers`, and those of ProLIP in :mod:`sfumato.encoders.unc_token`.
+The layouts of published weights are in :mod:`sfumato.models.pretrained`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -98,7 +97,7 @@ class _ClipConfig(EncoderConfig):
             variance: whether the model has variances.
 
         Returns:
-            0 for points and beside an [UNC] token.
+            0 for points and with an [UNC] token.
         """
         return self.variance_blocks if variance and not self.variance_token else 0
 
@@ -190,7 +189,7 @@ def clip_image_encoder(
         The encoder.
 
     Raises:
-        UserError: transformers or the weights are missing, or the model is of another kind.
+        UserError: transformers or the weights are missing, or the model has another type.
         ValueError: the architecture is unknown, or the size is not a multiple of the patch.
     """
     transformers = import_transformers()
@@ -263,7 +262,7 @@ def clip_text_encoder(
         The encoder.
 
     Raises:
-        UserError: transformers or the weights are missing, or the model is of another kind.
+        UserError: transformers or the weights are missing, or the model has another type.
         ValueError: the architecture is unknown.
     """
     transformers = import_transformers()
@@ -356,7 +355,7 @@ def build_clip_image(
         (processor, encoder).
 
     Raises:
-        UserError: transformers or the weights are missing, or the model is of another kind.
+        UserError: transformers or the weights are missing, or the model has another type.
     """
     encoder = clip_image_encoder(
         config.weights,
@@ -387,7 +386,7 @@ def build_clip_text(
         (processor, encoder).
 
     Raises:
-        UserError: transformers or the weights are missing, or the model is of another kind.
+        UserError: transformers or the weights are missing, or the model has another type.
     """
     tokenizer = context.need_tokenizer(config.kind)
     encoder = clip_text_encoder(
@@ -425,11 +424,11 @@ def _load(transformers: Any, kinds: dict[str, Any], weights: str, side: str) -> 
             f"{weights!r} is a model of type {config.model_type!r}; expected one whose {side} side is one of"
             f" {', '.join(kinds)}"
         )
-    return from_pretrained(kinds[part.model_type], weights).float()  # Some are stored in half precision.
+    return from_pretrained(kinds[part.model_type], weights).float()  # Some weights are stored in half precision.
 
 
 def _part(config: Any, side: str) -> Any:
-    """The configuration of one side, out of that of a whole model or of that side alone."""
+    """The configuration of one side, from the configuration of a whole model or of this side."""
     return getattr(config, f"{side}_config", config)
 
 

@@ -1,4 +1,4 @@
-"""The transformers of the CLIP family as transformers builds them, and OpenAI's names for their weights."""
+"""The transformers of the CLIP family, built by the library transformers, and OpenAI's names for their weights."""
 
 import re
 from collections.abc import Mapping
@@ -19,13 +19,13 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 
 
 class ClipEncoder(EncoderModule):
-    """What both sides share: the blocks. The last ones exist twice, for the mean and for the log variance.
+    """The common base of both sides: the blocks; the last ones exist twice, for the mean and for the log variance.
 
     Args:
-        backbone: CLIPVisionModel, CLIPTextModel, SiglipVisionModel or SiglipTextModel; its layers are taken over.
-        norm_in: between the embeddings and the first block.
-        norm_out: after the last block of the mean; the log variance passes no norm.
-        variance_blocks: number of last blocks that the log variance has for itself; 0 for points.
+        backbone: CLIPVisionModel, CLIPTextModel, SiglipVisionModel or SiglipTextModel; its layers are reused.
+        norm_in: norm between the embeddings and the first block.
+        norm_out: norm after the last block of the mean; the log variance has no norm.
+        variance_blocks: number of last blocks that are separate for the log variance; 0 for points.
         variance_start: start of these blocks, "random" (as published) or "copy" of the mean's.
         checkpointing: recompute activations in the backward pass instead of keeping them.
 
@@ -85,7 +85,7 @@ class ClipEncoder(EncoderModule):
     def tokens(
         self, embedded: Tensor, mask: Tensor | None, *, causal: bool = False, attention: Tensor | None = None
     ) -> TokenFeatures:
-        """Embedded tokens through the blocks.
+        """Apply the blocks to embedded tokens.
 
         Args:
             embedded: (n, t, c).
@@ -95,7 +95,7 @@ class ClipEncoder(EncoderModule):
                 ``causal``.
 
         Returns:
-            (n, t, c) features for the mean, and as many for the log variance if it has blocks of its own.
+            (n, t, c) features for the mean, and (n, t, c) for the log variance if it has separate blocks.
         """
         options: dict[str, Any] = {"is_causal": True} if causal else {}
         hidden = self._through(self.shared_blocks, self.norm_in(embedded), attention, options)
@@ -243,7 +243,7 @@ def resize_positions(embeddings: Any, size: int) -> None:
     patches = (size // embeddings.patch_size) ** 2
     extra = embeddings.num_positions - embeddings.num_patches
     with torch.no_grad():
-        blank = torch.zeros(1, patches + extra, embeddings.embed_dim)  # Only its length is looked at.
+        blank = torch.zeros(1, patches + extra, embeddings.embed_dim)  # Only its length is used.
         codes = embeddings.interpolate_pos_encoding(blank, size, size)[0]
     embeddings.position_embedding = nn.Embedding.from_pretrained(codes.clone(), freeze=False)
     embeddings.position_ids = torch.arange(patches + extra).expand(1, -1)

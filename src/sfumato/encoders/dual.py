@@ -1,4 +1,4 @@
-"""The dual encoder: an image tower and a text tower that embed into one space of Gaussians."""
+"""The dual encoder: an image tower and a text tower that embed into one space as Gaussians."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ class Tower(nn.Module):
         encoder: inputs -> token features; a torch module.
         head: token features -> Gaussian embeddings.
         token_dropout: rate of SizeAugment, see :func:`~sfumato.data.augment.drop_tokens`: largest fraction of the
-            tokens that are hidden from the head while training.
+            tokens that are masked from the head in training.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Tower(nn.Module):
         batch_size: int = 256,
         progress: Progress | None = None,
     ) -> GaussianEmbedding:
-        """Embed the items of a store in evaluation mode; afterwards the tower is in the mode it had before.
+        """Embed the items of a store in evaluation mode; the previous mode is restored afterwards.
 
         Args:
             store: n inputs, at least one.

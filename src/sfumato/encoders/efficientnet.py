@@ -1,4 +1,4 @@
-"""EfficientNet-Lite0, fine-tuned from pixels; its weights are an ordinary package (extra ``offline``)."""
+"""EfficientNet-Lite0, fine-tuned from pixels; its weights are an installed package (extra ``offline``)."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -75,7 +75,7 @@ def efficientnet_lite0(*, pretrained: bool = True) -> Any:
 
 
 class EfficientNetEncoder(EncoderModule):
-    """(n, 3, s, s) pixels -> (n, (s / 32)^2, 1280) token features; all parameters learn.
+    """(n, 3, s, s) pixels -> (n, (s / 32)^2, 1280) token features; all parameters are trained.
 
     Args:
         pretrained: start from the weights of ImageNet.

@@ -1,4 +1,4 @@
-"""The written protocols of encoders: what the rest of the package asks of them, and nothing about any one of them.
+"""The protocols of encoders and processors, which the rest of the package uses for every kind of encoder.
 
 A kind of encoder is one file with three things: its section of the recipe (a subclass of :class:`ImageEncoderConfig` or
 :class:`TextEncoderConfig`), the encoder itself (an :class:`Encoder`; :class:`EncoderModule` has the defaults), and a
@@ -32,7 +32,7 @@ def item_bytes(item: Item) -> bytes:
         item: see :data:`Item`.
 
     Returns:
-        What the function returns; a text in UTF-8.
+        The result of the function; a text is encoded in UTF-8.
     """
     data = item()
     return data if isinstance(data, bytes) else data.encode()
@@ -84,13 +84,13 @@ class Encoder(Protocol):
         ...
 
     def freezes(self, parameter: str) -> bool:
-        """Whether a parameter is kept as it is while the encoder is frozen.
+        """Whether a parameter does not change while the encoder is frozen.
 
         Args:
-            parameter: name of the parameter in the encoder, or of a module with a dot behind it.
+            parameter: name of the parameter in the encoder, or of a module followed by a dot.
 
         Returns:
-            True for pre-trained parameters on the way to the mean.
+            True for pre-trained parameters that affect the mean.
         """
         ...
 
@@ -128,7 +128,7 @@ class EncoderModule(nn.Module):
     Attributes:
         channels: c of the token features; each subclass sets it.
         local_channels: see :class:`Encoder`.
-        pretrained: whether its weights come from elsewhere, so that they can be frozen while the new layers learn.
+        pretrained: whether its weights are pre-trained, so that they can be frozen while the new layers are trained.
     """
 
     channels: int
@@ -145,7 +145,7 @@ class EncoderModule(nn.Module):
         return self.pretrained and not parameter.startswith("variance_")
 
     def blocks_from_top(self, parameter: str) -> int:
-        """See :class:`Encoder`: 0, for there are no blocks."""
+        """See :class:`Encoder`: 0, because there are no blocks."""
         return 0
 
 
@@ -173,7 +173,7 @@ class EncoderConfig(BaseModel):
         has_blocks: whether optim.layer_decay has an effect (:meth:`Encoder.blocks_from_top`).
         needs_description: whether an encoder is built again from :attr:`Encoder.description`, so that run folders need
             it.
-        path_fields: the keys that may hold a path of the machine where the model was trained.
+        path_fields: the keys that may contain a local path of the training machine.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -190,12 +190,12 @@ class EncoderConfig(BaseModel):
 
     @property
     def frozen_backbone(self) -> str:
-        """Name of the frozen backbone that has to be at hand whenever the model embeds; "" for none."""
+        """Name of the frozen backbone that the model needs for every embedding; "" for none."""
         return ""
 
     @property
     def origin(self) -> str:
-        """Name of the pre-trained model, else of the architecture; "" if it has none."""
+        """Name of the pre-trained model, else of the architecture; "" if there is neither."""
         return self.base_model
 
     @property
@@ -204,7 +204,7 @@ class EncoderConfig(BaseModel):
         return frozenset()
 
     def changed(self, *keys: str) -> set[str]:
-        """Those of some keys that are not at their defaults.
+        """The keys among the given ones that differ from their defaults.
 
         Args:
             keys: names of fields.
@@ -215,13 +215,13 @@ class EncoderConfig(BaseModel):
         return {key for key in keys if dict(self)[key] != type(self).model_fields[key].default}
 
     def check(self, section: str) -> None:
-        """Refuse keys that would have no effect, or a bad one. By default nothing is refused.
+        """Refuse keys without an effect or with a harmful one; by default no key is refused.
 
         Args:
             section: name of the section for messages, "model.image" or "model.text".
 
         Raises:
-            ValueError: such a key is there; the message names it.
+            ValueError: there is such a key; the message names it.
         """
 
 
@@ -229,7 +229,7 @@ class ImageEncoderConfig(EncoderConfig):
     """Section ``model.image``.
 
     Attributes:
-        from_pixels: whether the encoder sees the pixels of each batch, so that they can be erased and mixed.
+        from_pixels: whether the encoder reads the pixels of each batch, so that they can be erased and mixed.
         reads_regions: whether items are files of region features instead of images.
         drops_tokens: whether the encoder itself applies augment.image_tokens; otherwise it happens before the head.
     """
@@ -240,12 +240,12 @@ class ImageEncoderConfig(EncoderConfig):
 
     @property
     def augment_mode(self) -> Literal["none", "crop", "style"]:
-        """How training images are changed at random."""
+        """The type of random augmentation of training images."""
         return "none"
 
     @property
     def starts_pretrained(self) -> bool:
-        """Whether there is something for optim.freeze_image_epochs to freeze."""
+        """Whether the encoder has parameters that optim.freeze_image_epochs can freeze."""
         return False
 
 
@@ -255,7 +255,7 @@ class TextEncoderConfig(EncoderConfig):
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What a build function gets beside its own section.
+    """The inputs of a build function beside its own section.
 
     Attributes:
         dim: d of the embeddings, model.dim.
@@ -266,7 +266,7 @@ class BuildContext:
         cache: folder for features of frozen backbones.
         tokenizer: of a text encoder that reads tokens; None for others.
         description: of the same encoder in a saved model, see :attr:`Encoder.description`; None for a new one.
-        trained: trained weights will be loaded: nothing pre-trained is needed.
+        trained: whether trained weights will be loaded; then no pre-trained weights are needed.
     """
 
     dim: int
@@ -279,7 +279,7 @@ class BuildContext:
     trained: bool = False
 
     def need_tokenizer(self, kind: str) -> Tokenizer:
-        """The tokenizer, for a text encoder that cannot do without.
+        """The tokenizer, for a text encoder that requires one.
 
         Args:
             kind: of the encoder, for the message.

@@ -1,4 +1,4 @@
-"""The registry of encoders: which kinds there are on each side of a model, and how to add one from another package."""
+"""The registry of encoders: the kinds on each side of a model, and the addition of kinds from other packages."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -57,7 +57,7 @@ def register_encoder(
     *,
     tokenizer: Callable[[Any, Iterable[str]], Tokenizer] | None = None,
 ) -> None:
-    """Add a kind of encoder, so that recipes can name it. A model with it can be loaded where it is registered too.
+    """Add a kind of encoder for recipes; loading a model of this kind also needs the registration.
 
     Args:
         side: "image" or "text".

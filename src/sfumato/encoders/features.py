@@ -1,8 +1,8 @@
-"""Inputs of encoders: batches and stores of them, and token features of frozen backbones, kept on disk.
+"""Inputs of encoders: batches, stores, and token features of frozen backbones, cached on disk.
 
-The cache is content-addressed (an item is found by the hash of its bytes, under the fingerprint of what computed it),
-memory mapped (a batch reads its rows only) and append-only: a process that is killed leaves at most a tail that the
-next one drops.
+The cache is content-addressed (the key of an item is the hash of its bytes, in a folder with the fingerprint of the
+backbone), memory mapped (a batch reads only its rows) and append-only: a killed process leaves at most an incomplete
+tail, which the next process removes.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _RECORD = np.dtype([("digest", "V32"), ("offset", "<i8"), ("length", "<i8")])
 
 @dataclass(frozen=True)
 class Inputs:
-    """A batch as a tower takes it.
+    """A batch of inputs of a tower.
 
     Attributes:
         values: (n, 3, h, w) uint8 pixels, (n, t) int64 token ids or (n, t, c) float32 token features.
@@ -55,16 +55,16 @@ class Inputs:
 
 @dataclass(frozen=True)
 class TokenFeatures:
-    """What an encoder makes of a batch, and a Gaussian head takes.
+    """The token features of a batch: the output of an encoder and the input of a Gaussian head.
 
     Attributes:
         mean: (n, t, c) token features for the mean.
         mask: (n, t) bool, True where there is a token; None for all.
         log_var: (n, t, c) token features for the log variance, under the same mask, or (n, 1, c) of one token that is
-            always there; None: those of the mean.
-        local: (n, s, k) features for local attention, which may be of another width and number; None: those of the mean
-            and of the log variance.
-        local_mask: (n, s) bool, True where there is one of them; None for all.
+            never masked; None: the features of the mean.
+        local: (n, s, k) features for local attention, which may have another width and number; None: the features of
+            the mean and of the log variance.
+        local_mask: (n, s) bool, True where there is a feature; None for all.
     """
 
     mean: Tensor
@@ -74,7 +74,7 @@ class TokenFeatures:
     local_mask: Tensor | None = None
 
     def float(self) -> "TokenFeatures":
-        """The same features in float32, or in float64 if they have it.
+        """The same features in float32, or in float64 if they are in float64.
 
         Returns:
             The features.
@@ -133,7 +133,7 @@ class PixelStore:
 
 @dataclass(frozen=True)
 class RaggedStore:
-    """Token sequences of different lengths, one after the other in an array that may be memory mapped.
+    """Token sequences of different lengths, concatenated in one array that may be memory mapped.
 
     Attributes:
         rows: (total,) token ids or (total, c) token features.
@@ -179,7 +179,7 @@ class RaggedStore:
 
 
 class FrozenBackbone(Protocol):
-    """A pre-trained network that turns raw items into token features and never learns."""
+    """A pre-trained network that converts raw items to token features and is never trained."""
 
     channels: int
     """c of its token features."""
@@ -196,7 +196,7 @@ class FeatureCache:
     """Token features by content, for one backbone.
 
     Args:
-        folder: where caches live; a folder named after the fingerprint is made in it.
+        folder: folder of caches; a subfolder named after the fingerprint is made in it.
         fingerprint: of the backbone and its preprocessing.
         channels: c of the features.
 
@@ -260,7 +260,7 @@ class FeatureCache:
                     os.fsync(file.fileno())
 
     def _forget_lost_rows(self) -> None:
-        """Drop records whose rows are missing (after a partial copy), before new rows take their place."""
+        """Remove records whose rows are missing (after a partial copy), before new rows are written there."""
         records = np.fromfile(self._index, dtype=_RECORD)
         fits = records["offset"] + records["length"] <= self._rows.stat().st_size // (2 * self.channels)
         if not fits.all():
@@ -292,13 +292,13 @@ def cached_features(
     progress: Callable[[int], None] | None = None,
     on_error: Callable[[int, Exception], None] | None = None,
 ) -> tuple[RaggedStore, np.ndarray]:
-    """Token features of items, from the cache where it has them, computed and added where not.
+    """Token features of items, read from the cache, or computed and added to it.
 
     Args:
-        backbone: what computes them.
+        backbone: backbone that computes the features.
         read: for each item, a function that returns its bytes or text.
-        folder: where caches live.
-        batch_size: items computed, and saved, together; what is saved survives an interruption.
+        folder: folder of caches.
+        batch_size: number of items computed and saved together; saved items survive an interruption.
         progress: called with the number of items just done.
         on_error: called with position and error of an item that cannot be read or decoded, which is then left out;
             without it the error is raised.
@@ -366,6 +366,6 @@ def _at_least_float32(values: Tensor) -> Tensor:
 
 
 def _truncate(path: Path, record: int) -> None:
-    """Create the file, or drop a last record that was only partly written."""
+    """Create the file, or remove a partially written last record."""
     with path.open("ab") as file:
         file.truncate(path.stat().st_size // record * record)

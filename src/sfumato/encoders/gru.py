@@ -1,4 +1,4 @@
-"""Whole words and a recurrent network over them: the texts of VSE++, VSRN and PCME.
+"""The text encoder of VSE++, VSRN and PCME: whole words and a recurrent network over them.
 
 The words are those of the training texts. Their vectors are learnt from scratch, or start from a file of GloVe; that
 file is needed only when a run begins.
@@ -26,7 +26,7 @@ States = Literal["final", "all"]
 
 
 class WordTextConfig(TextEncoderConfig):
-    """A GRU over whole words, those of the training texts."""
+    """A GRU over whole words of the training texts."""
 
     path_fields: ClassVar[tuple[str, ...]] = ("vectors",)
 
@@ -63,10 +63,10 @@ def word_tokenizer(texts: Iterable[str], *, min_count: int = 1) -> Tokenizer:
 
     Args:
         texts: the training texts; the same texts in another order give the same vocabulary.
-        min_count: how often a word must occur in them to have an id of its own.
+        min_count: minimum number of occurrences of a word with its own id.
 
     Returns:
-        A tokenizer with ids by falling frequency; id 0 is "[UNK]", all unknown words.
+        A tokenizer with ids by descending frequency; id 0 is "[UNK]", for all unknown words.
 
     Raises:
         ValueError: min_count is less than 1.
@@ -81,7 +81,7 @@ def word_tokenizer(texts: Iterable[str], *, min_count: int = 1) -> Tokenizer:
 
 
 def read_word_vectors(path: str | Path, tokenizer: Tokenizer, width: int) -> dict[int, np.ndarray]:
-    """Read the vectors that a text file of GloVe or fastText has for the words of a vocabulary.
+    """Read the vectors of a vocabulary's words from a text file of GloVe or fastText.
 
     Args:
         path: the file, with a line for each word: the word and its numbers, with spaces between them. It is read line
@@ -146,7 +146,7 @@ class WordEncoder(EncoderModule):
     r"""Word vectors and a GRU: (n, t) ids -> (n, 1, c) final states, or (n, t, c) states of all words.
 
     The final state of the forward direction is the state at the last word, that of the backward direction the state at
-    the first word: each has read the whole text. Padding has no influence. (PCME's code takes both states at the last
+    the first word: each depends on the whole text. Padding has no influence. (PCME's code takes both states at the last
     word, where the backward direction has read only that word.)
 
     Args:
@@ -155,7 +155,7 @@ class WordEncoder(EncoderModule):
         hidden: width of the GRU in each direction.
         bidirectional: read backwards too; c is then twice ``hidden``, else ``hidden``.
         states: "final" or "all".
-        variance_gru: a second GRU on the same word vectors, with weights of its own, for the log variance.
+        variance_gru: whether the log variance has a second GRU on the same word vectors, with separate weights.
         freeze: never change the word vectors.
         pretrained: the word vectors start from a file; they are frozen while the text encoder is.
 
@@ -214,8 +214,8 @@ class WordEncoder(EncoderModule):
             inputs: (n, t) word ids and their mask; the words stand at the left of each row.
 
         Returns:
-            (n, 1, c) or (n, t, c) features for the mean, as many for the log variance if it has a GRU of its own, and
-            (n, t, width) features for local attention.
+            (n, 1, c) or (n, t, c) features for the mean, the same shape for the log variance if it has a separate GRU,
+            and (n, t, width) features for local attention.
         """
         words = self.words(inputs.values)
         n, t = inputs.values.shape

@@ -1,4 +1,4 @@
-"""From token features to Gaussian embeddings: pooling to one vector, and the two branches of mean and log variance."""
+"""Gaussian heads: pooling of token features to one vector, and the branches of mean and log variance."""
 
 import math
 from abc import ABC, abstractmethod
@@ -224,31 +224,34 @@ class _LogBounds:
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """How a Gaussian head pools and makes variances. Section ``model`` of a recipe has the same keys.
+    """The options of a Gaussian head: pooling and variances.
+
+    Section ``model`` of a recipe has the same keys.
 
     Attributes:
-        pooling: name in POOLINGS; mean and log variance have a pooling each.
+        pooling: name in POOLINGS; mean and log variance each have their own pooling.
         mlp: add a two-layer network to the linear map of the mean.
         normalize: scale the means to unit length.
         variance: with False the head has one branch and returns points.
         variance_norm: a layer norm on the pooled log variance; its weight starts at 0.01 (an option of the released
             code that its configurations leave off).
-        variance_mlp: add a two-layer network to the linear map of the log variance; it starts as small as that map.
+        variance_mlp: add a two-layer network to the linear map of the log variance; it starts with equally small
+            weights.
         init_total_variance: sum of the variances of an embedding at the start.
         covariance: "ellipsoidal": a variance for each dimension. One variance for all dimensions: "spherical-average",
             the average of those, or "spherical-one", the only output of the branch.
         variance_bounds: lowest and highest variance of a dimension; None for no bounds. A tanh of the log variance
             approaches them, so that the gradient is never 0 as with a clamp.
-        embeddings: K embeddings of d dimensions for each item, side by side in a mean of K d dimensions; for points
-            only. Above 1, local attention as in PVSE is added to the pooled vector that all K share, and a layer norm
-            follows; see :func:`~sfumato.distances.nearest_matrix` for the distance.
+        embeddings: K embeddings of d dimensions for each item, concatenated in a mean of K d dimensions; for points
+            only. For K > 1, local attention as in PVSE is added to the pooled vector, which is common to all K, and a
+            layer norm follows; see :func:`~sfumato.distances.nearest_matrix` for the distance.
         local_attention: the same for one embedding, as in PCME: mean = norm(pooled + sigmoid(linear(attended))), scaled
-            to unit length with ``normalize``; log variance = pooled + linear(attended), with an attention of its own,
+            to unit length with ``normalize``; log variance = pooled + linear(attended), with separate attention,
             neither squashed nor normalised.
 
     Raises:
         ValueError: pooling or covariance is unknown, the initial variance is not positive, the bounds are not in order,
-            or several embeddings are to have variances.
+            or several embeddings have variances.
 
     Papers: Song and Soleymani, "Polysemous Visual-Semantic Embedding", CVPR 2019; Chun et al., "PCME", CVPR 2021,
     section 3.2.
@@ -285,19 +288,19 @@ class HeadOptions:
 
 
 class GaussianHead(nn.Module):
-    r"""Token features -> Gaussian embeddings, with a branch each for mean and log variance: linear, then pooling.
+    r"""Token features -> Gaussian embeddings, with one branch for the mean and one for the log variance.
 
     The log variance is neither normalised nor squashed, and clamped only by ``variance_bounds``. It starts at
-    log(init_total_variance / d) everywhere, up to a hundredth of the usual random weights. The papers give no start;
-    with log variance 0 a total variance of d exceeds every distance between unit means (docs/concepts/encoders.md has the
-    measurements).
+    log(init_total_variance / d) in every dimension, plus the effect of random weights scaled to a hundredth of their
+    usual size. Each branch is a linear map followed by pooling. The papers state no initial value; with log variance 0
+    a total variance of d exceeds every distance between unit means (docs/concepts/encoders.md has the measurements).
 
     Args:
         channels: c of the token features.
         dim: d of the embedding.
         options: see :class:`HeadOptions`.
-        local_channels: width of the features for local attention, where an encoder has features of their own for it; c
-            if None.
+        local_channels: width of the features for local attention, if an encoder has separate features for it; c if
+            None.
 
     Raises:
         ValueError: channels or dim is not positive, or the initial variance of a dimension does not lie between the
@@ -327,7 +330,7 @@ class GaussianHead(nn.Module):
 
     @torch.no_grad()
     def _start(self, log_var: _Branch, start: float) -> None:
-        """Let the log variances start near one value."""
+        """Initialise the log variances near one value."""
         last = self.log_var_norm if isinstance(self.log_var_norm, nn.LayerNorm) else log_var.linear
         last.weight.mul_(0.01)
         last.bias.fill_(start if self.bounds is None else self.bounds.inverse(start))
@@ -382,5 +385,5 @@ class GaussianHead(nn.Module):
 
 
 def _attended(tokens: TokenFeatures, features: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The features for local attention and their mask: those of the encoder for it, else the given ones."""
+    """The features for local attention and their mask: the encoder's local features, else the given ones."""
     return (features, mask) if tokens.local is None else (tokens.local, tokens.local_mask)

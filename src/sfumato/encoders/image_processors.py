@@ -1,4 +1,4 @@
-"""From image files to batches of pixels: decoded once and kept in memory, or decoded batch by batch."""
+"""Image processors: files are decoded once and kept in memory, or decoded batch by batch."""
 
 import io
 import os
@@ -108,12 +108,12 @@ class ImageFileStore:
         """The images at some positions with the random geometry of PCME++'s training.
 
         Each image is cut to a random box (:func:`sfumato.data.transforms.random_crop_box`), resized to the square
-        whatever its aspect ratio, and mirrored with probability 1/2.
+        without keeping its aspect ratio, and mirrored with probability 1/2.
 
         Args:
             index: (n,) positions.
-            seed_key: numbers >= 0 from which the batch's randomness follows, e.g. (seed, epoch, step, rank). Image i of
-                the batch has the generator ``numpy.random.default_rng([*seed_key, i])``.
+            seed_key: numbers >= 0 that determine all random choices of the batch, e.g. (seed, epoch, step, rank). Image
+                i of the batch has the generator ``numpy.random.default_rng([*seed_key, i])``.
 
         Returns:
             (n, 3, size, size) uint8 pixels.
@@ -211,7 +211,7 @@ def available_cpus() -> int:
 
 
 class BilinearProcessor:
-    """Images as PCME++'s training code resizes them: to a square, bilinearly, without smoothing.
+    """Images resized as in PCME++'s training code: to a square, bilinearly, without smoothing.
 
     Args:
         size: side in pixels.

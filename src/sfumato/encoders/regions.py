@@ -1,4 +1,4 @@
-"""Region features: a processor that leaves them on disk, and an encoder that reasons over the regions of an image.
+"""Region features: a processor that keeps them on disk, and an encoder that reasons over an image's regions.
 
 Paper: Li et al., "Visual Semantic Reasoning for Image-Text Matching" (VSRN), ICCV 2019; its log variances: Pishdad et
 al., "Uncertainty-based Cross-Modal Retrieval with Probabilistic Representations".
@@ -149,14 +149,15 @@ class GraphLayer(nn.Module):
 
         relation_ij = <theta(v_i), phi(v_j)> / r,    v_i <- v_i + BatchNorm(out(sum_j relation_ij g(v_j)))
 
-    r is the number of regions that are not masked; masked regions have no influence, also not on the batch statistics.
-    A single region has no statistics: while training it is normalised by the running ones, which then do not change.
-    The weight and bias of the norm start at 0, as in the released code, so that the layer starts as the identity.
+    r is the number of regions that are not masked; masked regions have no influence, including on the batch statistics.
+    A single region has no batch statistics: in training it is normalised by the running statistics, which then do not
+    change. The weight and bias of the norm start at 0, as in the released code, so that the layer starts as the
+    identity.
 
     Args:
         width: channels of v and of theta, phi and g.
 
-    Paper: Li et al., ICCV 2019, equations 1 and 2. The relations have no softmax, in the paper as in the code.
+    Paper: Li et al., ICCV 2019, equations 1 and 2. The relations have no softmax, as in the paper and its code.
     """
 
     def __init__(self, width: int) -> None:
@@ -222,7 +223,7 @@ class RegionReasoning(nn.Module):
         regions = functional.normalize(regions, dim=-1)
         if self.gru is None:
             return regions
-        # The mask may have holes: move the regions that are there to the front, in their order.
+        # The mask may have gaps: move the existing regions to the front, in their order.
         order = mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
         regions = regions.gather(1, order.unsqueeze(-1).expand_as(regions))
         packed = pack_padded_sequence(regions, mask.sum(1).cpu(), batch_first=True, enforce_sorted=False)
@@ -239,8 +240,8 @@ class RegionEncoder(EncoderModule):
         channels: c of the features.
         width: channels of the layers.
         layers: number of graph layers.
-        recurrent: end in the last state of a GRU.
-        variance: the log variance has layers of its own; otherwise it uses the features of the mean.
+        recurrent: whether the output is the last state of a GRU.
+        variance: whether the log variance has separate layers; otherwise it uses the features of the mean.
         dropout: fraction of the features dropped while training.
         region_dropout: rate of SizeAugment: largest fraction of the regions dropped while training, see
             :func:`~sfumato.data.augment.drop_tokens`.
@@ -298,13 +299,13 @@ def uses_regions(model: DualEncoder) -> bool:
         model: the dual encoder.
 
     Returns:
-        True if there are no image files to give to it or to show.
+        True if its inputs are region features, so that there are no image files to embed or display.
     """
     return isinstance(model.image.processor, RegionProcessor)
 
 
 def blank_features(model: DualEncoder) -> bytes | None:
-    """A file of region features with a single region of zeros, to try a model with.
+    """A file of region features with a single region of zeros, to test a model.
 
     Args:
         model: the dual encoder.

@@ -1,7 +1,7 @@
-"""Residual networks as image towers, fine-tuned from pixels: the images of VSE++ and PCME.
+"""Residual networks as image encoders, fine-tuned from pixels, as in VSE++ and PCME.
 
-The layers are those of transformers. The description that a run folder keeps has their shape and how pixels are
-standardised.
+The layers are those of transformers. The description in a run folder has their shapes and the standardisation of
+pixels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -95,7 +95,7 @@ class ResNetImageConfig(ImageEncoderConfig):
 
 
 class ResNetEncoder(EncoderModule):
-    """(n, 3, s, s) pixels -> (n, t, c) cells of the last map; all parameters learn.
+    """(n, 3, s, s) pixels -> (n, t, c) cells of the last map; all parameters are trained.
 
     An image of 224 pixels and four stages give 7 x 7 cells.
 
@@ -166,7 +166,7 @@ def resnet_encoder(
         The encoder, with random weights unless ``weights`` are given.
 
     Raises:
-        UserError: transformers or the weights are missing, or the model is of another kind.
+        UserError: transformers or the weights are missing, or the model has another type.
         ValueError: the architecture is unknown, or depths are empty.
     """
     transformers = import_transformers()
@@ -209,7 +209,7 @@ def build_resnet(
         (processor, encoder).
 
     Raises:
-        UserError: transformers or the weights are missing, or the model is of another kind.
+        UserError: transformers or the weights are missing, or the model has another type.
     """
     encoder = resnet_encoder(
         config.weights,

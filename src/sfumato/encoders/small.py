@@ -26,7 +26,7 @@ class SmallImageConfig(ImageEncoderConfig):
 
     @property
     def augment_mode(self) -> Literal["none", "crop", "style"]:
-        """How training images are changed at random."""
+        """The type of random augmentation of training images."""
         return "style" if self.augment else "none"
 
 

@@ -1,4 +1,4 @@
-"""From texts to token ids: tokenizers learnt from the data, and the processors of text encoders."""
+"""Text processors: tokenizers learnt from the data, and the conversion of texts to token ids."""
 
 import html
 import string
@@ -17,7 +17,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     """Learn subword tokens: lower case, without accents, split at spaces and punctuation.
 
     The tokens are all single characters, then the most frequent words, then the most frequent word endings. An unseen
-    word is split into known tokens, if need be into characters. The same texts always give the same tokens. (The
+    word is split into known tokens, if necessary into characters. The same texts always give the same tokens. (The
     trainers of the library ``tokenizers`` break ties at random: two equal runs would differ.)
 
     Args:
@@ -77,7 +77,7 @@ def count_words(tokenizer: Tokenizer, texts: Iterable[str]) -> Counter[str]:
         texts: the texts.
 
     Returns:
-        How often each word occurs.
+        The number of occurrences of each word.
     """
     words: Counter[str] = Counter()
     for text in texts:
@@ -153,7 +153,7 @@ class TokenProcessor:
 def single_spaces(text: str) -> str:
     """Replace HTML entities (also those escaped twice) by characters, and white space by single spaces.
 
-    The released tokenizers also repair broken encodings with ftfy; here such texts stay as they are.
+    The released tokenizers also repair broken encodings with ftfy; here such texts are not changed.
 
     Args:
         text: any text.
@@ -181,7 +181,7 @@ def lower(text: str) -> str:
 
 
 def canonicalize(text: str) -> str:
-    """Lower case without ASCII punctuation, with "_" as a space: how ProLIP's training cleaned its texts.
+    """Clean a text as in ProLIP's training: lower case without ASCII punctuation, with "_" as a space.
 
     Args:
         text: any text.
@@ -250,7 +250,7 @@ class SpecialTokenProcessor:
         ids = []
         texts = [self.clean(str(item())) for item in items]
         for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False):
-            # A text that contains the end token itself ends there: the models look at the first end token.
+            # A text that contains the end token ends there, because the models use the first end token.
             words = encoding.ids[: encoding.ids.index(end)] if end in encoding.ids else encoding.ids
             text = [*begin, *words[: self.max_tokens - len(begin) - 1], end]
             ids.append(text + [end] * (self.max_tokens - len(text)) if self.pad_to_max else text)
@@ -259,7 +259,7 @@ class SpecialTokenProcessor:
         return RaggedStore.from_list(ids), np.arange(len(items))
 
     def _own(self, tokenizer: Tokenizer) -> Tokenizer:
-        """A copy of the tokenizer that neither pads nor cuts; a UserError if it belongs to another model."""
+        """A copy of the tokenizer that neither pads nor truncates; a UserError if it belongs to another model."""
         size, known = tokenizer.get_vocab_size(), tokenizer.get_vocab()
         missing = [token for token in (self.begin, self.end) if token and token not in known]
         if missing or not self.vocabulary / 2 <= size <= self.vocabulary:

@@ -1,12 +1,12 @@
-"""Towers of ProLIP: one more token, [UNC], whose last features give the log variance, in place of blocks of its own.
+"""Encoders of ProLIP: an additional token [UNC], whose last features give the log variance, replaces variance blocks.
 
 The transformers below are those of :mod:`sfumato.encoders.clip`, built without variance blocks. A token's embedding and
-the code of its position are only ever added, so an extra token is one vector here; where it stands in the sequence
-makes no difference then.
+its position code are only used as a sum, so an extra token is one vector here, and its position in the sequence has no
+effect.
 
 The released weights were trained by code that differs from its paper in two places: the image mean passes the last norm
-twice, and the text's log variance is a linear map of the projected text mean, [UNC] or not. ``released=True`` does the
-same, for these weights only. Paper: Chun et al., "Probabilistic Language-Image Pre-Training", ICLR 2025, arXiv
+twice, and the text's log variance is a linear map of the projected text mean, with or without [UNC]. ``released=True``
+does the same, for these weights only. Paper: Chun et al., "Probabilistic Language-Image Pre-Training", ICLR 2025, arXiv
 2410.18857.
 """
 
@@ -52,7 +52,7 @@ class UncTokenImageEncoder(_UncTokenEncoder):
     """A vision transformer with an [UNC] token: (n, 3, s, s) pixels -> features for mean and log variance.
 
     The mean's features are the class token (CLIP's only) and the patches: a head with pooling "first" takes the class
-    token, as published. Those of the log variance are the one [UNC] token, which every pooling leaves as it is.
+    token, as published. The features of the log variance are the single [UNC] token, which no pooling changes.
 
     Args:
         encoder: built with ``variance_blocks=0``, and ``final_norm=True`` as published; its layers are taken over.
@@ -73,7 +73,7 @@ class UncTokenImageEncoder(_UncTokenEncoder):
 
         Args:
             inputs: n images.
-            patches: (k,) numbers of the patches to look at, row by row from 0; the others are left out. All if None.
+            patches: (k,) numbers of the patches to use, row by row from 0; the others are left out. All if None.
 
         Returns:
             Features (n, t, c) for the mean and (n, 1, c) for the log variance.
@@ -95,8 +95,8 @@ class UncTokenTextEncoder(_UncTokenEncoder):
         encoder: built with ``variance_blocks=0``; its layers are taken over.
         class_token: append a class token after [UNC], whose features alone are the mean's, (n, 1, c), as published.
             Without one the mean's features are the text's tokens: a head with pooling "last" takes CLIP's end token.
-        causal: each token sees those before it only, so that [UNC] sees the text but not the other way round. None: as
-            the encoder was pre-trained.
+        causal: each token attends only to the tokens before it, so that [UNC] sees the text but not the other way
+            round. None: as the encoder was pre-trained.
         released: as the released weights expect: a class token, every token sees all of them, padding included, and the
             log variance has no features of its own. Texts must come padded to the full length then, all of it in the
             mask.

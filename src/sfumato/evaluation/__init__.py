@@ -1,1 +1,1 @@
-"""What to measure on a set of images and texts, and for which truth."""
+"""Evaluation of images and texts: ground truths, benchmarks, strategies, comparison, estimators of uncertainty."""

@@ -13,7 +13,7 @@ from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_data,
 
 
 def emoji(split: str = "test", *, held_out_style: Style = "fluent3d") -> GroundTruth:
-    """The emoji data set of the package: names, tags, subgroups and groups, many to many.
+    """The ground truth of the emoji data set: names, tags, subgroups and groups, many to many.
 
     Args:
         split: "train", "val", "test" or "style".

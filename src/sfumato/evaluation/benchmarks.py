@@ -1,4 +1,4 @@
-"""Evaluates images and texts against several ground truths at once: embeddings, a score matrix or ranked lists.
+"""Evaluation of embeddings, a score matrix or ranked lists against several ground truths at once.
 
 Distances are computed once per direction, a block of queries at a time. The ranks that any ground truth needs are
 counted while the block is in memory, and ranks that several ground truths share are counted once.
@@ -36,8 +36,8 @@ def evaluate_benchmarks(
     Args:
         images: (n, d) embeddings.
         texts: (m, d) embeddings.
-        image_ids: n distinct ids. An item that a ground truth does not know is left out of its queries and gallery.
-            COCO's file names stand for its numbers.
+        image_ids: n distinct ids. An item that is not in a ground truth is left out of its queries and gallery. COCO's
+            file names are read as its image numbers.
         text_ids: m distinct ids.
         ground_truths: with distinct names.
         distance: name in DISTANCES to rank by.
@@ -112,7 +112,7 @@ def evaluate_ranked_lists(
     """Evaluate ranked lists against several ground truths.
 
     Args:
-        i2t: lists of texts for images, whole or only their beginnings.
+        i2t: lists of texts for images, complete or only their beginnings.
         t2i: lists of images for texts.
         image_ids: n distinct ids of the images that were searched, see :func:`evaluate_benchmarks`.
         text_ids: m distinct ids of the texts that were searched.
@@ -135,7 +135,7 @@ def benchmark_metrics(ranks: BenchmarkRanks) -> dict[str, dict[str, Any]]:
     """Compute the metrics of :func:`evaluate_benchmarks` from ranks.
 
     Args:
-        ranks: of :func:`rank_ground_truths` and its like.
+        ranks: output of :func:`rank_ground_truths` and similar functions.
 
     Returns:
         As :func:`evaluate_benchmarks`.

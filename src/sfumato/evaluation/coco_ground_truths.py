@@ -164,7 +164,7 @@ def coco_image_id(name: str) -> str:
         name: a file name or any other id.
 
     Returns:
-        The number without leading zeros; any other id as it is.
+        The number without leading zeros; any other id unchanged.
 
     Example:
         >>> coco_image_id("COCO_val2014_000000391895.jpg"), coco_image_id("000000391895.jpg"), coco_image_id("a.jpg")
@@ -249,7 +249,7 @@ def pmrp(
 
     Args:
         instances: one or several instances_*.json, which together annotate all images of captions.
-        captions: the images and texts and which of them belong together, such as :func:`coco_5k`.
+        captions: the images and texts with their pairs, such as :func:`coco_5k`.
         zetas: thresholds; each makes a ground truth.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Runs against each other over seeds and queries, and the figures of published tables beside them."""
+"""Comparison of runs over seeds and queries, and with the figures of published tables."""
 
 import statistics
 import tomllib
@@ -22,7 +22,7 @@ _CHUNK = 2**22
 
 @dataclass(frozen=True)
 class Difference:
-    """How two runs differ in a metric, on the same queries.
+    """The difference of two runs in a metric on the same queries.
 
     Attributes:
         ground_truth: its name.
@@ -33,8 +33,8 @@ class Difference:
         first: mean of the first run over queries.
         second: mean of the second run over queries.
         difference: second - first, with its bootstrap interval.
-        p_value: two-sided, of the hypothesis that the runs are interchangeable on every group: the fraction of random
-            swaps of the runs that differ at least as much. It is at least 1 / (n_resamples + 1).
+        p_value: two-sided p-value of the hypothesis that the runs are interchangeable on every group: the fraction of
+            random swaps of the runs that differ at least as much. It is at least 1 / (n_resamples + 1).
     """
 
     ground_truth: str
@@ -129,7 +129,7 @@ def compare_per_query(
 def swap_test(
     gaps: Mapping[str, np.ndarray], groups: np.ndarray, *, n_resamples: int = 2000, seed: int = 0
 ) -> dict[str, float]:
-    """Paired randomisation test: how often is the mean difference as large if the sign of every group is random?
+    """Paired randomisation test of the mean difference, with a random sign for every group of queries.
 
     Args:
         gaps: by name, (n,) differences of two runs on the same queries.
@@ -147,7 +147,7 @@ def swap_test(
     g = int(groups.max(initial=-1)) + 1
     sums = np.stack([np.bincount(groups, weights=gaps[name], minlength=g) for name in names], axis=1)
     total = sums.sum(0)
-    # A group with a difference of 0 changes nothing, whatever its sign.
+    # A group with a difference of 0 has no effect with either sign.
     sums = sums[(sums != 0).any(1)]
     random, extreme = np.random.default_rng(seed), np.zeros(len(names))
     step = max(1, _CHUNK // max(len(sums), 1))

@@ -1,4 +1,4 @@
-"""Evaluates the embeddings or ranked lists of any model, read from files, against ground truths."""
+"""Evaluation of embeddings or ranked lists of any model, read from files, against ground truths."""
 
 import json
 from collections.abc import Sequence
@@ -188,7 +188,7 @@ class Measured:
     """The result of an evaluation against several ground truths.
 
     Attributes:
-        score: name of the score that was ranked by; "lists" for ranked lists.
+        score: name of the score used for ranking; "lists" for ranked lists.
         n_images: number of images.
         n_texts: number of texts.
         figures: of :func:`~sfumato.evaluation.benchmarks.evaluate_benchmarks`.
@@ -310,7 +310,7 @@ def measure_files(
         files: options of the command line.
         score: a name in SCORES to rank embeddings by; csd if None.
         split: of a benchmark that has several.
-        device: where to compute; None computes where the embeddings are.
+        device: device of the computation; None uses the device of the embeddings.
 
     Returns:
         (the evaluation, the embeddings or None for ranked lists).

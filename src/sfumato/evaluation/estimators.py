@@ -1,7 +1,7 @@
-"""Estimators of how uncertain a query is, on one interface: queries and a gallery in, one number per query out.
+"""Estimators of a query's uncertainty with one interface: queries and a gallery in, one number per query out.
 
-Higher is less certain, everywhere. An estimator never sees a label of the query that it judges. evaluation/trust.py
-measures what each estimator is worth.
+Higher is less certain, everywhere. An estimator never uses a label of its query. evaluation/trust.py measures the
+quality of each estimator.
 
 There are two kinds of uncertainty. *Aleatoric*: the query itself is ambiguous, as the text "animal" is. *Epistemic*:
 the model does not know, because it was not trained for such a query or because the gallery holds no answer.
@@ -40,7 +40,7 @@ Kind = Literal["aleatoric", "epistemic", "both"]
 
 @dataclass(frozen=True)
 class Matching:
-    """How a model matches queries with a gallery.
+    """The matching of queries with a gallery by a model: the distance and the match logits.
 
     Attributes:
         distance: name in DISTANCES.
@@ -62,7 +62,7 @@ class Matching:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Some queries, and what one pass over the gallery knows of them. Estimators share what is computed here.
+    """Some queries with their distances to the gallery; all estimators use the same computed quantities.
 
     Attributes:
         queries: (b, d) embeddings.
@@ -94,7 +94,7 @@ class Block:
     def sample_distances(self) -> Tensor:
         """(b, p) squared distances between all p pairs of N_SAMPLES samples of each query.
 
-        All queries share the same noise. Two queries therefore differ by their variances alone, and the size of a block
+        All queries share the same noise. Two queries therefore differ only by their variances, and the size of a block
         does not change the result.
         """
         generator = torch.Generator().manual_seed(self.seed)
@@ -119,10 +119,10 @@ class Block:
 
 
 class UncertaintyFunction(Protocol):
-    """What an estimator computes: any function with this signature.
+    """The signature of the function of an estimator.
 
-    It must treat each row of the block by itself, as the size of a block depends on the memory budget. It must not
-    change the block. It may return infinities but no NaN.
+    It must compute each row of the block independently, because the size of a block depends on the memory budget. It
+    must not change the block. It may return infinities but no NaN.
     """
 
     def __call__(self, block: Block, /) -> Tensor:
@@ -139,15 +139,15 @@ class UncertaintyFunction(Protocol):
 
 @dataclass(frozen=True)
 class Estimator:
-    """An estimator of uncertainty, as it stands in ESTIMATORS.
+    """An estimator of uncertainty, an entry of ESTIMATORS.
 
     Attributes:
         name: its key in ESTIMATORS.
-        formula: what it computes, in one line.
-        kind: the kind of uncertainty that it is meant to see.
+        formula: its formula in one line.
+        kind: the kind of uncertainty that it is intended to measure.
         cost: number of operations beyond the distances of a search, in n queries, m items and d dimensions.
         function: computes it; see :class:`UncertaintyFunction`.
-        needs_gallery: whether it looks at the gallery.
+        needs_gallery: whether it uses the gallery.
         needs_variance: whether it is undefined for points, which have no variance.
     """
 
@@ -207,7 +207,7 @@ def _match_entropy_top10(block: Block) -> Tensor:
 
 
 def _top1_mismatch(block: Block) -> Tensor:
-    # In float32 all hopeless queries would tie at 1.
+    # In float32 all queries without a likely match would tie at 1.
     return torch.sigmoid(-block.logit.amax(1).double())
 
 
@@ -315,7 +315,7 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def register_estimator(estimator: Estimator) -> Estimator:
-    """Add an estimator to ESTIMATORS, so that everything that measures all estimators measures it too.
+    """Add an estimator to ESTIMATORS, so that all measurements include it.
 
     After this call :func:`estimate_uncertainty`, :func:`~sfumato.evaluation.trust.measure_trust` and the commands of
     the same process know it by its name. ``ESTIMATORS.pop(name)`` removes it.
@@ -370,7 +370,7 @@ def estimate_uncertainty(
 
     Args:
         queries: (n, d) embeddings.
-        gallery: (m, d) embeddings; m >= 2 if an estimator looks at the gallery.
+        gallery: (m, d) embeddings; m >= 2 if an estimator uses the gallery.
         matching: the distance and the match logits.
         estimators: by name; all of ESTIMATORS by default.
         without: for n queries and m items, the items that are left out of a query's gallery; at least NEAREST must
@@ -417,7 +417,7 @@ def usable_estimators(
 
     Args:
         embeddings: all embeddings that are involved.
-        estimators: those to choose from.
+        estimators: estimators to choose from.
 
     Returns:
         By name. If some of the embeddings are points, the estimators that need variances are missing.

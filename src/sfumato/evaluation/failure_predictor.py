@@ -52,12 +52,12 @@ class FailurePredictor:
         folds: int = 5,
         seed: int = 0,
     ) -> "FailurePredictor":
-        """Fit on queries with known outcomes, which must not be those that are judged later.
+        """Fit on queries with known outcomes, which must differ from the queries that are scored later.
 
         Args:
             queries: (n, d) embeddings.
             missed: (n,) 1 where the best item was wrong, else 0.
-            penalties: the one with the lowest log loss in cross-validation is taken.
+            penalties: candidates; the one with the lowest log loss in cross-validation is used.
             folds: number of folds of the cross-validation.
             seed: of the assignment to folds.
 
@@ -121,7 +121,7 @@ class FailurePredictor:
         return torch.sigmoid(z @ self.weight.to(device) + self.bias)
 
     def estimator(self, name: str = "predicted_miss") -> Estimator:
-        """This predictor as an :class:`~sfumato.evaluation.estimators.Estimator`.
+        """Convert this predictor to an :class:`~sfumato.evaluation.estimators.Estimator`.
 
         Args:
             name: of the estimator.
@@ -139,7 +139,7 @@ class FailurePredictor:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write it into one safetensors file, atomically.
+        """Write the predictor into one safetensors file, atomically.
 
         Args:
             path: of the file.

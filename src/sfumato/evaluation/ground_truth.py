@@ -27,7 +27,7 @@ ALL_METRICS = (*RECALLS, "r_precision", "map@r", "median_rank", "mean_rank")
 
 @dataclass(frozen=True, eq=False)
 class GroundTruth:
-    """Which images and texts there are, and which of them match.
+    """The ground truth of an evaluation: its images, its texts, and their matches.
 
     Queries without a relevant item are not evaluated. A benchmark with few queries can therefore have a large gallery.
 
@@ -37,10 +37,10 @@ class GroundTruth:
         text_ids: m distinct ids; the texts are queries, and the gallery of the images.
         i2t: image -> true texts, n by m.
         t2i: text -> true images, m by n; need not be the transpose of i2t.
-        metrics: those to report, named as in :func:`~sfumato.metrics.retrieval.retrieval_metrics`.
-        folds: (image positions, text positions) of each fold; folds are evaluated separately and their metrics
-            averaged. Empty for one evaluation of the whole.
-        averaged_as: ground truths that share this name are averaged under it, as the three thresholds of PMRP are.
+        metrics: metrics to report, named as in :func:`~sfumato.metrics.retrieval.retrieval_metrics`.
+        folds: (image positions, text positions) of each fold; the folds are evaluated separately and their metrics
+            averaged. Empty for a single evaluation of all items.
+        averaged_as: ground truths with the same value are averaged under this name, like the three thresholds of PMRP.
         source: the file or package that it was read from.
 
     Raises:
@@ -110,7 +110,7 @@ def ground_truth_from_pairs(
         image_ids: distinct ids; a number stands for its decimal string.
         text_ids: distinct ids, likewise.
         pairs: (image id, text id) of each match.
-        metrics: those to report.
+        metrics: metrics to report.
         source: the file or package of the pairs.
 
     Returns:
@@ -143,7 +143,7 @@ def ground_truth_from_data(data: PairData, *, name: str, metrics: Sequence[str] 
     Args:
         data: the split.
         name: of the ground truth.
-        metrics: those to report.
+        metrics: metrics to report.
 
     Returns:
         The ground truth.
@@ -207,7 +207,7 @@ def read_ground_truth(
             CSV with the columns image and text and one match per row. Without lists of ids, the ids are those of the
             matches, in the order of the file.
         name: of the ground truth; the name of the file if None.
-        metrics: those to report.
+        metrics: metrics to report.
 
     Returns:
         The ground truth.

@@ -13,7 +13,7 @@ from sfumato.evaluation.strategies import StrategyResult, choose_strategies, eva
 
 @dataclass(frozen=True)
 class More:
-    """The extras that are wanted beside the figures.
+    """The requested extras beside the figures.
 
     Attributes:
         strategies: "all", or names of STRATEGIES with commas between them.

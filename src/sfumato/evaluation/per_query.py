@@ -35,8 +35,8 @@ class PerQuery:
         ground_truth: (r,) names of ground truths; ground truth, direction and query are the key of a row.
         direction: (r,) "i2t" or "t2i".
         query: (r,) ids.
-        group: (r,) strings. Queries with the same relevant items, as the captions of an image, share a group. They are
-            not independent, so they are resampled together.
+        group: (r,) strings. Queries with the same relevant items, like the captions of an image, are in one group. They
+            are not independent, so they are resampled together.
         figures: by name (r,) float64, NaN where undefined: "recall@K", "r_precision", "map@r"; "best_rank", the rank
             from 0 of the closest relevant item, infinite if none is in the gallery; "uncertainty", the total variance
             of the query.
@@ -119,7 +119,7 @@ def per_query_table(ranks: BenchmarkRanks, uncertainty: Mapping[str, Mapping[str
         uncertainty: {"i2t": {image id: number}, "t2i": {text id: number}}; None leaves the column undefined.
 
     Returns:
-        All metrics where whole rankings are known; for ranked lists, the metrics that the ground truth reports.
+        All metrics if complete rankings are known; for ranked lists, the metrics that the ground truth reports.
 
     Raises:
         ValueError: a list is too short for a metric that its ground truth reports, or there is no ground truth.
@@ -208,7 +208,7 @@ def write_per_query(path: str | Path, table: PerQuery) -> None:
 
 
 def check_per_query_path(path: Path) -> None:
-    """Check, before anything is computed, that :func:`write_per_query` can write this file.
+    """Check before the computation that :func:`write_per_query` can write this file.
 
     Args:
         path: of the file.

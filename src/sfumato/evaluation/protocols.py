@@ -16,7 +16,7 @@ from sfumato.search.exact import rank_relevant
 
 
 class Ranker(Protocol):
-    """Ranks as :func:`~sfumato.search.exact.rank_relevant` does, over several processes or by another search."""
+    """The interface of :func:`~sfumato.search.exact.rank_relevant`, for several processes or another search."""
 
     def __call__(
         self,
@@ -44,7 +44,7 @@ class Evaluation:
     """The figures of an evaluation; recalls and precisions are fractions in [0, 1].
 
     Attributes:
-        distance: name of the distance that was ranked by.
+        distance: name of the distance used for ranking.
         n_images: number of images.
         n_texts: number of texts.
         i2t: retrieval metrics of images as queries.

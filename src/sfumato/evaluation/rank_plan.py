@@ -29,7 +29,7 @@ class RankedPart:
         queries: (q,) positions among the queries of the ground truth.
         relevance: of these queries, within the gallery of this part.
         ranks: (p,) ranks from 0 of the relevant items, in the order of relevance.indices.
-        depth: (q,) lengths of the ranked lists; None where every rank is known.
+        depth: (q,) lengths of the ranked lists; None if every rank is known.
     """
 
     queries: np.ndarray
@@ -117,15 +117,15 @@ BenchmarkRanks = dict[str, dict[Direction, GroundTruthRanks]]
 
 
 class GalleryGroup:
-    """The parts of ground truths that share one gallery. Their relevant items are ranked together, each once.
+    """The parts of ground truths with the same gallery; their relevant items are ranked together, each once.
 
     Attributes:
         gallery: (g,) positions of the gallery's items among all items.
         parts: (name, fold, queries of the ground truth, rows among all queries, relevance) of each part.
         rows: (q,) queries with a relevant item in some part, as positions among all queries.
         relevance: of these queries, the union over all parts.
-        ranks: (p,) ranks of the relevant items; whoever ranks fills them in.
-        depth: (q,) lengths of the ranked lists; None where every rank is known.
+        ranks: (p,) ranks of the relevant items, filled in by the ranking code.
+        depth: (q,) lengths of the ranked lists; None if every rank is known.
     """
 
     def __init__(self, gallery: np.ndarray) -> None:
@@ -156,14 +156,14 @@ class GalleryGroup:
 
 
 def _as_slice(index: np.ndarray) -> slice | np.ndarray:
-    """Consecutive positions as a slice, which copies nothing."""
+    """Consecutive positions as a slice, which avoids a copy."""
     if len(index) and (np.diff(index) == 1).all():
         return slice(int(index[0]), int(index[-1]) + 1)
     return index
 
 
 class RankPlan:
-    """Everything that is to be ranked in one direction.
+    """The plan of all rankings in one direction.
 
     Attributes:
         direction: "i2t" or "t2i".
@@ -218,13 +218,13 @@ class RankPlan:
 def plan_ranks(
     ground_truths: Iterable[GroundTruth], image_ids: Sequence[str], text_ids: Sequence[str], shape: tuple[int, ...]
 ) -> Iterator[RankPlan]:
-    """Plan what is to be ranked for several ground truths, so that shared ranks are counted once.
+    """Plan the rankings of several ground truths, so that common ranks are counted once.
 
     Args:
         ground_truths: with distinct names.
-        image_ids: n distinct ids. COCO's file names stand for its numbers.
+        image_ids: n distinct ids. COCO's file names are read as its image numbers.
         text_ids: m distinct ids.
-        shape: (number of images, number of texts) of what is evaluated.
+        shape: (number of images, number of texts) of the evaluated data.
 
     Returns:
         A plan for images as queries, then one for texts as queries.

@@ -1,4 +1,4 @@
-"""Retrieval strategies side by side, as in table C.7 of PCME++: exact, and FAISS with or without re-ranking or lifting.
+"""Comparison of retrieval strategies as in table C.7 of PCME++: exact, and FAISS with re-ranking or lifting.
 
 A strategy that searches an index lists only the first items of a gallery. Recall@K, R-Precision and mAP@R need the
 first K or R items, so a strategy asks the index for the largest of these numbers. The median and mean rank need whole
@@ -38,13 +38,13 @@ LISTED_AT_LEAST = 10
 
 @dataclass(frozen=True)
 class Strategy:
-    """A way to retrieve.
+    """A retrieval strategy.
 
     Attributes:
         name: key in STRATEGIES.
-        label: its name in a table; the name in table C.7 if it is there.
+        label: its name in a table; the name of table C.7 if it is listed there.
         distance: the distance that orders the final results.
-        indexed: the distance that FAISS searches by; None ranks the whole gallery exactly.
+        indexed: the distance of the FAISS index; None ranks the whole gallery exactly.
         reranks: whether the first `candidates` that FAISS finds are ordered by distance.
     """
 
@@ -75,10 +75,10 @@ class FaissRanker:
 
     Attributes:
         strategy: one with an index.
-        engine: "ivf" and "hnsw" are approximate, "flat" and "exact" find everything. The clusters of ivf are seeded;
-            the graph of hnsw depends on the number of threads.
+        engine: "ivf" and "hnsw" are approximate, "flat" and "exact" find all items. The clusters of ivf are seeded; the
+            graph of hnsw depends on the number of threads.
         candidates: number K of items that FAISS finds for re-ranking.
-        at_least: least length of a list. A list is longer if a query has more relevant items, and shorter if the
+        at_least: minimum length of a list. A list is longer if a query has more relevant items, and shorter if the
             gallery is smaller.
         options: of the engine. If the engine finds fewer items than a list needs, GaussianIndex answers the query
             exactly.
@@ -339,6 +339,6 @@ def _without_rank_metrics(ground_truth: GroundTruth) -> GroundTruth:
 
 
 def _needed(ground_truth: GroundTruth) -> int:
-    """Length of the lists that the reported recalls, and R-Precision and mAP@R of single queries, need."""
+    """The required length of the lists for the reported recalls, and for R-Precision and mAP@R of single queries."""
     ks = [int(name.removeprefix("recall@")) for name in ground_truth.metrics if name.startswith("recall@")]
     return max(*ks, *(int(side.totals.max(initial=1)) for side in (ground_truth.i2t, ground_truth.t2i)))

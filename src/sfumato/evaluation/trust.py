@@ -1,7 +1,7 @@
-"""What is an uncertainty worth? Measures every estimator against everything that it should predict, with intervals.
+"""The quality of uncertainties: every estimator against the quantities that it should predict, with intervals.
 
-This module knows embeddings and their ground truth, not the models, images and texts that they came from. Labels judge
-the estimators and never reach one. evaluation/trust_report.py defines the figures.
+The inputs are embeddings of any model and their ground truth. Labels are used to measure the estimators, and are never
+an input of an estimator. evaluation/trust_report.py defines the figures.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -77,9 +77,9 @@ def measure_trust(
         relevance: query -> its true items.
         matching: the distance and the match logits.
         estimators: by name.
-        multiplicity: whether a query's number of true items is its ambiguity. Set it where every true pair is listed,
-            not where each image merely has five captions of its own.
-        proxies: by name in FIGURES, (n,) stand-ins for ambiguity; NaN leaves a query out.
+        multiplicity: whether a query's number of true items measures its ambiguity. Set it for data that lists every
+            true pair, not for data in which each image only has its own five captions.
+        proxies: by name in FIGURES, (n,) proxies of ambiguity; NaN leaves a query out.
         corrupted: some queries, embedded from corrupted inputs.
         groups: (n,) numbers; queries with the same number are resampled together, see
             :func:`~sfumato.metrics.bootstrap.bootstrap`.
@@ -152,7 +152,7 @@ class _Resampling:
 
 @dataclass(frozen=True, eq=False)
 class _Scene:
-    """The queries that have a true item, and all that they are measured with."""
+    """The queries that have a true item, and the data of their measurement."""
 
     queries: GaussianEmbedding
     gallery: GaussianEmbedding
@@ -211,7 +211,7 @@ def _of_proxy(scene: _Scene, scores: Mapping[str, np.ndarray], proxy: str, value
 
 
 def _of_removed_items(scene: _Scene, scores: Mapping[str, np.ndarray]) -> tuple[int, dict[str, Interval]]:
-    """Number of queries that keep enough of the gallery without their true items, and the figures of removing these."""
+    """The number of queries with enough gallery after removal of their true items, and the figures of this removal."""
     enough = np.flatnonzero(scene.gallery.n - scene.relevance.counts >= NEAREST)
     removed = {}
     if len(enough):
@@ -229,7 +229,7 @@ def _of_removed_items(scene: _Scene, scores: Mapping[str, np.ndarray]) -> tuple[
 def _of_corruptions(
     scene: _Scene, scores: Mapping[str, np.ndarray], corrupted: Sequence[Corrupted], kept: np.ndarray
 ) -> dict[str, CorruptionTrust]:
-    """The figures of each corruption; kept are the positions of the scene's queries among all."""
+    """The figures of each corruption; kept has the positions of the scene's queries among all queries."""
     found = {}
     for corruption in corrupted:
         chosen = np.searchsorted(kept, corruption.index)
@@ -260,14 +260,14 @@ def _right_pairs(scene: _Scene) -> Interval:
     distance, gaps = scene.matching.oriented_distance, []
     for column in (1, 2):
         sides = scene.queries[torch.from_numpy(pairs[:, 0])], scene.gallery[torch.from_numpy(pairs[:, column])]
-        # A sampled distance takes the same noise for true and wrong pairs.
+        # A sampled distance uses the same noise for true and wrong pairs.
         seeded = {"generator": torch.Generator().manual_seed(seed)} if distance.sampled else {}
         gaps.append(distance.row(*sides, **seeded).double().cpu().numpy())
     return scene.intervals({"right_pairs": _paired(*gaps)}, pairs[:, 0])["right_pairs"]
 
 
 def _paired(low: np.ndarray, high: np.ndarray) -> Statistic:
-    """AUROC of the second score of each query against its first; a resampled query brings both."""
+    """AUROC of the second score of each query against its first; both scores of a query are resampled together."""
     statistic = auroc_statistic(np.concatenate([low, high]), np.repeat([0, 1], len(low)))
     return lambda counts: statistic(np.tile(counts, 2))
 
@@ -284,7 +284,7 @@ def follow_corruption(
     resample: Callable[[Mapping[str, Statistic]], dict[str, Interval]],
     seed: int = 0,
 ) -> CorruptionTrust:
-    """Measure how estimators react to one corruption of k queries.
+    """Measure the response of estimators to one corruption of k queries.
 
     Args:
         corrupted: the queries' embeddings at s strengths.

@@ -1,4 +1,4 @@
-"""The figures of a trust report, and the proxies of ambiguity that captions give."""
+"""The figures of a trust report, and proxies of ambiguity from captions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,10 +13,10 @@ from sfumato.metrics.relevance import Relevance
 
 
 def caption_distance(texts: GaussianEmbedding, relevance: Relevance) -> np.ndarray:
-    """Mean squared distance between the means of an image's own captions, over all pairs of them.
+    """Mean squared distance between the means of an image's captions, over all pairs of captions.
 
-    A proxy of an image's ambiguity for data in which nobody counted the true matches. It uses the ground truth, namely
-    which captions belong to the image, so it can judge estimators but is none.
+    It is a proxy of an image's ambiguity for data without counts of the true matches. It uses the ground truth, namely
+    the captions of the image. So it can be used to measure estimators, but is not an estimator.
 
     Args:
         texts: (m, d) embeddings.
@@ -35,9 +35,9 @@ def caption_distance(texts: GaussianEmbedding, relevance: Relevance) -> np.ndarr
 
 
 def caption_words(texts: Sequence[str], relevance: Relevance) -> np.ndarray:
-    """One minus the mean Jaccard overlap of the word sets of an image's own captions, over all pairs of them.
+    """One minus the mean Jaccard overlap of the word sets of an image's captions, over all pairs of captions.
 
-    It is a proxy of ambiguity as :func:`caption_distance` is, but needs no model.
+    It is a proxy of ambiguity like :func:`caption_distance`, but needs no model.
 
     Args:
         texts: m captions.
@@ -94,12 +94,12 @@ FIGURES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class CorruptionTrust:
-    """How the estimators react to a corruption of the queries.
+    """The response of the estimators to a corruption of the queries.
 
     Attributes:
         n: number of corrupted queries.
         strengths: ascending, from 0 for the clean inputs.
-        recall: recall@1 at each strength, which shows whether the queries do become harder.
+        recall: recall@1 at each strength, which shows whether the queries become harder.
         estimators: by name, "spearman" (of strength and uncertainty within a query, mean over queries), "rises"
             (fraction of queries that are less certain at the greatest strength than clean; a tie counts one half),
             "monotone" (fraction whose uncertainty rises and never falls from one strength to the next) and "auroc"
@@ -124,7 +124,7 @@ class DirectionTrust:
         n_queries: number of queries with a true match; the others are left out.
         n_gallery: size of the gallery.
         recall: recall@1 of these queries.
-        risk_best: area under the risk-coverage curve of a perfect order; that of chance is 1 - recall.
+        risk_best: area under the risk-coverage curve of a perfect order; a random order has 1 - recall.
         right_pairs: AUROC of the match probability of a true pair against that of a random wrong pair; one of both per
             query.
         n_out_of_gallery: number of queries in the figure out_of_gallery.
@@ -146,7 +146,7 @@ class DirectionTrust:
 
 @dataclass(frozen=True)
 class TrustReport:
-    """What the uncertainties of a model are worth on a split of some data.
+    """The quality of a model's uncertainties on a split.
 
     Attributes:
         split: name of the split.
@@ -156,10 +156,10 @@ class TrustReport:
         n_texts: number of texts.
         n_resamples: number of bootstrap resamples of the intervals.
         level: coverage of the intervals.
-        seed: of everything random.
+        seed: seed of all random choices.
         estimators: by name {"estimates": formula, "kind", "cost"}.
         directions: figures by "t2i" and "i2t", or by one of them.
-        notes: what was left out, and why.
+        notes: omitted parts, with reasons.
     """
 
     split: str

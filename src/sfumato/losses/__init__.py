@@ -1,4 +1,4 @@
-"""Losses over (images, texts, match): pure functions, and modules that hold their learnable logits.
+"""Losses of (images, texts, match): pure functions, and modules with their learnable logits.
 
 To add a loss: a module with its options, its function and its class; an entry in LOSSES; a slow loop in the tests'
 references.
@@ -23,14 +23,14 @@ class LossEntry:
 
     Attributes:
         options: class of its options; its fields are the keys of the recipe's section ``[loss]``.
-        module: class of its module, which takes the options alone.
+        module: class of its module, which takes only the options.
     """
 
     options: type[LossOptions]
     module: type[MatchLoss]
 
     def build(self, options: LossOptions | None = None) -> MatchLoss:
-        """A module with fresh logits.
+        """Build a module with initial logits.
 
         Args:
             options: of this loss; the defaults if None.

@@ -1,6 +1,6 @@
 """Base of all losses: options, result, interface, blocks of pairs and the checks of inputs.
 
-No formula of a single loss is here; the information bottleneck, which several losses use, is.
+The module has no formula of a single loss, but the information bottleneck, which several losses use.
 """
 
 import math
@@ -27,11 +27,11 @@ _BOUNDS = {"gt": ("above", operator.gt), "ge": ("at least", operator.ge), "lt": 
 def option(
     default: _T, description: str, *, gt: float | None = None, ge: float | None = None, lt: float | None = None
 ) -> _T:
-    """A field of a :class:`LossOptions` class: its default, its description and its range, stated once.
+    """A field of a :class:`LossOptions` class, with its default, its description and its range.
 
     Args:
         default: the value if none is given.
-        description: one line: meaning, unit, what special values do.
+        description: one line with the meaning, the unit and the effect of special values.
         gt, ge, lt: the value must be above gt, at least ge, below lt; None is no bound.
 
     Returns:
@@ -71,12 +71,12 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """A loss and what it is made of.
+    """A loss with its terms and statistics.
 
     Attributes:
         total: () the number to minimise.
         terms: name -> () weighted term; they sum to total.
-        stats: name -> () detached numbers worth logging (counts, scales), no part of the total.
+        stats: name -> () detached numbers for the log (counts, scales), which are not in the total.
     """
 
     total: Tensor
@@ -86,10 +86,10 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class PairBlock:
-    """A block of a batch's pairs that is computed together: some images with all texts, and some texts with all images.
+    """A block of a batch's pairs: some images with all texts, and some texts with all images.
 
-    The blocks of several processes, or blocks that fit into memory, add up to the batch. Every loss is a sum over
-    images (rows) and over texts (columns), so that none needs all n * m pairs at once.
+    The blocks of several processes, or blocks that fit into memory, sum to the batch. Every loss is a sum over images
+    (rows) and over texts (columns), so that no loss needs all n * m pairs at once.
 
     Attributes:
         image, text: (r, d) and (c, d) embeddings of this block.
@@ -111,7 +111,7 @@ class PairBlock:
 
     @classmethod
     def whole(cls, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, who: str) -> "PairBlock":
-        """A batch as one block, after the checks of its labels.
+        """Make one block of a batch, with checked labels.
 
         Args:
             image: (n, d) embeddings.
@@ -143,7 +143,8 @@ class PairBlock:
             distance: the distance; images are its first argument.
 
         Returns:
-            (r, m) and (c, n) distances. For a whole batch the second is the first transposed, not computed again.
+            (r, m) and (c, n) distances. For a whole batch the second is the transpose of the first and is not computed
+            again.
         """
         i2t = distance.matrix(self.image, self.texts)
         whole = self.image is self.images and self.text is self.texts
@@ -153,7 +154,7 @@ class PairBlock:
         """Smaller blocks that add up to this one.
 
         Args:
-            max_pairs: largest number of pairs of a block in one direction, about.
+            max_pairs: approximate largest number of pairs of a block in one direction.
 
         Yields:
             Blocks in the order of the batch; this block itself if it is small enough.
@@ -178,11 +179,11 @@ class PairBlock:
 
 
 class MatchLoss(nn.Module, ABC):
-    """The protocol of a loss over a batch of images and texts and the matrix of which pairs match.
+    """The protocol of a loss of a batch of images and texts with its matrix of labels.
 
-    A loss is a class derived from this one. It takes its options alone, holds its learnable logits, if any, and
-    provides :meth:`counts` and :meth:`part`: the loss of a batch is the sum of the parts of its blocks. A loss with a
-    random generator also provides :meth:`advance`.
+    A loss is a class derived from this one. It takes only its options, holds its learnable logits, if any, and provides
+    :meth:`counts` and :meth:`part`: the loss of a batch is the sum of the parts of its blocks. A loss with a random
+    generator also provides :meth:`advance`.
 
     Args:
         options: of the loss; options.distance names the distance by which images and texts are compared.
@@ -216,22 +217,22 @@ class MatchLoss(nn.Module, ABC):
         return self.part(block, self.counts(block), epoch=epoch)
 
     def advance(self) -> None:
-        """Called after each training step, on all processes; a loss with random samples takes new ones from then on."""
+        """Advance to the next training step, on all processes; a loss with random samples then uses new samples."""
 
     @abstractmethod
     def counts(self, block: PairBlock) -> Tensor:
-        """Numbers that the loss divides by.
+        """The divisors of the loss.
 
         Args:
             block: a block of the pairs.
 
         Returns:
-            (k,) float64 numbers; those of the blocks add up to those of the batch.
+            (k,) float64 numbers; the numbers of the blocks sum to those of the batch.
         """
 
     @abstractmethod
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
-        """What a block adds to the batch's loss.
+        """The contribution of a block to the batch's loss.
 
         Args:
             block: a block of the pairs.
@@ -251,14 +252,14 @@ def loss_of_block(
     max_pairs: int = MAX_PAIRS,
     total: Callable[[Tensor], Tensor] = lambda counts: counts,
 ) -> LossOutput:
-    """What a block adds to the loss of its batch, computed in smaller blocks that are recomputed in the backward pass.
+    """The contribution of a block to the batch's loss, in smaller blocks that the backward pass recomputes.
 
     Args:
         loss: any loss.
         block: a block of a batch; all blocks add up to the value and the gradients of ``loss(image, text, match)``.
         epoch: 0-based; None means after every warm-up.
         max_pairs: pairs in memory at a time; a block with fewer is computed at once, and nothing is recomputed.
-        total: adds up the counts of the processes that hold the other blocks.
+        total: sums the counts over the processes of the other blocks.
 
     Returns:
         The total, terms and statistics of the block.
@@ -357,7 +358,7 @@ def vib_sums(x: GaussianEmbedding) -> Tensor:
 
 
 def vib_of_block(block: PairBlock) -> Tensor:
-    """What a block adds to the sum of :func:`vib_loss` of the batch's images and of its texts.
+    """The contribution of a block to the sum of :func:`vib_loss` of the batch's images and texts.
 
     Args:
         block: a block of the pairs.

@@ -32,18 +32,18 @@ def daa_loss(
     *,
     epoch: int | None = None,
 ) -> LossOutput:
-    r"""The triplet hinge, and for each query how far the ranks by distance lie from the ranks by label.
+    r"""The triplet hinge, and for each query the disagreement of the ranks by distance with the ranks by label.
 
         triplet + asp_weight * (2 - ASP(images) - ASP(texts))
         ASP(queries) = mean over queries and their gallery of min(rank, rank') / max(rank, rank')
 
     rank counts from 1 by distance, with sigmoid((d_i - d_j) / temperature) in place of "j is closer than i", so that it
     has a gradient. rank' counts by label, the largest label first; equal labels get the mean of their ranks. The term
-    learns from graded labels (``data.graded``): with labels of 0 and 1 it wants all non-matches equally far.
+    learns from graded labels (``data.graded``): with labels of 0 and 1 it favours equal distances of all non-matches.
 
-    The released code weighs it 25 (COCO) and 10 (Flickr30K) beside a hinge summed over 128 pairs. The hinge here is a
-    mean, so that these weights become 0.2 and 0.08. The released temperature of 0.001, of similarities, leaves a
-    gradient to near ties only.
+    The released code weights it by 25 (COCO) and 10 (Flickr30K), with a hinge summed over 128 pairs. The hinge here is
+    a mean, so that these weights become 0.2 and 0.08. With the released temperature of 0.001, for similarities, only
+    near ties have a gradient.
 
     Args:
         image: (n, d) embeddings.

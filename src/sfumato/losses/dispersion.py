@@ -1,4 +1,4 @@
-"""How widely the matches of an item lie apart, and the scoring rule that fits a total variance to it."""
+"""The dispersion of an item's matches, and the scoring rule that fits a total variance to it."""
 
 import torch
 from torch import Tensor
@@ -10,21 +10,21 @@ from sfumato.gaussian import accumulation_dtype
 def match_dispersion(
     partners: Tensor, item: Tensor, partner: Tensor, n_items: int, *, whiten: bool = True, shrinkage: float = 0.01
 ) -> tuple[Tensor, Tensor]:
-    r"""How widely the matches of each item lie apart: the mean of 1 - cosine over all pairs of its matches.
+    r"""The dispersion of each item's matches: the mean of 1 - cosine over all pairs of its matches.
 
         w = W (partners - their mean), scaled to unit length
         dispersion = 1 - ||mean of w over an item's matches||^2
 
-    The pairs include each match with itself. So a single match has a dispersion of 0, k matches at right angles have
-    1 - 1/k, and copies of one thing count once. Whitening, W = covariance^(-1/2), makes unrelated things stand at right
-    angles. Without it the dispersion measures the space as it is, where many near twins count as hardly more than one.
+    The pairs include each match with itself. So a single match has a dispersion of 0, k orthogonal matches have 1 -
+    1/k, and copies of one match do not increase it. Whitening, W = covariance^(-1/2), makes unrelated items orthogonal.
+    Without whitening, many near-duplicates count as little more than one match.
 
     Args:
         partners: (n, d) means of the other side, e.g. of all training images for the dispersion of texts.
         item: (p,) positions of items in 0 .. n_items - 1; with partner the list of all true pairs.
         partner: (p,) positions of their matches in partners.
         n_items: m.
-        whiten: False takes the unit vectors of the partners themselves.
+        whiten: False uses the unit vectors of the partners without whitening.
         shrinkage: added to the eigenvalues of the covariance, in units of their mean; must be positive if there are
             fewer partners than dimensions.
 
@@ -61,7 +61,7 @@ def match_dispersion(
 
 
 def dispersion_loss(log_var: Tensor, dispersion: Tensor, *, floor: float = 0.02) -> Tensor:
-    r"""A proper scoring rule of the total variance: least where every log_var is log((dispersion + floor) / d).
+    r"""A proper scoring rule of the total variance, minimal if every log_var is log((dispersion + floor) / d).
 
         mean over items and dimensions of [ (dispersion + floor) / (d var) + log_var ] / 2
 

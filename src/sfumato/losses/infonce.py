@@ -34,9 +34,9 @@ def infonce_loss(
 ) -> LossOutput:
     r"""Softmax cross-entropy over the batch in both directions, averaged.
 
-    A row's target distribution is its labels divided by their sum, so several positives have equal parts of it; rows
-    without a positive do not count. On unit means squared_l2 = 2 - 2 cos, so a scale a here is a temperature of
-    1 / (2 a) on the cosine.
+    A row's target distribution is its labels divided by their sum, so several positives have equal probabilities; rows
+    without a positive do not count. On unit means squared_l2 = 2 - 2 cos, so a scale a here is a temperature of 1 / (2
+    a) on the cosine.
 
     Args:
         image: (n, d) embeddings.
@@ -63,7 +63,7 @@ def infonce_loss(
 
 
 def infonce_counts(block: PairBlock) -> Tensor:
-    """What InfoNCE divides by.
+    """The divisors of InfoNCE.
 
     Args:
         block: a block of the pairs.
@@ -75,7 +75,7 @@ def infonce_counts(block: PairBlock) -> Tensor:
 
 
 def infonce_part(block: PairBlock, counts: Tensor, options: InfoNCEOptions, logit_scale: Tensor | float) -> LossOutput:
-    """What a block adds to :func:`infonce_loss`.
+    """The contribution of a block to :func:`infonce_loss`.
 
     Args:
         block: a block of the pairs.
@@ -101,7 +101,7 @@ def infonce_part(block: PairBlock, counts: Tensor, options: InfoNCEOptions, logi
 
 
 def _cross_entropy(logit: Tensor, match: Tensor) -> Tensor:
-    """Summed over the rows that have a match."""
+    """The cross-entropy, summed over the rows that have a match."""
     total = match.sum(1, keepdim=True)
     target = match / torch.where(total > 0, total, 1)
     return -(target * logit.log_softmax(1)).sum()

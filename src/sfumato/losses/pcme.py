@@ -1,6 +1,6 @@
 """The PCME objective: soft contrastive loss of sampled match probabilities in log space, bottleneck and uniformity.
 
-What is random here follows from a seed and the number of the step, so that all processes and blocks use the same
+The random samples depend only on a seed and the number of the step, so that all processes and blocks use the same
 samples.
 """
 
@@ -69,11 +69,11 @@ def pcme_loss(
     Args:
         image: (n, d) embeddings.
         text: (m, d) embeddings.
-        match: (n, m) labels in [0, 1]; soft labels are welcome.
+        match: (n, m) labels in [0, 1]; soft labels are allowed.
         options: see :class:`PCMEOptions`.
         logit_scale: a > 0; options.logit_scale is only the initial value of the module.
         logit_bias: b; likewise.
-        step: number of the step; with options.seed it decides the samples.
+        step: number of the step; it determines the samples together with options.seed.
         noise: (n, s, d) and (m, s, d) standard normal numbers in place of random ones; options.n_samples and seed have
             no effect then.
 
@@ -124,7 +124,7 @@ def _samples(x: GaussianEmbedding, noise: Tensor) -> Tensor:
 
 
 def _own_and_all(block: PairBlock, noise: tuple[Tensor, Tensor]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Samples of the block's images and of its texts, then of all images and all texts; equal items, equal samples."""
+    """Samples of the block's images and texts, then of all images and all texts; equal items have equal samples."""
     own_image = noise[0][block.first_image : block.first_image + block.image.n]
     own_text = noise[1][block.first_text : block.first_text + block.text.n]
     own = _samples(block.image, own_image), _samples(block.text, own_text)
@@ -139,7 +139,7 @@ def _uniformity_sum(block: PairBlock, noise: tuple[Tensor, Tensor]) -> Tensor:
         return (-2 * distance.square()).exp().sum((2, 3))
 
     total = torch.stack([reduce_sample_distances(a, b, reduce).double().sum() for a in own for b in everything]).sum()
-    return total - sum(a.shape[0] * a.shape[1] for a in own)  # Less every sample with itself, exp(0) each.
+    return total - sum(a.shape[0] * a.shape[1] for a in own)  # Minus each sample with itself, exp(0) each.
 
 
 def _counts(block: PairBlock, noise: tuple[Tensor, Tensor], options: PCMEOptions) -> Tensor:
@@ -189,7 +189,7 @@ def _part(
 class PCMELoss(MatchLoss):
     """:func:`pcme_loss` with learnable logits.
 
-    Samples follow from options.seed and ``step``, a buffer that :meth:`advance` increments after every training step
+    Samples depend only on options.seed and ``step``, a buffer that :meth:`advance` increments after every training step
     and that checkpoints keep. So within a step every process, block and recomputation uses the same samples, two equal
     runs are bitwise equal, and so is a resumed one.
 
@@ -206,7 +206,7 @@ class PCMELoss(MatchLoss):
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
 
     def advance(self) -> None:
-        """New samples from now on."""
+        """Use new samples in the following steps."""
         self.step += 1
 
     def counts(self, block: PairBlock) -> Tensor:

@@ -1,4 +1,4 @@
-"""The PCME++ objective: match loss, pseudo-positives, information bottleneck, and InfoNCE beside them if wished."""
+"""The PCME++ objective: match loss, pseudo-positives, information bottleneck, and optionally InfoNCE."""
 
 from dataclasses import dataclass
 
@@ -36,7 +36,7 @@ class PCMEPPOptions(LossOptions):
 
 
 def pseudo_positives(distance: Tensor, match: Tensor) -> Tensor:
-    r"""Labels in which whatever is at least as close as a row's own match counts as a match too.
+    r"""Labels with pseudo-positives: items at least as close as a row's ground truth also count as matches.
 
     The ground truth of row i is the first column g of its largest label. Every column j with distance_ij <= distance_ig
     takes that label, the others keep theirs. For the other direction pass the transposes.
@@ -80,7 +80,7 @@ def pcmepp_loss(
     Args:
         image: (n, d) embeddings.
         text: (m, d) embeddings.
-        match: (n, m) labels in [0, 1]; soft labels are welcome.
+        match: (n, m) labels in [0, 1]; soft labels are allowed.
         options: see :class:`PCMEPPOptions`.
         logit_scale: a > 0; options.logit_scale is only the initial value of the module.
         logit_bias: b; likewise.
@@ -108,7 +108,7 @@ def pcmepp_loss(
 
 
 def _counts(block: PairBlock, options: PCMEPPOptions) -> Tensor:
-    """Number of pairs; with a bottleneck both modalities' sums, whose size decides if they count; those of InfoNCE."""
+    """The divisors: number of pairs; with a bottleneck both modalities' sums, to test VIB_LIMIT; those of InfoNCE."""
     values = [torch.tensor(float(block.match_i2t.numel()))]
     if options.beta:
         values += [vib_sums(x).detach().double().sum() for x in (block.image, block.text)]
@@ -141,7 +141,7 @@ def _part(
     if options.beta:
         vib, ignored = _bottleneck(block, counts[1:3])
         terms["vib"] = options.beta * vib
-        stats["vib_ignored"] = ignored * block.match_i2t.numel() / pairs  # The blocks of a batch count it once.
+        stats["vib_ignored"] = ignored * block.match_i2t.numel() / pairs  # It is counted once for all blocks.
     if options.infonce_weight:
         beside = infonce_part(block, counts[-2:], InfoNCEOptions(), infonce_scale)
         terms |= {f"infonce_{name}": options.infonce_weight * term for name, term in beside.terms.items()}
@@ -152,7 +152,7 @@ def _bottleneck(block: PairBlock, sums: Tensor) -> tuple[Tensor, Tensor]:
     """(() the block's part of both modalities' bottlenecks, () the number of modalities that are left out)."""
     sizes = [x.n * x.d for x in (block.images, block.texts)]
     ignored = [total / size > VIB_LIMIT for total, size in zip(sums, sizes, strict=True)]
-    # What is left out is not computed either: 0 times an infinite gradient would be NaN.
+    # Omitted terms are not computed, because 0 times an infinite gradient would be NaN.
     kept = [
         vib_sums(GaussianEmbedding(x.mean.masked_fill(skip, 0), x.log_var.masked_fill(skip, 0))).sum() / size
         for x, skip, size in zip((block.image, block.text), ignored, sizes, strict=True)

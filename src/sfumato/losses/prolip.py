@@ -1,7 +1,7 @@
 """The ProLIP objective: the sigmoid loss of SigLIP on the logits of Gaussians, inclusion and information bottleneck.
 
-Two deviations of the released code are left out: a bottleneck that halves the log variance of a formula that was right,
-and the inclusion and bottleneck of other processes' mismatched pairs.
+Two deviations of the released code are left out: a bottleneck with wrongly halved log variances, and the inclusion and
+bottleneck of other processes' mismatched pairs.
 """
 
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ def prolip_loss(
         tensor(0.0134)
 
     Paper: Chun et al., "Probabilistic language-image pre-training", ICLR 2025. The released bottleneck is vib_loss of
-    halved log variances, which is no divergence.
+    halved log variances, which is not a divergence.
     """
     block = PairBlock.whole(image, text, match, "prolip_loss")
     return _part(block, block.n_positives(), options, logit_scale, logit_bias)

@@ -47,8 +47,8 @@ def pvse_loss(
         diversity = mean over items of 1/K^2 || U U^T - I ||_F
 
     a runs over all embeddings of all images, b over those of all texts; U are an item's K embeddings at unit length.
-    The paper measures diversity on what each embedding adds to what all have in common; a loss sees the embeddings
-    only.
+    The paper measures diversity on the residual of each embedding beyond the common part; a loss has only the
+    embeddings.
 
     Args:
         image: (n, K d) embeddings, K of d dimensions side by side.
@@ -69,7 +69,7 @@ def pvse_loss(
 
 
 def _mmd(block: PairBlock, k: int) -> Tensor:
-    """() what a block's rows of the three kernels add; between images and texts each side's rows count half."""
+    """() the contribution of a block's rows of the three kernels; rows between images and texts have weight 1/2."""
     own, everything = (block.image, block.text), (block.images, block.texts)
     parts = []
     for side in (0, 1):

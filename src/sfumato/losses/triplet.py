@@ -37,15 +37,15 @@ def triplet_loss(
     *,
     epoch: int | None = None,
 ) -> LossOutput:
-    r"""Hinge on how much farther a negative is than a positive, in both directions.
+    r"""Hinge on the difference of the distances of a positive and a negative, in both directions.
 
         mean over positive pairs of [margin + d(anchor, positive) - d(anchor, negative)]_+
 
-    A pair is positive when its label is at least 1/2, negative otherwise. Which negatives of an anchor count:
+    A pair is positive when its label is at least 1/2, negative otherwise. The negatives of an anchor that count:
 
     - "hardest": the closest one (VSE++);
-    - "sum": all, their hinges added up (VSE0);
-    - "semi-hard": the closest of those farther than the positive but within the margin; none, no loss (FaceNet).
+    - "sum": all negatives, with summed hinges (VSE0);
+    - "semi-hard": the closest negative beyond the positive and within the margin; no loss without one (FaceNet).
 
     Hardest mining may collapse at the start of a training; options.sum_epochs sums over all negatives first.
 
@@ -74,7 +74,7 @@ def triplet_loss(
 
 
 def _direction(distance: Tensor, positive: Tensor, margin: Tensor | float, mining: Mining) -> tuple[Tensor, Tensor]:
-    """(sum of the hinges of the p positive pairs, number of them with a loss); anchors are rows, of a margin too."""
+    """(sum of the hinges of the p positive pairs, number of pairs with a loss); anchors are the rows."""
     anchor, ground_truth = positive.nonzero(as_tuple=True)
     own = distance[anchor, ground_truth].unsqueeze(1)  # (p, 1)
     others = distance[anchor].masked_fill(positive[anchor], torch.inf)  # (p, m)

@@ -1,1 +1,1 @@
-"""Metrics from ranks, distances and uncertainties; they know nothing of models."""
+"""Metrics from ranks, distances and uncertainties, independent of models."""

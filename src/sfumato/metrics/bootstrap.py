@@ -1,7 +1,7 @@
 """Bootstrap intervals of any figure over queries, and the resampling of a balanced rank correlation.
 
-A statistic is a function of how often each query is in a resample, so that a thousand resamples cost one sort: see
-:data:`Statistic` and :func:`bootstrap`. It knows arrays with one number for each query, and nothing of models.
+A statistic is a function of the count of each query in a resample, so that a thousand resamples need only one sort: see
+:data:`Statistic` and :func:`bootstrap`. The inputs are arrays with one number for each query.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,8 +19,8 @@ class Interval:
     """A value with its bootstrap confidence interval.
 
     Attributes:
-        value: on the data as it is; None where it is undefined, as a correlation with a constant is.
-        low, high: percentiles over the resamples; None where value is None, or where most resamples are undefined.
+        value: value on the data without resampling; None if it is undefined, like a correlation with a constant.
+        low, high: percentiles over the resamples; None if value is None, or if most resamples are undefined.
     """
 
     value: float | None
@@ -47,7 +47,7 @@ def mean_statistic(values: np.ndarray) -> Statistic:
 
 
 def any_statistic(function: Callable[..., float], *arrays: np.ndarray) -> Statistic:
-    """Any function of (k,) arrays, to be resampled: called once for each resample, on the items that are in it.
+    """A statistic from any function of (k,) arrays, which is called once for each resample on its items.
 
     Args:
         function: of as many 1-D arrays as are given; NaN where undefined.
@@ -81,7 +81,7 @@ def bootstrap(
         statistics: by name; see :data:`Statistic`.
         n: number of queries.
         n_resamples: number of resamples; 0 gives values without intervals.
-        level: coverage that the intervals aim at. Percentile intervals are somewhat narrow for few queries and skewed
+        level: nominal coverage of the intervals. Percentile intervals are somewhat narrow for few queries and skewed
             statistics.
         seed: of the resamples.
         groups: (n,) queries with equal entries are resampled together: the five captions of an image are not
@@ -129,9 +129,9 @@ def percentile_interval(value: float, resampled: np.ndarray, level: float = 0.95
     """The interval between the percentiles of resampled values.
 
     Args:
-        value: on the data as it is; NaN where it is undefined.
+        value: value on the data without resampling; NaN if it is undefined.
         resampled: (b,) values of the resamples; NaN are left out.
-        level: coverage that the interval aims at, in (0, 1).
+        level: nominal coverage of the interval, in (0, 1).
 
     Returns:
         The interval; low and high are None if most resamples are NaN.
@@ -180,7 +180,7 @@ def resampled_balanced_spearman(
     for own in members:
         resample = own[random.integers(len(own), size=(n_resamples, len(own)))]
         size = min(per_bin, len(own))
-        # A resample is in random order: consecutive parts of it, wrapped around, are random sets.
+        # A resample is in random order, so its consecutive parts (with wrap-around) are random sets.
         positions = (np.arange(n_sets)[:, None] * size + np.arange(size)) % len(own)
         parts.append(resample[:, positions])
     chosen = np.concatenate(parts, axis=2).reshape(n_resamples * n_sets, -1)
@@ -192,7 +192,7 @@ def resampled_balanced_spearman(
 
 
 def on_all(statistic: Statistic, n: int) -> float:
-    """The value of a statistic on the data as it is.
+    """The value of a statistic on the data without resampling.
 
     Args:
         statistic: of n queries.

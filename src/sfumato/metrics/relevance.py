@@ -121,7 +121,7 @@ class Relevance:
         return np.repeat(np.arange(self.n_queries), self.counts)
 
     def transpose(self) -> "Relevance":
-        """The other direction: gallery items as queries. Items outside of the gallery are left out.
+        """The ground truth of the other direction, without items outside of the gallery.
 
         Returns:
             The ground truth of m queries and a gallery of n items.
@@ -131,7 +131,7 @@ class Relevance:
         )
 
     def select_queries(self, index: np.ndarray) -> "Relevance":
-        """Only the queries at these positions, in this order.
+        """Select the queries at some positions, in this order.
 
         Args:
             index: (k,) positions of queries.
@@ -148,10 +148,10 @@ class Relevance:
         return Relevance(indptr, indices, self.n_gallery, outside)
 
     def select_gallery(self, index: np.ndarray) -> "Relevance":
-        """Only the gallery items at these distinct positions, renumbered in this order.
+        """Select the gallery items at some distinct positions, renumbered in this order.
 
-        Items that are left out, and those that were outside before, do not count: this is the ground truth of a smaller
-        benchmark.
+        Omitted items, and items that were outside of the gallery before, do not count: the result is the ground truth
+        of a smaller benchmark.
 
         Args:
             index: (k,) distinct positions of gallery items.

@@ -1,6 +1,6 @@
-"""How well probabilities agree with outcomes, and the exact bounds of binomial rates.
+"""Agreement of probabilities with outcomes, and exact bounds of binomial rates.
 
-It knows predictions and outcomes, not their source. Curves are plain numbers, ready for any plotting library.
+The inputs are predictions and outcomes of any source. Curves are plain numbers, for any plotting library.
 """
 
 import math
@@ -17,15 +17,15 @@ Binning = Literal["width", "count"]
 def reliability_curve(
     probability: Tensor, match: Tensor, *, n_bins: int = 15, binning: Binning = "width", confidence: float = 0.95
 ) -> list[dict[str, Any]]:
-    """Predicted against observed, bin by bin.
+    """The reliability curve: predicted probability and observed fraction in each bin.
 
     Args:
         probability: (k,) predictions in [0, 1].
         match: (k,) labels in [0, 1].
         n_bins: number of bins.
-        binning: "width" divides [0, 1] into equal parts. "count" puts equally many predictions into each bin, up to
-            one; equal predictions may fall into two bins. For all pairs of a gallery prefer "count": nearly all of
-            their predictions lie in the first bin of equal width.
+        binning: "width" divides [0, 1] into equal parts. "count" puts the same number of predictions into each bin,
+            with a difference of at most one; equal predictions may fall into two bins. For all pairs of a gallery
+            prefer "count": nearly all of their predictions lie in the first bin of equal width.
         confidence: of the interval of the observed fraction.
 
     Returns:
@@ -115,7 +115,7 @@ def brier_score(probability: Tensor, match: Tensor) -> float:
 def compare_calibration(
     probability: Mapping[str, Tensor], match: Tensor, *, n_bins: int = 15
 ) -> dict[str, dict[str, Any]]:
-    """Several predictions of the same outcomes side by side, e.g. before and after calibration.
+    """Compare several predictions of the same outcomes, e.g. before and after calibration.
 
     Args:
         probability: by name, (k,) predictions in [0, 1].
@@ -174,7 +174,7 @@ def binomial_tail(k: int, n: int, p: float) -> float:
     """P(X <= k) for a binomial X: successes in n trials with probability p each. It is summed in log space.
 
     Args:
-        k: any whole number; below 0 the tail is 0, from n on it is 1.
+        k: any integer; the tail is 0 for k < 0 and 1 for k >= n.
         n: number of trials.
         p: in [0, 1].
 
@@ -202,7 +202,7 @@ def clopper_pearson_upper(errors: int, n: int, *, confidence: float = 0.95) -> f
     Args:
         errors: observed number, 0 to n.
         n: number of independent trials.
-        confidence: probability, at least, that the bound is not below the true rate.
+        confidence: lower limit of the probability that the bound is not below the true rate.
 
     Returns:
         The p with P(X <= errors) = 1 - confidence; 1 for errors = n, n = 0 among them.
@@ -230,7 +230,7 @@ def clopper_pearson_upper(errors: int, n: int, *, confidence: float = 0.95) -> f
 
 
 def mean_loss_p_value(mean: float, n: int, limit: float) -> float:
-    """Evidence against "the expected loss is at least `limit`", from the mean of n independent losses in [0, 1].
+    """The p-value of "the expected loss is at least `limit`", from the mean of n independent losses in [0, 1].
 
     The Hoeffding-Bentkus bound: valid for losses of any shape, hence looser than the binomial tail for 0 and 1.
 
@@ -247,7 +247,7 @@ def mean_loss_p_value(mean: float, n: int, limit: float) -> float:
     if n == 0 or mean >= limit:
         return 1.0
     gap = (1 - mean) * math.log((1 - mean) / (1 - limit)) + (mean * math.log(mean / limit) if mean > 0 else 0.0)
-    # n times the mean of n float losses may lie a little above the whole number that it stands for.
+    # n times the mean of n float losses may be slightly above the exact integer.
     return min(1.0, math.exp(-n * gap), math.e * binomial_tail(math.ceil(n * mean - 1e-9), n, limit))
 
 

@@ -1,4 +1,4 @@
-"""Retrieval metrics from the ranks of the relevant items, which is all that any of them needs.
+"""Retrieval metrics, all computed from the ranks of the relevant items.
 
 Ranks come from counting, not from sorting whole galleries. Ties are decided by gallery position: of two items at the
 same distance the earlier one ranks first, as in a stable sort. Ranks may also be read from ranked lists, in the order
@@ -39,7 +39,7 @@ class ShortListError(ValueError):
 
 
 class ScoreMatrix(Protocol):
-    """Anything two-dimensional that can be sliced: a NumPy array or memmap, a tensor, an array in an open file."""
+    """A two-dimensional array that can be sliced: a NumPy array or memmap, a tensor, or an array in an open file."""
 
     @property
     def shape(self) -> Any:
@@ -47,7 +47,7 @@ class ScoreMatrix(Protocol):
         ...
 
     def __getitem__(self, index: Any, /) -> Any:
-        """A block, as something that NumPy makes an array of."""
+        """A block that NumPy can convert to an array."""
         ...
 
 
@@ -138,13 +138,13 @@ def ranks_from_lists(
     """Ranks of the relevant items from ranked lists of gallery positions.
 
     Args:
-        lists: of each query, positions in the gallery from best to worst; whole, or only the first. An (n, k) array
-            works.
+        lists: of each query, positions in the gallery from best to worst; the complete list, or only its beginning. An
+            (n, k) array is accepted.
         relevance: of the queries.
 
     Returns:
-        ((p,) int64 ranks in the order of relevance.indices, UNLISTED for what the list does not hold; (n,) lengths of
-        the lists, the ``depth`` of :func:`retrieval_metrics`).
+        ((p,) int64 ranks in the order of relevance.indices, UNLISTED for items that the list does not contain; (n,)
+        lengths of the lists, the ``depth`` of :func:`retrieval_metrics`).
 
     Raises:
         ValueError: there is not one list for each query, or a list holds a position twice or one outside of the
@@ -214,7 +214,7 @@ def _ranks_on_host(distance: Tensor, relevance: Relevance, first_query: int) -> 
     """:func:`relevant_ranks` of a few rows in NumPy, which counts and sorts plain values several times faster."""
     narrow = distance.dtype in (torch.float16, torch.bfloat16)
     block = (distance.float() if narrow else distance).detach().contiguous().numpy()
-    # The minimum of anything with NaN is NaN.
+    # The minimum of values with NaN is NaN.
     if block.size and block.dtype.kind == "f" and np.isnan(block.min()):
         raise ValueError("relevant_ranks: a distance is NaN; nothing can be ranked by it")
     starts = relevance.indptr[first_query : first_query + len(block) + 1]
@@ -228,7 +228,7 @@ def _ranks_on_host(distance: Tensor, relevance: Relevance, first_query: int) -> 
 
 
 def _count_before(row: np.ndarray, items: np.ndarray) -> list[int]:
-    """Few relevant items: before each come the equal ones at earlier positions, and the closer ones anywhere."""
+    """Ranks of few relevant items: the number of closer items plus the number of equal items at earlier positions."""
     before = []
     for j in items.tolist():
         own = row[j]
@@ -237,7 +237,7 @@ def _count_before(row: np.ndarray, items: np.ndarray) -> list[int]:
 
 
 def _ranks_from_sorted(row: np.ndarray, items: np.ndarray) -> np.ndarray:
-    """Many relevant items: one sort of the plain values, about twenty times faster than an argsort."""
+    """Ranks of many relevant items by one sort of the plain values, about twenty times faster than an argsort."""
     values, own = np.sort(row), row[items]
     ranks: np.ndarray = np.searchsorted(values, own)
     tied = np.flatnonzero(np.searchsorted(values, own, side="right") > ranks + 1)
@@ -252,7 +252,7 @@ def _ranks_from_sorted(row: np.ndarray, items: np.ndarray) -> np.ndarray:
 
 
 def _ranks_on_device(distance: Tensor, relevance: Relevance, first_query: int) -> np.ndarray:
-    """:func:`relevant_ranks` of a few rows where they are, on an accelerator."""
+    """:func:`relevant_ranks` of a few rows on their device, an accelerator."""
     if torch.isnan(distance).any():
         raise ValueError("relevant_ranks: a distance is NaN; nothing can be ranked by it")
     distance, device = distance.contiguous(), distance.device
@@ -270,7 +270,7 @@ def _ranks_on_device(distance: Tensor, relevance: Relevance, first_query: int) -
         rank = torch.empty_like(order).scatter_(1, order, torch.arange(m, device=device).expand_as(order))
         ranks[many] = rank[where, items[many]]
     few = torch.nonzero(~many).squeeze(1)
-    # Few: count, for the k-th relevant item of all rows at once, what comes before it.
+    # Few: for the k-th relevant item of all rows at once, count the items before it.
     nth_on_host = np.arange(stop - start) - np.repeat(relevance.indptr[first_query : first_query + b] - start, counts)
     nth = torch.from_numpy(nth_on_host).to(device)
     for k in range(int(nth[few].max()) + 1 if len(few) else 0):
@@ -298,7 +298,7 @@ def per_query_metrics(
         ranks: (p,) of all relevant items, in the order of relevance.indices.
         relevance: the ground truth.
         ks: K of recall@K.
-        depth: (n,) lengths of the ranked lists that the ranks came from; None where every rank is known.
+        depth: (n,) lengths of the ranked lists that the ranks came from; None if every rank is known.
         names: the metrics to give, "recall@K" with any K among them; None gives all, with the K of ks.
 
     Returns:
@@ -307,8 +307,9 @@ def per_query_metrics(
 
     Raises:
         ValueError: there is not one rank for each relevant item, or a name is unknown.
-        ShortListError: a ValueError; a list is too short for a metric. recall@K needs K items, r_precision and map@r
-            need as many as there are relevant ones, best_rank needs the best one. A whole list is enough for all.
+        ShortListError: a ValueError; a list is too short for a metric. recall@K needs K items; r_precision and map@r
+            need as many items as there are relevant ones; best_rank needs the best relevant item. A complete list is
+            sufficient for all metrics.
     """
     if len(ranks) != len(relevance.indices):
         raise ValueError(

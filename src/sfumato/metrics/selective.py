@@ -1,7 +1,7 @@
-"""Does an uncertainty predict which answers are wrong? AUROC, and risk against coverage.
+"""Selective prediction: how well an uncertainty predicts wrong answers, by AUROC and risk-coverage curves.
 
-It knows arrays with one number for each query, and nothing of models. Each measure is also a statistic, to be
-resampled: see :func:`~sfumato.metrics.bootstrap.bootstrap`.
+The inputs are arrays with one number for each query. Each measure is also a statistic for the bootstrap: see
+:func:`~sfumato.metrics.bootstrap.bootstrap`.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ def auroc(score: np.ndarray, positive: np.ndarray) -> float:
     """Probability that a positive item has a higher score than a negative one; ties count one half.
 
     Args:
-        score: (n,) higher should mean positive.
+        score: (n,) scores; a higher score should mean positive.
         positive: (n,) bool, or 0 and 1.
 
     Returns:
@@ -39,8 +39,9 @@ def aurc(uncertainty: np.ndarray, error: np.ndarray) -> float:
         error: (n,) loss of each item, 0 and 1 for right and wrong.
 
     Returns:
-        Between the area of the best order and that of the worst; the mean error for a random order. For items that tie
-        it is the expectation over their random order, so that a constant gets the mean error. NaN for n = 0.
+        A number between the area of the best order and the area of the worst order; a random order has the mean error.
+        For tied items it is the expectation over their random order, so a constant uncertainty gets the mean error. NaN
+        for n = 0.
 
     Raises:
         ValueError: shapes differ, or a value is NaN.
@@ -65,7 +66,7 @@ def excess_aurc(uncertainty: np.ndarray, error: np.ndarray) -> float:
 
 
 def prediction_rejection_ratio(uncertainty: np.ndarray, error: np.ndarray) -> float:
-    """Prediction rejection ratio (PRR): the gain over a random order, as a fraction of that of a perfect order.
+    """Prediction rejection ratio (PRR): the gain over a random order, divided by the gain of a perfect order.
 
         PRR = (mean error - aurc) / (mean error - best aurc)
 
@@ -74,7 +75,7 @@ def prediction_rejection_ratio(uncertainty: np.ndarray, error: np.ndarray) -> fl
 
     Returns:
         1 for the best order, 0 for a random one, negative if the uncertain items are the right ones; NaN if all errors
-        are equal, when there is nothing to gain.
+        are equal, because then no order has a gain.
 
     Paper: Malinin, "Uncertainty estimation in deep learning with application to spoken language assessment", 2019.
     """
@@ -82,7 +83,7 @@ def prediction_rejection_ratio(uncertainty: np.ndarray, error: np.ndarray) -> fl
 
 
 def risk_at_coverage(uncertainty: np.ndarray, error: np.ndarray, coverage: float) -> float:
-    """Mean error of the ceil(coverage * n) most certain items; of items that tie at the edge, the expectation.
+    """Mean error of the ceil(coverage * n) most certain items; for ties at the limit, the expectation.
 
     Args:
         uncertainty, error: see :func:`aurc`.
@@ -104,7 +105,7 @@ def risk_coverage_curve(uncertainty: np.ndarray, error: np.ndarray) -> tuple[np.
         uncertainty, error: see :func:`aurc`.
 
     Returns:
-        ((n,) coverages 1/n, 2/n ... 1, (n,) expected mean errors of as many of the most certain items).
+        ((n,) coverages 1/n, 2/n ... 1, (n,) expected mean errors of the 1, 2 ... n most certain items).
     """
     uncertainty, error = _checked(uncertainty, error, "risk_coverage_curve")
     n = len(error)
@@ -116,7 +117,7 @@ def risk_coverage_curve(uncertainty: np.ndarray, error: np.ndarray) -> tuple[np.
 
 
 def auroc_statistic(score: np.ndarray, positive: np.ndarray) -> Statistic:
-    """:func:`auroc`, to be resampled.
+    """:func:`auroc` as a statistic for the bootstrap.
 
     Args:
         score, positive: see :func:`auroc`.
@@ -144,7 +145,7 @@ def auroc_statistic(score: np.ndarray, positive: np.ndarray) -> Statistic:
 
 
 def aurc_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
-    """:func:`aurc`, to be resampled.
+    """:func:`aurc` as a statistic for the bootstrap.
 
     Args:
         uncertainty, error: see :func:`aurc`.
@@ -173,7 +174,7 @@ def aurc_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
 
 
 def excess_aurc_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
-    """:func:`excess_aurc`, to be resampled.
+    """:func:`excess_aurc` as a statistic for the bootstrap.
 
     Args:
         uncertainty, error: see :func:`aurc`.
@@ -186,7 +187,7 @@ def excess_aurc_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statist
 
 
 def rejection_ratio_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
-    """:func:`prediction_rejection_ratio`, to be resampled.
+    """:func:`prediction_rejection_ratio` as a statistic for the bootstrap.
 
     Args:
         uncertainty, error: see :func:`aurc`.
@@ -198,7 +199,7 @@ def rejection_ratio_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Sta
 
     def statistic(counts: np.ndarray) -> np.ndarray:
         chance, perfect = mean(counts), best(counts)
-        # With equal errors only rounding is left, and nothing can be gained.
+        # With equal errors the difference is only rounding, and no order has a gain.
         room = np.where(chance - perfect > 1e-12 * np.maximum(1, np.abs(chance)), chance - perfect, np.nan)
         return _array((chance - own(counts)) / room)
 
@@ -206,7 +207,7 @@ def rejection_ratio_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Sta
 
 
 def risk_statistic(uncertainty: np.ndarray, error: np.ndarray, coverage: float) -> Statistic:
-    """:func:`risk_at_coverage`, to be resampled.
+    """:func:`risk_at_coverage` as a statistic for the bootstrap.
 
     Args:
         uncertainty, error, coverage: see :func:`risk_at_coverage`.
@@ -234,7 +235,7 @@ def risk_statistic(uncertainty: np.ndarray, error: np.ndarray, coverage: float) 
 
 
 def spearman_statistic(x: np.ndarray, y: np.ndarray) -> Statistic:
-    """Spearman rank correlation, ties by average ranks, to be resampled: ranks are those of the resample.
+    """Spearman rank correlation as a statistic for the bootstrap: ties by average ranks, ranks within the resample.
 
     Args:
         x, y: (n,) values.
@@ -257,7 +258,7 @@ def spearman_statistic(x: np.ndarray, y: np.ndarray) -> Statistic:
 
 
 def decile_statistic(uncertainty: np.ndarray, hit: np.ndarray, *, n_bins: int = 10) -> Statistic:
-    """Pearson correlation of bin number and recall, to be resampled.
+    """Pearson correlation of bin number and recall as a statistic for the bootstrap.
 
     See :func:`~sfumato.metrics.uncertainty.recall_by_uncertainty`.
 
@@ -298,7 +299,7 @@ def _checked(x: np.ndarray, y: np.ndarray, who: str) -> tuple[np.ndarray, np.nda
 
 
 def _groups(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """((n,) ascending order, (g,) where in it each group of equal values starts)."""
+    """((n,) ascending order, (g,) start of each group of equal values in this order)."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     new = np.ones(len(values), bool)
@@ -312,7 +313,7 @@ def _sums(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _first(w: np.ndarray, e: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """(b, g) sizes and totals of groups, (b, k) numbers of first items -> (b, k) totals; groups in even parts."""
+    """(b, g) sizes and totals of groups, (b, k) numbers of first items -> (b, k) totals, with groups divided evenly."""
     end, total = np.cumsum(w, axis=1), np.cumsum(e, axis=1)
     rows = np.arange(len(w))
     result = np.zeros(wanted.shape)
@@ -338,7 +339,7 @@ def _ranker(values: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _harmonic(n: int) -> np.ndarray:
-    """(n + 1,) 0, 1, 1 + 1/2, ..."""
+    """The harmonic numbers (n + 1,): 0, 1, 1 + 1/2, ..."""
     return np.concatenate([[0.0], np.cumsum(1 / np.arange(1, n + 1))])
 
 

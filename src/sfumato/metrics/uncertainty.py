@@ -1,4 +1,4 @@
-"""How well an uncertainty predicts recall, and how well it ranks with a known ambiguity."""
+"""Correlation of an uncertainty with recall and with a known ambiguity."""
 
 from typing import Any
 
@@ -62,9 +62,9 @@ def spearman(x: np.ndarray, y: np.ndarray) -> float:
 def balanced_spearman(
     x: np.ndarray, multiplicity: np.ndarray, *, per_bin: int = 20, n_sets: int = 200, seed: int = 0
 ) -> float:
-    """Spearman correlation with a multiplicity, over sets in which its powers of two occur about equally often.
+    """Spearman correlation with a multiplicity, over sets with about equal numbers of items in each power of two.
 
-    Most tags name one or two things, so that ambiguous ones have little weight in a plain correlation. Items are binned
+    Most tags match one or two concepts, so ambiguous tags have little weight in a plain correlation. Items are binned
     by floor(log2(multiplicity)). A set takes at most per_bin random items of each bin; the correlations of n_sets sets
     are averaged.
 
@@ -103,7 +103,7 @@ def balanced_spearman(
 
 
 def recall_by_uncertainty(uncertainty: np.ndarray, hit: np.ndarray, *, n_bins: int = 10) -> dict[str, Any]:
-    """Recall in bins of equal size from the most certain queries to the least.
+    """Recall in bins of equal size, from the most to the least certain queries.
 
     Args:
         uncertainty: (n,) of the queries.
@@ -112,7 +112,7 @@ def recall_by_uncertainty(uncertainty: np.ndarray, hit: np.ndarray, *, n_bins: i
 
     Returns:
         "bins": a list of {"uncertainty", "recall", "count"}; "correlation": Pearson between bin number and recall, as
-        the paper reports it (Chun 2024, figure 3: negative when uncertain queries fail); "spearman" over single
+        reported in the paper (Chun 2024, figure 3: negative when uncertain queries fail); "spearman" over single
         queries. None where a correlation is undefined, as for points.
 
     Raises:

@@ -1,1 +1,1 @@
-"""What a model is and does: recipes, building, run folders, embedding, calibration, export. Nothing here trains."""
+"""Models without training: recipes, building, run folders, embedding, calibration and export."""

@@ -1,4 +1,4 @@
-"""From a recipe to its model and its loss: sections become objects here, by way of the registries."""
+"""Building of a recipe's model and loss from its sections, with the registries."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -31,13 +31,13 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class Assets:
-    """What a model needs beside its recipe and its weights, so that it can be built again without a network.
+    """The assets that a model needs beside its recipe and weights, to be rebuilt without a network.
 
     Attributes:
         tokenizer: of a text encoder that reads words or subword tokens.
         encoders: by side, "image" and "text", the descriptions of encoders
             (:attr:`~sfumato.encoders.encoder_protocol.Encoder.description`).
-        trained: trained weights will be loaded: the model need not start from pre-trained ones.
+        trained: whether trained weights will be loaded; then pre-trained weights are not needed.
     """
 
     tokenizer: Tokenizer | None = None
@@ -50,7 +50,7 @@ def fresh_tokenizer(config: ModelConfig, texts: Iterable[str]) -> Tokenizer | No
 
     Args:
         config: section ``model`` of the recipe.
-        texts: the training texts, from which a tokenizer is learnt unless the text encoder has a pre-trained one.
+        texts: the training texts, which train a tokenizer unless the text encoder has a pre-trained one.
 
     Returns:
         The tokenizer; None if the text encoder has none, as with frozen features.
@@ -63,12 +63,12 @@ def fresh_tokenizer(config: ModelConfig, texts: Iterable[str]) -> Tokenizer | No
 
 
 def build_model(config: ModelConfig, assets: Assets, augment: AugmentConfig | None = None) -> DualEncoder:
-    """A model with fresh weights, or with those of the pre-trained encoders that it starts from.
+    """Build a model with new weights, or with the weights of its pre-trained encoders.
 
     Args:
         config: section ``model`` of the recipe.
         assets: the tokenizer; with the descriptions of a run's encoders nothing pre-trained is loaded.
-        augment: section ``augment`` of the recipe, for what happens between encoders and heads while training.
+        augment: section ``augment`` of the recipe, for the augmentation between encoders and heads in training.
 
     Returns:
         The model, on the CPU.
@@ -78,7 +78,7 @@ def build_model(config: ModelConfig, assets: Assets, augment: AugmentConfig | No
         ValueError: the kind of an encoder is not registered, or an asset is missing.
     """
     augment = augment or AugmentConfig()
-    # Texts with token ids are changed before the encoder reads them: only features are dropped here.
+    # Texts with token ids are augmented before the encoder reads them; only features are dropped here.
     text_tokens = 0.0 if encoder_entry("text", config.text.kind).tokenizer else augment.text_tokens
     return DualEncoder(
         _tower("image", config, assets, augment.image_tokens, config.image.drops_tokens),
@@ -107,7 +107,7 @@ def _tower(side: Side, config: ModelConfig, assets: Assets, token_dropout: float
 
 
 def build_loss(recipe: Recipe) -> MatchLoss:
-    """The loss of a recipe, with fresh logits.
+    """Build the loss of a recipe, with initial logits.
 
     Args:
         recipe: its section ``loss`` names the loss and holds its options.
@@ -119,7 +119,7 @@ def build_loss(recipe: Recipe) -> MatchLoss:
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device of a name. "auto" is cuda if there is a GPU, else the CPU: Apple's mps lacks float64, which sums need.
+    """The device with a given name; "auto" is cuda if there is a GPU, else the CPU, as mps lacks float64 for sums.
 
     Args:
         name: "auto", "cpu", "cuda", "cuda:1" ...

@@ -35,10 +35,10 @@ def calibrate_split(
     max_queries: int = 5_000,
     seed: int = 0,
 ) -> Calibration:
-    """Fit probabilities on the pairs of a split, and keep the scores of its queries in both directions.
+    """Fit match probabilities on the pairs of a split, and store the scores of its queries in both directions.
 
-    A large split is sampled: random images, with all texts, for the pairs of the fit, and random queries of either
-    side, with the whole other side as their gallery, for the scores.
+    A large split is sampled. The fit uses the pairs of random images with all texts. The scores use random queries of
+    both sides, each with the whole other side as gallery.
 
     Args:
         embedded: (images, texts) of the split.
@@ -46,7 +46,7 @@ def calibrate_split(
         distance: name in DISTANCES.
         split: name of the split, kept with the calibration.
         method: see :meth:`Calibration.fit`.
-        learnt: (logit_scale, logit_bias) of the loss, to compare with.
+        learnt: (logit_scale, logit_bias) of the loss, for comparison.
         max_pairs: largest number of pairs in the fit.
         max_queries: largest number of queries of either side whose scores are kept.
         seed: seed of the random choice of images and queries.
@@ -54,7 +54,7 @@ def calibrate_split(
     Returns:
         The calibration. In its `metadata`, "expected_calibration_error" is measured on the pairs of the fit, and
         "expected_calibration_error_before" with the logits of the loss. For i2t the growth is 0, because a larger
-        gallery of texts comes with more images and adds no texts to an image; for t2i it is measured.
+        gallery of texts has more images and not more texts for an image; for t2i it is measured.
 
     Raises:
         ValueError: nothing can be fitted; see :func:`~sfumato.calibration.platt.fit_logits`.
@@ -94,7 +94,7 @@ def calibrate_split(
 
 
 def _some(n: int, most: int, seed: int) -> np.ndarray:
-    """At most so many of n positions, at random, sorted."""
+    """A sorted random sample of n positions, of at most the given size."""
     return np.sort(np.random.default_rng(seed).permutation(n)[:most])
 
 
@@ -128,16 +128,15 @@ def calibrate_run(
 
 
 def describe_calibration(calibration: Calibration) -> dict[str, Any]:
-    """The thresholds of a calibration at a few usual levels.
+    """The thresholds of a calibration at common levels.
 
     Args:
         calibration: fitted.
 
     Returns:
         Its `metadata`, and for "t2i" and "i2t" {"n_queries", "n_gallery", "matches_per_query", "growth", "precision":
-        {0.5, 0.8,
-        0.9: threshold}, "risk": {0.2, 0.1, 0.05: {"abstain_below", "answered"}}, "coverage": {0.8, 0.9, 0.95: radius}};
-        null where the held-out queries do not support a guarantee.
+        {0.5, 0.8, 0.9: threshold}, "risk": {0.2, 0.1, 0.05: {"abstain_below", "answered"}}, "coverage": {0.8, 0.9,
+        0.95: radius}}; null if the held-out queries do not support a guarantee.
     """
     result: dict[str, Any] = dict(calibration.metadata)
     for direction in get_args(Direction):

@@ -1,4 +1,4 @@
-"""Using a model, a run or a published one: embedding folders, files and splits, and evaluating."""
+"""Use of a run or a published model: embedding of folders, files and splits, and evaluation."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ from sfumato.progress import progress_bar
 
 
 class RetrievalModel(Protocol):
-    """A dual encoder that knows how likely a match is: a :class:`~sfumato.models.run.Run` or a published model."""
+    """A dual encoder with match probabilities: a :class:`~sfumato.models.run.Run` or a published model."""
 
     @property
     def model(self) -> DualEncoder:
@@ -49,12 +49,12 @@ class RetrievalModel(Protocol):
 
     @property
     def calibrated(self) -> bool:
-        """Whether these were fitted on held-out pairs."""
+        """Whether the logits were fitted on held-out pairs."""
         ...
 
     @property
     def calibration(self) -> Calibration | None:
-        """All that was fitted there."""
+        """Everything that was fitted on held-out pairs."""
         ...
 
 
@@ -66,7 +66,7 @@ def embed_folder(retrieval_model: RetrievalModel, folder: Path) -> tuple[Gaussia
         folder: searched with its subfolders.
 
     Returns:
-        ((n, d) embeddings; n ids, paths relative to the folder, sorted; what was left out and why).
+        ((n, d) embeddings; n ids, paths relative to the folder, sorted; the items left out, with reasons).
 
     Raises:
         UserError: there is no such folder, or no usable image in it.
@@ -93,7 +93,7 @@ def embed_sources(
         ids: k ids.
 
     Returns:
-        ((n, d) embeddings, their n ids, what was left out and why).
+        ((n, d) embeddings, their n ids, the items left out, with reasons).
 
     Raises:
         UserError: no image can be used.
@@ -119,20 +119,20 @@ def embed_lines(retrieval_model: RetrievalModel, path: Path) -> tuple[GaussianEm
         path: see :func:`read_lines`.
 
     Returns:
-        ((n, d) embeddings, n ids, what was left out).
+        ((n, d) embeddings, n ids, the items left out).
     """
     texts, ids, problems = read_lines(path)
     return retrieval_model.model.embed_texts(texts), ids, problems
 
 
 def read_lines(path: Path) -> tuple[list[str], list[str], Problems]:
-    """The texts of a file, one a line; empty lines are left out and reported.
+    """Read the texts of a file, one on each line; empty lines are left out and reported.
 
     Args:
         path: a UTF-8 file.
 
     Returns:
-        (texts, ids: line numbers from 1, what was left out).
+        (texts, ids: line numbers from 1, the items left out).
 
     Raises:
         UserError: there is no such file, it is not UTF-8, or holds no text.
@@ -166,7 +166,7 @@ def embed_split_images(
         split: its name.
 
     Returns:
-        ((n, d) embeddings, n ids, what was left out).
+        ((n, d) embeddings, n ids, the items left out).
     """
     problems = Problems()
     prepared = load_split(retrieval_model.model, data, split, problems)
@@ -182,10 +182,10 @@ def embed_for_evaluation(
         retrieval_model: the model.
         data: where the split comes from.
         split: its name.
-        process_group: the processes that share the work; None for this one alone.
+        process_group: the processes among which the work is divided; None for a single process.
 
     Returns:
-        Embeddings and ground truth, the whole in every process.
+        Embeddings and ground truth, complete in every process.
     """
     process_group = process_group or alone()
     prepared = load_split(retrieval_model.model, data, split, process_group=process_group)
@@ -211,8 +211,8 @@ def evaluate_model(
         retrieval_model: the model.
         data: where the split comes from.
         split: its name.
-        distance: to rank by; the model's own if None.
-        process_group: the processes that share the work; None for this one alone.
+        distance: distance for ranking; the model's distance if None.
+        process_group: the processes among which the work is divided; None for a single process.
         embedded: of :func:`embed_for_evaluation`, if the split is embedded already.
 
     Returns:
@@ -240,7 +240,7 @@ def evaluate_run(
     process_group: ProcessGroup | None = None,
     embedded: EmbeddedSet | None = None,
 ) -> tuple[Evaluation, Path]:
-    """Evaluate a split of the run's data by its own distance or another, and write the figures into its folder.
+    """Evaluate a run on a split of its data, and write the figures into its folder.
 
     Args:
         run, split, distance, process_group, embedded: see :func:`evaluate_model`; of several processes the first one

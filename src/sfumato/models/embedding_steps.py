@@ -1,4 +1,4 @@
-"""How a model embeds single items: the digest that identifies it, the files it reads, and its two steps."""
+"""The embedding of single items: the digest of a model, its input files, and its two steps."""
 
 import hashlib
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def file_endings(model: DualEncoder) -> frozenset[str]:
 
 
 def model_digest(model: DualEncoder) -> str:
-    """SHA-256 of a model's weights and of the settings of its processors and heads; its path and device do not matter.
+    """The SHA-256 of a model's weights and of its processor and head settings, independent of its path and device.
 
     Args:
         model: images and texts to Gaussians.
@@ -60,15 +60,15 @@ def model_digest(model: DualEncoder) -> str:
 def embedding_steps(
     tower: Tower, modality: str
 ) -> tuple[Callable[[bytes | str], Any], Callable[[list[Any]], GaussianEmbedding]]:
-    """The two steps of embedding items one batch at a time; frozen backbones do without their cache on disk.
+    """The two steps that embed items batch by batch; frozen backbones do not use their cache on disk.
 
     Args:
         tower: of images or texts.
         modality: "images" or "texts".
 
     Returns:
-        (prepare, encode). ``prepare``, for worker threads, turns the bytes of an image, or a text, into what the
-        encoder takes; ``encode`` turns a list of n of these into (n, d) embeddings.
+        (prepare, encode). ``prepare``, for worker threads, converts the bytes of an image, or a text, to the input of
+        the encoder; ``encode`` converts a list of n inputs to (n, d) embeddings.
     """
     processor = tower.processor
     if isinstance(processor, FrozenProcessor):

@@ -1,4 +1,4 @@
-"""Trained models to give away: written as a folder in the layout of the Hugging Face hub, and loaded again.
+"""Export of trained models to a folder in the layout of the Hugging Face hub, and loading of such a folder.
 
 model.safetensors   the weights that embedding needs     config.json   section model of the recipe, distance and logits
 tokenizer.json      its words or subword tokens          README.md     a model card
@@ -44,13 +44,13 @@ CARD = "README.md"
 
 
 def export_run(run_folder: str | Path, out_folder: str | Path) -> Path:
-    """Write a run's model as a folder that can be given away or uploaded to a hub.
+    """Write a run's model as a folder that can be published or uploaded to a hub.
 
     Frozen backbones are not in it: they are loaded by their name in the recipe.
 
     Args:
         run_folder: folder of a training run.
-        out_folder: a new or empty folder. It is written whole or not at all.
+        out_folder: a new or empty folder. It is written completely or not at all.
 
     Returns:
         out_folder.
@@ -144,7 +144,7 @@ def load_model(
 
     Args:
         name_or_folder: a local folder or file, or a name on the Hugging Face hub.
-        tokenizer: for published models: replaces their own. Other models have theirs in their folder.
+        tokenizer: replaces the tokenizer of a published model. Other models have their tokenizer in their folder.
         device: device of the model.
 
     Returns:
@@ -173,7 +173,7 @@ def load_model(
 
 
 def model_card(run: Run) -> str:
-    """A model card: what a run's model is, how to use it, and its scores.
+    """The model card of a run: a description of its model, its use, and its scores.
 
     Args:
         run: the run; scores come from the evaluation-*.json in its folder.
@@ -256,17 +256,17 @@ def _scores(folder: Path) -> list[str]:
 
 
 def _encoder(config: EncoderConfig) -> str:
-    """A few words about one side."""
+    """A short description of the encoder of one side."""
     return f"{config.kind} ({_shown(config.origin)})" if config.origin else config.kind
 
 
 def _shown_once(names: Iterable[str]) -> list[str]:
-    """The names that are not empty, each once and without local folders."""
+    """The distinct non-empty names, without local folders."""
     return list(dict.fromkeys(_shown(name) for name in names if name))
 
 
 def _package(config: ModelConfig) -> str:
-    """What to install for a model."""
+    """The package to install for a model."""
     extras = sorted(config.image.extras | config.text.extras, reverse=True)
     return f"'sfumato[{','.join(extras)}]'" if extras else "sfumato"
 
@@ -275,7 +275,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def _shown(name: str) -> str:
-    """A hub name as it is; of a local folder only its own name, because its path is private."""
+    """A hub name unchanged; for a local folder only its last component, because its path is private."""
     return name if _HUB_NAME.fullmatch(name) and not Path(name).exists() else Path(name).name
 
 

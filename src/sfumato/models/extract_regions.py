@@ -1,7 +1,7 @@
-"""Region features from images: what a frozen backbone sees, written where training from region features finds it.
+"""Region features of images from a frozen backbone, written in the layout that training from region features reads.
 
-Detectors such as bottom-up attention are not part of the package; the grid of a convolutional network stands in for
-their regions.
+Detectors such as bottom-up attention are not part of the package; the grid of a convolutional network replaces their
+regions.
 """
 
 import json
@@ -44,24 +44,24 @@ def write_regions(
 ) -> tuple[dict[str, tuple[int, int, int]], Problems]:
     """Write the images of some data as region features in float16, with their captions.
 
-    The features come through the cache on disk, so that an interrupted call goes on where it was. The folder is there
-    whole or not at all.
+    The features are cached on disk, so that an interrupted call continues where it stopped. The folder is written
+    completely or not at all.
 
     Args:
-        data: whose images.
+        data: data with the images.
         out: a new or empty folder.
         backbone: gives the regions of an image, see :func:`~sfumato.encoders.frozen.image_backbone`.
-        layout: "scan": NAME_ims.npy, NAME_caps.txt and NAME_ids.txt, for data with as many captions for every image.
-            "manifest": a .npy file for each image and a manifest.jsonl of them, for any numbers of captions. Neither
-            can say that images share a text.
-        splits: names of those to write; all if None.
+        layout: "scan": NAME_ims.npy, NAME_caps.txt and NAME_ids.txt, for data with the same number of captions for
+            every image. "manifest": a .npy file for each image and a manifest.jsonl, for any numbers of captions.
+            Neither layout can represent a text of several images.
+        splits: names of the splits to write; all if None.
 
     Returns:
-        (split -> shape of its features, what was left out).
+        (split -> shape of its features, the items left out).
 
     Raises:
-        UserError: the folder holds something, the data cannot be used, have no such split, or do not fit the layout; a
-            split's name cannot be a file's.
+        UserError: the folder is not empty; the data cannot be used, have no such split, or do not fit the layout; or
+            the name of a split is not a valid file name.
     """
     if layout not in get_args(Layout):
         raise UserError(f"--layout {layout}: unknown; known: {', '.join(get_args(Layout))}")
@@ -109,7 +109,7 @@ def regions_of_images(
 
 
 def _check(name: str, split: PairData) -> None:
-    """Refuse what would be written elsewhere, or come back as something else."""
+    """Refuse split names outside of the folder, and data that the layout cannot represent."""
     if not is_plain_name(name) or name == MANIFEST:
         raise UserError(f"split {name!r}: files get the names of splits, and this cannot be one; rename it in the data")
     lost = {

@@ -1,4 +1,4 @@
-"""Galleries made with a model: building, filling, copying and opening an index or a collection."""
+"""Galleries of a model: building, filling, copying and opening of indices and collections."""
 
 import contextlib
 import itertools
@@ -53,7 +53,7 @@ class GalleryPart:
 
     @property
     def payload(self) -> dict[str, Sequence[str]]:
-        """What is stored beside the embeddings: the texts, or what is kept with the images and the names of emoji."""
+        """The data stored beside the embeddings: the texts, or the kept values of the images and the names of emoji."""
         if self.texts is not None:
             return {"text": self.texts}
         names = emoji_names() if all("/" in i for i in self.ids) else {}
@@ -68,7 +68,7 @@ def build_index(
 
     Args:
         retrieval_model: model that made the embeddings.
-        source: what to index.
+        source: the embedded items to index.
         model_source: folder or hub name of the model.
         engine: see :meth:`GaussianIndex.build`.
 
@@ -97,11 +97,11 @@ def create_collection(
     *,
     model_source: str | Path,
 ) -> GaussianCollection:
-    """An empty collection for what a model embeds.
+    """Create an empty collection for the embeddings of a model.
 
     Args:
         retrieval_model: the model.
-        like: a first part of what will be stored, or all of it: vectors are relative to its centre.
+        like: a first part of the items to store, or all of them; vectors are stored relative to its centre.
         folder: see :meth:`GaussianCollection.create`.
         store: see :meth:`GaussianCollection.create`.
         model_source: folder or hub name of the model.
@@ -131,7 +131,7 @@ def embed_source(
     texts: Path | None = None,
     parts: Path | None = None,
 ) -> tuple[Iterator[GalleryPart], Problems]:
-    """Embed what a gallery will hold; give exactly one of images, split, texts and parts.
+    """Embed the items of a gallery; exactly one of images, split, texts and parts must be given.
 
     Args:
         retrieval_model: the model; for a split it must be a run.
@@ -141,7 +141,7 @@ def embed_source(
         parts: folder that :func:`~sfumato.models.ingest.embed_collection` has written with the same model.
 
     Returns:
-        (the parts of the gallery, one after the other; what was left out).
+        (an iterator over the parts of the gallery; the items left out).
 
     Raises:
         UserError: the source is missing, incomplete, or nothing in it can be used.
@@ -162,7 +162,7 @@ def embed_source(
 
 
 def _embedded_parts(retrieval_model: RetrievalModel, folder: Path) -> Iterator[GalleryPart]:
-    """What jobs of `sfumato embed` have written, part by part; refused at once if it is by another model."""
+    """The parts written by jobs of `sfumato embed`, one by one; embeddings of another model are refused at once."""
     manifest, parts = read_manifest(folder), read_parts(folder)
     if manifest.model != model_digest(retrieval_model.model):
         raise UserError(
@@ -182,7 +182,7 @@ def _embedded_parts(retrieval_model: RetrievalModel, folder: Path) -> Iterator[G
 
 
 def whole(sources: Iterable[GalleryPart]) -> GalleryPart:
-    """All parts as one, in memory.
+    """Concatenate all parts in memory.
 
     Args:
         sources: the parts.
@@ -214,7 +214,7 @@ def fill_collection(
     *,
     model_source: str | Path,
 ) -> GaussianCollection:
-    """Store what was embedded: in a new collection, or, if store is None, in an existing one.
+    """Store embedded items in a new collection, or, if store is None, in an existing one.
 
     Args:
         retrieval_model: the model.
@@ -284,7 +284,7 @@ def _below(kept: Mapping[str, str], added: Mapping[str, str], folder: Path) -> s
 
 
 def check_new(folder: Path, distance: str, store: str) -> None:
-    """Refuse arguments that no collection can be made with, before anything is embedded.
+    """Check the arguments of a new collection before anything is embedded.
 
     Args:
         folder: of the collection.
@@ -292,7 +292,7 @@ def check_new(folder: Path, distance: str, store: str) -> None:
         store: URL.
 
     Raises:
-        UserError: the folder holds something, or no store has such a URL.
+        UserError: the folder is not empty, or no store has such a URL.
         ValueError: the distance does not lift.
     """
     check_empty(folder)
@@ -301,7 +301,7 @@ def check_new(folder: Path, distance: str, store: str) -> None:
 
 
 def own_or_anchored(store: str) -> str:
-    """A store's URL from the command line as a collection keeps it.
+    """Convert a store's URL from the command line to the form kept in a collection.
 
     Args:
         store: URL; "file:" without a path is in the collection's folder, other relative paths start at the current
@@ -321,7 +321,7 @@ def copy_index(folder: str | Path, out: str | Path, store: str, *, source_store:
         folder: what :func:`open_gallery` opens.
         out: folder of the copy.
         store: URL as for :func:`fill_collection`.
-        source_store: of a collection, if it has moved.
+        source_store: URL of the collection's store, if it has moved.
 
     Returns:
         (URL of the new store, number of items in it).
@@ -344,18 +344,19 @@ def _about(retrieval_model: RetrievalModel, model_source: str | Path, source: Ga
 
 
 def open_gallery(folder: str | Path, store: str | None = None) -> Gallery:
-    """Open what `sfumato index` has written: an index, or a collection in a vector store.
+    """Open an index or a collection that `sfumato index` has written.
 
     Args:
         folder: of the index or the collection.
-        store: of a collection, if it has moved; a URL as for :func:`fill_collection`.
+        store: URL of a collection's store, if it has moved, as for :func:`fill_collection`.
 
     Returns:
         The index or the collection.
 
     Raises:
         ValueError: it is damaged.
-        UserError: there is neither, the store cannot be opened, or an index was given one.
+        UserError: there is neither an index nor a collection, the store cannot be opened, or a store was given for an
+            index.
     """
     if GaussianCollection.is_one(folder):
         return GaussianCollection.open(folder, None if store is None else own_or_anchored(store))
@@ -390,7 +391,7 @@ def load_retrieval_model(gallery: Gallery, folder: str | Path, run: str | Path |
         The model.
 
     Raises:
-        UserError: the model is missing, or it is another one now.
+        UserError: the model is missing or has changed.
     """
     model_source = str(run or gallery.metadata.get("run", ""))
     if not model_source or (Path(model_source).is_absolute() and not Path(model_source).exists()):
@@ -398,7 +399,7 @@ def load_retrieval_model(gallery: Gallery, folder: str | Path, run: str | Path |
             f"the model that {folder} was built with is not at {model_source}; give its folder or name with --run"
         )
     loaded = load_model(model_source)
-    # The first indices of version 0.1 do not know their model.
+    # The first indices of version 0.1 do not record their model.
     if gallery.metadata.get("model", digest := model_digest(loaded.model)) != digest:
         raise UserError(
             f"{folder} was built with another model than {model_source} is now: distances between the two mean"

@@ -1,4 +1,4 @@
-"""Searching a gallery by texts and images with its model, and describing how certain each answer is."""
+"""Search in a gallery by texts and images with its model, and description of the certainty of each answer."""
 
 import contextlib
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def search_index(
         images: files of the image queries.
         k: number of results of each query.
         run: folder or name of the model, if it has moved.
-        store: of a collection, if it has moved.
+        store: URL of a collection's store, if it has moved.
         min_probability: see :meth:`Gallery.search`; only for queries of the other modality than the gallery's.
         coverage: as min_probability.
         max_risk: as min_probability.
@@ -84,7 +84,7 @@ def describe(
     coverage: float | None = None,
     max_risk: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Search, and describe how certain each answer is.
+    """Search a gallery, and describe the certainty of each answer.
 
     Args:
         index: gallery to search in.

@@ -1,8 +1,9 @@
-"""Embedding collections of any size: bounded memory, resumable, in as many independent jobs as there are machines.
+"""Embedding of collections of any size in independent, resumable jobs with bounded memory.
 
 Worker threads read, decode and resize; this thread runs the encoder and writes the parts. Threads, because Pillow
-decodes and resizes without the interpreter's lock: they were faster than processes (docs/guides/ingest.md). What a part holds
-depends on the listing and the model alone, never on the number of jobs or workers, or on where an earlier job stopped.
+decodes and resizes without the interpreter's lock: they were faster than processes (docs/guides/ingest.md). The content
+of a part depends only on the listing and the model, not on the number of jobs or workers, or on where an earlier job
+stopped.
 """
 
 import itertools
@@ -51,17 +52,17 @@ class Embedder(Protocol):
 
 @dataclass(frozen=True)
 class Ingested:
-    """What a job has done.
+    """The result of a job.
 
     Attributes:
         out: folder of the parts.
         job: number of this job, from 0.
         of: number of jobs.
         n: number of embeddings in the job's parts.
-        new: number of those that were made now.
+        new: number of these embeddings that this job computed.
         parts: number of the job's parts.
-        seconds: time that making them took, without loading the model.
-        problems: what is left out of the job's parts, in the order of the listing.
+        seconds: time of computing the new embeddings in seconds, without loading the model.
+        problems: the items left out of the job's parts, in the order of the listing.
     """
 
     out: Path
@@ -110,9 +111,9 @@ def embed_collection(
     equal threads); another ``batch_size`` or device changes embeddings by rounding.
 
     Items that cannot be used are left out, listed in the part, and reported again by a job that finds the part made. If
-    a whole shard cannot be read, its part is not written, the others are, and then the job ends with an error. Memory
-    holds the listing, the embeddings of one or two parts and the decoded images of three batches, whatever the
-    collection's size.
+    a whole shard cannot be read, its part is not written; the other parts are written, and then the job ends with an
+    error. Memory holds the listing, the embeddings of one or two parts and the decoded images of three batches,
+    whatever the collection's size.
 
     Args:
         retrieval_model: model that embeds, on its device.
@@ -128,11 +129,11 @@ def embed_collection(
         model_source: folder or name of the model, kept with the embeddings.
 
     Returns:
-        What was done. The same is in problems.jsonl (problems-JOB-of-OF.jsonl of several jobs) and job-JOB-of-OF.json
-        in ``out``.
+        The result. It is also written to problems.jsonl (problems-JOB-of-OF.jsonl of several jobs) and
+        job-JOB-of-OF.json in ``out``.
 
     Raises:
-        UserError: ``out`` holds embeddings of something else, too much is unusable, nothing can be used, or a shard
+        UserError: ``out`` holds embeddings of another collection, too many items or all items are unusable, or a shard
             could not be read.
         ValueError: a number is out of its range.
         OSError: ``out`` cannot be written to.
@@ -166,7 +167,7 @@ def embed_collection(
         prepared = _in_threads(state.tasks(), prepare, workers, ahead=2 * max(batch_size, workers))
         with progress_bar(title, state.left) as advance, closing(prepared) as ready:
             for (name, parts), group in itertools.groupby(ready, key=lambda item: (item[0].name, item[0].parts)):
-                state.write()  # Only now: the last part waits for the last judgement.
+                state.write()  # The last part is written only after the last check of the problems.
                 for batch in _batches(group, batch_size, state):
                     state.add(*_encoded(encode, batch, state))
                     advance(0 if in_shards else len(batch))
@@ -234,7 +235,7 @@ def which_job(shard: str | None) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Task:
-    """An item on its way."""
+    """An item that is being processed."""
 
     name: PartName
     parts: int
@@ -243,7 +244,7 @@ class _Task:
 
 @dataclass
 class _JobState:
-    """What one job has to do, and what it has done."""
+    """The remaining and the finished work of one job."""
 
     listing: Listing
     out: Path
@@ -284,7 +285,7 @@ class _JobState:
         return about
 
     def tasks(self) -> Iterator[_Task]:
-        """The items of the parts that are missing; a section is listed when its turn comes."""
+        """The items of the missing parts; a section is listed just before it is processed."""
         size = self.listing.part_size
         for section, there in self._todo:
             try:
@@ -305,14 +306,14 @@ class _JobState:
                         yield _Task(PartName(section, number), parts, entry)
 
     def leave_out(self, entry: Entry, error: Exception) -> None:
-        """Note an item that cannot be used."""
+        """Record an unusable item."""
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         self.problems.add(entry.location, reason or type(error).__name__)
         self._left_out.append(self.problems.items[-1])
         self.judge()
 
     def give_up(self, error: ShardError) -> None:
-        """Leave the part that is being made unwritten."""
+        """Abandon the current part, so that it is not written."""
         self.unread[error.shard] = error.reason
         self.usable -= len(self._entries)
         del self.problems.items[len(self.problems) - len(self._left_out) :]
@@ -320,13 +321,13 @@ class _JobState:
         self._given_up = True
 
     def add(self, entries: Sequence[Entry], embeddings: Sequence[GaussianEmbedding]) -> None:
-        """Take the embeddings of some items into the part that is being made."""
+        """Add the embeddings of some items to the current part."""
         self._entries += entries
         self._embeddings += embeddings
         self.usable += len(entries)
 
     def finish(self, name: PartName, parts: int) -> None:
-        """The part is made, unless it was given up; it is written by the next :meth:`write`."""
+        """Finish the current part, unless it was abandoned; the next :meth:`write` writes it."""
         if self._given_up:
             self._reset()
             return
@@ -339,13 +340,13 @@ class _JobState:
         self._reset()
 
     def write(self) -> None:
-        """Write the part that waits, if one does."""
+        """Write the finished part, if there is one."""
         if self._waiting is not None:
             self._waiting()
         self._waiting = None
 
     def judge(self, *, end: bool = False) -> None:
-        """Stop when too much is unusable."""
+        """Raise an error when too many items are unusable."""
         total = self.usable + len(self.problems)
         if end and self.of == 1 and not self.usable:
             raise UserError(f"none of {total} {self.listing.modality} can be used:\n{self.problems.summary()}")
@@ -353,7 +354,7 @@ class _JobState:
             self.problems.check(self.usable, self.max_problem_fraction, setting="--max-problem-share ")
 
     def all_problems(self) -> Problems:
-        """In the order of the listing."""
+        """All problems in the order of the listing."""
         result = Problems()
         result.items = [problem for _, part in sorted(self.problems_of.items()) for problem in part] + self._left_out
         return result
@@ -368,7 +369,7 @@ class _JobState:
 def _in_threads(
     tasks: Iterable[_Task], prepare: Callable[[bytes | str], Any], workers: int, *, ahead: int
 ) -> Generator[tuple[_Task, Any], None, None]:
-    """(task, what was prepared or the exception) in order; at most ``ahead`` are begun before one is asked for."""
+    """Yield (task, prepared input or exception) in order; at most ``ahead`` tasks are started in advance."""
 
     def work(task: _Task) -> Any:
         try:
@@ -392,7 +393,7 @@ def _in_threads(
 
 
 def _batches(group: Iterable[tuple[_Task, Any]], size: int, state: _JobState) -> Iterator[list[tuple[Entry, Any]]]:
-    """The usable items of a part, ``size`` at a time; no more of them once its shard cannot be read."""
+    """The usable items of a part in batches of ``size``; it stops when the shard cannot be read."""
     batch: list[tuple[Entry, Any]] = []
     for task, value in group:
         if isinstance(value, ShardError):
@@ -431,7 +432,7 @@ def _encoded(
 
 
 def _remove_unfinished(out: Path, job: int, of: int) -> None:
-    """What this job was writing when it was killed."""
+    """Remove the unfinished files of an earlier run of this job that was killed."""
     for path in out.iterdir():
         if (found := _UNFINISHED.fullmatch(path.name)) and int(found[1]) % of == job:
             path.unlink(missing_ok=True)

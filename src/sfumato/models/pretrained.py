@@ -33,10 +33,10 @@ class PretrainedModel:
     Attributes:
         model: the dual encoder, in evaluation mode.
         logit_scale, logit_bias: match probability = sigmoid(logit_bias - logit_scale * distance).
-        distance: name in DISTANCES of the distance that these two belong to.
-        source: where the model comes from and what it is.
-        calibrated: whether the logits were fitted on held-out pairs; those of a loss were not.
-        calibration: everything that was fitted on held-out pairs; None for models of others.
+        distance: name in DISTANCES of the distance of the logits.
+        source: origin and description of the model.
+        calibrated: whether the logits were fitted on held-out pairs; logits learnt by a loss were not.
+        calibration: everything that was fitted on held-out pairs; None for models of other authors.
     """
 
     model: DualEncoder

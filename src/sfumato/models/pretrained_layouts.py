@@ -1,4 +1,4 @@
-"""How published models are laid out: which of their tensors is which part of ours, and what their inputs look like.
+"""Layouts of published models: the mapping of their tensors to sfumato's modules, and the form of their inputs.
 
 There is one function for each layout: configuration and tensors in, a model and its state dict out. All names and
 shapes are checked before anything is built. Nothing is read from files or the network here;
@@ -84,7 +84,7 @@ class Layout:
 
 
 def pcmepp_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: TokenizerFinder, where: str) -> Layout:
-    """PCME++ as on the hub: the class token and the end token, final norms on the means only, projections without bias.
+    """The hub layout of PCME++: class token and end token, final norms on the means only, projections without bias.
 
     Args:
         config: content of config.json, with or without cast_dtype, output_dict and quick_gelu.
@@ -137,7 +137,7 @@ def pcmepp_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
 
 
 def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: TokenizerFinder, where: str) -> Layout:
-    """ProLIP as on the hub: an [UNC] token on each side, as in its training (:mod:`sfumato.encoders.unc_token`).
+    """The hub layout of ProLIP: an [UNC] token on each side, as in its training (:mod:`sfumato.encoders.unc_token`).
 
     Args:
         config: content of config.json.
@@ -204,7 +204,7 @@ def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
 def _prolip_state(
     tensors: Mapping[str, Any], image_encoder: ClipImageEncoder, text_encoder: ClipTextEncoder, context: int
 ) -> dict[str, Tensor]:
-    """ProLIP's tensors by the names of our model. An extra token and its position code are one vector here."""
+    """ProLIP's tensors by sfumato's names. An extra token and its position code are summed to one vector."""
     visual, words = below("visual.", tensors), below("text.", tensors)
     codes, word_codes = visual["positional_embedding"].double(), words["positional_embedding"].double()
     of_image = without(visual, ("unc_embedding", "proj", "uncertainty_proj."))
@@ -265,7 +265,7 @@ def pcmepp_training(
         if not isinstance(tensors.get(key), Tensor):
             raise UserError(f"{where}: {key!r} is missing; not a whole model of the PCME++ training code")
     sizes = _TrainingSizes.of(tensors, heads)
-    if not sizes.variance:  # What the baselines learn besides is not a logit of a distance.
+    if not sizes.variance:  # The other learnt parameters of the baselines are not logits of a distance.
         tensors = without(tensors, ("criterion.",))
     check_tensors(tensors, sizes.shapes(), where)
     vision, text = sizes.vision, sizes.text
@@ -354,7 +354,7 @@ class _TrainingSizes:
         return _BRANCHES if self.variance else _BRANCHES[::2]
 
     def shapes(self) -> Shapes:
-        """Of all tensors of such a model."""
+        """The shapes of all tensors of a model of the training code."""
         expected = {
             **self.vision.shapes(_IMAGE, 1),
             **self.vision.block_shapes(_IMAGE_OWN, self.image_own_blocks),

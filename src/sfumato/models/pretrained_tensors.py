@@ -1,4 +1,4 @@
-"""Other people's checkpoints: reading them without running code, and checking and renaming their tensors."""
+"""Checkpoints of other authors: reading without running code, and checking and renaming of their tensors."""
 
 import math
 import pickle
@@ -78,7 +78,7 @@ class _Dict:
 
 
 class _Namespace(dict[str, Any]):
-    """Stands in for classes whose attributes are all they hold."""
+    """Stands in for classes that only hold attributes."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.update(state)
@@ -121,8 +121,8 @@ def linear_shapes(name: str, out: int, into: int) -> Shapes:
 
     Args:
         name: of the layer.
-        out: channels that come out.
-        into: channels that go in.
+        out: number of output channels.
+        into: number of input channels.
 
     Returns:
         Shapes of weight and bias.
@@ -160,7 +160,7 @@ def gpo_shapes(name: str) -> Shapes:
 
 
 def count_blocks(tensors: Mapping[str, Any], prefix: str) -> int:
-    """Number of the blocks whose tensors are there.
+    """Count the blocks that have tensors.
 
     Args:
         tensors: by name.

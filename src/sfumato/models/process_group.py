@@ -1,4 +1,4 @@
-"""Several processes that work on one model: which part belongs to which process, and what they exchange.
+"""Several processes that work on one model: the division of the work, and the exchange of tensors.
 
 torchrun starts them. Every process encodes its part of a batch, all receive all embeddings, and each computes its own
 rows and columns of the pairs. Parameters, optimiser and random numbers stay equal on all of them without being sent
@@ -35,12 +35,12 @@ class PeerLostError(RunFailedError):
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The processes of a run, seen from one of them.
+    """The processes of a run, from the view of one of them.
 
     Attributes:
         rank: number of this process, from 0.
         size: number of processes.
-        device: where this process computes.
+        device: device of this process.
     """
 
     rank: int
@@ -94,7 +94,7 @@ class ProcessGroup:
             own: number of items of this process.
 
         Returns:
-            One number a process.
+            One number for each process.
         """
         counts = torch.zeros(self.size, dtype=torch.int64)
         counts[self.rank] = own
@@ -263,7 +263,7 @@ def _answered(operation: Callable[[], Result]) -> Result:
         return operation()
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # gloo has no class of its own for this.
+    except RuntimeError as error:  # gloo has no separate class for this error.
         raise PeerLostError(
             f"another process of this run has ended or does not answer ({first_line(error)});"
             " the last finished epoch is saved, start the same command again to continue from there"

@@ -1,4 +1,4 @@
-"""Recipes: everything that decides a run, in one TOML file, checked before anything starts.
+"""Recipes: all settings of a run in one TOML file, checked before the run starts.
 
 A recipe is complete and strict: an unknown key is an error that names the nearest one. Overrides have the form
 ``section.key=value`` and pass the same checks; the resolved recipe is saved beside every checkpoint.
@@ -207,7 +207,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Args:
         path: a TOML file.
         overrides: each "section.key=value". Values are TOML (``loss.alpha=0.01``), bare words are strings. Another
-            loss.name or model.image.kind starts that section afresh.
+            loss.name or model.image.kind resets that section to its defaults.
 
     Returns:
         The recipe.
@@ -223,7 +223,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a valid TOML file: {error}") from error
     _use_new_names(values, str(path))
-    # What starts a section afresh comes first, wherever it stands.
+    # Overrides that reset a section are applied first, regardless of their position.
     for override in sorted(overrides, key=lambda o: o.partition("=")[0].strip() not in _TAG_KEYS):
         _apply(values, override)
     return check_recipe(values, f"{path} with its overrides" if overrides else str(path))
@@ -275,7 +275,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
             raise UserError(f"override {override!r}: {part!r} is a value, not a section")
         values = inner
     if key in _TAG_KEYS and values.get(parts[-1]) != value:
-        values.clear()  # Another loss or encoder: the options of the old one mean nothing to it.
+        values.clear()  # The options of the old loss or encoder do not apply to another one.
     values[parts[-1]] = value
 
 
@@ -400,7 +400,7 @@ def find_recipe(name: str) -> Path:
 
 
 def recipe_summary(file: Traversable) -> str:
-    """What a recipe is.
+    """The short description of a recipe.
 
     Args:
         file: the recipe.

@@ -231,7 +231,7 @@ class TrainConfig(_Section):
 
 
 class VarianceStageConfig(_Section):
-    """A second stage in which only log variances learn: the dispersion of each item's listed matches."""
+    """A second stage that trains only log variances, on the dispersion of each item's listed matches."""
 
     epochs: int = Field(0, ge=0, description="number of passes over the items; 0 for no second stage")
     sides: Literal["both", "images", "texts"] = Field("both", description="the sides whose variances learn")

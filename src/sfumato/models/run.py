@@ -98,7 +98,7 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
 
 
 def save_assets(folder: Path, tokenizer: Tokenizer | None, model: DualEncoder) -> None:
-    """Write what :func:`load_assets` reads.
+    """Write the assets that :func:`load_assets` reads.
 
     Args:
         folder: the run folder.
@@ -117,14 +117,14 @@ def save_assets(folder: Path, tokenizer: Tokenizer | None, model: DualEncoder) -
 
 
 def load_assets(folder: Path, recipe: Recipe) -> Assets:
-    """The tokenizer of a run and the descriptions of its encoders, where it has them.
+    """The tokenizer of a run and the descriptions of its encoders, if it has them.
 
     Args:
         folder: the run folder.
         recipe: its recipe.
 
     Returns:
-        What :func:`~sfumato.models.build.build_model` needs for a trained model.
+        The assets that :func:`~sfumato.models.build.build_model` needs for a trained model.
 
     Raises:
         UserError: a file is missing.
@@ -180,7 +180,7 @@ def save_state(
                 else:
                     numbers[f"{i}/{key}"] = value
     detached = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
-    # A single entry: the order of several differs from process to process, and files of equal runs would differ.
+    # A single entry, because the order of several differs between processes, so files of equal runs would differ.
     metadata = {"state": json.dumps({"about": about, "optimiser": numbers})}
     write_atomically(path, safetensors_bytes(detached, metadata))
 
@@ -237,7 +237,7 @@ def load_state(
 
 
 def weights_digest(model: DualEncoder) -> str:
-    """A hash of a model's weights, which differs after a new training in the same folder.
+    """A hash of a model's weights, which changes when the model is trained again in the same folder.
 
     Args:
         model: the model.

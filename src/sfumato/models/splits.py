@@ -44,7 +44,7 @@ def prepare_split(
         data: the split.
         problems: receives the images that cannot be used.
         name: name of the split, for messages.
-        process_group: the processes that share the work; None for this one alone.
+        process_group: the processes among which the work is divided; None for a single process.
 
     Returns:
         The split, without the unusable images.
@@ -87,7 +87,7 @@ def load_split(
         config: section ``data`` of the recipe.
         name: name of the split.
         problems: receives every unusable item; a new list if None.
-        process_group: the processes that share the work; None for this one alone.
+        process_group: the processes among which the work is divided; None for a single process.
 
     Returns:
         The split.
@@ -108,12 +108,12 @@ def load_split(
 def embed_split(
     model: DualEncoder, split: PreparedSplit, process_group: ProcessGroup | None = None
 ) -> tuple[GaussianEmbedding, GaussianEmbedding]:
-    """Embed a split; each process computes its part, and all return the whole.
+    """Embed a split; each process computes its part, and every process returns all embeddings.
 
     Args:
         model: image and text towers.
         split: ready for the model.
-        process_group: the processes that share the work; None for this one alone.
+        process_group: the processes among which the work is divided; None for a single process.
 
     Returns:
         ((n, d) embeddings of the images, (m, d) of the texts).
@@ -128,7 +128,7 @@ def embed_split(
 
 def _embed_part(tower: Tower, store: Store, process_group: ProcessGroup) -> GaussianEmbedding:
     own = process_group.part(len(store))
-    if not len(own):  # Fewer items than processes: one is computed for nothing.
+    if not len(own):  # With fewer items than processes, one item is computed without use.
         mine = tower.embed(store, np.arange(1))[:0]
     else:
         mine = tower.embed(store, own)
@@ -140,7 +140,7 @@ def _text(value: str) -> Item:
 
 
 def load_splits(config: DataConfig, problems: Problems) -> dict[str, PairData]:
-    """The data of a recipe by split ("train", "val", "test" and whatever else the source has).
+    """The data of a recipe by split ("train", "val", "test" and any other split of the source).
 
     Args:
         config: section ``data`` of the recipe.

@@ -1,6 +1,7 @@
-"""The benchmark of uncertainty for a model and a split of data: embeds what it needs, and writes its figures.
+"""The uncertainty benchmark of a model on a split: it embeds the required items and writes the figures.
 
-Label-free at test time, and what was fitted saw the validation split alone: the match logits and the learnt estimator.
+The benchmark uses no labels at test time for its estimates. The fitted parts, the match logits and the learnt
+estimator, use only the validation split.
 """
 
 from collections.abc import Sequence
@@ -49,7 +50,7 @@ def trust_model(
     n_corrupted: int = 200,
     seed: int = 0,
 ) -> TrustReport:
-    """Measure what the uncertainties of any model are worth on a split of any data.
+    """Measure the quality of a model's uncertainties on a split of any data.
 
     Args:
         retrieval_model: the model.
@@ -58,8 +59,8 @@ def trust_model(
         queries: "text", "image" or "both".
         n_resamples: of the confidence intervals.
         n_corrupted: queries that are corrupted in each way, at each strength; 0 for none. Features of a frozen backbone
-            go into its cache, so that another model on the same backbone gets the same corruptions for nothing.
-        seed: of the choice of queries to corrupt, the corruptions, the wrong pairs and the resamples.
+            go into its cache, so that another model on the same backbone reuses the same corruptions.
+        seed: seed of the choice of queries to corrupt, the corruptions, the wrong pairs and the resamples.
 
     Returns:
         All figures.
@@ -87,7 +88,7 @@ def trust_model(
         ground_truth = relevance.transpose() if of_text else relevance
         own = estimators | ({"predicted_miss": predictors[name].estimator()} if name in predictors else {})
         values, groups = proxies, resampled_together(relevance, prepared.data.groups, of_text)
-        if of_text and groups is not None:  # A caption has the proxies of its image; none without one.
+        if of_text and groups is not None:  # A caption has the proxies of its image, if it has an image.
             values = {k: np.append(v, np.full(texts.n, np.nan))[groups] for k, v in proxies.items()}
         directions[name] = measure_trust(
             *((texts, images) if of_text else (images, texts)),
@@ -129,7 +130,7 @@ def _check_options(queries: str, n_resamples: int, n_corrupted: int, seed: int) 
 
 
 def _proxies(texts: GaussianEmbedding, data: PairData, relevance: Relevance) -> dict[str, np.ndarray]:
-    """Ambiguity of an image by its captions, for data with one image a text."""
+    """Ambiguity of an image by its captions, for data with one image for each text."""
     return {
         "caption_distance": caption_distance(texts, relevance),
         "caption_words": caption_words(data.texts, relevance),
@@ -147,16 +148,16 @@ def _corrupted(
 
 
 def resampled_together(relevance: Relevance, groups: np.ndarray, of_text: bool) -> np.ndarray | None:
-    """Which queries a bootstrap draws together, since they are not independent.
+    """The groups of dependent queries, which a bootstrap samples together.
 
     Args:
         relevance: (n images, m texts) image -> its texts.
-        groups: (n,) images of one thing share a number.
+        groups: (n,) group numbers; images of the same concept have the same number.
         of_text: whether texts are the queries.
 
     Returns:
-        Of images their groups; of texts (m,) the position of each one's image, and numbers from n on for texts of no
-        image. None where a text is true of several images, so that nothing keeps texts apart.
+        For images, their groups. For texts, (m,) the position of the image of each text, and numbers from n on for
+        texts without an image. None if a text matches several images, because texts then have no distinct groups.
     """
     if not of_text:
         return groups
@@ -245,7 +246,7 @@ def corrupted_texts(model: DualEncoder, data: PairData, usable: np.ndarray, n: i
     """Embed some texts of a split again, corrupted in every way that suits them.
 
     Args:
-        model: what embeds them.
+        model: model that embeds the texts.
         data: the split.
         usable: (m,) bool, the texts to choose from.
         n: number of them at most.

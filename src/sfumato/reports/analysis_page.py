@@ -1,4 +1,4 @@
-"""The page of `sfumato analyse`: what each study shows, and the file that holds it."""
+"""The page of `sfumato analyse`: the views of the studies, and the files that are written."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -37,11 +37,11 @@ _MIXED = {"mixup": "Mixup", "cutmix": "CutMix", "other": "another image"}
 def analysis_views(
     found: Mapping[str, Mapping[str, Any]], picture: Callable[[str], bytes | None]
 ) -> dict[str, dict[str, Any]]:
-    """What the templates show, by the name of the study.
+    """The values for the templates, by the name of the study.
 
     Args:
-        found: by name, what `sfumato analyse` wrote.
-        picture: the bytes of an image that a study names; None where it is gone.
+        found: results of `sfumato analyse` by the name of the study.
+        picture: the bytes of an image that a study names; None if it is missing.
 
     Returns:
         A view for each study that was found.
@@ -118,7 +118,7 @@ def _sets(study: Mapping[str, Any], picture: Callable[[str], bytes | None]) -> d
 
 
 def _shown_pair(pair: Mapping[str, Any], picture: Callable[[str], bytes | None]) -> dict[str, Any]:
-    """Two images and what was made of them: the ellipses, and the images themselves."""
+    """The view of two images, their combinations and their ellipses."""
     ellipses, items = [], []
     for item in pair["items"]:
         letter, colour, about = _MADE[item["name"]]
@@ -198,7 +198,7 @@ PAGE = "analysis.html"
 
 
 def write_analyses(analyses: Analyses, folder: Path, version: str) -> Path:
-    """Write STUDY.json for each study, its images, and analysis.html with these and with earlier ones in the folder.
+    """Write STUDY.json and images of each study, and analysis.html with these and earlier studies in the folder.
 
     Args:
         analyses: what was found.

@@ -1,4 +1,4 @@
-"""What an audit leaves behind: two tables, a page with the images, and a few lines for the screen."""
+"""The output of an audit: two tables, a page with the images, and a short summary for the console."""
 
 import csv
 import io
@@ -21,7 +21,7 @@ def write_audit(audit: Audit, folder: Path, top: int, version: str) -> dict[str,
     """Write all pairs to pairs.csv and missing.csv, and the first of each to audit.json and audit.html.
 
     Args:
-        audit: what was found.
+        audit: result of the audit.
         folder: where to write; made if it does not exist.
         top: number of pairs of each kind in audit.json and on the page.
         version: of the program, for the page.
@@ -39,7 +39,7 @@ def write_audit(audit: Audit, folder: Path, top: int, version: str) -> dict[str,
 
 
 def summary(figures: Mapping[str, Any], shown: int = 5) -> str:
-    """The figures of an audit in lines for the screen.
+    """The figures of an audit as lines for the console.
 
     Args:
         figures: of :meth:`~sfumato.studies.audit.Audit.to_json`.
@@ -77,7 +77,7 @@ def summary(figures: Mapping[str, Any], shown: int = 5) -> str:
 
 
 def _likely(value: float | None, what: str) -> str:
-    """A probability and what it is of; nothing without a calibration."""
+    """A probability with its label; empty without a calibration."""
     return "" if value is None else f"{probability(value)} {what}  "
 
 

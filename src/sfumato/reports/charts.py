@@ -153,7 +153,7 @@ def _title_each(text: str, mark: str, titles: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Ellipse:
-    """One ellipse, with a dot at its centre.
+    """An ellipse with a dot at its centre.
 
     Attributes:
         x: of the centre.
@@ -208,7 +208,7 @@ class Ellipse:
 
 
 def magnification(ellipses: Sequence[Ellipse], fraction: float) -> float:
-    """How many times as large ellipses may be drawn: 1, or a round number that makes all but the largest tenth visible.
+    """The drawing scale of ellipses: 1, or a round factor that makes most of them visible.
 
     Args:
         ellipses: of one chart; all get the same factor.
@@ -298,7 +298,7 @@ def letter_positions(ellipses: Sequence[Ellipse], times: float) -> list[tuple[fl
 
 
 def _radius(ellipse: Ellipse, times: float, angle: float) -> float:
-    """From the centre of an ellipse to its edge."""
+    """The distance from the centre of an ellipse to its edge in a direction."""
     a, b = max(times * ellipse.a, 1e-12), max(times * ellipse.b, 1e-12)
     return 1 / math.hypot(math.cos(angle - ellipse.angle) / a, math.sin(angle - ellipse.angle) / b)
 

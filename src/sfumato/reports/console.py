@@ -1,4 +1,4 @@
-"""What commands print on standard output for a person to read."""
+"""The console output of commands for human readers."""
 
 import sys
 from collections.abc import Mapping
@@ -114,7 +114,7 @@ def print_measured(measured: Measured, title: str) -> None:
 
 
 def print_more(more: MoreResults) -> None:
-    """Print strategies, a comparison and published rows, if they were asked for.
+    """Print strategies, a comparison and published rows, if they were requested.
 
     Args:
         more: the results.
@@ -239,7 +239,7 @@ _SET_SHOWN = 20
 
 
 def print_calibration(result: dict[str, Any]) -> None:
-    """Print what a calibration guarantees.
+    """Print the guarantees of a calibration.
 
     Args:
         result: of :func:`~sfumato.models.calibrate.describe_calibration`.

@@ -1,4 +1,4 @@
-"""What the commands that study a model print on standard output for a person to read."""
+"""The console output of the studies for human readers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -58,10 +58,10 @@ def _with_error(value: float | None, error: float | None) -> str:
 
 
 def print_analyses(found: Mapping[str, Any]) -> None:
-    """Print tables of what studies found.
+    """Print tables of the results of studies.
 
     Args:
-        found: as `sfumato analyse --json` prints it.
+        found: results in the form of `sfumato analyse --json`.
     """
     console, title = wide_console(), f"{found['model']} on {found['split']}"
     if study := found.get("corruption"):
@@ -120,7 +120,7 @@ def _print_words(console: Console, study: Mapping[str, Any], title: str) -> None
 
 
 def print_toy(result: Mapping[str, Any], title: str) -> None:
-    """Print the table of the 2-D study and where its images are.
+    """Print the table of the 2-D study and the location of its images.
 
     Args:
         result: of :func:`~sfumato.studies.toy.run_toy`.

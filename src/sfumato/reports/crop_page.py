@@ -1,4 +1,4 @@
-"""What the study of crops leaves behind: its figures, what was left out, and a page."""
+"""The output of the crop study: its figures, the items left out, and a page."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ def write_crops(study: CropStudy, examples: Sequence[Example], problems: Problem
     Args:
         study: the figures.
         examples: crops to show.
-        problems: what was left out.
+        problems: the items left out.
         folder: where to write; made if it does not exist.
         version: of the program, for the page.
 
@@ -109,13 +109,13 @@ def _selection(study: CropStudy) -> list[dict[str, Any]]:
 
 
 def differences(figures: CropFigures) -> list[str]:
-    """In words: whether C is less certain than A, among crops and among captions.
+    """A sentence on whether C is less certain than A, among crops and among captions.
 
     Args:
         figures: of one threshold.
 
     Returns:
-        A clause for each side with an interval of the mean difference, which decides.
+        A clause for each side with an interval of the mean difference; the interval decides the wording.
     """
     clauses = []
     for side, name in ((figures.crops, "crops"), (figures.captions, "captions")):

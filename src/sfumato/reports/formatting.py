@@ -1,4 +1,4 @@
-"""How numbers, intervals and texts are written on pages and on the screen: one definition each."""
+"""The formats of numbers, intervals and texts on pages and on the console."""
 
 import math
 import re
@@ -48,7 +48,7 @@ class Shown:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite number; True and False are none.
+    """Whether a value is a finite number; True and False do not count as numbers.
 
     Args:
         value: anything.
@@ -64,7 +64,7 @@ def number(value: Any, decimals: int | None = None) -> str:
 
     Args:
         value: the number; anything else is shown as missing.
-        decimals: how many; None for two, or three digits of numbers below 0.1 and from 100 on.
+        decimals: number of decimals; None uses two decimals, or three significant digits below 0.1 and from 100 on.
 
     Returns:
         The text.
@@ -83,11 +83,11 @@ def number(value: Any, decimals: int | None = None) -> str:
 
 
 def digits(value: Any, n: int = 4) -> str:
-    """A number with so many significant digits.
+    """A number with a given number of significant digits.
 
     Args:
         value: the number; anything else is shown as missing.
-        n: how many digits.
+        n: number of digits.
 
     Returns:
         The text.
@@ -102,7 +102,7 @@ def column_decimals(values: Iterable[float | None]) -> int:
         values: of the column; None is skipped.
 
     Returns:
-        How many decimals.
+        The number of decimals.
     """
     largest = max((abs(v) for v in values if v), default=1.0)
     return max(2, 2 - math.floor(math.log10(largest)))
@@ -113,7 +113,7 @@ def percent(value: Any, decimals: int = 1) -> str:
 
     Args:
         value: the fraction; anything but a number is shown as missing.
-        decimals: how many.
+        decimals: number of decimals.
 
     Returns:
         The text.
@@ -150,7 +150,7 @@ def signed(value: float | None, missing: str = "undefined") -> str:
 
     Args:
         value: the correlation; None if it is undefined.
-        missing: what to write then.
+        missing: text for an undefined correlation.
 
     Returns:
         The text.
@@ -167,10 +167,10 @@ def interval(value: Any, show: Callable[[Any], str] = number) -> Shown:
 
     Args:
         value: an :class:`Interval`, its mapping {"value", "low", "high"}, or a bare number.
-        show: writes one number.
+        show: converts one number to text.
 
     Returns:
-        The texts; the interval is empty if an end of it is missing.
+        The texts; the interval is empty if one of its bounds is missing.
 
     Example:
         >>> str(interval({"value": 0.61, "low": 0.55, "high": 0.67}))
@@ -198,7 +198,7 @@ def compact_number(value: float | None) -> str:
 
 
 def compact_interval(value: Interval | None) -> str:
-    """A value and its interval in few characters, for wide tables on the screen.
+    """A value and its interval in short form, for wide tables on the console.
 
     Args:
         value: the interval; None is shown as missing.
@@ -221,7 +221,7 @@ def in_words(name: str) -> str:
     """The name of an estimator or a figure in words.
 
     Args:
-        name: as it stands in files.
+        name: the name in files.
 
     Returns:
         The words.

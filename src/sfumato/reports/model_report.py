@@ -1,4 +1,4 @@
-"""A report of a model on a split: embeds the split, reads what lies in the run's folder, and writes the page."""
+"""A report of a model on a split: it embeds the split, reads the results in the run folder, and writes the page."""
 
 from pathlib import Path
 from typing import Any
@@ -40,14 +40,14 @@ def report_model(retrieval_model: RetrievalModel, data: DataConfig, split: str, 
 def report_run(run: Run, split: str, out: Path | None = None, *, analyses: bool = False) -> tuple[Report, Path]:
     """Evaluate a run on a split of its own data and write a page about it.
 
-    Beside what :func:`report_model` shows, the page has the recipe, the training curves, and what `sfumato evaluate`,
-    `sfumato trust` and `sfumato analyse` have left in the run's folder for this split.
+    In addition to the content of :func:`report_model`, the page has the recipe, the training curves, and the results of
+    `sfumato evaluate`, `sfumato trust` and `sfumato analyse` for this split in the run folder.
 
     Args:
-        run: what to evaluate.
+        run: run to evaluate.
         split: name of the split.
         out: the HTML file; report-SPLIT.html in the run's folder if None.
-        analyses: first do the studies of `sfumato analyse` that are missing or were made with other weights.
+        analyses: first run the studies of `sfumato analyse` that are missing or were made with other weights.
 
     Returns:
         (the page and its figures, the file).
@@ -109,7 +109,7 @@ def _on_host(embeddings: GaussianEmbedding) -> GaussianEmbedding:
 
 
 def _learnt_logits(run: Run) -> tuple[float, float] | None:
-    """Scale and bias of the loss if it learns both; without a bias its scores are no probabilities."""
+    """Scale and bias of the loss if it learns both; without a bias its scores are not probabilities."""
     logits = getattr(run.loss, "logits", None)
     if not isinstance(logits, MatchingLogits) or not logits.logit_bias.requires_grad:
         return None
@@ -117,7 +117,7 @@ def _learnt_logits(run: Run) -> tuple[float, float] | None:
 
 
 def _analyses(run: Run, split: str, n: int, m: int) -> dict[str, dict[str, Any]]:
-    """What studies found with these weights on as many images and texts, by name."""
+    """The results of studies with the same weights and the same numbers of images and texts, by name."""
     found = {name: read_object(run.folder / f"analysis-{split}" / f"{name}.json") for name in NAMES}
     expected = FORMAT, split, n, m, weights_digest(run.model)
     keys = ("format", "split", "n_images", "n_texts", "weights")

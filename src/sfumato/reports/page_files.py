@@ -25,7 +25,7 @@ def render_page(template: str, values: Mapping[str, Any]) -> str:
 
     Args:
         template: name of a file in the folder templates.
-        values: by name, what the template shows.
+        values: values of the template by name.
 
     Returns:
         The page.
@@ -53,7 +53,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
         path: of the file.
 
     Returns:
-        The object; None if there is no such file, or it holds something else.
+        The object; None if there is no such file, or it does not contain an object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -79,20 +79,20 @@ def read_image(folder: Path, name: str) -> bytes | None:
 
 
 def read_studies(folder: Path) -> dict[str, dict[str, Any]]:
-    """Read what earlier calls of `sfumato analyse` left in a folder.
+    """Read the results of earlier calls of `sfumato analyse` in a folder.
 
     Args:
         folder: of the studies.
 
     Returns:
-        The studies by name, of whatever model and split.
+        The studies by name, of any model and split.
     """
     found = {name: read_object(folder / f"{name}.json") for name in STUDIES}
     return {name: study for name, study in found.items() if study is not None}
 
 
 def read_evaluations(folder: Path, split: str, own: str, n: int, m: int) -> list[dict[str, Any]]:
-    """Read what `sfumato evaluate` wrote about a split by other distances.
+    """Read the results of `sfumato evaluate` on a split with other distances.
 
     Args:
         folder: of the run.
@@ -124,7 +124,7 @@ def read_log(path: Path) -> Sequence[dict[str, Any]]:
         path: of the file, one JSON object per line.
 
     Returns:
-        The finite values of each whole line; nothing if there is no such file.
+        The finite values of each complete line; an empty list if there is no such file.
     """
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:

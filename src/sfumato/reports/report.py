@@ -1,7 +1,7 @@
 """One page about a model's retrieval: figures, uncertainty, calibration, and results, as self-contained HTML.
 
-It knows embeddings, the ground truth, captions, and images as functions that return the bytes of a file; nothing of
-models, recipes or folders of images. Everything that is shown is bounded in number, so that the page's size does not
+Its inputs are embeddings, the ground truth, captions, and a function that returns the bytes of an image. It does not
+depend on models, recipes or image folders. The number of displayed items is bounded, so that the page's size does not
 grow with the data.
 """
 
@@ -42,12 +42,12 @@ class Report:
     """A page and its main figures.
 
     Attributes:
-        html: the page; it asks for no other file.
+        html: the page, which needs no other file.
         evaluation: of both directions by the model's own distance.
         calibration: of all pairs ("pairs") and of each query's first result ("i2t", "t2i"): "n", "matches" (fraction
-            that is right) and, before and after calibration, "ece" and "brier".
-        mistakes: by direction, "n" queries, those whose first result is "wrong", and those of them with a match
-            probability of at least one half, "plausible".
+            that match) and, before and after calibration, "ece" and "brier".
+        mistakes: by direction, the number "n" of queries, the number with a "wrong" first result, and the number of
+            these with a match probability of at least one half, "plausible".
     """
 
     html: str
@@ -118,7 +118,7 @@ def _evaluate(data: ReportData) -> tuple[Evaluation, list[DirectionResult]]:
     def rank(
         queries: GaussianEmbedding, gallery: GaussianEmbedding, relevance: Relevance, distance: str | Distance
     ) -> np.ndarray:
-        """Ranks of all true items; those of the two whole directions are kept."""
+        """Ranks of all true items; the ranks of the two complete directions are kept."""
         ranks = rank_relevant(queries, gallery, relevance, distance)
         return found.setdefault(get_distance(distance).direction, ranks) if len(found) < 2 else ranks
 
@@ -151,7 +151,7 @@ def _summary(
     mistakes: Mapping[str, Mapping[str, int]],
     directions: Sequence[DirectionResult],
 ) -> list[str]:
-    """A few sentences that follow from the figures alone."""
+    """A short summary in sentences, derived from the figures."""
     sentences = []
     for direction in directions:
         metrics, counts = getattr(evaluation, direction.key), direction.ground_truth.counts
@@ -180,7 +180,7 @@ def _summary(
 
 
 def _meaning_of_variance(direction: DirectionResult, correlation: float | None) -> str:
-    """What the correlation of total variance and success says, in words; two standard errors decide."""
+    """The meaning of the correlation of total variance and success in words; the threshold is two standard errors."""
     side = "images" if direction.key == "i2t" else "texts"
     if correlation is None:
         return f"All {side} have the same result, so their total variance cannot tell which fail."
@@ -219,7 +219,7 @@ def _table_row(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trust(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Tables of whatever `sfumato trust` wrote; parts of an unknown form are left out."""
+    """Tables of the results of `sfumato trust`; parts in an unknown form are left out."""
     directions = (found or {}).get("directions")
     if found is None or not isinstance(directions, Mapping):
         return None

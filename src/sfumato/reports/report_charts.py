@@ -35,8 +35,8 @@ def recall_by_uncertainty(direction: DirectionResult, evaluation: Evaluation) ->
     """Recall@1 of the queries in ten parts, from the most to the least certain.
 
     Args:
-        direction: what was found.
-        evaluation: whose embeddings have variances.
+        direction: results of one direction.
+        evaluation: evaluation of embeddings with variances.
 
     Returns:
         For the template: name, chart, correlations and rows.
@@ -79,7 +79,7 @@ def variance_histogram(data: ReportData) -> dict[str, Any]:
         data: of the report.
 
     Returns:
-        For the template: chart, rows, and how many items of variance 0 are not in the chart.
+        For the template: chart, rows, and the number of items with variance 0, which are not in the chart.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
@@ -114,11 +114,11 @@ def variance_histogram(data: ReportData) -> dict[str, Any]:
 def calibration_panels(
     data: ReportData, directions: Sequence[DirectionResult]
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """How well match probabilities are calibrated, over all pairs and over first results.
+    """The calibration of match probabilities, over all pairs and over first results.
 
     Args:
         data: of the report.
-        directions: what was found.
+        directions: results of both directions.
 
     Returns:
         (the figures of :class:`~sfumato.reports.report.Report`, for the template a panel for each of them).
@@ -219,7 +219,7 @@ _CURVES: tuple[tuple[str, dict[str, tuple[str, str]]], ...] = (
 
 
 def training_curves(log: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Charts of what a training log holds.
+    """Charts of the quantities in a training log.
 
     Args:
         log: a dictionary for each epoch.
@@ -276,7 +276,7 @@ IMAGES = 4 * SHOWN * RESULTS + 6 * MISTAKES
 
 
 class Thumbnails:
-    """Small images as data URLs, each read once.
+    """Small images as data URLs; each image is read once.
 
     Args:
         data: of the report.
@@ -302,7 +302,7 @@ def uncertain_queries(
 
     Args:
         data: of the report.
-        directions: what was found.
+        directions: results of both directions.
         thumbnails: the images.
 
     Returns:
@@ -361,15 +361,15 @@ def _match(p: float, distance: float) -> dict[str, Any]:
 def wrong_first_results(
     data: ReportData, directions: Sequence[DirectionResult], thumbnails: Thumbnails
 ) -> tuple[dict[str, dict[str, int]], list[dict[str, Any]]]:
-    """How many first results are wrong, and the most probable of them, one for each wrong item.
+    """The counts of wrong first results, and the most probable of them, one for each wrong item.
 
     Args:
         data: of the report.
-        directions: what was found.
+        directions: results of both directions.
         thumbnails: the images.
 
     Returns:
-        (by direction the counts of :class:`~sfumato.reports.report.Report`, for the template a group each).
+        (the counts of :class:`~sfumato.reports.report.Report` by direction, a group for the template by direction).
     """
     counts: dict[str, dict[str, int]] = {}
     shown = []
@@ -379,7 +379,7 @@ def wrong_first_results(
         probabilities = match_probability(direction.distances[:, 0].double(), *data.logits).numpy()
         plausible = int((probabilities[wrong] >= 0.5).sum())
         counts[direction.key] = {"n": int((~np.isnan(right)).sum()), "wrong": len(wrong), "plausible": plausible}
-        # By distance, of which the probability is a falling function: probabilities near 1 round to ties.
+        # Sorted by distance, because probabilities near 1 round to ties; the probability falls with the distance.
         rows: list[dict[str, Any]] = []
         seen: set[int] = set()
         for query in wrong[np.argsort(direction.distances[wrong, 0].numpy(), kind="stable")].tolist():

@@ -1,4 +1,4 @@
-"""What a report is made of: the embeddings of a split, and what was found in both directions."""
+"""The data of a report: the embeddings of a split, and the search results in both directions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ RESULTS = 5
 
 @dataclass(frozen=True, eq=False)
 class ReportData:
-    """What a page is made of.
+    """The input data of a report page.
 
     Attributes:
         model: name of the model, for the title.
@@ -31,18 +31,18 @@ class ReportData:
         distance: name of the model's distance; results are ranked by it.
         logits: (scale, bias) of the match probabilities.
         calibrated: whether these were fitted on held-out pairs.
-        learnt_logits: (scale, bias) that the loss learnt in training, to compare with; None if there are none.
+        learnt_logits: (scale, bias) that the loss learnt in training, for comparison; None if there are none.
         captions: (m,) the texts.
         text_kinds: (m,) kinds for a breakdown; None for none.
         image_names: (n,) ids of the images.
-        thumbnail: the bytes of a small WebP, PNG or JPEG file of the image at a position; None where it cannot be read.
+        thumbnail: the bytes of a small WebP, PNG or JPEG file of the image at a position; None if it cannot be read.
         others: evaluations of the same split by other distances, as :meth:`Evaluation.to_json` gives them.
         trust: the figures of the estimators of uncertainty, as `sfumato trust` writes them.
-        analyses: by name, what the studies found, as `sfumato analyse` writes it.
-        analysis_image: the bytes of an image that a study names; None where it is gone.
+        analyses: results of the studies by name, in the form that `sfumato analyse` writes.
+        analysis_image: the bytes of an image that a study names; None if it is missing.
         recipe: the text of the run's recipe.
         log: of training, one dictionary for each epoch.
-        notes: sentences about what was left out.
+        notes: sentences about omitted parts.
         version: of the program that makes the page.
 
     Raises:
@@ -83,7 +83,7 @@ class ReportData:
 
 @dataclass(frozen=True, eq=False)
 class DirectionResult:
-    """What was found in one direction.
+    """The search results of one direction.
 
     Attributes:
         key: "i2t" or "t2i".
@@ -142,7 +142,7 @@ def direction_result(data: ReportData, direction: Direction, ranks: np.ndarray) 
         ranks: (p,) ranks of the true items of all queries, from 0.
 
     Returns:
-        What was found.
+        The results.
     """
     queries, gallery = (data.images, data.texts) if direction == "i2t" else (data.texts, data.images)
     ground_truth = data.relevance if direction == "i2t" else data.relevance.transpose()

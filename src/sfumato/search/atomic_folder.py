@@ -1,11 +1,11 @@
-"""A folder of data files that is replaced as a whole: readers see the old content or the new, even if a process dies.
+"""A folder of data files that is replaced atomically: readers see the old or the new content, even after a crash.
 
-    FOLDER/manifest.json     kind and metadata, the name of the data folder, size and SHA-256 of every file and of
-    itself FOLDER/data-xxxx/...     the files
+    FOLDER/manifest.json     kind, metadata, name of the data folder, size and SHA-256 of every file and of itself
+    FOLDER/data-xxxx/...     the files
 
-A save writes a new data folder, forces it to disk, and then renames a new manifest into place: that one rename is the
-step from old to new. Only then are older data folders removed, also those of killed writers. The content is up to the
-caller.
+A save writes a new data folder, forces it to disk, and then renames a new manifest into place: this rename replaces the
+old content by the new. After it, older data folders are removed, also those of killed writers. The caller defines the
+content.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def save_folder(
         kind: kind and version of the content, e.g. "sfumato-index-1".
         metadata: JSON values to keep in the manifest.
         write: writes the files, without subfolders, into the empty folder that it is called with.
-        beside: names of other files and folders that may stand in the folder.
+        beside: names of other files and folders that the folder may contain.
 
     Raises:
         ValueError: path is a file, or a folder with something else in it.
@@ -107,7 +107,7 @@ def load_folder(path: str | Path, kind: str, read: Callable[[Path, dict[str, Any
                 _check_file(data / name, expected)
             return read(data, manifest["about"])
         except FileNotFoundError as error:
-            # A save may have replaced the data between the two readings: then the manifest names others now.
+            # A save may have replaced the data between the two reads; the manifest then names another data folder.
             if _names(path, manifest["data"]):
                 raise ValueError(
                     f"{path}: damaged, {Path(error.filename or data).name} is missing; build it again"
@@ -144,7 +144,7 @@ def _check_file(file: Path, expected: dict[str, Any]) -> None:
 
 
 def _stranger(path: Path, kind: str, beside: tuple[str, ...]) -> str | None:
-    """Name of a file in the folder that no save of this kind has left there; None if there is none."""
+    """Name of a file in the folder that was not written by a save of this kind; None if there is none."""
     if (path / _MANIFEST).exists():
         try:
             _read_manifest(path, kind)
@@ -163,7 +163,7 @@ def _stranger(path: Path, kind: str, beside: tuple[str, ...]) -> str | None:
 
 
 def _names(path: Path, data: str) -> bool:
-    """Does the manifest in place name this data folder?"""
+    """Whether the current manifest names this data folder."""
     try:
         return bool(json.loads((path / _MANIFEST).read_bytes())["data"] == data)
     except (OSError, ValueError, KeyError):

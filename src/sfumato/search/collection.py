@@ -1,12 +1,11 @@
-"""GaussianCollection: changing items in a vector store. Results are exact within the candidates of the store.
+"""GaussianCollection: items in a vector store that can change; results are exact within the store's candidates.
 
 The folder of a collection holds the settings (distance, centre, logits, calibration, model) and the URL of the store:
 
     FOLDER/manifest.json     settings and the store's URL      FOLDER/data-xxxx/     the centre and the calibration
 
-The folder is small and is written once; the store can be a folder inside it or a cluster. The store returns
-candidates with their lifted vectors. Their distances, and so their order, are computed anew; equal distances are
-ordered by id.
+The folder is small and is written once; the store can be a folder inside it or a cluster. The store returns candidates
+with their lifted vectors. The collection recomputes their distances and order; equal distances are ordered by id.
 """
 
 import contextlib
@@ -55,8 +54,8 @@ class GaussianCollection(Gallery):
         distance: name of the distance, one of LIFTED_DISTANCES.
         centre: (d,) point that vectors are relative to.
         metadata: JSON values that the builder keeps with the collection.
-        n_exact: number of closest items that :meth:`expected_matches` adds up one by one in a large collection.
-        n_sample: number of items in the sample that it estimates the rest from.
+        n_exact: number of closest items that :meth:`expected_matches` sums exactly in a large collection.
+        n_sample: number of items in the sample from which it estimates the rest of the sum.
     """
 
     def __init__(
@@ -101,10 +100,11 @@ class GaussianCollection(Gallery):
                 environment.
             d: dimensions of the embeddings.
             distance: one of LIFTED_DISTANCES.
-            centre: (d,) point that vectors are relative to, about the mean of the means to come; the origin if None.
+            centre: (d,) point that vectors are relative to, approximately the mean of the means to be stored; the
+                origin if None.
             logit_scale: a of the match logit b - a * distance; take the value of the calibrated model.
             logit_bias: b of the match logit.
-            calibration: calibration of the model for the same distance; takes the place of the logits.
+            calibration: calibration of the model for the same distance; replaces the logits.
             direction: "t2i" for texts that search among images, "i2t" for images that search among texts.
             metadata: JSON values to keep with the collection.
 
@@ -112,7 +112,7 @@ class GaussianCollection(Gallery):
             The collection, open.
 
         Raises:
-            UserError: the folder holds something, or the store cannot be made.
+            UserError: the folder is not empty, or the store cannot be created.
             ValueError: the distance does not lift, or the centre is not (d,).
         """
         folder = Path(folder)
@@ -165,7 +165,7 @@ class GaussianCollection(Gallery):
         Raises:
             FileNotFoundError: there is no such folder, or no collection in it.
             ValueError: the folder is damaged or holds something else.
-            UserError: the store cannot be opened, or holds other vectors, or not all that it should.
+            UserError: the store cannot be opened, or holds other vectors, or lacks items.
         """
         folder = Path(folder)
         if not unfinished and (folder / _UNFINISHED).is_file():
@@ -224,7 +224,7 @@ class GaussianCollection(Gallery):
         """Mark the collection as incomplete while the block runs; :meth:`open` refuses it if the block never ended.
 
         Args:
-            way_out: what a user should do about an incomplete collection.
+            way_out: advice to the user for an incomplete collection.
 
         Yields:
             Nothing.
@@ -249,7 +249,7 @@ class GaussianCollection(Gallery):
 
     @property
     def size(self) -> int:
-        """Number of items, counted anew after every write of this process and every few seconds."""
+        """Number of items, counted again after every write of this process and every few seconds."""
         changed, when, n = self._counted
         if changed != self._changed or time.monotonic() > when + _COUNTED_SECONDS:
             changed, n = self._changed, len(self)
@@ -351,11 +351,11 @@ class GaussianCollection(Gallery):
 
     @torch.no_grad()
     def expected_matches(self, queries: GaussianEmbedding) -> list[float]:
-        """How many items should match each query: the sum of the match probabilities over the collection.
+        """The expected number of matches of each query: the sum of the match probabilities over the collection.
 
-        Up to n_sample items the sum is exact. In a larger collection the n_exact closest items are added up, and the
-        rest is estimated, without bias, from a sample. The sample takes a scan of the store at the first call, and
-        again when a hundredth of the items has changed.
+        Up to n_sample items the sum is exact. In a larger collection the n_exact closest items are summed exactly, and
+        the rest of the sum is estimated without bias from a sample. The sample takes a scan of the store at the first
+        call, and again when a hundredth of the items has changed.
 
         Args:
             queries: (n, d) embeddings.
@@ -423,7 +423,7 @@ class GaussianCollection(Gallery):
 
 
 def check_empty(folder: Path) -> None:
-    """Refuse a folder that already holds something.
+    """Raise an error if a folder is not empty.
 
     Args:
         folder: where a collection is to be made.

@@ -29,7 +29,7 @@ def copy_gallery(
         The new collection, open.
 
     Raises:
-        UserError: the folder holds something, or the store cannot be made.
+        UserError: the folder is not empty, or the store cannot be created.
         ValueError: the distance does not lift, so that no store can keep it.
     """
     scorer = source.scorer

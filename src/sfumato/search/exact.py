@@ -1,4 +1,4 @@
-"""Exact ranking by any distance, block by block: nothing here ever holds all n * m distances.
+"""Exact ranking by any distance, block by block; the n * m distances are never in memory together.
 
 Ties are decided by gallery position, the earlier item first.
 """
@@ -23,7 +23,7 @@ def distance_blocks(
     memory_mb: float = 256.0,
     seed: int = 0,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Distances of a few queries at a time to the whole gallery.
+    """Distances of blocks of queries to the whole gallery.
 
     Args:
         queries: (n, d) embeddings.
@@ -99,18 +99,18 @@ def closest_candidates(
     *,
     memory_mb: float = 16.0,
 ) -> tuple[Tensor, Tensor]:
-    """Order each query's own candidates by their distances, computed row by row and never for a whole matrix.
+    """Order each query's candidates by their distances, computed row by row and never for a whole matrix.
 
     Args:
         queries: (n, d) embeddings.
         gallery: (m, d) embeddings.
-        candidates: (n, c) gallery positions, in any order; a negative position stands for no candidate.
+        candidates: (n, c) gallery positions, in any order; a negative position means no candidate.
         distance: name in DISTANCES, or one of these made for the direction (:meth:`Distance.for_direction`).
         memory_mb: size of a block of float32 means in MiB.
 
     Returns:
-        ((n, c) distances ascending, (n, c) positions); equal distances by gallery position. Missing candidates stand
-        at the end, with distance infinity and position -1.
+        ((n, c) distances ascending, (n, c) positions); equal distances by gallery position. Missing candidates are
+        last, with distance infinity and position -1.
     """
     n, c = candidates.shape
     row = get_distance(distance).row
@@ -168,7 +168,7 @@ def rank_relevant(
 
 
 def _smallest(block: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k smallest of each row, ties by position. topk leaves ties open, so rows with ties at the edge are sorted."""
+    """The k smallest of each row, ties by position; topk orders ties freely, so rows with ties at k are sorted."""
     values, index = block.topk(k, dim=1, largest=False)
     edge = values.amax(1, keepdim=True)
     index = index.sort(dim=1).values

@@ -2,7 +2,7 @@
 
 :class:`Gallery` turns the candidates of its subclasses (an index in memory, a collection in a vector store) into
     results.
-:class:`Scorer` turns distances into probabilities, sets and abstentions. Neither knows where items are kept.
+:class:`Scorer` turns distances into probabilities, sets and abstentions. Neither depends on where items are stored.
 """
 
 from abc import ABC, abstractmethod
@@ -50,7 +50,7 @@ class SearchResult:
         records: the k closest items, or all items if there are fewer. With min_probability there may be fewer, or none.
         best_probability: match probability of the closest item, whether or not it is among the records; 0 for an
             empty gallery.
-        abstained: True if the query is better not answered at the requested risk; None if no risk was requested.
+        abstained: True if the query should not be answered at the requested risk; None if no risk was requested.
         conformal_set: the items within the radius of the requested coverage, closest first; None if none was requested.
         conformal_set_cut: True if max_set cut the set. The coverage guarantee does not hold for a cut set.
     """
@@ -123,7 +123,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Scorer:
-    """From distances to match probabilities, conformal sets and abstention, for galleries of any size.
+    """Computes match probabilities, conformal sets and abstention from distances, for galleries of any size.
 
     Attributes:
         logit_scale: a of the match logit b - a * distance, without a correction for the size of the gallery.
@@ -144,7 +144,7 @@ class Scorer:
             n_gallery: number of items.
 
         Returns:
-            The shift; 0 if there is no calibration that knows the size of its own gallery.
+            The shift; 0 without a calibration, or if the calibration does not have the size of its gallery.
         """
         calibration = self.calibration
         if calibration is None or calibration.match_fraction is None or getattr(calibration, self.direction) is None:
@@ -167,13 +167,13 @@ class Scorer:
         return torch.sigmoid(self.calibration.logit(distance) + shift).to(distance.dtype)
 
     def radius(self, coverage: float) -> float:
-        """Radius of the set that holds a match with a given probability, see :meth:`Calibration.conformal_radius`.
+        """Radius of the set that contains a match with a given probability, see :meth:`Calibration.conformal_radius`.
 
         Args:
             coverage: probability in (0, 1).
 
         Returns:
-            The largest distance of an item in the set; infinite if only the whole gallery is certain to cover so much.
+            The largest distance of an item in the set; infinite if only the whole gallery guarantees this coverage.
 
         Raises:
             ValueError: coverage is not in (0, 1), or the calibration cannot guarantee it.
@@ -183,7 +183,7 @@ class Scorer:
         return self._calibration_for("coverage").conformal_radius(1 - coverage, direction=self.direction)
 
     def abstains(self, nearest: Tensor, max_risk: float, n_gallery: int) -> list[bool]:
-        """Which queries are better not answered.
+        """The queries that should not be answered at a given risk.
 
         Args:
             nearest: (n,) distance of each query to its closest item; infinite if there is none.
@@ -213,7 +213,7 @@ class Scorer:
 
 
 class Gallery(ABC):
-    """Items to search. Subclasses implement the abstract members; the rest is the same for all of them."""
+    """A gallery of items; subclasses implement the abstract members."""
 
     distance: str
     """Name in DISTANCES."""
@@ -262,12 +262,12 @@ class Gallery(ABC):
 
     @abstractmethod
     def within(self, queries: GaussianEmbedding, radius: float, *, most: int | None = None) -> list[Candidates]:
-        """All items of each query up to a distance.
+        """All items within a distance of each query.
 
         Args:
             queries: (n, d) embeddings that :meth:`checked` has returned.
             radius: largest distance.
-            most: keep only so many of the closest; all if None.
+            most: largest number of items to keep, closest first; all if None.
 
         Returns:
             n lists of candidates.
@@ -275,7 +275,7 @@ class Gallery(ABC):
 
     @abstractmethod
     def expected_matches(self, queries: GaussianEmbedding) -> list[float]:
-        """How many items should match each query: the sum of the match probabilities over the gallery.
+        """The expected number of matches of each query: the sum of the match probabilities over the gallery.
 
         Args:
             queries: (n, d) embeddings.
@@ -292,12 +292,12 @@ class Gallery(ABC):
             ids: wanted ids.
 
         Returns:
-            Those of the items that exist, in the order of `ids`.
+            The existing items, in the order of `ids`.
         """
 
     @abstractmethod
     def sample(self, n: int, *, seed: int = 0) -> GalleryRecords:
-        """Items chosen at random, each equally likely.
+        """A uniform random sample of the items.
 
         Args:
             n: largest number of items.
@@ -346,7 +346,7 @@ class Gallery(ABC):
             max_risk: also report for each query whether to abstain, so that at most this fraction of the answers is
                 wrong, see :meth:`Calibration.abstain_below`. Records and set are returned in either case.
             max_set: largest number of items in the set; the result says whether it was cut.
-            filter: which items may be found. Probabilities stay those of the whole gallery.
+            filter: items that may be found. The probabilities are still computed for the whole gallery.
 
         Returns:
             n results in the order of the queries.
@@ -398,7 +398,7 @@ class Gallery(ABC):
         return self.scorer.match_probability(distance, self.size)
 
     def checked(self, queries: GaussianEmbedding, k: int = 1) -> GaussianEmbedding:
-        """Check queries and bring them to float32 on the CPU.
+        """Check queries, and convert them to float32 on the CPU.
 
         Args:
             queries: (n, d) embeddings; any floating dtype and device.
@@ -429,12 +429,12 @@ class Gallery(ABC):
 
 
 def with_margin(k: int) -> int:
-    """Number of candidates to fetch for k results, so that near ties in the wrong order do no harm.
+    """Number of candidates to fetch for k results, so that a wrong order of near ties has no effect.
 
     Args:
         k: number of results.
 
     Returns:
-        k plus a quarter, at least k + 8. The exact distances of the candidates then decide.
+        1.25 k, at least k + 8. The exact distances of the candidates then decide.
     """
     return k + max(8, k // 4)

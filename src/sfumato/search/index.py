@@ -1,9 +1,9 @@
 """GaussianIndex: search a gallery in memory by Gaussian queries, with probabilities and uncertainties.
 
 Engine "exact" ranks by any distance; "flat", "hnsw" and "ivf" are FAISS over lifted vectors (search/lifting.py).
-Engines differ only in the candidates that they return: the distances of the results are always computed anew, row by
-row in float32, from the stored embeddings, and equal distances keep the order of the items. With a calibration an
-index can also abstain, and return sets that hold a match with a requested probability.
+Engines differ only in the candidates that they return: the distances of the results are always recomputed from the
+stored embeddings, row by row in float32, and equal distances keep the order of the items. With a calibration an index
+can also abstain, and return sets that hold a match with a requested probability.
 """
 
 import json
@@ -98,7 +98,7 @@ class GaussianIndex(Gallery):
             payload: by field name, m texts that searches return with the items.
             metadata: JSON values to keep with the index.
             options: options of the FAISS engines.
-            calibration: calibration of the model for the same distance; takes the place of logit_scale and logit_bias.
+            calibration: calibration of the model for the same distance; replaces logit_scale and logit_bias.
             direction: "t2i" for texts that search among images, "i2t" for images that search among texts.
 
         Returns:
@@ -151,7 +151,7 @@ class GaussianIndex(Gallery):
         return self.embeddings.d
 
     def closest(self, queries: GaussianEmbedding, k: int, filter: Filter | None = None) -> list[Candidates]:
-        """See :meth:`Gallery.closest`; with a filter, every engine scans the items that fit, exactly."""
+        """See :meth:`Gallery.closest`; with a filter, every engine scans the accepted items exactly."""
         if filter is None:
             distance, position = self._nearest(queries, k)
         else:
@@ -212,7 +212,7 @@ class GaussianIndex(Gallery):
         return distance[:, :k], found[:, :k]
 
     def _anew(self, queries: GaussianEmbedding, candidates: Tensor) -> tuple[Tensor, Tensor]:
-        """Each query's own (n, c) candidates with their exact distances, closest first."""
+        """The (n, c) candidates of each query with their exact distances, closest first."""
         return closest_candidates(queries, self.embeddings, candidates, self.oriented_distance)
 
     def scan(self, batch: int = 4096) -> Iterator[GalleryRecords]:
@@ -221,7 +221,7 @@ class GaussianIndex(Gallery):
             yield self._gallery_records(list(range(start, min(start + batch, len(self)))))
 
     def save(self, path: str | Path) -> None:
-        """Write the index into a folder. An index already there is replaced in one step, or kept if this process dies.
+        """Write the index into a folder. An existing index is replaced atomically.
 
         Args:
             path: the folder; made if it does not exist.
@@ -284,7 +284,7 @@ class GaussianIndex(Gallery):
     @classmethod
     def _read(cls, folder: Path, about: dict[str, Any]) -> "GaussianIndex":
         tensors = load_file(folder / _TENSORS)
-        # Indices of version 0.1 may lack a direction, and kept the order of the sides of an asymmetric distance apart.
+        # Indices of version 0.1 may lack a direction, and stored the order of an asymmetric distance separately.
         direction = about.get("direction", "t2i")
         if "queries_first" in about and not get_distance(about["distance"]).symmetric:
             direction = "i2t" if about["queries_first"] else "t2i"
@@ -303,7 +303,7 @@ class GaussianIndex(Gallery):
             metadata=about["about"],
             centre=tensors["centre"],
             store=store,
-            # Indices of version 0.1 may have neither.
+            # Indices of version 0.1 may lack both.
             calibration=Calibration.load(folder / _CALIBRATION) if about.get("calibration") else None,
             direction=direction,
         )
@@ -346,14 +346,14 @@ class GaussianIndex(Gallery):
         return closest_in_blocks(self._blocks(queries), c, queries.n, len(self))[1]
 
     def _blocks(self, queries: GaussianEmbedding) -> Iterator[tuple[int, Tensor]]:
-        """Distances to the whole gallery, a few queries at a time."""
+        """Distances of blocks of queries to the whole gallery."""
         if self.distance in LIFTED_DISTANCES:
             return self._lifted.distance_blocks(queries)
         return distance_blocks(queries, self.embeddings, self.oriented_distance)
 
     @cached_property
     def _lifted(self) -> LiftedGallery:
-        """Made at the first scan. It takes half the memory of the embeddings and makes scans ten times as fast."""
+        """The lifted gallery, made at the first scan: half the memory of the embeddings, and ten times faster scans."""
         return LiftedGallery.of(self.embeddings, self.distance, self.centre)
 
 
@@ -380,7 +380,7 @@ def _check_gallery(embeddings: GaussianEmbedding, ids: tuple[str, ...], payload:
 
 
 def check_settings(distance: str, engine: str, logit_scale: float = 1.0, logit_bias: float = 0.0) -> None:
-    """Refuse settings that no index can be built with, before anything is embedded for it.
+    """Check the settings of an index before its items are embedded.
 
     Args:
         distance: name in DISTANCES.

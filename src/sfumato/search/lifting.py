@@ -7,9 +7,9 @@ For a fixed query, csd ranks by ||mean_q - mean_g||^2 + u_g with u_g the total v
 
 exactly, in d + 1 dimensions. wasserstein2 is squared L2 between [mean - c, std] (2 d dimensions), squared_l2 between
 the means alone (d). The centre c is the same on both sides and changes no distance. Engines expand ||q - g||^2 into a
-product, which loses precision when the means lie far from the origin; relative to the gallery's centre it keeps its
-precision. Only means are centred: the centre of sqrt(u) would follow the few largest variances and cost items of low
-variance precision.
+product, which loses precision when the means lie far from the origin; relative to the gallery's centre the product is
+precise. Only means are centred: the centre of sqrt(u) would depend mostly on the few largest variances, and items with
+low variance would lose precision.
 """
 
 from collections.abc import Iterator
@@ -91,7 +91,7 @@ def lift_queries(queries: GaussianEmbedding, distance: str = "csd", *, centre: T
 
 
 def query_constant(queries: GaussianEmbedding, distance: str = "csd") -> Tensor:
-    """The part of the distance that the squared L2 of lifted vectors leaves out.
+    """The difference between the distance and the squared L2 of lifted vectors.
 
     Args:
         queries: (n, d) embeddings.
@@ -108,7 +108,7 @@ def query_constant(queries: GaussianEmbedding, distance: str = "csd") -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class LiftedGallery:
-    """A gallery made ready for exact search by many queries: a block of distances is one matrix product and a sum.
+    """A lifted gallery for exact search by many queries: a block of distances is one matrix product and a sum.
 
     Attributes:
         vectors: (m, e) of :func:`lift_gallery`, about the centre.
@@ -141,7 +141,7 @@ class LiftedGallery:
         return cls(vectors, vectors.square().sum(1), distance, centre)
 
     def distance_blocks(self, queries: GaussianEmbedding, *, memory_mb: float = 256.0) -> Iterator[tuple[int, Tensor]]:
-        """Distances of a few queries at a time to the whole gallery.
+        """Distances of blocks of queries to the whole gallery.
 
         Args:
             queries: (n, d) embeddings.
@@ -164,7 +164,7 @@ class LiftedGallery:
 
 
 def unlift(squared_l2: Tensor, queries: GaussianEmbedding, distance: str = "csd") -> Tensor:
-    """From the squared L2 of lifted vectors to distances.
+    """Convert the squared L2 of lifted vectors to distances.
 
     Args:
         squared_l2: (n, k) as an engine reports them.
@@ -178,7 +178,7 @@ def unlift(squared_l2: Tensor, queries: GaussianEmbedding, distance: str = "csd"
 
 
 def lowered(vectors: Tensor, total_variance: Tensor, distance: str, centre: Tensor) -> GaussianEmbedding:
-    """Embeddings with the same distances as the embeddings that were lifted.
+    """Embeddings that have the same distances as the original embeddings before lifting.
 
     Args:
         vectors: (n, e) of :func:`lift_gallery`.

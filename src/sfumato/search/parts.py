@@ -1,4 +1,4 @@
-"""Embeddings of a collection of any size: a folder of parts that independent jobs write and that is read as one.
+"""Embeddings of a collection of any size: a folder of parts, written by independent jobs and read as one.
 
 manifest.json                 what was embedded, by which model, in how many sections
 part-000003.safetensors       the items of section 3: means, log variances, ids, payloads, and what was left out
@@ -34,7 +34,7 @@ _FEW = 5
 
 @dataclass(frozen=True)
 class PartsManifest:
-    """What a folder of parts holds. The first seven identify the collection; the others may differ from job to job.
+    """The manifest of a folder of parts; the first seven fields identify the collection, others may differ by job.
 
     Attributes:
         modality: "images" or "texts".
@@ -42,7 +42,7 @@ class PartsManifest:
         kind: kind of the source: "folder", "manifest", "shards" or "texts".
         n: number of entries that the source lists.
         digest: digest of that list.
-        part_size: most items of a part.
+        part_size: maximum number of items in a part.
         sections: number of sections.
         model_source: folder or name of the model; "home" in the file.
         path: path of the source.
@@ -80,13 +80,13 @@ class PartName:
 
     @property
     def file(self) -> str:
-        """Its file's name."""
+        """The name of the file."""
         return f"part-{self.section:06d}{f'-{self.number:04d}' if self.number else ''}.safetensors"
 
 
 @dataclass(frozen=True)
 class PartMetadata:
-    """What a part says about itself.
+    """The metadata of a part.
 
     Attributes:
         collection: :attr:`PartsManifest.identity` of its collection.
@@ -106,10 +106,10 @@ def begin(folder: str | Path, manifest: PartsManifest) -> None:
 
     Args:
         folder: of the parts.
-        manifest: what the folder shall hold.
+        manifest: content of the folder.
 
     Raises:
-        UserError: something else is in it; the message says what differs.
+        UserError: the folder has other content; the message names the difference.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def begin(folder: str | Path, manifest: PartsManifest) -> None:
 
 
 def read_manifest(folder: str | Path) -> PartsManifest:
-    """What a folder of parts holds.
+    """Read the manifest of a folder of parts.
 
     Args:
         folder: of the parts.
@@ -141,7 +141,7 @@ def read_manifest(folder: str | Path) -> PartsManifest:
         Its manifest.
 
     Raises:
-        UserError: it is no such folder.
+        UserError: it is not a folder of parts.
     """
     path = Path(folder) / MANIFEST
     if not path.is_file():
@@ -167,7 +167,7 @@ def write_part(
 
     Args:
         folder: of the parts.
-        name: which part.
+        name: name of the part.
         about: its metadata.
         embeddings: n of them, kept in float32.
         ids: n distinct strings.
@@ -194,7 +194,7 @@ def read_metadata(folder: str | Path, name: PartName) -> PartMetadata | None:
 
     Args:
         folder: of the parts.
-        name: which part.
+        name: name of the part.
 
     Returns:
         The metadata; None if the part does not exist or is damaged.
@@ -213,14 +213,15 @@ def read_parts(folder: str | Path) -> Iterator[tuple[list[str], GaussianEmbeddin
     """The parts of a collection one after the other, in the order of its source, in the memory of one part.
 
     Args:
-        folder: that jobs of ``sfumato embed`` have written.
+        folder: folder written by jobs of ``sfumato embed``.
 
     Returns:
         An iterator over (ids, embeddings, payloads); parts without a usable item are left out.
 
     Raises:
-        UserError: at once, before the first part: it is no such folder, or parts are missing; the message names them.
-        ValueError: later, if a part is damaged.
+        UserError: raised at once, before the first part: it is not a folder of parts, or parts are missing; the message
+            names them.
+        ValueError: raised during iteration: a part is damaged.
     """
     folder = Path(folder)
     names = check_complete(folder)
@@ -280,7 +281,7 @@ def check_complete(folder: str | Path) -> list[PartName]:
 
 
 def write_job(folder: str | Path, job: int, of: int, figures: Mapping[str, Any]) -> None:
-    """Write what a job has done, or that it has started.
+    """Write the result of a job, or a note that it has started.
 
     Args:
         folder: of the parts.

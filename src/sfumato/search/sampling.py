@@ -1,4 +1,4 @@
-"""An even sample of the records of a vector store, kept until a hundredth of the store has changed."""
+"""A uniform sample of the records of a vector store, kept until a hundredth of the store has changed."""
 
 import hashlib
 import threading
@@ -40,7 +40,7 @@ class Sampler:
         self._lock = threading.Lock()
 
     def sample(self, n: int, *, size: int, changed: int, seed: int = 0) -> Sample:
-        """An even sample of at least min(n, size) records.
+        """A uniform sample of at least min(n, size) records.
 
         Args:
             n: wanted number of records.

@@ -28,7 +28,7 @@ def verdict(expected_matches: float, best_probability: float, abstained: bool | 
     Args:
         expected_matches: sum of the match probabilities over the gallery.
         best_probability: match probability of the closest item; 0 if there is none.
-        abstained: whether the query is better not answered at the requested risk; None if no risk was requested.
+        abstained: whether the query should not be answered at the requested risk; None if no risk was requested.
 
     Returns:
         The verdict.

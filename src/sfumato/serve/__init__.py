@@ -1,1 +1,1 @@
-"""A small HTTP service over a model and its galleries: search by text and image, with guarantees and a web page."""
+"""A small HTTP service for a model and its galleries: search by text and image, with guarantees and a web page."""

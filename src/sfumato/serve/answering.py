@@ -1,4 +1,4 @@
-"""From embedded queries to answers on the wire, with the guarantees that the calibration can give."""
+"""Conversion of embedded queries to answers, with the guarantees that the calibration can give."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Asked:
 
     Attributes:
         kind: what the query is.
-        name: how the answer names it: the text, the name of the image file, or the id.
+        name: name of the query in the answer: the text, the name of the image file, or the id.
         where: its location in the request, e.g. "body.queries.0.text".
         text: the text, for kind "text".
         image: the bytes of the image file, for kind "image".
@@ -81,7 +81,7 @@ def native(gallery: Gallery) -> str:
 
 
 def check_guarantees(gallery: Gallery, asked: Sequence[Asked], options: SearchOptions) -> None:
-    """Refuse guarantees that the calibration cannot give. Other errors of the search are errors in the service.
+    """Refuse guarantees that the calibration cannot give; other errors of a search are internal errors.
 
     Args:
         gallery: where to search.
@@ -192,7 +192,7 @@ def search_together(
         max_set: largest number of items in a conformal set.
 
     Returns:
-        n answers, or the exceptions of those that failed.
+        n answers; an exception in place of an answer for a search that failed.
     """
     alike: dict[str, list[int]] = {}
     for i, one in enumerate(searches):

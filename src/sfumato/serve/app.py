@@ -1,4 +1,4 @@
-"""The routes: from HTTP to the service and back, with the limits on request bodies."""
+"""The HTTP routes of the service, with the limits on request bodies."""
 
 import base64
 import binascii
@@ -90,7 +90,7 @@ class CheckedRoute(APIRoute):
             if came.partition(";")[0].strip().lower() != wanted:
                 raise Refusal(415, f"Content-Type is {came[:100]!r}, expected {wanted}")
             if wanted == FORM:
-                try:  # FastAPI takes the form that is parsed here.
+                try:  # FastAPI uses the form parsed here.
                     await request.form(max_files=1, max_fields=200, max_part_size=65_536)
                 except (HTTPException, LookupError, ValueError) as error:
                     raise Refusal(422, f"The form cannot be read: {getattr(error, 'detail', error)}") from error

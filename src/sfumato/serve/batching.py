@@ -38,7 +38,7 @@ class Batcher(Generic[Item, Result]):
         size: largest number of items in a call.
         window: seconds that the first item waits for others while the executor is free.
         waiting: largest number of waiting items.
-        observe: called with the size of each batch.
+        observe: function called with the size of each batch.
         workers: number of simultaneous calls.
     """
 
@@ -166,7 +166,7 @@ class Embedder:
     """The model behind two queues, one for texts and one for images.
 
     Args:
-        model: in evaluation mode; nothing else may use it meanwhile.
+        model: the model in evaluation mode; no other code may use it at the same time.
         settings: sizes of batches and queues.
         metrics: counts the batches.
 
@@ -240,7 +240,7 @@ class Embedder:
         return [one if isinstance(one, BaseException) else next(rows) for one in prepared]
 
     async def beside(self, work: Callable[[Asked], Done], images: Sequence[Asked]) -> list[Done | BaseException]:
-        """Process images in threads beside that of the model. If the caller is cancelled, waiting work is dropped.
+        """Process images in worker threads. If the caller is cancelled, waiting work is dropped.
 
         Args:
             work: called with each image.

@@ -1,4 +1,4 @@
-"""The OpenAPI document with its problem documents, and a page made from it, without scripts."""
+"""The OpenAPI document with its problem documents, and an HTML page of it without scripts."""
 
 import json
 import re
@@ -93,7 +93,7 @@ def page_of(document: dict[str, Any], address: str) -> str:
         address: base URL of the service, for the curl commands.
 
     Returns:
-        HTML without scripts and without resources from elsewhere.
+        HTML without scripts and without external resources.
     """
     schemas = document["components"]["schemas"]
     routes = [
@@ -136,7 +136,7 @@ def _curl(method: str, url: str, operation: dict[str, Any], schemas: dict[str, A
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """The type of a value in a word or two."""
+    """A short name of the type of a value."""
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2]
     if "anyOf" in schema:

@@ -110,10 +110,10 @@ _LOG = logging.getLogger("sfumato.serve")
 
 
 class Guard:
-    """Pure ASGI middleware, so that it sees every byte.
+    """The ASGI middleware; it is pure ASGI, so that it sees every byte.
 
     Args:
-        app: what is behind it.
+        app: the wrapped application.
         settings: limits and keys.
         metrics: counts the requests.
         route: path -> its template, for the metrics.
@@ -165,7 +165,7 @@ class Guard:
             await self._answer_read(scope, headers, receive, reply)
 
     async def _answer_unread(self, scope: Scope, reply: "_Reply") -> None:
-        """Answer a request whose body does not belong there, without waiting for the body."""
+        """Answer a request with an unexpected body, without waiting for the body."""
         reply.close = True
         if scope["method"] in _WITHOUT_BODY:
             raise Refusal(413, f"{scope['method']} takes no body here; GET /docs lists the paths that do")
@@ -187,7 +187,7 @@ class Guard:
             await self._within_time(scope, body, receive, reply)
 
     async def _within_time(self, scope: Scope, body: bytes, receive: Receive, reply: "_Reply") -> None:
-        """Let the application answer, until the time is over or the client has left."""
+        """Run the application until it has answered, the time limit is over, or the client has left."""
         gone = asyncio.ensure_future(receive())
         sent = False
 
@@ -220,7 +220,7 @@ class Guard:
         await self.app(scope, receive, reply)
 
     def _check_names(self, method: str, headers: Headers) -> None:
-        """Refuse requests of other web sites through a browser, by their own name for this address or by a form."""
+        """Refuse browser requests of other web sites: those with an unknown Host name, and cross-site forms."""
         host = headers.get("host", "")
         if self.settings.hosts and _name(host) not in self.settings.hosts:
             raise Refusal(
@@ -244,10 +244,11 @@ class Guard:
             )
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
-        """The body; None if the client has left.
+        """Read the body; None if the client has left.
 
         Raises:
-            Refusal: 413. Up to as much again is read and dropped first, so that the client gets to read the response.
+            Refusal: 413. Up to the same number of bytes is read and dropped first, so that the client can read the
+                response.
         """
         limit, announced = self.settings.max_body_bytes, headers.get("content-length", "0")
         if not (announced.isascii() and announced.isdecimal() and len(announced) < 20):
@@ -276,7 +277,7 @@ class _Gone(Exception):
 
 
 class _Reply:
-    """Sends a response with our headers and remembers its status."""
+    """Sends a response with the service's headers and records its status."""
 
     def __init__(self, send: Send) -> None:
         self._send, self.status, self.started, self.close = send, 499, False, False

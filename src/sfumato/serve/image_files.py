@@ -1,4 +1,4 @@
-"""Image files of a gallery by id: where they are, how they are checked, stored and shown."""
+"""Image files of a gallery by id: their location, check, storage and display."""
 
 import hashlib
 import io
@@ -42,7 +42,7 @@ class Images(Protocol):
         ...
 
     def has(self, id: str, payload: Mapping[str, str]) -> bool:
-        """Whether an item has an image, as far as that is known without access to the disk.
+        """Whether an item may have an image, judged without access to the disk.
 
         Args:
             id: id of the item.
@@ -72,7 +72,7 @@ class FolderImages:
             root = self.folder.resolve(strict=True)
             path = (root / id).resolve(strict=True)
             return path.read_bytes() if path.is_relative_to(root) and path.is_file() else None
-        except (OSError, RuntimeError):  # A missing file, too long a name, or a ring of links.
+        except (OSError, RuntimeError):  # A missing file, a name that is too long, or a cycle of links.
             return None
 
     def has(self, id: str, payload: Mapping[str, str]) -> bool:
@@ -105,7 +105,7 @@ class SplitImages:
 
 @dataclass(frozen=True)
 class UploadedImages:
-    """Images that were uploaded to the service, in a folder of its own.
+    """Images that were uploaded to the service, in a separate folder.
 
     The payload of an item holds the name of its image under POINTER. The name is a digest of the id and of the bytes,
     so it belongs to this item and this image only.
@@ -181,12 +181,12 @@ def check_image(data: bytes, *, max_bytes: int, max_pixels: int, where: str) -> 
 
     Args:
         data: bytes of the file.
-        max_bytes: largest file.
-        max_pixels: most pixels.
+        max_bytes: largest size of a file in bytes.
+        max_pixels: largest number of pixels.
         where: location in the request, for messages.
 
     Returns:
-        (Pillow's name of its format, number of its pixels).
+        (Pillow's name of the format, number of pixels).
 
     Raises:
         Refusal: 413 if the file is too large, 422 if it is not an image.
@@ -232,11 +232,12 @@ def to_store(data: bytes, format: str) -> bytes:
 
 
 def to_show(data: bytes, size: int | None) -> tuple[bytes, str]:
-    """A stored image for a browser.
+    """Convert a stored image for a browser.
 
     Args:
         data: the file.
-        size: longest side in pixels of a smaller copy; None for the file as it is, if browsers show its format.
+        size: longest side in pixels of a smaller copy; None returns the file unchanged, if browsers can display its
+            format.
 
     Returns:
         (bytes, media type).

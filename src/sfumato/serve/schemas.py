@@ -102,7 +102,7 @@ class ResultRecord(_Model):
 
 
 class ConformalSet(_Model):
-    """Items that hold a match with at least the probability asked for."""
+    """Items that contain a match with at least the requested probability."""
 
     coverage: float
     complete: bool = Field(
@@ -285,7 +285,7 @@ class Invalid(_Model):
 
 
 class State(_Model):
-    """Whether the service is alive, or ready."""
+    """The state of the service: alive, or ready."""
 
     status: Literal["alive", "ready"]
 
@@ -354,7 +354,7 @@ class Refusal(HTTPException):
 
     Args:
         status: of HTTP.
-        detail: what came, what was expected and what to do.
+        detail: the received value, the expected value and what to do.
         errors: (where, message) of each error.
         headers: of the response.
     """
@@ -421,6 +421,6 @@ def invalid(errors: Sequence[Any], body: str = "body") -> Refusal:
 
 
 def _clean(text: str) -> str:
-    """Shortened, and without characters that UTF-8 cannot encode."""
+    """A text shortened, and without characters that UTF-8 cannot encode."""
     text = text.encode("utf-8", "replace").decode()
     return text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."

@@ -1,4 +1,4 @@
-"""The model and the galleries of a service: one of images, one of texts, or both; and where the images are."""
+"""The model and the galleries of a service (of images, of texts, or both), and the location of the images."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +41,7 @@ class ServedGallery:
 
     @property
     def uploads(self) -> UploadedImages | None:
-        """Where new images are stored; None if they cannot be."""
+        """The folder where new images are stored; None if they cannot be stored."""
         return self.images if isinstance(self.images, UploadedImages) else None
 
 
@@ -174,7 +174,7 @@ def _from_gallery(folder: Path, run: str | None, store: str | None) -> Sources:
 
 
 def _images(gallery: Gallery, run: str) -> Images | None:
-    """The images that the metadata of a gallery name; for a collection also where new ones are stored."""
+    """The images named by the metadata of a gallery; for a collection also the folder of new images."""
     source = gallery.metadata.get("pictures") or {}
     found: Images | None = None
     if "folder" in source:

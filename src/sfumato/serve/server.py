@@ -167,7 +167,7 @@ def run_app(app: FastAPI, *, host: str, port: int, grace: int = 30, access_log: 
         proxy_headers=False,
         timeout_graceful_shutdown=grace,
     )
-    # uvicorn raises the signal again when it is done, which would end a good end with the status of a killed process.
+    # uvicorn raises the signal again at its end, so a normal shutdown would have the status of a killed process.
     before = {sig: signal.signal(sig, lambda *_: None) for sig in (signal.SIGTERM, signal.SIGINT)}
     try:
         Server(config).run()

@@ -1,4 +1,4 @@
-"""The service without HTTP: searches and looks up in threads, and refuses what it cannot do.
+"""The service without HTTP: searches and look-ups in threads, and refusals of invalid requests.
 
 Reads continue during a write.
 """
@@ -97,7 +97,7 @@ class Service:
         self.sources.close()
 
     async def in_thread(self, work: Callable[..., Done], *arguments: object) -> Done:
-        """Run work beside the event loop. It continues if the caller stops waiting.
+        """Run work in a thread beside the event loop; it continues if the caller stops waiting.
 
         Args:
             work: called with the arguments.
@@ -327,7 +327,7 @@ class Service:
         return self.metrics.text(waiting, items, self.ready.is_set())
 
     def changed(self, served: ServedGallery, items: int) -> None:
-        """Note a write to a gallery.
+        """Record a write to a gallery.
 
         Args:
             served: the gallery.
@@ -375,9 +375,9 @@ class Service:
         return search_together(searches, self.gallery, self._projection, max_set=self.settings.max_results)
 
     def _projection(self, name: GalleryName) -> Projection | None:
-        """The projection of a gallery, fitted anew when a quarter of its items has changed; None if it is empty.
+        """The projection of a gallery, fitted again when a quarter of its items has changed; None if it is empty.
 
-        Until then it stays, so that an answer and the map on the screen lie in the same plane.
+        Until then it is unchanged, so that an answer and the displayed map use the same plane.
         """
         served = self.gallery(name)
         with self._fitting:
@@ -413,7 +413,7 @@ class Service:
 
 
 def good(found: Sequence[GaussianEmbedding | BaseException], where: Sequence[str]) -> list[GaussianEmbedding]:
-    """All embeddings, or a refusal.
+    """Check that all embeddings could be computed.
 
     Args:
         found: embeddings or exceptions.
@@ -423,7 +423,7 @@ def good(found: Sequence[GaussianEmbedding | BaseException], where: Sequence[str
         The embeddings.
 
     Raises:
-        Refusal: 422, which could not be computed and why; 503 during shutdown.
+        Refusal: 422 with the failed items and the reasons; 503 during shutdown.
     """
     if wrong := [(place, error) for place, error in zip(where, found, strict=True) if isinstance(error, BaseException)]:
         for _, error in wrong:

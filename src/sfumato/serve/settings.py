@@ -15,16 +15,16 @@ class Settings:
 
     Attributes:
         batch_size: largest number of texts, or images, that are embedded together.
-        batch_window: seconds that the first of them waits for others.
-        max_waiting: largest number of texts, or images, that wait for the model; more are refused with 503. At least
-            max_batch.
+        batch_window: seconds that the first item of a batch waits for others.
+        max_waiting: largest number of texts, or images, that wait for the model; more are refused with 503. It is at
+            least max_batch.
         max_batch: largest number of queries, or new items, in a request; at most MOST.
         max_results: largest number of results of a query, and of items in a conformal set.
         max_upload_bytes: largest image file in bytes.
-        max_pixels: most pixels of all images in a request together; at most MAX_PIXELS.
-        max_requests: most simultaneous requests to /v1/; more are refused with 503.
+        max_pixels: largest total number of pixels of all images in a request; at most MAX_PIXELS.
+        max_requests: largest number of simultaneous requests to /v1/; more are refused with 503.
         timeout: seconds for reading a request, and again for answering it.
-        threads: threads of one computation in torch.
+        threads: number of torch threads of one computation.
         workers: number of simultaneous searches.
         optimise_after: number of written items after which a store is optimised while the service runs.
         keys: API keys; a request needs one of them. If empty, no key is needed.

@@ -1,4 +1,4 @@
-"""Adding and removing items. All items are checked and embedded before any is stored; writes run one at a time."""
+"""Adding and removing of items: all items are checked and embedded before any is stored; writes run one at a time."""
 
 import asyncio
 import contextlib
@@ -59,11 +59,11 @@ class Writer:
             items: items to add, or to replace if their ids exist.
 
         Returns:
-            How many were stored, and the size of the gallery.
+            The number of stored items, and the size of the gallery.
 
         Raises:
-            Refusal: an item cannot be stored, and none was; 503 if the store fails, and the same request completes
-                the write.
+            Refusal: an item cannot be stored, and then no item is stored; 503 if the store fails, and a repeated
+                request completes the write.
         """
         served, collection = self._writable(gallery)
         self._check(gallery, served, items)
@@ -105,7 +105,7 @@ class Writer:
             ids: ids of the items; unknown ones are skipped.
 
         Returns:
-            How many were removed, and the size of the gallery.
+            The number of removed items, and the size of the gallery.
 
         Raises:
             Refusal: the gallery is read-only; 503 if the store fails.
@@ -173,7 +173,7 @@ class Writer:
             raise Refusal(422, f"Nothing was stored: {errors[0][0]}: {errors[0][1]}", errors=errors)
 
     async def _alone(self, served: ServedGallery, work: Callable[[], int], items: Callable[[], int]) -> int:
-        """Run a write when no other runs. It is dropped if the caller leaves before it begins; once begun it ends.
+        """Run a write when no other runs; it is dropped if the caller leaves before it starts, and else completed.
 
         Args:
             served: gallery that is written to.
@@ -208,7 +208,7 @@ class Writer:
             ) from error
 
     async def _optimise(self, served: ServedGallery, *, least: int = 1) -> int:
-        """Optimise the store if at least so many items were written. Meanwhile writes wait; searches do not."""
+        """Optimise the store if enough items were written; during this, writes wait and searches do not."""
         async with self._lock:
             collection, written = served.writable, served.written
             if collection is not None and written - self._optimised[served] >= least:
@@ -239,7 +239,7 @@ def _images_of(served: ServedGallery, ids: Sequence[str]) -> set[str]:
 
 
 def _forget_images(served: ServedGallery, names: set[str]) -> None:
-    """Remove files that no record names any more; one that cannot be removed does no harm."""
+    """Remove files that no record names any more; a file that cannot be removed is ignored."""
     for name in names:
         if served.uploads is not None:
             with contextlib.suppress(OSError, ValueError):

@@ -74,11 +74,11 @@ class AnalysisOptions:
         n_pairs: number of pairs of images.
         n_bins: number of bins of uncertainty.
         top_words: number of words per bin.
-        corpus: of the words' weights, see :func:`~sfumato.studies.words.words_by_uncertainty`.
+        corpus: corpus of the words' weights, see :func:`~sfumato.studies.words.words_by_uncertainty`.
         n_mapped: largest number of images on the map, and of texts.
         method: of the map, "pca" or "tsne".
         n_resamples: number of bootstrap resamples of the intervals.
-        seed: of everything random.
+        seed: seed of all random choices.
 
     Raises:
         ValueError: a number is out of range, or the uncertainty, corpus or method is unknown.
@@ -116,7 +116,7 @@ class Analyses:
         metadata: model, split, sizes and options.
         studies: plain values by name of the study.
         images: thumbnails that a study refers to, WebP files by name.
-        notes: what was left out, and why.
+        notes: omitted studies and items, with reasons.
     """
 
     metadata: dict[str, Any]
@@ -149,7 +149,7 @@ class _Split:
     notes: list[str] = field(default_factory=list)
 
     def impossible(self, study: str) -> str | None:
-        """Why a study cannot be done on such data, whatever their embeddings are; None if it can."""
+        """The reason why a study cannot be done on this data with any embeddings; None if it can."""
         options, data = self.options, self.data
         if study == "sets":
             if uses_regions(self.retrieval_model.model):
@@ -267,8 +267,8 @@ def analyse_model(
         studies: names in STUDIES; None for all that this model and data allow, with a note about the others.
         options: sizes and choices.
         name: of the model, for titles.
-        earlier: studies that were written before, by name; those of the same model and data are not repeated, whatever
-            their options were.
+        earlier: studies that were written before, by name; a study of the same model and data is not repeated, even if
+            its options differ.
 
     Returns:
         The results, without earlier ones.
@@ -429,7 +429,7 @@ def _map(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def _caption(scene: _Split, image: int) -> str:
-    """The true caption of an image that matches the fewest images, the first of equal ones; its id if it has none."""
+    """The caption of an image that matches the fewest images (the first of ties); the image's id without a caption."""
     own = scene.relevance.indices[slice(*scene.relevance.indptr[image : image + 2])]
     if not len(own):
         return scene.data.image_ids[image]

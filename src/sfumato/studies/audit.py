@@ -1,6 +1,6 @@
-"""Audits the pairs of a split with a model, or with models that were each trained on the other parts of the split.
+"""Audit of the pairs of a split with one model, or with models that were each trained on the other parts.
 
-audit_scores.py computes the scores. This module knows which pairs are listed and which model was trained on what.
+audit_scores.py computes the scores. This module determines the listed pairs and the training data of each model.
 """
 
 import dataclasses
@@ -204,7 +204,7 @@ def cross_fit(run: Run, config: DataConfig, n_parts: int, folder: Path) -> Audit
 
 
 def prepare_listed(retrieval_model: RetrievalModel, config: DataConfig, split: str) -> PreparedSplit:
-    """Load a split as the training sees it; "train" is noisy if the data configures noise.
+    """Load a split as it is used in training; "train" is noisy if the data configures noise.
 
     Args:
         retrieval_model: the model that will embed it.
@@ -272,7 +272,7 @@ def _score(retrieval_model: RetrievalModel, prepared: PreparedSplit, chosen: np.
 
 
 def _joined(retrieval_model: RetrievalModel, data: PairData, parts: Sequence[_Part], about: Mapping[str, Any]) -> Audit:
-    """Both lists in their order, with probabilities where all parts have them."""
+    """Both lists in their order, with probabilities if all parts have them."""
     listed, missing = _join([p.listed for p in parts]), _join([p.missing for p in parts])
     log_odds = _if_all([p.log_odds for p in parts])
     probability = _if_all([p.match_probability for p in parts])

@@ -1,4 +1,4 @@
-"""Which listed pairs are probably wrong, and which unlisted pairs probably match? Computes the scores from embeddings.
+"""Scores of the audit: how probably listed pairs are wrong and unlisted pairs match, computed from embeddings.
 
 The model should not have been trained on these pairs, because a model that has memorised a wrong pair gives it a small
 distance.
@@ -33,9 +33,9 @@ class ListedScores:
         distance: (p,) between image and text.
         excess: (p,) the score: the distance minus the mean distance of an item to its NEIGHBOURS closest unlisted
             items, mean of both directions. High is suspicious; 0 means that unlisted items fit equally well. Under csd
-            a variance counts half as much as in the distance, so a vague text, which is far from everything, is not
-            suspicious for that alone.
-        text_rank: (p,) number of unlisted texts that are closer to the image; of equal distances the earlier text is
+            a variance counts half as much as in the distance, so a vague text, which is far from all images, is not
+            suspicious for this reason alone.
+        text_rank: (p,) number of unlisted texts that are closer to the image; at equal distances the earlier text is
             closer.
         image_rank: (p,) number of unlisted images that are closer to the text, likewise.
         better_text: (p,) closest unlisted text of the image; -1 if all texts are listed.
@@ -115,8 +115,8 @@ def audit_pairs(
         texts: (m, d) embeddings.
         relevance: the listed pairs, image -> texts.
         distance: name in DISTANCES.
-        wording: (m,) the texts. An unlisted text with the words of a listed text of the image is not a missing match,
-            and of two unlisted texts with the same words only the closer is kept. Case and spaces are ignored. None
+        wording: (m,) the texts. An unlisted text with the same words as a listed text of the image is not a missing
+            match. Among unlisted texts with the same words only the closest is kept. Case and spaces are ignored. None
             compares no words.
         memory_mb: size of a block of distances, in MiB; the working memory is a few times that. All n * m distances are
             never in memory at once.

@@ -1,4 +1,4 @@
-"""Does an uncertainty rise when images are erased or blurred, and when words are dropped or unknown?
+"""The corruption study: the change of an uncertainty when images are erased or blurred, and words dropped or replaced.
 
 The corruptions and their figures are those of `sfumato trust`, which measures every estimator. This study follows one
 estimator and adds a curve with intervals.
@@ -23,7 +23,7 @@ from sfumato.search.exact import rank_relevant
 
 @dataclass(frozen=True)
 class CorruptionCurve:
-    """How one estimator reacts to one corruption.
+    """The response of one estimator to one corruption.
 
     Attributes:
         n: number of corrupted items.
@@ -71,7 +71,7 @@ def corruption_curves(
 
     Args:
         queries: (n, d) embeddings of the clean items.
-        gallery: (m, d) embeddings of the other side, for the recall and for estimators that look at it.
+        gallery: (m, d) embeddings of the other side, for the recall and for estimators that use them.
         relevance: query -> its true items.
         matching: the distance and the match logits.
         corrupted: some queries, each with a true item, embedded from corrupted inputs.

@@ -1,4 +1,4 @@
-"""The crop study on a model and a folder of images with boxes: cuts, embeds and measures the crops."""
+"""The crop study on a model and a folder of images with boxes: cutting, embedding and measuring of the crops."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ _LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Example:
-    """A triplet to look at.
+    """An example triplet for the page.
 
     Attributes:
         picture: id of the image.
@@ -94,7 +94,7 @@ def study_crops(
         seed: of the sample and the resamples.
 
     Returns:
-        (the figures, some triplets to look at, what was left out).
+        (the figures, some example triplets, the items left out).
 
     Raises:
         UserError: the model reads region features, the files cannot be used, or no image has enough boxes.
@@ -211,7 +211,7 @@ class _Crops:
         return self._place[key]
 
     def embeddings(self) -> GaussianEmbedding | None:
-        """All of them; None if there are none."""
+        """All embeddings; None if there are none."""
         if self._waiting:
             self._embed()
         return GaussianEmbedding.cat(self._done) if self._done else None

@@ -1,9 +1,9 @@
-"""Is an image of two things less certain than an image of one? Compares crops of single boxes with crops of two.
+"""The comparison of crops of single boxes with crops of two boxes: is an image of two objects less certain?
 
 For an area threshold, take the ten largest boxes of an image below it. A is the largest. B is the one of the other nine
 that overlaps least with A. C is the smallest box around both. The captions of A and B are the phrases of the boxes;
 that of C joins them with "and". The study answers two questions: whether C is less certain than A, among crops and
-among captions, and how often an item of A or C chooses its own partner rather than the other one. This module knows
+among captions, and how often an item of A or C is closer to its own partner than to the other one. This module handles
 boxes and embeddings, not files.
 
 Paper: Pishdad et al., "Uncertainty-based Cross-Modal Retrieval with Probabilistic Representations", section 4.6.
@@ -57,8 +57,8 @@ class Triplet:
 def choose_triplet(boxes: np.ndarray, area: float, threshold: float) -> Triplet | None:
     """Choose A, B and C of an image.
 
-    The paper does not define ties, but many boxes do not overlap at all. Here the earlier of two equal areas counts as
-    the larger, and of two equal overlaps with A the one of the larger box counts as the smaller.
+    The paper does not define ties, but many boxes do not overlap at all. Here, of two equal areas the earlier counts as
+    the larger, and of two equal overlaps with A the overlap of the larger box counts as the smaller.
 
     Args:
         boxes: (n, 4) left, top, right, bottom in pixels, within the image.

@@ -1,6 +1,6 @@
-"""A map of images and texts in one plane. A Gaussian is an area: an exact projection by PCA, or a disc by t-SNE.
+"""A map of images and texts in one plane, where a Gaussian is an exact projection (PCA) or a disc (t-SNE).
 
-This module knows embeddings and which of them match; the reports draw the maps.
+The inputs are embeddings and their matches; the reports draw the maps.
 """
 
 import hashlib
@@ -146,7 +146,7 @@ def map_items(
 
 
 def _families(relevance: Relevance, images: np.ndarray, texts: np.ndarray) -> dict[tuple[str, int], int]:
-    """The first images, in this order, that have a shown text that is true of no other of them, and these texts."""
+    """The first images that have a shown text that matches no other of these images, and these texts."""
     shown = set(texts.tolist())
     part = relevance.select_queries(images)
     uses = np.bincount(part.indices, minlength=relevance.n_gallery)
@@ -217,9 +217,9 @@ class Projection:
             embeddings: (n, d) embeddings; same d as the plane.
 
         Returns:
-            n times (x, y, a, b, angle): the centre, the half axes a >= b >= 0 of one standard deviation, and the angle
-                of the
-            longer one in radians, above -pi/2 and at most pi/2. A point (variance 0) has a = b = 0 and angle 0.
+            n times (x, y, a, b, angle): the centre, the half axes a >= b >= 0 of one standard deviation, and the
+            angle of the longer one in radians, above -pi/2 and at most pi/2. A point (variance 0) has a = b = 0 and
+            angle 0.
 
         Raises:
             ValueError: d differs.

@@ -1,4 +1,4 @@
-"""Reads images with boxes and phrases from a JSON file in the format of Visual Genome."""
+"""Reading of images with boxes and phrases from a JSON file in the format of Visual Genome."""
 
 import hashlib
 import heapq
@@ -48,7 +48,7 @@ class BoxedImage:
 
     Attributes:
         id: of the image.
-        path: of the image file, which exists.
+        path: path of the existing image file.
         boxes: in the order of the file.
     """
 
@@ -79,7 +79,7 @@ def read_boxed_images(
             of the sample.
         sample: number of images, chosen at random among those in the folder; all if None.
         seed: of the sample, which depends on the ids but not on their order.
-        chunk_size: number of characters that are read at once.
+        chunk_size: number of characters read at a time.
 
     Returns:
         The sample, in the order of the file.

@@ -1,6 +1,6 @@
-"""Prompts: class names in templates, one Gaussian per class pooled from its prompts, and how many prompts to keep.
+"""Prompts: class names in templates, pooling of prompts to one Gaussian per class, and the number of prompts to keep.
 
-The caller, zeroshot.py, decides on which images to choose and which to report. The formulas are in
+The caller, zeroshot.py, decides which images are used for the choice and which are reported. The formulas are in
 docs/concepts/prompts.md.
 """
 
@@ -115,7 +115,7 @@ def pool_prompts(prompts: GaussianEmbedding, weights: Tensor, *, pooling: str = 
 
 
 def certain_prompts(uncertainty: Tensor, k: int | Tensor) -> Tensor:
-    """Choose the k most certain prompts of each class; of equal ones the earlier.
+    """Choose the k most certain prompts of each class; ties are decided by order.
 
     Args:
         uncertainty: (c, p) of every prompt, usually the total variance.
@@ -172,7 +172,7 @@ def mixture_weights(
 
 
 def right_at(images: GaussianEmbedding, labels: np.ndarray, classes: GaussianEmbedding, distance: str) -> np.ndarray:
-    """Classify images by the closest class; of equal distances the earlier class is closer.
+    """Classify images by the closest class; at equal distances the earlier class is closer.
 
     Args:
         images: (n, d) embeddings.
@@ -208,7 +208,7 @@ def right_by_k(
         pooling: see :func:`pool_prompts`.
 
     Returns:
-        (c, p) numbers of images of each class that are classified right if every class keeps 1, 2 ... p prompts.
+        (c, p) numbers of correctly classified images of each class if every class keeps 1, 2 ... p prompts.
     """
     c, p = uncertainty.shape
     counts = np.zeros((c, p), np.int64)
@@ -228,7 +228,7 @@ def best_k(counts: np.ndarray) -> int:
         counts: (c, p) of :func:`right_by_k`.
 
     Returns:
-        The K with the most right images; of equal ones the largest, which filters least.
+        The K with the most correct images; of tied values the largest, which filters least.
     """
     return int(counts.shape[1] - counts.sum(0)[::-1].argmax())
 
@@ -245,8 +245,8 @@ def best_k_per_class(
 ) -> np.ndarray:
     """Choose a K for each class, one class after the other.
 
-    Each class takes the K with which most images of all classes are right, so it gains nothing by winning images of
-    other classes. If no K is better than the initial one, a class keeps the initial one.
+    Each class takes the K for which the most images of all classes are correct. So a class has no advantage from
+    attracting images of other classes. If no K is better than the initial one, a class keeps the initial one.
 
     Args:
         images: (n, d) embeddings.
@@ -287,7 +287,7 @@ def halves(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
         seed: of the choice.
 
     Returns:
-        (positions to choose on, positions to report on); of an odd number of images one more is reported on.
+        (positions for the choice, positions for the report); with an odd number of images the report has one more.
     """
     random, chosen = np.random.default_rng(seed), np.zeros(len(labels), bool)
     for c in np.unique(labels):

@@ -1,4 +1,4 @@
-"""Set algebra of images: what happens to the Gaussians if two images are mixed, or if a part of an image is erased.
+"""Set algebra of images: the change of the Gaussians when two images are mixed, or a part of an image is erased.
 
 PCME (4.3, figure 8) reads a mixture as the intersection of its parts, and an erased image as a superset of the whole
 image. This study measures both over many pairs, and draws a few of them.
@@ -53,13 +53,13 @@ ERASED_FIGURES: dict[str, str] = {
 
 @dataclass(frozen=True, eq=False)
 class ImageSets:
-    """Embeddings of pairs of images and of the images that were made of them.
+    """Embeddings of pairs of images, and of the images made from them.
 
     Attributes:
         pairs: (p, 2) positions of the first and the second image.
         embeddings: (p, d) embeddings by name in MADE.
-        other: (p, d) embeddings of unrelated images, to compare the mixtures with; made by :func:`square_image`, so
-            that all images are embedded alike.
+        other: (p, d) embeddings of unrelated images, for comparison with the mixtures; made by :func:`square_image`, so
+            that all images are processed equally.
 
     Raises:
         ValueError: a name or a size does not fit.
@@ -136,7 +136,7 @@ def mix_images(first: bytes, second: bytes, seed: Sequence[int]) -> dict[str, by
     Args:
         first: encoded image.
         second: encoded image.
-        seed: of everything random.
+        seed: seed of all random choices.
 
     Returns:
         By name in MADE, PNG files of SIZE x SIZE pixels.
@@ -160,7 +160,7 @@ def mix_images(first: bytes, second: bytes, seed: Sequence[int]) -> dict[str, by
 
 
 def square_image(data: bytes) -> bytes:
-    """Make an image square, as :func:`mix_images` does with images that it leaves whole.
+    """Make an image square, as :func:`mix_images` does with images that it does not change.
 
     Args:
         data: encoded image.
@@ -238,7 +238,7 @@ def read_mixed_images(images: Sequence[ImageSource], row: Sequence[int], seed: i
     Args:
         images: of the data.
         row: positions; the first two are used.
-        seed: together with the positions it determines everything random.
+        seed: seed of all random choices, together with the positions.
 
     Returns:
         By name in MADE, PNG files.
@@ -255,7 +255,7 @@ def _of_mixture(first: GaussianEmbedding, second: GaussianEmbedding, mixed: Gaus
     line = second.mean - first.mean
     apart = line.norm(dim=1, keepdim=True)
     unit = line / apart
-    along = ((mixed.mean - first.mean) * unit).sum(1)  # From the first part, in units of the space.
+    along = ((mixed.mean - first.mean) * unit).sum(1)  # The vector from the first part, in units of the space.
     off = (mixed.mean - first.mean - along[:, None] * unit).norm(dim=1)
     deviation = (mixed.var * unit.square()).sum(1).sqrt()  # Exact: the variance of a linear projection.
     reach = torch.stack([along.abs(), (apart.squeeze(1) - along).abs()])  # (2, p)

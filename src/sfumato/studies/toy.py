@@ -1,4 +1,4 @@
-"""The two-dimensional study of the PCME++ paper: do learnt variances distinguish certain samples from ambiguous ones?
+"""The 2-D study of the PCME++ paper: do learnt variances distinguish certain samples from ambiguous ones?
 
 The samples themselves are the parameters, so no network is trained. This module makes the data, optimises it with the
 losses of the package, and draws the result.
@@ -58,7 +58,7 @@ class ToyRun:
         certain: mean variance of the certain samples, over samples and both dimensions; None for points.
         uncertain: mean variance of the uncertain samples, likewise.
         updates: number of updates after which each frame was taken.
-        frames: the embeddings at these moments, from the start to the result.
+        frames: the embeddings after these updates, from the start to the result.
     """
 
     certain: float | None

@@ -1,4 +1,4 @@
-"""Which words occur with certain items, which with uncertain ones? TF-IDF of the captions in bins of uncertainty."""
+"""The words of certain and of uncertain items, by TF-IDF of the captions in bins of uncertainty."""
 
 import math
 from collections import Counter

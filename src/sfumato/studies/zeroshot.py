@@ -1,4 +1,4 @@
-"""What filtering prompts by uncertainty is worth: the figures, a table of them, and their files."""
+"""The gain of filtering prompts by uncertainty: the figures, a table of them, and their files."""
 
 import csv
 import io
@@ -39,17 +39,17 @@ from sfumato.studies.prompts import (
 
 @dataclass(frozen=True)
 class Method:
-    """A way to make class embeddings, and how often it is right on the reported images.
+    """A method to make class embeddings, and its accuracy on the reported images.
 
     Attributes:
-        name: of the way.
-        k: number of prompts that it keeps of each class; None if prompts are weighted.
+        name: name of the method.
+        k: number of prompts kept for each class; None if prompts are weighted.
         top1: fraction of images whose closest class is their own.
         top5: fraction of images with their class among the five closest; None for five classes or fewer.
         against_all: top1 minus that of all prompts, on the same resamples of images.
         against_random: top1 minus the mean top1 of as many random prompts of each class; None if nothing is filtered.
         against_random_order: top1 minus the mean top1 of prompts in a random order with K chosen in the same way. It
-            shows whether the uncertainty helps, or only that something was chosen on labelled images.
+            separates the effect of the uncertainty from the effect of the choice on labelled images.
     """
 
     name: str
@@ -68,20 +68,20 @@ class ZeroShotReport:
     Attributes:
         methods: rows of the table.
         best_alone: fraction of images that are right at the K that is best for their own class, if all classes keep
-            that many prompts. This is no classifier, as it must know the class; None without the oracle.
+            that many prompts. This is not a classifier, because it needs the true class; None without the oracle.
         classes: names in prompts.
         templates: with one {} each.
         total_variance: of every prompt: a list for each class, in the order of the templates.
-        template_top1: fraction of the reported images that each template alone gets right.
+        template_top1: fraction of the reported images that each template alone classifies correctly.
         certain_is_right: Spearman correlation over templates of the mean total variance and template_top1; negative if
             certain templates are better, None if either is constant.
         n_images: number of reported images.
         n_chosen_on: number of images on which K was chosen; none of them is reported.
         n_empty: number of classes without an image.
-        left_out: unusable images, each with its reason.
+        left_out: unusable images with their reasons.
         distance: name of the distance that finds the closest class.
-        pooling: of prompts.
-        seed: of everything random.
+        pooling: pooling of prompts.
+        seed: seed of all random choices.
     """
 
     methods: list[Method]
@@ -210,7 +210,7 @@ def evaluate_zeroshot(
     n_resamples: int = 1000,
     seed: int = 0,
 ) -> ZeroShotReport:
-    """Classify images with one prompt, all prompts, weighted ones, the most certain ones, and as many random ones.
+    """Classify images with one prompt, all prompts, weighted, the most certain, and as many random prompts.
 
     Args:
         retrieval_model: the model.
@@ -301,7 +301,7 @@ def _divide(
     problems: Problems,
     seed: int,
 ) -> tuple[_Embedded, _Embedded]:
-    """The images to report on, and those to choose K on, which may be none."""
+    """Divide the images into those for the report and those for the choice of K, which may be none."""
     shown = _embed(retrieval_model, pictures, problems)
     if choose_on is not None:
         return shown, _embed(retrieval_model, choose_on, problems)
@@ -316,7 +316,7 @@ def _divide(
 def _simple_ways(
     templates: Sequence[str], uncertainty: Tensor, prompts: GaussianEmbedding, held: _Embedded, seed: int
 ) -> list["_Way"]:
-    """The ways without a choice of K: one prompt, all prompts, and weighted prompts."""
+    """The methods without a choice of K: one prompt, all prompts, and weighted prompts."""
     c, p = uncertainty.shape
     ways = [
         _Way(f"one prompt: {templates[0]}", torch.eye(1, p).expand(c, p), torch.ones(c, dtype=torch.long)),
@@ -339,7 +339,7 @@ def _filtered_ways(
     how: tuple[str, str],
     seed: int,
 ) -> tuple[list["_Way"], float | None]:
-    """The ways with a chosen K, and the fraction of images that are right at the best K of their own class."""
+    """The methods with a chosen K, and the fraction of images that are correct at the best K of their own class."""
     generator = torch.Generator().manual_seed(seed)
     orders = [uncertainty, *(torch.rand(*uncertainty.shape, generator=generator) for _ in range(_N_RANDOM))]
     ways: list[_Way] = []
@@ -393,7 +393,7 @@ def _choose(
     orders: Sequence[Tensor],
     how: tuple[str, str],
 ) -> tuple[list[_Way], int]:
-    """The ways whose K is chosen on these images, with prompts kept in the first order; the other orders are random.
+    """The methods whose K is chosen on these images, with prompts in the first order; the other orders are random.
 
     Also the number of images that are right at the best K of their own class.
     """
@@ -426,7 +426,7 @@ def labelled_split(data: DataConfig, split: str, names: Mapping[str, str] | None
     Args:
         data: where the split comes from.
         split: name of the split.
-        names: class names by text; None takes the texts.
+        names: class names by text; None uses the texts.
 
     Returns:
         The images with their classes. Unusable items are reported on standard error.

@@ -1,1 +1,1 @@
-"""Training: recipes, the loop, checkpoints, and what a run folder can do."""
+"""Training of models: the loop, its batches, optimisers and checkpoints."""

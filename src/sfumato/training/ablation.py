@@ -1,7 +1,7 @@
-"""An ablation of distances: a model is trained with each distance, and each model is ranked by all of them.
+"""An ablation of distances: a model is trained with each distance and evaluated with all of them.
 
-The runs differ in loss.distance and train.seed alone: initial logits, learning rate and bottleneck are the recipe's.
-Ranking by another distance needs no further training.
+The runs differ only in loss.distance and train.seed: initial logits, learning rate and bottleneck are those of the
+recipe. Ranking by another distance needs no further training.
 """
 
 import json
@@ -33,7 +33,7 @@ class Ablation:
 
     Attributes:
         recipe: name of the recipe.
-        split: evaluated.
+        split: the evaluated split.
         seeds: train.seed of the runs of each distance.
         cells: {trained with: {ranked by: {figure of main_figures: over seeds}}}; empty for a distance whose runs all
             failed.
@@ -67,25 +67,25 @@ def ablate(
 ) -> Ablation:
     """Train with each distance, rank by each, and write ablation-SPLIT.json beside the runs FOLDER/DISTANCE-SEED.
 
-    A finished run of the same recipe is used as it is, and an interrupted run is resumed. Figures that its folder
-    already holds are not computed again.
+    A finished run of the same recipe is reused, and an interrupted run is resumed. Figures that exist in its folder are
+    not computed again.
 
     Args:
-        recipe: of all runs; loss.distance and train.seed are replaced.
+        recipe: recipe of all runs; loss.distance and train.seed are replaced.
         folder: made if missing.
         trained: names of distances to train with.
         retrieved: names of distances to rank by.
-        n_seeds: runs of each distance, with the recipe's seed and those after it.
+        n_seeds: number of runs of each distance, with the recipe's seed and the following seeds.
         split: to evaluate on.
         device: for embedding; training uses the recipe's.
 
     Returns:
-        The figures, as they were written.
+        The figures that were written.
 
     Raises:
         ValueError: a distance is unknown.
         UserError: a distance is named twice or is sampled, the recipe has no variances or a loss without a distance, or
-            the folder of a run holds something else.
+            the folder of a run has other content.
     """
     _check(recipe, trained, "train")
     _check(recipe, retrieved, "retrieve")
@@ -152,7 +152,7 @@ def _with(recipe: Recipe, distance: str, seed: int) -> Recipe:
 
 
 def _finished(folder: Path, recipe: Recipe) -> bool:
-    """Whether all epochs of just this recipe are done; :func:`fit` deals with anything else."""
+    """Whether all epochs of exactly this recipe are done; :func:`fit` handles every other case."""
     if not all((folder / name).is_file() for name in (RECIPE, LOG, MODEL)):
         return False
     epochs = len((folder / LOG).read_text(encoding="utf-8").splitlines())
@@ -162,7 +162,7 @@ def _finished(folder: Path, recipe: Recipe) -> bool:
 def _figures(
     folder: Path, split: str, retrieved: Sequence[str], device: torch.device | str
 ) -> dict[str, dict[str, float | None]]:
-    """The main figures by each distance; files in the folder that are no older than the weights are read, not made."""
+    """The main figures for each distance; files in the folder that are not older than the weights are reused."""
     files = {name: folder / f"evaluation-{split}-{name}.json" for name in retrieved}
     written = (folder / MODEL).stat().st_mtime_ns
     if missing := [n for n, file in files.items() if not file.is_file() or file.stat().st_mtime_ns < written]:

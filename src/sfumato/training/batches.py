@@ -1,6 +1,6 @@
-"""The batches of an epoch as one process sees them: the pairs, their random changes and their labels.
+"""The batches of an epoch for one process: the pairs, their augmentation and their labels.
 
-Everything random follows from (seed, epoch, process), so an interrupted run repeats its epochs to the bit.
+All random choices depend only on (seed, epoch, process), so an interrupted run repeats its epochs bit for bit.
 """
 
 import hashlib
@@ -95,7 +95,7 @@ class Augmentation:
         return torch.Generator().manual_seed(epoch_seed(self.seed, epoch, 1, *own))
 
     def images(self, store: Store, index: np.ndarray, generator: torch.Generator) -> Inputs:
-        """The images at some positions, changed as the recipe says.
+        """The images at some positions, augmented as in the recipe.
 
         Args:
             store: of the training split.
@@ -111,7 +111,7 @@ class Augmentation:
         return Inputs(erase_rectangles(inputs.values, fraction=self.config.erase, generator=generator))
 
     def _reshaped(self, store: Store, index: np.ndarray, generator: torch.Generator) -> Inputs:
-        """With other geometry and colours."""
+        """The images with random changes of geometry and colour."""
         if self.pictures == "crop" and isinstance(store, ImageFileStore):
             return store.training_batch(index, [int(torch.randint(2**62, (), generator=generator))])
         inputs = store.batch(index)
@@ -151,7 +151,7 @@ class Augmentation:
         return Inputs(ids, mask)
 
     def plans(self, counts: list[int], size: tuple[int, int], epoch: int, step: int) -> list[MixPlan] | None:
-        """How each process mixes its images in a step; every process computes the plans of all.
+        """The mixing plans of all processes in a step, the same on every process.
 
         Args:
             counts: number of pairs of each process.
@@ -201,7 +201,7 @@ class IndexedBatches:
 
     Args:
         images, texts: the inputs of the split.
-        sampler: draws the pairs, the same on all processes; each takes its part.
+        sampler: samples the pairs, the same on all processes; each process takes its part.
         augmentation: the random changes.
         process_group: the processes of the run.
     """
@@ -340,7 +340,7 @@ def _prefetched(source: Iterable[T], depth: int) -> Generator[T, None, None]:
         while isinstance(item := made.get(), tuple):
             room.release()
             yield item[0]
-            del item  # Otherwise it would live until the next item arrives.
+            del item  # Otherwise the thread would run until the next item arrives.
         if item is not None:
             raise item
     finally:

@@ -1,6 +1,6 @@
-"""The training loop: one readable function that resumes an interrupted run to the bit.
+"""The training loop, which resumes an interrupted run bit for bit.
 
-Everything random in an epoch follows from (seed, epoch), so the state after an epoch is all that resuming needs.
+All random choices in an epoch depend only on (seed, epoch), so the state after an epoch is sufficient for resuming.
 """
 
 import json
@@ -65,7 +65,7 @@ class _EpochLog:
 
 @dataclass
 class _Training:
-    """What one run holds while it trains."""
+    """The objects of one run during training."""
 
     recipe: Recipe
     folder: Path
@@ -82,23 +82,23 @@ class _Training:
 
     @property
     def weights(self) -> dict[str, nn.Module]:
-        """What the best weights consist of."""
+        """The modules that are saved as the best weights."""
         return {"model": self.model, "loss": self.loss}
 
     @property
     def state(self) -> dict[str, nn.Module]:
-        """What resuming needs besides the optimiser."""
+        """The modules that resuming needs besides the optimiser."""
         return self.weights | ({"average": self.average} if self.average else {})
 
 
 def fit(recipe: Recipe, folder: str | Path) -> dict[str, Any]:
-    """Train as the recipe says, and resume where an interrupted run of the same recipe stopped.
+    """Train a recipe, and resume an interrupted run of the same recipe.
 
     Started by torchrun, all processes train one model together, and each takes a part of every batch.
 
     Args:
         recipe: the complete recipe.
-        folder: the run's; made if missing. A run of another recipe in it is refused.
+        folder: the run folder; made if missing. A run of another recipe in it is refused.
 
     Returns:
         {"run", "epochs", "best_epoch", "best_score", "parameters", "problems", "seconds"}; seconds of all epochs
@@ -176,7 +176,7 @@ def _prepare(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> _Trai
 
 
 def _resume(training: _Training) -> int:
-    """Load the state of an interrupted run, if there is one; the first epoch that is still to be trained."""
+    """Load the state of an interrupted run, if there is one; return the first epoch that remains to be trained."""
     start, folder, config = 0, training.folder, training.recipe.train
     if (folder / LAST).exists():
         state = load_state(folder / LAST, training.state, training.optimiser)
@@ -191,7 +191,7 @@ def _resume(training: _Training) -> int:
 
 
 def _train_epoch(training: _Training, epoch: int) -> dict[str, Any]:
-    """One pass over the data; the means of what was measured at its steps."""
+    """Train one epoch; return the means of the quantities measured at its steps."""
     recipe, group, batches = training.recipe, training.process_group, training.batches
     torch.manual_seed(epoch_seed(recipe.train.seed, epoch, 0, *((group.rank,) if group.rank else ())))
     training.model.train()
@@ -216,7 +216,7 @@ def _train_epoch(training: _Training, epoch: int) -> dict[str, Any]:
 
 
 def _train_step(training: _Training, batch: TrainBatch, epoch: int) -> dict[str, float]:
-    """One update of the weights; what was measured."""
+    """Make one update of the weights; return the measured quantities."""
     recipe, optimiser = training.recipe, training.optimiser
     optimiser.zero_grad(set_to_none=True)
     measured = forward_backward(
@@ -245,14 +245,14 @@ def _current_logits(loss: MatchLoss) -> dict[str, float]:
 
 
 def _validate_epoch(training: _Training, epoch: int) -> dict[str, float]:
-    """Evaluate the validation split where the recipe asks for it, and keep the weights if they are the best."""
+    """Evaluate the validation split if the recipe requests it, and keep the weights if they are the best."""
     config, val = training.recipe.train, training.val
     if val is None or (epoch + 1 < config.epochs and (epoch + 1) % config.evaluate_every):
         return {}
     with averaged(training.model, training.average):
         embedded = embed_split(training.model, val, training.process_group)
         evaluation, score = validate(embedded, val, training.loss.distance, config.select, training.process_group)
-        # A mean of weights does not compete with single weights from before it.
+        # Averaged weights are not compared with earlier weights that were not averaged.
         first_mean = epoch >= config.epochs - config.swa_epochs > training.best_epoch
         if score > training.best_score or first_mean or config.select == "last":
             training.best_score, training.best_epoch = score, epoch
@@ -262,7 +262,7 @@ def _validate_epoch(training: _Training, epoch: int) -> dict[str, float]:
 
 
 def _finish(training: _Training) -> None:
-    """Keep the last weights where nothing was validated, train the second stage, and calibrate."""
+    """Keep the last weights if there was no validation, train the second stage, and calibrate."""
     group, folder, val, epochs = training.process_group, training.folder, training.val, training.recipe.train.epochs
     if val is None:
         say(
@@ -276,7 +276,7 @@ def _finish(training: _Training) -> None:
     if val is not None or second_stage:
         group.wait()
         about = load_state(folder / MODEL, training.weights)
-        group.wait()  # Before the first process writes it anew.
+        group.wait()  # Before the first process writes it again.
         if second_stage and not about.get("spread"):
             _fit_variances(training)
             if group.main:
@@ -289,9 +289,9 @@ def _finish(training: _Training) -> None:
 
 
 def _fit_variances(training: _Training) -> None:
-    """The second stage, the same on all processes: log variances of each side learn the dispersion of its matches."""
+    """Run the second stage, equal on all processes: each side's log variances learn the dispersion of its matches."""
     batches, model, config = training.batches, training.model, training.recipe.spread
-    assert isinstance(batches, IndexedBatches)  # As the recipe was checked for.
+    assert isinstance(batches, IndexedBatches)  # The recipe was checked for this.
     data, stores = batches.sampler.data, (batches.images, batches.texts)
     image, text = (tower.embed(store) for tower, store in zip((model.image, model.text), stores, strict=True))
     of_image, of_text = torch.from_numpy(data.pairs).T
@@ -324,9 +324,9 @@ def validate(
     Args:
         embedded: (images, texts) of the split.
         split: with its matches.
-        distance: that ranks.
-        select: "rsum", "map@r" or "auto": map@r where a text has several images, else rsum; see TrainConfig.
-        process_group: the processes that share the work.
+        distance: distance for ranking.
+        select: "rsum", "map@r" or "auto": map@r if a text has several images, else rsum; see TrainConfig.
+        process_group: the processes among which the work is divided.
 
     Returns:
         (all figures, the score: higher is better).
@@ -356,8 +356,8 @@ def calibrate(
 
     Args:
         embedded: (images, texts) of the split.
-        data: what matches.
-        loss: its distance, and the logits that it has learnt.
+        data: the matches of the split.
+        loss: the loss, with its distance and learnt logits.
         folder: of the run.
     """
     try:
@@ -390,7 +390,7 @@ def _append_line(path: Path, line: dict[str, Any]) -> None:
 
 
 def _forget_after(path: Path, epoch: int) -> None:
-    """Drop log lines of epochs that will be run again, and a last line that was cut short."""
+    """Remove log lines of epochs that will be run again, and a truncated last line."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)

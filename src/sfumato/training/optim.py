@@ -18,10 +18,10 @@ def build_optimiser(model: DualEncoder, loss: MatchLoss, config: OptimConfig) ->
     """AdamW or AdamP over groups that differ in learning rate and weight decay.
 
     Matrices decay; vectors and scalars (biases, norms, the match logits) do not. The encoders and the match logits have
-    learning-rate multipliers of their own. A transformer block is also multiplied by layer_decay to the power of its
-    number, counted from the top: the last block has 1, however many there are. (The released code counts from 12; in a
-    ViT-L it would multiply the learning rate of the last block by 51.) Parameters outside of the blocks have the
-    multiplier alone.
+    separate learning-rate multipliers. A transformer block is also multiplied by layer_decay to the power of its
+    number, counted from the top: the last block has the factor 1, for any number of blocks. (The released code counts
+    from 12; in a ViT-L it would multiply the learning rate of the last block by 51.) Parameters outside of the blocks
+    have the multiplier alone.
 
     Args:
         model: parameters named ``image.encoder.*`` and ``text.encoder.*`` belong to the encoders, which number their
@@ -60,12 +60,13 @@ def _multiplier(model: DualEncoder, name: str, config: OptimConfig) -> float:
 
 
 def freeze_encoder(encoder: Encoder, frozen: bool) -> None:
-    """Freeze the pre-trained parameters of an encoder and their running statistics, or let them learn again.
+    """Freeze or unfreeze the pre-trained parameters of an encoder and their running statistics.
 
     Call it after ``model.train()``.
 
     Args:
-        encoder: names its pre-trained parameters (:meth:`~sfumato.encoders.encoder_protocol.Encoder.freezes`).
+        encoder: encoder that names its pre-trained parameters
+            (:meth:`~sfumato.encoders.encoder_protocol.Encoder.freezes`).
         frozen: True to freeze, False to train.
     """
     for name, module in encoder.named_modules():
@@ -79,7 +80,7 @@ def freeze_encoder(encoder: Encoder, frozen: bool) -> None:
 
 
 def freeze_for_epoch(model: DualEncoder, epoch: int, config: OptimConfig) -> None:
-    """Freeze the encoders that the recipe freezes in an epoch, and let the others learn.
+    """Freeze the encoders that the recipe freezes in an epoch, and unfreeze the others.
 
     Call it after ``model.train()``.
 
@@ -103,7 +104,7 @@ def learning_rate_factor(progress: float, config: OptimConfig, *, epochs: int) -
 
     Returns:
         Linear warm-up once the image encoder is no longer frozen (1 before that), times 1, a half cosine down to 0, or
-        a step. With two stages each has a schedule of its own, and the second is also multiplied by
+        a step. With two stages each stage has its own schedule, and the second is also multiplied by
         second_stage_factor.
     """
     first = config.first_stage_epochs
@@ -151,10 +152,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], largest: float) -> float:
 
 
 class WeightAverage(nn.Module):
-    """Average of a model's weights and buffers, all of it: both towers and their heads.
+    """The average of all weights and buffers of a model: both towers and their heads.
 
     Args:
-        model: whose values it starts from.
+        model: model that gives the initial values.
         decay: fraction of the average that an update keeps (exponential moving average), smaller during the first
             updates. None: the plain mean of the values at all updates (stochastic weight averaging).
 
@@ -174,7 +175,7 @@ class WeightAverage(nn.Module):
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Add the model's present values to the average.
+        """Add the model's current values to the average.
 
         Args:
             model: with the parameters and buffers that the average started from.
@@ -199,11 +200,11 @@ class WeightAverage(nn.Module):
 
 @contextmanager
 def averaged(model: nn.Module, average: WeightAverage | None) -> Iterator[None]:
-    """Give a model its averaged weights within a ``with`` block, and its own weights again afterwards.
+    """Use the averaged weights of a model within a ``with`` block, and restore its own weights afterwards.
 
     Args:
-        model: keeps its own weights where nothing is averaged yet.
-        average: None leaves the model as it is.
+        model: model to change; it keeps its own weights if nothing is averaged yet.
+        average: averaged weights; None leaves the model unchanged.
 
     Yields:
         Nothing.

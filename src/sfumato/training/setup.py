@@ -1,4 +1,4 @@
-"""What a run needs before its first step: claim the folder, read the data, build the model, make the batches."""
+"""The setup of a run: claim the folder, read the data, build the model, make the batches."""
 
 import itertools
 from collections.abc import Iterator
@@ -29,8 +29,8 @@ _VOCABULARY_TEXTS = 100_000
 def claim_folder(folder: Path, recipe: Recipe) -> None:
     """Check that a folder may be trained in, and save the recipe there.
 
-    Before the first checkpoint, files of an earlier start are replaced, so a run that failed for a wrong path can start
-    again.
+    Before the first checkpoint, files of an earlier start are replaced, so a run that failed because of a wrong path
+    can start again.
 
     Args:
         folder: of the run; exists.
@@ -40,7 +40,7 @@ def claim_folder(folder: Path, recipe: Recipe) -> None:
         UserError: the folder holds other files, or a run of another recipe.
     """
     for left in folder.glob(".*.tmp"):
-        left.unlink(missing_ok=True)  # A writer that was killed.
+        left.unlink(missing_ok=True)  # The leftover file of a killed writer.
     started = (folder / LAST).exists() or (folder / MODEL).exists()
     if not (folder / RECIPE).exists():
         if any(path.name != LOCK for path in folder.iterdir()):
@@ -60,11 +60,11 @@ def claim_folder(folder: Path, recipe: Recipe) -> None:
 def training_splits(
     recipe: Recipe, folder: Path, problems: Problems, process_group: ProcessGroup
 ) -> dict[str, PairData]:
-    """The splits of the recipe's data; the training split with its noise, and without the part that it leaves out.
+    """The splits of the recipe's data; the training split has its noise and lacks the part that is left out.
 
     Args:
         recipe: the complete recipe.
-        folder: of the run; keeps which pairs are noisy.
+        folder: the run folder, which keeps the indices of noisy pairs.
         problems: receives every unusable item.
         process_group: the processes of the run.
 
@@ -77,12 +77,12 @@ def training_splits(
         if recipe.data.leave_out:
             splits["train"] = without_part(splits["train"], *parse_part(recipe.data.leave_out))
     if recipe.data.source == "shards":
-        _stream(recipe, Problems(), process_group)  # Refused on all processes alike, before any of them works.
+        _stream(recipe, Problems(), process_group)  # Refused on all processes before any of them starts to work.
     return splits
 
 
 def _with_noise(config: DataConfig, data: PairData, folder: Path, process_group: ProcessGroup) -> PairData:
-    """The training pairs with the recipe's noise; the run folder keeps which image each pair got."""
+    """The training pairs with the recipe's noise; the run folder keeps the image of each pair."""
     if not (config.noise_rate or config.noise_file):
         return data
     path = folder / NOISE
@@ -99,7 +99,7 @@ def _with_noise(config: DataConfig, data: PairData, folder: Path, process_group:
 def new_or_resumed_model(
     recipe: Recipe, folder: Path, splits: dict[str, PairData], process_group: ProcessGroup
 ) -> DualEncoder:
-    """A new model, equal on all processes; or the model of an interrupted run, whose weights are still to be loaded.
+    """Build a new model, equal on all processes, or the model of an interrupted run without its weights.
 
     Args:
         recipe: the complete recipe.
@@ -165,7 +165,7 @@ def training_batches(
         model: reads the items with its processors.
         splits: of :func:`training_splits`.
         problems: receives every unusable item.
-        process_group: the processes of the run; each draws its own part of a batch.
+        process_group: the processes of the run; each samples its own part of a batch.
 
     Returns:
         The batches of any epoch.

@@ -2,7 +2,8 @@
 
 The embeddings of the batch are detached from the networks that made them. The loss of a process's block of pairs gives
 their gradients; these are summed over the processes and then sent back through the networks. A batch may therefore be
-distributed over processes, or be encoded in micro-batches in two passes, and the contrastive loss still sees all of it.
+distributed over processes, or be encoded in micro-batches in two passes, and the contrastive loss still uses the whole
+batch.
 
 Paper: Gao et al., "Scaling deep contrastive learning batch size under memory limited setup", 2021, for the two passes.
 """
@@ -128,7 +129,7 @@ def _encode(model: DualEncoder, images: Inputs, texts: Inputs, piece: slice, low
 
 
 def _leaves(model: DualEncoder, encoded: Sequence[_Pair], process_group: ProcessGroup, counts: Sequence[int]) -> _Pair:
-    """The embeddings of the batch, cut off from the networks; they collect gradients."""
+    """The embeddings of the batch, detached from the networks; they collect gradients."""
     leaves = []
     for side, tower in enumerate((model.image, model.text)):
         nothing = GaussianEmbedding.point(next(tower.head.parameters()).new_zeros(0, tower.head.dim))
@@ -142,13 +143,13 @@ def _leaves(model: DualEncoder, encoded: Sequence[_Pair], process_group: Process
 
 def _share(leaves: _Pair, own: slice, match_i2t: Tensor, match_t2i: Tensor) -> PairBlock:
     image, text = leaves
-    if own == slice(0, image.n):  # One process has it all: no distance is computed twice.
+    if own == slice(0, image.n):  # A single process has the whole batch: no distance is computed twice.
         return PairBlock(image, text, image, text, match_i2t, match_t2i)
     return PairBlock(image[own], text[own], image, text, match_i2t, match_t2i, own.start, own.start)
 
 
 def _own_gradients(leaf: GaussianEmbedding, own: slice, process_group: ProcessGroup) -> tuple[Tensor, Tensor | None]:
-    """Of means and log variances (None for points): summed over the processes, the rows of this one."""
+    """Gradients of means and log variances (None for points), summed over the processes: the rows of this one."""
     gradients = [
         process_group.total(torch.zeros_like(value) if value.grad is None else value.grad)[own]
         for value in (leaf.mean, leaf.log_var)
@@ -158,7 +159,7 @@ def _own_gradients(leaf: GaussianEmbedding, own: slice, process_group: ProcessGr
 
 
 def _measured(output: LossOutput, leaves: _Pair, match_i2t: Tensor, process_group: ProcessGroup) -> dict[str, float]:
-    """The numbers of the whole batch; terms and statistics of the processes add up."""
+    """The measured quantities of the whole batch: the sums of the terms and statistics of the processes."""
     parts = {
         "loss": output.total,
         **{f"loss/{name}": term for name, term in output.terms.items()},

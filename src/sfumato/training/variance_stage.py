@@ -1,4 +1,4 @@
-"""The second stage of training: log variances learn the dispersion of an item's matches; all else is frozen."""
+"""The second stage of training: log variances learn the dispersion of an item's matches; the rest is frozen."""
 
 import math
 
@@ -20,10 +20,10 @@ _LARGEST_GRADIENT = 2.0
 def fit_variance_stage(
     tower: Tower, store: Store, dispersion: Tensor, index: np.ndarray, config: VarianceStageConfig, *, seed: int
 ) -> float:
-    """Fit a tower's log variances to the dispersions of items; its means stay as they are to the bit.
+    """Fit a tower's log variances to the dispersions of items; its means do not change by a bit.
 
     Args:
-        tower: one with variances; left in the mode it was in.
+        tower: a tower with variances; its training mode is restored afterwards.
         store: its training inputs.
         dispersion: (n,) of all items, >= 0, in squared units of the means.
         index: (k,) positions of the items to learn from.

@@ -1,1 +1,1 @@
-"""Vector stores that search lifted vectors by squared Euclidean distance; none knows of Gaussians."""
+"""Vector stores that search lifted vectors by squared Euclidean distance; they do not depend on Gaussians."""

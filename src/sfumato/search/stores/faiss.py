@@ -1,8 +1,8 @@
 """FAISS over lifted vectors: flat (exact), HNSW (graph), IVF (lists) and IVF-PQ (lists of compressed vectors).
 
-Needs the extra `faiss`; knows only vectors and positions. IVF-PQ returns approximate distances: its user must fetch
-several times the wanted candidates and rank them anew from the full vectors (as search/stores/local.py does), so it
-is not in FAISS_ENGINES.
+This module needs the extra `faiss` and handles only vectors and positions. IVF-PQ returns approximate distances: its
+caller must fetch several times the wanted number of candidates and re-rank them by the full vectors (as
+search/stores/local.py does), so it is not in FAISS_ENGINES.
 """
 
 import importlib
@@ -32,14 +32,14 @@ _TRAINING, _BLOCK = 65_536, 65_536
 
 @dataclass(frozen=True)
 class FaissOptions:
-    """How thorough an approximate engine is; each engine reads its own.
+    """The options of the FAISS engines; each engine uses only its own.
 
     Attributes:
         m: hnsw, links of a node.
         ef_construction: hnsw, candidates while building.
-        ef_search: hnsw, candidates while searching; never fewer than the results asked for.
+        ef_search: hnsw, candidates while searching; never fewer than the requested results.
         n_lists: ivf and ivf-pq, number of lists; about the square root of the number of vectors if None.
-        n_probe: ivf and ivf-pq, number of lists that a search looks into; an eighth of them, at least 8, if None.
+        n_probe: ivf and ivf-pq, number of lists that a search scans; an eighth of the lists, at least 8, if None.
         seed: ivf and ivf-pq, seed of the k-means for lists and codes, and of the rotation.
         code_size: ivf-pq, bytes of a compressed vector; a quarter of its dimensions if None.
 
@@ -158,7 +158,7 @@ class FaissStore:
         return torch.from_numpy(squared_l2), torch.from_numpy(positions)
 
     def write(self, path: Path) -> None:
-        """Write FAISS's own file; it is not forced to disk.
+        """Write FAISS's file, without forcing it to disk.
 
         Args:
             path: the file.
@@ -192,7 +192,7 @@ class FaissStore:
         faiss = require_faiss()
         flags = 0
         if mapped:
-            # A FAISS without MMAP_IFC maps the lists of IVF, but reads HNSW as a whole.
+            # FAISS without MMAP_IFC maps the lists of IVF, but reads HNSW completely.
             flags = getattr(faiss, "IO_FLAG_MMAP_IFC", faiss.IO_FLAG_MMAP) | faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE
         try:
             return cls(faiss.read_index(str(path), flags), engine, options)

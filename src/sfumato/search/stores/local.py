@@ -5,9 +5,9 @@
     FOLDER/.lock                  held by the one process that writes, from its first write until it closes the store
 
 SQLite is the database (search/stores/local_database.py): an acknowledged write is a committed transaction, forced to
-disk. A row never changes: a replaced item gets a new position. So vectors that were read stay valid as long as their
-items are there. Searches keep them in memory, up to a limit, in pages of 4,096 positions each. What is not in the index
-is compared with the queries. Whatever brings the candidates, they are ranked by distances from the full vectors.
+disk. A row never changes: a replaced item gets a new position. So vectors in memory are valid as long as their items
+exist. Searches keep them in memory, up to a limit, in pages of 4,096 positions each. Items outside of the index are
+compared with the queries directly. All candidates are ranked by distances from the full vectors.
 
 Engine flat needs no FAISS. Folders of version 0.1 are converted when they are opened (search/stores/version_0_1.py).
 """
@@ -72,7 +72,7 @@ def create(url: str, dim: int, fingerprint: str) -> "LocalStore":
         The store, open.
 
     Raises:
-        UserError: an option is wrong, something is there already, or the engine needs FAISS and it is not installed.
+        UserError: an option is wrong, the folder is not empty, or the engine needs FAISS and it is not installed.
     """
     path, given = parse_url(url)
     if dim < 1:
@@ -93,10 +93,11 @@ def create(url: str, dim: int, fingerprint: str) -> "LocalStore":
 
 
 def open(url: str) -> "LocalStore":
-    """Open a store of :func:`create`; several processes may, of which one at a time writes.
+    """Open a store of :func:`create`; several processes may open it, and one at a time may write.
 
     Args:
-        url: as for create. Options that concern searching only are taken from here; others must be left out or fit.
+        url: as for create. Search options are taken from this URL; other options must be left out or equal those of the
+            store.
 
     Returns:
         The store; one of version 0.1 is converted first.
@@ -115,8 +116,8 @@ def open(url: str) -> "LocalStore":
 class LocalStore:
     """A :class:`~sfumato.search.stores.protocol.VectorStore` in a folder; see :func:`create` and :func:`open`.
 
-    Each search, get, count and scan sees everything that was acknowledged, by any process, before it began, and nothing
-    half done. A second process that writes gets a UserError from its first write.
+    Each search, get, count and scan sees all writes that any process acknowledged before it began, and no partial
+    write. A second process that writes gets a UserError from its first write.
     """
 
     def __init__(self, url: str) -> None:
@@ -147,10 +148,10 @@ class LocalStore:
         self._settings = LocalSettings.of(url, kept | given)
 
     def upsert(self, records: Records) -> None:
-        """Store records; those whose ids are there already are replaced as a whole. If it raises, none are stored.
+        """Store records; records with existing ids are replaced completely. If it raises, none are stored.
 
         Args:
-            records: (n, e) vectors and what belongs to them.
+            records: n records with (n, e) vectors.
 
         Raises:
             ValueError: vectors of another dimension.
@@ -170,7 +171,7 @@ class LocalStore:
             ids: of the items.
 
         Returns:
-            How many of these ids were there.
+            The number of these ids that existed.
 
         Raises:
             UserError: another process writes, or the disk is full.
@@ -185,19 +186,19 @@ class LocalStore:
             ids: of the items.
 
         Returns:
-            Those that are there, each once, in the order asked for.
+            The existing records, each once, in the requested order.
         """
         with self._transaction() as connection:
             found = {row[0]: row for row in connection.execute(f"{RECORD} WHERE id IN {LIST}", (listed(ids),))}
             return self._records([found[i] for i in dict.fromkeys(ids) if i in found])
 
     def search(self, queries: Tensor, k: int, filter: Filter | None = None) -> list[Records]:
-        """The nearest items of each query, by distances from the full vectors; equally near ones in the order stored.
+        """The nearest items of each query, by distances from the full vectors; ties in the order of storage.
 
         Args:
             queries: (n, e) float32.
             k: at least 1.
-            filter: which items may be found; all if None. The payloads of all items are looked at.
+            filter: items that may be found; all if None. It is checked on the payloads of all items.
 
         Returns:
             For each query k records, nearest first; fewer only if fewer fit the filter. With engine flat exactly the
@@ -238,7 +239,7 @@ class LocalStore:
             return int(connection.execute(f"SELECT count(*) FROM items WHERE {where}", values).fetchone()[0])
 
     def scan(self, batch: int = 4096, filter: Filter | None = None) -> Iterator[Records]:
-        """All items that fit, each once, as they were when the first batch was asked for.
+        """All items that pass the filter, each once, in the state at the request of the first batch.
 
         Args:
             batch: items at a time.
@@ -254,10 +255,10 @@ class LocalStore:
                 yield self._records(rows)
 
     def optimise(self) -> None:
-        """Give free space back, and build the index of an approximate engine if it is missing or old.
+        """Release free space, and build the index of an approximate engine if it is missing or outdated.
 
-        Building an index takes twice the memory of all vectors. Searches go on; writes of other threads wait. If it
-        dies, nothing is lost.
+        Building an index takes twice the memory of all vectors. Searches continue; writes of other threads wait. If the
+        process dies, no items are lost.
 
         Raises:
             UserError: another process writes, or the disk is full.
@@ -273,7 +274,7 @@ class LocalStore:
             self._remove_strangers()
 
     def begin_writing(self) -> None:
-        """Take the right to write, as every write does, and keep it until close or until the process dies.
+        """Acquire the write lock, as every write does, and hold it until close or until the process dies.
 
         Raises:
             UserError: another process writes, or the folder cannot be written to.
@@ -284,7 +285,7 @@ class LocalStore:
                 self._remove_strangers()
 
     def close(self) -> None:
-        """Let go of files and of the right to write."""
+        """Release the files and the write lock."""
         with self._writer:
             self._closed = True
             while self._pool:
@@ -335,7 +336,7 @@ class LocalStore:
                 connection.execute("UPDATE meta SET value = value + 1 WHERE name = 'version'")
 
     def _read_blocks(self, connection: sqlite3.Connection, after: int, allowed: Positions | None) -> Iterator[Block]:
-        """What may be found at positions after one; a few of many items are read one by one."""
+        """The allowed items at positions after a given one; a few of many items are read one by one."""
         if allowed is not None and len(allowed) < self._settings.exact_below:
             if len(allowed := allowed[allowed > after]):
                 yield Block.of(allowed, self._vectors(connection, allowed))
@@ -358,10 +359,10 @@ class LocalStore:
                     yield block
 
     def _block(self, connection: sqlite3.Connection, page: tuple[int, int, int]) -> Block:
-        """The vectors of a page, from memory if they are there, and kept there if there is room.
+        """The vectors of a page, from memory or from disk; they are kept in memory if there is room.
 
-        A page is its number, count and last position, and these say what is in it: new rows raise the last position,
-        and deaths lower the count.
+        A page is identified by its number, count and last position: new rows raise the last position, and deletions
+        lower the count.
         """
         with self._memory:
             if page in self._blocks:
@@ -397,7 +398,7 @@ class LocalStore:
     def _add_from_index(
         self, connection: sqlite3.Connection, nearest: Nearest, queries: Tensor, k: int, allowed: Positions | None
     ) -> int:
-        """Add candidates from the index if it brings enough; after which position to compare with all vectors."""
+        """Add candidates from the index if it has enough; return the position after which all vectors are compared."""
         if (index := self._read_index(connection)) is None:
             return -1
         settings, among, n = self._settings, None, len(index.positions)
@@ -406,7 +407,7 @@ class LocalStore:
             n = len(among)
         if n < max(1, settings.exact_below, _FEW_FRACTION * len(index.positions)):
             return -1
-        # More than k: some are dead, and rounding, codes more so, may have put them in a wrong order.
+        # More than k candidates: some are deleted, and rounding or compressed codes may have changed their order.
         c = min(n, k * settings.overfetch if settings.engine == "ivf-pq" else 2 * k + 8)
         found = index.faiss.search(queries, c, among)[1].numpy()
         positions = np.where(found >= 0, index.positions[found], -1)
@@ -439,7 +440,7 @@ class LocalStore:
             name_index(connection, file, positions)
 
     def _remove_strangers(self) -> None:
-        """Remove what killed writers, earlier indexes and version 0.1 have left."""
+        """Remove the leftover files of killed writers, earlier indexes and version 0.1."""
         with self._transaction() as connection:
             remove_others(self.path, connection)
         version_0_1.remove(self.path)

@@ -50,7 +50,7 @@ _OF_ENGINE = {
 
 @dataclass(frozen=True)
 class LocalSettings:
-    """What a store was created and opened with.
+    """The settings of a store, from its creation and its opening.
 
     Attributes:
         engine: one of STORE_ENGINES.
@@ -101,7 +101,7 @@ class LocalSettings:
 
 
 def check_against(url: str, given: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-    """Refuse options of an opening that contradict those the store was created with.
+    """Check that the options at opening do not contradict the options at creation.
 
     Args:
         url: of the store, for messages.
@@ -167,7 +167,7 @@ CREATE TABLE indexes (file TEXT NOT NULL, bytes INTEGER NOT NULL, positions BLOB
 
 @contextlib.contextmanager
 def new_database(folder: Path, dim: int, fingerprint: str, settings: Mapping[str, Any]) -> Iterator[sqlite3.Connection]:
-    """A new database in a transaction; it is in its place after the block, unless that raises.
+    """Make a new database in a transaction; it is renamed into place after the block, unless the block raises.
 
     Args:
         folder: where it will be.
@@ -198,26 +198,26 @@ def new_database(folder: Path, dim: int, fingerprint: str, settings: Mapping[str
 
 
 def lock_of(folder: Path) -> filelock.BaseFileLock:
-    """The lock of the one process that writes.
+    """The write lock of a store, which one process at a time can hold.
 
     Args:
         folder: of the store.
 
     Returns:
-        The lock, which nobody has taken through it yet.
+        The lock, not acquired yet.
     """
     return filelock.FileLock(folder / ".lock", thread_local=False)
 
 
 def take(lock: filelock.BaseFileLock, url: str) -> None:
-    """Take the right to write.
+    """Acquire the write lock.
 
     Args:
         lock: of :func:`lock_of`.
         url: of the store, for messages.
 
     Raises:
-        UserError: somebody else has it, or the folder cannot be written to.
+        UserError: another process holds it, or the folder cannot be written to.
     """
     try:
         lock.acquire(timeout=0)
@@ -254,7 +254,7 @@ def remove(connection: sqlite3.Connection, ids: Sequence[str]) -> int:
         ids: of the items.
 
     Returns:
-        How many of them were there.
+        The number of removed items.
     """
     found = positions_of(connection, f"SELECT position FROM items WHERE id IN {LIST}", (listed(ids),)).tolist()
     for table in ("items", "vectors") if found else ():
@@ -283,7 +283,7 @@ def listed(values: Sequence[Any]) -> str:
         values: texts or numbers.
 
     Returns:
-        What stands for LIST's question mark.
+        The value for the question mark of LIST.
     """
     return json.dumps(list(values), ensure_ascii=False)
 

@@ -1,4 +1,4 @@
-"""FAISS's index of a store in a folder: a file beside the database that can be made again at any time.
+"""FAISS's index of a store in a folder: a file beside the database that can be rebuilt at any time.
 
 FOLDER/index-LAST-COUNT.ENGINE       the last position in it, and the number of items
 """
@@ -37,14 +37,14 @@ class LocalIndex:
 def read_index(
     url: str, folder: Path, connection: sqlite3.Connection, settings: LocalSettings, known: LocalIndex | None
 ) -> LocalIndex | None:
-    """The index that the database names.
+    """Read the index that the database names.
 
     Args:
         url: of the store, for messages.
         folder: of the store.
         connection: in a transaction.
         settings: of the store.
-        known: an index that was read before; returned if it is still the one.
+        known: an index that was read before; returned if it is still current.
 
     Returns:
         None if there is no index, or its file is gone.
@@ -83,7 +83,7 @@ def write_index(url: str, folder: Path, positions: Positions, vectors: Vectors, 
         settings: of the store.
 
     Returns:
-        Its file; the database must be told.
+        Its file; the caller must record it in the database.
 
     Raises:
         UserError: the disk is full.
@@ -103,7 +103,7 @@ def write_index(url: str, folder: Path, positions: Positions, vectors: Vectors, 
 
 
 def name_index(connection: sqlite3.Connection, file: Path, positions: Positions) -> None:
-    """Tell the database of an index that was written.
+    """Record a written index in the database.
 
     Args:
         connection: in a transaction that writes.
@@ -116,7 +116,7 @@ def name_index(connection: sqlite3.Connection, file: Path, positions: Positions)
 
 
 def remove_others(folder: Path, connection: sqlite3.Connection) -> None:
-    """Remove index files that the database does not name; who has one open keeps it.
+    """Remove index files that the database does not name; processes that have one open can still read it.
 
     Args:
         folder: of the store.

@@ -1,6 +1,7 @@
-"""Exact nearest neighbours among blocks of vectors, by matrix products that cannot lose a neighbour to rounding.
+"""Exact nearest neighbours in blocks of vectors, by matrix products with bounds on their rounding error.
 
-Knows vectors and their positions. The caller knows where they are kept and what a position is (search/stores/local.py).
+This module handles vectors and their positions. The caller defines where they are stored and the meaning of a position
+(search/stores/local.py).
 """
 
 import functools
@@ -32,7 +33,7 @@ class Block:
         centred: (b, e) vectors less the centre.
         norm: (b,) squared lengths of the centred vectors.
         centre: (e,).
-        allowed: (b,) which of them may be found; all if None.
+        allowed: (b,) bool, the vectors that may be found; all if None.
     """
 
     positions: Positions
@@ -59,13 +60,13 @@ class Block:
         return Block(positions, centred, centred.square().sum(1), centre)
 
     def among(self, allowed: Positions) -> "Block":
-        """A block of which fewer may be found.
+        """Restrict the vectors of the block that may be found.
 
         Args:
             allowed: (m,) positions, ascending.
 
         Returns:
-            The same block, in which those are allowed that were before and are among these.
+            The same block, where a vector is allowed if it was allowed before and is in the given positions.
         """
         inside = is_in(self.positions, allowed)
         if self.allowed is not None:
@@ -81,17 +82,17 @@ class Block:
         return len(self.positions) if self.allowed is None else int(self.allowed.sum())
 
     def lower_bounds(self, queries: Tensor) -> Tensor:
-        """Numbers that the squared distances are at least.
+        """Lower bounds of the squared distances.
 
         In float32, ||x||^2 + ||q||^2 - 2 <x, q> is wrong by at most (e + 8) eps of ||x||^2 + ||q||^2, in whatever order
-        it is summed, the rounding of x and q to the centre included. So the bounds are far below the distances of what
-        is far from the centre.
+        it is summed, the rounding of x and q to the centre included. So the bounds are loose for vectors far from the
+        centre.
 
         Args:
             queries: (n, e).
 
         Returns:
-            (n, b); infinite for what is not allowed, minus infinite where a square is beyond float32.
+            (n, b); infinite for vectors that are not allowed, minus infinite where a square overflows float32.
         """
         exactly = 1 - (queries.shape[1] + 8) * torch.finfo(torch.float32).eps
         wanted = queries - self.centre
@@ -127,9 +128,9 @@ class Nearest:
     def scan(self, blocks: Callable[[], Iterable[Block]]) -> None:
         """Consider all vectors of some blocks.
 
-        The products bring a few more than k candidates for each query. Where their bounds leave open whether a vector
-        that was left out is among the k nearest, the distances of all vectors that may be are computed by differences:
-        after outliers, in heaps far from each other, and among many equal vectors.
+        The products give a few more than k candidates for each query. If the bounds do not exclude that another vector
+        is among the k nearest, the distances of all such vectors are computed by differences. This happens with
+        outliers, distant clusters, and many equal vectors.
 
         Args:
             blocks: called at most twice; both times it must bring the same vectors.
@@ -150,7 +151,7 @@ class Nearest:
             self._scan_by_differences(blocks(), (~sure).nonzero()[0], reach)
 
     def _scan_by_differences(self, blocks: Iterable[Block], unsure: Positions, reach: npt.NDArray[np.float64]) -> None:
-        """Consider, for some of the queries, all vectors that may be within reach."""
+        """Consider, for some of the queries, all vectors that may be among the nearest."""
         for block in blocks:
             lower = block.lower_bounds(self._queries[unsure]).double().numpy()
             near = lower <= reach[unsure, None]
@@ -163,7 +164,7 @@ class Nearest:
                 self._consider(i, positions, vectors[np.searchsorted(wanted, positions)])
 
     def _consider(self, i: int, positions: Positions, vectors: Vectors) -> None:
-        """Merge some vectors into the k nearest of a query; those that are there already are passed over."""
+        """Merge some vectors into the k nearest of a query; vectors that are already there are skipped."""
         new = ~np.isin(positions, self.positions[i])
         distance = np.append(self._distance[i], squared_l2(vectors[new], self._queries[i].numpy()))
         position = np.append(self.positions[i], positions[new])
@@ -172,7 +173,7 @@ class Nearest:
 
 
 def check_queries(url: str, queries: Tensor, k: int, dim: int) -> Tensor:
-    """Refuse queries that do not fit a store.
+    """Check that queries fit a store.
 
     Args:
         url: of the store, for messages.
@@ -212,7 +213,7 @@ def squared_l2(vectors: Vectors, query: Vectors) -> npt.NDArray[np.float64]:
 
 
 def is_in(positions: Positions, allowed: Positions) -> npt.NDArray[np.bool_]:
-    """Which positions are among others.
+    """Test which positions are allowed.
 
     Args:
         positions: (b,) distinct, ascending.

@@ -12,10 +12,10 @@ The password may stand in the URL (special characters as %2F) or in PGPASSWORD, 
     sslmode, sslrootcert, host     as for psql; host may be the folder of a Unix socket
     connect_timeout                seconds, as for psql: 5
 
-Options given to `create_store` are kept with the table; those given to `open_store` take their place. pgvector
-indexes at most 2,000 dimensions, so longer vectors (wasserstein2 of more than 1,000) are searched exactly. If an
-index returns fewer than k results, as under a narrow filter, that query is searched again exactly. A big index is
-built fast only if it fits in the server's maintenance_work_mem.
+Options given to `create_store` are kept with the table; options given to `open_store` replace them. pgvector indexes at
+most 2,000 dimensions, so longer vectors (wasserstein2 of more than 1,000) are searched exactly. If an index returns
+fewer than k results, as under a narrow filter, that query is searched again exactly. A big index is built fast only if
+it fits in the server's maintenance_work_mem.
 """
 
 import json
@@ -138,7 +138,7 @@ class PgVectorStore:
                 raise UserError(
                     f"store {self.url}: table {self._name} already exists; open it, or give another name: ?table=..."
                 ) from None
-            # In the row and not beside it, where it fits: an exact search reads every vector.
+            # Stored in the row if it fits, not in a separate table, because an exact search reads every vector.
             connection.execute(self._sql("ALTER TABLE {table} ALTER COLUMN embedding SET STORAGE MAIN"))
             note = {"sfumato": 1, "dim": self._dim, "fingerprint": self._fingerprint, "options": self._options}
             connection.execute(self._sql("COMMENT ON TABLE {table} IS {note}", {"note": json.dumps(note)}))
@@ -247,7 +247,7 @@ class PgVectorStore:
                     yield self._records(rows)
 
     def optimise(self) -> None:
-        """Build the index anew, if the options name one; meanwhile others can read, and writers wait."""
+        """Rebuild the index, if the options name one; meanwhile others can read, and writers wait."""
         schema, _, table = self._name.rpartition(".")
         name = f"{table[:40]}_{self.index}"
         numbers = {key: int(self._options[key]) for key in ("m", "ef_construction", "lists") if key in self._options}
@@ -293,7 +293,7 @@ class PgVectorStore:
         return self._psycopg.sql.SQL("WHERE " + " AND ".join(conditions) if conditions else ""), values
 
     def _prepare_index(self, connection: Any, k: int) -> bool:
-        """Set for this transaction how thorough the index is; False if the index cannot serve the search."""
+        """Set the index's search options for this transaction; False if the index cannot be used for the search."""
         if self.index == "none" or (self.index == "hnsw" and k > _MOST_EF):
             return False
         if self.index == "hnsw":
@@ -371,7 +371,7 @@ class _Connections:
             raise UserError(f"store {self.url}: {message}") from None
 
     def close(self) -> None:
-        """Close those that are free."""
+        """Close the free connections."""
         while True:
             try:
                 self._free.get_nowait().close()
@@ -382,7 +382,7 @@ class _Connections:
         try:
             return self._free.get_nowait()
         except Empty:
-            # Never prepared: a plan made for any filter and any k often leaves the index aside.
+            # Never prepared, because a plan for any filter and any k often does not use the index.
             return self._psycopg.connect(**self._arguments, autocommit=True, prepare_threshold=None)
 
 

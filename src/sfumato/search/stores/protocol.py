@@ -1,7 +1,7 @@
 """The contract of a vector store: keep records under ids, and find the nearest vectors by squared L2.
 
-A store knows nothing of Gaussians: every item has been lifted to a vector beforehand (search/lifting.py), and a
-:class:`~sfumato.search.collection.GaussianCollection` computes the distances of a store's candidates anew, from the
+A store does not depend on Gaussians: every item has been lifted to a vector beforehand (search/lifting.py), and a
+:class:`~sfumato.search.collection.GaussianCollection` recomputes the distances of a store's candidates from the
     vectors
 in their records. So stores differ in the candidates that they return and in the failures that they survive, never in
 figures.
@@ -66,7 +66,7 @@ class Records:
         return len(self.ids)
 
     def take(self, positions: Sequence[int]) -> "Records":
-        """Some of the records.
+        """Select some of the records.
 
         Args:
             positions: positions of the wanted records.
@@ -268,7 +268,7 @@ class StoreFactory(Protocol):
         """Open a store that was created before.
 
         Args:
-            url: store URL; its search options take the place of those given at creation.
+            url: store URL; its search options replace the options given at creation.
 
         Returns:
             The store.

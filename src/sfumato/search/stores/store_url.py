@@ -108,7 +108,7 @@ def open_store(url: str) -> VectorStore:
     """Open a store that was created before.
 
     Args:
-        url: store URL; its search options take the place of those given at creation.
+        url: store URL; its search options replace the options given at creation.
 
     Returns:
         The store.

@@ -1,4 +1,4 @@
-"""Stores in folders as version 0.1 wrote them, converted once to the present database.
+"""Store folders of version 0.1, and their conversion to the current database.
 
 FOLDER/store.sqlite              ids, payloads, uncertainties, where each vector lies, and the settings
 FOLDER/shard-N.vectors           raw float32 rows
@@ -40,7 +40,7 @@ def is_one(folder: Path) -> bool:
 
 
 def convert(url: str, folder: Path) -> None:
-    """Make a present store of it, in its place. If this dies, the old one is as it was.
+    """Convert a store in place; if the process dies, the old store is unchanged.
 
     Args:
         url: of the store, for messages.
@@ -92,7 +92,7 @@ def _about(connection: sqlite3.Connection) -> dict[str, Any]:
 
 
 def _records(folder: Path, connection: sqlite3.Connection, dim: int) -> Iterator[Records]:
-    """All items, in the order stored."""
+    """All items in the order of storage."""
     for number, rows in connection.execute("SELECT number, rows FROM shards ORDER BY number").fetchall():
         file = folder / f"shard-{number}.vectors"
         if (size := file.stat().st_size) < rows * dim * 4:
