@@ -179,6 +179,7 @@ FLOORS: dict[str, list[str]] = {
         "collection index stores.local_database stores.milvus stores.pgvector",
         "copies stores.local_index stores.version_0_1",
         "stores.local",
+        "stores.deviations",
         "stores.rerank",
     ],
     "evaluation": [

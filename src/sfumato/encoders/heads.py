@@ -289,8 +289,8 @@ class GaussianHead(nn.Module):
 
     The log variance is neither normalised nor squashed, and clamped only by ``variance_bounds``. It starts at
     log(init_total_variance / d) everywhere, up to a hundredth of the usual random weights. The papers give no start;
-    with log variance 0 a total variance of d exceeds every distance between unit means (docs/concepts/encoders.md has the
-    measurements).
+    with log variance 0 a total variance of d exceeds every distance between unit means (docs/concepts/encoders.md has
+    the measurements).
 
     Args:
         channels: c of the token features.

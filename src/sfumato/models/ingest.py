@@ -1,8 +1,9 @@
 """Embedding collections of any size: bounded memory, resumable, in as many independent jobs as there are machines.
 
 Worker threads read, decode and resize; this thread runs the encoder and writes the parts. Threads, because Pillow
-decodes and resizes without the interpreter's lock: they were faster than processes (docs/guides/ingest.md). What a part holds
-depends on the listing and the model alone, never on the number of jobs or workers, or on where an earlier job stopped.
+decodes and resizes without the interpreter's lock: they were faster than processes (docs/guides/ingest.md). What a part
+holds depends on the listing and the model alone, never on the number of jobs or workers, or on where an earlier job
+stopped.
 """
 
 import itertools
