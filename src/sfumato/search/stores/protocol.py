@@ -2,8 +2,8 @@
 
 A store knows nothing of Gaussians: every item has been lifted to a vector beforehand (search/lifting.py), and a
 :class:`~sfumato.search.collection.GaussianCollection` computes the distances of a store's candidates anew, from the
-vectors in their records. So stores differ in the candidates that they return and in the failures that they survive, never in
-figures.
+vectors in their records. So stores differ in the candidates that they return and in the failures that they survive,
+never in figures.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
