@@ -473,7 +473,7 @@ def test_a_collection_in_a_store_is_filled_searched_added_to_and_copied(work, sf
     status, said, _ = sfumato("index", work / "run", "--images", half, "--add", "--out", out, "--json")
     assert status == 0 and json.loads(said)["n"] == 58, "those that were there are replaced"
     status, _, err = sfumato("index", work / "run", "--images", pictures, "--add", "--out", out)
-    assert status == 2 and "could not be shown; put them below that folder" in err.replace("\n", " ")
+    assert status == 2 and "could not be shown; move them below that folder" in err.replace("\n", " ")
     with GaussianCollection.open(out) as collection:
         assert collection.delete([f"more/{f.name}" for f in every[20:30]]) == 10
     assert sfumato("index", work / "run", "--images", pictures, "--out", tmp_path / "plain")[0] == 0
@@ -523,7 +523,7 @@ def test_an_index_of_texts_is_searched_by_picture(work, sfumato, tmp_path):
         assert {h["id"] for h in result["hits"]} <= {"1", "3", "4"}
         assert not json.loads(sfumato("search", out, "a text", "--json")[1])[0]["calibrated"]
         status, _, err = sfumato("search", out, "a text", "--min-probability", 0.5)
-        assert status == 2 and "known of pictures as queries of this index" in err
+        assert status == 2 and "for images as queries, not for others" in err
 
 
 def test_what_embed_has_written_is_indexed_part_by_part(work, sfumato, tmp_path):
@@ -557,7 +557,7 @@ def test_what_embed_has_written_is_indexed_part_by_part(work, sfumato, tmp_path)
         status, said, err = sfumato("search", tmp_path / folder, "a red circle", "--run", changed)
         assert status == 2 and "was built with another model than" in err and not said
     status, _, err = sfumato("index", changed, "--images", work / "data", "--add", "--out", tmp_path / "stored")
-    assert status == 2 and "add only more of the same kind by the same model" in err
+    assert status == 2 and "add only embeddings of the same kind by the same model" in err
     assert sfumato("search", tmp_path / "stored", "a red circle", "--store", f"file:{tmp_path}/stored/store")[0] == 0
     assert sfumato("search", tmp_path / "stored", "a red circle", "--store", "file:")[0] == 0
 
@@ -586,7 +586,7 @@ def test_calibrate_again_and_search_by_its_promises(work, sfumato, tmp_path):
     for asked, message in (
         (["a red circle", "--abstain", "0.0001"], "no limit has a risk of at most 0.0001"),
         (["a red circle", "--coverage", "90"], "coverage must be between 0 and 1, got 90"),
-        (["--image", work / "data" / "000.png", "--coverage", "0.9"], "known of texts as queries of this index"),
+        (["--image", work / "data" / "000.png", "--coverage", "0.9"], "for texts as queries, not for others"),
     ):
         status, out, err = sfumato("search", tmp_path / "index", *asked)
         assert status == 2 and message in err and out == ""
@@ -606,7 +606,7 @@ def test_no_confident_match(work, sfumato, tmp_path):
         status, out, _ = sfumato("search", tmp_path / "index", "a red circle", "--abstain", risk, "--json")
         assert status == 0 and json.loads(out)[0]["abstained"] is abstained
         status, out, _ = sfumato("search", tmp_path / "index", "a red circle", "--abstain", risk)
-        assert status == 0 and ("No confident match: at the risk you allow" in out) is abstained
+        assert status == 0 and ("No confident match: an answer would exceed the risk" in out) is abstained
 
 
 def test_without_a_calibration_the_way_out_is_named(work, sfumato, tmp_path):
@@ -676,8 +676,8 @@ def test_who_interrupts_is_told_what_is_left(sfumato, monkeypatch):
             "with single queries, .parquet",
         ),
         (["evaluate", "run", "{run}", "--strategies", "fiass"], "unknown strategy 'fiass'; known: all, mean"),
-        (["evaluate", "run", "{run}", "--strategies", "all", "--per-query", "x.csv"], "name one strategy, or none"),
-        (["evaluate", "run", "{run}", "--per-query", "x.txt"], "are .parquet or .csv files"),
+        (["evaluate", "run", "{run}", "--strategies", "all", "--per-query", "x.csv"], "name at most one strategy"),
+        (["evaluate", "run", "{run}", "--per-query", "x.txt"], "must be a .parquet or .csv file"),
         (["evaluate", "run", "{run}", "--compare", "x.csv"], "no results of single queries at x.csv"),
         (["evaluate", "run", "{run}", "--compare", "{data}"], "neither a run folder nor a file of single queries"),
         (["evaluate", "run", "{run}", "--published"], "no published table has figures of test"),

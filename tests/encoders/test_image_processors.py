@@ -215,4 +215,4 @@ def test_damaged_pictures_are_reported():
     store, kept = BilinearProcessor(8).read(
         [lambda: b"nonsense"], on_error=lambda i, error: problems.append((i, str(error)))
     )
-    assert len(store) == len(kept) == 0 and problems[0][0] == 0 and "not a picture" in problems[0][1]
+    assert len(store) == len(kept) == 0 and problems[0][0] == 0 and "not an image" in problems[0][1]

@@ -128,14 +128,14 @@ def test_a_csv_is_readable_by_others(tmp_path):
 
 
 def test_other_files_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="are .parquet or .csv files, not .json"):
+    with pytest.raises(UserError, match="must be a .parquet or .csv file, got .json"):
         write_per_query(tmp_path / "x.json", table())
     with pytest.raises(UserError, match="no results of single queries at"):
         read_per_query(tmp_path / "none.csv")
     head = "truth,direction,query,group,recall@1\n"
     for content, message in (
         (head + "t,i2t,a,a\n", "x.csv:2: 4 values for 5 columns"),
-        (head + "t,i2t,a,a,one\n", "column 'recall@1' holds what is no number"),
+        (head + "t,i2t,a,a,one\n", "column 'recall@1' holds a value that is not a number"),
         (head + "t,i2t,a,a,1\nt,i2t,a,a,0\n", r"query 'a' \(t, i2t\) occurs twice"),
         ("truth,direction,query,recall@1\n", "no column 'group'"),
         ("", "no column 'truth'"),
@@ -152,7 +152,7 @@ def test_other_files_are_refused(tmp_path, monkeypatch):
     if "pyarrow" in sys.modules or pytest.importorskip("pyarrow", reason="needs the extra parquet"):
         write_per_query(tmp_path / "x.parquet", table())
         (tmp_path / "x.parquet").write_bytes((tmp_path / "x.parquet").read_bytes()[:200])
-        with pytest.raises(UserError, match="not a whole Parquet file"):
+        with pytest.raises(UserError, match="not a complete Parquet file"):
             read_per_query(tmp_path / "x.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match=r"pip install 'sfumato\[parquet\]'"):
@@ -261,7 +261,7 @@ def test_figures_that_are_not_defined_for_all_are_left_out():
     second.figures["recall@1"][3] = np.nan
     assert [d.metric for d in compare_per_query(first, second)] == ["map@r"]
     second.figures["map@r"][0] = np.nan
-    with pytest.raises(ValueError, match=r"no figure among recall@1, .* is defined for all queries of both runs"):
+    with pytest.raises(ValueError, match=r"no metric among recall@1, .* is defined for all queries of both runs"):
         compare_per_query(first, second)
 
 

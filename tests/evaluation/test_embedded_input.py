@@ -109,7 +109,7 @@ def test_lists_are_measured_as_they_are(folder):
     results = more_results(found, None, more, per_query_table(found.ranks))
     assert {d.metric for d in results.differences} == {"recall@1", "r_precision"}
     assert np.isnan(read_per_query(folder / "q.csv").figures["recall@10"]).all()
-    with pytest.raises(UserError, match="ranked lists are ranked already; strategies need embeddings"):
+    with pytest.raises(UserError, match="ranked lists are already ranked; strategies need embeddings"):
         more_results(found, None, More(strategies="csd"))
     with pytest.raises(ValueError, match="recall@5 needs 5"):
         measure_lists(
@@ -123,7 +123,7 @@ def test_lists_are_measured_as_they_are(folder):
         ("[", "not usable JSON"),
         ("[]", "found list"),
         ('{"i2t": {}}', "found i2t"),
-        ('{"i2t": {}, "t2i": {"a": 1}}', "t2i is no object of lists"),
+        ('{"i2t": {}, "t2i": {"a": 1}}', "t2i is not an object of lists"),
     ],
 )
 def test_files_that_are_no_lists(folder, content, message):
@@ -176,12 +176,12 @@ def test_mistakes_are_named(folder, tmp_path):
     for name, wanted in (("flickr8k", "dataset_flickr8k.json"), ("cub", "the folder of captions")):
         with pytest.raises(UserError, match=f"--benchmark {name} is read from {wanted}; name it with --annotations"):
             read_ground_truths(name)
-    with pytest.raises(UserError, match="instances are COCO's"):
+    with pytest.raises(UserError, match="--instances belongs to --benchmark coco"):
         read_ground_truths("emoji", instances=[folder / "x.json"])
     with pytest.raises(ValueError, match="unknown metric 'recal@1'"):
         read_ground_truths(ground_truth=folder / "truth.json", metrics=["recal@1"])
     with pytest.raises(
-        UserError, match=r"12 image embeddings without ids for a truth \(truth\) of 6 images; give --image-ids"
+        UserError, match=r"12 image embeddings without ids for a ground truth \(truth\) of 6 images; give --image-ids"
     ):
         read_embedded_set(f"{folder}/t.npy", f"{folder}/t.npy", ground_truths)
     np.save(folder / "wide.npy", np.zeros((M, D + 1)))
@@ -196,11 +196,11 @@ def test_mistakes_are_named(folder, tmp_path):
     ):
         with pytest.raises(UserError, match="give a model, or --images and --texts, or --ranked"):
             measure_files(nothing)
-    with pytest.raises(UserError, match="leave out --score and log variances"):
+    with pytest.raises(UserError, match="leave out --score and the log variances"):
         measure_files(Files(ranked=folder / "l.json", ground_truth=folder / "truth.json"), "csd")
-    with pytest.raises(UserError, match="name one strategy, or none"):
+    with pytest.raises(UserError, match="name at most one strategy"):
         More(strategies="mean,csd", per_query=folder / "x.csv")
-    with pytest.raises(UserError, match="are .parquet or .csv files"):
+    with pytest.raises(UserError, match="must be a .parquet or .csv file"):
         More(per_query=folder / "x.txt")
     with pytest.raises(UserError, match="the folder .*nowhere does not exist"):
         More(per_query=folder / "nowhere" / "x.csv")

@@ -429,7 +429,7 @@ def test_images_without_texts_stay_in_the_gallery(tmp_path):
         ("t.json", '{"a": 1}', "'a' holds 1; expected a list"),
         ("t.json", "[]", "found list"),
         ("t.json", "{", "not usable JSON"),
-        ("t.csv", "picture,text\na,b\n", r"t\.csv:1: the columns are image, text; expected image and text"),
+        ("t.csv", "picture,text\na,b\n", r"t\.csv:1: the columns are picture, text; expected image and text"),
         ("t.csv", "image,text\na,b\n,c\n", r"t\.csv:3: image or text is empty"),
         ("t.csv", "image,text\na,b,c\n", r"t\.csv:2: more values than columns"),
         ("t.csv", 'image,text\na,"b\n', "not CSV"),

@@ -106,9 +106,9 @@ def test_rows_are_chosen_and_what_is_missing_is_told():
     assert {r.direction for r in published_rows(direction="t2i")} == {"t2i"}
     assert len(published_rows()) == len(published_rows("coco")) == sum(n for n, _ in FIGURES.values())
     assert all(0 <= v <= 100 for r in published_rows() for name, v in r.figures.items() if name != "rsum")
-    with pytest.raises(ValueError, match=r"no figures for table 'C.6'; there are 1, 2, 4, C.7"):
+    with pytest.raises(ValueError, match=r"no figures for table 'C.6'; known: 1, 2, 4, C.7"):
         published_rows(table="C.6")
-    with pytest.raises(ValueError, match="no figures for benchmark 'cub'; there are coco"):
+    with pytest.raises(ValueError, match="no figures for benchmark 'cub'; known: coco"):
         published_rows("cub")
-    with pytest.raises(ValueError, match="no figures for direction 'i2t'; there are both"):
+    with pytest.raises(ValueError, match="no figures for direction 'i2t'; known: both"):
         published_rows(table="1", direction="i2t")

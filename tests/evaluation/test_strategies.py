@@ -221,7 +221,7 @@ def test_mistakes_are_named():
     for nothing in ("", " , ", "csd,csd"):
         with pytest.raises(ValueError, match="name at least one, each once"):
             choose_strategies(nothing)
-    with pytest.raises(ValueError, match="its lists are in the order of csd, not of 'kl'"):
+    with pytest.raises(ValueError, match="its lists are ordered by csd; got the distance 'kl'"):
         FaissRanker(STRATEGIES["faiss_lifted"], "exact")(images, texts, ground_truth.i2t, "kl")
     with pytest.raises(ValueError, match="csd ranks exactly and has no index"):
         FaissRanker(STRATEGIES["csd"])
@@ -230,7 +230,7 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match="candidates must be at least 1, got 0"):
         evaluate_strategies(*everything, candidates=0)
     only_ranks = ground_truth.with_metrics("median_rank")
-    with pytest.raises(ValueError, match=r"all reports median_rank alone, which lists of FAISS do not determine"):
+    with pytest.raises(ValueError, match=r"all reports only median_rank, which need whole rankings"):
         evaluate_strategies(images, texts, image_ids, text_ids, [only_ranks], choose_strategies("faiss_mean"))
     with pytest.raises(ValueError, match="images have 4 dimensions, texts 3"):
         SimilarityMatrix(images, GaussianEmbedding.point(texts.mean[:, :3]), "dot")

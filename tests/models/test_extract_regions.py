@@ -105,7 +105,7 @@ def test_regions_are_embedded_indexed_and_searched(run, scan, tmp_path, sfumato)
         status, out, err = sfumato("embed", run, source, tmp_path / name, "--out", tmp_path / f"parts-{name}", "--json")
         assert status == 0 and json.loads(out)["n"] == 5 and json.loads(out)["problems"] == 0, err
     status, out, err = sfumato("index", run, "--split", "test", "--out", tmp_path / "index")
-    assert status == 0 and "24 pictures" in out, err
+    assert status == 0 and "24 images" in out, err
     status, out, err = sfumato("search", tmp_path / "index", "--image", tmp_path / "in" / "2.npy", "-k", "1", "--json")
     assert status == 0 and json.loads(out)[0]["hits"][0]["id"] == "test-2", err
     status, out, err = sfumato("search", tmp_path / "index", "--image", tmp_path / "in" / "ignored.png")
@@ -115,7 +115,7 @@ def test_regions_are_embedded_indexed_and_searched(run, scan, tmp_path, sfumato)
 def test_where_a_picture_would_be_shown_it_is_said_that_there_is_none(run, tmp_path, sfumato):
     status, _, err = sfumato("report", run, "--out", tmp_path / "r.html")
     assert status == 0, err
-    assert "region features: there are no pictures to show" in (tmp_path / "r.html").read_text()
+    assert "region features: there are no image files to show" in (tmp_path / "r.html").read_text()
     status, _, err = sfumato("audit", "--run", run, "--out", tmp_path / "audit")
     assert status == 0 and 'class="thumb gone">test-' in (tmp_path / "audit" / "audit.html").read_text(), err
     status, out, err = sfumato("trust", run, "--bootstrap", "0", "--corrupted", "4", "--json")
@@ -148,7 +148,7 @@ def test_a_service_answers_texts_and_refuses_pictures(run):
         Image.new("RGB", (9, 9)).save(file, "PNG")
         query = {"image": base64.b64encode(file.getvalue()).decode()}
         refused = client.post("/v1/search", json={"queries": [query]})
-        assert refused.status_code == 422 and "region features and no pictures" in refused.text
+        assert refused.status_code == 422 and "region features, not images" in refused.text
         assert client.get(f"/v1/pictures/{answer['hits'][0]['id']}").status_code == 404
 
 
@@ -207,12 +207,12 @@ def test_regions_refuses(tmp_path, sfumato, arguments, message):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.source=folder", "model.image.kind='regions' reads features, and data.source='folder' has pictures"),
+        ("data.source=folder", "model.image.kind='regions' reads features, and data.source='folder' has images"),
         (
             "model.image.kind=small",
             "data.source='scan' has region features, which model.image.kind='small' does not read",
         ),
-        ("augment.mixed_share=0.5", "augment.mixed_share mixes pixels; features have none"),
+        ("augment.mixed_share=0.5", "augment.mixed_share changes pixels"),
     ],
 )
 def test_recipes_that_make_no_sense_are_refused(override, message, sfumato, tmp_path):
@@ -273,7 +273,7 @@ def test_what_no_layout_can_say_is_refused(tmp_path):
 def test_a_grid_of_copies_is_refused(tmp_path, sfumato):
     settings = [make_toy(tmp_path), "--size", "64", "--out", tmp_path / "out"]
     status, _, err = sfumato("regions", *settings, "--grid", "3")
-    assert status == 2 and "a grid of 3 x 3 does not fit the backbone's map, whose side is 2" in err
+    assert status == 2 and "a grid of 3 x 3 is larger than the backbone's map of 2 x 2 cells" in err
     status, out, err = sfumato("regions", *settings, "--grid", "2", "--splits", "val")
     assert status == 0, err
     path = tmp_path / "out"

@@ -563,7 +563,7 @@ def test_a_picture_that_was_gone_is_tried_again_when_its_part_is_deleted(tmp_pat
     (pictures / "a" / "001.png").write_bytes(data)
     assert embed_collection(retrieval_model, listing, out).new == 0
     command = 'grep -lF "No such file" embedded/part-*.safetensors | xargs rm'
-    assert command in (Path(__file__).parents[2] / "docs" / "ingest.md").read_text()
+    assert command in (Path(__file__).parents[2] / "docs" / "guides" / "ingest.md").read_text()
     subprocess.run(command.replace("embedded", str(out)), shell=True, check=True)
     assert len(files(out)) == 4
     done = embed_collection(retrieval_model, listing, out)

@@ -604,7 +604,7 @@ def test_a_collection_of_version_0_1_is_converted_when_it_is_opened(tmp_path):
     for _ in range(2):
         with GaussianCollection.open(tmp_path / "old") as collection:
             assert len(collection) == 27
-            items = collection.items(ids)
+            items = collection.get(ids)
             left = [i for i in range(30) if i not in (7, 8, 29)]
             assert list(items.ids) == [ids[i] for i in left]
             assert [payload["path"] for payload in items.payloads] == [f"{2 if i < 6 else 1}/{i}.jpg" for i in left]

@@ -245,7 +245,7 @@ def test_the_report_does_what_is_missing_and_keeps_the_rest(run, sfumato):
     # Another model's is done anew.
     (folder / "words.json").write_text(before["words"].decode().replace('"weights": "', '"weights": "0'))
     status, _, err = sfumato("report", run, "--analyses")
-    assert status == 0 and "corruption, sets, map: done before" in err
+    assert status == 0 and "corruption, sets, map: kept from an earlier run" in err
     assert json.loads((folder / "words.json").read_text())["corpus"] == "bin"
 
 

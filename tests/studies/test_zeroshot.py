@@ -209,7 +209,7 @@ def test_halves_share_no_picture_and_every_class_is_in_both():
 @dataclass
 class Picture:
     mean: list[float] | None
-    place: str = "an image"
+    location: str = "an image"
 
     def read_bytes(self):
         if self.mean is None:
@@ -343,7 +343,7 @@ def test_unreadable_pictures_are_left_out_and_told():
     )
     assert report.n_images == 3 and report.methods[0].top1.value == 1
     assert report.left_out == ["picture 0: cannot be decoded", "picture 3: cannot be decoded"]
-    with pytest.raises(UserError, match="none of 1 pictures can be used"):
+    with pytest.raises(UserError, match="none of 1 images can be used"):
         evaluate_zeroshot(BOUNDARY, labelled([(None, 0)]), ["sure {}"], filters=["none"])
 
 
@@ -465,7 +465,7 @@ def test_data_whose_only_text_of_a_picture_is_its_class():
     found = data_labelled(data)
     assert found.classes == ("fox", "owl") and found.labels.tolist() == [0, 1, 0]
     two = PairData(("x",), pictures[:1], ("0", "1"), ("fox", "owl"), ("caption",) * 2, np.array([[0, 0], [0, 1]]))
-    with pytest.raises(UserError, match="picture x has 2 texts; expected one each"):
+    with pytest.raises(UserError, match="image x has 2 texts; expected one each"):
         data_labelled(two)
 
 
@@ -586,7 +586,7 @@ def _shapes(work, folder):
         (["--images", "{classes}", "--distance", "cds"], "did you mean 'csd'?"),
         (["--images", "{classes}", "--templates", "none.txt"], "there is no file none.txt"),
         (["--images", "{classes}", "--classes", "none.txt"], "there is no file none.txt"),
-        (["--images", "{classes}", "--choose-on", "{classes}"], "K chosen there is --filter oracle"),
+        (["--images", "{classes}", "--choose-on", "{classes}"], "to choose the number on them is --filter oracle"),
         (["--data", "{recipe}"], "texts; expected one each"),
         (["--data", "{recipe}", "--split", "dev"], "has no split 'dev'"),
     ],

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sfumato.data.emoji import load_emoji
+from sfumato.data.sources import SOURCES, Source
 from sfumato.encoders.features import TokenFeatures
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.models.build import build_loss
@@ -103,15 +104,19 @@ METHODS = {
 }
 
 
-@pytest.fixture(scope="module")
-def every_eighth():
+def read_every_eighth(config, problems):
     """Every eighth image of each split of the emoji, with its texts."""
-    return {name: data.keep_images(np.arange(0, len(data.image_ids), 8)) for name, data in load_emoji().items()}
+    splits = load_emoji(held_out_style=config.held_out_style)
+    return {name: data.keep_images(np.arange(0, len(data.image_ids), 8)) for name, data in splits.items()}
+
+
+@pytest.fixture(autouse=True)
+def part_of_the_emoji(monkeypatch):
+    monkeypatch.setitem(SOURCES, "emoji", Source(read_every_eighth, needs_path=False))
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_method_trains_three_epochs_on_emoji(method, tmp_path, every_eighth, monkeypatch):
-    monkeypatch.setattr("sfumato.models.splits.load_emoji", lambda held_out_style: every_eighth)
+def test_a_method_trains_three_epochs_on_emoji(method, tmp_path):
     recipe, changes = METHODS[method]
     loaded = load_recipe(find_recipe(recipe), [*SMALL, *changes])
     fit(loaded, tmp_path / "run")

@@ -334,10 +334,16 @@ def register_estimator(estimator: Estimator) -> Estimator:
         ...     return block.queries.var.amax(1)
         >>> entry = Estimator(
         ...     "largest_variance", "largest variance of the query", "aleatoric", "n d", largest_variance,
-        needs_gallery=False ... ) >>> entry is register_estimator(entry) True >>> query =
-        GaussianEmbedding(torch.zeros(1, 2), torch.tensor([[0.0, -1.0]])) >>> float(estimate_uncertainty(query,
-        query[:0], Matching(), estimators={"largest_variance": entry})["largest_variance"]) 1.0 >>>
-        ESTIMATORS.pop("largest_variance") is entry True
+        ...     needs_gallery=False,
+        ... )
+        >>> entry is register_estimator(entry)
+        True
+        >>> query = GaussianEmbedding(torch.zeros(1, 2), torch.tensor([[0.0, -1.0]]))
+        >>> found = estimate_uncertainty(query, query[:0], Matching(), estimators={"largest_variance": entry})
+        >>> float(found["largest_variance"][0])
+        1.0
+        >>> ESTIMATORS.pop("largest_variance") is entry
+        True
     """
     if not estimator.name.isidentifier():
         raise ValueError(f"register_estimator: {estimator.name!r} is not an identifier; use letters, digits and _")
