@@ -3,13 +3,14 @@
     python benchmarks/audit.py injected RUN [RUN ...] [--split test] [--rates 0.05 0.2 0.5]
     python benchmarks/audit.py trained RUN [--parts PART-0 PART-1]
     python benchmarks/audit.py hidden RUN [RUN ...] [--split test] [--share 0.5]
-    python benchmarks/audit.py captions FOLDER    # testall_caps.txt, coco_test_ids.npy and the lists of the package eccv_caption
+    python benchmarks/audit.py captions FOLDER    # testall_caps.txt, coco_test_ids.npy, the lists of eccv_caption
 
 `injected` shuffles pairs of a split that the runs have not seen. `trained` asks a run that was trained on noisy pairs
-(data.noise_rate) about these pairs, or runs that each left a part of them out (data.leave_out=0/2 and 1/2) about that part. `hidden`
-takes listed pairs away and asks for them among all unlisted ones. `captions` needs no pictures and no run: each of COCO's 5,000 test
-images is the Gaussian of its five captions' MiniLM features, and what people found to match beyond the list, CxC and ECCV Caption, is
-asked for among all captions. Intervals: 95 %, bootstrap over images. --json FILE keeps all figures.
+(data.noise_rate) about these pairs, or runs that each left a part of them out (data.leave_out=0/2 and 1/2) about that
+part. `hidden` takes listed pairs away and asks for them among all unlisted ones. `captions` needs no pictures and no
+run: each of COCO's 5,000 test images is the Gaussian of its five captions' MiniLM features, and what people found to
+match beyond the list, CxC and ECCV Caption, is asked for among all captions. Intervals: 95 %, bootstrap over images.
+--json FILE keeps all figures.
 """
 
 import argparse

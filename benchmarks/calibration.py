@@ -1,11 +1,12 @@
-"""What the calibration of an emoji run is worth: probabilities, conformal sets and abstention on queries that it never saw.
+"""What the calibration of an emoji run is worth: probabilities, conformal sets and abstention on unseen queries.
 
     python benchmarks/calibration.py RUN [--halves 200] [--json FILE]
 
-The run's calibration is fitted on split "val": concepts drawn in a style that training never saw. Split "test" holds other concepts
-in the same style, in a gallery four times as large: its queries are like those of val, its gallery is not. Random halves of
-"style" (all concepts of that style) are exchangeable by construction: one half of the queries calibrates, the other is tested, both
-in one gallery. Split "train" has seen styles: calibrating on it breaks the condition, and shows what the promises are worth then.
+The run's calibration is fitted on split "val": concepts drawn in a style that training never saw. Split "test" holds
+other concepts in the same style, in a gallery four times as large: its queries are like those of val, its gallery is
+not. Random halves of "style" (all concepts of that style) are exchangeable by construction: one half of the queries
+calibrates, the other is tested, both in one gallery. Split "train" has seen styles: calibrating on it breaks the
+condition, and shows what the promises are worth then.
 """
 
 import argparse

@@ -3,8 +3,9 @@
     python benchmarks/crops.py SCENES [--scenes 400] [--style fluent3d] [--seed 0]
     sfumato crops RUN --regions SCENES/region_descriptions.json --images SCENES --sample 400
 
-A scene is a white square of 512 pixels with 12 to 20 different emoji of one style, each 28 to 260 pixels wide, at the places, of 200
-random ones, where they cover least of what is there already. Phrases are their names. In a scene crop A holds mostly one thing, and crop C two or more.
+A scene is a white square of 512 pixels with 12 to 20 different emoji of one style, each 28 to 260 pixels wide, at the
+places, of 200 random ones, where they cover least of what is there already. Phrases are their names. In a scene crop A
+holds mostly one thing, and crop C two or more.
 """
 
 import argparse
@@ -25,7 +26,7 @@ TRIES = 200
 def compose(
     random: np.random.Generator, pictures: list[tuple[str, bytes]]
 ) -> tuple[Image.Image, list[dict[str, object]]]:
-    """A scene and its regions; pictures are (phrase, file) in the order in which they are put down, the largest first."""
+    """A scene and its regions; pictures are (phrase, file) in the order in which they are put down, largest first."""
     scene, regions = Image.new("RGB", (SIDE, SIDE), "white"), []
     covered = np.zeros((SIDE, SIDE), bool)
     sizes = np.sort(np.exp(random.uniform(np.log(SMALLEST), np.log(LARGEST), len(pictures))))[::-1].astype(int)

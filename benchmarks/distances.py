@@ -2,8 +2,8 @@
 
     python benchmarks/distances.py [--n 1000] [--m 5000] [--d 512] [--repeats 3] [--json PATH]
 
-Times are medians; ratios are within this one run. Other work on the same cores spoils multi-threaded times most: look at the
-load that is reported, or set OMP_NUM_THREADS=1.
+Times are medians; ratios are within this one run. Other work on the same cores spoils multi-threaded times most: look
+at the load that is reported, or set OMP_NUM_THREADS=1.
 """
 
 import argparse

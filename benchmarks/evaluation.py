@@ -1,19 +1,20 @@
 """COCO 5K, COCO 1K, CxC and ECCV Caption from 5,000 x 25,000 embeddings: time on top of the distances, and peak memory.
 
-The embeddings are seeded, near their own image, with variances; the truths are those of the ``eccv_caption`` package, whose own
-metrics run too where it is installed: it takes ranked lists as dictionaries, so that sorting and making these counts as its time.
-Each form runs in a process of its own. Time on top of the distances is measured within each call: whatever is not spent in the
-product that makes the blocks.
+The embeddings are seeded, near their own image, with variances; the truths are those of the ``eccv_caption`` package,
+whose own metrics run too where it is installed: it takes ranked lists as dictionaries, so that sorting and making these
+counts as its time. Each form runs in a process of its own. Time on top of the distances is measured within each call:
+whatever is not spent in the product that makes the blocks.
 
     embeddings evaluate_benchmarks: the distances of both directions and every metric of every truth
     scores     evaluate_score_matrix from a NumPy file that is mapped, not read
     official   eccv_caption from the same scores
 
-    python benchmarks/evaluation.py [--json PATH] [--folder FOLDER] [--d 512] [--distance csd] [--threads 2] [--repeats 3]
-                                    [--seed 0] [--no-official]
+    python benchmarks/evaluation.py [--json PATH] [--folder FOLDER] [--d 512] [--distance csd] [--threads 2]
+                                    [--repeats 3] [--seed 0] [--no-official]
 
---folder holds the JSON files of the package where it is not installed. Exits with 1 if the metrics take longer than 3 s on top of
-the distances or the process more than 1 GB, or if a figure differs from the official one by more than rounding.
+--folder holds the JSON files of the package where it is not installed. Exits with 1 if the metrics take longer than 3 s
+on top of the distances or the process more than 1 GB, or if a figure differs from the official one by more than
+rounding.
 """
 
 import argparse

@@ -1,14 +1,16 @@
-"""How much of the true csd top 10 each store and engine finds: lifted vectors against means alone and means with re-ranking.
+"""How much of the true csd top 10 each store finds: lifted vectors, means alone, and means with re-ranking.
 
 At equal cost, i.e. the same store, the same engine with the same effort, and K candidates:
 
     lifted   the store holds [mean, sqrt(total variance)]; of K candidates the closest ten by csd are the answer
-    means    the store holds the means; K candidates are re-ranked by csd with their variances (Chun 2024, appendix C.5);
+    means    the store holds the means; K candidates are re-ranked by csd with their variances (Chun 2024, C.5);
              with K = 10 nothing is re-ranked in or out: that row is the mean-only index
 
-The truth is csd in float64 over all items; of equally far ones any is right. Both ways answer the same queries in the same run.
+The truth is csd in float64 over all items; of equally far ones any is right. Both ways answer the same queries in the
+same run.
 
-    python benchmarks/exactness.py --items 20000 --d 512 --variances small large heavy --stores file:?engine=flat file:?engine=hnsw
+    python benchmarks/exactness.py --items 20000 --d 512 --variances small large heavy
+        --stores file:?engine=flat file:?engine=hnsw
     python benchmarks/exactness.py --gallery images.safetensors --queries-from texts.safetensors --name emoji ...
     python benchmarks/exactness.py --read a.json b.json --table --plot exactness.png
 
@@ -47,7 +49,7 @@ VARIANCES = {"small": (0.01, 0.5), "large": (4.0, 0.5), "heavy": (0.4, 2.0)}
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """(m, d) means and (m,) total variances of a gallery, (n, d) means of queries: all that the order by csd depends on."""
+    """(m, d) means and (m,) total variances of a gallery, (n, d) means of queries: all that csd orders by."""
 
     name: str
     mean: Tensor
@@ -71,7 +73,7 @@ class Data:
         return best.amax(1)
 
     def recall(self, found: Tensor, limits: Tensor) -> float:
-        """Share of the TOP places filled by (n, TOP) positions that lie within the limits; equally far items are as good."""
+        """Fraction of the TOP places filled by (n, TOP) positions within the limits; equally far items are as good."""
         items = found.clamp_min(0)
         distance = (self.mean[items].double() - self.queries.double().unsqueeze(1)).square().sum(2)
         inside = distance + self.total_variance[items].double() <= limits.unsqueeze(1) * (1 + 1e-9) + 1e-9

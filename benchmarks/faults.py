@@ -1,15 +1,18 @@
-"""Malformed requests by the thousand: whatever is sent, the service answers with a status of its own, never with 500, and lives on.
+"""Malformed requests by the thousand: the service answers each with a status of its own, never with 500, and lives on.
 
-A tiny model that was never trained and a collection in a temporary folder are served on a free port of 127.0.0.1. Two kinds of requests:
+A tiny model that was never trained and a collection in a temporary folder are served on a free port of 127.0.0.1. Two
+kinds of requests:
 
-    by hand   raw bytes over a socket: broken multipart, wrong content types, invalid UTF-8, deep and huge JSON, NaN, numbers of
-              a thousand digits, pictures cut short and bombs, paths that climb, junk in headers, lines that are not HTTP
+    by hand   raw bytes over a socket: broken multipart, wrong content types, invalid UTF-8, deep and huge JSON, NaN,
+              numbers of a thousand digits, truncated images and decompression bombs, paths that climb, junk in headers,
+              lines that are not HTTP
     schema    what schemathesis makes of /openapi.json, valid and invalid
 
     python benchmarks/faults.py [--json PATH] [--requests 10000] [--schema-share 0.2] [--seed 0]
 
-Exits with 1 if there is a 500, an error that is no problem document, an answer that does not come within ten seconds, or if the service
-does not search as before at the end. Some requests get no answer, because they are none, or say that more will come: counted as "closed".
+Exits with 1 if there is a 500, an error that is no problem document, an answer that does not come within ten seconds,
+or if the service does not search as before at the end. Some requests get no answer, because they are none, or say that
+more will come: counted as "closed".
 """
 
 import argparse

@@ -1,13 +1,14 @@
-"""Embedding a folder of JPEG files, from the disk to parts, against the bare encoder on the same pictures as prepared tensors.
+"""Embedding a folder of JPEG files, from the disk to parts, against the bare encoder on prepared tensors.
 
     python benchmarks/ingest.py [--pictures 300] [--workers 1 2] [--threads 1] [--batch 32] [--repeats 3] [--device cpu]
                                 [--encoder efficientnet|clip] [--json PATH]
 
-The pictures are 640 x 480, of the size of COCO's in bytes too (about 80 to 160 kB). The encoder is EfficientNet-Lite0 at 224 pixels with a
-Gaussian head (extra ``offline``), or CLIP ViT-B/32 (extra ``backbones``), both with random weights: they change no time. The forms take turns in
-one process, and a ratio is of one round: pictures a second of the whole way, over those of the bare encoder; the median over the rounds, and that
-of the best rounds, which a busy machine disturbs least. Milliseconds of processor time a picture, of all threads, do not depend on who else
-is at work. Beside it, decoding and resizing alone in threads and in processes.
+The pictures are 640 x 480, of the size of COCO's in bytes too (about 80 to 160 kB). The encoder is EfficientNet-Lite0
+at 224 pixels with a Gaussian head (extra ``offline``), or CLIP ViT-B/32 (extra ``backbones``), both with random
+weights: they change no time. The forms take turns in one process, and a ratio is of one round: pictures a second of the
+whole way, over those of the bare encoder; the median over the rounds, and that of the best rounds, which a busy machine
+disturbs least. Milliseconds of processor time a picture, of all threads, do not depend on who else is at work. Beside
+it, decoding and resizing alone in threads and in processes.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     python benchmarks/match_loss.py [--b 512] [--d 1024] [--repeats 5] [--json PATH]
 
-Each form runs in a process of its own, so that peak memory is its own; times are medians, ratios are within this one run. The
-broadcast form is left out where there is too little memory for it. Other work on the same cores spoils multi-threaded
-times most: look at the load that is reported, or set OMP_NUM_THREADS=1.
+Each form runs in a process of its own, so that peak memory is its own; times are medians, ratios are within this one
+run. The broadcast form is left out where there is too little memory for it. Other work on the same cores spoils
+multi-threaded times most: look at the load that is reported, or set OMP_NUM_THREADS=1.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def measure(form: str, b: int, d: int, repeats: int) -> dict[str, float]:
 
 
 def peak_mb(*, reset: bool = False) -> float:
-    """Largest resident memory so far; reset forgets the past, where the system is Linux (elsewhere the past is included)."""
+    """Largest resident memory so far; reset forgets the past, which only Linux can do."""
     status = Path("/proc/self/status")
     if not status.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)

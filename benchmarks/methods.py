@@ -3,9 +3,9 @@
     python benchmarks/methods.py emoji-infonce emoji-pcmepp [--seeds 0 1 2] [--split style] [--set section.key=value]
                                  [--out runs/methods] [--json PATH]
 
-Runs that are finished are not repeated, an interrupted one is resumed. Figures in per cent, except correlations and ranks. What
-training took stands below them: every run has a process of its own, whose processor time and largest memory are its alone. Of these
-the processor time suffers least from other work on the machine; a resumed run has neither.
+Runs that are finished are not repeated, an interrupted one is resumed. Figures in per cent, except correlations and
+ranks. What training took stands below them: every run has a process of its own, whose processor time and largest memory
+are its alone. Of these the processor time suffers least from other work on the machine; a resumed run has neither.
 """
 
 import argparse

@@ -57,7 +57,8 @@ def main() -> None:
         print(json.dumps({"seconds": statistics.median(times), "mb": peak_mb() - before}))
         return
     print(
-        f"b={options.b} d={options.d} s={options.samples}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}"
+        f"b={options.b} d={options.d} s={options.samples}, {torch.get_num_threads()} threads,"
+        f" load {os.getloadavg()[0]:.1f}"
     )
     for form in FORMS:
         command = [sys.executable, __file__, *sys.argv[1:], "--form", form]

@@ -3,15 +3,16 @@
     python benchmarks/pcme_step.py [--towers clip|frozen] [--batch 32] [--dim 1024] [--samples 8] [--repeats 5]
                                    [--optimiser adamp|adamw] [--device cuda] [--bfloat16] [--json PATH]
 
-A step is what training does with a batch that is read: both towers forward, the loss, both backward, the gradients clipped, the
-optimiser's update. PCME++ has csd, pseudo-positives and bottleneck; PCME as many draws of each embedding as --samples says, and
-the bottleneck. "clip" is ViT-B/32 with blocks of the log variance's own, "frozen" heads on token features as in the recipes of
-Flickr8k. The losses take turns in one process and train one model, so that their ratio is of one run; peak memory, weights
-and moments included, comes from a process for each. On a CPU seconds are those of its processors, which other work on the machine
-spoils less than the clock. "loss" is the loss alone, forward and backward. Random weights: they change no time.
+A step is what training does with a batch that is read: both towers forward, the loss, both backward, the gradients
+clipped, the optimiser's update. PCME++ has csd, pseudo-positives and bottleneck; PCME as many draws of each embedding
+as --samples says, and the bottleneck. "clip" is ViT-B/32 with blocks of the log variance's own, "frozen" heads on token
+features as in the recipes of Flickr8k. The losses take turns in one process and train one model, so that their ratio is
+of one run; peak memory, weights and moments included, comes from a process for each. On a CPU seconds are those of its
+processors, which other work on the machine spoils less than the clock. "loss" is the loss alone, forward and backward.
+Random weights: they change no time.
 
-The PCME++ paper (section A.3) has 33 % more time for PCME with eight draws, on a V100, and 18 % more memory, on average and
-with a higher peak that it gives no figure for.
+The PCME++ paper (section A.3) has 33 % more time for PCME with eight draws, on a V100, and 18 % more memory, on average
+and with a higher peak that it gives no figure for.
 """
 
 import argparse

@@ -2,9 +2,10 @@
 
     python benchmarks/processes.py [--b 4096] [--d 1024] [--processes 1 2 4] [--max-pairs 4194304 ...] [--json PATH]
 
-Each process holds its part of the embeddings, gathers all of them, and computes its rows and columns of the pairs, forward and
-backward, PCME++ with pseudo-positives and bottleneck. One thread for each process; with more processes than cores times say nothing,
-memory does. Memory is counted above what was there before the step, after a step of a tiny batch.
+Each process holds its part of the embeddings, gathers all of them, and computes its rows and columns of the pairs,
+forward and backward, PCME++ with pseudo-positives and bottleneck. One thread for each process; with more processes than
+cores times say nothing, memory does. Memory is counted above what was there before the step, after a step of a tiny
+batch.
 """
 
 import argparse

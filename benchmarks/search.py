@@ -1,12 +1,14 @@
-"""Search by lifted vectors against exact csd, and against the mean-only index with re-ranking of Chun 2024, appendix C.5.
+"""Search by lifted vectors against exact csd and the mean-only index with re-ranking (Chun 2024, appendix C.5).
 
-Every strategy answers the same seeded queries on the same synthetic gallery; all ratios are within one run. `recall` is the share
-of the true csd top k (float64) that is found. At equal FAISS cost (same engine, same effort, K candidates):
+Every strategy answers the same seeded queries on the same synthetic gallery; all ratios are within one run. `recall` is
+the share of the true csd top k (float64) that is found. At equal FAISS cost (same engine, same effort, K candidates):
 
     lifted   FAISS over [mean, sqrt(total variance)] brings K candidates, the first k by csd are the answer
-    means    FAISS over the means brings K candidates, their variances are read by key, the first k by csd are the answer
+    means    FAISS over the means brings K candidates, their variances are read by key, the first k by csd are
+             the answer
 
-    python benchmarks/search.py [--json PATH] [--items 20000] [--queries 200] [--d 64] [--tail 1.0] [--threads 1] [--seed 0]
+    python benchmarks/search.py [--json PATH] [--items 20000] [--queries 200] [--d 64] [--tail 1.0] [--threads 1]
+                                [--seed 0]
 
 Exits with 1 if flat lifted search misses a single item of the truth.
 """

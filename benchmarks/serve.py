@@ -1,11 +1,12 @@
-"""The service under load on 127.0.0.1: latency and throughput of text queries at 1, 2, 4 ... clients, micro-batching on and off.
+"""The service under load on 127.0.0.1: latency and throughput of text queries, micro-batching on and off.
 
-The server is a process of its own with an exact index of noise and a small text encoder that was never trained; the clients, threads of
-this process with a connection each, ask one text after the other (POST /v1/search, 10 hits). With batching off every text is embedded
-alone (batch size 1, no window); all else is the same. Both are measured one after the other at each number of clients, so that what
-else the machine does falls on both; the ratio is of the throughputs.
+The server is a process of its own with an exact index of noise and a small text encoder that was never trained; the
+clients, threads of this process with a connection each, ask one text after the other (POST /v1/search, 10 hits). With
+batching off every text is embedded alone (batch size 1, no window); all else is the same. Both are measured one after
+the other at each number of clients, so that what else the machine does falls on both; the ratio is of the throughputs.
 
-    python benchmarks/serve.py [--json PATH] [--items 10000] [--d 256] [--width 256] [--clients 64] [--seconds 3] [--threads 1]
+    python benchmarks/serve.py [--json PATH] [--items 10000] [--d 256] [--width 256] [--clients 64] [--seconds 3]
+                               [--threads 1]
 
 Server and clients share the machine: the figures are those of the service together with its clients.
 """
@@ -134,7 +135,8 @@ def main() -> int:
             print(
                 f"{clients:>3} clients  "
                 + "  ".join(
-                    f"batching {name}: {m['per_second']:6.1f}/s p50 {m['p50_ms']:6.1f} p95 {m['p95_ms']:6.1f} p99 {m['p99_ms']:6.1f} ms"
+                    f"batching {name}: {m['per_second']:6.1f}/s p50 {m['p50_ms']:6.1f}"
+                    f" p95 {m['p95_ms']:6.1f} p99 {m['p99_ms']:6.1f} ms"
                     for name, m in measured.items()
                 )
                 + f"  ratio {ratio:.2f}",

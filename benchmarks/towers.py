@@ -1,12 +1,12 @@
-"""A tower with a Gaussian head against the plain transformer that it is built on: time and memory, forward and training step.
+"""A tower with a Gaussian head against its plain transformer: time and memory, forward and training step.
 
     python benchmarks/towers.py [--architecture ViT-B/32] [--batch 32] [--side image|text] [--repeats 5] [--json PATH]
                                 [--device cuda] [--bfloat16] [--compile]
 
-The plain tower has the layers of transformers' CLIP (equal to the bit, tests/encoders/test_clip.py), its last norm, and a projection
-of the class or end token to 1024 dimensions. Ours has one block more (the log
-variance's own), two linear maps of all tokens and two generalised poolings. The forms take turns in one process, so that their
-ratio is of one run; peak memory comes from a process for each. Random weights: they change no time.
+The plain tower has the layers of transformers' CLIP (equal to the bit, tests/encoders/test_clip.py), its last norm, and
+a projection of the class or end token to 1024 dimensions. Ours has one block more (the log variance's own), two linear
+maps of all tokens and two generalised poolings. The forms take turns in one process, so that their ratio is of one run;
+peak memory comes from a process for each. Random weights: they change no time.
 """
 
 import argparse
@@ -169,7 +169,8 @@ def main() -> None:
         seconds = results[what]["seconds"]
         print(
             f"{options.side} {options.architecture} batch {options.batch} {what:<8} plain {seconds['plain']:.3f} s,"
-            f" gaussian {seconds['gaussian']:.3f} s ({options.batch / seconds['gaussian']:.0f} a second): {ratio:.3f} x;"
+            f" gaussian {seconds['gaussian']:.3f} s ({options.batch / seconds['gaussian']:.0f} a second):"
+            f" {ratio:.3f} x;"
             f" peak {peaks['plain']:.0f} and {peaks['gaussian']:.0f} MB: {results[what]['peak_ratio']:.3f} x"
         )
     parameters = {form: sum(p.numel() for p in tower.parameters()) for form, tower in towers.items()}

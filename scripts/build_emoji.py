@@ -2,8 +2,8 @@
 
     python scripts/build_emoji.py [--check] [--packages FOLDER]
 
-Needs npm on PATH (or the four .tgz files in FOLDER) and pillow. The result is deterministic: the same packages and the same
-pillow give the same bytes; --check compares pixels and texts with the packed set instead of replacing it.
+Needs npm on PATH (or the four .tgz files in FOLDER) and pillow. The result is deterministic: the same packages and the
+same pillow give the same bytes; --check compares pixels and texts with the packed set instead of replacing it.
 """
 
 import argparse

@@ -129,7 +129,7 @@ def test_evaluate_by_another_distance(work, sfumato):
 
 
 def test_report_of_a_run_and_of_a_model_elsewhere(work, sfumato, tmp_path):
-    """The page lies where it should, says what evaluate says, and shows the run's recipe, curves and other evaluations."""
+    """The page is in its place, agrees with evaluate, and shows the run's recipe, curves and other evaluations."""
     assert sfumato("evaluate", "run", work / "run", "--distance", "squared_l2", "--json")[0] == 0
     status, out, _ = sfumato("report", work / "run", "--json")
     result = json.loads(out)
@@ -263,7 +263,8 @@ def test_every_official_figure_from_the_command_line(shared, sfumato, tmp_path):
     images = list(dict.fromkeys(own[c] for c in captions))
     (tmp_path / "images.txt").write_text("".join(f"{i}\n" for i in images))
     status, out, _ = sfumato(
-        "evaluate", "files", "--images", f"{fixture}.safetensors:image_embeddings", "--image-ids", tmp_path / "images.txt",
+        "evaluate", "files", "--images", f"{fixture}.safetensors:image_embeddings",
+        "--image-ids", tmp_path / "images.txt",
         "--texts", f"{fixture}.safetensors:caption_embeddings", "--text-ids", coco / "coco_test_ids.npy",
         "--benchmark", "coco", "--annotations", coco, "--score", "dot", "--published", "--json",
     )  # fmt: skip

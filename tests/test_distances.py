@@ -1,4 +1,4 @@
-"""Every distance in DISTANCES, by the same tests: a new one is tested without a line here, and needs a loop in references.py."""
+"""Every distance in DISTANCES by the same tests: a new one needs no line here, only a loop in references.py."""
 
 import inspect
 import json
@@ -270,7 +270,7 @@ def test_the_value_does_not_depend_on_whether_gradients_are_asked_for(name):
 
 @pytest.mark.parametrize("name", DISTANCES)
 def test_no_cube_is_ever_held(name):
-    """120 x 130 x 192 values would be 3 million; with a budget of 2^18 (1 MB) no tensor may have more, backward included."""
+    """120 x 130 x 192 values are 3 million; with a budget of 2^18 (1 MB) no tensor may have more, backward included."""
     x, y = gaussians(120, 0, d=192, dtype=torch.float32), gaussians(130, 1, d=192, dtype=torch.float32)
     mean = x.mean.requires_grad_()
     budget = {"memory_mb": 1} if name in BLOCKED else {}
@@ -283,8 +283,9 @@ def test_no_cube_is_ever_held(name):
     not Path("/proc/self/clear_refs").exists(), reason="needs the peak memory of Linux, which can be reset"
 )
 def test_peak_memory_keeps_to_the_budget():
-    """300 x 300 x 128 values are 44 MB, and several such tensors would be alive; the budget is 8 MB. Forward and backward may
-    take as much again for samples and gradients. The allocator is told to give freed blocks back: what it keeps is not ours."""
+    """300 x 300 x 128 values are 44 MB, and several such tensors would be alive; the budget is 8 MB. Forward and
+    backward may take as much again for samples and gradients. The allocator is told to give freed blocks back: what it
+    keeps is not ours."""
     program = """
         import json, re, torch
         from pathlib import Path

@@ -35,7 +35,7 @@ def test_sums_of_half_precision_are_taken_in_float32():
 
 
 def test_samples_have_the_stated_moments():
-    """Means within 5 and variances within 5 standard errors of 40,000 draws: a false alarm in about 1 of 200,000 seeds."""
+    """Means and variances within 5 standard errors of 40,000 samples: a false alarm in about 1 of 200,000 seeds."""
     e = some(2, 3)
     z = e.sample(40_000, generator=torch.Generator().manual_seed(1))
     assert z.shape == (2, 40_000, 3)

@@ -41,8 +41,8 @@ def test_public_names_are_documented_completely():
 
 def test_the_rules_find_what_breaks_them(tmp_path):
     (tmp_path / "bad.py").write_text(
-        '"""A module."""\n\n\ndef mine(x, **rest):\n    """Do."""\n    if x:\n        raise ValueError(x)\n    return x\n\n\n'
-        'def typed(x: int) -> int:\n    """Do."""\n    return x\n\n\ndef long():\n' + "    x = 1\n" * 61
+        '"""A module."""\n\n\ndef mine(x, **rest):\n    """Do."""\n    if x:\n        raise ValueError(x)\n    return x'
+        '\n\n\ndef typed(x: int) -> int:\n    """Do."""\n    return x\n\n\ndef long():\n' + "    x = 1\n" * 61
     )
     mine, typed, long = house.definitions(tmp_path)
     assert house.missing_parts(mine) == ["Args: x", "Raises"]

@@ -1,4 +1,4 @@
-"""Agreement with numbers computed by the released implementations. Names, shapes and settings come from the fixture files."""
+"""Agreement with numbers of the released implementations. Names, shapes and settings come from the fixture files."""
 
 import json
 import math
@@ -177,8 +177,8 @@ def test_parity_csd_is_within_the_error_of_its_monte_carlo_estimate(fixture):
 
 @pytest.mark.parametrize(("kind", "factor"), [("sigmoid_l2", 1.0), ("compressed_sigmoid_l2", 2.0)])
 def test_parity_sampled_match_probability(fixture, kind, factor):
-    """Means over 40 independent draws of 24 x 24 sample pairs within 6 standard errors of both sides together, for all pairs:
-    a false alarm in about 1 of 50,000 fixtures of 35 pairs (Student's t with 39 degrees of freedom)."""
+    """Means over 40 independent draws of 24 x 24 sample pairs within 6 standard errors of both sides together, for all
+    pairs: a false alarm in about 1 of 50,000 fixtures of 35 pairs (Student's t with 39 degrees of freedom)."""
     about, tensors = fixture("distances")
     scale, bias = (float(re.search(rf"\b{x}=([\d.]+)", about["monte_carlo"]["kinds"][kind])[1]) for x in "ab")
     x, y = gaussians(tensors)
@@ -198,7 +198,7 @@ def test_parity_sampled_match_probability(fixture, kind, factor):
 
 
 def test_parity_pcme_probabilities_of_fixed_samples(fixture):
-    """Labels 0 and 1 give -ln p and -ln(1 - p) of the released code, whose sigmoid is compressed; the probability in log space."""
+    """Labels 0 and 1 give -ln p and -ln(1 - p) of the released code's compressed sigmoid; p in log space."""
     about, tensors = fixture("pcme_mc_loss")
     checked = 0
     for name, case in about["cases"].items():

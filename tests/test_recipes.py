@@ -34,7 +34,7 @@ def override_lines(name):
 
 
 def figures(name):
-    """{row of the header's table of COCO: {"i2t", "t2i" or "mean": its 13 figures in per cent, None where none is given}}."""
+    """{row of the header's COCO table: {"i2t", "t2i" or "mean": 13 figures in per cent, None where not given}}."""
     rows = {}
     for line in header(name):
         label, *cells = line.removeprefix("# ").split("|")
@@ -96,7 +96,8 @@ def test_published_figures_fit_together(name):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_figures_stand_in_the_paper(name, shared):
-    """Means of both directions, in the tables and beside overrides, as seven (table C.2: six) figures of one line there.
+    """Means of both directions, in the tables and beside overrides, as seven (table C.2: six) figures of one line
+    there.
 
     Of the paper that has no means of both directions the recalls of each, three in a row.
     """

@@ -1,11 +1,12 @@
-r"""Densities other than the Gaussian: Laplace, and von Mises-Fisher on the sphere; how to draw from them, and csd by drawing.
+r"""Laplace and von Mises-Fisher densities: how to sample from them, and csd by sampling.
 
 csd is the mean squared distance of two independent draws. Of any densities with second moments it is
 
     E ||X - Y||^2 = ||E X - E Y||^2 + E ||X - E X||^2 + E ||Y - E Y||^2
 
-so that Gaussians with the same mean and total variance, which ``gaussian()`` of a density gives, have the same csd: distances, losses and
-indices that go by csd need nothing else. Draws are for what has no closed form. Sources stand in docs/concepts/distances.md.
+so that Gaussians with the same mean and total variance, which ``gaussian()`` of a density gives, have the same csd:
+distances, losses and indices that go by csd need nothing else. Draws are for what has no closed form. Sources stand in
+docs/concepts/distances.md.
 """
 
 import math
@@ -57,7 +58,8 @@ class Laplace:
 
     Args:
         mean: (n, d) floating point.
-        log_var: (n, d) natural logarithm of the variance 2 b^2, not of the scale b; same shape, dtype and device. -inf is a point.
+        log_var: (n, d) natural logarithm of the variance 2 b^2, not of the scale b; same shape, dtype and device. -inf
+            is a point.
 
     Raises:
         TypeError, ValueError: as :class:`~sfumato.gaussian.GaussianEmbedding`.
@@ -106,7 +108,8 @@ class VonMisesFisher:
 
     Args:
         direction: (n, d) floating point unit vectors, d >= 2.
-        log_concentration: (n,) natural logarithm of the concentration, up to ln 1e8; same dtype and device. -inf is uniform.
+        log_concentration: (n,) natural logarithm of the concentration, up to ln 1e8; same dtype and device. -inf is
+            uniform.
 
     Raises:
         TypeError: an argument is not a floating point tensor.
@@ -124,17 +127,20 @@ class VonMisesFisher:
                 raise TypeError(f"VonMisesFisher: {name} must be a floating point tensor, got {came}")
         if a.ndim != 2 or a.shape[1] < 2 or b.shape != a.shape[:1]:
             raise ValueError(
-                f"VonMisesFisher: direction must have shape (n, d) with d >= 2 and log_concentration (n,), got {tuple(a.shape)}"
+                "VonMisesFisher: direction must have shape (n, d) with d >= 2 and log_concentration (n,), got"
+                f" {tuple(a.shape)}"
                 f" and {tuple(b.shape)}"
             )
         if a.dtype != b.dtype or a.device != b.device:
             raise ValueError(
-                f"VonMisesFisher: direction is {a.dtype} on {a.device}, log_concentration {b.dtype} on {b.device}; move one with .to()"
+                f"VonMisesFisher: direction is {a.dtype} on {a.device}, log_concentration {b.dtype} on"
+                f" {b.device}; move one with .to()"
             )
         length = a.detach().to(accumulation_dtype(a.dtype)).norm(dim=1)
         if not ((length - 1).abs() < _UNIT).all():
             raise ValueError(
-                f"VonMisesFisher: direction must be unit vectors, got lengths from {length.min():.4g} to {length.max():.4g};"
+                "VonMisesFisher: direction must be unit vectors, got lengths from"
+                f" {length.min():.4g} to {length.max():.4g};"
                 " use torch.nn.functional.normalize"
             )
 
@@ -150,12 +156,12 @@ class VonMisesFisher:
 
     @property
     def resultant_length(self) -> Tensor:
-        """(n,) length of the mean, A_d(kappa) = I_{d/2}(kappa) / I_{d/2 - 1}(kappa) in [0, 1): see :func:`bessel_ratio`."""
+        """(n,) length of the mean, A_d(kappa) = I_{d/2}(kappa) / I_{d/2 - 1}(kappa) in [0, 1)."""
         ratio = bessel_ratio(self.log_concentration.double().exp(), self.d)
         return ratio.to(accumulation_dtype(self.direction.dtype))
 
     def gaussian(self) -> GaussianEmbedding:
-        """The isotropic Gaussians with the same means A direction and total variances 1 - A^2, and therefore the same csd.
+        """The isotropic Gaussians with means A direction and total variances 1 - A^2, which have the same csd.
 
         Their covariance is not that of the densities, which is larger across the direction than along it.
         """
@@ -168,10 +174,10 @@ class VonMisesFisher:
     def sample(self, n_samples: int, *, generator: torch.Generator | None = None) -> Tensor:
         r"""(n, s, d) draws, exact by rejection; gradients flow to direction and log_concentration.
 
-        A direction u that is uniform on the sphere, t = <u, direction>, is pushed to w = (x + t) / (1 + x t) along the direction and
-        accepted with probability exp((d - 1) (q / (1 + q) - ln(1 + q))), q = x t; x = 2 kappa / (d - 1 + sqrt((d - 1)^2 + 4 kappa^2)).
-        About two of three are, in every d. The gradient of w is that of its quantile at a fixed level, that of the direction is of a
-        rotation: both without bias.
+        A direction u that is uniform on the sphere, t = <u, direction>, is pushed to w = (x + t) / (1 + x t) along the
+        direction and accepted with probability exp((d - 1) (q / (1 + q) - ln(1 + q))), q = x t; x = 2 kappa / (d - 1 +
+        sqrt((d - 1)^2 + 4 kappa^2)). About two of three are, in every d. The gradient of w is that of its quantile at a
+        fixed level, that of the direction is of a rotation: both without bias.
 
         Args:
             n_samples: s >= 1 draws of each density.
@@ -224,8 +230,9 @@ def sampled_csd_matrix(
 ) -> Tensor:
     r"""csd by drawing, between all pairs: 1/s^2 sum_jk ||x_i^j - y_l^k||^2, without bias whatever the densities are.
 
-    The sum over pairs of draws is never formed: it is the csd of the draws themselves, the squared distance of their means plus the mean
-    squared distances of both sides' draws to them. That is exact, and one matrix product whatever s is; draws are made one at a time.
+    The sum over pairs of draws is never formed: it is the csd of the draws themselves, the squared distance of their
+    means plus the mean squared distances of both sides' draws to them. That is exact, and one matrix product whatever s
+    is; draws are made one at a time.
 
     Args:
         x: n densities.
@@ -234,8 +241,8 @@ def sampled_csd_matrix(
         generator: source of the draws; the same seed gives the same distances.
 
     Returns:
-        (n, m) distances >= 0, smaller is closer, differentiable where the draws are. Of Gaussian, Laplace and von Mises-Fisher
-        densities csd_matrix(x.gaussian(), y.gaussian()) is what they tend to.
+        (n, m) distances >= 0, smaller is closer, differentiable where the draws are. Of Gaussian, Laplace and von
+        Mises-Fisher densities csd_matrix(x.gaussian(), y.gaussian()) is what they tend to.
 
     Raises:
         ValueError: d, dtype or device differ.
@@ -257,8 +264,8 @@ def sampled_csd_matrix(
 def bessel_ratio(kappa: Tensor, d: int) -> Tensor:
     r"""A_d(kappa) = I_{d/2}(kappa) / I_{d/2 - 1}(kappa), the mean resultant length of a von Mises-Fisher density.
 
-    By A_d = kappa / (d + kappa A_{d+2}), from an approximation for d + 128 downwards. No Bessel function is formed, whose logarithm is
-    beyond -2000 where d is 1024 and kappa 10.
+    By A_d = kappa / (d + kappa A_{d+2}), from an approximation for d + 128 downwards. No Bessel function is formed,
+    whose logarithm is beyond -2000 where d is 1024 and kappa 10.
 
     Args:
         kappa: (n,) float64 concentrations from 0 to 1e8.
@@ -267,8 +274,8 @@ def bessel_ratio(kappa: Tensor, d: int) -> Tensor:
     Returns:
         (n,) in [0, 1), relative error below 1e-10, that of 1 - A^2 below 1e-6; differentiable.
 
-    Source: the recurrence is DLMF 10.29.1; as a start Amos, "Computation of modified Bessel functions and their ratios", 1974, whose
-    bounds have the same form, improved by one step of A' = 1 - A^2 - (d - 1) A / kappa.
+    Source: the recurrence is DLMF 10.29.1; as a start Amos, "Computation of modified Bessel functions and their
+    ratios", 1974, whose bounds have the same form, improved by one step of A' = 1 - A^2 - (d - 1) A / kappa.
     """
     top = d + 2 * _STEPS
     half = (top - 1) / 2
@@ -292,7 +299,7 @@ def _check_sides(x: Density, y: Density, who: str, *, rows: bool = False) -> Non
 
 
 def _drawn_moments(x: Density, n_samples: int, generator: torch.Generator | None) -> tuple[GaussianEmbedding, Tensor]:
-    """(n, d) means of the draws as points, and (n,) mean squared distances of the draws to them; one draw at a time (Welford)."""
+    """(n, d) means of the samples as points, and (n,) mean squared distances to them, by Welford's method."""
     _check_samples(n_samples)
     mean = _draw(x, generator)
     spread = mean.new_zeros(x.n)
@@ -335,7 +342,7 @@ def _wood(direction: Tensor, kappa: Tensor, generator: torch.Generator | None) -
 
 
 def _quantile_slope(angle: Tensor, kappa: Tensor, d: int) -> Tensor:
-    r"""(n,) derivative by kappa of the angle theta at a fixed value of its distribution function; p ~ exp(kappa cos) sin^(d - 2).
+    r"""(n,) derivative by kappa of the angle theta at a fixed quantile; p ~ exp(kappa cos) sin^(d - 2).
 
         dtheta/dkappa = -1/p(theta) int_0^theta (cos - A) p    or equally    -1/p(theta) int_theta^pi (A - cos) p
 

@@ -1,6 +1,7 @@
 """sfumato: image-text search and matching that knows what it does not know.
 
-Every image and every text is a Gaussian instead of a point. The public names stand in ``__init__.pyi``; each is imported on first use.
+Every image and every text is a Gaussian instead of a point. The public names are in ``__init__.pyi``; each is imported
+on first use.
 """
 
 import lazy_loader

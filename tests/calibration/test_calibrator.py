@@ -139,7 +139,7 @@ def test_prior_shift_by_hand():
 
 @pytest.mark.parametrize("method", ["platt", "isotonic"])
 def test_shifted_probabilities_are_those_of_the_other_gallery(method):
-    """Fitted among 20 items, asked among 320: the known log odds there; without the shift they are too high by 16 times the odds."""
+    """Fitted among 20 items, applied among 320: the known log odds; without the shift they are 16 times too high."""
     if method == "isotonic":
         pytest.importorskip("sklearn", reason="the extra calibration is not installed")
     generator = torch.Generator().manual_seed(2)
@@ -149,7 +149,8 @@ def test_shifted_probabilities_are_those_of_the_other_gallery(method):
     larger, _ = scene(generator, 3000, 320)
     d = torch.linspace(-1.5, 1.5, 7)
     known = torch.sigmoid(math.log(1 / 319) + 1.5**2 / 2 - 1.5 * d)
-    # 6,000 matches place a log odds within about 0.05 (Platt), 0.3 (isotonic, and its steps): seeded; errors of 16 would be 2.8.
+    # 6,000 matches place a log odds within about 0.05 (Platt), 0.3 (isotonic, and its steps): seeded; errors of 16
+    # would be 2.8.
     tolerance = 0.15 if method == "platt" else 0.7
     got = calibration.probability(d, n_gallery=320)
     torch.testing.assert_close(torch.logit(got), torch.logit(known), rtol=0, atol=tolerance)
@@ -206,8 +207,8 @@ def test_radius_by_hand():
 
 
 # Coverage of a set that a random split gives: with continuous scores the fraction of new queries covered has mean
-# ceil((q + 1)(1 - alpha)) / (q + 1). Means over 2,000 splits; their standard errors are estimated from them, and a gap of 4.5 of
-# these is a false alarm in 7 of 1e6 seeds for each case.
+# ceil((q + 1)(1 - alpha)) / (q + 1). Means over 2,000 splits; their standard errors are estimated from them, and a gap
+# of 4.5 of these is a false alarm in 7 of 1e6 seeds for each case.
 SPLITS = 2000
 
 
@@ -250,13 +251,13 @@ def test_ties_raise_coverage_and_the_plain_quantile_falls_short():
 
 
 def test_abstention_by_hand():
-    # 400 queries; the 300 closest are right, the others wrong. 20 limits divide an error rate of 0.1; 0 errors among n certify a
-    # risk of 0.05 from n = ln(0.1/20) / ln(0.95) = 103.3 on.
+    # 400 queries; the 300 closest are right, the others wrong. 20 limits divide an error rate of 0.1; 0 errors among n
+    # certify a risk of 0.05 from n = ln(0.1/20) / ln(0.95) = 103.3 on.
     closest = np.arange(400) / 400
     scores = scores_of(np.where(np.arange(400) < 300, closest, 5.0), other=np.where(np.arange(400) < 300, 9.0, closest))
     calibration = calibrated(t2i=scores)
-    # Limits are every 20th closest distance, itself left out. Errors appear beyond 300: of 319 answered 19 are wrong, 6 %; of 299
-    # none.
+    # Limits are every 20th closest distance, itself left out. Errors appear beyond 300: of 319 answered 19 are wrong, 6
+    # %; of 299 none.
     below = calibration.abstain_below(0.05)
     assert below == pytest.approx(float(calibration.probability(torch.tensor(299 / 400))), rel=1e-6)
     assert calibration.answered_fraction(0.05) == pytest.approx(299 / 400)
@@ -291,8 +292,8 @@ def test_threshold_by_hand():
     distance = torch.stack([nearest, torch.where(torch.arange(600) < 300, 9.0, nearest)], dim=1)
     match = torch.tensor([[1, 0]]).expand(600, 2)
     calibration = Calibration(4.0, 2.0, 0.5, t2i=QueryScores.fit(distance, match))
-    # Below limit k/20 with k > 10 the mean precision is (10 + (k - 10) / 2) / k, but for the item at the limit: 0.8 at k = 16.7.
-    # What can be certified is stricter.
+    # Below limit k/20 with k > 10 the mean precision is (10 + (k - 10) / 2) / k, but for the item at the limit: 0.8 at
+    # k = 16.7. What can be certified is stricter.
     limit = next(
         k / 20
         for k in range(20, 0, -1)
@@ -316,8 +317,8 @@ def hoeffding_bentkus(precision, n):
     return min(math.exp(-n * entropy), bentkus) <= 0.1 / 20
 
 
-# Each guarantee may be broken by one held-out set in ten; of 300 sets at most 30 + 4.5 * sqrt(300 * 0.09) = 53 would be, except
-# for 3 of 1e6 seeds. The bounds divide their error among 20 limits, and so are broken far more rarely.
+# Each guarantee may be broken by one held-out set in ten; of 300 sets at most 30 + 4.5 * sqrt(300 * 0.09) = 53 would
+# be, except for 3 of 1e6 seeds. The bounds divide their error among 20 limits, and so are broken far more rarely.
 HELD_OUT_SETS = 300
 
 

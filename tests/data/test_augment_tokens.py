@@ -35,8 +35,8 @@ def slow_fraction(random, rate, tokens):
 
 
 def test_tokens_dropped_are_as_many_as_in_a_slow_loop():
-    """Two-sample Kolmogorov-Smirnov and binomial tests at 1e-4: a false alarm in about 1 of 5,000 seeds; seeds are fixed.
-    Dropping the whole rate from every chosen item, or from those with p <= rate, is farther than 1e-9."""
+    """Two-sample Kolmogorov-Smirnov and binomial tests at 1e-4: a false alarm in about 1 of 5,000 seeds; the seed is
+    fixed. Dropping the whole rate from every chosen item, or from those with p <= rate, is farther than 1e-9."""
     random = np.random.default_rng(0)
     slow = np.array([slow_fraction(random, 0.2, 300) for _ in range(1500)])
     kept = drop_tokens(torch.ones(1500, 300, dtype=torch.bool), generator=generator())
@@ -101,8 +101,8 @@ def test_texts_keep_their_ends_their_order_and_a_word():
 
 
 def test_a_text_that_would_lose_all_keeps_one_word_as_it_was():
-    """Four words, rate 1: a text is deleted whole with probability 0.4^4. Those left with one word: it is their own only if
-    rescued, as at rate 1 all others are masked or replaced."""
+    """Four words, rate 1: a text is deleted whole with probability 0.4^4. Those left with one word: it is their own
+    only if rescued, as at rate 1 all others are masked or replaced."""
     ids, mask = texts([7] * 20_000, 7)
     new_ids, new_mask = augment(ids, mask, rate=1.0, forbidden=range(4, 1000))
     own = (new_ids >= FIRST_WORD).sum(1)
@@ -139,7 +139,7 @@ def test_captions_drop_words_and_change_none_of_those_left():
 
 
 def test_random_ids_are_of_the_models_own_vocabulary():
-    """The released code draws up to 30,522, BERT's, whatever the model's size; ours reach the last id and no farther."""
+    """The released code draws up to 30,522, BERT's, whatever the model's size; ours stop at the last id."""
     ids, mask = texts([33] * 300, 33)
     for size in (200, 49_408):
         seen = augment(ids, mask, rate=1.0, vocabulary_size=size)[0].max()

@@ -158,7 +158,11 @@ def test_an_archive_of_arrays_under_a_wrong_name(tmp_path):
 @pytest.mark.parametrize(
     ("tensors", "name", "message"),
     [
-        ({"x": torch.zeros(2, 3), "y": torch.zeros(1)}, "", "no tensor named mean or embeddings; it has x, y: choose one"),
+        (
+            {"x": torch.zeros(2, 3), "y": torch.zeros(1)},
+            "",
+            "no tensor named mean or embeddings; it has x, y: choose one",
+        ),
         ({"x": torch.zeros(2, 3)}, ":z", "no tensor 'z'; it has x"),
         ({"mean": torch.zeros(3)}, "", r"tensor 'mean' has shape \(3,\)"),
         ({"mean": torch.zeros(2, 3, dtype=torch.int32)}, "", "int32; expected"),

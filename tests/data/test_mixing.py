@@ -83,7 +83,7 @@ def test_share_of_a_cut_picture_is_the_area_that_is_left():
 
 
 def test_labels_are_the_loop_and_keep_duplicate_captions():
-    """Pictures 0 and 2 share a group, so 0 also matches text 2; a text that matches both pictures of a mix keeps its 1."""
+    """Images 0 and 2 share a group, so 0 also matches text 2; a text that matches both images of a mix keeps its 1."""
     drawn = MixPlan(torch.tensor([2, 1, 2]), torch.tensor([0.3, 1.0, 1.0]), torch.zeros(3, 4, dtype=torch.int64), SIZE)
     match = torch.tensor([[1, 0, 1, 0.5], [0, 1, 0, 0], [0, 0, 1, 1.0]], dtype=torch.float64)
     mixed = drawn.match(match)
@@ -129,12 +129,13 @@ def test_the_seed_alone_decides():
 
 
 def test_frequencies_are_those_stated():
-    """20,000 pictures per choice. Two-sided binomial and Kolmogorov-Smirnov tests at 1e-4 each: a false alarm in about 1 of
-    2,500 seeds; the seed is fixed."""
+    """20,000 pictures per choice. Two-sided binomial and Kolmogorov-Smirnov tests at 1e-4 each: a false alarm in about
+    1 of 2,500 seeds; the seed is fixed."""
     n = 20_000
     drawn = plan(n, choice="element", size=(64, 48), cutmix_probability=0.3)
     mixed = (drawn.own_fraction < 1).numpy()
-    # Empty boxes unmix a few of the cut ones: at 64 x 48 pixels those with lambda above 1 - (2 / 48)^2, under 1 in 100,000.
+    # Empty boxes unmix a few of the cut ones: at 64 x 48 pixels those with lambda above 1 - (2 / 48)^2, under 1 in
+    # 100,000.
     assert stats.binomtest(int(mixed.sum()), n, 0.25).pvalue > 1e-4
     assert stats.binomtest(int(drawn.cut.sum()), int(mixed.sum()), 0.3).pvalue > 1e-4
     blends = drawn.own_fraction.numpy()[mixed & ~drawn.cut.numpy()]
@@ -146,8 +147,8 @@ def test_frequencies_are_those_stated():
 
 
 def test_areas_that_are_left_have_the_mean_of_a_slow_loop():
-    """Within 5 standard errors of both sides: a false alarm in about 1 of 2 million seeds. Sides that go by the area without
-    its root, and areas before clipping, are farther than 20."""
+    """Within 5 standard errors of both sides: a false alarm in about 1 of 2 million seeds. Sides that go by the area
+    without its root, and areas before clipping, are farther than 20."""
     random, h, w = np.random.default_rng(0), 64, 48
 
     def area(root, clipped):

@@ -118,7 +118,7 @@ def test_what_cannot_be_shuffled_is_refused(data, rate, message):
 
 
 def test_tight_data_find_their_only_way():
-    """Two images: every caption must go to the other one. Three texts and images in a ring: only one of two ways is right."""
+    """Of two images every caption must go to the other. Three in a ring: only one of two ways is right."""
     assert shuffle_pairs(captions(2, 5), 1.0, 0)[1].tolist() == [1] * 5 + [0] * 5
     ring = PairData(
         ("a", "b", "c"),

@@ -127,7 +127,10 @@ def test_one_inside_another():
 
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "items.close()"])
 def test_a_program_that_ends_in_the_middle_ends(ending):
-    code = f"import itertools; from sfumato.training.batches import prefetch; items = prefetch(itertools.count()); next(items); {ending}"
+    code = (
+        "import itertools; from sfumato.training.batches import prefetch; items = prefetch(itertools.count());"
+        f" next(items); {ending}"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
 
 

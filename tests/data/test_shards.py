@@ -1,4 +1,4 @@
-"""Shards: what the webdataset library reads, dealt out to processes without overlap, and whole through every kind of damage."""
+"""Shards: what webdataset reads, divided among processes without overlap, and whole through every kind of damage."""
 
 import io
 import itertools
@@ -291,7 +291,8 @@ def test_whatever_bytes_of_headers_change_the_rest_is_read(tmp_path, mended):
             found, noted = {}, [str(error)]
         counts[len(found)] += 1
         if not mended:
-            # Every sample is what was packed (but for the changed bytes of the picture, which nothing guards), or noted.
+            # Every sample is what was packed (but for the changed bytes of the picture, which nothing guards), or
+            # noted.
             assert len(found) == 4 or noted
             assert all(len(one.image) == len(sample(int(key[-6:]))[0][1]) for key, one in found.items())
     assert counts[0] + counts[1] > 30 and counts[3] > 30 and counts[4] > 30

@@ -1,4 +1,4 @@
-"""Pictures: every mode against values worked by hand, damaged files by their message, augmentation by what it must keep."""
+"""Images: every mode against values by hand, damaged files by their message, augmentation by what it must keep."""
 
 import io
 import random
@@ -238,7 +238,8 @@ def test_crop_is_cut_in_whole_pixels_of_the_upright_picture_before_resizing(fit)
     exif[0x0112] = 6
     stored = noise(90, 60)
     upright = np.rot90(np.asarray(stored), -1)
-    # 60 wide and 90 high: left 0.1 -> 6, right 0.1 + 0.71 -> 48.6 -> 49, top 0.25 -> 22.5 -> 22 (to even), bottom 0.75 -> 67.5 -> 68.
+    # 60 wide and 90 high: left 0.1 -> 6, right 0.1 + 0.71 -> 48.6 -> 49, top 0.25 -> 22.5 -> 22 (to even), bottom 0.75
+    # -> 67.5 -> 68.
     part = encode(Image.fromarray(np.ascontiguousarray(upright[22:68, 6:49])))
     for size in (None, 20):
         got = decode_image(encode(stored, exif=exif), size, fit=fit, crop=(0.1, 0.25, 0.71, 0.5))
@@ -372,7 +373,8 @@ def test_augmentation_keeps_the_thing_in_sight():
 
 
 def test_crop_and_mirror_shows_a_straight_part_of_the_picture():
-    # Red grows to the right and green downwards, so every pixel tells where it was: centre of pixel x at (x + 0.5) / 64.
+    # Red grows to the right and green downwards, so every pixel tells where it was: centre of pixel x at (x + 0.5) /
+    # 64.
     ramp = torch.arange(64, dtype=torch.uint8)
     pixels = torch.stack([ramp.expand(64, 64), ramp[:, None].expand(64, 64), torch.zeros(64, 64, dtype=torch.uint8)])
     drawn = crop_and_mirror(pixels.expand(300, 3, 64, 64), generator=torch.Generator().manual_seed(0))

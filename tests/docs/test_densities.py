@@ -1,4 +1,4 @@
-"""Laplace and von Mises-Fisher: draws against scipy and torch.distributions, csd by drawing against loops and closed forms."""
+"""Laplace and von Mises-Fisher: samples against scipy and torch, csd by sampling against loops and closed forms."""
 
 import math
 from functools import partial
@@ -126,7 +126,7 @@ def test_laplace_has_the_distribution_of_torch():
 
 
 def test_laplace_draws_are_finite_in_float32():
-    """An inverse distribution function of a uniform number that can be 0 would not be: 2^24 values, and 20 million draws."""
+    """The inverse distribution function of a uniform number that can be 0 is not: 2^24 values, 20 million samples."""
     x = Laplace(torch.zeros(1, 1000), torch.zeros(1, 1000))
     assert torch.isfinite(x.sample(10_000, generator=seeded())).all()
 
@@ -162,7 +162,7 @@ def test_cosines_have_their_distribution(d, kappa):
 
 @pytest.mark.parametrize(("d", "kappa"), [(3, 4.0), (10, 20.0)])
 def test_draws_are_those_of_scipy(d, kappa):
-    """Every coordinate and its square, two samples: 4.5 standard errors each, a false alarm in about 1 of 7,000 seeds."""
+    """Every coordinate and its square, two samples: 4.5 standard errors each, a false alarm in 1 of 7,000 seeds."""
     x = sphere(d, kappa)
     ours = x.sample(20_000, generator=seeded())[0].numpy()
     theirs = scipy.stats.vonmises_fisher(x.direction[0].numpy(), kappa).rvs(20_000, random_state=0)
@@ -331,7 +331,7 @@ def test_angles_move_with_the_concentration_as_their_quantiles_do(d, kappa):
 
 @pytest.mark.parametrize("d", [2, 3, 12])
 def test_gradients_of_draws_on_the_sphere_have_the_right_mean(d):
-    """Of 3,000 estimates with concentrations 0.5, 5 and 50; each component within 4.5 standard errors of the closed form's."""
+    """Of 3,000 estimates at concentrations 0.5, 5 and 50: every component within 4.5 standard errors."""
     x, y = on_sphere(3, 0, d=d), on_sphere(3, 1, d=d)
 
     def gradients(distance, times, wrap):
@@ -350,7 +350,10 @@ def test_gradients_of_draws_on_the_sphere_have_the_right_mean(d):
 
 @pytest.mark.parametrize("d", [2, 3, 12])
 def test_gradients_of_second_moments_have_the_right_mean(d):
-    """E (c x)^2 = A/kappa ||c||^2 + (1 - d A/kappa) (c direction)^2, which csd does not see; 20,000 draws, 4.5 standard errors."""
+    """Second moments, which csd does not see; 20,000 samples, 4.5 standard errors.
+
+    E (c x)^2 = A/kappa ||c||^2 + (1 - d A/kappa) (c direction)^2
+    """
     x = on_sphere(3, 0, d=d)
     c = torch.randn(d, generator=seeded(2), dtype=torch.float64)
 

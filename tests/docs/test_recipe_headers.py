@@ -1,4 +1,4 @@
-"""The command, cost and scores in a recipe's header are those of recipes/results.json, and its figures stand in the experiment."""
+"""The command, cost and scores in a recipe's header are those of recipes/results.json and of the experiment page."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The documentation site lists every page, every experiment states its origin, and nothing is fetched from elsewhere."""
+"""The site lists every page, every experiment states its origin, and nothing is fetched from elsewhere."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""CLIP and SigLIP towers against the same transformers left whole: what the blocks compute, and what becomes of them."""
+"""CLIP and SigLIP towers against the unchanged transformers: what the blocks compute, and what becomes of them."""
 
 import copy
 import json
@@ -80,7 +80,7 @@ def before_last_norm(backbone, values):
 IDS = torch.randint(1, 30, (4, 7), generator=torch.Generator().manual_seed(2))
 
 
-# What the blocks compute ------------------------------------------------------------------------------------------------------
+# What the blocks compute ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variance_blocks", [0, 1, 2])
@@ -192,7 +192,7 @@ def test_each_side_saved_alone_and_in_half_precision_learns_in_float32(tmp_path)
         assert torch.equal(encoder.mean_blocks[0].mlp.fc1.weight.to(stored), stored)
 
 
-# Blocks of the log variance, and their numbers ----------------------------------------------------------------------------------
+# Blocks of the log variance, and their numbers ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("side", ["image", "text"])
@@ -284,13 +284,13 @@ def test_blocks_are_numbered_from_the_top_by_hand():
     assert {name: encoder.blocks_from_top(name) for name in numbers} == numbers
 
 
-# Size of the pictures -----------------------------------------------------------------------------------------------------------
+# Size of the pictures -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [16, 24, 40, 56])
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_position_codes_are_interpolated_to_another_size(kind, size, tmp_path):
-    """As transformers does on the fly, and as one bicubic interpolation of the patches' codes; the class token keeps its own."""
+    """As transformers does on the fly, and as one bicubic interpolation; the class token keeps its own code."""
     backbone = plain(kind, "image", torch.float32, **IMAGE["clip 8/24"][1])
     backbone.save_pretrained(tmp_path)
     encoder = clip_image_encoder(str(tmp_path), size=size, final_norm=True).eval()
@@ -323,7 +323,7 @@ def test_pixels_are_standardised_and_bytes_are_fractions_of_255():
         assert (embedded - encoder.embeddings(whole.float() / 255)).abs().max() > 0.1
 
 
-# Descriptions -----------------------------------------------------------------------------------------------------------------
+# Descriptions ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [None, 40])
@@ -378,7 +378,7 @@ def test_towers_without_weights_have_clips_shapes():
     assert type(large.shared_blocks[0].mlp.activation_fn) is not type(image.shared_blocks[0].mlp.activation_fn)
 
 
-# Checkpointing and padding ----------------------------------------------------------------------------------------------------
+# Checkpointing and padding --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("side", ["image", "text"])
@@ -456,7 +456,7 @@ def test_a_folder_that_asks_for_eager_attention_is_causal_all_the_same(tmp_path)
         torch.testing.assert_close(ours, backbone(IDS).last_hidden_state, rtol=1e-5, atol=1e-5)
 
 
-# Errors -----------------------------------------------------------------------------------------------------------------------
+# Errors ---------------------------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_built_is_refused(tmp_path):

@@ -22,7 +22,7 @@ from sfumato.models.recipe import check_recipe, load_recipe, save_recipe
 from sfumato.models.run import load_run
 from sfumato.training.loop import fit
 
-# A toy encoder for each side, from outside of the package ---------------------------------------------------------------------
+# A toy encoder for each side, from outside of the package -------------------------------------------------------------
 
 
 class ToyImageConfig(ImageEncoderConfig):
@@ -151,7 +151,7 @@ def test_registrations_that_do_not_fit_are_refused(registered):
     assert "new" not in ENCODERS["image"] | ENCODERS["text"]
 
 
-# All kinds --------------------------------------------------------------------------------------------------------------------
+# All kinds ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_section_of_the_wrong_kind_or_side_is_refused():

@@ -26,7 +26,7 @@ def test_the_vocabulary_is_the_words_by_frequency_then_by_letters():
         word_tokenizer(TEXTS, min_count=0)
 
 
-# Vectors from files -----------------------------------------------------------------------------------------------------------
+# Vectors from files ---------------------------------------------------------------------------------------------------
 
 GLOVE = "the 0.5 1 -2\ndog 1e-1 2 3\n. . . 7 8 9\ndog 9 9 9\nzebra 4 5 6\n, 1 1 1\n"
 
@@ -79,7 +79,7 @@ def test_a_missing_file_of_vectors_says_where_there_are_some(tmp_path):
         read_word_vectors(tmp_path / "none.txt", word_tokenizer(TEXTS), 3)
 
 
-# The GRU ----------------------------------------------------------------------------------------------------------------------
+# The GRU --------------------------------------------------------------------------------------------------------------
 
 
 def state(gru, vectors, suffix):
@@ -124,7 +124,8 @@ def test_states_are_those_of_each_text_read_alone_word_by_word(bidirectional):
             backward = state(gru, vectors[::-1], "_reverse")[::-1] if bidirectional else []
             expected = [np.concatenate(both) for both in zip(forward, backward, strict=True)] if backward else forward
             np.testing.assert_allclose(states[row, mask].detach(), expected, atol=1e-12)
-            # Forwards the state at the last word, backwards that at the first; the released code takes both at the last.
+            # Forwards the state at the last word, backwards that at the first; the released code takes both at the
+            # last.
             last = np.concatenate([forward[-1], backward[0]]) if backward else forward[-1]
             np.testing.assert_allclose(ended[row, 0].detach(), last, atol=1e-12)
             if backward and len(vectors) > 1:

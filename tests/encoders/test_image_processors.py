@@ -1,4 +1,4 @@
-"""Images decoded batch by batch: the same pixels as decoding alone, whatever the threads do, and errors with positions."""
+"""Images decoded batch by batch: the same pixels as alone, for any number of threads, and errors with positions."""
 
 import io
 import threading
@@ -179,7 +179,7 @@ def test_it_serves_a_tower_and_leaves_no_threads():
 
 
 def bilinear_loops(picture, size):
-    """(h, w, 3) -> (size, size, 3): the four neighbours of where the centre of each pixel comes from, whatever the scale."""
+    """(h, w, 3) -> (size, size, 3): the four neighbours of the source of each pixel's centre, at any scale."""
     height, width, _ = picture.shape
     out = np.empty((size, size, 3))
     for i in range(size):

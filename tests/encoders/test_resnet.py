@@ -54,8 +54,8 @@ def test_an_encoder_is_built_again_from_its_description(tmp_path):
     assert again.description == first.description
 
 
-# Parameters without the last linear layer: torchvision's resnet18 and so on have 11,689,512, 21,797,672, 25,557,032, 44,549,160
-# and 60,192,808, of which the layer to a thousand classes has 513,000 or 2,049,000.
+# Parameters without the last linear layer: torchvision's resnet18 and so on have 11,689,512, 21,797,672, 25,557,032,
+# 44,549,160 and 60,192,808, of which the layer to a thousand classes has 513,000 or 2,049,000.
 SIZES = {
     "resnet-18": 11_176_512,
     "resnet-34": 21_284_672,

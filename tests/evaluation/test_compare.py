@@ -33,7 +33,11 @@ def table():
 
 
 def test_a_table_worked_by_hand():
-    """a ranks t1 t2 t3 t4, b t2 t1 t3 t4 (0.1, 0.5, 1, 7 away), c t4 t3 t2 t1; t1 ranks b a c, t2 b a c, t3 b a c, t4 c b a."""
+    """Distances by hand.
+
+    a ranks t1 t2 t3 t4, b t2 t1 t3 t4 (0.1, 0.5, 1, 7 away), c t4 t3 t2 t1; t1 ranks b a c, t2 b a c, t3 b a c,
+    t4 c b a.
+    """
     found = table()
     assert found.keys() == [
         *[("hand", "i2t", i) for i in "abc"], *[("hand", "t2i", t) for t in ("t1", "t2", "t3")]
@@ -224,7 +228,7 @@ def test_groups_are_drawn_and_swapped_together():
 
 
 def test_under_the_null_p_values_are_even_and_intervals_cover():
-    """Over 400 pairs of runs without a difference: p <= 0.1 in about a tenth, and 95 per cent intervals hold 0 in about 95."""
+    """Over 400 pairs of runs without a difference: p <= 0.1 in about a tenth; 95 % intervals hold 0 in about 95 %."""
     p_values, covered = [], 0
     for seed in range(400):
         (d,) = compare_per_query(*runs(40, seed=seed, gain=0), metrics=["map@r"], n_resamples=199, seed=seed)

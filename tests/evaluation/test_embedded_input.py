@@ -27,7 +27,7 @@ N, M, D = 6, 12, 3
 
 @pytest.fixture
 def folder(tmp_path):
-    """Embeddings as arrays and as a file of ours, ids, and a truth: text j belongs to image j // 2; rows of the files are shuffled."""
+    """Embeddings as arrays and as a file, ids, a ground truth: text j belongs to image j // 2; rows are shuffled."""
     random = np.random.default_rng(0)
     mean = random.normal(size=(N, D))
     text = np.repeat(mean, 2, 0) + 0.8 * random.normal(size=(M, D))

@@ -1,4 +1,4 @@
-"""Every estimator against slow loops, what they must and must not see, and the learnt one on data whose truth is known."""
+"""Every estimator against slow loops, what it must and must not see, and the learnt one on data with a known truth."""
 
 import math
 from dataclasses import replace
@@ -223,7 +223,8 @@ def test_samples_of_a_root_distance_take_the_root():
 
 
 def test_the_mean_squared_distance_of_samples_is_twice_the_total_variance():
-    # With the same noise for all queries the ratio is a mean over 5,000 dimensions of a fixed draw: deviation about 1 %.
+    # With the same noise for all queries the ratio is a mean over 5,000 dimensions of a fixed draw: its deviation
+    # is about 1 %.
     queries = GaussianEmbedding(torch.zeros(3, 5000), torch.tensor([[-2.0], [0.0], [1.0]]).expand(3, 5000))
     block = module.Block(queries, queries, torch.empty(3, 0), MATCHING)
     ratio = block.sample_distances.mean(1) / queries.total_variance
@@ -284,12 +285,14 @@ def test_the_learnt_head_finds_what_there_is_and_nothing_where_there_is_nothing(
     (queries, missed), (new, ground_truth) = separable(0, 600), separable(1, 2000)
     head = FailurePredictor.fit(queries, missed)
     probability = head.score(new).numpy()
-    # The best possible score is the noiseless sum of two standard normals against noise 1: AUROC 0.892 for known weights.
+    # The best possible score is the noiseless sum of two standard normals against noise 1: AUROC 0.892 for known
+    # weights.
     assert auroc(probability, ground_truth) > 0.86
     assert probability.mean() == pytest.approx(ground_truth.mean(), abs=0.05)
     assert head.weight[[0, 12]].min() > 3 * head.weight[torch.arange(24) % 12 != 0].abs().max()
     shuffled = FailurePredictor.fit(queries, np.random.default_rng(0).permutation(missed))
-    # Nothing to learn: 2,000 new queries give an AUROC of 0.5 with a deviation of about 0.013 beside the luck of the weights.
+    # Nothing to learn: 2,000 new queries give an AUROC of 0.5 with a deviation of about 0.013 beside the luck of the
+    # weights.
     assert abs(auroc(shuffled.score(new).numpy(), ground_truth) - 0.5) < 0.2 and shuffled.penalty >= head.penalty
 
 

@@ -7,7 +7,8 @@ import pytest
 from sfumato.evaluation.compare import published_rows
 
 FIGURES = {  # of each table: rows, and figures of a whole row
-    "1": (23, 7), "2": (14, 7), "4": (7, 7), "C.7": (5, 7), "C.8": (20, 6), "C.9": (18, 6), "C.10": (20, 6), "C.11": (20, 6)
+    "1": (23, 7), "2": (14, 7), "4": (7, 7), "C.7": (5, 7),
+    "C.8": (20, 6), "C.9": (18, 6), "C.10": (20, 6), "C.11": (20, 6)
 }  # fmt: skip
 MARKS = (  # how the paper's text, made from HTML, writes a method
     ("VSE∞", "VSE\\infty"),

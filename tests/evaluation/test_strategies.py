@@ -54,7 +54,7 @@ def distance_of(name, images, texts):
 
 
 def expected_order(name, images, texts, candidates, direction):
-    """(queries, gallery) numbers whose order is the strategy's: of re-ranking, csd among the closest means, then the other means."""
+    """(queries, gallery) numbers in the strategy's order; re-ranking: csd among the closest means, then the rest."""
     strategy = STRATEGIES[name]
     final = distance_of(strategy.distance, images, texts)
     means = distance_of("squared_l2", images, texts)
@@ -160,7 +160,7 @@ def test_what_is_outside_of_the_gallery_counts_in_the_length_of_a_list():
 
 
 def test_ivf_is_approximate_and_repeatable():
-    """What the lists do not hold is missed, never guessed: figures of ivf are at most a little off, and the same each time."""
+    """What the lists miss is not guessed: figures of ivf are at most a little off, and the same each time."""
     pytest.importorskip("faiss", reason="needs the extra faiss")
     from sfumato.search.stores.faiss import FaissOptions
 

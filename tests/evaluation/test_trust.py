@@ -119,7 +119,8 @@ def test_right_pairs_of_a_model_that_knows_and_of_one_that_does_not():
     between = GaussianEmbedding(circle + circle.roll(-1, 0), torch.full((30, 2), -6.0))
     knows = measure_trust(between, items, ground_truth, MATCHING, **QUICK)
     assert knows.right_pairs.value == 1 and knows.recall.value == 1
-    # All embeddings alike up to noise: 500 queries, the AUROC of chance has a deviation of about 0.02; 0.1 is five of them.
+    # All embeddings alike up to noise: 500 queries, the AUROC of chance has a deviation of about 0.02; 0.1 is five of
+    # them.
     generator = torch.Generator().manual_seed(0)
     noise = GaussianEmbedding(torch.randn(500, 3, generator=generator), torch.zeros(500, 3))
     other = GaussianEmbedding(torch.randn(60, 3, generator=generator), torch.zeros(60, 3))

@@ -149,7 +149,7 @@ def run(tensors, case, name):
 
 
 def test_parity_of_values_and_gradients(shared):
-    """Released sums over pairs and both directions. Their bottleneck reads the head that is ln s here as ln s^2: added apart."""
+    """Released sums over pairs and both directions; their bottleneck reads the head ln s as ln s^2."""
     cases, tensors = parity(shared)
     checked = 0
     for name, case in cases.items():

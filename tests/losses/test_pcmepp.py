@@ -52,7 +52,7 @@ def test_gradient_of_the_match_loss_is_probability_less_label():
 
 
 def test_labels_raised_carry_no_gradient():
-    """The pseudo-positive gradient is that of a cross-entropy whose labels are constants; a variance is in a whole row."""
+    """The pseudo-positive gradient is that of a cross-entropy with constant labels; a variance is in a whole row."""
     image, text = batch()
     leaf = image.log_var.clone().requires_grad_()
     image = GaussianEmbedding(image.mean, leaf)
@@ -110,7 +110,8 @@ def test_tempting_slips_give_something_else():
 def test_pseudo_positives_by_hand():
     distance = torch.tensor([[3.0, 1.0, 3.0, 5.0], [2.0, 2.5, 0.5, 0.4]])
     match = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0, 0.7, 0.3, 0.0]])
-    # Row 0: the truth lies at 3; column 1 is closer, column 2 ties. Row 1: the truth is column 1 at 2.5; everything is closer.
+    # Row 0: the truth lies at 3; column 1 is closer, column 2 ties. Row 1: the truth is column 1 at 2.5; everything is
+    # closer.
     assert pseudo_positives(distance, match).tolist() == [[1.0, 1.0, 1.0, 0.0], pytest.approx([0.7, 0.7, 0.7, 0.7])]
     # The slip of the printed pseudo-code, thresholds along the other axis, gives something else.
     along_columns = pseudo_positives(distance.T, match.T).T

@@ -131,8 +131,8 @@ def test_module_starts_at_scale_10_and_bias_minus_10():
 
 
 def released_total(case, leaves):
-    """Name -> weighted term, from our functions, and with the three deviations that make it the released loss: its form of
-    inclusion, its bottleneck of halved log variances, and no inclusion at all where that exceeds 1e5."""
+    """Name -> weighted term, from our functions, and with the three deviations that make it the released loss: its form
+    of inclusion, its bottleneck of halved log variances, and no inclusion at all where that exceeds 1e5."""
     of = lambda side: GaussianEmbedding(leaves[f"{side}_mean"], leaves[f"{side}_log_var"])
     image, text = of("img"), of("txt")
     n = image.n

@@ -101,7 +101,7 @@ def test_labels_may_be_whole_numbers_or_truth_values(loss):
 
 
 def test_soft_labels_lie_between_hard_ones(loss):
-    """The label counts: 0.9 is neither 0 nor 1 (for the triplets, which have a threshold at 1/2, 0.4 is 0 and 0.9 is 1)."""
+    """The label counts: 0.9 is neither 0 nor 1 (triplets have a threshold at 1/2: 0.4 is 0 and 0.9 is 1)."""
     image, text = batch()
     lower, upper = MATCH.clone(), MATCH.clone()
     lower[0, 4], upper[0, 4] = 0, 1

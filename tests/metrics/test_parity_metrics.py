@@ -69,7 +69,8 @@ def test_parity_pcmepp_scores_come_from_our_distances():
         GaussianEmbedding(tensors[f"inputs/{s}_mean"].double(), tensors[f"inputs/{s}_log_var"].double())
         for s in ("img", "txt")
     )
-    # The official score takes 2 - 2 cos, which is the squared distance of means of length 1 only up to float32's rounding.
+    # The official score takes 2 - 2 cos, which is the squared distance of means of length 1 only up to float32's
+    # rounding.
     torch.testing.assert_close(-csd_matrix(image, text), tensors["out/csd_sims"], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(1 - squared_l2_matrix(image, text) / 2, tensors["out/cosine_sims"], rtol=1e-6, atol=1e-6)
     samples = [tensors[f"inputs/{s}_samples"].double() for s in ("img", "txt")]
@@ -88,7 +89,7 @@ def test_parity_pcmepp_scores_come_from_our_distances():
 
 @cache
 def coco():
-    """The official figures, float32 scores of images by captions, and the truths, whose ids are in the order of the scores."""
+    """The official figures, float32 scores of images by captions, and the ground truths; ids in the scores' order."""
     if not COCO.is_dir():
         pytest.skip(f"no id lists in {COCO}; set SFUMATO_SHARED")
     described, tensors = fixture("eccv_metrics")
@@ -129,8 +130,8 @@ def test_parity_scores():
 
 
 def test_parity_embeddings():
-    # One more dimension for each side gives all its points one length: then squared distances order as the scores do. Float64
-    # rounds far below the steps of the scores, and no positive is tied.
+    # One more dimension for each side gives all its points one length: then squared distances order as the scores do.
+    # Float64 rounds far below the steps of the scores, and no positive is tied.
     described, embeddings, ground_truths, images, captions = coco()
     points = []
     for column, side in enumerate(embeddings):

@@ -39,8 +39,8 @@ def test_agrees_with_a_loop():
 
 
 def test_a_calibrated_forecast_passes_and_an_overconfident_one_does_not():
-    # 20,000 calibrated predictions in 15 bins: the expected error is about 0.01 and its deviation below 0.002, so that 0.03 is
-    # beyond 8 of them: a false alarm in fewer than 1e-9 of seeds (and the seed is fixed).
+    # 20,000 calibrated predictions in 15 bins: the expected error is about 0.01 and its deviation below 0.002, so that
+    # 0.03 is beyond 8 of them: a false alarm in fewer than 1e-9 of seeds (and the seed is fixed).
     generator = torch.Generator().manual_seed(1)
     ground_truth = torch.rand(20_000, generator=generator)
     match = (torch.rand(20_000, generator=generator) < ground_truth).float()
@@ -117,8 +117,8 @@ def test_bounds_by_hand():
 
 
 def test_upper_bound_covers_as_often_as_stated():
-    # 4,000 draws: a bound of exactly 90 % would be met fewer than 0.9 - 4.5 * 0.0047 of the times in 1 of 3e5 seeds; Clopper-Pearson
-    # is above 90 %, and the naive share is far below.
+    # 4,000 draws: a bound of exactly 90 % would be met fewer than 0.9 - 4.5 * 0.0047 of the times in 1 of 3e5 seeds;
+    # Clopper-Pearson is above 90 %, and the naive share is far below.
     errors = stats.binom.rvs(40, 0.17, size=4000, random_state=0)
     bound = {e: clopper_pearson_upper(e, 40, confidence=0.9) for e in set(errors.tolist())}
     covered = sum(bound[e] >= 0.17 for e in errors.tolist()) / 4000
@@ -128,7 +128,8 @@ def test_upper_bound_covers_as_often_as_stated():
 
 @pytest.mark.parametrize("shape", [(0.5, 2.0), (8.0, 32.0), (0.02, 0.08)])
 def test_p_values_of_mean_losses_are_valid(shape):
-    # Beta losses of mean 0.2 against a limit of 0.2: at most a tenth of 2,000 p-values is below 0.1, up to 4.5 standard errors.
+    # Beta losses of mean 0.2 against a limit of 0.2: at most a tenth of 2,000 p-values is below 0.1, up to 4.5 standard
+    # errors.
     losses = stats.beta.rvs(*shape, size=(2000, 60), random_state=1)
     rejected = sum(mean_loss_p_value(float(row.mean()), 60, 0.2) <= 0.1 for row in losses) / 2000
     assert rejected <= 0.1 + 4.5 * 0.0067

@@ -120,7 +120,8 @@ def test_chunks_of_rows_change_nothing(monkeypatch, elements):
 
 
 def test_tempting_mistakes_differ():
-    # Reversed sorting, a tie rule that favours the relevant item, and dividing by R of all queries: all visibly different here.
+    # Reversed sorting, a tie rule that favours the relevant item, and dividing by R of all queries: all visibly
+    # different here.
     distance = torch.tensor([[0.0, 0.0, 0.0]])
     assert relevant_ranks(distance, Relevance.from_lists([[2]], n_gallery=3)).tolist() == [2]
     assert relevant_ranks(distance, Relevance.from_lists([[0]], n_gallery=3)).tolist() == [0]
@@ -269,7 +270,8 @@ def test_bad_lists_are_refused(lists, message):
 
 
 def test_items_outside_of_the_gallery_count_in_r_and_are_never_found():
-    # Query 0: R = 3 of which one cannot be found, ranks 0 and 2. Query 1: its one item cannot be found at all. Query 2: no truth.
+    # Query 0: R = 3 of which one cannot be found, ranks 0 and 2. Query 1: its one item cannot be found at all. Query 2:
+    # no truth.
     relevance = Relevance.from_lists([[0, 1], [], []], n_gallery=4, n_outside=np.array([1, 1, 0]))
     single = per_query_metrics(np.array([0, 2]), relevance)
     np.testing.assert_allclose(single["r_precision"], [2 / 3, 0, np.nan])

@@ -75,8 +75,8 @@ def test_balanced_spearman_is_exact_when_every_bin_is_taken_whole_and_seeded_oth
 
 
 def test_balanced_spearman_is_centred_on_chance():
-    # 40 independent x: the mean of 40 balanced correlations has a deviation below 0.03; |mean| > 0.15 is beyond 5 of them, a false
-    # alarm in fewer than 1e-6 of seeds (and the seed is fixed).
+    # 40 independent x: the mean of 40 balanced correlations has a deviation below 0.03; |mean| > 0.15 is beyond 5 of
+    # them, a false alarm in fewer than 1e-6 of seeds (and the seed is fixed).
     random = np.random.default_rng(5)
     multiplicity = 2 ** random.integers(0, 6, 120)
     values = [balanced_spearman(random.normal(size=120), multiplicity, per_bin=10, n_sets=10) for _ in range(40)]

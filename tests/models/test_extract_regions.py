@@ -1,4 +1,4 @@
-"""Region features all the way: made from pictures, trained on, evaluated, loaded again, indexed and searched; and where no picture is."""
+"""Region features: made from images, trained on, evaluated, loaded, indexed and searched; and errors without images."""
 
 import base64
 import io

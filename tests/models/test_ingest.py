@@ -606,7 +606,7 @@ def test_other_readers_give_what_they_give_elsewhere(tmp_path, pictures, process
 
 
 class Colours:
-    """A frozen backbone: as many tokens as the picture is wide, by tens; without a cache no picture is looked at twice."""
+    """A frozen backbone: one token per ten pixels of width; without a cache no image is read twice."""
 
     channels, fingerprint = 3, "colours"
 

@@ -90,7 +90,7 @@ def built(layout, dtype=torch.float32):
     return layout.model.eval()
 
 
-# PCME++ of the hub ------------------------------------------------------------------------------------------------------------
+# PCME++ of the hub ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_parity_pcmepp_hub_with_the_other_activation_and_the_longer_config(pcmep
     assert (plain["image_mean"] - values["quick_gelu/image_mean"]).abs().max() > 1e-4
 
 
-# ProLIP -----------------------------------------------------------------------------------------------------------------------
+# ProLIP ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_parity_prolip_of_some_patches(prolip):
 
 
 def test_prolip_as_it_was_meant_is_another_model(prolip):
-    """One norm instead of two on the image mean; a text log variance from [UNC]: neither agrees with the released outputs."""
+    """One norm instead of two on the image mean, or a text log variance from [UNC], disagrees with the release."""
     folder, _, _, values = prolip
     model = load_pretrained(folder).model
     model.image.encoder.released = False
@@ -194,7 +194,7 @@ def test_parity_prolip_class_statistics(prolip):
 
 
 def test_parity_prolip_logits_are_logits_of_csd(parity, prolip):
-    """scale * (mean.mean - variances / 2) + bias, as computed by the released code, is bias + scale - scale / 2 * csd."""
+    """scale * (mean.mean - variances / 2) + bias of the released code is bias + scale - scale / 2 * csd."""
     values = load_file(parity / "prolip" / "loss.safetensors")
     image, text = (
         GaussianEmbedding(values[f"inputs/{side}_mean"].double(), values[f"inputs/{side}_log_var"].double())
@@ -221,7 +221,7 @@ def test_parity_prolip_logits_are_logits_of_csd(parity, prolip):
     )
 
 
-# PCME++ of the training code --------------------------------------------------------------------------------------------------
+# PCME++ of the training code ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -300,7 +300,7 @@ def test_the_deterministic_baselines_are_points(towers):
     torch.testing.assert_close(ours["text_mean"], values["out/text_mean"], **SINGLE)
 
 
-# Full size --------------------------------------------------------------------------------------------------------------------
+# Full size ------------------------------------------------------------------------------------------------------------
 
 
 def fits_whole(layout, config, shapes):
@@ -323,7 +323,8 @@ def test_full_size_pcmepp_hub(parity):
 def test_full_size_prolip(parity):
     about = json.loads((parity / "prolip" / "full_size_keys.json").read_text())
     assert len(about["tensors"]) == 311 == about["n_tensors"]
-    # Two logits are not the model's; the image projection has a bias; three extra tokens were added to their position codes.
+    # Two logits are not the model's; the image projection has a bias; three extra tokens were added to their position
+    # codes.
     parameters = fits_whole(prolip_hub, about["config"], about["tensors"])
     width, dim = about["config"]["vision_cfg"]["width"], about["config"]["embed_dim"]
     assert parameters == about["n_parameters"] - 2 + dim - width - 2 * about["config"]["text_cfg"]["width"]
@@ -354,7 +355,7 @@ def test_full_size_pcmepp_training(parity):
         assert fits_whole(pcmepp_training, {}, official) == about["n_parameters"][name] - 2
 
 
-# Files of the training code ---------------------------------------------------------------------------------------------------
+# Files of the training code -------------------------------------------------------------------------------------------
 
 
 def same_weights(a, b):
@@ -421,7 +422,7 @@ def test_the_original_pcme_is_named_as_such(tmp_path):
         load_pretrained(tmp_path / "pcme_coco.pth")
 
 
-# What does not fit ------------------------------------------------------------------------------------------------------------
+# What does not fit ----------------------------------------------------------------------------------------------------
 
 
 def test_wrong_tensors_are_counted_and_the_first_ones_named(state, tmp_path, pcmepp, prolip):
@@ -508,14 +509,15 @@ def test_prolip_configurations_that_cannot_be_loaded(prolip):
 def test_without_a_network_a_hub_name_is_one_clear_error():
     with pytest.raises(
         UserError,
-        match=r"no folder 'nobody/nothing-at-all', and it cannot be downloaded from the Hugging Face hub.*Give a local folder",
+        match=r"no folder 'nobody/nothing-at-all', and it cannot be downloaded from the Hugging Face hub.*"
+        r"Give a local folder",
     ):
         load_pretrained("nobody/nothing-at-all")
     with pytest.raises(UserError, match="looks like owner/model"):
         load_pretrained("no such/folder/anywhere")
 
 
-# From pictures and words ------------------------------------------------------------------------------------------------------
+# From pictures and words ----------------------------------------------------------------------------------------------
 
 
 def words_tokenizer(vocabulary, special):

@@ -1,7 +1,8 @@
 """A run folder and an index that version 0.1 wrote still open, and give the numbers that 0.1 computed.
 
-Version 0.1 trained the run on the toy data set for 40 epochs (dim 8, average pooling), embedded two texts and two images with
-it, evaluated it on the test split, and indexed all 48 images with the engine "exact". Only the state to resume from was removed.
+Version 0.1 trained the run on the toy data set for 40 epochs (dim 8, average pooling), embedded two texts and two
+images with it, evaluated it on the test split, and indexed all 48 images with the engine "exact". Only the state to
+resume from was removed.
 """
 
 import json

@@ -38,15 +38,18 @@ def test_what_users_wrote_cannot_become_markup():
     ]
     value = {"value": 0.5, "low": 0.1, "high": 0.9}
     pair = {
-        "items": [ellipse | {"name": "first", "picture": EVIL}, ellipse | {"name": "erased_first", "picture": EVIL, "x": 2.0}],
+        "items": [
+            ellipse | {"name": "first", "picture": EVIL},
+            ellipse | {"name": "erased_first", "picture": EVIL, "x": 2.0},
+        ],
         "explained": [0.5, 0.5], "captions": [EVIL, EVIL],
     }  # fmt: skip
     told = {"mixes": {"more_uncertain": EVIL}, "erased": {"moved": EVIL}}
     one = {"mean": 1.0, "n_captions": 2, "words_per_caption": 1.0, "words": [{"word": EVIL, "n": 1, "weight": 1.0}]}
     found = {
         "map": {"method": "pca", "explained": [0.5, 0.2], "items": items},
-        "sets": {"mixes": {"mixup": {"more_uncertain": value}}, "erased": {"moved": value}, "definitions": told, "shown": [pair],
-                 "n": 3, "erased_share": 0.25},
+        "sets": {"mixes": {"mixup": {"more_uncertain": value}}, "erased": {"moved": value}, "definitions": told,
+                 "shown": [pair], "n": 3, "erased_share": 0.25},
         "words": {"uncertainty": EVIL, "corpus": "bin", "sides": {"image": [one]}},
     }  # fmt: skip
     for content in (None, picture(1)):

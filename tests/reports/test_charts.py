@@ -136,7 +136,7 @@ def test_letters_of_one_place_stand_apart_and_outside():
 
 
 def test_a_letter_keeps_out_of_the_next_ellipse():
-    """A point between a large disc and the middle of all, whose letter would lie within the disc, away from the middle."""
+    """A point between a large disc and the middle of all: its letter would be in the disc, away from the middle."""
     shapes = [
         (-1.0, 0.0, 0.5, 0.5, 0.0),
         (-0.45, 0.0, 0.0, 0.0, 0.0),

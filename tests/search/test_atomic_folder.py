@@ -1,4 +1,4 @@
-"""The folder is replaced whole: processes are killed before every step that touches the disk, and the old or the new must be there."""
+"""A folder is replaced as a whole: if a process is killed at any disk operation, the old or the new one is there."""
 
 import json
 import os
@@ -97,7 +97,7 @@ def test_a_writer_killed_before_any_step_leaves_the_old_or_the_new(tmp_path, exi
 
 
 def test_everything_is_on_the_disk_before_the_manifest_names_it(tmp_path, monkeypatch):
-    """A killed process cannot show this, a lost power supply would: each file and folder is forced to disk before the one rename."""
+    """A power cut, not a killed process, would show this: all files and folders are synced before the one rename."""
     steps, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (steps.append(os.fstat(fd).st_ino), fsync(fd)))
     monkeypatch.setattr(os, "replace", lambda a, b: (steps.append("rename"), replace(a, b)))

@@ -1,4 +1,4 @@
-"""GaussianCollection against GaussianIndex with its exact engine: another way through lifted vectors and a store, the same answers."""
+"""GaussianCollection against GaussianIndex with its exact engine: the same results from lifted vectors in a store."""
 
 import json
 import math

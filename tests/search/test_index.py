@@ -168,7 +168,7 @@ def test_means_far_from_the_origin_lose_nothing(engine):
 
 @pytest.mark.parametrize("engine", ["exact", "flat"])
 def test_two_far_groups_lose_nothing(engine):
-    """No centre suits both groups: products are off by 1e-3, and only the spare candidates, scored anew, put near ties right."""
+    """No centre suits both groups: products are off by 1e-3, and only rescored spare candidates order near ties."""
     faiss_or_skip(engine)
     gallery, queries = clustered(4000, seed=21), clustered(300, seed=22, offset=100.0)
     side = torch.where(torch.arange(4000) % 2 == 0, 100.0, -100.0).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""The folder of parts: what is written is read, the same bytes for the same content, and whatever is missing is named."""
+"""A folder of parts: what is written is read, equal content gives equal bytes, and whatever is missing is named."""
 
 import dataclasses
 import json

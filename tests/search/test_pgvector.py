@@ -29,7 +29,7 @@ QUOTED = "s3cr%2Ft%3F%40%3A%23word"
 
 
 class Server:
-    """A PostgreSQL of its own on a free loopback port; as root it runs as nobody, since PostgreSQL refuses to run as root."""
+    """A PostgreSQL of its own on a free loopback port; it refuses to run as root, so there it runs as nobody."""
 
     def __init__(self, programs):
         self.programs = programs
@@ -98,7 +98,8 @@ def server(request):
     if found is None:
         pytest.skip("no PostgreSQL with pgvector: pip install pgserver")
     package = Path(found.origin).parent
-    # The user nobody may not be able to enter the environment's folder: the programs run from a copy, libraries beside them.
+    # The user nobody may not be able to enter the environment's folder: the programs run from a copy, libraries beside
+    # them.
     copy = Path(tempfile.mkdtemp(prefix="sfumato-pgserver-", dir="/tmp"))
     request.addfinalizer(lambda: shutil.rmtree(copy))
     copy.chmod(0o755)
@@ -418,7 +419,8 @@ def test_a_lost_connection_is_made_anew_at_the_next_call(server):
     table = store.url.rpartition("=")[2]
     store.upsert(records(5, 3, 12))
     server.execute(
-        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'"
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+        " WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'"
     )
     with pytest.raises(UserError, match=rf"{table}: .*(terminat|closed)"):
         store.upsert(records(5, 3, 13))

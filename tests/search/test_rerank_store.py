@@ -1,4 +1,4 @@
-"""The rerank stores: against brute force of their own definition, and with a real redis-server that is killed while it is written to."""
+"""Rerank stores against brute force of their definition, and with a real redis-server that is killed during writes."""
 
 import contextlib
 import shutil
@@ -87,7 +87,7 @@ class TestInFiles(StoreContract):
         return create_store(f"rerank:{tmp_path}/store?candidates=100", dim, FINGERPRINT)
 
 
-class TestInFilesWithHalfASpread(StoreContract):
+class TestInFilesWithHalfDeviations(StoreContract):
     def create(self, tmp_path, dim):
         return create_store(f"rerank:{tmp_path}/store?mean_dim={dim // 2}", dim, FINGERPRINT)
 
@@ -130,7 +130,7 @@ def test_the_candidates_nearest_by_mean_are_ranked_again(distance, query, filter
         assert list(found.ids) == [f"item-{fits[j]}" for j in best]
         differs += list(best) != list(np.argsort(by_both[i])[:5])
         moved += list(best) != list(candidates[:5])
-    # The spreads change the order, and twelve candidates do not always hold the nearest; all items do.
+    # The deviations change the order, and twelve candidates do not always hold the nearest; all items do.
     assert differs > 0 and moved > 10
     store.close()
     store = open_store(f"rerank:{tmp_path}/store?candidates=150")
@@ -142,9 +142,9 @@ def test_the_candidates_nearest_by_mean_are_ranked_again(distance, query, filter
 
 def test_wrong_urls_are_told(tmp_path):
     for url, told in [
-        ("rerank:", "names no folder"),
-        ("redis://127.0.0.1:1/0", "names no folder; write rerank:PATH, or redis://host:6379/0[?]means=PATH"),
-        (f"rerank:{tmp_path}/s?candidates=0", "candidates must be a whole number from 1 on, got '0'"),
+        ("rerank:", "the folder is missing"),
+        ("redis://127.0.0.1:1/0", "the folder is missing; write rerank:PATH, or redis://host:6379/0[?]means=PATH"),
+        (f"rerank:{tmp_path}/s?candidates=0", "candidates must be a whole number of at least 1, got '0'"),
         (f"rerank:{tmp_path}/s?mean_dim=4", "mean_dim must be from 1 to 3, got 4"),
         (f"rerank:{tmp_path}/s?means=x", "unknown option 'means'"),
         (f"rerank:{tmp_path}/s?engine=tree", "unknown engine 'tree'"),
@@ -159,12 +159,12 @@ def test_wrong_urls_are_told(tmp_path):
     with pytest.raises(UserError, match="was created with mean_dim=3, not 2"):
         open_store(f"rerank:{tmp_path}/s?mean_dim=2")
     create_store(f"{tmp_path}/t/means", 4, FINGERPRINT).close()
-    with pytest.raises(UserError, match="is a store of its own, without spreads"):
+    with pytest.raises(UserError, match="is a plain store without deviations"):
         open_store(f"rerank:{tmp_path}/t")
     create_store(f"rerank:{tmp_path}/u", 4, FINGERPRINT).close()
     shutil.rmtree(tmp_path / "u/spreads")
     shutil.copytree(tmp_path / "s/spreads", tmp_path / "u/spreads")
-    with pytest.raises(UserError, match="belongs to other means"):
+    with pytest.raises(UserError, match="the deviations belong to other means"):
         open_store(f"rerank:{tmp_path}/u")
 
 
@@ -179,14 +179,14 @@ def test_a_second_writer_leaves_both_parts_alone(tmp_path):
     store.close()
 
 
-def test_optimise_removes_spreads_that_nobody_reads(tmp_path, redis_server):
+def test_optimise_removes_deviations_that_no_record_names(tmp_path, redis_server):
     server, batch = redis_server(*DURABLE), records(30, 4, 1)
     for url in (f"rerank:{tmp_path}/store", f"{server.address}?means={tmp_path}/means&prefix=a[b]*"):
         store = create_store(url, 4, FINGERPRINT)
         store.upsert(batch)
-        store._spreads.put(["0" * 16 + ":7"], torch.zeros(1, 1))
+        store._deviations.put(["0" * 16 + ":7"], torch.zeros(1, 1))
         store.optimise()
-        assert store._spreads.get(["0" * 16 + ":7"]) == {}
+        assert store._deviations.get(["0" * 16 + ":7"]) == {}
         assert_holds(store, by_id(batch))
         store.close()
 
@@ -202,15 +202,15 @@ def test_stores_in_one_redis_are_apart(tmp_path, redis_server):
     for store, batch in zip(stores, batches, strict=True):
         assert_holds(store, by_id(batch))
         store.close()
-    with pytest.raises(UserError, match="has a store under the prefix 's:' already"):
+    with pytest.raises(UserError, match="the prefix 's:' has a store already"):
         create_store(f"{server.address}?means={tmp_path}/3&prefix=s:", 4, FINGERPRINT)
     with pytest.raises(UserError, match="the prefix 's:' belongs to other means"):
         open_store(f"{server.address}?means={tmp_path}/1&prefix=s:")
-    with pytest.raises(UserError, match="the prefix 'none:' holds nothing"):
+    with pytest.raises(UserError, match="the prefix 'none:' has no store"):
         open_store(f"{server.address}?means={tmp_path}/1&prefix=none:")
 
 
-def test_a_lost_spread_names_the_item(tmp_path, redis_server):
+def test_missing_deviations_name_the_item(tmp_path, redis_server):
     import redis
 
     server, batch = redis_server(*DURABLE), records(20, 4, 1)
@@ -220,7 +220,9 @@ def test_a_lost_spread_names_the_item(tmp_path, redis_server):
     assert np.frombuffer(redis.Redis(port=server.port).get(f"s:{key}"), "<f4") == batch.vectors[7, 3:].numpy()
     redis.Redis(port=server.port).delete(f"s:{key}")
     for ask in (lambda: store.get(["item-7"]), lambda: store.search(queries(1, 4, 0), 3), lambda: list(store.scan())):
-        with pytest.raises(UserError, match="the spread of 'item-7' is missing from redis://.*; store the item again"):
+        with pytest.raises(
+            UserError, match="the deviations of 'item-7' are missing from redis://.*; store the item again"
+        ):
             ask()
     store.upsert(batch.take([7]))
     assert_holds(store, by_id(batch))
@@ -242,7 +244,7 @@ def test_the_password_is_used_and_never_shown(tmp_path, redis_server, monkeypatc
     monkeypatch.setenv("REDIS_PASSWORD", "hush-hush")
     open_store(f"{server.address}?{means}").close()
     server.kill()
-    with pytest.raises(UserError, match="Redis: .*see that it runs") as gone:
+    with pytest.raises(UserError, match="Redis: .*check that the server runs") as gone:
         open_store(right)
     assert "hush" not in str(gone.value)
 
@@ -345,7 +347,7 @@ def test_a_killed_writer_leaves_whole_items(tmp_path):
         stored = by_id(*store.scan())
         assert set(expected) <= set(stored)
         for key, (vector, _, _) in stored.items():
-            # Mean and spread are of one write: the acknowledged one, or the one that was under way.
+            # Mean and deviations are of one write: the acknowledged one, or the one that was under way.
             assert len(set(vector.tolist())) == 1
             assert vector[0] >= expected.get(key, 0)
         store.optimise()
@@ -370,7 +372,7 @@ def test_others_read_while_a_process_writes(tmp_path, redis_server):
                 store.get([f"i{i}" for i in range(20)]),
                 *store.scan(9),
             ):
-                # Mean and spread are of one write.
+                # Mean and deviations are of one write.
                 assert (found.vectors == found.vectors[:, :1]).all() and len(found) > 1
         child.kill()
         child.wait()

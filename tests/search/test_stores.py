@@ -1,4 +1,4 @@
-"""LocalStore and its engines. Rerank stores: test_rerank_store.py; what all stores share: support/stores_contract.py."""
+"""LocalStore and its engines. Rerank stores: test_rerank_store.py; common tests: support/stores_contract.py."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The page in a real browser against a real service: what a person does with mouse, finger and keyboard, and what must never happen."""
+"""The page in a real browser against a real service: use by mouse, finger and keyboard, and what must never happen."""
 
 import re
 import shutil
@@ -18,6 +18,20 @@ playwright = pytest.importorskip("playwright.sync_api", reason="needs the packag
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the path")
 expect = playwright.expect
+
+OUTLINE = """() => {
+    const focused = document.activeElement;
+    if (!focused.closest('.file, .segments label')) return getComputedStyle(focused).outlineStyle;
+    const parent = focused.parentElement;
+    return getComputedStyle(parent.matches('.file') ? parent : focused.nextElementSibling).outlineStyle;
+}"""
+COLOURS = r"""(names) => {
+    const probe = document.body.appendChild(document.createElement('i'));
+    return names.map((name) => {
+        probe.style.color = `var(--${name})`;
+        return getComputedStyle(probe).color.match(/\d+/g).map(Number);
+    });
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +68,8 @@ def visit(chromium):
         page = context.new_page()
         page.set_default_timeout(8000)
         page.add_init_script(
-            "addEventListener('securitypolicyviolation', (e) => console.error('policy', e.violatedDirective, e.blockedURI))"
+            "addEventListener('securitypolicyviolation', (e) =>"
+            " console.error('policy', e.violatedDirective, e.blockedURI))"
         )
 
         def request(asked):
@@ -142,7 +157,8 @@ def test_search_by_file_drop_and_paste(visit, service):
         const data = new DataTransfer();
         data.items.add(new File([Uint8Array.from(file)], `${kind}.png`, {type: "image/png"}));
         const init = {bubbles: true, cancelable: true, dataTransfer: data, clipboardData: data};
-        document.querySelector(target).dispatchEvent(kind === "drop" ? new DragEvent("drop", init) : new ClipboardEvent("paste", init));
+        const event = kind === "drop" ? new DragEvent("drop", init) : new ClipboardEvent("paste", init);
+        document.querySelector(target).dispatchEvent(event);
     }"""
     page.evaluate(give, ["drop", "#answers", list(picture("red"))])
     expect(panel(page).locator("h2")).to_have_text("drop.png")
@@ -273,7 +289,7 @@ def test_keyboard_alone(visit, service):
     while "pick" not in (page.evaluate("document.activeElement.className") or ""):
         page.keyboard.press("Tab")
         passed.append(page.evaluate("document.activeElement.id || document.activeElement.textContent.trim()"))
-        ring = page.evaluate("getComputedStyle(document.activeElement.closest('.file, .segments label') ? document.activeElement.parentElement.matches('.file') ? document.activeElement.parentElement : document.activeElement.nextElementSibling : document.activeElement).outlineStyle")  # fmt: skip
+        ring = page.evaluate(OUTLINE)
         assert ring != "none", passed
         assert len(passed) < 20, passed
     assert {"compare", "least", "abstain"} <= set(passed)
@@ -379,7 +395,11 @@ def test_key(visit, run):
 def test_problems_in_plain_words(visit, service):
     page = visit(service, "/?id=nobody", allowed=["status of 404", "status of 503"])
     expect(page.get_by_role("alert").last).to_contain_text("There is no item 'nobody' to search by")
-    page.route("**/v1/search", lambda route: route.fulfill(status=503, content_type="application/problem+json", body='{"title": "Service Unavailable", "status": 503, "detail": "The queue is full"}'))  # fmt: skip
+    body = '{"title": "Service Unavailable", "status": 503, "detail": "The queue is full"}'
+    page.route(
+        "**/v1/search",
+        lambda route: route.fulfill(status=503, content_type="application/problem+json", body=body),
+    )
     page.locator("#q0").fill("anything")
     page.keyboard.press("Enter")
     expect(page.get_by_role("alert").last).to_contain_text("The service is busy")
@@ -459,7 +479,10 @@ def test_nothing_sticks_out(visit, service):
 def test_every_control_has_a_name(visit, service):
     page = visit(service)
     session = page.context.new_cdp_session(page)
-    named = {"button", "link", "searchbox", "textbox", "slider", "combobox", "checkbox", "radio", "image", "dialog", "application", "region"}  # fmt: skip
+    named = {
+        "button", "link", "searchbox", "textbox", "slider", "combobox", "checkbox", "radio", "image", "dialog",
+        "application", "region",
+    }  # fmt: skip
     for path, count, least in (("/?q=a+red+circle&id2=000.png", 48, 60), ("/?q=a&view=map", 24, 10)):
         page.goto(path)
         expect(page.locator("#answers > [data-slot] .hit")).to_have_count(count)
@@ -474,7 +497,7 @@ def test_every_control_has_a_name(visit, service):
 def test_contrast(visit, service, scheme):
     page = visit(service, color_scheme=scheme)
     names = "ink", "soft", "sure", "vague", "none", "wrong", "page", "card", "on", "edge"
-    colours = page.evaluate("(names) => { const probe = document.body.appendChild(document.createElement('i')); return names.map((name) => { probe.style.color = `var(--${name})`; return getComputedStyle(probe).color.match(/\\d+/g).map(Number); }); }", list(names))  # fmt: skip
+    colours = page.evaluate(COLOURS, list(names))
     light = {}
     for name, rgb in zip(names, colours, strict=True):
         linear = [c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]

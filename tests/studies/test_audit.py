@@ -36,7 +36,8 @@ def csd_loop(images, texts):
     return np.array(
         [
             [
-                sum((a - b) ** 2 for a, b in zip(x.tolist(), y.tolist(), strict=True)) + float(u.exp().sum() + v.exp().sum())
+                sum((a - b) ** 2 for a, b in zip(x.tolist(), y.tolist(), strict=True))
+                + float(u.exp().sum() + v.exp().sum())
                 for y, v in zip(texts.mean.double(), texts.log_var.double(), strict=True)
             ]
             for x, u in zip(images.mean.double(), images.log_var.double(), strict=True)
@@ -99,7 +100,7 @@ def test_the_tempting_scores_differ():
 
 
 def test_a_variance_counts_half_under_csd():
-    """A text that is nobody's neighbour grows vaguer: its distances grow by as much, the excess of its pair by half of it."""
+    """A text that is nobody's neighbour grows vaguer: its distances grow by as much, its pair's excess by half."""
     images, texts = embeddings(12, 4, 0), embeddings(15, 4, 1)
     texts = GaussianEmbedding(texts.mean + 50 * (torch.arange(15) == 14)[:, None], texts.log_var)
     listed = Relevance.from_lists([[i, 14] if i == 0 else [i] for i in range(12)], n_gallery=15)
@@ -148,7 +149,7 @@ def test_wordings_are_missing_once_and_never_when_listed():
 
 @pytest.mark.parametrize("rate", [0.05, 0.2, 0.5])
 def test_injected_noise_is_found(rate):
-    """400 pairs of noisy views of common points, vague texts among them: AUROC above .93, and .05 above that of the distance."""
+    """400 pairs of noisy views, vague texts among them: AUROC above .93, and .05 above that of the distance."""
     random = np.random.default_rng(0)
     n, d = 400, 16
     centre = torch.from_numpy(random.normal(size=(n, d))).float()

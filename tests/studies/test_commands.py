@@ -1,4 +1,4 @@
-"""`sfumato analyse` on tiny runs: files, JSON, page, report, and what a model or data without variances or items gets told."""
+"""`sfumato analyse` on tiny runs: files, JSON, page, report, and messages where variances or items are missing."""
 
 import io
 import json

@@ -16,8 +16,9 @@ def scene(n=12, k=7, d=4, seed=0):
     random = torch.Generator().manual_seed(seed)
     mean = torch.randn(n, d, generator=random)
     queries, gallery = (
-        GaussianEmbedding(mean + 0.4 * torch.randn(n, d, generator=random), torch.randn(n, d, generator=random) - 2) for _ in "qg"
-    )  # fmt: skip
+        GaussianEmbedding(mean + 0.4 * torch.randn(n, d, generator=random), torch.randn(n, d, generator=random) - 2)
+        for _ in "qg"
+    )
     index = np.sort(np.random.default_rng(seed).permutation(n)[:k])
     rows = torch.from_numpy(index)
     worse = tuple(

@@ -1,4 +1,4 @@
-"""The study of crops: the choice of A, B and C worked by hand, selection by hand and by loops, the layout of Visual Genome, the command."""
+"""The study of crops: A, B and C by hand, selection by hand and by loops, the layout of Visual Genome, the command."""
 
 import base64
 import io
@@ -114,11 +114,12 @@ def test_selection_by_hand():
     """
     found = measured(n_resamples=0)
     by_means = {cell: value.value for cell, value in found.selection["squared_l2"].items()}
-    # image A (AA < AC): yes, no, yes, tie, yes. image C (CC < CA): yes, no, no, tie, no. text A (AA < CA): yes, no, yes, tie, no.
-    # text C (CC < AC): yes, no, tie, tie, yes.
+    # image A (AA < AC): yes, no, yes, tie, yes. image C (CC < CA): yes, no, no, tie, no. text A (AA < CA): yes, no,
+    # yes, tie, no. text C (CC < AC): yes, no, tie, tie, yes.
     assert by_means == {"image A": 3.5 / 5, "image C": 1.5 / 5, "text A": 2.5 / 5, "text C": 3 / 5}
-    # csd adds two dimensions of both variances. Caption C of the fourth has 6, caption A 2: image A right, image C wrong.
-    # Crops C have 4, 1, 2, 4, 2 where crops A have 2: of the fourth text A is right and text C wrong; the others stay.
+    # csd adds two dimensions of both variances. Caption C of the fourth has 6, caption A 2: image A right, image C
+    # wrong. Crops C have 4, 1, 2, 4, 2 where crops A have 2: of the fourth text A is right and text C wrong; the others
+    # stay.
     by_csd = {cell: value.value for cell, value in found.selection["csd"].items()}
     assert by_csd == {"image A": 4 / 5, "image C": 1 / 5, "text A": 3 / 5, "text C": 2.5 / 5}
     assert list(found.selection) == ["csd", "squared_l2"]

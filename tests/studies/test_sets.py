@@ -51,8 +51,8 @@ def test_figures_of_mixtures_are_those_worked_by_hand():
     assert found.n == 2 and mixup["more_uncertain"] == 0.5  # 1.46 against 2 and 0.4; 8 against 2 and 2.
     assert mixup["variance_ratio"] == pytest.approx(math.sqrt(1.46 / math.sqrt(2 * 0.4) * 8 / 2))
     assert mixup["between"] == 0.5 and mixup["off_line"] == pytest.approx((1 / 4 + 0) / 2)
-    # Twice the deviation along the line: 2.2 reaches both ends, 2 away, and one deviation would not; 4 reaches the second part, 1
-    # away, but not the first, 5 away, which twice the variance, 8, would.
+    # Twice the deviation along the line: 2.2 reaches both ends, 2 away, and one deviation would not; 4 reaches the
+    # second part, 1 away, but not the first, 5 away, which twice the variance, 8, would.
     assert mixup["covers"] == (1 + 0.5) / 2
     first = [included((0, 0, 1, 1), (2, 1, 1.21, 0.25)), included((4, 0, 0.2, 0.2), (2, 1, 1.21, 0.25))]
     assert first == [False, True] and included((1, 1, 1, 1), (1, 6, 4, 4)) and included((1, 5, 1, 1), (1, 6, 4, 4))

@@ -16,7 +16,8 @@ def table(**options):
 
 def test_the_printed_weight_counts_captions_of_the_bin():
     words, bins = table()
-    # First bin: "a red dog", "a dog", "the red cat-runs": three words in 2 of 3. (1 + ln 2) ln(3 / 2) = 1.69315 * 0.40547.
+    # First bin: "a red dog", "a dog", "the red cat-runs": three words in 2 of 3. (1 + ln 2) ln(3 / 2) = 1.69315 *
+    # 0.40547.
     assert words[0] == [("a", 2, 0.6865), ("dog", 2, 0.6865), ("red", 2, 0.6865)]
     # Second: "Dog, dog!" counts once, so dog is in 2 of 3 as is a; cat and sits are in one.
     assert words[1] == [("a", 2, 0.6865), ("dog", 2, 0.6865)]

@@ -120,7 +120,7 @@ def test_of_equally_good_k_the_largest():
 
 @pytest.mark.parametrize("grid", [False, True])
 def test_a_k_for_each_class_is_the_slow_search(grid):
-    """Class after class, every K tried anew with everything recomputed; on a grid, where half the distances tie exactly."""
+    """Class after class, every K recomputed in full; on a grid, where half the distances tie exactly."""
     c, p, d, n = 4, 2 if grid else 5, 2, 40
     how = {"distance": "squared_l2" if grid else "csd", "pooling": "mixture"}
     images, prompts = gaussians(n, d, 6), gaussians(c * p, d, 7)
@@ -530,8 +530,9 @@ def test_the_command_on_folders(work, sfumato, tmp_path):
 
 def test_the_command_on_emoji_and_on_data(work, sfumato, tmp_path):
     status, out, _ = sfumato(
-        "zeroshot", work / "run", "--data", work / "toy.toml", "data.source=manifest", f"data.path={work / 'shapes.csv'}", "--templates",
-        work / "templates.txt", "--choose-on", _shapes(work, tmp_path), "--json",
+        "zeroshot", work / "run", "--data", work / "toy.toml", "data.source=manifest",
+        f"data.path={work / 'shapes.csv'}", "--templates", work / "templates.txt",
+        "--choose-on", _shapes(work, tmp_path), "--json",
     )  # fmt: skip
     result = json.loads(out)
     assert (

@@ -1,4 +1,4 @@
-"""One small batch for all loss tests: n, m and d differ, means are not normalised, labels are soft, items have several matches."""
+"""One small batch for all loss tests: n, m, d differ; unnormalised means, soft labels, several matches per item."""
 
 import torch
 

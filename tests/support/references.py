@@ -195,7 +195,7 @@ def triplet(distance, match, margin, mining, soft=False):
 
 
 def rank_disagreement(distance, label, temperature):
-    """DAA: 1 - min / max of the smooth rank by distance and the rank by label, averaged over queries (rows) and gallery."""
+    """DAA: 1 - min / max of the smooth rank by distance and the rank by label, averaged over rows and gallery."""
     total = 0.0
     for d, y in zip(distance, label, strict=True):
         for i in range(len(d)):

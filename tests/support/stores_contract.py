@@ -1,4 +1,4 @@
-"""What every vector store must do, whatever it keeps its records in: subclass StoreContract, say how to make one and how to open it again.
+"""What every vector store must do: subclass StoreContract and say how to make a store and how to open it again.
 
     class TestMine(StoreContract):
         def create(self, tmp_path, dim):

@@ -1,4 +1,4 @@
-"""Distances against each other: which run trains what, what is read again, what is refused; the command and its table."""
+"""Distances compared: which run trains what, what is read again, what is refused; the command and its table."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Averages of weights: plain means and moving ones by hand, and runs that validate and keep them, both towers of them."""
+"""Averages of weights: plain and moving means by hand, and runs that validate and keep them, for both towers."""
 
 import json
 
@@ -144,7 +144,7 @@ def test_the_average_is_saved_and_goes_on():
     assert_mean(average_state(again), snapshots, [1 / 3] * 3)
 
 
-# Runs -------------------------------------------------------------------------------------------------------------------------
+# Runs -----------------------------------------------------------------------------------------------------------------
 
 
 def spied_run(recipe, folder):

@@ -46,7 +46,7 @@ def model(tokenizer=TOKENIZER):
 
 
 def shared_captions():
-    """10 pictures and 7 texts: text 0 belongs to pictures 0, 1 and 2, text 1 to 2 and 3; picture 9 has two of its own."""
+    """10 images and 7 texts: text 0 belongs to images 0, 1 and 2, text 1 to 2 and 3; image 9 has two of its own."""
     pairs = [(0, 0), (1, 0), (2, 0), (2, 1), (3, 1), (4, 2), (5, 3), (6, 3), (7, 4), (8, 4), (9, 5), (9, 6)]
     return PairData(
         tuple(f"i{k}" for k in range(10)),
@@ -86,7 +86,7 @@ def plan_tensors(plan):
     return [] if plan is None else [plan.partner, plan.own_fraction, plan.box]
 
 
-# Labels -----------------------------------------------------------------------------------------------------------------------
+# Labels ---------------------------------------------------------------------------------------------------------------
 
 
 def fixed_plan(n, **_):
@@ -150,7 +150,7 @@ def test_labels_by_hand_with_duplicate_captions(augment, expected, monkeypatch):
 
 
 def test_tempting_labels_differ(monkeypatch):
-    """What the loss would see from a diagonal, from smoothing first, or from labels of texts mixed like those of images."""
+    """Labels from a diagonal, from smoothing first, or from texts mixed like images: each must differ from ours."""
     torch.testing.assert_close(0.1 + 0.8 * MIXED, MIXED_AND_SMOOTHED)
     mix = fixed_plan(4)
     assert (mix.match(torch.eye(4)) - MIXED).abs().max() > 0.2
@@ -182,7 +182,7 @@ def test_labels_are_loops_over_the_pairs_the_plans_and_the_smoothing(kind):
     assert mixed >= 4
 
 
-# Random numbers ---------------------------------------------------------------------------------------------------------------
+# Random numbers -------------------------------------------------------------------------------------------------------
 
 
 def test_seeds_of_different_streams_differ_and_fit_a_generator():
@@ -264,7 +264,7 @@ def test_words_of_padded_texts_are_not_damaged():
     assert Augmentation(recipe(), model(tokenizer), alone()).words is None
 
 
-# Several processes ------------------------------------------------------------------------------------------------------------
+# Several processes ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("style", [False, True])

@@ -1,4 +1,4 @@
-"""Every method trains three epochs on a part of the embedded emoji, from pixels or frozen features of its own, and learns a small world."""
+"""Every method trains three epochs on part of the emoji, from pixels or frozen features, and learns a small world."""
 
 import json
 
@@ -77,7 +77,8 @@ METHODS = {
         [
             GRU,
             "model.text.bidirectional=true",
-            'model.image={ kind = "resnet", depths = [1, 1], width = 4, size = 32, in_memory = true, augment = "none" }',
+            'model.image={ kind = "resnet", depths = [1, 1], width = 4, size = 32, in_memory = true,'
+            ' augment = "none" }',
             "model.pooling=average",
             "model.local_attention=true",
             "model.covariance=spherical-one",
@@ -127,7 +128,7 @@ def test_a_method_trains_three_epochs_on_emoji(method, tmp_path):
 
 
 def small_world(n, seed):
-    """Pictures and texts of n hidden things of 6 numbers: 3 tokens of 12 channels each, far from the origin, with noise."""
+    """Images and texts of n hidden things of 6 numbers: 3 tokens of 12 channels each, off the origin, with noise."""
     generator = torch.Generator().manual_seed(seed)
     things = torch.randn(n, 1, 6, generator=generator)
     fixed = torch.Generator().manual_seed(0)

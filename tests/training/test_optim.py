@@ -77,8 +77,8 @@ def options_of(optimiser, parameter):
     return group["lr"], group["weight_decay"]
 
 
-# Image blocks, text blocks, variance blocks -> learning rates at lr = 1, layer_decay = 0.7, multipliers 0.5 (image) and 0.1 (text).
-# 0.7^2 = 0.49, 0.7^3 = 0.343, 0.7^12 = 0.013841287201, 0.7^24 = 0.000191581231380566
+# Image blocks, text blocks, variance blocks -> learning rates at lr = 1, layer_decay = 0.7, multipliers 0.5 (image) and
+# 0.1 (text). 0.7^2 = 0.49, 0.7^3 = 0.343, 0.7^12 = 0.013841287201, 0.7^24 = 0.000191581231380566
 TABLE = [
     (
         (3, 2, 1),
@@ -143,7 +143,8 @@ def test_learning_rates_are_counted_from_the_top_whatever_the_depth(depths, tabl
     for name, expected in table.items():
         assert options_of(optimiser, model.get_parameter(name))[0] == pytest.approx(expected, rel=1e-12), name
     assert [options_of(optimiser, p)[0] for p in loss.parameters()] == [20, 20]
-    # The released code counts from 12 for every depth: in 24 blocks the last would be 0.7^-11 times the rate, here never more.
+    # The released code counts from 12 for every depth: in 24 blocks the last would be 0.7^-11 times the rate, here
+    # never more.
     assert max(g["lr"] for g in optimiser.param_groups if g["lr"] != 20) == 1.0
 
 
@@ -185,7 +186,7 @@ def test_matrices_alone_decay_and_every_parameter_is_in_one_group():
 
 
 def test_a_step_of_adamw_moves_every_parameter_as_far_as_the_table_says():
-    """The first step of AdamW is p (1 - lr decay) - lr sign(g), of whatever size g is; lr includes the factor of the schedule."""
+    """AdamW's first step is p (1 - lr decay) - lr sign(g) for any size of g; lr includes the schedule's factor."""
     model, loss = clip_model(), LOSSES["pcmepp"].build()
     config = OptimConfig(
         lr=1e-2, layer_decay=0.5, image_lr_multiplier=0.5, logits_lr_multiplier=2, weight_decay=0.1, eps=1e-16
@@ -226,7 +227,7 @@ def test_encoders_without_blocks_have_the_multiplier_alone():
     assert options_of(optimiser, model.image.head.mean.linear.weight)[0] == 1
 
 
-# Freezing ---------------------------------------------------------------------------------------------------------------------
+# Freezing -------------------------------------------------------------------------------------------------------------
 
 
 def test_freezing_rests_the_image_network_but_not_its_variance_blocks():
@@ -391,7 +392,7 @@ def test_a_run_warms_up_after_the_frozen_epochs(tmp_path, monkeypatch):
     )
 
 
-# Schedule ---------------------------------------------------------------------------------------------------------------------
+# Schedule -------------------------------------------------------------------------------------------------------------
 
 # Options, epochs, {epochs done: factor}.
 SCHEDULES = [
@@ -470,7 +471,7 @@ def test_the_schedule_is_the_table(options, epochs, table):
     assert got == pytest.approx(table, abs=1e-12)
 
 
-# Clipping ---------------------------------------------------------------------------------------------------------------------
+# Clipping -------------------------------------------------------------------------------------------------------------
 
 
 def with_gradients(*gradients):

@@ -148,7 +148,7 @@ def test_mixed_images_are_mixed_before_they_are_encoded():
     assert (unmixed["image.encoder.patches.weight"] - expected["image.encoder.patches.weight"]).abs().max() > 1e-4
 
 
-# Pieces -----------------------------------------------------------------------------------------------------------------------
+# Pieces ---------------------------------------------------------------------------------------------------------------
 
 PIECES = {1: (1,) * 7, 3: (3, 3, 1), 4: (4, 3), 7: (7,), 50: (7,)}
 
@@ -169,7 +169,7 @@ def random_case():
 
 @pytest.mark.parametrize("micro_batch", PIECES)
 def test_the_second_pass_repeats_the_random_draws_of_the_first(micro_batch):
-    """Dropout and lost tokens: one pass over the same pieces from the same seed, with gradients all along, is the same."""
+    """Dropout and lost tokens: one pass over the same micro-batches with all gradients is the same."""
     model, loss = random_case()
     torch.manual_seed(11)
     _, expected = plain(model, loss, batch(), sizes=PIECES[micro_batch])
@@ -226,7 +226,7 @@ def test_bfloat16_is_for_what_lies_below_the_heads():
         assert error < 0.05, name
 
 
-# What goes wrong --------------------------------------------------------------------------------------------------------------
+# What goes wrong ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value, word", [(float("nan"), "nan"), (float("inf"), "nan")])
@@ -248,7 +248,7 @@ def test_an_infinite_gradient_stops_the_run_and_is_told(tmp_path, monkeypatch):
 
 
 def test_a_run_that_diverges_takes_no_half_step_and_keeps_its_last_epoch(tmp_path, monkeypatch):
-    """An infinite gradient in the second epoch: weights and moments are those of the step before, the checkpoint is the first's."""
+    """An infinite gradient in epoch 2: weights and moments stay as before that step, the checkpoint is the first's."""
     recipe, folder = load_recipe(make_toy(tmp_path), ["train.epochs=2"]), tmp_path / "run"
     build_optimiser, parts, after = loop.build_optimiser, [], []
 
@@ -286,7 +286,7 @@ def test_a_run_that_diverges_takes_no_half_step_and_keeps_its_last_epoch(tmp_pat
     assert all(torch.equal(again[name], whole[name]) for name in whole)
 
 
-# Compilation ------------------------------------------------------------------------------------------------------------------
+# Compilation ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_encoders_are_compiled_when_asked_and_the_result_is_used(tmp_path, monkeypatch):

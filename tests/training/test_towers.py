@@ -73,11 +73,11 @@ def test_several_processes_average_running_statistics_and_no_word_vectors(monkey
     assert "words.words.weight" in before and changed == {"norm.running_mean", "norm.running_var"}
 
 
-# Two stages -------------------------------------------------------------------------------------------------------------------
+# Two stages -----------------------------------------------------------------------------------------------------------
 
 
 def pcme(folder, *overrides):
-    """PCME in small: a residual network and a two-way GRU from files, local attention, two stages of which the first is an epoch."""
+    """A small PCME: residual network, two-way GRU from files, local attention, and two stages, the first one epoch."""
     transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
     torch.manual_seed(0)
     config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic")

@@ -46,25 +46,6 @@ def mean_statistic(values: np.ndarray) -> Statistic:
     return statistic
 
 
-def any_statistic(function: Callable[..., float], *arrays: np.ndarray) -> Statistic:
-    """A statistic from any function of (k,) arrays, which is called once for each resample on its items.
-
-    Args:
-        function: of as many 1-D arrays as are given; NaN where undefined.
-        arrays: (n,) each.
-
-    Returns:
-        A statistic for :func:`bootstrap`; slower than those that work on counts.
-    """
-    own = [np.asarray(a) for a in arrays]
-
-    def statistic(counts: np.ndarray) -> np.ndarray:
-        rows = (np.repeat(np.arange(counts.shape[1]), row.astype(np.int64)) for row in counts)
-        return np.array([function(*(a[index] for a in own)) for index in rows], float)
-
-    return statistic
-
-
 def bootstrap(
     statistics: Mapping[str, Statistic],
     n: int,

@@ -2,7 +2,8 @@
 
 Ranks come from counting, not from sorting whole galleries. Ties are decided by gallery position: of two items at the
 same distance the earlier one ranks first, as in a stable sort. Ranks may also be read from ranked lists, in the order
-in which they are given; a list that is too short for a metric is refused. Definitions and sources are in docs/concepts/evaluation.md.
+in which they are given; a list that is too short for a metric is refused. Definitions and sources are in
+docs/concepts/evaluation.md.
 """
 
 import re

@@ -48,7 +48,11 @@ class LossConfig(_Section):
     distance: str
 
     def options(self) -> LossOptions:
-        """The options of the loss, checked."""
+        """The options of the loss.
+
+        Returns:
+            The options, validated.
+        """
         return LOSSES[self.name].options(**self.model_dump(exclude={"name"}))
 
 
@@ -171,8 +175,8 @@ class Recipe(_Section):
             )
         if inputs == "regions" and not regions:
             raise ValueError(
-                f"data.source={self.data.source!r} has region features, which model.image.kind={self.model.image.kind!r} does not"
-                " read; set it to regions"
+                f"data.source={self.data.source!r} has region features, which"
+                f" model.image.kind={self.model.image.kind!r} does not read; set it to regions"
             )
 
     def _check_training(self) -> None:

@@ -163,20 +163,6 @@ class LiftedGallery:
             yield start, squared.clamp_min_(0).add_(constant[start : start + rows].unsqueeze(1))
 
 
-def unlift(squared_l2: Tensor, queries: GaussianEmbedding, distance: str = "csd") -> Tensor:
-    """Convert the squared L2 of lifted vectors to distances.
-
-    Args:
-        squared_l2: (n, k) as an engine reports them.
-        queries: (n, d) embeddings.
-        distance: one of LIFTED_DISTANCES.
-
-    Returns:
-        (n, k) distances.
-    """
-    return squared_l2 + query_constant(queries, distance).unsqueeze(1)
-
-
 def lowered(vectors: Tensor, total_variance: Tensor, distance: str, centre: Tensor) -> GaussianEmbedding:
     """Embeddings that have the same distances as the original embeddings before lifting.
 

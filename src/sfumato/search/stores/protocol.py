@@ -2,9 +2,8 @@
 
 A store does not depend on Gaussians: every item has been lifted to a vector beforehand (search/lifting.py), and a
 :class:`~sfumato.search.collection.GaussianCollection` recomputes the distances of a store's candidates from the
-    vectors
-in their records. So stores differ in the candidates that they return and in the failures that they survive, never in
-figures.
+vectors in their records. So stores differ in the candidates that they return and in the failures that they survive,
+never in figures.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
