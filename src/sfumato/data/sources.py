@@ -123,7 +123,7 @@ class DataConfig(BaseModel):
     def _consistent(self) -> "DataConfig":
         source = get_source(self.source)
         if source.needs_path and not self.path:
-            raise ValueError(f"data.path must name the {self.source}, e.g. data.path=my/captions.jsonl")
+            raise ValueError(f"data.path must name the {self.source} to read, e.g. data.path=my/data")
         if self.noise_rate and self.noise_file:
             raise ValueError("give either data.noise_rate or data.noise_file, not both")
         if self.leave_out:
