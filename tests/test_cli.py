@@ -581,7 +581,7 @@ def test_calibrate_again_and_search_by_its_promises(work, sfumato, tmp_path):
     radius = max(hit["distance"] for hit in result["conformal_set"])
     assert radius <= told["t2i"]["coverage"]["0.8"] * 3 and len(result["conformal_set"]) >= len(result["hits"])
     status, out, _ = sfumato(*asked)
-    assert status == 0 and "conformal set of the coverage asked for:" in out
+    assert status == 0 and "conformal set of the requested coverage:" in out
     for asked, message in (
         (["a red circle", "--abstain", "0.0001"], "no limit has a risk of at most 0.0001"),
         (["a red circle", "--coverage", "90"], "coverage must be between 0 and 1, got 90"),
@@ -682,16 +682,19 @@ def test_who_interrupts_is_told_what_is_left(sfumato, monkeypatch):
         (["evaluate", "run", "{run}", "--published"], "no published table has figures of test"),
         (
             ["evaluate", "run", "{run}", "train.epochs=3"],
-            "'train.epochs=3' changes a recipe; name it with --data RECIPE",
+            "'train.epochs=3' changes a recipe, but no recipe is given; add --data RECIPE",
         ),
         (["evaluate", "run", "{run}", "--device", "abacus"], "'abacus' is not available"),
         (["evaluate", "model", "{data}"], "is not a run folder"),
         (
             ["evaluate", "model", "{run}", "train.epochs=3"],
-            "'train.epochs=3' changes a recipe; name it with --data RECIPE",
+            "'train.epochs=3' changes a recipe, but no recipe is given; add --data RECIPE",
         ),
         (["trust", "{data}"], "is not a run folder"),
-        (["trust", "{run}", "train.epochs=3"], "'train.epochs=3' changes a recipe; name it with --data RECIPE"),
+        (
+            ["trust", "{run}", "train.epochs=3"],
+            "'train.epochs=3' changes a recipe, but no recipe is given; add --data RECIPE",
+        ),
         (["trust", "{run}", "--split", "dev"], "has no split 'dev'; it has"),
         (["trust", "{run}", "--queries", "sounds"], "queries must be one of text, image, both, got 'sounds'"),
         (["export", "{data}", "{new}4"], "is not a run folder"),

@@ -209,7 +209,10 @@ def test_files_that_are_no_recipes(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.image.blocks=3"], "model.image.blocks is for random weights; leave it out beside model.image.weights"),
+        (
+            ["model.image.blocks=3"],
+            "model.image.blocks is only for random weights; leave it out with model.image.weights",
+        ),
         (["model.text.tokenizer=mine"], "model.text.tokenizer is for random weights"),
         (["model.image.variance_token=true", "model.image.variance_blocks=2"], "takes the place of variance_blocks"),
         (["model.pooling=token"], "augment.image_tokens drops tokens that model.pooling='token' does not use"),

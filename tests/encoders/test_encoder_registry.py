@@ -157,7 +157,9 @@ def test_registrations_that_do_not_fit_are_refused(registered):
 def test_a_section_of_the_wrong_kind_or_side_is_refused():
     with pytest.raises(ValueError, match=r"unknown kind of image encoder 'gru'; known: clip, efficientnet, frozen"):
         encoder_entry("image", "gru")
-    with pytest.raises(ValueError, match="got a SmallTextConfig, which is not the image side of 'small'"):
+    with pytest.raises(
+        ValueError, match="got a SmallTextConfig, which is not the config class of the image side of 'small'"
+    ):
         encoder_section("image", SmallTextConfig())
     section = SmallImageConfig(width=3)
     assert encoder_section("image", section) is section

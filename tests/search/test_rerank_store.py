@@ -144,7 +144,7 @@ def test_wrong_urls_are_told(tmp_path):
     for url, told in [
         ("rerank:", "names no folder"),
         ("redis://127.0.0.1:1/0", "names no folder; write rerank:PATH, or redis://host:6379/0[?]means=PATH"),
-        (f"rerank:{tmp_path}/s?candidates=0", "candidates must be a whole number from 1 on, got '0'"),
+        (f"rerank:{tmp_path}/s?candidates=0", "candidates must be a whole number of at least 1, got '0'"),
         (f"rerank:{tmp_path}/s?mean_dim=4", "mean_dim must be from 1 to 3, got 4"),
         (f"rerank:{tmp_path}/s?means=x", "unknown option 'means'"),
         (f"rerank:{tmp_path}/s?engine=tree", "unknown engine 'tree'"),

@@ -218,7 +218,7 @@ def test_parts_keep_groups_whole_and_leave_nothing_out():
     for text in ("", "1", "2/2", "0/1", "-1/2", "a/b"):
         with pytest.raises(ValueError, match="written I/K"):
             parse_part(text)
-    with pytest.raises(ValueError, match="5 groups of images cannot be cut into 6 parts"):
+    with pytest.raises(ValueError, match="5 groups of images cannot be divided into 6 parts"):
         images_of_part(data, 0, 6)
 
 

@@ -402,7 +402,7 @@ def test_class_names(tmp_path):
     assert read_class_names(path) == {"two words": "something else", "n02": "a {} name"}
     for content, message in (
         ("n01\n", ":1: expected a class, a tab"),
-        ("a b\na c\n", "'a' occurs before"),
+        ("a b\na c\n", "'a' occurred before"),
         ("\n", "names no class"),
     ):
         path.write_text(content)
@@ -514,7 +514,7 @@ def test_the_command_on_folders(work, sfumato, tmp_path):
         "oracle, K most certain, per class",
     ):
         assert shown in out
-    assert "against all prompts" in out and "against a random order with K chosen alike" in out
+    assert "against all prompts" in out and "against a random order with K chosen in the same way" in out
     written = json.loads((tmp_path / "out" / "zeroshot.json").read_text())
     status, out, _ = sfumato(*arguments, "--filter", "global", "--filter", "oracle", "--json")
     assert status == 0 and json.loads(out) == written

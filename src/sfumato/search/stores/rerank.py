@@ -41,12 +41,12 @@ from sfumato.search.stores.protocol import Filter, Records
 from sfumato.search.stores.store_url import options, redacted, scheme
 
 _OWN = {
-    "candidates": "items nearest by their means that are ranked again, 100 if left out",
-    "mean_dim": "leading coordinates that are the mean, all but one if left out, as csd has it",
+    "candidates": "number of items with the nearest means that are ranked again, 100 if left out",
+    "mean_dim": "number of leading coordinates that form the mean; all but one if left out, as for csd",
 }
 _OF_REDIS = {
     "means": "folder of the means",
-    "prefix": "of the keys in Redis, sfumato: if left out; two stores in one Redis need two",
+    "prefix": "prefix of the keys in Redis, sfumato: if left out; two stores in one Redis need different prefixes",
 }
 _KEY = "\x01spread"
 """Payload field of the means' records that names the spread."""
@@ -126,7 +126,7 @@ class RerankStore:
                 self.dim, self.fingerprint = int(about["dim"]), str(about["fingerprint"])
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(
-                    f"store {self.url}: {means} is a store of its own, without spreads; give another folder"
+                    f"store {self.url}: {means} is a complete store without separate deviations; give another folder"
                 ) from error
             self.candidates = int(given.get("candidates", about["candidates"]))
             mean_dim = self._means.dim
@@ -281,8 +281,9 @@ class RerankStore:
             except _MissingSpread as error:
                 lost = error.args[0]
         raise UserError(
-            f"store {self.url}: the spread of {lost!r} is missing from {self._spreads.where}; store the item again, and see that"
-            " nothing there is evicted or lost (Redis: appendonly yes, appendfsync always, maxmemory-policy noeviction)"
+            f"store {self.url}: the deviation of {lost!r} is missing from {self._spreads.where}; store the item"
+            " again, and check that"
+            " Redis evicts and loses nothing (appendonly yes, appendfsync always, maxmemory-policy noeviction)"
         )
 
 
@@ -347,7 +348,7 @@ class _RedisSpreads:
             import redis
         except ImportError as error:
             raise UserError(
-                f"store {redacted(url)}: spreads in Redis need its client: pip install 'sfumato[redis]'"
+                f"store {redacted(url)}: deviations in Redis need its client: pip install 'sfumato[redis]'"
             ) from error
         self._errors, self._prefix = redis.RedisError, prefix
         self.where = redacted(urlunsplit(urlsplit(url)._replace(query="", fragment="")))
@@ -418,7 +419,8 @@ class _RedisSpreads:
             wanted["maxmemory-policy"] = "noeviction"
         if wrong := [f"{name} {value}" for name, value in wanted.items() if told.get(name) != value]:
             warnings.warn(
-                f"store {self.where}: this Redis may lose what was stored when it dies or is full; set {', '.join(wrong)}",
+                f"store {self.where}: this Redis may lose stored items when it stops or is full; set"
+                f" {', '.join(wrong)}",
                 stacklevel=2,
             )
 
@@ -427,7 +429,7 @@ class _RedisSpreads:
             return command(*arguments, **options)
         except self._errors as error:
             raise UserError(
-                f"store {self.where}: Redis: {first_line(error)}; see that it runs and lets you in"
+                f"store {self.where}: Redis: {first_line(error)}; check that it runs and accepts your login"
             ) from error
 
 
@@ -450,7 +452,7 @@ def _parse(url: str) -> tuple[dict[str, Any], str]:
     given = {name: rest.pop(name) for name in (*_OWN, *_OF_REDIS) if name in rest}
     for name in set(given) & set(_OWN):
         if not given[name].isascii() or not given[name].isdigit() or int(given[name]) < 1:
-            raise UserError(f"store {redacted(url)}: {name} must be a whole number from 1 on, got {given[name]!r}")
+            raise UserError(f"store {redacted(url)}: {name} must be a whole number of at least 1, got {given[name]!r}")
         given[name] = int(given[name])
     if apart:
         given.setdefault("prefix", "sfumato:")
