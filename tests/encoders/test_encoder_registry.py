@@ -124,7 +124,7 @@ def test_its_section_is_as_strict_as_ours(registered, tmp_path):
         ("model.image.size=1", r"model.image.size: Input should be greater than or equal to 2 \(got 1\)"),
         ("model.image.width=101", "model.image.width=101 is too much for a toy"),
         ("optim.freeze_image_epochs=1", "model.image with kind='toy' starts from random weights"),
-        ("optim.layer_decay=0.5", "optim.layer_decay is for the blocks of clip encoders"),
+        ("optim.layer_decay=0.5", "optim.layer_decay needs the blocks of a clip encoder"),
     ):
         with pytest.raises(UserError, match=message):
             toy_recipe(tmp_path / override.partition("=")[0].replace(".", "-") / override[-1], override)

@@ -59,7 +59,7 @@ def test_vectors_of_known_words_are_read_and_the_first_of_a_word_counts(tmp_path
     ("content", "message"),
     [
         ("the 1 2\ndog 1 2\n", r"line 1: 2 numbers after the word, but model.text.width=3; .* set model.text.width=2"),
-        ("the 1 2 3 4\n", "line 1: 4 numbers behind the word"),
+        ("the 1 2 3 4\n", "line 1: 4 numbers after the word"),
         ("the 1 2 3\n\nsleeps 1 2 3", "line 2: expected a word and its numbers, got 0 fields; is it the text file"),
         ("the 1 2 3\nof 1 2 3\ndog 1\n", "line 3: expected a word and its numbers, got 2 fields"),
         ("a text that is no file of vectors", "line 1: expected a word and its numbers .*'text'"),

@@ -159,7 +159,7 @@ def test_wrong_urls_are_told(tmp_path):
     with pytest.raises(UserError, match="was created with mean_dim=3, not 2"):
         open_store(f"rerank:{tmp_path}/s?mean_dim=2")
     create_store(f"{tmp_path}/t/means", 4, FINGERPRINT).close()
-    with pytest.raises(UserError, match="is a store of its own, without spreads"):
+    with pytest.raises(UserError, match="is a complete store without separate deviations"):
         open_store(f"rerank:{tmp_path}/t")
     create_store(f"rerank:{tmp_path}/u", 4, FINGERPRINT).close()
     shutil.rmtree(tmp_path / "u/spreads")
@@ -220,7 +220,9 @@ def test_a_lost_spread_names_the_item(tmp_path, redis_server):
     assert np.frombuffer(redis.Redis(port=server.port).get(f"s:{key}"), "<f4") == batch.vectors[7, 3:].numpy()
     redis.Redis(port=server.port).delete(f"s:{key}")
     for ask in (lambda: store.get(["item-7"]), lambda: store.search(queries(1, 4, 0), 3), lambda: list(store.scan())):
-        with pytest.raises(UserError, match="the spread of 'item-7' is missing from redis://.*; store the item again"):
+        with pytest.raises(
+            UserError, match="the deviation of 'item-7' is missing from redis://.*; store the item again"
+        ):
             ask()
     store.upsert(batch.take([7]))
     assert_holds(store, by_id(batch))
@@ -242,7 +244,7 @@ def test_the_password_is_used_and_never_shown(tmp_path, redis_server, monkeypatc
     monkeypatch.setenv("REDIS_PASSWORD", "hush-hush")
     open_store(f"{server.address}?{means}").close()
     server.kill()
-    with pytest.raises(UserError, match="Redis: .*see that it runs") as gone:
+    with pytest.raises(UserError, match="Redis: .*check that it runs") as gone:
         open_store(right)
     assert "hush" not in str(gone.value)
 

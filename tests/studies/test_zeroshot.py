@@ -559,7 +559,7 @@ def test_the_command_leaves_out_what_it_cannot_read(work, sfumato, tmp_path):
         status == 0
         and "1 images of 2 classes" in out
         and "1 left out" in out
-        and "others can only be mistaken for: 1" in out
+        and "which can only be wrong answers: 1" in out
     )
 
 
@@ -577,7 +577,7 @@ def _shapes(work, folder):
         ([], "give one of --images FOLDER"),
         (["--images", "x", "--emoji", "group"], "give one of --images FOLDER"),
         (["--images", "nowhere"], "there is no folder nowhere"),
-        (["data.path=x", "--emoji", "group"], "changes a recipe; name it with --data"),
+        (["data.path=x", "--emoji", "group"], "changes a recipe, but no recipe is given; add --data"),
         (["--emoji", "tag"], "group and subgroup, got 'tag'"),
         (["--emoji", "group", "--style", "oil"], "unknown style 'oil'"),
         (["--images", "{classes}", "--filter", "best"], "unknown filter 'best'"),

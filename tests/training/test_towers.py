@@ -192,7 +192,7 @@ def test_a_run_folder_moved_elsewhere_is_enough_to_embed_and_to_export(tmp_path)
             "leave out model.local_attention",
         ),
         (["model.image.kind=frozen", "augment.erase=0.2"], "augment.erase erases pixels; features have none"),
-        (["model.text.kind=frozen", "augment.drop_words=0.2"], "augment.drop_words leaves out words before"),
+        (["model.text.kind=frozen", "augment.drop_words=0.2"], "augment.drop_words changes the texts"),
         (
             ["model.image.kind=resnet", "model.image.width=8"],
             "model.image.width has no effect without model.image.depths",

@@ -261,7 +261,7 @@ ESTIMATORS: dict[str, Estimator] = {
         ),
         Estimator(
             "self_mismatch",
-            f"mean probability, as in PCME, that two of {N_SAMPLES} samples of the query do not match (PCME)",
+            f"mean probability that two of {N_SAMPLES} samples of the query do not match (PCME)",
             "aleatoric", "as sample_spread", _self_mismatch, needs_gallery=False,
         ),
         Estimator(
