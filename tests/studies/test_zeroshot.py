@@ -585,7 +585,7 @@ def _shapes(work, folder):
         (["--images", "{classes}", "--distance", "cds"], "did you mean 'csd'?"),
         (["--images", "{classes}", "--templates", "none.txt"], "there is no file none.txt"),
         (["--images", "{classes}", "--classes", "none.txt"], "there is no file none.txt"),
-        (["--images", "{classes}", "--choose-on", "{classes}"], "K chosen there is --filter oracle"),
+        (["--images", "{classes}", "--choose-on", "{classes}"], "give another folder, or use --filter oracle"),
         (["--data", "{recipe}"], "texts; expected one each"),
         (["--data", "{recipe}", "--split", "dev"], "has no split 'dev'"),
     ],
