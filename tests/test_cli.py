@@ -153,7 +153,7 @@ def test_report_says_what_is_wrong(work, sfumato, tmp_path):
     for arguments, expected in (
         ((tmp_path,), "is not a run folder"),
         ((work / "run", "--split", "none"), "has no split 'none'"),
-        ((work / "run", "data.path=x"), "name it with --data RECIPE"),
+        ((work / "run", "data.path=x"), "add --data RECIPE"),
         ((work / "run", "--out", tmp_path / "missing" / "page.html"), "does not exist; create it first"),
     ):
         status, out, err = sfumato("report", *arguments)
@@ -298,7 +298,7 @@ def test_evaluate_over_several_seeds(work, sfumato, tmp_path):
     status, out, _ = sfumato("evaluate", "run", runs[0], "--seeds", runs[1])
     assert status == 0 and "csd, test, 2 runs" in out and " ± " in out
     status, _, err = sfumato("evaluate", "run", runs[0], "--seeds", runs[1], "--published")
-    assert status == 2 and "--seeds sums up runs on their own data" in err
+    assert status == 2 and "--seeds needs runs on their own data" in err
 
 
 def test_evaluate_on_the_data_of_a_recipe(work, sfumato, tmp_path):
@@ -373,7 +373,9 @@ def test_trust_of_one_side_without_corruptions_on_the_data_of_a_recipe(work, sfu
     status, out, _ = sfumato("trust", work / "run", "--split", "val", *quick)
     found = json.loads(out)
     assert status == 0 and (work / "run" / "trust-val.json").exists()
-    assert "predicted_miss" not in found["estimators"] and "fitted on the split val itself" in found["notes"][0]
+    assert (
+        "predicted_miss" not in found["estimators"] and "fitted on val, the split that is measured" in found["notes"][0]
+    )
 
 
 def test_embed_images_and_texts(work, sfumato):
@@ -426,7 +428,10 @@ def test_embed_says_what_it_cannot_do(work, sfumato, tmp_path):
         (("--images", work / "data", "--out", tmp_path / "parts", "--shard", "2/2"), "expected I/N with I from 0 to N"),
         (("--shards", "no-{0..1}.tar", "--out", tmp_path / "parts"), "2 of 2 do not exist"),
         (("--manifest", "no.jsonl", "--out", tmp_path / "parts"), "there is no manifest no.jsonl"),
-        (("--manifest", "no.jsonl", "--out", tmp_path / "x.safetensors"), "is one file, for either --images FOLDER"),
+        (
+            ("--manifest", "no.jsonl", "--out", tmp_path / "x.safetensors"),
+            "is one file, which takes only --images FOLDER",
+        ),
     ):
         status, out, err = sfumato("embed", work / "run", *arguments)
         assert status == 2 and not out and expected in err and "Traceback" not in err
@@ -495,7 +500,7 @@ def test_a_collection_in_a_store_is_filled_searched_added_to_and_copied(work, sf
             ("--images", half, "--add", "--out", tmp_path / "plain"),
             "there is no collection in",
         ),
-        (("--images", half, "--add", "--store", "file:", "--out", out), "leave --store out with --add"),
+        (("--images", half, "--add", "--store", "file:", "--out", out), "leave --store out"),
         (("--images", half, "--engine", "flat", "--store", "file:", "--out", tmp_path / "x"), "leave --engine out"),
         (("--images", half, "--store", "mongodb://h/x", "--out", tmp_path / "x"), "unknown kind 'mongodb'"),
         (("--images", half, "--split", "test", "--out", tmp_path / "x"), "give one of --images"),
@@ -582,7 +587,7 @@ def test_calibrate_again_and_search_by_its_promises(work, sfumato, tmp_path):
     radius = max(hit["distance"] for hit in result["conformal_set"])
     assert radius <= told["t2i"]["coverage"]["0.8"] * 3 and len(result["conformal_set"]) >= len(result["hits"])
     status, out, _ = sfumato(*asked)
-    assert status == 0 and "conformal set of the coverage asked for:" in out
+    assert status == 0 and "conformal set of the requested coverage:" in out
     for asked, message in (
         (["a red circle", "--abstain", "0.0001"], "no limit has a risk of at most 0.0001"),
         (["a red circle", "--coverage", "90"], "coverage must be between 0 and 1, got 90"),
@@ -647,7 +652,7 @@ def test_who_interrupts_is_told_what_is_left(sfumato, monkeypatch):
 
     monkeypatch.setattr("sfumato.models.recipe.recipe_files", interrupted)
     status, out, err = sfumato("recipes")
-    assert status == 130 and not out and "interrupted. Nothing is half written" in err
+    assert status == 130 and not out and "interrupted. No file is incomplete" in err
 
 
 @pytest.mark.parametrize(
@@ -663,17 +668,17 @@ def test_who_interrupts_is_told_what_is_left(sfumato, monkeypatch):
         (["train", "{recipe}", "data.path=nowhere", "--out", "{new}2"], "there is no nowhere"),
         (["evaluate", "run", "{data}"], "is not a run folder"),
         (["evaluate", "files"], "give a model, or --images and --texts, or --ranked"),
-        (["evaluate", "{run}", "--images", "x.npy"], "--images goes without a model"),
+        (["evaluate", "{run}", "--images", "x.npy"], "--images is an option for embedding files"),
         (["evaluate", "files", "--images", "x.npy", "--texts", "y.npy"], "either --truth FILE or --benchmark NAME"),
         (
             ["evaluate", "files", "--images", "x.npy", "--texts", "y.npy", "--benchmark", "emoji"],
             "no embeddings at x.npy",
         ),
         (["evaluate", "files", "--ranked", "x.json", "--benchmark", "cocoa"], "unknown benchmark 'cocoa'"),
-        (["evaluate", "--ranked", "x.json", "--benchmark", "emoji", "--data", "{recipe}"], "--data goes with a model"),
+        (["evaluate", "--ranked", "x.json", "--benchmark", "emoji", "--data", "{recipe}"], "--data needs a model"),
         (
             ["evaluate", "files", "--ranked", "x.json", "--benchmark", "emoji", "--compare", "{run}"],
-            "with single queries, .parquet",
+            "with a file of single queries, .parquet",
         ),
         (["evaluate", "run", "{run}", "--strategies", "fiass"], "unknown strategy 'fiass'; known: all, mean"),
         (["evaluate", "run", "{run}", "--strategies", "all", "--per-query", "x.csv"], "name at most one strategy"),
@@ -683,23 +688,26 @@ def test_who_interrupts_is_told_what_is_left(sfumato, monkeypatch):
         (["evaluate", "run", "{run}", "--published"], "no published table has figures of test"),
         (
             ["evaluate", "run", "{run}", "train.epochs=3"],
-            "'train.epochs=3' changes a recipe; name it with --data RECIPE",
+            "'train.epochs=3' changes a recipe, but no recipe is given; add --data RECIPE",
         ),
         (["evaluate", "run", "{run}", "--device", "abacus"], "'abacus' is not available"),
         (["evaluate", "model", "{data}"], "is not a run folder"),
         (
             ["evaluate", "model", "{run}", "train.epochs=3"],
-            "'train.epochs=3' changes a recipe; name it with --data RECIPE",
+            "'train.epochs=3' changes a recipe, but no recipe is given; add --data RECIPE",
         ),
         (["trust", "{data}"], "is not a run folder"),
-        (["trust", "{run}", "train.epochs=3"], "'train.epochs=3' changes a recipe; name it with --data RECIPE"),
+        (
+            ["trust", "{run}", "train.epochs=3"],
+            "'train.epochs=3' changes a recipe, but no recipe is given; add --data RECIPE",
+        ),
         (["trust", "{run}", "--split", "dev"], "has no split 'dev'; it has"),
         (["trust", "{run}", "--queries", "sounds"], "queries must be one of text, image, both, got 'sounds'"),
         (["export", "{data}", "{new}4"], "is not a run folder"),
         (["export", "{run}", "{data}"], "exists already; give a new or empty folder"),
         (["evaluate", "run", "{run}", "--split", "dev"], "has no split 'dev'; it has"),
         (["evaluate", "run", "{run}", "--distance", "cds"], "did you mean 'csd'?"),
-        (["embed", "{run}", "--out", "x.safetensors"], "for either --images FOLDER or --texts FILE"),
+        (["embed", "{run}", "--out", "x.safetensors"], "which takes only --images FOLDER or --texts FILE"),
         (["embed", "{run}", "--images", "nowhere", "--out", "x.safetensors"], "there is no folder nowhere"),
         (["index", "{run}", "--split", "val", "--engine", "magic", "--out", "{new}3"], "unknown engine 'magic'"),
         (["search", "{data}", "x"], "holds neither an index nor a collection"),

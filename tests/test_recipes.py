@@ -134,7 +134,7 @@ def test_published_figures_stand_in_the_paper(name, shared):
         ("model.variance_bounds=[0.1, 10]", "must lie between model.variance_bounds, 0.1 and 10 each; e.g. "),
         ("model.embeddings=2", "model.embeddings above 1 is for points; set model.variance=false"),
         ("loss.distance=nearest_of_2", "model.embeddings=1 does not fit loss.distance='nearest_of_2'"),
-        ("optim.layer_decay=0.7", "optim.layer_decay is for the blocks of clip encoders"),
+        ("optim.layer_decay=0.7", "optim.layer_decay needs the blocks of a clip encoder"),
         ("loss.distance=cds", "unknown distance 'cds'; did you mean 'csd'?"),
         ("train.epochs", "expected section.key=value"),
         ("train.epochs.more=3", "'epochs' is a value, not a section"),
@@ -210,9 +210,12 @@ def test_files_that_are_no_recipes(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.image.blocks=3"], "model.image.blocks is for random weights; leave it out beside model.image.weights"),
-        (["model.text.tokenizer=mine"], "model.text.tokenizer is for random weights"),
-        (["model.image.variance_token=true", "model.image.variance_blocks=2"], "takes the place of variance_blocks"),
+        (
+            ["model.image.blocks=3"],
+            "model.image.blocks is only for random weights; leave it out with model.image.weights",
+        ),
+        (["model.text.tokenizer=mine"], "model.text.tokenizer is only for random weights"),
+        (["model.image.variance_token=true", "model.image.variance_blocks=2"], "replaces the variance blocks"),
         (["model.pooling=token"], "augment.image_tokens drops tokens that model.pooling='token' does not use"),
         (["augment.mixup_alpha=0", "augment.cutmix_alpha=0"], "augment.mixed_share needs augment.mixup_alpha"),
     ],

@@ -298,5 +298,6 @@ def check_finite(embeddings: GaussianEmbedding, who: str) -> None:
     if bad.any():
         row = int(bad.any(dim=1).nonzero()[0])
         raise ValueError(
-            f"{who}: embedding {row} holds NaN or infinity; a diverged model? Leave such rows out or retrain"
+            f"{who}: embedding {row} holds NaN or infinity; the model may have diverged. Leave such rows out,"
+            " or train again"
         )

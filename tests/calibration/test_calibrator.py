@@ -390,7 +390,7 @@ def test_files_of_older_versions_have_probabilities_and_no_guarantees(tmp_path):
             ValueError, match="no scores of held-out queries for t2i; fit again .*sfumato calibrate RUN"
         ):
             ask()
-    with pytest.raises(ValueError, match="does not know the fraction of matches .*sfumato calibrate RUN"):
+    with pytest.raises(ValueError, match="the fraction of matches of its fit is missing.*sfumato calibrate RUN"):
         calibration.probability(torch.tensor(0.5), n_gallery=10)
 
 
@@ -402,7 +402,7 @@ def test_files_of_older_versions_have_probabilities_and_no_guarantees(tmp_path):
         ('{"logit_scale": 1}', "logit_bias.*calibrate again"),
         ('{"logit_scale": -1, "logit_bias": 0}', "logit_scale must be positive"),
         ('{"logit_scale": 1, "logit_bias": 0, "t2i": {"n_gallery": 3}}', "damaged.*calibrate again"),
-        ('{"logit_scale": 1, "logit_bias": 0, "version": 9}', "version 9 of a newer sfumato"),
+        ('{"logit_scale": 1, "logit_bias": 0, "version": 9}', "version 9 was written by a newer sfumato"),
     ],
 )
 def test_damaged_files_are_named(text, message, tmp_path):

@@ -134,7 +134,9 @@ def test_captions_drop_words_and_change_none_of_those_left():
     words = [row[m].tolist()[1:-2] for row, m in zip(dropped, kept, strict=True)]
     assert all(set(w) <= set(range(FIRST_WORD, FIRST_WORD + 20)) and w == sorted(set(w)) for w in words)
     assert stats.binomtest(2000 * 20 - sum(map(len, words)), 2000 * 20, 0.1).pvalue > 1e-4
-    with pytest.raises(ValueError, match="masked and replaced must be fractions of a whole, got 0.7 and 0.4"):
+    with pytest.raises(
+        ValueError, match="masked and replaced must be at least 0, and at most 1 together; got 0.7 and 0.4"
+    ):
         augment(ids, mask, masked=0.7, replaced=0.4)
 
 

@@ -131,9 +131,9 @@ def saved(array):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (saved(np.float32(MEAN))[:-4], "not a whole .npy file"),
+        (saved(np.float32(MEAN))[:-4], "not a complete .npy file"),
         (b"hello", "a.npy: "),
-        (b"", "not a whole .npy file"),
+        (b"", "not a complete .npy file"),
         (saved(np.ones((2, 3), int)), r"shape \(2, 3\) and type int64; expected \(n, d\) floating point"),
         (saved(np.ones(3)), r"shape \(3,\)"),
         (saved(np.ones((2, 3, 4))), r"shape \(2, 3, 4\)"),
@@ -185,12 +185,12 @@ def test_files_that_do_not_fit(tmp_path):
     with pytest.raises(ValueError, match=r"i.txt: 2 ids for 5 embeddings in .*a.npy"):
         read_embeddings(tmp_path / "a.npy", ids=tmp_path / "i.txt")
     save_embeddings(tmp_path / "o.safetensors", GaussianEmbedding.point(torch.zeros(1, 2)), ["a"])
-    with pytest.raises(ValueError, match=r"has log variances of its own; leave out .*v.npy"):
+    with pytest.raises(ValueError, match=r"holds log variances already; leave out .*v.npy"):
         read_embeddings(tmp_path / "o.safetensors", log_var=tmp_path / "v.npy")
     with pytest.raises(ValueError, match="holds one array and no names; leave out :mean"):
         read_embeddings(f"{tmp_path}/a.npy:mean")
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "o.safetensors").read_bytes()[:40])
-    with pytest.raises(ValueError, match="not a whole .safetensors file"):
+    with pytest.raises(ValueError, match="not a complete .safetensors file"):
         read_embeddings(tmp_path / "cut.safetensors")
     (tmp_path / "a.csv").write_text("1,2\n")
     with pytest.raises(ValueError, match=r"unknown kind of file '.csv'; expected .npy or .safetensors"):

@@ -101,8 +101,8 @@ def test_every_bad_entry_is_named_and_the_rest_is_read(tmp_path, images):
     expected = [
         *("expected an object", "filename is None", "filename is 5", "sentences is missing", "sentences is missing"),
         *("a sentence lacks sentid", "a sentence lacks", "split is of type list", "filepath is of type int"),
-        *("image gone.jpg is missing from", "empty caption", "empty caption", "image a.jpg occurs before"),
-        "this sentid occurs before",
+        *("image gone.jpg is missing from", "empty caption", "empty caption", "image a.jpg occurred before"),
+        "this sentid occurred before",
     ]
     assert [e in reason for e, (_, reason) in zip(expected, found, strict=True)] == [True] * 14, found
 

@@ -213,7 +213,7 @@ def test_one_id_for_two_images_or_splits_is_a_problem(pictures):
     ]
     splits, found = read(write_jsonl(pictures / "m.jsonl", rows))
     assert splits == {"train": {"1": ["x"]}}
-    assert found == [(f":{k}", "id '1' occurs before with another image or split") for k in (2, 3)]
+    assert found == [(f":{k}", "id '1' occurred before, with another image or split") for k in (2, 3)]
 
 
 def test_split_names_and_their_absence(pictures):

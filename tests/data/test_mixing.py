@@ -185,7 +185,7 @@ def test_share_is_honoured_when_one_of_the_two_is_off(off):
         ({"cutmix_probability": -0.1}, "cutmix_probability must be"),
         ({"mixup_alpha": float("nan")}, "mixup_alpha must be a number"),
         ({"cutmix_alpha": float("inf")}, "cutmix_alpha must be a number"),
-        ({"mixup_alpha": 0.0, "cutmix_alpha": 0.0}, "both 0; to mix nothing set fraction to 0"),
+        ({"mixup_alpha": 0.0, "cutmix_alpha": 0.0}, "both 0; set one above 0, or set fraction to 0 to mix nothing"),
         ({"choice": "pair"}, "unknown choice 'pair'; known: batch, element"),
         ({"size": (0, 5)}, r"got 9 of \(0, 5\)"),
         ({"n": -1}, "got -1 of"),

@@ -108,8 +108,8 @@ def test_what_cannot_be_used_is_noted_and_left_out(tmp_path):
         (f"{caps}:2", "empty caption"),
         (f"{caps}:4", "not UTF-8"),
         (f"{caps}:5", "empty caption"),
-        (f"{caps}:7", "id p stands for another row before"),
-        (f"{caps}:8", "id p stands for another row before"),
+        (f"{caps}:7", "id p belongs to another row already"),
+        (f"{caps}:8", "id p belongs to another row already"),
     ]
 
 

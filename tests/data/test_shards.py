@@ -241,7 +241,7 @@ def test_a_shard_cut_short_gives_what_it_has_and_says_so(tmp_path):
     whole = pack_six(tmp_path / "a.tar")
     third = whole.index(b"000003.jpg")
     for cut, message in (
-        (third, "mark of the end"),
+        (third, "the end mark is missing"),
         (third + 100, "damaged at byte"),
         (third + 700, "ends within 000003.jpg"),
     ):

@@ -85,7 +85,7 @@ def test_options_pass_the_model_of_the_source(toy, options, message):
 
 
 def test_options_of_a_source_that_has_none():
-    with pytest.raises(ValidationError, match="data.source='emoji' has no options of its own; leave n out"):
+    with pytest.raises(ValidationError, match="data.source='emoji' takes no options; leave out n out"):
         DataConfig(source="emoji", options={"n": 1})
 
 

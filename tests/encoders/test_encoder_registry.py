@@ -124,7 +124,7 @@ def test_its_section_is_as_strict_as_ours(registered, tmp_path):
         ("model.image.size=1", r"model.image.size: Input should be greater than or equal to 2 \(got 1\)"),
         ("model.image.width=101", "model.image.width=101 is too much for a toy"),
         ("optim.freeze_image_epochs=1", "model.image with kind='toy' starts from random weights"),
-        ("optim.layer_decay=0.5", "optim.layer_decay is for the blocks of clip encoders"),
+        ("optim.layer_decay=0.5", "optim.layer_decay needs the blocks of a clip encoder"),
     ):
         with pytest.raises(UserError, match=message):
             toy_recipe(tmp_path / override.partition("=")[0].replace(".", "-") / override[-1], override)
@@ -157,7 +157,9 @@ def test_registrations_that_do_not_fit_are_refused(registered):
 def test_a_section_of_the_wrong_kind_or_side_is_refused():
     with pytest.raises(ValueError, match=r"unknown kind of image encoder 'gru'; known: clip, efficientnet, frozen"):
         encoder_entry("image", "gru")
-    with pytest.raises(ValueError, match="got a SmallTextConfig, which is not the image side of 'small'"):
+    with pytest.raises(
+        ValueError, match="got a SmallTextConfig, which is not the config class of the image side of 'small'"
+    ):
         encoder_section("image", SmallTextConfig())
     section = SmallImageConfig(width=3)
     assert encoder_section("image", section) is section

@@ -90,7 +90,7 @@ def test_another_fingerprint_is_another_cache(tmp_path):
     FeatureCache(tmp_path, "a", 3).append([hashlib.sha256(b"x").digest()], [np.zeros((1, 3))])
     assert FeatureCache(tmp_path, "b", 3).known() == {}
     assert len(FeatureCache(tmp_path, "a", 3).known()) == 1
-    with pytest.raises(ValueError, match="a cache of something else"):
+    with pytest.raises(ValueError, match="holds a cache of other features"):
         FeatureCache(tmp_path, "a", 4)
 
 

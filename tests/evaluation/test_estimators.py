@@ -339,7 +339,7 @@ def test_bad_input_is_named(tmp_path):
     with pytest.raises(ValueError, match="folds must be between 2"):
         FailurePredictor.fit(queries, np.arange(N) % 2, folds=14)
     head = FailurePredictor.fit(queries, np.arange(N) % 2)
-    with pytest.raises(ValueError, match="which 3 dimensions do not give"):
+    with pytest.raises(ValueError, match="3 dimensions give other features"):
         head.score(scene(d=3)[0])
     with pytest.raises(FileNotFoundError, match="no failure predictor at"):
         FailurePredictor.load(tmp_path / "nowhere")

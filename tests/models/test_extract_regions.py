@@ -253,7 +253,7 @@ def test_a_split_whose_name_is_a_path_is_refused_before_anything_is_written(tmp_
     config = load_recipe(
         find_recipe("emoji-pcmepp"), ["data.source=manifest", f"data.path={tmp_path / 'm.jsonl'}"]
     ).data
-    with pytest.raises(UserError, match="files get the names of splits, and this cannot be one"):
+    with pytest.raises(UserError, match="this name cannot be a file name"):
         write_regions(config, tmp_path / "deep" / "out", Grey(), layout=layout)
     assert sorted(tmp_path.rglob("*")) == before
     shapes, _ = write_regions(config, tmp_path / "out", Grey(), layout=layout, splits=["train", "train"])

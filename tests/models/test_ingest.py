@@ -143,7 +143,7 @@ def test_a_missing_job_is_named_and_another_number_of_jobs_finishes(tmp_path, pi
     done = embed_collection(retrieval_model, listing, out)
     assert done.n == 23 and done.new == 8 and len(together(out)[0]) == 23
     (out / "part-000003.safetensors").unlink()
-    with pytest.raises(UserError, match=r"1 of 6 parts .* part-000003; start the same `sfumato embed` again, and"):
+    with pytest.raises(UserError, match=r"1 of 6 parts .* part-000003; run the same `sfumato embed` again, and"):
         read_parts(out)
 
 
@@ -502,7 +502,7 @@ def test_damaged_shards_and_repeated_keys_are_reported(tmp_path):
     )
     assert together(tmp_path / "out")[0] == ["a.tar!0", "a.tar!1", "a.tar!2", "b.tar!0"]
     assert [p.reason.split(":")[0] for p in done.problems.items] == [
-        *["the key occurs before in this shard"] * 2,
+        *["the key occurred before in this shard"] * 2,
         "damaged at byte 2048",
     ]
 
@@ -591,7 +591,7 @@ def test_manifests_with_or_without_captions(tmp_path, pictures, ending):
     assert ids == ["one", "two"] and payloads[0] == {"path": str(pictures / "a" / "001.png")}
     assert_close(found, retrieval_model.model.embed_images([(pictures / rows[k][0]).read_bytes() for k in range(2)]))
     reasons = " | ".join(p.reason for p in done.problems.items)
-    assert "No such file" in reasons and "no image: found ''" in reasons and "id 'two' occurs before" in reasons
+    assert "No such file" in reasons and "no image: found ''" in reasons and "id 'two' occurred before" in reasons
     assert ("not JSON" in reasons) == (ending == "jsonl")
     assert embed_collection(retrieval_model, list_manifest(path, part_size=2), out, max_problem_fraction=0.8).new == 0
 

@@ -449,10 +449,10 @@ def test_wrong_tensors_are_counted_and_the_first_ones_named(state, tmp_path, pcm
 
 def test_files_of_something_else(tmp_path):
     torch.save({"weight": torch.ones(2)}, tmp_path / "other.pt")
-    with pytest.raises(UserError, match=r"no img_enc.* in it.*it holds 'weight'"):
+    with pytest.raises(UserError, match=r"no tensor is named img_enc.*its first names are 'weight'"):
         load_pretrained(tmp_path / "other.pt")
     torch.save({"img_enc.other": torch.ones(2)}, tmp_path / "half.pt")
-    with pytest.raises(UserError, match=r"'img_enc.backbone.conv1.weight' is missing; not a whole model"):
+    with pytest.raises(UserError, match=r"'img_enc.backbone.conv1.weight' is missing; not a complete model"):
         load_pretrained(tmp_path / "half.pt")
 
 
@@ -513,7 +513,7 @@ def test_without_a_network_a_hub_name_is_one_clear_error():
         r"Give a local folder",
     ):
         load_pretrained("nobody/nothing-at-all")
-    with pytest.raises(UserError, match="looks like owner/model"):
+    with pytest.raises(UserError, match="has the form owner/model"):
         load_pretrained("no such/folder/anywhere")
 
 

@@ -230,7 +230,7 @@ def test_words_about_the_uncertainty_follow_its_sign():
         assert f"Texts with a larger total variance {words}" in page
     chance = torch.randn(300, 5, generator=torch.Generator().manual_seed(0)) - 10
     page = make_report(scene(n=40, m=300, seed=5, texts=GaussianEmbedding(data.texts.mean, chance))).html
-    assert "Total variance says next to nothing about which texts fail" in page
+    assert "Total variance does not show which texts fail" in page
 
 
 def test_points_have_no_uncertainty_to_show():

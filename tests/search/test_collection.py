@@ -109,7 +109,7 @@ def test_promises_are_the_same(tmp_path):
         for gallery in (made, index):
             for promise in ({"coverage": 0.9}, {"max_risk": 0.4}):
                 with pytest.raises(
-                    ValueError, match="guarantees about the whole gallery, and a filter may leave the match out"
+                    ValueError, match="guarantees about the whole gallery, but a filter may remove the match"
                 ):
                     gallery.search(queries, 5, filter=mauve, **promise)
 

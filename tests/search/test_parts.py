@@ -124,7 +124,7 @@ def test_other_folders_are_told(tmp_path):
     for content in ("{", "[]", '{"format": "sfumato-index-1", "n": 3}', '{"format": "sfumato-parts-1"}'):
         (tmp_path / "manifest.json").write_text(content)
         for run in (lambda: read_parts(tmp_path), lambda: begin(tmp_path, EMBEDDED)):
-            with pytest.raises(UserError, match=r"manifest.json: not of a folder of embeddings, or damaged"):
+            with pytest.raises(UserError, match=r"manifest.json: damaged, or not a part of a folder of embeddings"):
                 run()
     (tmp_path / "manifest.json").unlink()
     begin(tmp_path, EMBEDDED)

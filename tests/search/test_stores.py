@@ -466,7 +466,7 @@ def test_a_full_disk_takes_nothing_away(tmp_path):
     for most in (24_000, 100_000):
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
         try:
-            with pytest.raises(UserError, match="see to free space"):
+            with pytest.raises(UserError, match="check free space"):
                 store.upsert(second)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)

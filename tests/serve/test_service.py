@@ -588,7 +588,7 @@ def test_the_command_says_what_is_wrong(run, tmp_path):
         ((tmp_path / "nothing",), str(tmp_path / "nothing")),
         ((run, "--host", "0.0.0.0"), "--api-key-file"),
         ((run, "--host", "0.0.0.0", "--no-key"), "--allowed-host"),
-        ((run, "--store", "x"), "go with an index"),
+        ((run, "--store", "x"), "are for an index"),
     ):
         status, printed = Started(command, "serve", *map(str, arguments)).finish(60)
         assert status == 2 and message in printed and "Traceback" not in printed, printed

@@ -219,7 +219,7 @@ def test_parts_keep_groups_whole_and_leave_nothing_out():
     for text in ("", "1", "2/2", "0/1", "-1/2", "a/b"):
         with pytest.raises(ValueError, match="written I/K"):
             parse_part(text)
-    with pytest.raises(ValueError, match="5 groups of images cannot be cut into 6 parts"):
+    with pytest.raises(ValueError, match="5 groups of images cannot be divided into 6 parts"):
         images_of_part(data, 0, 6)
 
 
@@ -276,7 +276,7 @@ def test_the_command_writes_tables_and_a_page(work, sfumato):
 def test_other_data_another_model_and_a_split_it_was_trained_on(work, sfumato, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, out, _ = sfumato("audit", work / "toy.toml", "data.test_share=0.25", "--run", work / "run")
-    assert status == 0 and "listed, and probably wrong" in out and (tmp_path / "audit-test" / "audit.html").is_file()
+    assert status == 0 and "listed and probably wrong" in out and (tmp_path / "audit-test" / "audit.html").is_file()
     assert sfumato("export", work / "run", tmp_path / "moved")[0] == 0
     arguments = "audit", work / "toy.toml", "--run", tmp_path / "moved", "--out", tmp_path / "a", "--json"
     assert json.loads(sfumato(*arguments)[1])["model"] == "moved"
@@ -326,7 +326,7 @@ def test_the_command_says_what_is_wrong(work, sfumato, tmp_path):
     run = work / "run"
     for arguments, expected in (
         (("--run", tmp_path), "is not a run folder"),
-        (("--run", tmp_path, "--cross-fit", 2), "no run folder"),
+        (("--run", tmp_path, "--cross-fit", 2), "is not a run folder"),
         (("--run", run, "--cross-fit", 1), "at least 2 parts, got 1"),
         (("--run", run, "--cross-fit", 2, "--split", "test"), "leave --split test out"),
         (("--run", run, "--split", "none"), "has no split 'none'"),

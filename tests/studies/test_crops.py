@@ -212,7 +212,7 @@ def test_what_cannot_be_used_is_told(tmp_path):
     found = read_boxed_images(write(tmp_path, entries), tmp_path, problems)
     assert [(p.id, len(p.boxes)) for p in found] == [("1", 1), ("2", 0)]
     told = {p.location.split("json")[1]: p.reason for p in problems.items}
-    assert told["[1]"].startswith("image 3 is missing") and told["[2]"] == "id 1 occurs before"
+    assert told["[1]"].startswith("image 3 is missing") and told["[2]"] == "id 1 occurred before"
     assert told["[3]"] == told["[4]"] == 'expected an object with an "id" and a list of "regions"'
     assert told["[0].regions[1]"] == "empty phrase" and "has no area" in told["[0].regions[2]"]
     for k in (3, 4, 5, 6):

@@ -402,7 +402,7 @@ def test_class_names(tmp_path):
     assert read_class_names(path) == {"two words": "something else", "n02": "a {} name"}
     for content, message in (
         ("n01\n", ":1: expected a class, a tab"),
-        ("a b\na c\n", "'a' occurs before"),
+        ("a b\na c\n", "'a' occurred before"),
         ("\n", "names no class"),
     ):
         path.write_text(content)
@@ -514,7 +514,7 @@ def test_the_command_on_folders(work, sfumato, tmp_path):
         "oracle, K most certain, per class",
     ):
         assert shown in out
-    assert "against all prompts" in out and "against a random order with K chosen alike" in out
+    assert "against all prompts" in out and "against a random order with K chosen in the same way" in out
     written = json.loads((tmp_path / "out" / "zeroshot.json").read_text())
     status, out, _ = sfumato(*arguments, "--filter", "global", "--filter", "oracle", "--json")
     assert status == 0 and json.loads(out) == written
@@ -560,7 +560,7 @@ def test_the_command_leaves_out_what_it_cannot_read(work, sfumato, tmp_path):
         status == 0
         and "1 images of 2 classes" in out
         and "1 left out" in out
-        and "others can only be mistaken for: 1" in out
+        and "which can only be wrong answers: 1" in out
     )
 
 
@@ -578,7 +578,7 @@ def _shapes(work, folder):
         ([], "give one of --images FOLDER"),
         (["--images", "x", "--emoji", "group"], "give one of --images FOLDER"),
         (["--images", "nowhere"], "there is no folder nowhere"),
-        (["data.path=x", "--emoji", "group"], "changes a recipe; name it with --data"),
+        (["data.path=x", "--emoji", "group"], "changes a recipe, but no recipe is given; add --data"),
         (["--emoji", "tag"], "group and subgroup, got 'tag'"),
         (["--emoji", "group", "--style", "oil"], "unknown style 'oil'"),
         (["--images", "{classes}", "--filter", "best"], "unknown filter 'best'"),
@@ -586,7 +586,7 @@ def _shapes(work, folder):
         (["--images", "{classes}", "--distance", "cds"], "did you mean 'csd'?"),
         (["--images", "{classes}", "--templates", "none.txt"], "there is no file none.txt"),
         (["--images", "{classes}", "--classes", "none.txt"], "there is no file none.txt"),
-        (["--images", "{classes}", "--choose-on", "{classes}"], "to choose the number on them is --filter oracle"),
+        (["--images", "{classes}", "--choose-on", "{classes}"], "give another folder, or use --filter oracle"),
         (["--data", "{recipe}"], "texts; expected one each"),
         (["--data", "{recipe}", "--split", "dev"], "has no split 'dev'"),
     ],

@@ -57,7 +57,7 @@ def test_word_vectors_that_learn_start_from_the_file(tmp_path):
 
 def test_files_of_word_vectors_that_do_not_fit_stop_before_training(tmp_path):
     toy, path = make_toy(tmp_path), vectors_file(tmp_path)
-    with pytest.raises(UserError, match="3 numbers behind the word, but model.text.width=300"):
+    with pytest.raises(UserError, match="3 numbers after the word, but model.text.width=300"):
         fit(load_recipe(toy, ["model.text.kind=gru", f"model.text.vectors={path}"]), tmp_path / "run")
     with pytest.raises(UserError, match="model.text.freeze is for word vectors from a file"):
         load_recipe(toy, ["model.text.kind=gru", "model.text.freeze=true"])
@@ -184,15 +184,15 @@ def test_a_run_folder_moved_elsewhere_is_enough_to_embed_and_to_export(tmp_path)
     [
         (
             ["optim.first_stage_epochs=3"],
-            "optim.first_stage_epochs=3 leaves none of train.epochs=3 to the second stage",
+            "optim.first_stage_epochs=3 leaves no epoch of train.epochs=3 for the second stage",
         ),
         (["optim.first_stage_epochs=1", "optim.freeze_image_epochs=1"], "leave out optim.freeze_image_epochs"),
         (
             ["model.local_attention=true", "model.embeddings=2", "model.variance=false", "loss.beta=0"],
             "leave out model.local_attention",
         ),
-        (["model.image.kind=frozen", "augment.erase=0.2"], "augment.erase changes pixels"),
-        (["model.text.kind=frozen", "augment.drop_words=0.2"], "augment.drop_words leaves out words before"),
+        (["model.image.kind=frozen", "augment.erase=0.2"], "augment.erase erases pixels; features have none"),
+        (["model.text.kind=frozen", "augment.drop_words=0.2"], "augment.drop_words changes the texts"),
         (
             ["model.image.kind=resnet", "model.image.width=8"],
             "model.image.width has no effect without model.image.depths",

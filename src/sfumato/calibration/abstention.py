@@ -40,7 +40,7 @@ def precision_limit(scores: QueryScores, precision: float, *, confidence: float 
     if not passing:
         raise ValueError(
             f"threshold: no limit has a precision of {precision:g} with confidence {confidence:g} on"
-            f" {len(scores.nearest)} held-out queries; ask for less, or calibrate on more"
+            f" {len(scores.nearest)} held-out queries; give a lower precision, or calibrate on more queries"
         )
     return float(max(passing))
 
@@ -83,7 +83,7 @@ def answer_limit(
     if not passing:
         raise ValueError(
             f"abstention: no limit has a risk of at most {risk:g} with confidence {confidence:g} on {len(nearest)}"
-            " held-out queries; allow more risk, or calibrate on more"
+            " held-out queries; allow more risk, or calibrate on more queries"
         )
     return float(max(passing))
 

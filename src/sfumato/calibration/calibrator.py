@@ -173,7 +173,7 @@ class Calibration:
         if n_gallery is not None and match_fraction is not None:
             raise ValueError("Calibration: give either n_gallery or match_fraction, not both")
         if self.match_fraction is None:
-            raise ValueError(f"Calibration: does not know the fraction of matches that it was fitted at{_FIT_AGAIN}")
+            raise ValueError(f"Calibration: the fraction of matches of its fit is missing{_FIT_AGAIN}")
         if match_fraction is None:
             scores = self.scores(direction)
             if n_gallery is None or n_gallery < 1:
@@ -356,10 +356,15 @@ class Calibration:
         try:
             version, knots = values.get("version", 0), values.get("knots")
             if version > _VERSION:
-                raise ValueError(f"version {version} of a newer sfumato; this one reads up to {_VERSION}")
+                raise ValueError(
+                    f"version {version} was written by a newer sfumato; upgrade sfumato: this one reads"
+                    f" versions up to {_VERSION}"
+                )
             scale, bias = float(values["logit_scale"]), float(values["logit_bias"])
             if not (scale > 0 and math.isfinite(scale) and math.isfinite(bias)):
-                raise ValueError(f"logit_scale must be positive and both finite, got {scale} and {bias}")
+                raise ValueError(
+                    f"logit_scale must be positive and finite and logit_bias finite, got {scale} and {bias}"
+                )
             i2t, t2i = (QueryScores.from_json(v) if (v := values.get(d)) else None for d in get_args(Direction))
             return cls(
                 scale,

@@ -47,8 +47,8 @@ def main() -> None:
     except SystemExit as error:
         if error.code == _INTERRUPTED:
             print(
-                "sfumato: interrupted. Nothing is half written."
-                " Call train, ablate, embed or audit --cross-fit again to continue where it stopped.",
+                "sfumato: interrupted. No file is incomplete."
+                " Run the same train, ablate, embed or audit --cross-fit again to continue.",
                 file=sys.stderr,
             )
         raise

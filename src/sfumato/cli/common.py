@@ -47,7 +47,7 @@ ModelName = Annotated[
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 DataRecipe = Annotated[
     str | None,
-    typer.Option(metavar="RECIPE", help="Recipe (path or name) whose data to use. Default: the data of the run."),
+    typer.Option(metavar="RECIPE", help="Recipe (path or name) that names the data. Default: the data of the run."),
 ]
 DataOverrides = Annotated[
     list[str] | None,
@@ -209,7 +209,7 @@ def open_model_on_data(
     from sfumato.models.run import load_run
 
     if overrides and data is None:
-        raise UserError(f"{overrides[0]!r} changes a recipe; name it with --data RECIPE")
+        raise UserError(f"{overrides[0]!r} changes a recipe, but no recipe is given; add --data RECIPE")
     config = None if data is None else load_recipe(find_recipe(data), list(overrides or [])).data
     if config is None and not is_run(model):
         raise _no_run(model, purpose)

@@ -22,7 +22,7 @@ from sfumato.errors import UserError
 
 @app.command()
 def regions(
-    data: Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe (path or name) whose images to use.")],
+    data: Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe (path or name) that names the images.")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to the recipe, e.g. data.path=my.jsonl."),
@@ -35,7 +35,7 @@ def regions(
         int | None, typer.Option(help="Side of the images, in pixels. Default: the backbone's own.")
     ] = None,
     grid: Annotated[
-        int | None, typer.Option(help="Average a convolutional map down to GRID x GRID regions. Default: all.")
+        int | None, typer.Option(help="Average a convolutional map to GRID x GRID regions. Default: all its cells.")
     ] = None,
     layout: Annotated[
         str, typer.Option(help="scan: one file per split. manifest: one file per image, for any number of captions.")
@@ -100,7 +100,9 @@ def embed(
     model: ModelName,
     out: Annotated[
         Path,
-        typer.Option(help="Folder of parts, new or to be continued. Or, for few items, one file NAME.safetensors."),
+        typer.Option(
+            help="Folder for the parts; an incomplete one is continued. Or, for few items, one file NAME.safetensors."
+        ),
     ],
     images: Images = None,
     manifest: Manifest = None,
@@ -128,8 +130,8 @@ def embed(
     if out.suffix == ".safetensors":
         if manifest or shards or shard or (images is None) == (texts is None):
             raise UserError(
-                f"{out} is one file, for either --images FOLDER or --texts FILE; more goes into a folder,"
-                f" --out {out.stem}"
+                f"{out} is one file, which takes only --images FOLDER or --texts FILE; for other options"
+                f" give a folder, --out {out.stem}"
             )
         result, line = _embed_one_file(model, out, images, texts, device)
         print_result(result, as_json, line)

@@ -57,9 +57,9 @@ def _command_of_old_spelling(args: list[str]) -> str:
     names = [argument.partition("=")[0] for argument in args]
     of_files = next((name for name in names if name in _FILE_OPTIONS), None)
     if of_files and not args[0].startswith("-"):
-        raise UserError(f"{of_files} goes without a model; a model is evaluated on its own data or with --data")
+        raise UserError(f"{of_files} is an option for embedding files; leave it out, or leave the model out")
     if of_files and "--data" in names:
-        raise UserError("--data goes with a model; files take --truth or --benchmark")
+        raise UserError("--data needs a model; for embedding files give --truth or --benchmark")
     if of_files or not args:
         return "files"
     return "model" if "--data" in names else "run"
@@ -92,11 +92,11 @@ CompareRun = Annotated[
     str | None,
     typer.Option(
         metavar="RUN_OR_FILE",
-        help="Compare query by query with another run on its data, or with a file of --per-query.",
+        help="Compare query by query with another run, or with a file that --per-query wrote.",
     ),
 ]
 CompareFile = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Compare query by query with a file of --per-query.")
+    str | None, typer.Option(metavar="FILE", help="Compare query by query with a file that --per-query wrote.")
 ]
 Published = Annotated[bool, typer.Option("--published", help="Show published figures as well.")]
 
@@ -135,7 +135,10 @@ def run(
         open_model_on_data(run, None, overrides, split, "cpu", purpose="evaluate it on")
     if seeds:
         if more.anything:
-            raise UserError("--seeds sums up runs on their own data: sfumato evaluate run RUN --seeds RUN --seeds RUN")
+            raise UserError(
+                "--seeds needs runs on their own data, and no other model or --data; write sfumato evaluate"
+                " run RUN --seeds RUN --seeds RUN"
+            )
         _evaluate_seeds([run, *map(str, seeds)], split, distance, device, as_json)
     else:
         _evaluate_and_print(run, None, None, split, distance, more, device, as_json)
@@ -176,11 +179,13 @@ ImageIds = Annotated[
     Path | None,
     typer.Option(help="Ids of the images: .txt, .json or .npy. Default: those of the ground truth, in its order."),
 ]
-TextIds = Annotated[Path | None, typer.Option(help="Ids of the texts, likewise.")]
+TextIds = Annotated[Path | None, typer.Option(help="Ids of the texts, with the same formats and default.")]
 ImageLogVar = Annotated[
-    Path | None, typer.Option(help="Log variances of the images: .npy. Default: none, they are points.")
+    Path | None, typer.Option(help="Log variances of the images: .npy. Default: none; the images are points.")
 ]
-TextLogVar = Annotated[Path | None, typer.Option(help="Log variances of the texts, likewise.")]
+TextLogVar = Annotated[
+    Path | None, typer.Option(help="Log variances of the texts: .npy. Default: none; the texts are points.")
+]
 RankedLists = Annotated[
     Path | None,
     typer.Option(
@@ -248,10 +253,7 @@ def files(
     where = None if device == "auto" else choose_device(device)
     measured, embedded = measure_files(chosen, score, split=split, device=where)
     if ranked is None and not (image_ids and text_ids):
-        say(
-            "note: rows without ids in their file or in --image-ids and --text-ids"
-            " get the ids of the ground truth, in its order"
-        )
+        say("note: no ids were given for some embeddings; they get the ids of the ground truth, in its order")
     extra = more_results(measured, embedded, more, other)
     if as_json:
         print(json.dumps(measured.to_json() | extra.to_json()))
@@ -268,7 +270,7 @@ def _read_compared(compare: str | None) -> "PerQuery | None":
         return None
     if Path(compare).suffix not in PER_QUERY_ENDINGS:
         endings = " or ".join(PER_QUERY_ENDINGS)
-        raise UserError(f"--compare {compare}: files are compared with single queries, {endings}")
+        raise UserError(f"--compare {compare}: embedding files are compared with a file of single queries, {endings}")
     return read_per_query(compare)
 
 

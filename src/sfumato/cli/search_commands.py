@@ -17,7 +17,10 @@ EmbeddingsToIndex = Annotated[Path | None, typer.Option(help="Or a folder that s
 IndexEngine = Annotated[
     str | None,
     typer.Option(
-        help="Engine of an index: exact, or with the extra faiss flat, hnsw or ivf. Default: exact. Not with --store."
+        help=(
+            "Engine of an index: exact, flat, hnsw or ivf. All but exact need the extra faiss. Default: exact. Not"
+            " with --store."
+        )
     ),
 ]
 StoreUrl = Annotated[
@@ -84,7 +87,7 @@ def _check_index_options(sources: tuple[object, ...], engine: str | None, store:
             "the engine of a store is part of its URL, e.g. --store 'file:?engine=hnsw'; leave --engine out"
         )
     if add and store is not None:
-        raise UserError("the collection knows its store; leave --store out with --add")
+        raise UserError("--add writes to the store of the collection; leave --store out")
 
 
 @app.command()
@@ -93,7 +96,8 @@ def copy(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the copy: new, or empty.")],
     store: Annotated[str, typer.Option(metavar="URL", help="Store of the copy, as for sfumato index.")] = "file:",
     source_store: Annotated[
-        str | None, typer.Option(metavar="URL", help="Where the collection's store is. Default: where it was made.")
+        str | None,
+        typer.Option(metavar="URL", help="URL of the collection's store. Default: the URL that it was built with."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -118,7 +122,10 @@ Risk = Annotated[
     float | None,
     typer.Option(
         metavar="RISK",
-        help="Report no confident match where needed, to keep the fraction of wrong first results at RISK, e.g. 0.1.",
+        help=(
+            "Largest fraction of answers with a wrong first result, e.g. 0.1. Less certain queries get no"
+            " confident match."
+        ),
     ),
 ]
 
@@ -138,7 +145,13 @@ def search(
     ] = None,
     store: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Store of the collection, e.g. with other search options. Default: its own."),
+        typer.Option(
+            metavar="URL",
+            help=(
+                "URL of the collection's store, e.g. with other search options. Default: the URL that it was built"
+                " with."
+            ),
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -170,7 +183,10 @@ TextGallery = Annotated[
 MovedModel = Annotated[
     str | None, typer.Option(metavar="MODEL", help="Folder or name of the model. Default: where it was for the index.")
 ]
-MovedStore = Annotated[str | None, typer.Option(metavar="URL", help="Store of the collection. Default: its own.")]
+MovedStore = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="URL of the collection's store. Default: the URL that it was built with."),
+]
 ServedSplit = Annotated[
     str | None, typer.Option(help="For a run: split of its data to embed and serve. Default: test.")
 ]
@@ -194,7 +210,7 @@ ServedBatch = Annotated[int, typer.Option(help="Largest number of texts or image
 BatchWindow = Annotated[float, typer.Option(help="Longest wait for a batch to fill, in milliseconds.")]
 Queue = Annotated[int, typer.Option(help="Largest number of texts or images that wait; further requests are refused.")]
 Timeout = Annotated[
-    float, typer.Option(help="Longest time for a request to arrive, and again to be answered, in seconds.")
+    float, typer.Option(help="Longest time for a request to arrive, in seconds. The answer may take the same time.")
 ]
 Threads = Annotated[int, typer.Option(help="Number of threads per computation.")]
 SearchWorkers = Annotated[int, typer.Option(help="Number of searches at the same time.")]

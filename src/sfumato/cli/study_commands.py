@@ -31,7 +31,7 @@ Corrupted = Annotated[int, typer.Option(min=1, help="corruption: number of items
 SetPairs = Annotated[int, typer.Option(min=3, help="sets: number of pairs of images to mix, and to erase in part.")]
 WordBins = Annotated[int, typer.Option(min=1, help="words: number of bins of uncertainty.")]
 WordCorpus = Annotated[
-    str, typer.Option(help="words: what a word is weighed against, the captions of its bin or of the whole split.")
+    str, typer.Option(help="words: captions that a word is compared with: those of its bin, or of the whole split.")
 ]
 MapMethod = Annotated[str, typer.Option(help="map: pca, or tsne (needs the extra analysis).")]
 MapItems = Annotated[int, typer.Option(min=2, help="map: largest number of images, and of texts.")]
@@ -46,7 +46,10 @@ def analyse(
     only: Annotated[
         str | None,
         typer.Option(
-            help="Studies, separated by commas: corruption,sets,words,map. Default: all that model and data allow."
+            help=(
+                "Studies, separated by commas: corruption,sets,words,map. Default: all that the model and the data"
+                " allow."
+            )
         ),
     ] = None,
     uncertainty: Annotated[
@@ -165,7 +168,8 @@ EmojiStyle = Annotated[str, typer.Option(help="With --emoji: drawing style, noto
 LabelledRecipe = Annotated[
     str | None,
     typer.Option(
-        metavar="RECIPE", help="Or a recipe (path or name) with data in which the only text of an image is its class."
+        metavar="RECIPE",
+        help="Or a recipe (path or name). Each image of its data must have one text, the name of its class.",
     ),
 ]
 Templates = Annotated[
@@ -188,7 +192,12 @@ Filters = Annotated[
 ]
 ChooseOn = Annotated[
     Path | None,
-    typer.Option(help="Folder like --images, used to choose the number of prompts. Default: half of each class."),
+    typer.Option(
+        help=(
+            "Folder in the layout of --images, to choose the number of prompts on. Default: half of the images of"
+            " each class."
+        )
+    ),
 ]
 Pooling = Annotated[str, typer.Option(help="How a class's prompts are joined: mixture, or unit as in CLIP.")]
 ZeroshotDistance = Annotated[str | None, typer.Option(help="Distance to classify by. Default: the model's own.")]
@@ -231,11 +240,9 @@ def zeroshot(
     if sum(source is not None for source in (images, emoji, data)) != 1:
         raise UserError("give one of --images FOLDER, --emoji group or subgroup, and --data RECIPE")
     if overrides and data is None:
-        raise UserError(f"{overrides[0]!r} changes a recipe; name it with --data RECIPE")
+        raise UserError(f"{overrides[0]!r} changes a recipe, but no recipe is given; add --data RECIPE")
     if choose_on is not None and images is not None and choose_on.resolve() == images.resolve():
-        raise UserError(
-            "--choose-on holds the images that are reported on; to choose the number on them is --filter oracle"
-        )
+        raise UserError("--choose-on is also the folder that is evaluated; give another folder, or use --filter oracle")
     prompts = read_templates(templates)
     names = read_class_names(classes) if classes is not None else None
     retrieval_model = load_model(model, device=choose_device(device))
@@ -325,9 +332,9 @@ def audit(
     from sfumato.studies.audit import audit_model, cross_fit
 
     if parts and split not in (None, "train"):
-        raise UserError(f"--cross-fit audits the split train, which it trains on in parts; leave --split {split} out")
+        raise UserError(f"--cross-fit audits the split train only; leave --split {split} out")
     if parts and not is_run(model):
-        raise UserError(f"--cross-fit trains as a run was trained, and {model} is no run folder")
+        raise UserError(f"--cross-fit needs a run folder, whose recipe it trains with; {model} is not a run folder")
     split = split or ("train" if parts else "test")
     opened = open_model_on_data(model, data, overrides, split, device, purpose="audit")
     folder = opened.folder(out, f"audit-{split}")
@@ -373,7 +380,9 @@ def report(
 
     require_matplotlib()
     if data is not None and analyses:
-        raise UserError("--analyses goes with a run on its own data; with --data, `sfumato analyse` writes a page")
+        raise UserError(
+            "--analyses needs a run on its own data; for other data run `sfumato analyse`, which writes a page"
+        )
     opened = open_model_on_data(model, data, overrides, split, device, purpose="report on")
     if opened.own_run is not None:
         page, path = report_run(opened.own_run, split, out, analyses=analyses)

@@ -26,7 +26,7 @@ def train(
     out: Annotated[Path | None, typer.Option(help="Folder of the run. Default: runs/NAME-OF-THE-RECIPE.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a model as a recipe says.
+    """Train a model from a recipe.
 
     An interrupted run in the same folder is resumed.
     """
@@ -52,7 +52,10 @@ def ablate(
         str | None,
         typer.Option(
             "--train",
-            help="Distances to train with, separated by commas, e.g. csd,wasserstein2. Default: all without samples.",
+            help=(
+                "Distances to train with, separated by commas, e.g. csd,wasserstein2. Default: all that need no"
+                " samples."
+            ),
         ),
     ] = None,
     retrieved: Annotated[
@@ -98,7 +101,7 @@ def ablate(
 def calibrate(
     run: RunFolder,
     split: Annotated[
-        str, typer.Option(help="Split of the run's data to fit on; not one that it was trained on.")
+        str, typer.Option(help="Split of the run's data to fit on. It must not be the split of the training.")
     ] = "val",
     method: Annotated[
         str, typer.Option(help="How to fit: platt, or isotonic (needs the extra calibration).")

@@ -163,7 +163,9 @@ def plan_mixing(
         if not (0 <= value <= limit and np.isfinite(value)):
             raise ValueError(f"plan_mixing: {name} must be a number in [0, {limit}], got {value}")
     if mixup_alpha == 0 == cutmix_alpha:
-        raise ValueError("plan_mixing: mixup_alpha and cutmix_alpha are both 0; to mix nothing set fraction to 0")
+        raise ValueError(
+            "plan_mixing: mixup_alpha and cutmix_alpha are both 0; set one above 0, or set fraction to 0 to mix nothing"
+        )
     if choice not in get_args(MixChoice):
         raise ValueError(f"plan_mixing: unknown choice {choice!r}; known: {', '.join(get_args(MixChoice))}")
     random = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
@@ -287,7 +289,8 @@ def augment_token_ids(
         )
     if min(masked, replaced) < 0 or masked + replaced > 1:
         raise ValueError(
-            f"augment_token_ids: masked and replaced must be fractions of a whole, got {masked} and {replaced}"
+            f"augment_token_ids: masked and replaced must be at least 0, and at most 1 together; got {masked}"
+            f" and {replaced}"
         )
     for name, values in (("mask_id", [mask_id]), ("pad_id", [pad_id]), ("forbidden", forbidden)):
         if outside := [i for i in values if not 0 <= i < vocabulary_size]:
@@ -299,7 +302,7 @@ def augment_token_ids(
     allowed[list(forbidden)] = False
     known = allowed.nonzero().squeeze(1).to(ids.device)
     if not len(known):
-        raise ValueError(f"augment_token_ids: all {vocabulary_size} ids are forbidden; there is none to draw")
+        raise ValueError(f"augment_token_ids: all {vocabulary_size} ids are forbidden; no id is left to sample")
 
     position = mask.cumsum(1) - 1
     word = mask & (position >= special[0]) & (position < mask.sum(1, keepdim=True) - special[1])

@@ -135,7 +135,7 @@ def splits_of_rows(
         if row.id in seen:
             known = chosen.get(split, {}).get(row.id)
             if known is None or known.image != row.image:
-                problems.add(row.location, f"id {row.id!r} occurs before with another image or split")
+                problems.add(row.location, f"id {row.id!r} occurred before, with another image or split")
                 continue
             known.captions.extend(row.captions)  # Many manifests have one row for each caption.
             continue

@@ -64,7 +64,7 @@ def read_embeddings(
         )
     if log_var is not None:
         if log_variance is not None:
-            raise ValueError(f"{file}: has log variances of its own; leave out {log_var}")
+            raise ValueError(f"{file}: holds log variances already; leave out {log_var}")
         if not Path(log_var).is_file():
             raise FileNotFoundError(f"no log variances at {log_var}")
         log_variance = _read_array(Path(log_var)).to(mean.dtype)
@@ -148,10 +148,10 @@ def _read_array(path: Path) -> Tensor:
                 f"{path}: holds pickled Python objects, which can run code when read; save plain numbers with"
                 f" numpy.save"
             ) from error
-        raise ValueError(f"{path}: not a whole .npy file ({error})") from error
+        raise ValueError(f"{path}: not a complete .npy file ({error})") from error
     if not isinstance(array, np.ndarray):
         array.close()
-        raise ValueError(f"{path}: an archive of several arrays; save the one with numpy.save")
+        raise ValueError(f"{path}: an archive of several arrays; save one array with numpy.save")
     if array.ndim != 2 or array.dtype.newbyteorder("=") not in _FLOATS:
         raise ValueError(
             f"{path}: an array of shape {array.shape} and type {array.dtype}; expected (n, d) floating point"
@@ -174,7 +174,7 @@ def _read_tensors(path: Path, name: str | None) -> tuple[Tensor, Tensor | None]:
             mean = file.get_tensor(chosen)
             log_variance = file.get_tensor("log_var") if name in (None, "mean") and "log_var" in present else None
     except SafetensorError as error:
-        raise ValueError(f"{path}: not a whole .safetensors file ({error})") from error
+        raise ValueError(f"{path}: not a complete .safetensors file ({error})") from error
     if mean.ndim != 2 or not mean.is_floating_point():
         raise ValueError(
             f"{path}: tensor {chosen!r} has shape {tuple(mean.shape)} and type {mean.dtype}; expected (n, d)"

@@ -109,7 +109,7 @@ def read_karpathy(path: str | Path, images: str | Path, problems: Problems) -> d
         elif entry.split == "none":
             continue
         elif entry.filename in seen_images:
-            problems.add(entry.location, f"image {entry.filename} occurs before")
+            problems.add(entry.location, f"image {entry.filename} occurred before")
         elif (source := _find(images, archive, entry.folder, entry.filename)) is None:
             problems.add(entry.location, f"image {entry.filename} is missing from {images}")
         elif captions := _usable_sentences(entry, seen_texts, problems):
@@ -150,7 +150,7 @@ def _usable_sentences(entry: KarpathyEntry, seen: set[str], problems: Problems) 
         if not text:
             problems.add(f"{entry.location} sentence {identity}", "empty caption")
         elif identity in seen:
-            problems.add(f"{entry.location} sentence {identity}", "this sentid occurs before")
+            problems.add(f"{entry.location} sentence {identity}", "this sentid occurred before")
         else:
             seen.add(identity)
             usable[identity] = text

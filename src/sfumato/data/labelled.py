@@ -61,7 +61,7 @@ def read_class_names(path: Path) -> dict[str, str]:
         if not key.strip() or not name.strip():
             raise UserError(f"{path}:{number}: expected a class, a tab and its name, got {line!r}")
         if key.strip() in names:
-            raise UserError(f"{path}:{number}: the class {key.strip()!r} occurs before")
+            raise UserError(f"{path}:{number}: the class {key.strip()!r} occurred before")
         names[key.strip()] = name.strip()
     if not names:
         raise UserError(f"{path} names no class")

@@ -122,7 +122,7 @@ def list_images(path: str | Path, *, image_root: str | Path | None = None) -> It
             seen[identity] = image
             yield ListedImage(location, identity, str(root / image))
         elif seen[identity] != image:
-            yield ListedImage(location, "", "", f"id {identity!r} occurs before with another image")
+            yield ListedImage(location, "", "", f"id {identity!r} occurred before, with another image")
     yield from malformed()
 
 

@@ -41,7 +41,10 @@ def shuffle_pairs(data: PairData, rate: float, seed: int) -> tuple[PairData, np.
     image, text = _in_text_order(data)
     p, k = len(image), round(rate * len(image))
     if rate > 0 and k < 2:
-        raise ValueError(f"shuffle_pairs: a rate of {rate} of {p} pairs is {k}; at least 2 are needed to change places")
+        raise ValueError(
+            f"shuffle_pairs: a rate of {rate} of {p} pairs is {k}; at least 2 pairs are needed to exchange"
+            " their images; raise the rate"
+        )
     random = np.random.default_rng(seed)
     for _ in range(_TRIES):
         chosen = np.sort(random.permutation(p)[:k])
@@ -72,7 +75,7 @@ def apply_noise(data: PairData, image_of_pair: np.ndarray) -> PairData:
     noisy = dataclasses.replace(data, pairs=np.stack([image_of_pair, _in_text_order(data)[1]], axis=1))
     if len(noisy.pairs) < len(data.pairs):
         raise ValueError(
-            "apply_noise: the array gives a text the same image twice; each of its pairs needs an image of its own"
+            "apply_noise: the array gives a text the same image twice; the pairs of a text need different images"
         )
     return noisy
 

@@ -45,7 +45,7 @@ class PairData:
             raise ValueError(
                 f"PairData: got {n} image ids for {len(self.images)} images, and {m} text ids for"
                 f" {len(self.texts)} texts and"
-                f" {len(self.text_kinds)} kinds; they must be as many"
+                f" {len(self.text_kinds)} kinds; the numbers must be equal"
             )
         for what, ids in (("image", self.image_ids), ("text", self.text_ids)):
             if len(set(ids)) != len(ids):
@@ -195,7 +195,8 @@ class PairSampler:
         self.epoch_over, self.positives, self.grades = epoch_over, positives, grades
         if kind_weights is not None and epoch_over == "pairs":
             raise ValueError(
-                'PairSampler: kind_weights have no meaning with epoch_over="pairs", which draws every pair once'
+                'PairSampler: kind_weights have no effect with epoch_over="pairs", which visits every pair once;'
+                " leave them out"
             )
         self._starts = np.searchsorted(data.pairs[:, 0], np.arange(len(data.image_ids) + 1))
         weights = np.ones(len(data.pairs)) if kind_weights is None else self._pair_weights(kind_weights)
@@ -320,7 +321,7 @@ def parse_part(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     part, of = (int(found[1]), int(found[2])) if found else (0, 0)
     if of < 2 or part >= of:
-        raise ValueError(f"a part is written I/K with I below K and K at least 2, such as 0/2 and 1/2; got {text!r}")
+        raise ValueError(f"expected a part I/K, with K at least 2 and I from 0 to K - 1, such as 0/2; got {text!r}")
     return part, of
 
 
@@ -342,7 +343,7 @@ def images_of_part(data: PairData, part: int, of: int, *, seed: int = 0) -> np.n
     group = np.unique(data.groups, return_inverse=True)[1]
     n_groups = int(group.max(initial=-1)) + 1
     if n_groups < of:
-        raise ValueError(f"images_of_part: {n_groups} groups of images cannot be cut into {of} parts")
+        raise ValueError(f"images_of_part: {n_groups} groups of images cannot be divided into {of} parts")
     part_of_group = np.random.default_rng(seed).permutation(n_groups) % of
     return np.flatnonzero(part_of_group[group] == part)
 

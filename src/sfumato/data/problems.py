@@ -107,5 +107,5 @@ class Problems:
         if len(self) > max(_FEW, max_fraction * (total + len(self))):
             raise UserError(
                 f"{len(self)} of {total + len(self)} items are unusable, more than {setting}{max_fraction:g}"
-                f" allows; mend them, or raise that fraction:\n{self.summary()}"
+                f" allows; correct them, or raise that fraction:\n{self.summary()}"
             )

@@ -231,7 +231,7 @@ def _checked_header(file: IO[bytes], size: int) -> tuple[tuple[int, ...], np.dty
     if dtype.kind != "f" or dtype.itemsize not in (2, 4, 8):
         raise ValueError(f"numbers of type {dtype}; expected float32 or float16, as .astype('float32') gives")
     if by_columns and sum(length > 1 for length in shape) > 1:
-        raise ValueError("saved column by column; save numpy.ascontiguousarray of it")
+        raise ValueError("saved column by column (Fortran order); save numpy.ascontiguousarray of it")
     start = file.tell()
     needed = math.prod(shape) * dtype.itemsize
     if min(shape, default=0) < 0 or size - start < needed:
@@ -266,7 +266,7 @@ def _read_split(folder: Path, name: str, problems: Problems) -> PairData:
         location = f"{path}:{number + 1}"
         identity = f"{name}-{row}" if ids is None else ids[row]
         if taken.setdefault(identity, row) != row:
-            problems.add(location, f"id {identity} stands for another row before")
+            problems.add(location, f"id {identity} belongs to another row already")
         elif text := _text(line, location, problems):
             own = captions.setdefault(row, {})
             own[f"{identity}#{len(own)}"] = text

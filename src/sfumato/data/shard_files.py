@@ -147,7 +147,7 @@ def list_shard(shard: str | Path) -> list[ShardImage]:
                 endings = [ending for _, ending, _ in members]
                 image = next((ending for ending in SHARD_IMAGE_ENDINGS if ending in endings), None)
                 if key in seen:
-                    found.append(ShardImage(key, error="the key occurs before in this shard"))
+                    found.append(ShardImage(key, error="the key occurred before in this shard"))
                 elif image is None:
                     found.append(ShardImage(key, error=f"no image: there is only .{', .'.join(endings)}"))
                 elif endings.count(image) > 1:
@@ -161,7 +161,7 @@ def list_shard(shard: str | Path) -> list[ShardImage]:
     if cut:
         raise ShardError(shard, cut[0])
     if not found:
-        bad("no sample in it")
+        bad("it holds no sample")
     return found
 
 
@@ -215,7 +215,10 @@ def _members(file: IO[bytes], bad: Callable[[str, bool], None]) -> Iterator[tarf
                 raise ValueError("a negative size")
         except _DAMAGED as error:
             if not damaged:
-                bad(f"damaged at byte {position}: {error}; what is there is lost", not ended and file.tell() >= size)
+                bad(
+                    f"damaged at byte {position}: {error}; the samples there are lost",
+                    not ended and file.tell() >= size,
+                )
             damaged = True
             position += tarfile.BLOCKSIZE
             continue
@@ -224,7 +227,7 @@ def _members(file: IO[bytes], bad: Callable[[str, bool], None]) -> Iterator[tarf
             return bad(f"cut short: ends within {member.name}", True)
         yield member
     if not ended and not damaged:
-        bad("cut short: the mark of the end is missing, and maybe members before it", True)
+        bad("cut short: the end mark is missing; members before it may be missing too", True)
 
 
 def _named(members: Iterable[tarfile.TarInfo]) -> Iterator[tuple[str, str, tarfile.TarInfo]]:

@@ -43,7 +43,7 @@ class DataConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     source: str = Field(
-        "emoji", description="name in SOURCES: emoji, manifest, folder, karpathy, shards, scan, or your own"
+        "emoji", description="name in SOURCES: emoji, manifest, folder, karpathy, shards, scan, or a registered source"
     )
     path: str = Field(
         "",
@@ -63,16 +63,18 @@ class DataConfig(BaseModel):
     )
     positives: Positives = Field(
         "listed",
-        description="the matches of a batch: all pairs that the data lists, or only the pairs that were drawn",
+        description="the matches of a batch: all pairs that the data lists, or only the pairs that were sampled",
     )
     graded: bool = Field(
         False,
-        description="give a pair that is not listed a label from 0 to 1/2, half the TF-IDF cosine of its text with the"
-        " texts of its image, instead of 0",
+        description=(
+            "label of a pair that is not listed: half the TF-IDF cosine of its text with the texts of its image,"
+            " from 0 to 1/2; false: 0"
+        ),
     )
     kind_weights: dict[str, NonNegativeFloat] = Field(
         default={},
-        description="relative frequency of each kind of text in a batch; by default texts are drawn uniformly",
+        description="relative frequency of each kind of text in a batch; by default texts are sampled uniformly",
     )
     val_fraction: float = Field(
         0.1,
@@ -193,9 +195,7 @@ class Source:
         """
         if self.options is None:
             if values:
-                raise ValueError(
-                    f"data.options: data.source={name!r} has no options of its own; leave {min(values)} out"
-                )
+                raise ValueError(f"data.options: data.source={name!r} takes no options; leave out {min(values)} out")
             return
         try:
             self.options.model_validate(values)

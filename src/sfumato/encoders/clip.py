@@ -61,17 +61,18 @@ class _ClipConfig(EncoderConfig):
     weights: str = Field("", description="hub name or local folder of a CLIP or SigLIP model; random weights if empty")
     architecture: Architecture = Field("ViT-B/32", description="architecture, without weights")
     blocks: PositiveInt | None = Field(
-        None, description="number of blocks, without weights; the architecture's number if left out"
+        None, description="number of blocks, only without weights; the architecture's number if left out"
     )
     activation: Activation = Field(
-        "quick_gelu", description="activation, without weights: quick_gelu as OpenAI's models, gelu as open_clip's"
+        "quick_gelu", description="activation, only without weights: quick_gelu (OpenAI) or gelu (open_clip)"
     )
-    variance_blocks: int = Field(1, ge=0, description="number of last blocks that the log variance has for itself")
+    variance_blocks: int = Field(1, ge=0, description="number of last blocks that are separate for the log variance")
     variance_start: VarianceStart = Field(
-        "random", description="start of the variance blocks: random weights, as published, or a copy of the mean's"
+        "random",
+        description="start of the variance blocks: random weights (as published), or a copy of the mean's blocks",
     )
     variance_token: bool = Field(
-        False, description="ProLIP's way: the log variance from an extra token [UNC] instead of extra blocks"
+        False, description="read the log variance from an extra token [UNC], as ProLIP, instead of extra blocks"
     )
     checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
 
@@ -104,10 +105,12 @@ class _ClipConfig(EncoderConfig):
     def check(self, section: str) -> None:
         """See :meth:`EncoderConfig.check <sfumato.encoders.encoder_protocol.EncoderConfig.check>`."""
         if self.weights and (useless := self.changed(*self._without_weights)):
-            raise ValueError(f"{section}.{min(useless)} is for random weights; leave it out beside {section}.weights")
+            raise ValueError(
+                f"{section}.{min(useless)} is only for random weights; leave it out with {section}.weights"
+            )
         if self.variance_token and self.variance_blocks > 1:
             raise ValueError(
-                f"{section}.variance_token takes the place of variance_blocks; leave {section}.variance_blocks out"
+                f"{section}.variance_token replaces the variance blocks; leave {section}.variance_blocks out"
             )
 
     _without_weights: ClassVar[tuple[str, ...]] = ("architecture", "blocks", "activation")
@@ -120,7 +123,7 @@ class ClipImageConfig(_ClipConfig, ImageEncoderConfig):
 
     kind: Literal["clip"] = "clip"
     size: int | None = Field(
-        None, ge=16, description="side of the square images in pixels; that of the weights (or 224) if left out"
+        None, ge=16, description="side of the square images in pixels; the side of the weights (or 224) if left out"
     )
     final_norm: bool = Field(False, description="pass the mean's features through the last norm of the transformer")
     fit: Fit = "squash"
@@ -146,11 +149,11 @@ class ClipTextConfig(_ClipConfig, TextEncoderConfig):
 
     kind: Literal["clip"] = "clip"
     vocabulary: PositiveInt = Field(
-        4000, description="largest number of subword tokens, learnt from the training texts; without weights"
+        4000, description="largest number of subword tokens learnt from the training texts; only without weights"
     )
     tokenizer: str = Field(
         "",
-        description="hub name or local folder with subword tokens to use instead of learning them; without weights",
+        description="hub name or local folder of subword tokens to use instead of learning them; only without weights",
     )
     max_tokens: int | None = Field(
         None,

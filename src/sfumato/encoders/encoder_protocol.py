@@ -181,7 +181,7 @@ class EncoderConfig(BaseModel):
     needs_description: ClassVar[bool] = False
     path_fields: ClassVar[tuple[str, ...]] = ()
 
-    kind: str = Field(description="which kind of encoder; it decides which other keys exist")
+    kind: str = Field(description="kind of the encoder; it determines the other keys")
 
     @property
     def base_model(self) -> str:

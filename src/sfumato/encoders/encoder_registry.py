@@ -131,7 +131,8 @@ def encoder_section(side: Side, value: Any) -> EncoderConfig:
     if isinstance(value, EncoderConfig):
         if not isinstance(value, encoder_entry(side, value.kind).config):
             raise ValueError(
-                f"model.{side}: got a {type(value).__name__}, which is not the {side} side of {value.kind!r}"
+                f"model.{side}: got a {type(value).__name__}, which is not the config class of the {side} side"
+                f" of {value.kind!r}"
             )
         return value
     if not isinstance(value, Mapping):

@@ -216,7 +216,7 @@ class FeatureCache:
             write_json(about, expected)
         elif json.loads(about.read_text()) != expected:
             raise ValueError(
-                f"{self.folder}: a cache of something else ({about.read_text().strip()}); delete the folder to"
+                f"{self.folder}: holds a cache of other features ({about.read_text().strip()}); delete the folder to"
                 " rebuild it"
             )
 

@@ -55,7 +55,7 @@ class FrozenImageConfig(ImageEncoderConfig):
         "efficientnet-lite0", description="efficientnet-lite0, a hub name, or a local folder of transformers"
     )
     size: int | None = Field(
-        None, ge=16, description="side in pixels to which images are resized; the backbone's own size if left out"
+        None, ge=16, description="side of the resized images in pixels; the backbone's own size if left out"
     )
     grid: int | None = Field(
         None,

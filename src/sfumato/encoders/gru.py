@@ -38,15 +38,15 @@ class WordTextConfig(TextEncoderConfig):
         "final", description="token features. final: the final state of each direction; all: the states at all words"
     )
     min_count: PositiveInt = Field(
-        1, description="how often a word must occur in the training texts to be in the vocabulary"
+        1, description="number of times that a word must occur in the training texts to be in the vocabulary"
     )
     max_tokens: PositiveInt = Field(64, description="largest number of words of a text; longer texts are cut")
     vectors: str = Field(
         "",
-        description="text file of GloVe with word vectors to start from, needed only when a run begins; none if empty",
+        description="GloVe text file of word vectors to start from, read only when a run begins; none if empty",
     )
-    freeze: bool = Field(False, description="never change the word vectors; needs vectors")
-    variance_gru: bool = Field(True, description="a second GRU for the log variance alone")
+    freeze: bool = Field(False, description="keep the word vectors frozen; needs vectors")
+    variance_gru: bool = Field(True, description="use a second GRU for the log variance only")
 
     def check(self, section: str) -> None:
         """See :meth:`EncoderConfig.check <sfumato.encoders.encoder_protocol.EncoderConfig.check>`."""
@@ -131,11 +131,11 @@ def _vector(path: Path, number: int, fields: list[bytes], width: int) -> np.ndar
         raise UserError(f"{path}, line {number}: expected a word and its numbers, got {len(fields)} fields{_UNPACKED}")
     if len(vector) != width:
         raise UserError(
-            f"{path}, line {number}: {len(vector)} numbers behind the word, but model.text.width={width}; give a file"
+            f"{path}, line {number}: {len(vector)} numbers after the word, but model.text.width={width}; give a file"
             f" of that width, or set model.text.width={len(vector)} if all lines have as many"
         )
     if not np.isfinite(vector).all():
-        raise UserError(f"{path}, line {number}: a number behind the word is not finite; the file is damaged")
+        raise UserError(f"{path}, line {number}: a number after the word is not finite; the file is damaged")
     return vector
 
 

@@ -371,7 +371,7 @@ class GaussianHead(nn.Module):
             ValueError: this is a head of points.
         """
         if self.log_var is None:
-            raise ValueError("GaussianHead: log_variance of a head of points (variance=False)")
+            raise ValueError("GaussianHead: log_variance needs variances, but the head was built with variance=False")
         features, mask = tokens.for_log_var()
         log_var: Tensor = self.log_var(features, mask)
         if self.log_var_local is not None:

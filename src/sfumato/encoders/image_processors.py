@@ -142,7 +142,7 @@ class ImageFileStore:
             except (ValueError, OSError) as error:
                 raise OSError(
                     f"the image at position {position} can no longer be read: {error}. It was readable when the data"
-                    " were checked. Check whether the file has changed and its disk is there"
+                    " were checked. Check that the file is unchanged and that its disk is mounted"
                 ) from error
 
         with ThreadPoolExecutor(self.workers) as pool:

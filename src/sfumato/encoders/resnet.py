@@ -47,7 +47,9 @@ class ResNetImageConfig(ImageEncoderConfig):
         "resnet-50", description="architecture, without weights"
     )
     depths: tuple[PositiveInt, ...] | None = Field(
-        None, min_length=1, description="number of blocks of each stage, instead of an architecture; without weights"
+        None,
+        min_length=1,
+        description="number of blocks of each stage, instead of an architecture; only without weights",
     )
     width: PositiveInt = Field(
         64, description="with depths: channels of the first stage; each later stage has twice as many"

@@ -35,7 +35,7 @@ class SmallTextConfig(TextEncoderConfig):
 
     kind: Literal["small"] = "small"
     vocabulary: PositiveInt = Field(
-        4000, description="largest number of subword tokens; all single characters are among them"
+        4000, description="largest number of subword tokens; they include all single characters"
     )
     width: PositiveInt = Field(256, description="channels of the token features")
     max_tokens: PositiveInt = Field(64, description="largest number of tokens of a text; longer texts are cut")

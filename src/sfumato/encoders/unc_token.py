@@ -32,7 +32,7 @@ class _UncTokenEncoder(EncoderModule):
         if len(encoder.variance_blocks):
             raise ValueError(
                 f"{type(self).__name__}: the encoder has {len(encoder.variance_blocks)} variance blocks, expected none:"
-                " the [UNC] token is in their place; build it with variance_blocks=0"
+                " the [UNC] token replaces them; build it with variance_blocks=0"
             )
         self.encoder, self.released = encoder, released
         self.channels, self.depth = encoder.channels, encoder.depth

@@ -126,8 +126,8 @@ def _installed() -> Path:
     spec = importlib.util.find_spec("eccv_caption")
     if spec is None or not spec.submodule_search_locations:
         raise UserError(
-            "the id lists of CxC and ECCV Caption are in the package eccv_caption, which is not installed;"
-            " install it with pip install 'sfumato[benchmarks]', or name the folder of its JSON files"
+            "the id lists of CxC and ECCV Caption are in the package eccv_caption, which is not installed."
+            " Install it with pip install 'sfumato[benchmarks]', or name the folder of its JSON files"
         )
     return Path(spec.submodule_search_locations[0]) / "data"
 

@@ -160,7 +160,7 @@ def read_embedded_set(
         sides.append(embeddings)
         ids.append(_ids_of_ground_truths(ground_truths, what, embeddings.n) if found is None else tuple(found))
     if sides[0].d != sides[1].d:
-        raise ValueError(f"{images} has {sides[0].d} dimensions, {texts} has {sides[1].d}; they must have as many")
+        raise ValueError(f"{images} has {sides[0].d} dimensions, {texts} has {sides[1].d}; the numbers must be equal")
     dtype = torch.promote_types(*(accumulation_dtype(e.dtype) for e in sides))
     first, second = (e if e.dtype == dtype else e.to(dtype) for e in sides)
     return EmbeddedSet(first, second, ids[0], ids[1], tuple(ground_truths))

@@ -110,8 +110,8 @@ class FailurePredictor:
         with_variance = len(self.weight) == 2 * queries.d
         if not with_variance and len(self.weight) != queries.d:
             raise ValueError(
-                f"FailurePredictor: fitted on {len(self.weight)} features, which {queries.d} dimensions do not give;"
-                " use embeddings of the model that it was fitted on"
+                f"FailurePredictor: fitted on {len(self.weight)} features, but {queries.d} dimensions give other"
+                " features; use embeddings of the model that it was fitted on"
             )
         features = _features(queries, with_variance)
         if not torch.isfinite(features).all():

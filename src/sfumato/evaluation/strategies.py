@@ -185,7 +185,8 @@ class SimilarityMatrix:
             raise ValueError(f"SimilarityMatrix: unknown kind {self.kind!r}; known: {', '.join(get_args(Similarity))}")
         if self.images.d != self.texts.d:
             raise ValueError(
-                f"SimilarityMatrix: images have {self.images.d} dimensions, texts {self.texts.d}; expected as many"
+                f"SimilarityMatrix: images have {self.images.d} dimensions, texts {self.texts.d}; the numbers"
+                " must be equal"
             )
 
     @property

@@ -235,7 +235,8 @@ def _of_corruptions(
         chosen = np.searchsorted(kept, corruption.index)
         if (np.append(kept, -1)[chosen] != corruption.index).any():
             raise ValueError(
-                f"measure_trust: a query of the corruption {corruption.name!r} has no true item; corrupt others"
+                f"measure_trust: a query of the corruption {corruption.name!r} has no true item; corrupt only"
+                " queries with a true item"
             )
         found[corruption.name] = follow_corruption(
             corruption,

@@ -21,7 +21,7 @@ class DAAOptions(TripletOptions):
     asp_weight: float = option(
         0.2, "weight of the disagreement of the ranks, which lies in [0, 1) for each direction", ge=0
     )
-    temperature: float = option(0.02, "of the comparisons of distances, in units of the distance", gt=0)
+    temperature: float = option(0.02, "temperature of the comparisons of distances, in units of the distance", gt=0)
 
 
 def daa_loss(

@@ -31,8 +31,10 @@ class PCMEPPOptions(LossOptions):
     logit_scale: float = option(5.0, "initial scale of the match logits", gt=0)
     logit_bias: float = option(5.0, "initial bias of the match logits")
     pseudo_positives_from: int = option(0, "first epoch (0-based) with the pseudo-positive terms", ge=0)
-    infonce_weight: float = option(0.0, "weight of an InfoNCE loss of the means beside it; 0 leaves it out", ge=0)
-    infonce_scale: float = option(5.0, "initial scale of that loss, which is learnt apart from the match logits", gt=0)
+    infonce_weight: float = option(0.0, "weight of an additional InfoNCE loss of the means; 0 leaves it out", ge=0)
+    infonce_scale: float = option(
+        5.0, "initial scale of the InfoNCE loss; it is learnt separately from that of the match logits", gt=0
+    )
 
 
 def pseudo_positives(distance: Tensor, match: Tensor) -> Tensor:

@@ -23,7 +23,9 @@ class PVSEOptions(TripletOptions):
     """
 
     distance: str = option("squared_l2", "nearest_of_K for model.embeddings=K above 1; any other for one embedding")
-    margin: float = option(0.2, "in units of the distance; 0.2 on squared_l2 of unit means is 0.1 on the cosine", gt=0)
+    margin: float = option(
+        0.2, "margin in units of the distance; 0.2 on squared_l2 of unit means is 0.1 on the cosine", gt=0
+    )
     mmd_weight: float = option(
         0.01, "weight of the discrepancy between images and texts; 0 leaves it out, 0.01 as released", ge=0
     )

@@ -21,7 +21,9 @@ class TripletOptions(LossOptions):
     """
 
     distance: str = option("squared_l2", "name of the distance; any differentiable one")
-    margin: float = option(0.4, "in units of the distance; 0.4 on squared_l2 of unit means is 0.2 on the cosine", gt=0)
+    margin: float = option(
+        0.4, "margin in units of the distance; 0.4 on squared_l2 of unit means is 0.2 on the cosine", gt=0
+    )
     mining: Mining = option("hardest", "which negatives count: hardest, sum of all, or semi-hard")  # noqa: RUF009
     sum_epochs: int = option(0, "number of first epochs in which all negatives count; VSE-infinity: 1", ge=0)
     soft_margin: bool = option(

@@ -117,7 +117,9 @@ def calibrate_run(
         ValueError: nothing can be fitted; see :func:`~sfumato.calibration.platt.fit_logits`.
     """
     if split == "train":
-        raise UserError("a run cannot be calibrated on the split that it was trained on; take val, or any other")
+        raise UserError(
+            "a run cannot be calibrated on the split that it was trained on; give another split, such as val"
+        )
     run = load_run(folder, device=device)
     prepared = load_split(run.model, run.recipe.data, split)
     embedded = embed_split(run.model, prepared)

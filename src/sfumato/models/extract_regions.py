@@ -67,7 +67,7 @@ def write_regions(
         raise UserError(f"--layout {layout}: unknown; known: {', '.join(get_args(Layout))}")
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"cannot write region features to {out}: it is there and not an empty folder; give a new one")
+        raise UserError(f"cannot write region features to {out}: it exists and is not an empty folder; give a new one")
     problems = Problems()
     found = load_splits(data, problems)
     if unknown := [name for name in splits or () if name not in found] or ([] if found else ["train"]):
@@ -111,7 +111,10 @@ def regions_of_images(
 def _check(name: str, split: PairData) -> None:
     """Refuse split names outside of the folder, and data that the layout cannot represent."""
     if not is_plain_name(name) or name == MANIFEST:
-        raise UserError(f"split {name!r}: files get the names of splits, and this cannot be one; rename it in the data")
+        raise UserError(
+            f"split {name!r}: the files are named after the splits, and this name cannot be a file name; rename"
+            " the split in the data"
+        )
     lost = {
         "texts of several images": (np.bincount(split.pairs[:, 1]) > 1).any(),
         "kinds of texts": set(split.text_kinds) - {"caption"},
@@ -120,8 +123,8 @@ def _check(name: str, split: PairData) -> None:
     if any(lost.values()):
         raise UserError(
             f"split {name!r} has {' and '.join(what for what, there in lost.items() if there)}, which no layout of"
-            f" region features can"
-            " say; train on these data with model.image.kind=frozen, which keeps the features of a frozen backbone too"
+            " region features can hold; train on these data with model.image.kind=frozen, which keeps the"
+            " features of a frozen backbone too"
         )
 
 
@@ -140,7 +143,7 @@ def _write_scan(folder: Path, name: str, split: PairData, store: Store) -> tuple
     captions = equal_captions(split)
     if captions is None:
         raise UserError(
-            f"split {name!r}: the images have different numbers of captions, which this layout cannot say;"
+            f"split {name!r}: the images have different numbers of captions, which this layout cannot hold;"
             " write a manifest instead: --layout manifest"
         )
     name = _SCAN_NAMES.get(name, name)

@@ -166,7 +166,7 @@ def _embedded_parts(retrieval_model: RetrievalModel, folder: Path) -> Iterator[G
     manifest, parts = read_manifest(folder), read_parts(folder)
     if manifest.model != model_digest(retrieval_model.model):
         raise UserError(
-            f"{folder} holds embeddings by another model, {manifest.model_source}; give that one, or embed again"
+            f"{folder} holds embeddings by another model, {manifest.model_source}; give that model, or embed again"
         )
     images = {"folder": manifest.path} if manifest.kind == "folder" else {}
 
@@ -237,7 +237,8 @@ def fill_collection(
     if store is None:
         if not GaussianCollection.is_one(folder):
             raise UserError(
-                f"there is no collection in {folder} to add to; make one with --store, or of an index with sfumato copy"
+                f"there is no collection in {folder} to add to; make one with --store, or copy an index with"
+                " sfumato copy"
             )
         collection = GaussianCollection.open(folder, unfinished=True)
         about = _about(retrieval_model, model_source, first)
@@ -256,7 +257,7 @@ def fill_collection(
         )
     stored = 0
     try:
-        with collection.filling("it was interrupted while being filled; index the same again with --add"):
+        with collection.filling("it was interrupted while being filled; run the same command again with --add"):
             for source in itertools.chain([first], sources):
                 ids = [start + i for i in source.ids]
                 with progress_bar(f"storing, after {stored}", len(ids)) as advance:
@@ -277,9 +278,9 @@ def _below(kept: Mapping[str, str], added: Mapping[str, str], folder: Path) -> s
         return Path(added["folder"]).relative_to(kept["folder"]).as_posix() + "/"
     where = kept.get("folder") or f"the {kept['split']} split" if kept else "an unknown folder"
     raise UserError(
-        f"the images of {folder} are in {where}, and those to be added in"
+        f"the images of {folder} are in {where}, and those of the new items in"
         f" {added.get('folder') or added or 'an unknown folder'}:"
-        " they could not be shown; move them below that folder, or index them into a collection of their own"
+        " the new images could not be shown; move them below that folder, or index them into another collection"
     )
 
 
@@ -402,8 +403,8 @@ def load_retrieval_model(gallery: Gallery, folder: str | Path, run: str | Path |
     # The first indices of version 0.1 do not record their model.
     if gallery.metadata.get("model", digest := model_digest(loaded.model)) != digest:
         raise UserError(
-            f"{folder} was built with another model than {model_source} is now: distances between the two mean"
-            f" nothing; give"
+            f"{folder} was built with another model than {model_source} is now: their distances cannot be"
+            f" compared; give"
             " the right model with --run, or build the index again"
         )
     return loaded

@@ -48,8 +48,8 @@ def search_index(
         native, foreign = ("texts", images) if gallery.scorer.direction == "t2i" else ("images", texts)
         if foreign and not (min_probability is coverage is max_risk is None):
             raise UserError(
-                f"this index has calibrated probabilities, coverages and risks for {native} as queries, not for"
-                f" others; search by"
+                f"this index has calibrated probabilities, coverages and risks for {native} as queries only;"
+                f" search by"
                 f" {native} alone, or leave these options out"
             )
         loaded = load_retrieval_model(gallery, folder, run)

@@ -206,9 +206,8 @@ def _unread_shards(state: "_JobState") -> str:
     listed = "\n".join(f"  {shard}: {reason}" for shard, reason in sorted(state.unread.items())[:_FEW_UNREAD])
     more = len(state.unread) - _FEW_UNREAD
     return (
-        f"{len(state.unread)} of {state.listing.n} shards could not be read, and their parts are not written; see"
-        f" to them, and"
-        f" start the same command again, which writes what is missing:\n{listed}"
+        f"{len(state.unread)} of {state.listing.n} shards could not be read, and their parts are not written; repair"
+        f" them, then run the same command again to write the missing parts:\n{listed}"
         + (f"\n  ... and {more} more" if more > 0 else "")
     )
 

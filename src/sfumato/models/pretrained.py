@@ -113,7 +113,7 @@ def download(name: str) -> Path:
             cache.
     """
     if not _HUB_NAME.fullmatch(name):
-        raise UserError(f"there is no file or folder {name!r}, and a name on the hub looks like owner/model")
+        raise UserError(f"there is no file or folder {name!r}, and a name on the hub has the form owner/model")
     return _from_hub(
         lambda hub: hub.snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS, TOKENIZER, CALIBRATION]),
         f"there is no folder {name!r}, and it cannot be downloaded from the Hugging Face hub",
@@ -184,7 +184,10 @@ def _training_file(path: Path, average: bool) -> tuple[dict[str, Any], dict[str,
             (averaged if part[1] else last)[f"{part[2]}.{part[3]}"] = value
     if not any(key.startswith("img_enc.") for key in last | averaged):
         first = ", ".join(repr(key) for key in list(content)[:3])
-        raise UserError(f"{path}: no img_enc.* in it, so not of the PCME++ training code; it holds {first} ...")
+        raise UserError(
+            f"{path}: no tensor is named img_enc.*, so the PCME++ training code did not write it; its first"
+            f" names are {first} ..."
+        )
     counts = [averaged.pop(key) for key in list(averaged) if key.endswith(".n_averaged")]
     averaging = average and bool(averaged) and all(int(count) > 0 for count in counts)
     settings = content.get("hyper_parameters")

@@ -263,7 +263,7 @@ def pcmepp_training(
         )
     for key in _ANCHORS:
         if not isinstance(tensors.get(key), Tensor):
-            raise UserError(f"{where}: {key!r} is missing; not a whole model of the PCME++ training code")
+            raise UserError(f"{where}: {key!r} is missing; not a complete model of the PCME++ training code")
     sizes = _TrainingSizes.of(tensors, heads)
     if not sizes.variance:  # The other learnt parameters of the baselines are not logits of a distance.
         tensors = without(tensors, ("criterion.",))

@@ -116,7 +116,7 @@ class Recipe(_Section):
         if not self.model.variance and beta:
             raise ValueError("loss.beta must be 0 when model.variance=false: the bottleneck of a point is infinite")
         if not self.model.variance and inclusion:
-            raise ValueError("loss.inclusion_weight must be 0 when model.variance=false: points include nothing")
+            raise ValueError("loss.inclusion_weight must be 0 when model.variance=false: points have no inclusion")
         if self.loss.name == "daa" and not self.data.graded:
             raise ValueError("loss.name='daa' learns from graded labels; set data.graded=true")
         if getattr(self.loss, "soft_margin", False) and not self.data.graded:
@@ -133,7 +133,7 @@ class Recipe(_Section):
         if self.spread.epochs and not self.model.variance:
             raise ValueError("spread.epochs must be 0 when model.variance=false: points have no variance to fit")
         if self.spread.epochs and get_source(self.data.source).streamed:
-            raise ValueError("spread.epochs needs all pairs at hand; shards are read as a stream, set it to 0")
+            raise ValueError("spread.epochs needs all pairs in memory, but shards are read as a stream; set it to 0")
         if self.spread.epochs and self.loss.distance != "squared_l2":
             raise ValueError(
                 f"spread.epochs changes variances after training, and loss.distance={self.loss.distance!r} ranks by"
@@ -145,13 +145,13 @@ class Recipe(_Section):
         for key in ("mixed_share", "erase"):
             if dict(self.augment)[key] and not self.model.image.from_pixels:
                 raise ValueError(
-                    f"augment.{key} changes pixels, and model.image.kind={self.model.image.kind!r} reads features;"
+                    f"augment.{key} changes pixels, but model.image.kind={self.model.image.kind!r} reads features;"
                     " set it to 0"
                 )
         if self.augment.drop_words and encoder_entry("text", self.model.text.kind).tokenizer is None:
             raise ValueError(
-                "augment.drop_words leaves out words before the encoder reads them, and frozen features are computed"
-                " once; set it to 0"
+                "augment.drop_words changes the texts in each epoch, but frozen features are computed only once; set"
+                " it to 0"
             )
         if self.augment.mixed_share and not (self.augment.mixup_alpha or self.augment.cutmix_alpha):
             raise ValueError("augment.mixed_share needs augment.mixup_alpha or augment.cutmix_alpha above 0")
@@ -183,7 +183,7 @@ class Recipe(_Section):
         """Refuse settings of optimiser and schedule that have no effect or contradict each other."""
         if self.optim.layer_decay != 1 and not (self.model.image.has_blocks or self.model.text.has_blocks):
             raise ValueError(
-                "optim.layer_decay is for the blocks of clip encoders, and this model has none; leave it out"
+                "optim.layer_decay needs the blocks of a clip encoder, but this model has none; leave it out"
             )
         if self.optim.freeze_image_epochs and not self.model.image.starts_pretrained:
             raise ValueError(
@@ -192,8 +192,8 @@ class Recipe(_Section):
             )
         if self.optim.first_stage_epochs >= self.train.epochs:
             raise ValueError(
-                f"optim.first_stage_epochs={self.optim.first_stage_epochs} leaves none of"
-                f" train.epochs={self.train.epochs} to the second stage; give fewer"
+                f"optim.first_stage_epochs={self.optim.first_stage_epochs} leaves no epoch of"
+                f" train.epochs={self.train.epochs} for the second stage; give fewer"
             )
         if self.train.swa_epochs and self.train.ema_decay:
             raise ValueError("give either train.swa_epochs or train.ema_decay, not both")
@@ -344,7 +344,7 @@ def _explain(item: Any) -> str:
             f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known_tags)}"
         )
     if item["type"] == "union_tag_not_found":
-        return f"{shown}: needs its {item['ctx']['discriminator']}, which decides what else may stand there"
+        return f"{shown}: needs its {item['ctx']['discriminator']}, which determines the other keys"
     message = item["msg"].removeprefix("Value error, ")
     return f"{shown or 'recipe'}: {message}" + (
         "" if not shown or item["type"] == "missing" else f" (got {item['input']!r})"

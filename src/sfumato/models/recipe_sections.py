@@ -50,17 +50,22 @@ class ModelConfig(BaseModel):
         None, description="lowest and highest variance of a dimension; no bounds if left out"
     )
     embeddings: PositiveInt = Field(
-        1, description="number of embeddings of an item, each with dim dimensions, by local attention; only for points"
+        1,
+        description=(
+            "number of embeddings of an item, made by local attention, each with dim dimensions; only for points"
+        ),
     )
     local_attention: bool = Field(
         False,
-        description="PCME's heads: attended tokens (of a gru: words) are added to the pooled mean and log variance",
+        description="use PCME's heads: they add attended tokens (of a gru: words) to the pooled mean and log variance",
     )
     feature_dropout: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="fraction of the features dropped while training, of frozen backbones and of regions; 0 for none",
+        description=(
+            "fraction of the features of frozen backbones and of regions that is dropped in training; 0 for none"
+        ),
     )
 
     def check_variances(self) -> None:
@@ -199,7 +204,10 @@ class TrainConfig(_Section):
     threads: int = Field(
         0,
         ge=0,
-        description="number of CPU threads; 0 leaves the choice to torch. Equal runs are bit-equal with equal threads",
+        description=(
+            "number of CPU threads; 0 leaves the choice to torch. A repeated run is bit-equal only with the same"
+            " number of threads"
+        ),
     )
     device: str = Field("auto", description="auto (a GPU if there is one), cpu, cuda, cuda:1 ...")
     evaluate_every: PositiveInt = Field(
@@ -217,7 +225,10 @@ class TrainConfig(_Section):
     micro_batch: int = Field(
         0,
         ge=0,
-        description="number of pairs that are encoded at a time: less memory, but a second pass; 0: the whole batch",
+        description=(
+            "number of pairs that are encoded at a time; a small number needs less memory, but a second pass. 0:"
+            " the batch"
+        ),
     )
     compile: bool = Field(False, description="compile the encoders with torch.compile")
     timeout_minutes: PositiveFloat = Field(

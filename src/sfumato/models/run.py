@@ -84,7 +84,7 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
     recipe = load_recipe(folder / RECIPE)
     if not (folder / MODEL).is_file():
         raise UserError(
-            f"{folder} has no weights yet: either its training has not finished an epoch, or it was copied incompletely"
+            f"{folder} has no weights. Its training has not finished an epoch, or the folder was copied incompletely"
         )
     model = build_model(recipe.model, load_assets(folder, recipe))
     loss = build_loss(recipe)

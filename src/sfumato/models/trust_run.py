@@ -79,7 +79,7 @@ def trust_model(
         notes.append("estimators that need variances are left out: some embeddings are points")
     regions = uses_regions(retrieval_model.model)
     if regions and n_corrupted and "i2t" in DIRECTIONS[queries]:
-        notes.append("images are not corrupted: they are region features, and what is corrupted is images")
+        notes.append("images are not corrupted: the model reads region features, and only image files can be corrupted")
     many = bool(relevance.transpose().counts.max() > 1)
     proxies = {} if many else _proxies(texts, prepared.data, relevance)
     directions: dict[str, DirectionTrust] = {}
@@ -208,7 +208,7 @@ def _failure_predictors(
 ) -> tuple[dict[str, FailurePredictor], list[str]]:
     """Failure predictors by direction, fitted on the validation split, and notes on those left out."""
     if split == "val":
-        return {}, ["predicted_miss is left out: it is fitted on the split val itself"]
+        return {}, ["predicted_miss is left out: it is fitted on val, the split that is measured"]
     try:
         prepared = load_split(retrieval_model.model, data, "val")
     except UserError as error:

@@ -55,11 +55,9 @@ def summary(figures: Mapping[str, Any], shown: int = 5) -> str:
     if figures["wrong_share"] is not None:
         lines.append(
             f"estimated fraction of wrong pairs: {percent(figures['wrong_share'])};"
-            f" {figures['suspects']:,} pairs are more likely wrong than right"
+            f" {figures['suspects']:,} pairs are probably wrong"
         )
-    lines.append(
-        "listed, and probably wrong, by how much farther apart they are than from their closest unlisted items:"
-    )
+    lines.append("listed and probably wrong, sorted by their distance minus the distance to the closest unlisted item:")
     lines += [
         f"  {_likely(row['wrong_probability'], 'wrong')}{row['image']}  {clipped(row['text'], 70)!r}"
         f"  (better: {clipped(row['better_text'] or '-', 50)!r})"
@@ -68,7 +66,7 @@ def summary(figures: Mapping[str, Any], shown: int = 5) -> str:
     first = (
         "the closest" if all(row["match_probability"] is None for row in figures["missing"]) else "the most probable"
     )
-    lines.append(f"not listed, and probably a match, {first} of {figures['candidates']:,} candidates first:")
+    lines.append(f"not listed and probably a match, {first} of {figures['candidates']:,} candidates first:")
     lines += [
         f"  {_likely(row['match_probability'], 'match')}{row['image']}  {clipped(row['text'], 70)!r}"
         for row in figures["missing"][:shown]

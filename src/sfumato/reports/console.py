@@ -220,7 +220,7 @@ def print_search(result: dict[str, Any]) -> None:
     if not result["hits"]:
         print("  no item reaches this probability")
     if (found := result["conformal_set"]) is not None:
-        print(f"  conformal set of the coverage asked for: {len(found)} items")
+        print(f"  conformal set of the requested coverage: {len(found)} items")
         _print_hits(found[:_SET_SHOWN], result["distance"])
         if len(found) > _SET_SHOWN:
             print(f"  ... and {len(found) - _SET_SHOWN} more; --json prints all")

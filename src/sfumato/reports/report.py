@@ -166,7 +166,7 @@ def _summary(
         if evaluation.uncertainty is not None:
             sentences.append(_meaning_of_variance(direction, evaluation.uncertainty[direction.key]["spearman"]))
     version = "after" if "after" in calibration["pairs"] else "before"
-    which = "Calibrated match probabilities" if version == "after" else "Match probabilities as the loss learnt them"
+    which = "Calibrated match probabilities" if version == "after" else "Match probabilities without calibration"
     gaps = [f"{calibration[d.key][version]['ece']:.1%} ({DIRECTIONS[d.key]})" for d in directions]
     sentences.append(f"{which} of first results are off by {' and '.join(gaps)} on average.")
     plausible = sum(m["plausible"] for m in mistakes.values())
@@ -183,16 +183,16 @@ def _meaning_of_variance(direction: DirectionResult, correlation: float | None) 
     """The meaning of the correlation of total variance and success in words; the threshold is two standard errors."""
     side = "images" if direction.key == "i2t" else "texts"
     if correlation is None:
-        return f"All {side} have the same result, so their total variance cannot tell which fail."
+        return f"All {side} have the same result, so their total variance cannot show which fail."
     n = int((direction.ground_truth.totals > 0).sum())
     figure = f"Spearman {signed(correlation)} over {n:,} {side}"
     if abs(correlation) < 2 / math.sqrt(max(n, 1)):
-        return f"Total variance says next to nothing about which {side} fail ({figure}, within chance)."
+        return f"Total variance does not show which {side} fail ({figure}, within chance)."
     strength = "clearly" if abs(correlation) > 0.2 else "slightly"
     start = f"{side.capitalize()} with a larger total variance fail {strength}"
     if correlation < 0:
         return f"{start} more often, as expected of an uncertainty ({figure})."
-    return f"{start} less often here ({figure}): do not read it as doubt about the result."
+    return f"{start} less often here ({figure}): do not read total variance as uncertainty about the result."
 
 
 def _tables(evaluation: Evaluation, others: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

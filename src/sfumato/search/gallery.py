@@ -357,9 +357,8 @@ class Gallery(ABC):
         """
         if filter is not None and not (coverage is max_risk is None):
             raise ValueError(
-                "search: coverage and max_risk are guarantees about the whole gallery, and a filter may leave the"
-                " match out;"
-                " use either the filter or the guarantees"
+                "search: coverage and max_risk are guarantees about the whole gallery, but a filter may remove the"
+                " match; leave out the filter, or coverage and max_risk"
             )
         if min_probability is not None and not 0 <= min_probability <= 1:
             raise ValueError(f"search: min_probability must be between 0 and 1, got {min_probability}")

@@ -397,5 +397,6 @@ def check_settings(distance: str, engine: str, logit_scale: float = 1.0, logit_b
         raise ValueError(f"GaussianIndex: unknown engine {engine!r}; known: {', '.join(ENGINES)}")
     if not (logit_scale > 0 and math.isfinite(logit_scale) and math.isfinite(logit_bias)):
         raise ValueError(
-            f"GaussianIndex: logit_scale must be positive and both finite, got {logit_scale} and {logit_bias}"
+            f"GaussianIndex: logit_scale must be positive and finite and logit_bias finite, got {logit_scale}"
+            f" and {logit_bias}"
         )

@@ -152,7 +152,7 @@ def read_manifest(folder: str | Path) -> PartsManifest:
             raise ValueError("another format")
         return PartsManifest(**_renamed(values, "home", "model_source"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: not of a folder of embeddings, or damaged ({error})") from error
+        raise UserError(f"{path}: damaged, or not a part of a folder of embeddings ({error})") from error
 
 
 def write_part(
@@ -275,7 +275,7 @@ def check_complete(folder: str | Path) -> list[PartName]:
             again = f" with --shard I/{of} for I = {', '.join(map(str, jobs))}, or once without --shard"
         raise UserError(
             f"{folder} is not complete, {len(missing)} of {len(names) + len(missing)} parts or more are missing:"
-            f" {shown}{more}; start the same `sfumato embed` again{again}, and it writes what is missing"
+            f" {shown}{more}; run the same `sfumato embed` again{again}, to write the missing parts"
         )
     return names
 

@@ -208,8 +208,8 @@ class Guard:
             elif not gone.done():
                 raise Refusal(
                     504,
-                    f"No answer within {self.settings.timeout:g} seconds; a requested write may or may not have been"
-                    " made",
+                    f"No answer within {self.settings.timeout:g} seconds; it is not known whether a requested write"
+                    " was made",
                 )
         finally:
             for task in (answering, gone):

@@ -150,7 +150,7 @@ class Answer(_Model):
     expected_matches: float = Field(description="sum of the match probabilities over the whole gallery")
     verdict: VerdictText
     abstained: bool | None = Field(
-        description="whether the query is better not answered; null if no risk was requested"
+        description="true if the query should not be answered; null if no risk was requested"
     )
     hits: list[ResultRecord]
     conformal_set: ConformalSet | None = Field(description="null if no coverage was requested")
@@ -410,7 +410,7 @@ def invalid(errors: Sequence[Any], body: str = "body") -> Refusal:
         422, with the first errors; only their number if there are very many.
     """
     if len(errors) > _TOO_WRONG:
-        return Refusal(422, f"The request is not valid: {body}: wrong in {len(errors)} places")
+        return Refusal(422, f"The request is not valid: {body}: it has {len(errors)} errors")
     found = []
     for error in errors:
         root, *path = error["loc"]

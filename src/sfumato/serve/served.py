@@ -112,11 +112,11 @@ def open_sources(
     """
     if (path / RECIPE).is_file():
         if store is not None or (run is not None and texts is None):
-            raise UserError(f"{path} is a run; --run and --store go with an index")
+            raise UserError(f"{path} is a run; --run and --store are for an index, leave them out")
         served = _from_run(load_run(path, device=device), path, split or "test", images_alone=texts is not None)
     else:
         if split is not None:
-            raise UserError(f"--split goes with a run, and {path} is not a run")
+            raise UserError(f"--split needs a run, but {path} is not a run")
         served = _from_gallery(path, run, store)
         served.model.to(device)
     if texts is None:
@@ -132,9 +132,8 @@ def open_sources(
             )
         if len(models) > 1 and run is None:
             raise UserError(
-                f"the galleries were made by different models, {' and '.join(sorted(models))}; if it is one model"
-                " that has moved, give"
-                " its location with --run"
+                f"the galleries were made by different models, {' and '.join(sorted(models))}; if they are the same"
+                " model in a new location, give the location with --run"
             )
         return Sources(served.model, served.name, {**served.galleries, "texts": ServedGallery(beside)})
     except UserError:

@@ -102,7 +102,7 @@ def read_boxed_images(
             problems.add(location, 'expected an object with an "id" and a list of "regions"')
             continue
         if identity in seen:
-            problems.add(location, f"id {identity} occurs before")
+            problems.add(location, f"id {identity} occurred before")
             continue
         seen.add(identity)
         file = _find(images, identity)
@@ -161,7 +161,7 @@ def _entries(path: Path, chunk_size: int) -> Iterator[Any]:
         with path.open(encoding="utf-8-sig") as file:
             text, position, ended = file.read(chunk_size).lstrip(), 1, False
             if not text.startswith("["):
-                raise UserError(f"{path}: expected a list of images with their regions, as Visual Genome has it")
+                raise UserError(f"{path}: expected a list of images with their regions, as in Visual Genome")
             separated, wrong = True, "the end of the list is missing"
             while True:
                 position = _SPACE.match(text, position).end()  # type: ignore[union-attr]

@@ -107,7 +107,7 @@ class ZeroShotReport:
         """
         said = [
             f"{m.name}: {_points(m.against_all)} points against all prompts, {_judged(m.against_all)};"
-            f" {_points(m.against_random_order)} against a random order with K chosen alike,"
+            f" {_points(m.against_random_order)} against a random order with K chosen in the same way,"
             f" {_judged(m.against_random_order)}."
             for m in self.methods
             if m.against_random is not None
@@ -153,7 +153,7 @@ class ZeroShotReport:
                 f"templates: Spearman of mean total variance and top-1 of each alone {self.certain_is_right:+.2f}"
             )
         if self.n_empty:
-            lines.append(f"classes without an image, which others can only be mistaken for: {self.n_empty}")
+            lines.append(f"classes without an image, which can only be wrong answers: {self.n_empty}")
         if self.left_out:
             lines.append("\n  ".join([f"{len(self.left_out)} left out:", *self.left_out[:10]]))
         return "\n".join([*lines, self.verdict()])
@@ -309,7 +309,7 @@ def _divide(
         return shown, shown.select(np.empty(0, np.int64))
     first, second = halves(shown.labels, seed)
     if not len(first):
-        raise UserError("no class has two images, so no image can be set aside to choose K; give images for that")
+        raise UserError("no class has two images, so no image can be set aside to choose K; give images to choose K on")
     return shown.select(second), shown.select(first)
 
 

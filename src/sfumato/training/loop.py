@@ -266,8 +266,8 @@ def _finish(training: _Training) -> None:
     group, folder, val, epochs = training.process_group, training.folder, training.val, training.recipe.train.epochs
     if val is None:
         say(
-            "no validation split: the last weights are kept, and match probabilities are not calibrated;"
-            " with few images raise data.val_fraction, with shards give data.val_path"
+            "no validation split: the last weights are kept, and match probabilities are not calibrated."
+            " For a validation split, raise data.val_fraction or, with shards, give data.val_path"
         )
         with averaged(training.model, training.average):
             if group.main:

@@ -318,7 +318,8 @@ class LocalStore:
                     connection.close()
         except sqlite3.OperationalError as error:
             raise UserError(
-                f"store {self.url}: {self._database}: {error}; see to free space, permissions and what else uses it"
+                f"store {self.url}: {self._database}: {error}; check free space, permissions and other programs"
+                " that use it"
             ) from error
         except sqlite3.DatabaseError as error:
             raise UserError(

@@ -24,15 +24,15 @@ LOCAL_OPTIONS = {
     "engine": f"{', '.join(STORE_ENGINES)}; flat if left out",
     "memory": "MB of vectors that searches keep in memory, 2000 if left out; further vectors are read at each search",
     "exact_below": "number of items below which all are compared instead of using the index, 8192 if left out",
-    "m": "hnsw: links of a node",
-    "ef_construction": "hnsw: candidates while building",
-    "ef_search": "hnsw: candidates while searching",
+    "m": "hnsw: number of links of a node",
+    "ef_construction": "hnsw: number of candidates while building",
+    "ef_search": "hnsw: number of candidates while searching",
     "n_lists": "ivf, ivf-pq: number of lists",
-    "n_probe": "ivf, ivf-pq: lists that a search looks into",
+    "n_probe": "ivf, ivf-pq: number of lists that a search reads",
     "seed": "ivf, ivf-pq: seed of the clustering",
-    "code_size": "ivf-pq: bytes of a compressed vector",
-    "overfetch": "ivf-pq: candidates for each wanted result, 10 if left out",
-    "shard_size": "of version 0.1, has no effect",
+    "code_size": "ivf-pq: number of bytes of a compressed vector",
+    "overfetch": "ivf-pq: number of candidates for each wanted result, 10 if left out",
+    "shard_size": "an option of version 0.1 without effect",
 }
 """What may follow the question mark of the URL, for messages and docs."""
 
@@ -227,7 +227,7 @@ def take(lock: filelock.BaseFileLock, url: str) -> None:
             " store"
         ) from error
     except OSError as error:
-        raise UserError(f"store {url}: cannot be written ({error}); see to permissions") from error
+        raise UserError(f"store {url}: cannot be written ({error}); check the permissions") from error
 
 
 def insert(connection: sqlite3.Connection, records: Records) -> None:

@@ -98,7 +98,7 @@ def write_index(url: str, folder: Path, positions: Positions, vectors: Vectors, 
             os.fsync(stream.fileno())
         sync_folder(folder)
     except OSError as error:
-        raise UserError(f"store {url}: {file} cannot be written ({error}); see to free space") from error
+        raise UserError(f"store {url}: {file} cannot be written ({error}); check free space") from error
     return file
 
 

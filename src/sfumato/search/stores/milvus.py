@@ -47,11 +47,11 @@ from sfumato.search.stores.store_url import options, redacted
 _OPTIONS = {
     "index": "FLAT, HNSW, IVF_FLAT or AUTOINDEX",
     "m": "HNSW: links",
-    "ef_construction": "HNSW: candidates while building",
-    "ef": "HNSW: candidates while searching",
+    "ef_construction": "HNSW: number of candidates while building",
+    "ef": "HNSW: number of candidates while searching",
     "nlist": "IVF_FLAT: number of lists",
-    "nprobe": "IVF_FLAT: lists a search looks into",
-    "name": "of the collection in an embedded file",
+    "nprobe": "IVF_FLAT: number of lists that a search reads",
+    "name": "name of the collection in an embedded file",
     "database": "of a server",
     "timeout": "seconds for connecting",
 }
@@ -411,7 +411,9 @@ def _connect(place: _Place) -> Any:
             _embedded[place.uri] = _embedded.get(place.uri, 0) + 1
             return client
     except driver.MilvusException as error:
-        way_out = "; another process may have it open, or it is of Milvus Lite before 3" if place.file else ""
+        way_out = (
+            "; another process may have it open, or a version of Milvus Lite before 3 wrote it" if place.file else ""
+        )
         message = _message(error)
         if place.token:
             message = message.replace(place.token, "***").replace(place.token.partition(":")[2] or place.token, "***")

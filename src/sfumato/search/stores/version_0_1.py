@@ -66,7 +66,7 @@ def convert(url: str, folder: Path) -> None:
         remove(folder)
     except (OSError, ValueError, sqlite3.Error) as error:
         raise UserError(
-            f"store {url}: is of version 0.1 and could not be converted ({error}); see to free space and permissions"
+            f"store {url}: is of version 0.1 and could not be converted ({error}); check free space and permissions"
             " and open it again, or put back a copy of the folder"
         ) from error
     finally:
