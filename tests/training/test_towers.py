@@ -191,7 +191,7 @@ def test_a_run_folder_moved_elsewhere_is_enough_to_embed_and_to_export(tmp_path)
             ["model.local_attention=true", "model.embeddings=2", "model.variance=false", "loss.beta=0"],
             "leave out model.local_attention",
         ),
-        (["model.image.kind=frozen", "augment.erase=0.2"], "augment.erase erases pixels; features have none"),
+        (["model.image.kind=frozen", "augment.erase=0.2"], "augment.erase changes pixels"),
         (["model.text.kind=frozen", "augment.drop_words=0.2"], "augment.drop_words changes the texts"),
         (
             ["model.image.kind=resnet", "model.image.width=8"],
