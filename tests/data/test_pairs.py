@@ -198,7 +198,7 @@ def test_without_weights_an_images_texts_are_drawn_evenly():
         ({"kind_weights": {"name": -1.0}}, "finite and not negative"),
         ({"kind_weights": {"name": float("nan")}}, "finite and not negative"),
         ({"kind_weights": {"name": 0.0}}, "fewer than two images"),
-        ({"kind_weights": {"name": 1.0}, "epoch_over": "pairs"}, "no meaning"),
+        ({"kind_weights": {"name": 1.0}, "epoch_over": "pairs"}, "kind_weights have no effect"),
     ],
 )
 def test_bad_options_of_the_sampler(options, message):

@@ -143,7 +143,7 @@ def test_a_missing_job_is_named_and_another_number_of_jobs_finishes(tmp_path, pi
     done = embed_collection(retrieval_model, listing, out)
     assert done.n == 23 and done.new == 8 and len(together(out)[0]) == 23
     (out / "part-000003.safetensors").unlink()
-    with pytest.raises(UserError, match=r"1 of 6 parts .* part-000003; run the same `sfumato embed` again, and"):
+    with pytest.raises(UserError, match=r"1 of 6 parts .* part-000003; run the same `sfumato embed` again, to"):
         read_parts(out)
 
 
@@ -535,7 +535,7 @@ def test_a_shard_that_cannot_be_read_leaves_no_hole(tmp_path, when):
     spoilt = replace(listing, entries=entries) if "listed" in when else listing
     with pytest.raises(
         UserError,
-        match="(?s)1 of 4 shards could not be read.* start the same command again.*a-2.tar: (cut|cannot be|.*empty)",
+        match="(?s)1 of 4 shards could not be read.* run the same command again.*a-2.tar: (cut|cannot be|.*empty)",
     ):
         embed_collection(retrieval_model, spoilt, out, batch_size=3)
     expected = {

@@ -427,7 +427,7 @@ for n in itertools.count(1):
         ({"engine": "hnws"}, "unknown engine 'hnws'; known: exact, flat, hnsw, ivf"),
         ({"options": FaissOptions()}, "engine exact has no options"),
         ({"logit_scale": 0.0}, "logit_scale must be positive"),
-        ({"logit_bias": float("nan")}, "both finite"),
+        ({"logit_bias": float("nan")}, "logit_scale must be positive and finite"),
         ({"payload": {"text": ["a"]}}, "payload 'text' must be 3 strings"),
         ({"metadata": {"x": float("nan")}}, "not JSON compliant"),
         ({"embeddings": GaussianEmbedding(torch.full((3, 2), torch.nan), torch.zeros(3, 2))}, "embedding 0 holds NaN"),

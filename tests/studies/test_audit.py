@@ -217,7 +217,7 @@ def test_parts_keep_groups_whole_and_leave_nothing_out():
     assert without_part(data, 0, 2).image_ids == tuple(str(i) for i in parts[1])
     assert parse_part("1/3") == (1, 3)
     for text in ("", "1", "2/2", "0/1", "-1/2", "a/b"):
-        with pytest.raises(ValueError, match="written I/K"):
+        with pytest.raises(ValueError, match="a part I/K"):
             parse_part(text)
     with pytest.raises(ValueError, match="5 groups of images cannot be divided into 6 parts"):
         images_of_part(data, 0, 6)
