@@ -23,24 +23,29 @@ from typing import Any
 import numpy as np
 import torch
 
+from sfumato.data.images import Problems
 from sfumato.data.noise import noisy_pairs, shuffle_pairs
 from sfumato.data.pairs import PairData, images_of_part, parse_part
-from sfumato.data.problems import Problems
 from sfumato.distances import get_distance
 from sfumato.encoders.features import cached_features
 from sfumato.encoders.frozen import text_backbone
 from sfumato.encoders.heads import AveragePool
-from sfumato.evaluation.coco_ground_truths import eccv_caption
+from sfumato.evaluation.benchmark_ground_truths import eccv_caption
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, mean_statistic
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import expected_calibration_error
 from sfumato.metrics.selective import auroc, auroc_statistic
-from sfumato.models.build import cache_folder
-from sfumato.models.run import Run, load_run
-from sfumato.models.splits import embed_split, load_split, load_splits
-from sfumato.studies.audit import prepare_listed
-from sfumato.studies.audit_scores import NEIGHBOURS, ListedScores, audit_pairs, wrong_fraction, wrong_probability
+from sfumato.models.embed import embed_split, load_split, load_splits
+from sfumato.models.run import Run, cache_folder, load_run
+from sfumato.studies.audit import (
+    NEIGHBOURS,
+    ListedScores,
+    audit_pairs,
+    prepare_listed,
+    wrong_fraction,
+    wrong_probability,
+)
 
 ASKED = 1_000
 """Most images whose missing matches are asked for among all captions."""

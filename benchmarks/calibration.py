@@ -27,8 +27,8 @@ from sfumato.distances import get_distance
 from sfumato.matching import match_probability
 from sfumato.metrics.reliability import compare_calibration
 from sfumato.models.calibrate import calibrate_split
+from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import Run, learnt_logits, load_run
-from sfumato.models.splits import embed_split, load_split
 
 LEVELS = (0.8, 0.9, 0.95)
 RISKS = (0.5, 0.3, 0.2, 0.1)

@@ -39,8 +39,8 @@ from torch import Tensor
 
 from sfumato.distances import get_distance
 from sfumato.evaluation import benchmarks
+from sfumato.evaluation.benchmark_ground_truths import eccv_caption
 from sfumato.evaluation.benchmarks import evaluate_benchmarks, evaluate_score_matrix
-from sfumato.evaluation.coco_ground_truths import eccv_caption
 from sfumato.evaluation.ground_truth import GroundTruth
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.exact import distance_blocks

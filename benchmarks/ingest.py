@@ -37,7 +37,7 @@ from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.efficientnet import EfficientNetEncoder
 from sfumato.encoders.frozen import FeatureInput
 from sfumato.encoders.heads import GaussianHead
-from sfumato.encoders.image_processors import PixelProcessor
+from sfumato.encoders.processors import PixelProcessor
 from sfumato.models.ingest import embed_collection
 
 SIDE, DIM = 224, 512

@@ -9,14 +9,14 @@ import torch
 from PIL import Image
 
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.text_processors import train_tokenizer
+from sfumato.encoders.processors import train_tokenizer
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.build import Assets, build_model
-from sfumato.models.recipe_sections import ModelConfig
+from sfumato.models.recipe import ModelConfig
+from sfumato.models.run import Assets, build_model
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import GaussianIndex
+from sfumato.serve.answering import ServedGallery, Sources
 from sfumato.serve.image_files import UploadedImages
-from sfumato.serve.served import ServedGallery, Sources
 
 WORDS = (
     "red",

@@ -7,7 +7,6 @@ from itertools import takewhile
 import pytest
 
 from sfumato.errors import UserError
-from sfumato.models.build import build_loss
 from sfumato.models.recipe import (
     Recipe,
     check_recipe,
@@ -17,6 +16,7 @@ from sfumato.models.recipe import (
     recipe_summary,
     save_recipe,
 )
+from sfumato.models.run import build_loss
 
 PUBLISHED = [name for name in recipe_files() if name.startswith(("coco-", "pretrain-"))]
 MEASURES = 13  # columns of the tables of COCO: three of ECCV Caption, three recalls of CxC, 1K and 5K each, RSUM

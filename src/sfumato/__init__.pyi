@@ -15,6 +15,9 @@ from .data.emoji import (
 from .data.folder import (
     read_image_folder as read_image_folder,
 )
+from .data.images import (
+    Problems as Problems,
+)
 from .data.karpathy import (
     read_karpathy as read_karpathy,
 )
@@ -27,17 +30,14 @@ from .data.noise import (
 from .data.pairs import (
     PairData as PairData,
 )
-from .data.problems import (
-    Problems as Problems,
-)
-from .data.shard_files import (
-    write_shards as write_shards,
-)
 from .data.shards import (
     ShardStream as ShardStream,
 )
 from .data.shards import (
     read_shards as read_shards,
+)
+from .data.shards import (
+    write_shards as write_shards,
 )
 from .distances import (
     DISTANCES as DISTANCES,
@@ -309,7 +309,7 @@ from .models.run import (
 from .search.collection import (
     GaussianCollection as GaussianCollection,
 )
-from .search.copies import (
+from .search.collection import (
     copy_gallery as copy_gallery,
 )
 from .search.exact import (
@@ -333,13 +333,13 @@ from .studies.analyse import (
 from .studies.analyse import (
     analyse_model as analyse_model,
 )
-from .studies.audit_scores import (
+from .studies.audit import (
     audit_pairs as audit_pairs,
 )
-from .studies.audit_scores import (
+from .studies.audit import (
     wrong_fraction as wrong_fraction,
 )
-from .studies.audit_scores import (
+from .studies.audit import (
     wrong_probability as wrong_probability,
 )
 from .studies.corruption import (
@@ -350,9 +350,6 @@ from .studies.maps import (
 )
 from .studies.maps import (
     map_items as map_items,
-)
-from .studies.prompts import (
-    pool_prompts as pool_prompts,
 )
 from .studies.sets import (
     ImageSets as ImageSets,
@@ -365,6 +362,9 @@ from .studies.words import (
 )
 from .studies.zeroshot import (
     evaluate_zeroshot as evaluate_zeroshot,
+)
+from .studies.zeroshot import (
+    pool_prompts as pool_prompts,
 )
 from .training.loop import (
     fit as fit,

@@ -16,19 +16,17 @@ from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
 from sfumato.metrics.uncertainty import balanced_spearman, spearman
-from sfumato.models.embed import evaluate_run
-from sfumato.models.galleries import GalleryPart, build_index
-from sfumato.models.gallery_search import describe
+from sfumato.models.embed import embed_split, evaluate_run, load_split
+from sfumato.models.galleries import GalleryPart, build_index, describe
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import Run, load_run
-from sfumato.models.splits import embed_split, load_split
 from sfumato.reports.charts import FAINT, FAMILIES, FIRST, SECOND, Chart, require_matplotlib
 from sfumato.reports.console import print_evaluation, print_search
 from sfumato.reports.formatting import percent, probability, signed
 from sfumato.reports.page_files import data_url, render_page
 from sfumato.search.exact import top_k
+from sfumato.search.gallery import MANY, verdict
 from sfumato.search.index import GaussianIndex
-from sfumato.search.verdict import MANY, verdict
 from sfumato.training.loop import fit
 
 RECIPE = "emoji-demo"

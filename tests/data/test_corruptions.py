@@ -5,16 +5,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sfumato.data.corruptions import (
+from sfumato.data.transforms import (
     IMAGE_CORRUPTIONS,
     TEXT_CORRUPTIONS,
     blur,
+    decode_image,
     drop_words,
     erase_squares,
     replace_letters,
     unknown_words,
 )
-from sfumato.data.transforms import decode_image
 
 
 def picture(width=40, height=24, colour=None):

@@ -7,8 +7,8 @@ import tarfile
 import pytest
 from PIL import Image
 
+from sfumato.data.images import Problems
 from sfumato.data.karpathy import read_karpathy
-from sfumato.data.problems import Problems
 from sfumato.data.transforms import decode_image
 from sfumato.errors import UserError
 

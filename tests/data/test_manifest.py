@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from sfumato.data.folder import read_image_folder
+from sfumato.data.images import Problems
 from sfumato.data.manifest import read_manifest
-from sfumato.data.problems import Problems
 from sfumato.errors import UserError
 
 

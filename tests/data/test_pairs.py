@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from support.pairs import captions, many_to_many
 
-from sfumato.data.images import FileImage, TarArchive, TarImage, ZipImage
+from sfumato.data.images import FileImage, Problem, Problems, TarArchive, TarImage, ZipImage
 from sfumato.data.pairs import PairData, PairSampler, make_pair_data
-from sfumato.data.problems import Problem, Problems
 from sfumato.errors import UserError
 
 

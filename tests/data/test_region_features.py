@@ -12,8 +12,8 @@ import warnings
 import numpy as np
 import pytest
 
+from sfumato.data.images import Problems
 from sfumato.data.manifest import read_manifest
-from sfumato.data.problems import Problems
 from sfumato.data.region_features import RegionFile, read_scan, regions_from_bytes, regions_to_bytes
 from sfumato.errors import UserError
 

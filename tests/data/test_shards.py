@@ -14,11 +14,9 @@ import pytest
 from PIL import Image
 
 from sfumato.data.emoji import load_emoji
-from sfumato.data.images import FileImage
+from sfumato.data.images import FileImage, Problems
 from sfumato.data.pairs import make_pair_data
-from sfumato.data.problems import Problems
-from sfumato.data.shard_files import expand_shards, write_shards
-from sfumato.data.shards import ShardStream
+from sfumato.data.shards import ShardStream, expand_shards, write_shards
 from sfumato.errors import UserError
 
 JPEG = b"\xff\xd8\xff and so on "

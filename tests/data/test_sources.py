@@ -10,14 +10,13 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from support.toy import make_toy
 
-from sfumato.data.images import MemoryImage
+from sfumato.data.images import MemoryImage, Problems
 from sfumato.data.pairs import make_pair_data
-from sfumato.data.problems import Problems
 from sfumato.data.sources import SOURCES, DataConfig, register_source
 from sfumato.errors import UserError
-from sfumato.models.build import Assets, build_model, fresh_tokenizer
+from sfumato.models.embed import load_splits, prepare_split
 from sfumato.models.recipe import load_recipe, save_recipe
-from sfumato.models.splits import load_splits, prepare_split
+from sfumato.models.run import Assets, build_model, fresh_tokenizer
 
 
 class ToyOptions(BaseModel):

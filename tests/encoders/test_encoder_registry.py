@@ -11,15 +11,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from sfumato.encoders.encoder_protocol import Encoder, EncoderModule, ImageEncoderConfig, TextEncoderConfig
 from sfumato.encoders.encoder_registry import ENCODERS, encoder_entry, encoder_section, register_encoder
 from sfumato.encoders.features import TokenFeatures
-from sfumato.encoders.image_processors import PixelProcessor
+from sfumato.encoders.processors import PixelProcessor, TokenProcessor
 from sfumato.encoders.small import SmallImageConfig, SmallTextConfig, build_small_image
-from sfumato.encoders.text_processors import TokenProcessor
 from sfumato.errors import UserError
-from sfumato.models.build import Assets, build_model, fresh_tokenizer
 from sfumato.models.embed import evaluate_run
 from sfumato.models.export import export_run, load_exported
 from sfumato.models.recipe import check_recipe, load_recipe, save_recipe
-from sfumato.models.run import load_run
+from sfumato.models.run import Assets, build_model, fresh_tokenizer, load_run
 from sfumato.training.loop import fit
 
 # A toy encoder for each side, from outside of the package -------------------------------------------------------------

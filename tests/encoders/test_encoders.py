@@ -11,9 +11,8 @@ from PIL import Image
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Inputs, TokenFeatures
 from sfumato.encoders.heads import GPO, POOLINGS, AveragePool, GaussianHead, HeadOptions, MaxPool
-from sfumato.encoders.image_processors import PixelProcessor
+from sfumato.encoders.processors import PixelProcessor, TokenProcessor, tokenize, train_tokenizer
 from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder
-from sfumato.encoders.text_processors import TokenProcessor, tokenize, train_tokenizer
 from sfumato.errors import UserError
 
 

@@ -14,7 +14,7 @@ from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import Processor
 from sfumato.encoders.features import Store
 from sfumato.encoders.heads import GaussianHead
-from sfumato.encoders.image_processors import BilinearProcessor, ImageFileProcessor, ImageFileStore, PixelProcessor
+from sfumato.encoders.processors import BilinearProcessor, ImageFileProcessor, ImageFileStore, PixelProcessor
 from sfumato.encoders.small import SmallImageEncoder
 
 

@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from sfumato.encoders.text_processors import CLEANINGS, SpecialTokenProcessor
+from sfumato.encoders.processors import CLEANINGS, SpecialTokenProcessor
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import torch
 pytest.importorskip("transformers", reason="the extra backbones is not installed")
 
 from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
+from sfumato.encoders.clip_transformers import UncTokenImageEncoder, UncTokenTextEncoder
 from sfumato.encoders.features import Inputs
 from sfumato.encoders.heads import POOLINGS, GaussianHead, HeadOptions
-from sfumato.encoders.unc_token import UncTokenImageEncoder, UncTokenTextEncoder
 
 IMAGE = {
     "backbone": {

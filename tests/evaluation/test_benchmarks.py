@@ -4,6 +4,7 @@ import torch
 from support.references_metrics import metrics_by_definition
 
 from sfumato.distances import csd_matrix, kl_matrix
+from sfumato.evaluation.benchmark_ground_truths import coco_1k
 from sfumato.evaluation.benchmarks import (
     benchmark_metrics,
     evaluate_benchmarks,
@@ -12,7 +13,6 @@ from sfumato.evaluation.benchmarks import (
     rank_ground_truths,
     rank_ground_truths_by_scores,
 )
-from sfumato.evaluation.coco_ground_truths import coco_1k
 from sfumato.evaluation.ground_truth import ALL_METRICS, RECALLS, GroundTruth, ground_truth_from_pairs
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance

@@ -8,7 +8,7 @@ import torch
 
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmarks import evaluate_benchmarks, evaluate_ranked_lists
-from sfumato.evaluation.compare import common_figures
+from sfumato.evaluation.compare import More, common_figures, more_results
 from sfumato.evaluation.embedded_input import (
     EmbeddedSet,
     Files,
@@ -18,7 +18,6 @@ from sfumato.evaluation.embedded_input import (
     read_embedded_set,
     read_ground_truths,
 )
-from sfumato.evaluation.more_results import More, more_results
 from sfumato.evaluation.per_query import per_query_table, read_per_query
 from sfumato.gaussian import GaussianEmbedding, save_embeddings
 

@@ -14,14 +14,13 @@ from sfumato.evaluation.estimators import (
     ESTIMATORS,
     NEAREST,
     Estimator,
+    FailurePredictor,
     Matching,
     estimate_uncertainty,
     register_estimator,
     usable_estimators,
 )
-from sfumato.evaluation.failure_predictor import FailurePredictor
-from sfumato.evaluation.trust import measure_trust
-from sfumato.evaluation.trust_report import described
+from sfumato.evaluation.trust import described, measure_trust
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.selective import auroc

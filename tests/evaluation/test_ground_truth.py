@@ -8,8 +8,18 @@ import pytest
 
 from sfumato.data.emoji import load_emoji
 from sfumato.errors import UserError
-from sfumato.evaluation.benchmark_ground_truths import cub_captions, emoji, flickr8k, flickr30k
-from sfumato.evaluation.coco_ground_truths import coco_1k, coco_5k, coco_image_id, eccv_caption, pmrp, read_coco
+from sfumato.evaluation.benchmark_ground_truths import (
+    coco_1k,
+    coco_5k,
+    coco_image_id,
+    cub_captions,
+    eccv_caption,
+    emoji,
+    flickr8k,
+    flickr30k,
+    pmrp,
+    read_coco,
+)
 from sfumato.evaluation.ground_truth import (
     RECALLS,
     GroundTruth,

@@ -12,8 +12,16 @@ from support.references_metrics import csd_by_loops
 
 from sfumato.distances import DISTANCES
 from sfumato.evaluation.estimators import ESTIMATORS, Estimator, Matching, estimate_uncertainty, usable_estimators
-from sfumato.evaluation.trust import Corrupted, measure_trust, random_pairs
-from sfumato.evaluation.trust_report import FIGURES, TrustReport, caption_distance, caption_words, described
+from sfumato.evaluation.trust import (
+    FIGURES,
+    Corrupted,
+    TrustReport,
+    caption_distance,
+    caption_words,
+    described,
+    measure_trust,
+    random_pairs,
+)
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.uncertainty import balanced_spearman, recall_by_uncertainty

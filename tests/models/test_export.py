@@ -14,11 +14,10 @@ from safetensors.torch import load_file, save_file
 from support.toy import make_toy
 
 from sfumato.errors import UserError
-from sfumato.models.build import Assets, build_loss, build_model, fresh_tokenizer
 from sfumato.models.embed import evaluate_run
 from sfumato.models.export import export_run, load_exported, load_model
 from sfumato.models.recipe import check_recipe, load_recipe, save_recipe
-from sfumato.models.run import load_run, save_assets, save_state
+from sfumato.models.run import Assets, build_loss, build_model, fresh_tokenizer, load_run, save_assets, save_state
 from sfumato.training.loop import fit
 
 TEXTS = ["a red circle", "some bar in blue", "never seen before"]

@@ -10,14 +10,14 @@ import pytest
 from PIL import Image
 from support.toy import make_toy
 
-from sfumato.data.problems import Problems
+from sfumato.data.images import Problems
 from sfumato.data.region_features import read_scan
 from sfumato.data.transforms import decode_image
 from sfumato.errors import UserError
+from sfumato.models.embed import load_splits
 from sfumato.models.extract_regions import write_regions
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
-from sfumato.models.splits import load_splits
 from sfumato.training.loop import fit
 
 COLOURS = ("red", "green", "blue", "black")
@@ -129,8 +129,8 @@ def test_a_service_answers_texts_and_refuses_pictures(run):
     pytest.importorskip("fastapi")
     from fastapi.testclient import TestClient
 
+    from sfumato.serve.answering import open_sources
     from sfumato.serve.app import create_app
-    from sfumato.serve.served import open_sources
     from sfumato.serve.settings import Settings
 
     with TestClient(create_app(open_sources(run), Settings()), base_url="http://localhost") as client:

@@ -25,13 +25,11 @@ from sfumato.data.listings import Entry, list_folder, list_manifest, list_shards
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.frozen import FeatureInput, FrozenProcessor
 from sfumato.encoders.heads import GaussianHead
-from sfumato.encoders.image_processors import BilinearProcessor, ImageFileProcessor, PixelProcessor
+from sfumato.encoders.processors import BilinearProcessor, ImageFileProcessor, PixelProcessor, TokenProcessor
 from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder
-from sfumato.encoders.text_processors import TokenProcessor
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.embed import embed_folder, embed_lines
-from sfumato.models.embedding_steps import model_digest
+from sfumato.models.embed import embed_folder, embed_lines, model_digest
 from sfumato.models.ingest import embed_collection, which_job
 from sfumato.search.parts import check_complete, read_manifest, read_metadata, read_parts
 

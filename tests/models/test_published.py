@@ -23,8 +23,7 @@ from sfumato.encoders.features import Inputs
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_logit
-from sfumato.models.pretrained import load_pretrained
-from sfumato.models.pretrained_layouts import pcmepp_hub, pcmepp_training, prolip_hub
+from sfumato.models.pretrained import load_pretrained, pcmepp_hub, pcmepp_training, prolip_hub
 
 # Relative as well as absolute: some values of the reference data exceed 10.
 SINGLE, DOUBLE = {"rtol": 1e-5, "atol": 1e-5}, {"rtol": 0, "atol": 1e-9}

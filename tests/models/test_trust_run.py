@@ -5,17 +5,16 @@ import pytest
 import torch
 from support.toy import make_toy
 
-from sfumato.data.corruptions import TEXT_CORRUPTIONS, erase_squares
+from sfumato.data.transforms import TEXT_CORRUPTIONS, erase_squares
 from sfumato.distances import get_distance
 from sfumato.evaluation import trust as measures
-from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncertainty
-from sfumato.evaluation.failure_predictor import FailurePredictor
+from sfumato.evaluation.estimators import ESTIMATORS, FailurePredictor, Matching, estimate_uncertainty
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.metrics.selective import auroc
 from sfumato.models import trust_run as trust
+from sfumato.models.embed import embed_split, load_split
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
-from sfumato.models.splits import embed_split, load_split
 from sfumato.models.trust_run import trust_model, trust_run
 from sfumato.search.exact import rank_relevant
 from sfumato.training.loop import fit

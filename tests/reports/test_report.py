@@ -14,8 +14,7 @@ from sfumato import GaussianEmbedding, csd_matrix
 from sfumato.matching import match_probability
 from sfumato.metrics.relevance import Relevance
 from sfumato.reports.report import make_report
-from sfumato.reports.report_charts import IMAGES, MISTAKES
-from sfumato.reports.report_data import ReportData
+from sfumato.reports.report_charts import IMAGES, MISTAKES, ReportData
 
 EVIL = '<script>alert("x")</script> & <img src=x onerror=alert(1)>'
 VOID = {"meta", "img", "br"}

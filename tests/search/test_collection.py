@@ -11,8 +11,7 @@ from sfumato.calibration import Calibration, QueryScores
 from sfumato.distances import csd_matrix
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.collection import GaussianCollection
-from sfumato.search.copies import copy_gallery
+from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.lifting import LIFTED_DISTANCES, gallery_centre, lift_gallery, lowered
 from sfumato.search.stores.local import LocalStore

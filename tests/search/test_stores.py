@@ -30,8 +30,7 @@ from support.stores_contract import (
 from sfumato.distances import csd_matrix
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.collection import GaussianCollection
-from sfumato.search.copies import copy_gallery
+from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.stores.protocol import Filter, Records
 from sfumato.search.stores.store_url import create_store, open_store
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sfumato.search.verdict import verdict
+from sfumato.search.gallery import verdict
 
 
 @pytest.mark.parametrize(

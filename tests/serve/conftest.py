@@ -1,7 +1,7 @@
 import pytest
 from support.serving import make_collection, make_run, read_only, served
 
-from sfumato.serve.served import open_sources
+from sfumato.serve.answering import open_sources
 
 
 @pytest.fixture(scope="session")

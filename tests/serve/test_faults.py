@@ -17,10 +17,10 @@ from PIL import Image
 from support.serving import SlowModel, bomb, in_base64, picture, read_only, served
 
 from sfumato.errors import UserError
+from sfumato.serve.answering import Sources
 from sfumato.serve.batching import Batcher, Closed, Full
 from sfumato.serve.image_files import POINTER, FolderImages, UploadedImages, to_show, to_store
 from sfumato.serve.schemas import Refusal
-from sfumato.serve.served import Sources
 
 
 def problem(answer, status):

@@ -9,10 +9,10 @@ from support.serving import KEY, embedded, make_collection, make_run, picture, r
 
 from sfumato.models.galleries import build_index
 from sfumato.models.run import load_run
-from sfumato.search.verdict import verdict
+from sfumato.search.gallery import verdict
+from sfumato.serve.answering import ServedGallery, Sources, open_sources
 from sfumato.serve.app import PAGE
 from sfumato.serve.image_files import FolderImages
-from sfumato.serve.served import ServedGallery, Sources, open_sources
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

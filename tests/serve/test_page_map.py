@@ -3,7 +3,7 @@
 from serve.test_page import CHROMIUM, chromium, expect, panel, pytestmark, visit  # noqa: F401
 from support.serving import in_base64, make_collection, picture, served
 
-from sfumato.serve.served import open_sources
+from sfumato.serve.answering import open_sources
 
 
 def test_answer_and_map_lie_in_one_plane(visit, run, data, tmp_path):  # noqa: F811

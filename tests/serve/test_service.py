@@ -22,9 +22,9 @@ from sfumato.errors import UserError
 from sfumato.models.galleries import GalleryPart, build_index, create_collection
 from sfumato.models.run import load_run
 from sfumato.search.stores.protocol import Filter
+from sfumato.serve.answering import Sources, open_sources
 from sfumato.serve.app import create_app
 from sfumato.serve.image_files import SplitImages, UploadedImages
-from sfumato.serve.served import Sources, open_sources
 from sfumato.serve.server import check_host, check_names, hosts_of, is_loopback, run_app
 from sfumato.serve.settings import Settings, read_keys
 

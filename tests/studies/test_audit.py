@@ -14,9 +14,8 @@ from sfumato.data.images import MemoryImage
 from sfumato.data.pairs import PairData, images_of_part, parse_part, without_part
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.selective import auroc
-from sfumato.reports.audit_page import summary
-from sfumato.studies.audit import varied
-from sfumato.studies.audit_scores import NEIGHBOURS, MissingScores, audit_pairs, wrong_fraction, wrong_probability
+from sfumato.reports.study_pages import summary
+from sfumato.studies.audit import NEIGHBOURS, MissingScores, audit_pairs, varied, wrong_fraction, wrong_probability
 
 
 def embeddings(n, d, seed, *, points=False):

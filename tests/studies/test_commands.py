@@ -12,9 +12,9 @@ from reports.test_report import Checker
 from support.toy import make_toy
 
 from sfumato.errors import UserError
+from sfumato.models.embed import load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
-from sfumato.models.splits import load_split
 from sfumato.studies.analyse import AnalysisOptions, analyse_model
 from sfumato.studies.sets import MADE, ImageSets, choose_pairs, measure_sets, read_mixed_images
 from sfumato.training.loop import fit

@@ -13,10 +13,10 @@ from PIL import Image, ImageDraw
 from support.toy import make_toy
 
 from sfumato import cli
-from sfumato.data.problems import Problems
+from sfumato.data.images import Problems
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.reports.console_studies import print_crops
+from sfumato.reports.console import print_crops
 from sfumato.studies.crops import CANDIDATES, ROLES, Triplet, choose_triplet, join_captions, measure_crops, overlap
 from sfumato.studies.phrase_boxes import read_boxed_images
 
@@ -321,7 +321,7 @@ def test_the_command_measures_writes_and_says(work, sfumato, tmp_path, capsys):
 def test_crops_are_cut_where_the_boxes_are(work):
     """The embedding of a crop is that of the cut image."""
     from sfumato.models.export import load_model
-    from sfumato.studies.crop_study import study_crops
+    from sfumato.studies.crops import study_crops
 
     _, examples, _ = study_crops(
         load_model(work / "run"),
@@ -364,10 +364,9 @@ def test_one_picture_has_no_error(work, sfumato, tmp_path):
 
 
 def test_the_page_holds_small_examples(tmp_path):
-    from sfumato.data.corruptions import encode_png
-    from sfumato.reports.crop_page import write_crops
-    from sfumato.studies.crop_study import Example
-    from sfumato.studies.crops import CropStudy
+    from sfumato.data.transforms import encode_png
+    from sfumato.reports.study_pages import write_crops
+    from sfumato.studies.crops import CropStudy, Example
 
     noise = np.random.default_rng(0).integers(0, 256, (3, 500, 700)).astype(np.uint8)
     example = Example("7", 0.3, (encode_png(noise),) * 3, ("a", "b", "a and b"))
@@ -380,7 +379,7 @@ def test_the_page_holds_small_examples(tmp_path):
 def test_boxes_are_in_the_pixels_of_the_file(work, tmp_path):
     """Nothing is turned as EXIF data says: in a file of 120 x 20 with orientation 6 all boxes lie within."""
     from sfumato.models.export import load_model
-    from sfumato.studies.crop_study import study_crops
+    from sfumato.studies.crops import study_crops
 
     scene = Image.new("RGB", (120, 20), "white")
     for k in range(12):

@@ -12,9 +12,9 @@ import torch
 from support.toy import COLOURS, SHAPES, make_toy
 
 from sfumato import GaussianEmbedding, PairData, cli, csd_matrix, evaluate_zeroshot, load_emoji, pool_prompts
-from sfumato.data.labelled import Labelled, data_labelled, emoji_labelled, read_class_folder, read_class_names
+from sfumato.data.captioned import Labelled, data_labelled, emoji_labelled, read_class_folder, read_class_names
 from sfumato.errors import UserError
-from sfumato.studies.prompts import (
+from sfumato.studies.zeroshot import (
     best_k,
     best_k_per_class,
     certain_prompts,

@@ -18,9 +18,9 @@ from sfumato.models.embed import embed_folder
 from sfumato.models.galleries import GalleryPart, build_index, create_collection
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
+from sfumato.serve.answering import ServedGallery, Sources
 from sfumato.serve.app import create_app
 from sfumato.serve.image_files import FolderImages
-from sfumato.serve.served import ServedGallery, Sources
 from sfumato.serve.settings import Settings
 from sfumato.training.loop import fit
 from support.toy import make_toy

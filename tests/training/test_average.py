@@ -14,9 +14,9 @@ from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.small import SmallImageEncoder
 from sfumato.errors import UserError
 from sfumato.evaluation.protocols import evaluate_retrieval
+from sfumato.models.embed import load_split
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
-from sfumato.models.splits import load_split
 from sfumato.training import loop
 from sfumato.training.optim import WeightAverage, averaged
 

@@ -20,8 +20,7 @@ from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Inputs, PixelStore, RaggedStore
 from sfumato.encoders.frozen import FeatureInput
 from sfumato.encoders.heads import GaussianHead
-from sfumato.encoders.image_processors import PixelProcessor
-from sfumato.encoders.text_processors import TokenProcessor, add_begin_and_end, train_tokenizer
+from sfumato.encoders.processors import PixelProcessor, TokenProcessor, add_begin_and_end, train_tokenizer
 from sfumato.errors import UserError
 from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.recipe import check_recipe

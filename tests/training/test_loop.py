@@ -11,9 +11,9 @@ from support.processes import Started, command
 from support.toy import assert_same_tensors, make_toy, stop_after_checkpoint_of
 
 from sfumato.errors import UserError
+from sfumato.models.embed import load_split
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
-from sfumato.models.splits import load_split
 from sfumato.training.loop import DivergedError, fit
 from sfumato.training.optim import WeightAverage
 

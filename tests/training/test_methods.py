@@ -10,9 +10,8 @@ from sfumato.data.emoji import load_emoji
 from sfumato.data.sources import SOURCES, Source
 from sfumato.encoders.features import TokenFeatures
 from sfumato.encoders.heads import GaussianHead, HeadOptions
-from sfumato.models.build import build_loss
 from sfumato.models.recipe import find_recipe, load_recipe
-from sfumato.models.run import load_run
+from sfumato.models.run import build_loss, load_run
 from sfumato.training.loop import fit
 
 SMALL = [

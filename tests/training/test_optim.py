@@ -21,9 +21,8 @@ from sfumato.encoders.regions import RegionEncoder
 from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder
 from sfumato.errors import UserError
 from sfumato.losses import LOSSES
-from sfumato.models.build import Assets, build_model, fresh_tokenizer
-from sfumato.models.recipe import check_recipe, load_recipe
-from sfumato.models.recipe_sections import OptimConfig
+from sfumato.models.recipe import OptimConfig, check_recipe, load_recipe
+from sfumato.models.run import Assets, build_model, fresh_tokenizer
 from sfumato.training import loop
 from sfumato.training.optim import (
     build_optimiser,

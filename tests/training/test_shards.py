@@ -9,14 +9,13 @@ import pytest
 import torch
 from support.toy import make_toy
 
-from sfumato.data.problems import Problems
-from sfumato.data.shard_files import expand_shards, write_shards
-from sfumato.data.shards import read_shards
+from sfumato.data.images import Problems
+from sfumato.data.shards import expand_shards, read_shards, write_shards
 from sfumato.errors import UserError
+from sfumato.models.embed import load_splits
 from sfumato.models.process_group import alone
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
-from sfumato.models.splits import load_splits
 from sfumato.training.loop import fit
 
 

@@ -8,12 +8,10 @@ from support.toy import make_toy
 
 from sfumato.encoders.dual import Tower
 from sfumato.encoders.heads import GaussianHead, HeadOptions
+from sfumato.encoders.processors import TokenProcessor, train_tokenizer
 from sfumato.encoders.small import SmallTextEncoder
-from sfumato.encoders.text_processors import TokenProcessor, train_tokenizer
-from sfumato.models.recipe import load_recipe
-from sfumato.models.recipe_sections import VarianceStageConfig
-from sfumato.training.loop import fit
-from sfumato.training.variance_stage import fit_variance_stage
+from sfumato.models.recipe import VarianceStageConfig, load_recipe
+from sfumato.training.loop import fit, fit_variance_stage
 
 WORDS = [f"{a} {b}" for a in ("red", "green", "blue", "pink") for b in ("circle", "square", "cross", "bar", "ring")]
 SPREAD = torch.linspace(0, 0.9, len(WORDS))[torch.randperm(len(WORDS), generator=torch.Generator().manual_seed(0))]

@@ -17,10 +17,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from sfumato.calibration.abstention import answer_limit, answered_fraction, precision_limit
-from sfumato.calibration.conformal import conformal_radius
-from sfumato.calibration.isotonic import Knots, fit_knots, knots_logit, log_odds
-from sfumato.calibration.platt import fit_logits
+from sfumato.calibration.abstention import answer_limit, answered_fraction, conformal_radius, precision_limit
+from sfumato.calibration.platt import Knots, fit_knots, fit_logits, knots_logit, log_odds
 from sfumato.calibration.query_scores import QueryScores
 from sfumato.direction import Direction
 from sfumato.files import write_atomically
@@ -316,7 +314,7 @@ class Calibration:
 
         Returns:
             The radius; the set contains every item within it, see
-            :func:`~sfumato.calibration.conformal.conformal_radius`.
+            :func:`~sfumato.calibration.abstention.conformal_radius`.
 
         Raises:
             ValueError: alpha is outside of (0, 1), or contains is neither.

@@ -1,9 +1,13 @@
-"""Platt scaling: the logit scale and bias with the maximum likelihood on held-out pairs."""
+"""Two curves from distances to match probabilities: Platt scaling and, for many held-out pairs, isotonic regression."""
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sfumato.errors import UserError
 from sfumato.matching import match_logit
 
 
@@ -74,3 +78,88 @@ def fit_logits(distance: Tensor, match: Tensor, *, weight: Tensor | None = None)
             "fit_logits: the best scale is not positive; the distances do not separate matches from non-matches"
         )
     return scale, bias
+
+
+Knots = tuple[tuple[float, float], ...]
+
+
+"""(distance, logit) by ascending distance, falling logits."""
+
+
+def fit_knots(distance: Tensor, match: Tensor) -> Knots:
+    """Centred isotonic regression: the mean distance and the log odds of each level of the monotone fit.
+
+    Args:
+        distance: of pairs, any shape.
+        match: 0 and 1, the same shape.
+
+    Returns:
+        The knots, with strictly falling log odds.
+
+    Raises:
+        UserError: scikit-learn is missing.
+        ValueError: the fit is constant.
+
+    Paper: Oron and Flournoy, "Centered isotonic regression", Statistics in Biopharmaceutical Research, 2017.
+    """
+    try:
+        from sklearn.isotonic import isotonic_regression
+    except ImportError as error:
+        raise UserError(
+            "isotonic calibration needs scikit-learn: pip install 'sfumato[calibration]', or use platt"
+        ) from error
+    d, y = distance.detach().flatten().double().cpu().numpy(), match.detach().flatten().double().cpu().numpy()
+    x, position, weight = np.unique(d, return_inverse=True, return_counts=True)
+    fitted = isotonic_regression(
+        np.bincount(position, y) / weight, sample_weight=weight.astype(float), increasing=False
+    )
+    start = np.flatnonzero(np.append(True, np.diff(fitted) < 0))
+    n, at = (np.add.reduceat(values, start) for values in (weight.astype(float), weight * x))
+    hits = np.add.reduceat(np.bincount(position, y), start)
+    # Levels of 0 and 1 would have infinite odds: half a pair of the other kind is added. Levels that are no longer in
+    # order are pooled with their neighbours.
+    pooled: list[tuple[float, float, float]] = []
+    for level in zip((at / n).tolist(), hits.tolist(), n.tolist(), strict=True):
+        pooled.append(level)
+        while len(pooled) > 1 and _smoothed(pooled[-1]) >= _smoothed(pooled[-2]):
+            (a, i, s), (b, j, t) = pooled.pop(), pooled.pop()
+            pooled.append(((a * s + b * t) / (s + t), i + j, s + t))
+    if len(pooled) < 2:
+        raise ValueError("isotonic calibration: the distances do not separate matches from non-matches; use platt")
+    return tuple((level[0], log_odds(_smoothed(level))) for level in pooled)
+
+
+def knots_logit(distance: Tensor, knots: Knots, slope: float) -> Tensor:
+    """The logit of an isotonic fit: linear between the knots, and falling with a constant slope outside of them.
+
+    Args:
+        distance: any shape, float64.
+        knots: of :func:`fit_knots`.
+        slope: decrease of the logit per unit of distance outside of the knots; positive.
+
+    Returns:
+        Logits of the shape of distance.
+    """
+    x, y = (np.array(values) for values in zip(*knots, strict=True))
+    inside = distance.clamp(x[0], x[-1])
+    values = torch.as_tensor(np.interp(inside.cpu().numpy(), x, y)).to(distance.device)
+    return values - slope * (distance - inside)
+
+
+def log_odds(p: float) -> float:
+    """Logarithm of the odds of a probability.
+
+    Args:
+        p: in (0, 1).
+
+    Returns:
+        ln(p / (1 - p)).
+    """
+    return math.log(p) - math.log1p(-p)
+
+
+def _smoothed(level: tuple[float, float, float]) -> float:
+    _, hits, n = level
+    if hits == 0:
+        return 0.5 / (n + 1)
+    return (hits if hits < n else hits + 0.5) / (n if hits < n else n + 1)

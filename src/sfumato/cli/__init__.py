@@ -9,20 +9,12 @@ import os
 import sys
 
 # In the order of the help.
-from sfumato.cli import (
-    demo_commands,
-    embed_commands,
-    evaluate_commands,
-    search_commands,
-    study_commands,
-    train_commands,
-)
+from sfumato.cli import embed_commands, evaluate_commands, search_commands, study_commands, train_commands
 from sfumato.cli.common import app
 from sfumato.errors import RunFailedError, UserError
 
 __all__ = [
     "app",
-    "demo_commands",
     "embed_commands",
     "evaluate_commands",
     "main",

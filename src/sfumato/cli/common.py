@@ -104,7 +104,7 @@ def problems_suffix(problems: Any) -> str:
     """What was left out and why, as the end of a line.
 
     Args:
-        problems: :class:`~sfumato.data.problems.Problems`.
+        problems: :class:`~sfumato.data.images.Problems`.
 
     Returns:
         The text; empty without problems.
@@ -203,10 +203,9 @@ def open_model_on_data(
     Raises:
         UserError: there are overrides without a recipe, or a model that is no run comes without data.
     """
-    from sfumato.models.build import choose_device
     from sfumato.models.export import load_model
     from sfumato.models.recipe import find_recipe, load_recipe
-    from sfumato.models.run import load_run
+    from sfumato.models.run import choose_device, load_run
 
     if overrides and data is None:
         raise UserError(f"{overrides[0]!r} changes a recipe, but no recipe is given; add --data RECIPE")

@@ -122,10 +122,10 @@ def embed(
     write into the same folder.
     """
     from sfumato.data.listings import list_source
-    from sfumato.models.build import choose_device
-    from sfumato.models.embedding_steps import file_endings
+    from sfumato.models.embed import file_endings
     from sfumato.models.export import load_model
     from sfumato.models.ingest import embed_collection, which_job
+    from sfumato.models.run import choose_device
 
     if out.suffix == ".safetensors":
         if manifest or shards or shard or (images is None) == (texts is None):
@@ -157,9 +157,9 @@ def _embed_one_file(
     import time
 
     from sfumato.gaussian import save_embeddings
-    from sfumato.models.build import choose_device
     from sfumato.models.embed import embed_folder, embed_lines
     from sfumato.models.export import load_model
+    from sfumato.models.run import choose_device
 
     out.parent.mkdir(parents=True, exist_ok=True)
     loaded = load_model(model, device=choose_device(device))

@@ -29,7 +29,7 @@ from sfumato.cli.common import (
 from sfumato.errors import UserError
 
 if TYPE_CHECKING:
-    from sfumato.evaluation.more_results import More, MoreResults
+    from sfumato.evaluation.compare import More, MoreResults
     from sfumato.evaluation.per_query import PerQuery
     from sfumato.evaluation.protocols import Evaluation
     from sfumato.models.process_group import ProcessGroup
@@ -128,7 +128,7 @@ def run(
     Writes evaluation-SPLIT-DISTANCE.json into the folder of the run. Started by torchrun, several processes share the
     work.
     """
-    from sfumato.evaluation.more_results import More
+    from sfumato.evaluation.compare import More
 
     more = More(strategies, engine, candidates, per_query, compare, published)
     if overrides or not is_run(run):
@@ -165,7 +165,7 @@ def model(
     The model may be exported or published, or a run that is evaluated on other data. Started by torchrun, several
     processes share the work.
     """
-    from sfumato.evaluation.more_results import More
+    from sfumato.evaluation.compare import More
 
     more = More(strategies, engine, candidates, per_query, compare, published)
     _evaluate_and_print(model, data, overrides, split, distance, more, device, as_json)
@@ -238,9 +238,9 @@ def files(
 
     They may come from any program; --truth or --benchmark gives the ground truth.
     """
+    from sfumato.evaluation.compare import More, more_results
     from sfumato.evaluation.embedded_input import Files, measure_files
-    from sfumato.evaluation.more_results import More, more_results
-    from sfumato.models.build import choose_device
+    from sfumato.models.run import choose_device
     from sfumato.progress import say
     from sfumato.reports.console import print_measured, print_more
 
@@ -285,8 +285,8 @@ def _evaluate_and_print(
     as_json: bool,
 ) -> None:
     """Evaluate one model and print the result in the first process."""
-    from sfumato.models.build import choose_device
     from sfumato.models.process_group import join_process_group
+    from sfumato.models.run import choose_device
     from sfumato.reports.console import print_evaluation, print_more
 
     with join_process_group(partial(choose_device, device), TIMEOUT_MINUTES) as group:
@@ -308,8 +308,8 @@ def _evaluate(
     opened: ModelOnData, distance: str | None, more: "More", group: "ProcessGroup"
 ) -> "tuple[Evaluation, Path | None, MoreResults | None]":
     """The figures, the file that they are written to, and what else was asked for."""
+    from sfumato.evaluation.compare import more_results
     from sfumato.evaluation.embedded_input import measure
-    from sfumato.evaluation.more_results import more_results
     from sfumato.evaluation.per_query import PER_QUERY_ENDINGS, per_query_table
     from sfumato.models.embed import embed_for_evaluation, evaluate_model, evaluate_run
     from sfumato.models.run import load_run
@@ -341,10 +341,9 @@ def _evaluate(
 def _evaluate_seeds(runs: list[str], split: str, distance: str | None, device: str, as_json: bool) -> None:
     """Evaluate runs of several seeds and print mean ± standard deviation."""
     from sfumato.evaluation.compare import main_figures, over_seeds
-    from sfumato.models.build import choose_device
     from sfumato.models.embed import evaluate_run
     from sfumato.models.process_group import join_process_group
-    from sfumato.models.run import load_run
+    from sfumato.models.run import choose_device, load_run
     from sfumato.reports.console import print_over_seeds
 
     with join_process_group(partial(choose_device, device), TIMEOUT_MINUTES) as group:

@@ -49,11 +49,10 @@ def index(
     as_json: AsJson = False,
 ) -> None:
     """Build an index, or fill a collection in a vector store."""
-    from sfumato.models.build import choose_device
     from sfumato.models.embed import RetrievalModel
     from sfumato.models.export import load_model
     from sfumato.models.galleries import build_index, check_new, embed_source, fill_collection, whole
-    from sfumato.models.run import load_run
+    from sfumato.models.run import choose_device, load_run
     from sfumato.search.index import check_settings
 
     _check_index_options((images, split, texts, embeddings), engine, store, add)
@@ -159,7 +158,7 @@ def search(
 
     Prints ids, distances, match probabilities and uncertainties.
     """
-    from sfumato.models.gallery_search import search_index
+    from sfumato.models.galleries import search_index
     from sfumato.reports.console import print_search
 
     if not query and not image:
@@ -250,9 +249,9 @@ def serve(
     from sfumato.serve.settings import Settings, read_keys, require_extra
 
     require_extra()
-    from sfumato.models.build import choose_device
+    from sfumato.models.run import choose_device
+    from sfumato.serve.answering import open_sources
     from sfumato.serve.app import create_app
-    from sfumato.serve.served import open_sources
     from sfumato.serve.server import check_address, check_host, check_names, hosts_of, run_app
 
     keys = read_keys(api_key_file, os.environ.get("SFUMATO_API_KEY"))

@@ -24,7 +24,7 @@ from sfumato.cli.common import (
 from sfumato.errors import UserError
 
 if TYPE_CHECKING:
-    from sfumato.data.labelled import Labelled
+    from sfumato.data.captioned import Labelled
     from sfumato.models.embed import RetrievalModel
 
 Corrupted = Annotated[int, typer.Option(min=1, help="corruption: number of items to corrupt in each way.")]
@@ -80,9 +80,9 @@ def analyse(
     replaced.
     """
     from sfumato import __version__
-    from sfumato.reports.analysis_page import write_analyses
     from sfumato.reports.charts import require_matplotlib
-    from sfumato.reports.console_studies import print_analyses
+    from sfumato.reports.console import print_analyses
+    from sfumato.reports.study_pages import write_analyses
     from sfumato.studies.analyse import AnalysisOptions, analyse_model, known_studies
 
     require_matplotlib()
@@ -135,12 +135,12 @@ def crops(
     threshold, B a box that overlaps little with A, and C the crop around both.
     """
     from sfumato import __version__
-    from sfumato.models.build import choose_device
     from sfumato.models.export import load_model
+    from sfumato.models.run import choose_device
     from sfumato.reports.charts import require_matplotlib
-    from sfumato.reports.console_studies import print_crops
-    from sfumato.reports.crop_page import write_crops
-    from sfumato.studies.crop_study import study_crops
+    from sfumato.reports.console import print_crops
+    from sfumato.reports.study_pages import write_crops
+    from sfumato.studies.crops import study_crops
 
     require_matplotlib()
     try:
@@ -230,12 +230,11 @@ def zeroshot(
 
     The prompts are class names in templates. Measures the gain of keeping only the most certain prompts.
     """
-    from sfumato.data.labelled import read_class_folder, read_class_names
-    from sfumato.models.build import choose_device
-    from sfumato.models.embedding_steps import file_endings
+    from sfumato.data.captioned import read_class_folder, read_class_names
+    from sfumato.models.embed import file_endings
     from sfumato.models.export import load_model
-    from sfumato.studies.prompts import read_templates
-    from sfumato.studies.zeroshot import evaluate_zeroshot
+    from sfumato.models.run import choose_device
+    from sfumato.studies.zeroshot import evaluate_zeroshot, read_templates
 
     if sum(source is not None for source in (images, emoji, data)) != 1:
         raise UserError("give one of --images FOLDER, --emoji group or subgroup, and --data RECIPE")
@@ -273,8 +272,8 @@ def _labelled_images(
     names: dict[str, str] | None,
 ) -> "Labelled":
     """The images to classify, from the one source that was given."""
-    from sfumato.data.labelled import emoji_labelled, read_class_folder
-    from sfumato.models.embedding_steps import file_endings
+    from sfumato.data.captioned import emoji_labelled, read_class_folder
+    from sfumato.models.embed import file_endings
     from sfumato.models.recipe import find_recipe, load_recipe
     from sfumato.studies.zeroshot import labelled_split
 
@@ -328,7 +327,7 @@ def audit(
     Writes listed pairs that are probably wrong, and unlisted pairs that probably match, to tables and a page.
     """
     from sfumato import __version__
-    from sfumato.reports.audit_page import PAGE, summary, write_audit
+    from sfumato.reports.study_pages import PAGE, summary, write_audit
     from sfumato.studies.audit import audit_model, cross_fit
 
     if parts and split not in (None, "train"):

@@ -1,4 +1,4 @@
-"""The commands that train: train, ablate, calibrate."""
+"""The commands that train (train, ablate, calibrate), and those that need no data (demo, toy, recipes)."""
 
 import json
 from pathlib import Path
@@ -76,8 +76,8 @@ def ablate(
 
     The runs are OUT/DISTANCE-SEED. Runs that are finished there, also by `sfumato train`, are used as they are.
     """
-    from sfumato.models.build import choose_device
     from sfumato.models.recipe import find_recipe, load_recipe
+    from sfumato.models.run import choose_device
     from sfumato.reports.console import print_ablation
     from sfumato.training.ablation import ABLATED, ablate, ablation_file
 
@@ -113,8 +113,8 @@ def calibrate(
 
     Fits match probabilities, thresholds, abstention and conformal sets, and writes them to the run's calibration.json.
     """
-    from sfumato.models.build import choose_device
     from sfumato.models.calibrate import calibrate_run, describe_calibration
+    from sfumato.models.run import choose_device
     from sfumato.reports.console import print_calibration
 
     result = describe_calibration(calibrate_run(run, split, method=method, device=choose_device(device)))
@@ -123,3 +123,62 @@ def calibrate(
         return
     print_calibration(result)
     print("written to calibration.json; build indices of this run again, so that they use it")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the run, the index and the page.")] = Path("runs/demo"),
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="SECTION.KEY=VALUE", help="Change to the recipe emoji-demo; may be given several times."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run all steps on the embedded emoji set.
+
+    Trains, evaluates, indexes, searches, and writes a page.
+    """
+    from sfumato.demo import run_demo
+
+    result = run_demo(out, overrides or [])
+    if as_json:
+        print(json.dumps(result, ensure_ascii=False))
+
+
+@app.command()
+def toy(
+    seed: Annotated[int, typer.Option(help="Seed of the samples and the batches.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for the image and the animation.")] = Path("runs/toy"),
+    updates: Annotated[int, typer.Option(min=1, help="Number of mini-batches that each method is trained on.")] = 500,
+    as_json: AsJson = False,
+) -> None:
+    """Repeat the 2-D toy study of the PCME++ paper.
+
+    Does each method give uncertain samples larger variances than certain ones?
+    """
+    from sfumato.reports.console import print_toy
+    from sfumato.studies.toy import run_toy
+
+    result = run_toy(out, seed=seed, updates=updates)
+    if as_json:
+        print(json.dumps(result))
+        return
+    print_toy(result, f"mean variance of uncertain over certain samples, seed {seed}, {updates} updates")
+
+
+@app.command()
+def recipes(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of a recipe to print.")] = None,
+) -> None:
+    """List the recipes of the package, or print one."""
+    from sfumato.models.recipe import find_recipe, recipe_files, recipe_summary
+
+    if name:
+        print(find_recipe(name).read_text(encoding="utf-8"), end="")
+        return
+    files = recipe_files()
+    width = max(len(n) for n in files)
+    for key, file in files.items():
+        print(f"{key:<{width}}  {recipe_summary(file)}")

@@ -1,16 +1,21 @@
-"""Rows of images with their captions, read from manifests or image folders, and their conversion to splits.
+"""Rows of images with captions or classes, and their conversion to splits.
 
-This module does not depend on the files that the rows come from.
+Captions come from manifests or image folders; classes from folders in ImageNet's layout, emoji with groups, or data
+whose texts are classes. This module does not depend on the files that the rows come from.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast, get_args
 
-from sfumato.data.images import FileImage
+import numpy as np
+
+from sfumato.data.emoji import EmojiClasses, Style, emoji_classes, load_emoji
+from sfumato.data.images import FileImage, ImageSource, Problems
 from sfumato.data.pairs import PairData, make_pair_data
-from sfumato.data.problems import Problems
+from sfumato.data.transforms import IMAGE_ENDINGS
 from sfumato.errors import UserError
 
 _SPLIT_NAMES = {"restval": "train", "training": "train", "valid": "val", "validation": "val", "dev": "val"}
@@ -150,3 +155,154 @@ def splits_of_rows(
 def _hashed_split(identity: str, val_fraction: float, test_fraction: float) -> str:
     number = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:6], "big") / 2**48
     return "val" if number < val_fraction else "test" if number < val_fraction + test_fraction else "train"
+
+
+@dataclass(frozen=True, eq=False)
+class Labelled:
+    """n images, each of one of c classes.
+
+    Attributes:
+        sources: n of them.
+        ids: n distinct ids.
+        labels: (n,) class numbers.
+        keys: c distinct keys, the names of the classes in the source.
+        classes: c names of the classes in a prompt; a class may have no image.
+    """
+
+    sources: tuple[ImageSource, ...]
+    ids: tuple[str, ...]
+    labels: np.ndarray
+    keys: tuple[str, ...]
+    classes: tuple[str, ...]
+
+
+def read_class_names(path: Path) -> dict[str, str]:
+    """Read the names of classes from a text file.
+
+    Args:
+        path: a UTF-8 file. Each line has a class and its name, separated by a tab, or by the first blank if no line has
+            a tab.
+
+    Returns:
+        class -> name, in the order of the file.
+
+    Raises:
+        UserError: there is no such file, it is not UTF-8, a line has no name, or a class occurs twice.
+    """
+    if not path.is_file():
+        raise UserError(f"there is no file {path}")
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
+    tab = any("\t" in line for line in lines)
+    names: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        key, _, name = line.strip().partition("\t" if tab else " ")
+        if not line.strip():
+            continue
+        if not key.strip() or not name.strip():
+            raise UserError(f"{path}:{number}: expected a class, a tab and its name, got {line!r}")
+        if key.strip() in names:
+            raise UserError(f"{path}:{number}: the class {key.strip()!r} occurred before")
+        names[key.strip()] = name.strip()
+    if not names:
+        raise UserError(f"{path} names no class")
+    return names
+
+
+def read_class_folder(
+    root: Path, names: Mapping[str, str] | None = None, *, endings: Collection[str] = IMAGE_ENDINGS
+) -> Labelled:
+    """Read images from one folder for each class, with its subfolders.
+
+    Args:
+        root: ROOT/CLASS/image.jpg.
+        names: class -> name in prompts, for all classes; None uses the folder names, with "_" replaced by a space.
+        endings: file name endings of images, in lower case with the dot.
+
+    Returns:
+        The images with their classes.
+
+    Raises:
+        UserError: there is no such folder, no class or image in it, or a class with images has no name.
+    """
+    if not root.is_dir():
+        raise UserError(f"there is no folder {root}")
+    folders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
+    if not folders:
+        raise UserError(f"no folders in {root}; expected one for each class, as in {root}/CLASS/image.jpg")
+    files = [(f, p) for f in folders for p in sorted(f.rglob("*")) if p.suffix.lower() in endings and p.is_file()]
+    if not files:
+        raise UserError(f"no images in the folders of {root} (looked for {', '.join(sorted(endings))})")
+    return _labelled(
+        [FileImage(p) for _, p in files],
+        [p.relative_to(root).as_posix() for _, p in files],
+        [f.name for f, _ in files],
+        names or {f.name: f.name.replace("_", " ") for f in folders},
+        str(root),
+    )
+
+
+def emoji_labelled(kind: str, *, style: str = "fluent3d", names: Mapping[str, str] | None = None) -> Labelled:
+    """The emoji of one drawing style, with their group or subgroup as class.
+
+    Args:
+        kind: "group" or "subgroup".
+        style: the drawing style.
+        names: see :func:`read_class_folder`.
+
+    Returns:
+        The images with their classes.
+
+    Raises:
+        UserError: kind is unknown, or a class has no name.
+        ValueError: the style is unknown.
+    """
+    if kind not in get_args(EmojiClasses):
+        raise UserError(f"the classes of the emoji set are {' and '.join(get_args(EmojiClasses))}, got {kind!r}")
+    of = emoji_classes(cast(EmojiClasses, kind))
+    data = load_emoji(held_out_style=cast(Style, style))["style"]
+    keys = [of[i.split("/")[0]] for i in data.image_ids]
+    return _labelled(data.images, data.image_ids, keys, names or {k: k for k in sorted(set(of.values()))}, "emoji")
+
+
+def data_labelled(data: PairData, names: Mapping[str, str] | None = None, *, where: str = "the data") -> Labelled:
+    """Labelled images from data with one text for each image, the name of its class.
+
+    Args:
+        data: one split.
+        names: see :func:`read_class_folder`; None uses the distinct texts, sorted.
+        where: source of the data, for messages.
+
+    Returns:
+        The images with their classes.
+
+    Raises:
+        UserError: an image has two different texts, or none, or a class has no name.
+    """
+    texts: list[set[str]] = [set() for _ in data.image_ids]
+    for image, text in data.pairs:
+        texts[image].add(data.texts[text])
+    bad = next((i for i, own in enumerate(texts) if len(own) != 1), None)
+    if bad is not None:
+        raise UserError(
+            f"{where}: image {data.image_ids[bad]} has {len(texts[bad])} texts; expected one each, the name of its"
+            f" class"
+        )
+    keys = [next(iter(own)) for own in texts]
+    return _labelled(data.images, data.image_ids, keys, names or {k: k for k in sorted(set(keys))}, where)
+
+
+def _labelled(
+    sources: Sequence[ImageSource], ids: Sequence[str], keys: Sequence[str], names: Mapping[str, str], where: str
+) -> Labelled:
+    number = {key: c for c, key in enumerate(names)}
+    unknown = next((key for key in keys if key not in number), None)
+    if unknown is not None:
+        raise UserError(
+            f"{where}: there is no name for the class {unknown!r}; the first that have one:"
+            f" {', '.join(list(names)[:5])}"
+        )
+    labels = np.array([number[key] for key in keys], np.int64)
+    return Labelled(tuple(sources), tuple(ids), labels, tuple(names), tuple(names.values()))

@@ -11,8 +11,8 @@ from sfumato.data.captioned import (
     splits_of_rows,
     usable_captions,
 )
+from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
-from sfumato.data.problems import Problems
 from sfumato.data.transforms import IMAGE_ENDINGS
 from sfumato.errors import UserError
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sfumato.data.images import FileImage, ImageSource, TarArchive, TarImage
+from sfumato.data.images import FileImage, ImageSource, Problems, TarArchive, TarImage
 from sfumato.data.pairs import PairData, make_pair_data
-from sfumato.data.problems import Problems
 from sfumato.errors import UserError
 
 

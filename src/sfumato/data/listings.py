@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 
 from sfumato.data.captioned import is_unicode
 from sfumato.data.manifest import ListedImage, list_images
-from sfumato.data.shard_files import ShardError, ShardImage, expand_shards, list_shard
+from sfumato.data.shards import ShardError, ShardImage, expand_shards, list_shard
 from sfumato.data.transforms import IMAGE_ENDINGS
 from sfumato.errors import UserError
 
@@ -233,7 +233,7 @@ def list_source(
         shards: pattern, see :func:`list_shards`.
         texts: file, see :func:`list_texts`.
         part_size: maximum number of items in a part.
-        endings: file name endings of images in a folder; see :func:`~sfumato.models.embedding_steps.file_endings`.
+        endings: file name endings of images in a folder; see :func:`~sfumato.models.embed.file_endings`.
 
     Returns:
         The listing.

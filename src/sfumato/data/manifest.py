@@ -22,8 +22,8 @@ from sfumato.data.captioned import (
     splits_of_rows,
     usable_captions,
 )
+from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
-from sfumato.data.problems import Problems
 from sfumato.errors import UserError
 
 _COLUMNS = ("image", "captions", "caption", "split", "id")

@@ -16,8 +16,8 @@ from typing import IO
 
 import numpy as np
 
+from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData, make_pair_data
-from sfumato.data.problems import Problems
 from sfumato.errors import UserError
 
 REGION_ENDINGS = frozenset({".npy"})

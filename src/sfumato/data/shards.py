@@ -1,19 +1,424 @@
-"""Source "shards": webdataset shards, read as an endless shuffled stream for training or completely for validation."""
+"""Source "shards": webdataset shards, as an endless shuffled stream for training or completely for validation.
+
+The first part names, reads, lists and writes the tar files.
+"""
 
 import contextlib
+import glob
 import hashlib
+import io
 import itertools
-from collections.abc import Generator, Iterable, Iterator, Sequence
+import json
+import os
+import re
+import secrets
+import shutil
+import tarfile
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
-from sfumato.data.images import MemoryImage
+from sfumato.data.images import MemoryImage, Problems
 from sfumato.data.pairs import PairData, make_pair_data
-from sfumato.data.problems import Problems
-from sfumato.data.shard_files import ShardSample, read_shard
 from sfumato.errors import UserError
+from sfumato.files import sync_folder
+
+SHARD_IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp")
+
+
+"""Endings of the members that are images."""
+
+
+_REMOTE = re.compile(r"pipe:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+
+
+_MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)  # key.ending, as in the webdataset library
+
+
+_MOST_NAMES = 1_000_000
+
+
+# What tarfile raises on damaged headers.
+_DAMAGED = (tarfile.TarError, ValueError, TypeError, LookupError, OverflowError, MemoryError, RecursionError)
+
+
+class ShardError(Exception):
+    """A shard as a whole cannot be read now: it is missing, the disk or the network fails, or it is cut short.
+
+    Args:
+        shard: path of the shard.
+        reason: why it cannot be read.
+    """
+
+    def __init__(self, shard: str | Path, reason: str) -> None:
+        super().__init__(f"{shard}: {reason}")
+        self.shard, self.reason = str(shard), reason
+
+
+@dataclass(frozen=True)
+class ShardSample:
+    """An image and its caption.
+
+    Attributes:
+        key: "path/of/shard.tar!key", different for every sample.
+        image: the bytes of the file, not decoded.
+        text: the caption, not empty.
+    """
+
+    key: str
+    image: bytes
+    text: str
+
+
+def expand_shards(spec: str) -> list[str]:
+    """The files that a shard pattern names.
+
+    Args:
+        spec: a folder of .tar files, one file, or a pattern: ``data/cc3m-{00000..00331}.tar`` with any number of ranges
+            and lists in braces, or a glob with ``*``, ``?``, ``[...]`` and ``**``, of which the .tar files count.
+
+    Returns:
+        Local paths, each once, in natural order (2 before 10).
+
+    Raises:
+        UserError: a remote address or a command, a pattern that cannot be read, files that do not exist, or nothing
+            found.
+    """
+    if _REMOTE.match(spec):
+        raise UserError(
+            f"shards {spec!r}: addresses and commands are not opened; download the shards, and name their folder"
+        )
+    path = os.path.expanduser(spec)
+    if os.path.isdir(path):
+        found = glob.glob(os.path.join(glob.escape(path), "*.tar"))
+    elif os.path.isfile(path):
+        found = [path]
+    else:
+        names = _braces(path)
+        globs = [name for name in names if any(sign in name for sign in "*?[")]
+        plain = [name for name in names if name not in set(globs)]
+        missing = [name for name in plain if not os.path.isfile(name)]
+        if missing:
+            raise UserError(
+                f"shards {spec!r}: {len(missing)} of {len(plain)} do not exist, the first {missing[0]};"
+                " to take those that do, use a glob: * instead of {...}"
+            )
+        found = plain + [file for name in globs for file in glob.glob(name, recursive=True) if file.endswith(".tar")]
+    if not found:
+        raise UserError(
+            f"shards {spec!r}: found no .tar file; give a folder, a glob, or a pattern such as"
+            f" cc3m-{{00000..00331}}.tar"
+        )
+    return sorted(set(found), key=lambda name: (_natural(name), name))
+
+
+@dataclass(frozen=True, slots=True)
+class ShardImage:
+    """The position of a sample's image in its shard; the sample needs no caption.
+
+    Attributes:
+        key: of the sample; different for every one that is usable.
+        member: name of the image's member.
+        offset: position of its first byte in the file.
+        size: number of its bytes.
+        error: the error in the sample, or in the file from this position on; "" if there is none.
+    """
+
+    key: str
+    member: str = ""
+    offset: int = 0
+    size: int = 0
+    error: str = ""
+
+
+def list_shard(shard: str | Path) -> list[ShardImage]:
+    """The images of a shard in its order, from the headers alone: no image is read.
+
+    Args:
+        shard: a local tar file.
+
+    Returns:
+        One item for every sample and one for every damaged range; at least one.
+
+    Raises:
+        ShardError: it cannot be opened or read, or is truncated, for example while it is being copied.
+    """
+    found: list[ShardImage] = []
+    cut: list[str] = []
+
+    def bad(reason: str, cut_short: bool = False) -> None:
+        found.append(ShardImage("", error=reason))
+        if cut_short:
+            cut.append(reason)
+
+    seen: set[str] = set()
+    try:
+        with open(shard, "rb") as file:
+            for key, group in itertools.groupby(_named(_members(file, bad)), key=lambda member: member[0]):
+                members = list(group)
+                endings = [ending for _, ending, _ in members]
+                image = next((ending for ending in SHARD_IMAGE_ENDINGS if ending in endings), None)
+                if key in seen:
+                    found.append(ShardImage(key, error="the key occurred before in this shard"))
+                elif image is None:
+                    found.append(ShardImage(key, error=f"no image: there is only .{', .'.join(endings)}"))
+                elif endings.count(image) > 1:
+                    found.append(ShardImage(key, error=f".{image} occurs twice"))
+                else:
+                    seen.add(key)
+                    member = members[endings.index(image)][2]
+                    found.append(ShardImage(key, member.name, member.offset_data, member.size))
+    except OSError as error:
+        raise ShardError(shard, f"cannot be read: {error.strerror or error}") from error
+    if cut:
+        raise ShardError(shard, cut[0])
+    if not found:
+        bad("it holds no sample")
+    return found
+
+
+def read_shard(shard: str, mine: slice, bad: Callable[[str, str], None]) -> Iterator[ShardSample]:
+    """Read the usable samples in a slice of a shard.
+
+    Args:
+        shard: a local tar file.
+        mine: slice of its samples to read.
+        bad: receives (location, reason) of unusable samples.
+
+    Yields:
+        The samples.
+    """
+    try:
+        with open(shard, "rb") as file:
+            members = _named(_members(file, lambda reason, _: bad(shard, reason)))
+            groups = ((key, list(group)) for key, group in itertools.groupby(members, key=lambda member: member[0]))
+            for key, group in itertools.islice(groups, mine.start, mine.stop, mine.step):
+                location = f"{shard}!{key}"
+                try:
+                    sample = _sample(file, location, group)
+                except ValueError as error:
+                    bad(location, str(error))
+                else:
+                    yield sample
+    except OSError as error:
+        bad(shard, f"cannot be read: {error.strerror or error}")
+
+
+def _members(file: IO[bytes], bad: Callable[[str, bool], None]) -> Iterator[tarfile.TarInfo]:
+    """The members of a tar file, also after damage; ``bad`` receives (reason, whether the end is missing)."""
+    size = os.fstat(file.fileno()).st_size
+    try:
+        tar = tarfile.TarFile(fileobj=file, ignore_zeros=True)
+        if tar.next() is None:
+            raise ValueError("it has no members")
+    except _DAMAGED as error:
+        return bad(f"not an uncompressed tar file: {error}", size == 0)
+    position, damaged, ended = 0, False, False
+    while position < size:
+        file.seek(position)
+        if not any(file.read(tarfile.BLOCKSIZE)):
+            ended = True
+            position += tarfile.BLOCKSIZE
+            continue
+        file.seek(position)
+        try:
+            member = tarfile.TarInfo.fromtarfile(tar)
+            if member.size < 0 or tar.offset <= position:
+                raise ValueError("a negative size")
+        except _DAMAGED as error:
+            if not damaged:
+                bad(
+                    f"damaged at byte {position}: {error}; the samples there are lost",
+                    not ended and file.tell() >= size,
+                )
+            damaged = True
+            position += tarfile.BLOCKSIZE
+            continue
+        damaged, ended, position = False, False, tar.offset
+        if member.offset_data + member.size > size:
+            return bad(f"cut short: ends within {member.name}", True)
+        yield member
+    if not ended and not damaged:
+        bad("cut short: the end mark is missing; members before it may be missing too", True)
+
+
+def _named(members: Iterable[tarfile.TarInfo]) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
+    """(key, ending in lower case, member) of the files that can belong to a sample."""
+    for member in members:
+        parts = _MEMBER.fullmatch(member.name)
+        if parts and member.isreg() and not member.issparse():
+            yield parts[1], parts[2].lower(), member
+
+
+def _sample(file: IO[bytes], location: str, group: list[tuple[str, str, tarfile.TarInfo]]) -> ShardSample:
+    """Read image and caption of a group; a ValueError names what is missing."""
+    members: dict[str, tarfile.TarInfo] = {}
+    for _, ending, member in group:
+        if ending in members:
+            raise ValueError(f".{ending} occurs twice")
+        members[ending] = member
+
+    def read(ending: str) -> bytes:
+        file.seek(members[ending].offset_data)
+        return file.read(members[ending].size)
+
+    image = next((ending for ending in SHARD_IMAGE_ENDINGS if ending in members), None)
+    if image is None:
+        raise ValueError(f"no image: there is only .{', .'.join(members)}")
+    if "txt" in members:
+        text = _decoded(read("txt"))
+    elif "json" in members:
+        text = _caption_of_json(read("json"))
+    else:
+        raise ValueError("no caption: there is neither .txt nor .json")
+    if not text.strip():
+        raise ValueError("the caption is empty")
+    return ShardSample(location, read(image), text.strip())
+
+
+def _decoded(data: bytes) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the caption is not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def _caption_of_json(data: bytes) -> str:
+    try:
+        values = json.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the .json cannot be read: {error}") from error
+    text = (values.get("caption") or values.get("text")) if isinstance(values, dict) else None
+    if not isinstance(text, str):
+        raise ValueError('no caption: the .json has no string "caption" or "text"')
+    try:
+        text.encode()  # JSON can contain lone surrogates, which no tokenizer accepts.
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the caption is not valid Unicode: {error.reason}") from error
+    return text
+
+
+def _braces(pattern: str) -> list[str]:
+    """``a{1..3}b`` and ``a{x,y}b``, any number of them, spelt out; a leading zero asks for a fixed width."""
+    brace = re.search(r"\{([^{}]*)\}", pattern)
+    if brace is None:
+        return [pattern]
+    limits = re.fullmatch(r"(\d+)\.\.(\d+)", brace[1], re.ASCII)
+    if limits:
+        first, last = int(limits[1]), int(limits[2])
+        padded = any(limit.startswith("0") and len(limit) > 1 for limit in limits.groups())
+        width = max(map(len, limits.groups())) if padded else 1
+        if not first <= last < first + _MOST_NAMES:
+            raise UserError(f"shards {pattern!r}: {brace[0]} must count upwards, to at most {_MOST_NAMES} names")
+        values = [f"{number:0{width}d}" for number in range(first, last + 1)]
+    elif "," in brace[1]:
+        values = brace[1].split(",")
+    else:
+        raise UserError(f"shards {pattern!r}: cannot read {brace[0]}; expected a range {{00..31}} or a list {{a,b}}")
+    return [name for value in values for name in _braces(pattern[: brace.start()] + value + pattern[brace.end() :])]
+
+
+def _natural(name: str) -> list[str | int]:
+    """The alternating text and numbers of a name, so that names of one pattern sort by number."""
+    return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"([0-9]+)", name))]
+
+
+def write_shards(
+    data: PairData, folder: str | Path, *, per_shard: int = 1000, problems: Problems | None = None
+) -> list[Path]:
+    """Write a split as shards: one sample for every pair, in order, so an image with five captions occurs five times.
+
+    The images keep their bytes; KEY.txt is the caption, and KEY.json has the ids of image and text. The same split
+    gives the same bytes. The folder is written completely or not at all.
+
+    Args:
+        data: the split; JPEG, PNG and WEBP images.
+        folder: a new or empty folder; its parents are made.
+        per_shard: samples in a shard; the last shard may have fewer.
+        problems: receives images that cannot be read or are in another format, which are left out; they raise if None.
+
+    Returns:
+        The shards: shard-00000.tar, ...
+
+    Raises:
+        UserError: the folder is not empty, or there is nothing to write.
+        ValueError: per_shard is less than 1; an image has another format.
+        OSError: an image cannot be read.
+    """
+    folder = Path(folder)
+    if per_shard < 1:
+        raise ValueError(f"write_shards: per_shard must be at least 1, got {per_shard}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(
+            f"cannot write shards to {folder}: it exists and is not an empty folder; give a new one, or remove it"
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    unfinished.mkdir()
+    try:
+        samples = _members_of_pairs(data, problems)
+        names: list[str] = []
+        while part := list(itertools.islice(samples, per_shard)):
+            names.append(f"shard-{len(names):05d}.tar")
+            _write_shard(unfinished / names[-1], part)
+        if not names:
+            raise UserError(f"cannot write shards to {folder}: the data has no pair with a usable image")
+        sync_folder(unfinished)
+        if folder.exists():
+            folder.rmdir()
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    sync_folder(folder.parent)
+    return [folder / name for name in names]
+
+
+def _members_of_pairs(data: PairData, problems: Problems | None) -> Iterator[dict[str, bytes]]:
+    """The members of every pair with a usable image, as name -> content."""
+    last, content, ending = -1, b"", ""
+    for number, (image, text) in enumerate(data.pairs.tolist()):
+        if image != last:
+            last, ending = image, ""
+            try:
+                content = data.images[image].read_bytes()
+                ending = _ending(content)
+            except (OSError, ValueError) as error:
+                if problems is None:
+                    raise
+                problems.add(data.images[image].location, str(error))
+        if ending:
+            ids = {"image_id": data.image_ids[image], "text_id": data.text_ids[text]}
+            yield {
+                f"{number:09d}.{ending}": content,
+                f"{number:09d}.txt": data.texts[text].encode(),
+                f"{number:09d}.json": json.dumps(ids, ensure_ascii=False).encode(),
+            }
+
+
+def _ending(image: bytes) -> str:
+    if image.startswith(b"\xff\xd8\xff"):
+        return "jpg"
+    if image.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "png"
+    if image.startswith(b"RIFF") and image[8:12] == b"WEBP":
+        return "webp"
+    raise ValueError("neither JPEG nor PNG nor WEBP, the formats of shards; convert it first")
+
+
+def _write_shard(path: Path, samples: Iterable[dict[str, bytes]]) -> None:
+    with path.open("wb") as file:
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+            for name, content in itertools.chain.from_iterable(sample.items() for sample in samples):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+        file.flush()
+        os.fsync(file.fileno())
+
 
 _ENOUGH_TO_JUDGE = 1000
 
@@ -23,7 +428,7 @@ class ShardBatch:
     """b samples.
 
     Attributes:
-        keys: b keys, as in :class:`~sfumato.data.shard_files.ShardSample`.
+        keys: b keys, as in :class:`~sfumato.data.shards.ShardSample`.
         images: b encoded images.
         texts: b captions.
     """
@@ -43,7 +448,7 @@ class ShardStream:
     parts are even if there are many more shards than processes.
 
     Args:
-        shards: local tar files, see :func:`~sfumato.data.shard_files.expand_shards`; the same list in every process.
+        shards: local tar files, see :func:`~sfumato.data.shards.expand_shards`; the same list in every process.
         batch_size: samples in a batch of this process.
         seed: seed of everything random.
         samples_per_epoch: samples in an epoch, of all processes together; an incomplete last batch is left out.
@@ -179,7 +584,7 @@ def read_shards(shards: Sequence[str | Path], problems: Problems) -> PairData:
     """All samples of some shards as a split, for validation: encoded images in memory, each once with all its captions.
 
     Args:
-        shards: local tar files, see :func:`~sfumato.data.shard_files.expand_shards`.
+        shards: local tar files, see :func:`~sfumato.data.shards.expand_shards`.
         problems: receives what cannot be used.
 
     Returns:

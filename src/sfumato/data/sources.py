@@ -24,13 +24,12 @@ from pydantic import (
 
 from sfumato.data.emoji import Style, load_emoji
 from sfumato.data.folder import read_image_folder
+from sfumato.data.images import Problems
 from sfumato.data.karpathy import read_karpathy
 from sfumato.data.manifest import read_manifest
 from sfumato.data.pairs import EpochOver, PairData, Positives, parse_part
-from sfumato.data.problems import Problems
 from sfumato.data.region_features import read_scan
-from sfumato.data.shard_files import expand_shards
-from sfumato.data.shards import read_shards
+from sfumato.data.shards import expand_shards, read_shards
 from sfumato.errors import UserError
 
 Inputs = Literal["images", "regions", "either"]

@@ -1,6 +1,6 @@
 """The CLIP family, fine-tuned from pixels and subword tokens: sections of the recipe, and building of encoders.
 
-The encoders are in :mod:`sfumato.encoders.clip_transformers`, and those of ProLIP in :mod:`sfumato.encoders.unc_token`.
+The encoders, those of ProLIP too, are in :mod:`sfumato.encoders.clip_transformers`.
 The layouts of published weights are in :mod:`sfumato.models.pretrained`.
 """
 
@@ -15,6 +15,8 @@ from sfumato.encoders.clip_transformers import (
     CLIP_STD,
     ClipImageEncoder,
     ClipTextEncoder,
+    UncTokenImageEncoder,
+    UncTokenTextEncoder,
     VarianceStart,
     resize_positions,
 )
@@ -27,10 +29,14 @@ from sfumato.encoders.encoder_protocol import (
     InMemory,
     TextEncoderConfig,
 )
-from sfumato.encoders.image_processors import ImageFileProcessor, PixelProcessor
 from sfumato.encoders.package_weights import from_pretrained, import_transformers, pretrained_tokenizer
-from sfumato.encoders.text_processors import TokenProcessor, add_begin_and_end, train_tokenizer
-from sfumato.encoders.unc_token import UncTokenImageEncoder, UncTokenTextEncoder
+from sfumato.encoders.processors import (
+    ImageFileProcessor,
+    PixelProcessor,
+    TokenProcessor,
+    add_begin_and_end,
+    train_tokenizer,
+)
 from sfumato.errors import UserError
 
 Activation = Literal["quick_gelu", "gelu"]

@@ -9,8 +9,8 @@ from torch import nn
 
 from sfumato.encoders.encoder_protocol import AugmentMode, BuildContext, EncoderModule, ImageEncoderConfig, InMemory
 from sfumato.encoders.features import Inputs, TokenFeatures
-from sfumato.encoders.image_processors import ImageFileProcessor, PixelProcessor
 from sfumato.encoders.package_weights import package_folder
+from sfumato.encoders.processors import ImageFileProcessor, PixelProcessor
 
 CHANNELS = 1280
 """c of its token features."""

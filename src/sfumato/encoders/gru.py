@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from sfumato.encoders.encoder_protocol import BuildContext, EncoderModule, TextEncoderConfig
 from sfumato.encoders.features import Inputs, TokenFeatures
-from sfumato.encoders.text_processors import TokenProcessor, count_words, splitting_at_words
+from sfumato.encoders.processors import TokenProcessor, count_words, splitting_at_words
 from sfumato.errors import UserError
 from sfumato.progress import say
 

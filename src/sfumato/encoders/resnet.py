@@ -21,8 +21,8 @@ from sfumato.encoders.encoder_protocol import (
     InMemory,
 )
 from sfumato.encoders.features import Inputs, TokenFeatures
-from sfumato.encoders.image_processors import ImageFileProcessor, PixelProcessor
 from sfumato.encoders.package_weights import from_pretrained, import_transformers
+from sfumato.encoders.processors import ImageFileProcessor, PixelProcessor
 from sfumato.errors import UserError
 
 RESNETS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {

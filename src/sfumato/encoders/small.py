@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from sfumato.encoders.encoder_protocol import BuildContext, EncoderModule, ImageEncoderConfig, TextEncoderConfig
 from sfumato.encoders.features import Inputs, TokenFeatures
-from sfumato.encoders.image_processors import PixelProcessor
-from sfumato.encoders.text_processors import TokenProcessor, train_tokenizer
+from sfumato.encoders.processors import PixelProcessor, TokenProcessor, train_tokenizer
 
 
 class SmallImageConfig(ImageEncoderConfig):

@@ -1,15 +1,332 @@
-"""Ground truths of the benchmarks on emoji, Flickr and CUB Captions; those on COCO are in coco_ground_truths."""
+"""Ground truths of the benchmarks: on COCO (5K, 1K, CxC, RPC2, ECCV Caption, PMRP), emoji, Flickr and CUB Captions.
 
-from collections.abc import Iterable
+Karpathy's split files are read here too.
+"""
+
+import importlib.util
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from sfumato.data.emoji import Style, load_emoji
+from sfumato.data.karpathy import karpathy_entries
 from sfumato.errors import UserError
-from sfumato.evaluation.coco_ground_truths import read_karpathy_ground_truth
-from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_data, relevance_from_table
+from sfumato.evaluation.ground_truth import (
+    RECALLS,
+    GroundTruth,
+    first_twice,
+    ground_truth_from_data,
+    ground_truth_from_pairs,
+    in_folds,
+    read_json,
+    read_lists,
+    relevance_from_table,
+)
+from sfumato.metrics.relevance import Relevance
+
+
+def coco_5k(
+    image_ids: Sequence[str | int],
+    text_ids: Sequence[str | int],
+    pairs: Iterable[tuple[str | int, str | int]],
+    *,
+    source: str = "",
+) -> GroundTruth:
+    """COCO's 5,000 test images and 25,000 captions, with recall@1, 5 and 10.
+
+    Args:
+        image_ids: distinct ids.
+        text_ids: distinct ids.
+        pairs: (image id, text id) of each match.
+        source: the file or package of the pairs.
+
+    Returns:
+        The ground truth "coco_5k".
+
+    Raises:
+        ValueError: a pair names an unknown id, or an id occurs twice.
+    """
+    return ground_truth_from_pairs("coco_5k", image_ids, text_ids, pairs, metrics=RECALLS, source=source)
+
+
+def coco_1k(
+    image_ids: Sequence[str | int],
+    text_ids: Sequence[str | int],
+    pairs: Iterable[tuple[str | int, str | int]],
+    *,
+    source: str = "",
+) -> GroundTruth:
+    """COCO's five folds of 1,000 images in the order of the ids; metrics are averaged over the folds.
+
+    Args:
+        image_ids: distinct ids.
+        text_ids: distinct ids.
+        pairs: (image id, text id) of each match.
+        source: the file or package of the pairs.
+
+    Returns:
+        The ground truth "coco_1k".
+
+    Raises:
+        ValueError: a pair names an unknown id, an id occurs twice, the images cannot be divided into five equal folds,
+            or a text matches images of two folds or of none.
+    """
+    return in_folds(coco_5k(image_ids, text_ids, pairs, source=source), name="coco_1k")
+
+
+_MAX_OUTSIDE = 0.01
+
+
+"""Largest fraction of positives outside of the gallery; above it the files belong to another benchmark."""
+
+
+def eccv_caption(folder: str | Path | None = None) -> dict[str, GroundTruth]:
+    """Read the ground truths of the ``eccv_caption`` package: COCO 5K and 1K, CxC, RPC2 and ECCV Caption.
+
+    The package's files are read, but its code is never run. CxC has more positives than COCO and 24,972 text queries.
+    RPC2 is R-Precision on the positives of CxC (Pishdad et al., 4.3). ECCV Caption has 1,261 image queries and 1,332
+    text queries; two texts among its positives are not in the gallery, so they count as relevant but can never be
+    found.
+
+    Args:
+        folder: with coco_test_ids.npy, original_*.json, cxc_*.json and eccv_*.json, and pm_*.json, which the package
+            lacks; the folder of the installed package if None.
+
+    Returns:
+        "coco_5k", "coco_1k", "cxc", "rpc2" and "eccv", and "pmrp_eccv_caption" (one threshold, no average) if there are
+        pm_*.json.
+
+    Raises:
+        UserError: the package is not installed, or a file is missing or damaged.
+    """
+    root = _installed() if folder is None else Path(folder)
+    try:
+        texts = tuple(str(int(i)) for i in np.load(root / "coco_test_ids.npy", allow_pickle=False))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"cannot read the caption ids {root / 'coco_test_ids.npy'}: {error}") from error
+    own_path = root / "original_caption_to_image.json"
+    own = read_lists(own_path)
+    missing = [text for text in texts if len(own.get(text, [])) != 1]
+    if missing:
+        raise UserError(f"{own_path}: caption {missing[0]} has {len(own.get(missing[0], []))} images, expected one")
+    images = tuple(dict.fromkeys(own[text][0] for text in texts))
+    five = coco_5k(images, texts, ((own[text][0], text) for text in texts), source=str(root))
+    try:
+        ground_truths = {"coco_5k": five, "coco_1k": in_folds(five, name="coco_1k")}
+    except ValueError as error:
+        raise UserError(f"{root / 'coco_test_ids.npy'}: {error}") from error
+    ground_truths["cxc"] = _from_lists(root, "cxc", five, RECALLS)
+    ground_truths["rpc2"] = replace(ground_truths["cxc"], name="rpc2", metrics=("r_precision",))
+    ground_truths["eccv"] = _from_lists(root, "eccv", five, ("map@r", "r_precision", *RECALLS))
+    if (root / "pm_image_to_caption.json").is_file():
+        ground_truths["pmrp_eccv_caption"] = replace(
+            _from_lists(root, "pm", five, ("r_precision",)), name="pmrp_eccv_caption"
+        )
+    return ground_truths
+
+
+def _installed() -> Path:
+    spec = importlib.util.find_spec("eccv_caption")
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError(
+            "the id lists of CxC and ECCV Caption are in the package eccv_caption, which is not installed."
+            " Install it with pip install 'sfumato[benchmarks]', or name the folder of its JSON files"
+        )
+    return Path(spec.submodule_search_locations[0]) / "data"
+
+
+def _from_lists(root: Path, prefix: str, base: GroundTruth, metrics: tuple[str, ...]) -> GroundTruth:
+    directions = (
+        ("image_to_caption", "image", base.image_ids, base.text_ids),
+        ("caption_to_image", "caption", base.text_ids, base.image_ids),
+    )
+    sides = []
+    for file, what, queries, gallery in directions:
+        path = root / f"{prefix}_{file}.json"
+        listed = read_lists(path)
+        columns, rows = {x: j for j, x in enumerate(gallery)}, {q: i for i, q in enumerate(queries)}
+        if unknown := [query for query in listed if query not in rows]:
+            raise UserError(f"{path}: {what} {unknown[0]} is not among the {len(queries)} {what}s of the benchmark")
+        index: list[list[int]] = [[] for _ in queries]
+        outside = np.zeros(len(queries), np.int64)
+        for query, items in listed.items():
+            found = [columns[item] for item in dict.fromkeys(items) if item in columns]
+            index[rows[query]], outside[rows[query]] = found, len(dict.fromkeys(items)) - len(found)
+        if outside.sum() > _MAX_OUTSIDE * sum(map(len, listed.values())):
+            raise UserError(
+                f"{path}: {outside.sum()} of its positives are not in the gallery; is the file of another benchmark?"
+            )
+        sides.append(Relevance.from_lists(index, n_gallery=len(gallery), n_outside=outside if outside.any() else None))
+    return GroundTruth(prefix, base.image_ids, base.text_ids, sides[0], sides[1], metrics, source=str(root))
+
+
+def coco_image_id(name: str) -> str:
+    """Read COCO's image number from a file name.
+
+    Args:
+        name: a file name or any other id.
+
+    Returns:
+        The number without leading zeros; any other id unchanged.
+
+    Example:
+        >>> coco_image_id("COCO_val2014_000000391895.jpg"), coco_image_id("000000391895.jpg"), coco_image_id("a.jpg")
+        ('391895', '391895', 'a.jpg')
+    """
+    match = re.fullmatch(r"(?:.*/)?(?:COCO_(?:train|val|test)20\d\d_)?0*(\d+)\.jpe?g", name)
+    return match[1] if match and re.search(r"\d{12}\.", name) else name
+
+
+# ---------------------------------------------------------------- Karpathy's split files
+def read_karpathy_ground_truth(
+    path: str | Path, *, split: str = "test", name: str, coco_ids: bool = False
+) -> GroundTruth:
+    """Read a split of dataset_coco.json, dataset_flickr30k.json or dataset_flickr8k.json; no image is needed.
+
+    Args:
+        path: of the JSON file.
+        split: "train", which includes "restval", "val" or "test".
+        name: of the ground truth.
+        coco_ids: whether image ids are COCO's numbers instead of file names.
+
+    Returns:
+        The ground truth, with recall@1, 5 and 10. Text ids are sentence ids, as in
+        :func:`~sfumato.data.karpathy.read_karpathy`.
+
+    Raises:
+        UserError: the file is missing, not of this layout, repeats an id, or has nothing in this split.
+    """
+    images: list[str] = []
+    pairs: list[tuple[str, str]] = []
+    for entry in karpathy_entries(path):
+        if entry.mistake and entry.split in (split, ""):
+            raise UserError(f"{entry.location}: malformed entry: {entry.mistake}")
+        if entry.split != split:
+            continue
+        image = coco_image_id(entry.filename) if coco_ids else entry.filename
+        images.append(image)
+        pairs += [(image, sentence) for sentence, _ in entry.sentences]
+    if not pairs:
+        raise UserError(f"{path}: the split {split!r} has no image with captions")
+    texts = [text for _, text in pairs]
+    for what, ids in (("filename", images), ("sentid", texts)):
+        if (twice := first_twice(ids)) is not None:
+            raise UserError(f"{path}: {what} {twice} occurs more than once in the split {split!r}")
+    return ground_truth_from_pairs(name, images, texts, pairs, metrics=RECALLS, source=f"{path}, {split}")
+
+
+def read_coco(path: str | Path, *, split: str = "test") -> dict[str, GroundTruth]:
+    """Read COCO 5K and 1K from Karpathy's dataset_coco.json.
+
+    Args:
+        path: of the JSON file.
+        split: "test" or "val".
+
+    Returns:
+        "coco_5k" and "coco_1k". Image ids are COCO's image numbers, text ids its caption numbers.
+
+    Raises:
+        UserError: as :func:`read_karpathy_ground_truth`, or the images cannot be divided into five equal folds.
+    """
+    five = read_karpathy_ground_truth(path, split=split, name="coco_5k", coco_ids=True)
+    try:
+        return {"coco_5k": five, "coco_1k": in_folds(five, name="coco_1k")}
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+# ---------------------------------------------------------------- PMRP
+def pmrp(
+    instances: str | Path | Sequence[str | Path], captions: GroundTruth, *, zetas: Sequence[int] = (0, 1, 2)
+) -> dict[str, GroundTruth]:
+    """Plausible Match R-Precision (PMRP) from COCO's instance annotations.
+
+    An image and a text match if the set of object classes of the image differs from that of the text's own image in at
+    most zeta classes. Images without any instance, and their texts, are left out of the queries and the gallery. The
+    paper averages R-Precision over zeta = 0, 1, 2; the variant of the ``eccv_caption`` package has the single threshold
+    zetas=(2,).
+
+    Args:
+        instances: one or several instances_*.json, which together annotate all images of captions.
+        captions: the images and texts with their pairs, such as :func:`coco_5k`.
+        zetas: thresholds; each makes a ground truth.
+
+    Returns:
+        "pmrp@ZETA" for each threshold; several are averaged as "pmrp".
+
+    Raises:
+        UserError: a file is missing or malformed, or does not annotate an image.
+        ValueError: zetas are empty, negative or repeated, or a text belongs to no image or to several.
+
+    Paper: Chun et al., CVPR 2021, C.1.
+    """
+    if not zetas or min(zetas) < 0 or len(set(zetas)) != len(zetas):
+        raise ValueError(f"pmrp: zetas must be distinct and at least 0, got {tuple(zetas)}")
+    if (captions.t2i.counts != 1).any():
+        text = captions.text_ids[int(np.flatnonzero(captions.t2i.counts != 1)[0])]
+        raise ValueError(f"pmrp: text {text!r} does not belong to exactly one image of {captions.name}")
+    paths = [Path(instances)] if isinstance(instances, str | Path) else [Path(path) for path in instances]
+    code = _class_table(captions, paths)
+    kept_images = np.flatnonzero(code.any(1))
+    position = np.full(len(code), -1)
+    position[kept_images] = np.arange(len(kept_images))
+    image_of_text = position[captions.t2i.indices]
+    kept_texts = np.flatnonzero(image_of_text >= 0)
+    image_of_text, code = image_of_text[kept_texts], code[kept_images]
+    size = code.sum(1)
+    difference = size[:, None] + size - 2 * (code @ code.T)
+    ground_truths = {}
+    for zeta in zetas:
+        near = difference <= zeta
+        t2i = relevance_from_table(near[image_of_text])
+        i2t = relevance_from_table(near[:, image_of_text])
+        ground_truths[f"pmrp@{zeta}"] = GroundTruth(
+            f"pmrp@{zeta}",
+            tuple(captions.image_ids[i] for i in kept_images),
+            tuple(captions.text_ids[i] for i in kept_texts),
+            i2t,
+            t2i,
+            ("r_precision",),
+            averaged_as="pmrp" if len(zetas) > 1 else None,
+            source=", ".join(map(str, paths)),
+        )
+    return ground_truths
+
+
+def _class_table(captions: GroundTruth, paths: Sequence[Path]) -> np.ndarray:
+    """(n, classes) 1 where an image of the ground truth has an instance of a class, else 0."""
+    classes = _classes_of_images(paths)
+    images = [coco_image_id(image) for image in captions.image_ids]
+    for image in images:
+        if image not in classes:
+            raise UserError(f"{', '.join(map(str, paths))}: image {image} of {captions.name} is not among its images")
+    known = {c: k for k, c in enumerate(sorted({c for image in images for c in classes[image]}))}
+    table = np.zeros((len(images), len(known)), np.float32)
+    for i, image in enumerate(images):
+        table[i, [known[c] for c in classes[image]]] = 1
+    return table
+
+
+def _classes_of_images(paths: Sequence[Path]) -> dict[str, set[int]]:
+    classes: dict[str, set[int]] = {}
+    for path in paths:
+        loaded = read_json(path)
+        if not isinstance(loaded, dict) or not all(isinstance(loaded.get(k), list) for k in ("images", "annotations")):
+            raise UserError(f"{path}: not COCO's instance annotations; expected lists under 'images' and 'annotations'")
+        for what in ("images", "annotations"):
+            for number, entry in enumerate(loaded[what]):
+                try:
+                    if what == "images":
+                        classes.setdefault(str(int(entry["id"])), set())
+                    else:
+                        classes.setdefault(str(int(entry["image_id"])), set()).add(int(entry["category_id"]))
+                except (KeyError, TypeError, ValueError) as error:
+                    expected = "id" if what == "images" else "image_id and category_id"
+                    raise UserError(f"{path}:{what}[{number}]: expected an object with {expected}") from error
+    return classes
 
 
 def emoji(split: str = "test", *, held_out_style: Style = "fluent3d") -> GroundTruth:
@@ -39,7 +356,7 @@ def flickr30k(path: str | Path, *, split: str = "test") -> GroundTruth:
         split: "train", "val" or "test".
 
     Returns:
-        The ground truth "flickr30k"; see :func:`~sfumato.evaluation.coco_ground_truths.read_karpathy_ground_truth`.
+        The ground truth "flickr30k"; see :func:`read_karpathy_ground_truth`.
     """
     return read_karpathy_ground_truth(path, split=split, name="flickr30k")
 
@@ -52,7 +369,7 @@ def flickr8k(path: str | Path, *, split: str = "test") -> GroundTruth:
         split: "train", "val" or "test".
 
     Returns:
-        The ground truth "flickr8k"; see :func:`~sfumato.evaluation.coco_ground_truths.read_karpathy_ground_truth`.
+        The ground truth "flickr8k"; see :func:`read_karpathy_ground_truth`.
     """
     return read_karpathy_ground_truth(path, split=split, name="flickr8k")
 

@@ -4,19 +4,429 @@ Distances are computed once per direction, a block of queries at a time. The ran
 counted while the block is in memory, and ranks that several ground truths share are counted once.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from sfumato.direction import Direction
 from sfumato.distances import get_distance
+from sfumato.evaluation.benchmark_ground_truths import coco_image_id
 from sfumato.evaluation.ground_truth import RECALLS, GroundTruth
 from sfumato.evaluation.protocols import Ranker
-from sfumato.evaluation.rank_plan import BenchmarkRanks, ListRanker, RankedLists, plan_ranks
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.retrieval import Better, ScoreMatrix, score_blocks
+from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.retrieval import (
+    Better,
+    ScoreMatrix,
+    ShortListError,
+    per_query_metrics,
+    ranks_from_lists,
+    relevant_ranks,
+    retrieval_metrics,
+    score_blocks,
+)
 from sfumato.search.exact import distance_blocks
+
+
+@dataclass(frozen=True, eq=False)
+class RankedPart:
+    """The ranks of a fold, or of the whole ground truth.
+
+    Attributes:
+        queries: (q,) positions among the queries of the ground truth.
+        relevance: of these queries, within the gallery of this part.
+        ranks: (p,) ranks from 0 of the relevant items, in the order of relevance.indices.
+        depth: (q,) lengths of the ranked lists; None if every rank is known.
+    """
+
+    queries: np.ndarray
+    relevance: Relevance
+    ranks: np.ndarray
+    depth: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class GroundTruthRanks:
+    """The ranks of a ground truth in one direction, from which all its metrics are computed.
+
+    Attributes:
+        ground_truth: the ground truth.
+        direction: "i2t" or "t2i".
+        parts: its folds, or the whole as one part.
+    """
+
+    ground_truth: GroundTruth
+    direction: Direction
+    parts: tuple[RankedPart, ...]
+
+    @property
+    def _ids(self) -> tuple[str, ...]:
+        return self.ground_truth.image_ids if self.direction == "i2t" else self.ground_truth.text_ids
+
+    def metrics(self, names: Sequence[str] | None = None) -> dict[str, float]:
+        """Compute metrics, averaged over folds; "n_queries" and "n_without_positives" are summed.
+
+        Args:
+            names: metrics of :func:`~sfumato.metrics.retrieval.retrieval_metrics`; those of the ground truth if None.
+
+        Returns:
+            By name; recalls and precisions are fractions in [0, 1].
+
+        Raises:
+            ValueError: a list is too short for a metric, or no query has a relevant item.
+        """
+        names = self.ground_truth.metrics if names is None else names
+        parts = []
+        for part in self.parts:
+            try:
+                parts.append(retrieval_metrics(part.ranks, part.relevance, depth=part.depth, names=names))
+            except ShortListError as error:
+                name = self._ids[part.queries[error.query]]
+                raise ValueError(
+                    f"{self.ground_truth.name}, {self.direction}: the list of {name!r} {error.reason}"
+                ) from error
+            except ValueError as error:
+                raise ValueError(f"{self.ground_truth.name}, {self.direction}: {error}") from error
+        counted = ("n_queries", "n_without_positives")
+        return {
+            name: sum(p[name] for p in parts) if name in counted else float(np.mean([p[name] for p in parts]))
+            for name in parts[0]
+        }
+
+    def per_query(self, names: Sequence[str] | None = None) -> tuple[list[str], dict[str, np.ndarray]]:
+        """Compute metrics of single queries.
+
+        Args:
+            names: metrics of :func:`~sfumato.metrics.retrieval.per_query_metrics`; those of the ground truth if None,
+                with "best_rank" in place of the median and mean rank.
+
+        Returns:
+            (ids of the queries that have a relevant item, {metric: (q,) values}), fold after fold.
+
+        Raises:
+            ValueError: a list is too short for a metric.
+        """
+        given = self.ground_truth.metrics if names is None else names
+        names = list(dict.fromkeys("best_rank" if name in ("median_rank", "mean_rank") else name for name in given))
+        kept: list[str] = []
+        values: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        for part in self.parts:
+            has = part.relevance.totals > 0
+            kept += [self._ids[i] for i in part.queries[has]]
+            single = per_query_metrics(part.ranks, part.relevance, depth=part.depth, names=names)
+            for name in names:
+                values[name].append(single[name][has])
+        return kept, {name: np.concatenate(parts) for name, parts in values.items()}
+
+
+BenchmarkRanks = dict[str, dict[Direction, GroundTruthRanks]]
+
+
+"""{name of the ground truth: {"i2t": ranks, "t2i": ranks}}"""
+
+
+class GalleryGroup:
+    """The parts of ground truths with the same gallery; their relevant items are ranked together, each once.
+
+    Attributes:
+        gallery: (g,) positions of the gallery's items among all items.
+        parts: (name, fold, queries of the ground truth, rows among all queries, relevance) of each part.
+        rows: (q,) queries with a relevant item in some part, as positions among all queries.
+        relevance: of these queries, the union over all parts.
+        ranks: (p,) ranks of the relevant items, filled in by the ranking code.
+        depth: (q,) lengths of the ranked lists; None if every rank is known.
+    """
+
+    def __init__(self, gallery: np.ndarray) -> None:
+        self.gallery = gallery
+        self.parts: list[tuple[str, int, np.ndarray, np.ndarray, Relevance]] = []
+        self.depth: np.ndarray | None = None
+
+    def close(self, n_queries: int, n_gallery: int) -> None:
+        """Compute the union over the parts, after the last part was added.
+
+        Args:
+            n_queries: number of all queries.
+            n_gallery: number of all items.
+        """
+        g = len(self.gallery)
+        keys = [rows[relevance.query_of_item] * g + relevance.indices for *_, rows, relevance in self.parts]
+        union = np.unique(np.concatenate(keys))
+        asked = np.zeros(n_queries, bool)
+        for *_, rows, relevance in self.parts:
+            asked[rows[relevance.totals > 0]] = True
+        self.rows = np.flatnonzero(asked)
+        starts = np.searchsorted(union, np.append(self.rows, n_queries) * g)
+        self.relevance = Relevance(starts, union % max(g, 1), g)
+        self.picks = [np.searchsorted(union, key) for key in keys]
+        self.ranks = np.empty(len(union), np.int64)
+        whole = g == n_gallery and bool((self.gallery == np.arange(g)).all())
+        self.columns: slice | np.ndarray = slice(None) if whole else _as_slice(self.gallery)
+
+
+def _as_slice(index: np.ndarray) -> slice | np.ndarray:
+    """Consecutive positions as a slice, which avoids a copy."""
+    if len(index) and (np.diff(index) == 1).all():
+        return slice(int(index[0]), int(index[-1]) + 1)
+    return index
+
+
+class RankPlan:
+    """The plan of all rankings in one direction.
+
+    Attributes:
+        direction: "i2t" or "t2i".
+        groups: one for each gallery.
+        ground_truths: by name.
+    """
+
+    def __init__(self, direction: Direction, groups: list[GalleryGroup], ground_truths: dict[str, GroundTruth]) -> None:
+        self.direction: Direction = direction
+        self.groups, self.ground_truths = groups, ground_truths
+
+    def count(self, start: int, block: Tensor) -> None:
+        """Count the ranks of a block of queries in every gallery.
+
+        Args:
+            start: position of the first of these queries.
+            block: (b, m) scores of b queries and all items, smaller is closer.
+        """
+        for group in self.groups:
+            a, b = np.searchsorted(group.rows, (start, start + len(block)))
+            if a == b:
+                continue
+            rows, columns = _as_slice(group.rows[a:b] - start), group.columns
+            chosen = block[rows if isinstance(rows, slice) else torch.from_numpy(rows).to(block.device)]
+            if isinstance(columns, slice):
+                chosen = chosen[:, columns]
+            else:
+                chosen = chosen[:, torch.from_numpy(columns).to(block.device)]
+            filled = slice(group.relevance.indptr[a], group.relevance.indptr[b])
+            group.ranks[filled] = relevant_ranks(chosen, group.relevance, int(a))
+
+    def collect(self, result: BenchmarkRanks) -> None:
+        """Write the ranks of every part into the result.
+
+        Args:
+            result: by name of the ground truth; receives this direction.
+        """
+        found: dict[str, dict[int, RankedPart]] = {}
+        for group in self.groups:
+            for (name, fold, queries, rows, relevance), pick in zip(group.parts, group.picks, strict=True):
+                depth = None
+                if group.depth is not None:
+                    everyone = np.zeros(max(rows.max(initial=-1), group.rows.max(initial=-1)) + 1, np.int64)
+                    everyone[group.rows] = group.depth
+                    depth = everyone[rows]
+                found.setdefault(name, {})[fold] = RankedPart(queries, relevance, group.ranks[pick], depth)
+        for name, folds in found.items():
+            parts = tuple(folds[fold] for fold in sorted(folds))
+            result[name][self.direction] = GroundTruthRanks(self.ground_truths[name], self.direction, parts)
+
+
+def plan_ranks(
+    ground_truths: Iterable[GroundTruth], image_ids: Sequence[str], text_ids: Sequence[str], shape: tuple[int, ...]
+) -> Iterator[RankPlan]:
+    """Plan the rankings of several ground truths, so that common ranks are counted once.
+
+    Args:
+        ground_truths: with distinct names.
+        image_ids: n distinct ids. COCO's file names are read as its image numbers.
+        text_ids: m distinct ids.
+        shape: (number of images, number of texts) of the evaluated data.
+
+    Returns:
+        A plan for images as queries, then one for texts as queries.
+
+    Raises:
+        ValueError: sizes do not fit, names or ids repeat, or an id of a ground truth is missing.
+    """
+    chosen = list(ground_truths)
+    names = [ground_truth.name for ground_truth in chosen]
+    if len(set(names)) != len(names):
+        raise ValueError(f"benchmarks: the ground truths are named {', '.join(names)}; names must be distinct")
+    if shape != (len(image_ids), len(text_ids)):
+        raise ValueError(
+            f"benchmarks: {len(image_ids)} image_ids and {len(text_ids)} text_ids for {' by '.join(map(str, shape))}"
+            " images and texts; give one id for each"
+        )
+    images, texts = _Positions(image_ids, "image", coco_image_id), _Positions(text_ids, "text")
+    places = [(images.of(one.image_ids, one), texts.of(one.text_ids, one)) for one in chosen]
+    return iter(
+        (
+            _plan("i2t", chosen, places, (images.n, texts.n)),
+            _plan("t2i", chosen, [place[::-1] for place in places], (texts.n, images.n)),
+        )
+    )
+
+
+def _plan(
+    direction: Direction,
+    ground_truths: list[GroundTruth],
+    places: list[tuple[np.ndarray, np.ndarray]],
+    sizes: tuple[int, int],
+) -> RankPlan:
+    """Group the parts by gallery; places are (query, gallery) positions of each ground truth's ids."""
+    groups: dict[bytes, GalleryGroup] = {}
+    for ground_truth, (query_place, gallery_place) in zip(ground_truths, places, strict=True):
+        relevance = ground_truth.i2t if direction == "i2t" else ground_truth.t2i
+        everything = np.arange(relevance.n_queries), np.arange(relevance.n_gallery)
+        folds = [fold if direction == "i2t" else fold[::-1] for fold in ground_truth.folds] or [everything]
+        for f, (queries, gallery) in enumerate(folds):
+            queries, gallery = np.asarray(queries, np.int64), np.asarray(gallery, np.int64)
+            part = relevance.select_queries(queries).select_gallery(gallery) if ground_truth.folds else relevance
+            position = gallery_place[gallery]
+            group = groups.setdefault(position.tobytes(), GalleryGroup(position))
+            group.parts.append((ground_truth.name, f, queries, query_place[queries], part))
+    for group in groups.values():
+        group.close(*sizes)
+    return RankPlan(direction, list(groups.values()), {one.name: one for one in ground_truths})
+
+
+class _Positions:
+    """The positions of the ids of ground truths among the given ids."""
+
+    def __init__(self, ids: Sequence[str], what: str, other_name: Callable[[str], str] | None = None) -> None:
+        self.n, self.what = len(ids), what
+        self.position = {str(identity): i for i, identity in enumerate(ids)}
+        if len(self.position) != len(ids):
+            raise ValueError(f"benchmarks: only {len(self.position)} of the {len(ids)} {what}_ids are distinct")
+        if other_name is not None:
+            for identity, i in list(self.position.items()):
+                self.position.setdefault(other_name(identity), i)
+        self.known: dict[tuple[str, ...], np.ndarray] = {}
+
+    def of(self, ids: tuple[str, ...], ground_truth: GroundTruth) -> np.ndarray:
+        """(k,) positions of the ids of a ground truth."""
+        if ids not in self.known:
+            if missing := [identity for identity in ids if identity not in self.position]:
+                raise ValueError(
+                    f"benchmarks: {len(missing)} of the {len(ids)} {self.what}s of {ground_truth.name} are not among"
+                    f" the {self.n} {self.what}_ids, for instance {missing[0]!r}; the first of the {self.what}_ids is"
+                    f" {next(iter(self.position), None)!r}"
+                )
+            self.known[ids] = np.array([self.position[identity] for identity in ids], np.int64)
+            if len(np.unique(self.known[ids])) != len(ids):
+                raise ValueError(f"benchmarks: two {self.what}s of {ground_truth.name} have the same {self.what}_id")
+        return self.known[ids]
+
+
+RankedLists = Mapping[Any, Sequence[Any] | np.ndarray] | np.ndarray
+
+
+"""{query id: [gallery ids from best to worst]}, or an (n, k) array of gallery positions with a row for each query."""
+
+
+class ListRanker:
+    """Ranks relevant items by the lists of one direction, some queries at a time.
+
+    Args:
+        lists: for every query that is evaluated, items from best to worst.
+        query_ids: of the queries.
+        gallery_ids: of the items.
+        direction: "i2t" or "t2i", for messages.
+
+    Raises:
+        ValueError: there is a list for an unknown query, or the shape or type of an array does not fit.
+    """
+
+    def __init__(
+        self, lists: RankedLists, query_ids: Sequence[str], gallery_ids: Sequence[str], direction: Direction
+    ) -> None:
+        self.direction, self.query_ids, self.n_gallery = direction, [str(q) for q in query_ids], len(gallery_ids)
+        self.gallery = [str(item) for item in gallery_ids]
+        self.position_of = {item: j for j, item in enumerate(self.gallery)}
+        self.by_id: dict[str, Any] | None = None
+        if isinstance(lists, Mapping):
+            self.by_id = {str(query): items for query, items in lists.items()}
+            if unknown := self.by_id.keys() - set(self.query_ids):
+                raise ValueError(f"{direction}: there is a list for {min(unknown)!r}, which is not among the query ids")
+        else:
+            self.array = np.asarray(lists)
+            if self.array.ndim != 2 or len(self.array) != len(self.query_ids) or self.array.dtype.kind not in "iu":
+                raise ValueError(
+                    f"{direction}: got lists of shape {self.array.shape} and type {self.array.dtype} for"
+                    f" {len(self.query_ids)} queries; expected a row of gallery positions each, or a dictionary of ids"
+                )
+        # Binary search for all numbers of a list at once is far faster than a dictionary.
+        self.numbers: np.ndarray | None = None
+        if all(item.isdecimal() and str(int(item)) == item and len(item) < 19 for item in self.gallery):
+            numbers = np.array([int(item) for item in self.gallery], np.int64)
+            self.order = numbers.argsort()
+            self.numbers = numbers[self.order]
+
+    def rank(self, plan: RankPlan, *, batch_size: int = 256) -> None:
+        """Fill in the ranks and depths of all groups of a plan.
+
+        Args:
+            plan: of the same direction, queries and items.
+            batch_size: number of queries whose lists are in memory at once.
+
+        Raises:
+            ValueError: a list is missing, repeats an item, or holds an unknown one.
+        """
+        places = []  # For each group, the position within its gallery of every item, or -1.
+        for group in plan.groups:
+            place = np.full(self.n_gallery, -1)
+            place[group.gallery] = np.arange(len(group.gallery))
+            places.append(place)
+            group.depth = np.zeros(len(group.rows), np.int64)
+        everyone = np.unique(np.concatenate([group.rows for group in plan.groups])) if plan.groups else np.empty(0, int)
+        for start in range(0, len(everyone), batch_size):
+            some = everyone[start : start + batch_size]
+            positions = {int(query): self.positions(int(query)) for query in some}
+            for group, place in zip(plan.groups, places, strict=True):
+                a, b = np.searchsorted(group.rows, (some[0], some[-1] + 1))
+                inside = [(own := place[positions[q]])[own >= 0] for q in group.rows[a:b].tolist()]
+                ranks, depth = ranks_from_lists(inside, group.relevance.select_queries(np.arange(a, b)))
+                group.ranks[group.relevance.indptr[a] : group.relevance.indptr[b]] = ranks
+                assert group.depth is not None
+                group.depth[a:b] = depth
+
+    def positions(self, query: int) -> np.ndarray:
+        """Read the list of one query.
+
+        Args:
+            query: its position.
+
+        Returns:
+            (k,) distinct gallery positions from best to worst.
+
+        Raises:
+            ValueError: the list is missing, repeats an item, or holds an unknown one.
+        """
+        name = self.query_ids[query]
+        if self.by_id is None:
+            row = self.array[query].astype(np.int64)
+            if len(row) and not (row.min() >= 0 and row.max() < self.n_gallery):
+                raise ValueError(
+                    f"{self.direction}: the list of {name!r} holds positions from {row.min()} to {row.max()};"
+                    f" expected 0 to {self.n_gallery - 1}"
+                )
+        elif name not in self.by_id:
+            raise ValueError(f"{self.direction}: there is no list for query {name!r}")
+        else:
+            row = self._look_up(name, self.by_id[name])
+        if len(row) > self.n_gallery or np.bincount(row, minlength=1).max(initial=0) > 1:
+            twice = self.gallery[int(np.bincount(row).argmax())]
+            raise ValueError(f"{self.direction}: the list of {name!r} holds {twice!r} more than once")
+        return np.asarray(row)
+
+    def _look_up(self, name: str, items: Any) -> np.ndarray:
+        given = np.asarray(items)
+        if self.numbers is not None and len(self.numbers) and given.ndim == 1 and given.dtype.kind in "iu":
+            at = np.searchsorted(self.numbers, given).clip(max=len(self.numbers) - 1)
+            if (wrong := self.numbers[at] != given).any():
+                raise ValueError(f"{self.direction}: the list of {name!r} holds the unknown id {given[wrong][0]}")
+            return np.asarray(self.order[at])
+        try:
+            return np.array([self.position_of[str(item)] for item in items], np.int64)
+        except KeyError as error:
+            raise ValueError(f"{self.direction}: the list of {name!r} holds the unknown id {error}") from error
 
 
 def evaluate_benchmarks(

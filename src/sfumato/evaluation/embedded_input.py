@@ -10,11 +10,18 @@ import torch
 
 from sfumato.data.embedding_files import read_embeddings, read_ids
 from sfumato.errors import UserError
-from sfumato.evaluation.benchmark_ground_truths import cub_captions, emoji, flickr8k, flickr30k
-from sfumato.evaluation.benchmarks import benchmark_metrics, rank_ground_truths_by_lists
-from sfumato.evaluation.coco_ground_truths import coco_image_id, eccv_caption, pmrp, read_coco
+from sfumato.evaluation.benchmark_ground_truths import (
+    coco_image_id,
+    cub_captions,
+    eccv_caption,
+    emoji,
+    flickr8k,
+    flickr30k,
+    pmrp,
+    read_coco,
+)
+from sfumato.evaluation.benchmarks import BenchmarkRanks, benchmark_metrics, rank_ground_truths_by_lists
 from sfumato.evaluation.ground_truth import GroundTruth, read_ground_truth
-from sfumato.evaluation.rank_plan import BenchmarkRanks
 from sfumato.evaluation.strategies import rank_ground_truths_by
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sfumato.errors import UserError
-from sfumato.evaluation.rank_plan import BenchmarkRanks
+from sfumato.evaluation.benchmarks import BenchmarkRanks
 from sfumato.files import write_atomically
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import UNLISTED

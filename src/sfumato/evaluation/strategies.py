@@ -17,9 +17,13 @@ import torch
 from torch import Tensor
 
 from sfumato.distances import DISTANCES, Distance, get_distance
-from sfumato.evaluation.benchmarks import benchmark_metrics, rank_ground_truths, rank_ground_truths_by_scores
+from sfumato.evaluation.benchmarks import (
+    BenchmarkRanks,
+    benchmark_metrics,
+    rank_ground_truths,
+    rank_ground_truths_by_scores,
+)
 from sfumato.evaluation.ground_truth import GroundTruth
-from sfumato.evaluation.rank_plan import BenchmarkRanks
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import RANK_METRICS, UNLISTED, Better, ranks_from_lists

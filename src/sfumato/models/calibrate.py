@@ -18,8 +18,8 @@ from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
 from sfumato.metrics.reliability import expected_calibration_error
+from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import CALIBRATION, learnt_logits, load_run
-from sfumato.models.splits import embed_split, load_split
 from sfumato.search.exact import distance_blocks
 
 

@@ -1,27 +1,279 @@
-"""Use of a run or a published model: embedding of folders, files and splits, and evaluation."""
+"""Use of a run or a published model: loading and embedding of splits, folders and files, and evaluation."""
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
 
 from sfumato.calibration.calibrator import Calibration
-from sfumato.data.images import FileImage, ImageSource
-from sfumato.data.problems import Problems
-from sfumato.data.sources import DataConfig
+from sfumato.data.images import FileImage, ImageSource, Problems
+from sfumato.data.pairs import PairData
+from sfumato.data.region_features import REGION_ENDINGS, regions_from_bytes
+from sfumato.data.sources import DataConfig, get_source
+from sfumato.data.transforms import IMAGE_ENDINGS, check_image, decode_image
 from sfumato.distances import get_distance
-from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import Item
+from sfumato.encoders.features import PixelStore, RaggedStore, Store
+from sfumato.encoders.frozen import FrozenProcessor
+from sfumato.encoders.processors import ImageFileProcessor, PixelProcessor
+from sfumato.encoders.regions import RegionProcessor, stacked, uses_regions
 from sfumato.errors import UserError
 from sfumato.evaluation.embedded_input import EmbeddedSet
 from sfumato.evaluation.ground_truth import ground_truth_from_data
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.embedding_steps import file_endings
 from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.run import Run
-from sfumato.models.splits import embed_split, load_split
-from sfumato.progress import progress_bar
+from sfumato.progress import progress_bar, say
+
+
+@dataclass(frozen=True)
+class PreparedSplit:
+    """A split whose images and texts are ready to be fed to the towers.
+
+    Attributes:
+        data: the usable items.
+        images: inputs of the image tower, in the order of the data.
+        texts: inputs of the text tower, in the order of the data.
+    """
+
+    data: PairData
+    images: Store
+    texts: Store
+
+
+def prepare_split(
+    model: DualEncoder, data: PairData, problems: Problems, name: str, process_group: ProcessGroup | None = None
+) -> PreparedSplit:
+    """Read every image and text of a split for the model's towers; items that cannot be used are left out and reported.
+
+    With several processes each one first computes the frozen features of its part; all then read them from the cache.
+
+    Args:
+        model: image and text towers.
+        data: the split.
+        problems: receives the images that cannot be used.
+        name: name of the split, for messages.
+        process_group: the processes among which the work is divided; None for a single process.
+
+    Returns:
+        The split, without the unusable images.
+
+    Raises:
+        UserError: no usable pair is left.
+    """
+    items: list[Item] = [source.read_bytes for source in data.images]
+    if process_group is not None and process_group.size > 1:
+        for processor, source in (
+            (model.image.processor, items),
+            (model.text.processor, [_text(t) for t in data.texts]),
+        ):
+            if isinstance(processor, FrozenProcessor):
+                processor.read([source[i] for i in process_group.part(len(source))], on_error=lambda i, error: None)
+        process_group.wait()
+    with progress_bar(f"reading {name} images", len(items)) as advance:
+        images, kept = model.image.processor.read(
+            items, progress=advance, on_error=lambda i, error: problems.add(data.images[i].location, str(error))
+        )
+    if len(kept) < len(items):
+        data = data.keep_images(kept)
+    if not len(data.image_ids) or not len(data.text_ids):
+        raise UserError(f"split {name!r} has no usable pair left:\n{problems.summary()}")
+    texts, _ = model.text.processor.read([_text(t) for t in data.texts])
+    return PreparedSplit(data, images, texts)
+
+
+def load_split(
+    model: DualEncoder,
+    config: DataConfig,
+    name: str,
+    problems: Problems | None = None,
+    process_group: ProcessGroup | None = None,
+) -> PreparedSplit:
+    """A split of some data, ready for a model; problems are recorded, and printed on standard error.
+
+    Args:
+        model: image and text towers.
+        config: section ``data`` of the recipe.
+        name: name of the split.
+        problems: receives every unusable item; a new list if None.
+        process_group: the processes among which the work is divided; None for a single process.
+
+    Returns:
+        The split.
+
+    Raises:
+        UserError: the data has no such split.
+    """
+    problems = Problems() if problems is None else problems
+    splits = load_splits(config, problems)
+    if name not in splits:
+        raise UserError(f"the data ({config.source}) has no split {name!r}; it has {', '.join(splits)}")
+    prepared = prepare_split(model, splits[name], problems, name, process_group)
+    if len(problems):
+        say(f"{len(problems)} items left out:\n{problems.summary()}")
+    return prepared
+
+
+def embed_split(
+    model: DualEncoder, split: PreparedSplit, process_group: ProcessGroup | None = None
+) -> tuple[GaussianEmbedding, GaussianEmbedding]:
+    """Embed a split; each process computes its part, and every process returns all embeddings.
+
+    Args:
+        model: image and text towers.
+        split: ready for the model.
+        process_group: the processes among which the work is divided; None for a single process.
+
+    Returns:
+        ((n, d) embeddings of the images, (m, d) of the texts).
+    """
+    process_group = process_group or alone()
+    image, text = (
+        _embed_part(tower, store, process_group)
+        for tower, store in ((model.image, split.images), (model.text, split.texts))
+    )
+    return image, text
+
+
+def _embed_part(tower: Tower, store: Store, process_group: ProcessGroup) -> GaussianEmbedding:
+    own = process_group.part(len(store))
+    if not len(own):  # With fewer items than processes, one item is computed without use.
+        mine = tower.embed(store, np.arange(1))[:0]
+    else:
+        mine = tower.embed(store, own)
+    return process_group.gather_embeddings(mine, process_group.counts(len(own)))
+
+
+def _text(value: str) -> Item:
+    return lambda: value
+
+
+def load_splits(config: DataConfig, problems: Problems) -> dict[str, PairData]:
+    """The data of a recipe by split ("train", "val", "test" and any other split of the source).
+
+    Args:
+        config: section ``data`` of the recipe.
+        problems: receives every unusable item.
+
+    Returns:
+        split -> data.
+
+    Raises:
+        UserError: the path does not exist, or nothing in the data can be used.
+    """
+    return get_source(config.source).read(config, problems)
+
+
+def file_endings(model: DualEncoder) -> frozenset[str]:
+    """File name endings of what a model embeds on its image side: images, or region features.
+
+    Args:
+        model: images and texts to Gaussians.
+
+    Returns:
+        The endings in lower case, with the dot.
+    """
+    return REGION_ENDINGS if uses_regions(model) else IMAGE_ENDINGS
+
+
+def model_digest(model: DualEncoder) -> str:
+    """The SHA-256 of a model's weights and of its processor and head settings, independent of its path and device.
+
+    Args:
+        model: images and texts to Gaussians.
+
+    Returns:
+        64 hexadecimal digits.
+    """
+    digest = hashlib.sha256()
+    for key, value in sorted(model.state_dict().items()):
+        digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    for part in (model.image.processor, model.image.head, model.text.processor, model.text.head):
+        digest.update(type(part).__name__.encode())
+        known = {"backbone": part.backbone.fingerprint} if isinstance(part, FrozenProcessor) else vars(part)
+        for key, value in sorted(known.items()):
+            if key.startswith("_") or key in ("training", "workers"):
+                continue
+            if isinstance(value, Tokenizer):
+                digest.update(value.to_str().encode())
+            elif isinstance(value, int | str):
+                digest.update(f"{key}={value}".encode())
+    return digest.hexdigest()
+
+
+def embedding_steps(
+    tower: Tower, modality: str
+) -> tuple[Callable[[bytes | str], Any], Callable[[list[Any]], GaussianEmbedding]]:
+    """The two steps that embed items batch by batch; frozen backbones do not use their cache on disk.
+
+    Args:
+        tower: of images or texts.
+        modality: "images" or "texts".
+
+    Returns:
+        (prepare, encode). ``prepare``, for worker threads, converts the bytes of an image, or a text, to the input of
+        the encoder; ``encode`` converts a list of n inputs to (n, d) embeddings.
+    """
+    processor = tower.processor
+    if isinstance(processor, FrozenProcessor):
+        backbone = processor.backbone
+
+        def features(values: list[Any]) -> GaussianEmbedding:
+            found = backbone(values)
+            lengths = np.array([len(item) for item in found], dtype=np.int64)
+            store = RaggedStore(np.concatenate(found), np.cumsum(lengths) - lengths, lengths)
+            return tower.embed(store, batch_size=len(values))
+
+        return _checked if modality == "images" else _same, features
+
+    if isinstance(processor, RegionProcessor):
+        channels = processor.channels
+
+        def regions(values: list[Any]) -> GaussianEmbedding:
+            return tower.embed(stacked(values, channels), batch_size=len(values))
+
+        return partial(_regions, channels), regions
+
+    def texts(values: list[Any]) -> GaussianEmbedding:
+        store, _ = processor.read([partial(_same, value) for value in values])
+        return tower.embed(store, batch_size=len(values))
+
+    def pixels(values: list[Any]) -> GaussianEmbedding:
+        return tower.embed(PixelStore(torch.from_numpy(np.stack(values))), batch_size=len(values))
+
+    def decoded(data: bytes | str) -> Any:
+        assert isinstance(data, bytes)
+        if isinstance(processor, PixelProcessor | ImageFileProcessor):
+            return decode_image(data, processor.size, fit=processor.fit)
+        store, _ = processor.read([lambda: data])
+        return store.batch(np.zeros(1, np.int64)).values[0].numpy()
+
+    return (_same, texts) if modality == "texts" else (decoded, pixels)
+
+
+def _regions(channels: int, data: bytes | str) -> np.ndarray:
+    assert isinstance(data, bytes)
+    return regions_from_bytes(data, channels)
+
+
+def _checked(data: bytes | str) -> bytes | str:
+    assert isinstance(data, bytes)
+    check_image(data)
+    return data
+
+
+def _same(data: bytes | str) -> bytes | str:
+    return data
 
 
 class RetrievalModel(Protocol):

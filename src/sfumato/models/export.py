@@ -25,7 +25,6 @@ from sfumato.encoders.encoder_protocol import EncoderConfig
 from sfumato.encoders.encoder_registry import encoder_entry
 from sfumato.errors import UserError
 from sfumato.files import sync_folder, write_atomically, write_json
-from sfumato.models.build import Assets, build_model
 from sfumato.models.pretrained import (
     CALIBRATION,
     CONFIG,
@@ -37,8 +36,8 @@ from sfumato.models.pretrained import (
     read_config,
 )
 from sfumato.models.pretrained_tensors import read_checkpoint
-from sfumato.models.recipe_sections import ModelConfig
-from sfumato.models.run import RECIPE, Run, load_assets, load_run
+from sfumato.models.recipe import ModelConfig
+from sfumato.models.run import RECIPE, Assets, Run, build_model, load_assets, load_run
 
 CARD = "README.md"
 

@@ -13,8 +13,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
-from sfumato.data.problems import Problems
 from sfumato.data.region_features import equal_captions, regions_to_bytes
 from sfumato.data.sources import DataConfig
 from sfumato.encoders.encoder_protocol import Item
@@ -22,8 +22,8 @@ from sfumato.encoders.features import FrozenBackbone, Store
 from sfumato.encoders.frozen import FrozenProcessor, image_backbone
 from sfumato.errors import UserError
 from sfumato.files import is_plain_name, sync_folder, write_atomically
-from sfumato.models.build import cache_folder
-from sfumato.models.splits import load_splits
+from sfumato.models.embed import load_splits
+from sfumato.models.run import cache_folder
 from sfumato.progress import progress_bar
 
 Layout = Literal["scan", "manifest"]

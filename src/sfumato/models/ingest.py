@@ -20,14 +20,14 @@ from typing import Any, Protocol
 
 import torch
 
+from sfumato.data.images import Problem, Problems
 from sfumato.data.listings import Entry, Listing
-from sfumato.data.problems import Problem, Problems
-from sfumato.data.shard_files import ShardError
+from sfumato.data.shards import ShardError
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.image_processors import available_cpus
+from sfumato.encoders.processors import available_cpus
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.embedding_steps import embedding_steps, model_digest
+from sfumato.models.embed import embedding_steps, model_digest
 from sfumato.progress import progress_bar
 from sfumato.search.parts import PartMetadata, PartName, PartsManifest, begin, read_metadata, write_job, write_part
 

@@ -6,6 +6,7 @@ code (the COCO models). The config.json and the names of the tensors show which 
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,14 +15,397 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
-from sfumato.encoders.dual import DualEncoder
+from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
+from sfumato.encoders.clip_transformers import (
+    CLIP_MEAN,
+    CLIP_STD,
+    ClipImageEncoder,
+    ClipTextEncoder,
+    UncTokenImageEncoder,
+    UncTokenTextEncoder,
+    openai_image_state,
+    openai_text_state,
+)
+from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.heads import GaussianHead, HeadOptions
+from sfumato.encoders.processors import CLEANINGS, BilinearProcessor, ImageFileProcessor, SpecialTokenProcessor
 from sfumato.errors import UserError, first_line
-from sfumato.models.pretrained_layouts import Layout, TokenizerFinder, pcmepp_hub, pcmepp_training, prolip_hub
-from sfumato.models.pretrained_tensors import read_checkpoint
+from sfumato.models.pretrained_tensors import (
+    ConfigSection,
+    Shapes,
+    TextSizes,
+    VisionSizes,
+    below,
+    check_tensors,
+    count_blocks,
+    embedding_size,
+    gpo_shapes,
+    linear_shapes,
+    norm_shapes,
+    number_of,
+    prefixed,
+    projection,
+    read_checkpoint,
+    text_sizes,
+    vision_sizes,
+    without,
+)
+
+CLIP_TOKENIZER = "openai/clip-vit-base-patch16"
+
+
+"""Hub name of the tokenizer of CLIP and of all PCME++ models."""
+
+
+PROLIP_TOKENIZER = "timm/ViT-B-16-SigLIP"
+
+
+"""Hub name of the tokenizer of the ProLIP models that name no other."""
+
+
+TokenizerFinder = Callable[[str], Callable[[], Tokenizer]]
+
+
+"""Hub name of a tokenizer -> a function that loads it: the model's own if it has one, else that of the name."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model and its published weights, which are not loaded yet.
+
+    Attributes:
+        model: the model with random weights.
+        state: the published weights by the names of the model's state dict; some are computed, in float64.
+        logit_scale, logit_bias: match probability = sigmoid(logit_bias - logit_scale * distance); nan for tensors on
+            the meta device.
+        distance: name in DISTANCES.
+    """
+
+    model: DualEncoder
+    state: dict[str, Tensor]
+    logit_scale: float
+    logit_bias: float
+    distance: str = "csd"
+
+
+def pcmepp_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: TokenizerFinder, where: str) -> Layout:
+    """The hub layout of PCME++: class token and end token, final norms on the means only, projections without bias.
+
+    Args:
+        config: content of config.json, with or without cast_dtype, output_dict and quick_gelu.
+        tensors: content of model.safetensors; 354 tensors in the released ViT-B/16 models.
+        find: loads the tokenizer when it is needed.
+        where: name of the model for errors.
+
+    Returns:
+        The model and its weights.
+
+    Raises:
+        UserError: the configuration is of another kind of model, or the tensors do not fit it.
+    """
+    section = ConfigSection(config, "vision_cfg", where, {"global_average_pool": False, "attentional_pool": False})
+    text_section = ConfigSection(config, "text_cfg", where, {"embed_cls": False})
+    vision, text, dim = vision_sizes(section, config), text_sizes(text_section, config), embedding_size(config, where)
+    own, text_own = section.number("unc_layers", 2), text_section.number("unc_layers", 2)
+    expected = {
+        **vision.shapes("visual.", 1),
+        **norm_shapes("visual.ln_post", vision.width),
+        **vision.block_shapes("visual.uncertainty_transformer.resblocks", own),
+        **text.shapes("", 0),
+        **text.block_shapes("uncertainty_transformer.resblocks", text_own),
+        **{name: (vision.width, dim) for name in ("visual.proj", "visual.uncertainty_proj")},
+        **{name: (text.width, dim) for name in ("text_projection", "uncertainty_text_projection")},
+        **{"logit_scale": (), "shift": (1,), "negative_scale": (1,)},
+    }
+    check_tensors(tensors, expected, where)
+    image_encoder = vision.encoder(CLIP_MEAN, CLIP_STD, own, final_norm=True)
+    text_encoder = text.encoder(text_own)
+    model = DualEncoder(
+        Tower(
+            ImageFileProcessor(vision.size, fit="crop"),
+            image_encoder,
+            GaussianHead(vision.width, dim, HeadOptions(pooling="first")),
+        ),
+        Tower(_clip_processor(find, text), text_encoder, GaussianHead(text.width, dim, HeadOptions(pooling="last"))),
+    )
+    visual = without(below("visual.", tensors), ("proj", "uncertainty_proj"))
+    others = ("visual.", "text_projection", "uncertainty_text_projection", "logit_scale", "shift", "negative_scale")
+    state = {
+        **prefixed("image.encoder.", openai_image_state(visual, image_encoder)),
+        **prefixed("text.encoder.", openai_text_state(without(tensors, others), text_encoder)),
+        **projection("image.head.mean.linear", tensors["visual.proj"]),
+        **projection("image.head.log_var.linear", tensors["visual.uncertainty_proj"]),
+        **projection("text.head.mean.linear", tensors["text_projection"]),
+        **projection("text.head.log_var.linear", tensors["uncertainty_text_projection"]),
+    }
+    return Layout(model, state, number_of(tensors["negative_scale"]), number_of(tensors["shift"]))
+
+
+def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: TokenizerFinder, where: str) -> Layout:
+    """The hub layout of ProLIP: an [UNC] token on each side, as in its training.
+
+    Args:
+        config: content of config.json.
+        tensors: content of model.safetensors; 311 tensors in the released ViT-B/16 model.
+        find: loads the tokenizer when it is needed.
+        where: name of the model for errors.
+
+    Returns:
+        The model and its weights.
+
+    Raises:
+        UserError: the configuration is of another kind of model, or the tensors do not fit it.
+    """
+    pooled = {"global_average_pool": False, "attentional_pool": False, "pool_type": "tok", "final_ln_after_pool": False}
+    appended = {"embed_cls": True, "embed_unc": True, "no_causal_mask": True, "proj_bias": True, "pool_type": "last"}
+    section = ConfigSection(config, "vision_cfg", where, pooled, needed={"embed_unc": True})
+    text_section = ConfigSection(config, "text_cfg", where, needed=appended)
+    vision, text, dim = vision_sizes(section, config), text_sizes(text_section, config), embedding_size(config, where)
+    if text.width != dim:
+        raise UserError(
+            f"{where}: text_cfg.width {text.width} is not embed_dim {dim}; no released code runs such a model"
+        )
+    cleaning = (text_section.given.get("tokenizer_kwargs") or {"clean": "canonicalize"}).get("clean", "whitespace")
+    if cleaning not in CLEANINGS:
+        raise UserError(f"{where}: unknown cleaning of texts {cleaning!r}; known: {', '.join(CLEANINGS)}")
+    expected = {
+        **vision.shapes("visual.", 2),
+        **norm_shapes("visual.ln_post", vision.width),
+        **{"visual.unc_embedding": (vision.width,), "visual.proj": (vision.width, dim)},
+        **linear_shapes("visual.uncertainty_proj", dim, vision.width),
+        **text.shapes("text.", 2),
+        **{"text.cls_emb": (text.width,), "text.unc_emb": (text.width,)},
+        **linear_shapes("text.text_projection", dim, text.width),
+        **linear_shapes("text.text_uncertainty_projection", dim, text.width),
+        **{name: () for name in ("logit_scale", "logit_bias") if name == "logit_scale" or name in tensors},
+    }
+    check_tensors(tensors, expected, where)
+    image_encoder = UncTokenImageEncoder(vision.encoder(CLIP_MEAN, CLIP_STD, 0, final_norm=True), released=True)
+    text_encoder = UncTokenTextEncoder(text.encoder(0), released=True)
+    processor = SpecialTokenProcessor(
+        find(text_section.given.get("hf_tokenizer_name") or PROLIP_TOKENIZER),
+        vocabulary=text.vocabulary,
+        max_tokens=text.context,
+        begin="",
+        end="</s>",
+        pad_to_max=True,
+        clean=CLEANINGS[cleaning],
+    )
+    model = DualEncoder(
+        Tower(
+            ImageFileProcessor(vision.size, fit="crop"),
+            image_encoder,
+            GaussianHead(vision.width, dim, HeadOptions(pooling="first")),
+        ),
+        Tower(processor, text_encoder, GaussianHead(text.width, dim, HeadOptions(pooling="first"))),
+    )
+    scale = math.exp(number_of(tensors["logit_scale"]))
+    shift = number_of(tensors["logit_bias"]) if "logit_bias" in tensors else 0.0
+    # For unit means scale * (mean.mean - variances / 2) + shift = scale * (1 - csd / 2) + shift.
+    state = _prolip_state(tensors, image_encoder.encoder, text_encoder.encoder, text.context)
+    return Layout(model, state, scale / 2, shift + scale)
+
+
+def _prolip_state(
+    tensors: Mapping[str, Any], image_encoder: ClipImageEncoder, text_encoder: ClipTextEncoder, context: int
+) -> dict[str, Tensor]:
+    """ProLIP's tensors by sfumato's names. An extra token and its position code are summed to one vector."""
+    visual, words = below("visual.", tensors), below("text.", tensors)
+    codes, word_codes = visual["positional_embedding"].double(), words["positional_embedding"].double()
+    of_image = without(visual, ("unc_embedding", "proj", "uncertainty_proj."))
+    of_image["positional_embedding"] = torch.cat([codes[:1], codes[2:]])
+    of_text = without(words, ("unc_emb", "cls_emb", "text_projection.", "text_uncertainty_projection."))
+    of_text["positional_embedding"] = word_codes[:context]
+    # log_var = V (W x + b) + c, a linear map of the projected mean, is (V W) x + (V b + c): one of the same features.
+    weight, bias = (words[f"text_projection.{x}"].double() for x in ("weight", "bias"))
+    above, offset = (words[f"text_uncertainty_projection.{x}"].double() for x in ("weight", "bias"))
+    return {
+        **prefixed("image.encoder.encoder.", openai_image_state(of_image, image_encoder)),
+        "image.encoder.variance_token": visual["unc_embedding"] + codes[1],
+        **projection("image.head.mean.linear", visual["proj"]),
+        **prefixed("image.head.log_var.linear.", below("uncertainty_proj.", visual)),
+        **prefixed("text.encoder.encoder.", openai_text_state(of_text, text_encoder)),
+        "text.encoder.variance_token": words["unc_emb"] + word_codes[context],
+        "text.encoder.class_token": words["cls_emb"] + word_codes[context + 1],
+        **{"text.head.mean.linear.weight": weight, "text.head.mean.linear.bias": bias},
+        **{"text.head.log_var.linear.weight": above @ weight, "text.head.log_var.linear.bias": above @ bias + offset},
+    }
+
+
+def pcmepp_training(
+    options: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    find: TokenizerFinder,
+    where: str,
+    *,
+    heads: tuple[int, int] | None = None,
+) -> Layout:
+    """The training code's COCO models: all tokens mapped linearly, then pooled; a final norm on the text's mean only.
+
+    As in that code, images are squashed to a square without smoothing, and standardised by ImageNet's mean and
+    deviation instead of CLIP's. Its ``x / (|x| + 1e-8)`` is x / |x| here. The tensors show whether a model has GPO, a
+    layer norm on the log variance, and variances at all; deterministic baselines have logits 1 and 0 here.
+
+    Args:
+        options: the settings of the run that are known: model.no_imgnorm, model.no_txtnorm, criterion.name,
+            criterion.prob_distance.
+        tensors: ``img_enc.*``, ``txt_enc.*`` and ``criterion.*``; 367 tensors for ViT-B/32.
+        find: loads the tokenizer when it is needed.
+        where: name of the model for errors.
+        heads: attention heads of image and text transformer; None: one for each 64 channels, as in the code.
+
+    Returns:
+        The model and its weights.
+
+    Raises:
+        UserError: tensors are missing, left over or of the wrong shape, or the loss was PCME's.
+    """
+    model_options, criterion = (dict(options.get(section) or {}) for section in ("model", "criterion"))
+    if criterion.get("name") == "pcme":
+        raise UserError(
+            f"{where}: trained with PCME's loss, whose logits belong to sampled distances; only models trained with"
+            " criterion pcmepp, info_nce or triplet can be loaded"
+        )
+    for key in _ANCHORS:
+        if not isinstance(tensors.get(key), Tensor):
+            raise UserError(f"{where}: {key!r} is missing; not a complete model of the PCME++ training code")
+    sizes = _TrainingSizes.of(tensors, heads)
+    if not sizes.variance:  # The other learnt parameters of the baselines are not logits of a distance.
+        tensors = without(tensors, ("criterion.",))
+    check_tensors(tensors, sizes.shapes(), where)
+    vision, text = sizes.vision, sizes.text
+    image_encoder = vision.encoder(IMAGENET_MEAN, IMAGENET_STD, sizes.image_own_blocks, final_norm=False)
+    text_encoder = text.encoder(sizes.text_own_blocks)
+    image_head = sizes.head(vision.width, "average", not model_options.get("no_imgnorm"))
+    text_head = sizes.head(text.width, "last", not model_options.get("no_txtnorm"))
+    model = DualEncoder(
+        Tower(BilinearProcessor(vision.size), image_encoder, image_head),
+        Tower(_clip_processor(find, text), text_encoder, text_head),
+    )
+    state = {
+        **prefixed("image.encoder.", openai_image_state(below(_IMAGE, tensors), image_encoder)),
+        **prefixed("text.encoder.", openai_text_state(below(_TEXT, tensors), text_encoder)),
+    }
+    for name, linear, pool in sizes.branches:
+        # Without GPO the released "AvgPool" of images is a sum over their tokens, whose number is always the same.
+        times = sizes.image_tokens if not sizes.gpo and name.startswith("image") else 1
+        state |= {f"{name}.linear.{x}": tensors[f"{linear}.{x}"] * times for x in ("weight", "bias")}
+        state |= prefixed(f"{name}.pool.", below(f"{pool}.", tensors))
+    for name, official in _NORMS.items():
+        state |= prefixed(f"{name}.", below(f"{official}.", tensors))
+    if not sizes.variance:
+        return Layout(model, state, 1.0, 0.0)
+    scale, bias = number_of(tensors["criterion.negative_scale"]), number_of(tensors["criterion.shift"])
+    return Layout(model, state, scale, bias, "wasserstein2" if criterion.get("prob_distance") == "wdist" else "csd")
+
+
+_ANCHORS = (
+    "img_enc.backbone.conv1.weight",
+    "img_enc.backbone.positional_embedding",
+    "img_enc.image_encoder.fc.weight",
+    "txt_enc.backbone.token_embedding.weight",
+    "txt_enc.backbone.positional_embedding",
+)
+
+
+_BRANCHES = (
+    ("image.head.mean", "img_enc.image_encoder.fc", "img_enc.image_encoder.gpool"),
+    ("image.head.log_var", "img_enc.image_std_encoder.fc", "img_enc.image_std_encoder.gpool"),
+    ("text.head.mean", "txt_enc.linear", "txt_enc.gpool"),
+    ("text.head.log_var", "txt_enc.std_linear", "txt_enc.std_gpool"),
+)
+
+
+_NORMS = {"image.head.log_var_norm": "img_enc.image_std_ln", "text.head.log_var_norm": "txt_enc.text_std_ln"}
+
+
+_IMAGE, _TEXT = "img_enc.backbone.", "txt_enc.backbone."
+
+
+_IMAGE_OWN, _TEXT_OWN = f"{_IMAGE}uncertainty_transformer.resblocks", f"{_TEXT}transformer.prob_resblocks"
+
+
+@dataclass(frozen=True)
+class _TrainingSizes:
+    """The sizes of a model of the training code, as its tensors show them."""
+
+    vision: VisionSizes
+    text: TextSizes
+    dim: int
+    image_tokens: int
+    image_own_blocks: int
+    text_own_blocks: int
+    variance: bool
+    gpo: bool
+    norm: bool
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Any], heads: tuple[int, int] | None) -> "_TrainingSizes":
+        width, _, patch, _ = tensors[_ANCHORS[0]].shape
+        length, dim = len(tensors[_ANCHORS[1]]), len(tensors[_ANCHORS[2]])
+        (vocabulary, words), context = tensors[_ANCHORS[3]].shape, len(tensors[_ANCHORS[4]])
+        image_heads, text_heads = heads or (max(1, width // 64), max(1, words // 64))
+        image_blocks, text_blocks = (count_blocks(tensors, f"{name}transformer.resblocks") for name in (_IMAGE, _TEXT))
+        size = patch * math.isqrt(length - 1)
+        return cls(
+            VisionSizes(width, image_blocks, image_heads, 4 * width, True, patch=patch, size=size),
+            TextSizes(words, text_blocks, text_heads, 4 * words, True, vocabulary=vocabulary, context=context),
+            dim=dim,
+            image_tokens=length,
+            image_own_blocks=count_blocks(tensors, _IMAGE_OWN),
+            text_own_blocks=count_blocks(tensors, _TEXT_OWN),
+            variance="img_enc.image_std_encoder.fc.weight" in tensors,
+            gpo="txt_enc.gpool.linear.weight" in tensors,
+            norm="txt_enc.text_std_ln.weight" in tensors,
+        )
+
+    @property
+    def branches(self) -> tuple[tuple[str, str, str], ...]:
+        """(name here, linear layer there, pooling there) of each branch of the heads."""
+        return _BRANCHES if self.variance else _BRANCHES[::2]
+
+    def shapes(self) -> Shapes:
+        """The shapes of all tensors of a model of the training code."""
+        expected = {
+            **self.vision.shapes(_IMAGE, 1),
+            **self.vision.block_shapes(_IMAGE_OWN, self.image_own_blocks),
+            **self.text.shapes(_TEXT, 0),
+            **self.text.block_shapes(_TEXT_OWN, self.text_own_blocks),
+        }
+        for name, linear, pool in self.branches:
+            width = self.vision.width if name.startswith("image") else self.text.width
+            expected |= linear_shapes(linear, self.dim, width) | (gpo_shapes(pool) if self.gpo else {})
+        if self.variance:
+            expected |= {"criterion.shift": (1,), "criterion.negative_scale": (1,)}
+            expected |= {k: v for name in _NORMS.values() if self.norm for k, v in norm_shapes(name, self.dim).items()}
+        return expected
+
+    def head(self, channels: int, without_gpo: str, normalize: bool) -> GaussianHead:
+        """A head with random weights."""
+        pooling = "gpo" if self.gpo else without_gpo
+        options = HeadOptions(
+            pooling=pooling, normalize=normalize, variance=self.variance, variance_norm=self.norm and self.variance
+        )
+        return GaussianHead(channels, self.dim, options)
+
+
+def _clip_processor(find: TokenizerFinder, text: TextSizes) -> SpecialTokenProcessor:
+    return SpecialTokenProcessor(
+        find(CLIP_TOKENIZER),
+        vocabulary=text.vocabulary,
+        max_tokens=text.context,
+        begin="<|startoftext|>",
+        end="<|endoftext|>",
+        pad_to_max=False,
+        clean=CLEANINGS["lower"],
+    )
+
 
 CONFIG, WEIGHTS, TOKENIZER, CALIBRATION = "config.json", "model.safetensors", "tokenizer.json", "calibration.json"
+
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -77,8 +461,7 @@ def load_pretrained(
         UserError: there is no such file or model, the hub cannot be reached, the file would run code, the model is of
             another kind, or tensors are missing, left over or of the wrong shape (the message names the first ones).
 
-    Source: https://github.com/naver-ai/pcmepp and https://github.com/naver-ai/prolip; see
-    :mod:`sfumato.models.pretrained_layouts`.
+    Source: https://github.com/naver-ai/pcmepp and https://github.com/naver-ai/prolip.
     """
     path, name = Path(name_or_folder), str(name_or_folder)
     if path.is_file():

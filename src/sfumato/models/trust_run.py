@@ -11,24 +11,29 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from sfumato.data.corruptions import IMAGE_CORRUPTIONS, TEXT_CORRUPTIONS
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
+from sfumato.data.transforms import IMAGE_CORRUPTIONS, TEXT_CORRUPTIONS
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.regions import uses_regions
 from sfumato.errors import UserError
-from sfumato.evaluation.estimators import Matching, usable_estimators
-from sfumato.evaluation.failure_predictor import FailurePredictor
-from sfumato.evaluation.trust import Corrupted, measure_trust
-from sfumato.evaluation.trust_report import DirectionTrust, TrustReport, caption_distance, caption_words, described
+from sfumato.evaluation.estimators import FailurePredictor, Matching, usable_estimators
+from sfumato.evaluation.trust import (
+    Corrupted,
+    DirectionTrust,
+    TrustReport,
+    caption_distance,
+    caption_words,
+    described,
+    measure_trust,
+)
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics
-from sfumato.models.embed import RetrievalModel
+from sfumato.models.embed import RetrievalModel, embed_split, load_split
 from sfumato.models.run import Run
-from sfumato.models.splits import embed_split, load_split
 from sfumato.progress import progress_bar
 from sfumato.search.exact import rank_relevant
 

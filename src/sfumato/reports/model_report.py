@@ -4,20 +4,18 @@ from pathlib import Path
 from typing import Any
 
 from sfumato import __version__
-from sfumato.data.images import thumbnail
-from sfumato.data.problems import Problems
+from sfumato.data.images import Problems, thumbnail
 from sfumato.data.sources import DataConfig
 from sfumato.encoders.regions import uses_regions
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import MatchingLogits
-from sfumato.models.embed import RetrievalModel
+from sfumato.models.embed import RetrievalModel, embed_split, load_split
 from sfumato.models.run import LOG, RECIPE, Run, weights_digest
-from sfumato.models.splits import embed_split, load_split
-from sfumato.reports.analysis_page import write_analyses
 from sfumato.reports.page_files import read_evaluations, read_image, read_log, read_object, read_studies
 from sfumato.reports.report import Report, make_report
-from sfumato.reports.report_data import ReportData
+from sfumato.reports.report_charts import ReportData
+from sfumato.reports.study_pages import write_analyses
 from sfumato.studies.analyse import FORMAT, NAMES, analyse_model
 
 

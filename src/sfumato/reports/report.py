@@ -14,24 +14,26 @@ import numpy as np
 
 from sfumato.distances import Distance, get_distance
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval, table_rows
-from sfumato.evaluation.trust_report import FIGURES
+from sfumato.evaluation.trust import FIGURES
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import wilson_interval
-from sfumato.reports.analysis_page import analysis_views
 from sfumato.reports.charts import require_matplotlib
 from sfumato.reports.formatting import DIRECTIONS, MISSING, in_words, interval, number, percent, signed
 from sfumato.reports.page_files import render_page
 from sfumato.reports.report_charts import (
+    DirectionResult,
+    ReportData,
     Thumbnails,
     calibration_panels,
+    direction_result,
     recall_by_uncertainty,
     training_curves,
     uncertain_queries,
     variance_histogram,
     wrong_first_results,
 )
-from sfumato.reports.report_data import DirectionResult, ReportData, direction_result
+from sfumato.reports.study_pages import analysis_views
 from sfumato.search.exact import rank_relevant
 
 _METRICS = ("recall@1", "recall@5", "recall@10", "r_precision", "map@r")

@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import secrets
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,18 +29,26 @@ from sfumato.errors import UserError
 from sfumato.files import sync_folder, write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.atomic_folder import load_folder, save_folder
-from sfumato.search.gallery import Candidates, Gallery, GalleryRecords, Scorer, with_margin
+from sfumato.search.gallery import Candidates, Gallery, GalleryRecords, Sampler, Scorer, with_margin
 from sfumato.search.lifting import lift_gallery, lift_queries, lifted_dim, lowered, query_constant
-from sfumato.search.sampling import Sampler
 from sfumato.search.stores.protocol import Filter, Records, VectorStore
 from sfumato.search.stores.store_url import anchored, create_store, open_store, without_password
 
 _KIND = "sfumato-collection-1"
+
+
 _CENTRE, _CALIBRATION, _UNFINISHED = "centre.safetensors", "calibration.json", "unfinished.txt"
+
+
 UPLOADED_IMAGES = "pictures"
+
+
 """Name of the folder, inside that of the collection, for images that were uploaded to a service."""
 
+
 _COUNTED_SECONDS = 5.0
+
+
 """Other processes may write. To count a million items anew for every query would take longer than to search them."""
 
 
@@ -446,3 +455,59 @@ def _ordered(
     return Candidates(
         tuple(ids[j] for j in order), distance[order], uncertainty[order], tuple(payloads[j] for j in order)
     )
+
+
+def copy_gallery(
+    source: Gallery,
+    folder: str | Path,
+    store: str = "store",
+    *,
+    batch: int = 2048,
+    progress: Callable[[int], None] | None = None,
+) -> GaussianCollection:
+    """Copy all items of a gallery into a new collection, with the images that were uploaded to it.
+
+    Args:
+        source: an index, or a collection; the vectors of a collection are copied bit by bit.
+        folder: see :meth:`GaussianCollection.create`.
+        store: see :meth:`GaussianCollection.create`.
+        batch: largest number of items per write.
+        progress: called with the number of items just copied.
+
+    Returns:
+        The new collection, open.
+
+    Raises:
+        UserError: the folder is not empty, or the store cannot be created.
+        ValueError: the distance does not lift, so that no store can keep it.
+    """
+    scorer = source.scorer
+    copy = GaussianCollection.create(
+        folder,
+        store,
+        d=source.d,
+        distance=source.distance,
+        centre=source.centre,
+        logit_scale=scorer.logit_scale,
+        logit_bias=scorer.logit_bias,
+        calibration=scorer.calibration,
+        direction=scorer.direction,
+        metadata=source.metadata,
+    )
+    try:
+        with copy.filling(f"a copy was interrupted; remove it (and {copy.store.url}) and copy again"):
+            if isinstance(source, GaussianCollection):
+                if (source.folder / UPLOADED_IMAGES).is_dir():
+                    shutil.copytree(source.folder / UPLOADED_IMAGES, copy.folder / UPLOADED_IMAGES)
+                for records in source.store.scan(batch):
+                    copy.store.upsert(records)
+                    if progress:
+                        progress(len(records))
+            else:
+                for items in source.scan(batch):
+                    copy.upsert(items.embeddings, items.ids, payloads=items.payloads, batch=batch, progress=progress)
+            copy.optimise()
+    except BaseException:
+        copy.close()
+        raise
+    return copy

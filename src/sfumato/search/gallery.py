@@ -5,10 +5,12 @@
 :class:`Scorer` turns distances into probabilities, sets and abstentions. Neither depends on where items are stored.
 """
 
+import hashlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from sfumato.calibration.calibrator import Calibration
 from sfumato.direction import Direction
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.matching import match_probability
-from sfumato.search.stores.protocol import Filter
+from sfumato.search.stores.protocol import Filter, Records, VectorStore
 
 
 @dataclass(frozen=True)
@@ -437,3 +439,144 @@ def with_margin(k: int) -> int:
         1.25 k, at least k + 8. The exact distances of the candidates then decide.
     """
     return k + max(8, k // 4)
+
+
+MANY = 10
+
+
+"""With this many expected matches or more, a query could mean many things."""
+
+
+_UNSURE, _SURE, _ONE = 0.15, 0.5, 1.7
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A search result in words.
+
+    Attributes:
+        kind: one word.
+        text: one sentence.
+    """
+
+    kind: Literal["clear", "few", "many", "unsure", "abstained"]
+    text: str
+
+
+def verdict(expected_matches: float, best_probability: float, abstained: bool | None = None) -> Verdict:
+    """Put a search result into words.
+
+    Args:
+        expected_matches: sum of the match probabilities over the gallery.
+        best_probability: match probability of the closest item; 0 if there is none.
+        abstained: whether the query should not be answered at the requested risk; None if no risk was requested.
+
+    Returns:
+        The verdict.
+
+    Example:
+        >>> verdict(1.2, 0.9).text
+        'One clear match'
+    """
+    if abstained:
+        return Verdict("abstained", "No confident match: an answer would exceed the risk that you allow")
+    if expected_matches >= MANY:
+        return Verdict("many", f"This could mean many things: about {expected_matches:.0f} matches expected")
+    if best_probability < _UNSURE or (expected_matches < _ONE and best_probability < _SURE):
+        return Verdict("unsure", f"No clear match: the best result has a probability of {_percent(best_probability)}")
+    if expected_matches < _ONE:
+        return Verdict("clear", "One clear match")
+    return Verdict("few", f"Few matches: about {expected_matches:.0f} expected")
+
+
+def _percent(p: float) -> str:
+    if p < 0.001:
+        return "less than 0.1%"
+    return f"{p:.0%}" if p >= 0.1 else f"{p:.1%}"
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A sample, and the state of the collection when it was taken.
+
+    Attributes:
+        records: the sampled records.
+        size: number of items in the collection.
+        changed: number of items that this process had written or removed.
+        seed: seed of the sample.
+    """
+
+    records: Records
+    size: int
+    changed: int
+    seed: int
+
+
+class Sampler:
+    """Takes samples of a store and keeps the last one.
+
+    Args:
+        store: the store to sample.
+    """
+
+    def __init__(self, store: VectorStore) -> None:
+        self._store = store
+        self._last: Sample | None = None
+        self._lock = threading.Lock()
+
+    def sample(self, n: int, *, size: int, changed: int, seed: int = 0) -> Sample:
+        """A uniform sample of at least min(n, size) records.
+
+        Args:
+            n: wanted number of records.
+            size: number of items in the store now.
+            changed: number of items that this process has written or removed so far.
+            seed: the same seed gives the same records, as long as the store does not change.
+
+        Returns:
+            The last sample, if it is large enough and at most a hundredth of the store has changed since; else a new
+            one, by a scan of the store.
+        """
+        with self._lock:
+            last = self._last
+            if (
+                last is None
+                or last.seed != seed
+                or len(last.records) < min(n, size)
+                or 100 * max(changed - last.changed, abs(size - last.size)) > size
+            ):
+                last = self._last = Sample(
+                    even_sample(self._store.scan(), n, self._store.dim, seed), size, changed, seed
+                )
+            return last
+
+
+def even_sample(batches: Iterator[Records], n: int, e: int, seed: int = 0) -> Records:
+    """The n records whose ids have the smallest digests: a sample that does not depend on the order of the records.
+
+    Args:
+        batches: all records.
+        n: wanted number of records.
+        e: dimensions of their vectors.
+        seed: salt of the digests.
+
+    Returns:
+        min(n, all) records.
+    """
+    kept, digests, salt = Records.none(e), list[bytes](), seed.to_bytes(16, "little")
+    for batch in batches:
+        new = [hashlib.blake2b(i.encode(), digest_size=8, salt=salt).digest() for i in batch.ids]
+        last = digests[-1] if len(digests) == n else b"\xff" * 9
+        if not (low := [i for i, digest in enumerate(new) if digest < last]):
+            continue
+        part = batch.take(low)
+        both = Records(
+            kept.ids + part.ids,
+            torch.cat([kept.vectors, part.vectors]),
+            torch.cat([kept.uncertainty, part.uncertainty]),
+            kept.payloads + part.payloads,
+        )
+        digests += [new[i] for i in low]
+        order = sorted(range(len(digests)), key=digests.__getitem__)[:n]
+        kept, digests = both.take(order), [digests[i] for i in order]
+    return kept

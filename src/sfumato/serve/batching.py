@@ -11,7 +11,7 @@ import torch
 
 from sfumato.encoders.dual import DualEncoder
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.embedding_steps import embedding_steps
+from sfumato.models.embed import embedding_steps
 from sfumato.serve.guard import Metrics
 from sfumato.serve.schemas import Refusal, busy
 from sfumato.serve.settings import Settings

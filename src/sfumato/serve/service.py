@@ -18,7 +18,17 @@ from sfumato import __version__
 from sfumato.encoders.regions import blank_features, uses_regions
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.gallery import Gallery, GalleryRecords
-from sfumato.serve.answering import Asked, Search, check_guarantees, ellipse_of, image_path, info_of, search_together
+from sfumato.serve.answering import (
+    Asked,
+    Search,
+    ServedGallery,
+    Sources,
+    check_guarantees,
+    ellipse_of,
+    image_path,
+    info_of,
+    search_together,
+)
 from sfumato.serve.batching import Batcher, Closed, Embedder, submitted
 from sfumato.serve.guard import Metrics
 from sfumato.serve.image_files import check_image, handed_out, to_show
@@ -36,7 +46,6 @@ from sfumato.serve.schemas import (
     SearchResponse,
     busy,
 )
-from sfumato.serve.served import ServedGallery, Sources
 from sfumato.serve.settings import Settings
 from sfumato.studies.maps import Projection, fit_map
 

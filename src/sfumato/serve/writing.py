@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
+from sfumato.serve.answering import ServedGallery
 from sfumato.serve.image_files import POINTER, to_store
 from sfumato.serve.schemas import AddResponse, DeleteResponse, GalleryName, Refusal, busy
-from sfumato.serve.served import ServedGallery
 from sfumato.serve.service import Service, good
 
 _LOG = logging.getLogger("sfumato.serve")

@@ -21,9 +21,8 @@ from sfumato.errors import UserError
 from sfumato.evaluation.estimators import ESTIMATORS, Estimator, Matching
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
-from sfumato.models.embed import RetrievalModel
+from sfumato.models.embed import PreparedSplit, RetrievalModel, embed_split, load_split
 from sfumato.models.run import weights_digest
-from sfumato.models.splits import PreparedSplit, embed_split, load_split
 from sfumato.models.trust_run import corrupted_images, corrupted_texts, resampled_together
 from sfumato.progress import progress_bar, say
 from sfumato.studies.corruption import corruption_curves

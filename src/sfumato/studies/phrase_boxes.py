@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sfumato.data.problems import Problems
+from sfumato.data.images import Problems
 from sfumato.errors import UserError
 from sfumato.files import is_plain_name
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from sfumato.data.augment import MixPlan
-from sfumato.data.corruptions import encode_png, erase_squares
 from sfumato.data.images import ImageSource
-from sfumato.data.transforms import decode_image
+from sfumato.data.transforms import decode_image, encode_png, erase_squares
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.inclusion import inclusion_test
 from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, mean_statistic

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from sfumato.evaluation.trust_report import words_of
+from sfumato.evaluation.trust import words_of
 
 Corpus = Literal["bin", "split"]
 """The captions over which the inverse document frequency counts n_i and N."""

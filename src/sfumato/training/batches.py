@@ -22,12 +22,10 @@ from sfumato.data.shards import ShardBatch, ShardStream
 from sfumato.data.transforms import augment, crop_and_mirror, erase_rectangles
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.features import Inputs, Store
-from sfumato.encoders.image_processors import ImageFileStore
-from sfumato.encoders.text_processors import TokenProcessor
+from sfumato.encoders.processors import ImageFileStore, TokenProcessor
 from sfumato.errors import UserError
 from sfumato.models.process_group import ProcessGroup
-from sfumato.models.recipe import Recipe
-from sfumato.models.recipe_sections import AugmentConfig
+from sfumato.models.recipe import AugmentConfig, Recipe
 from sfumato.training.step import TrainBatch
 
 

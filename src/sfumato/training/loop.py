@@ -13,24 +13,37 @@ from pathlib import Path
 from typing import Any
 
 import filelock
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
-from sfumato.data.problems import Problems
 from sfumato.distances import Distance
-from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.features import Store
 from sfumato.errors import UserError
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding, check_finite
-from sfumato.losses import MatchLoss, match_dispersion
-from sfumato.models.build import build_loss, choose_device
+from sfumato.losses import MatchLoss, dispersion_loss, match_dispersion
+from sfumato.metrics.uncertainty import spearman
 from sfumato.models.calibrate import calibrate_split
+from sfumato.models.embed import PreparedSplit, embed_split, prepare_split
 from sfumato.models.process_group import ProcessGroup, join_process_group
-from sfumato.models.recipe import Recipe
-from sfumato.models.run import CALIBRATION, LAST, LOG, MODEL, PROBLEMS, learnt_logits, load_state, save_state
-from sfumato.models.splits import PreparedSplit, embed_split, prepare_split
+from sfumato.models.recipe import Recipe, VarianceStageConfig
+from sfumato.models.run import (
+    CALIBRATION,
+    LAST,
+    LOG,
+    MODEL,
+    PROBLEMS,
+    build_loss,
+    choose_device,
+    learnt_logits,
+    load_state,
+    save_state,
+)
 from sfumato.progress import progress_bar, say
 from sfumato.training.batches import Batches, IndexedBatches, epoch_seed, prefetch
 from sfumato.training.optim import (
@@ -44,7 +57,62 @@ from sfumato.training.optim import (
 )
 from sfumato.training.setup import LOCK, claim_folder, new_or_resumed_model, training_batches, training_splits
 from sfumato.training.step import DivergedError, TrainBatch, forward_backward
-from sfumato.training.variance_stage import fit_variance_stage
+
+_LARGEST_GRADIENT = 2.0
+
+
+def fit_variance_stage(
+    tower: Tower, store: Store, dispersion: Tensor, index: np.ndarray, config: VarianceStageConfig, *, seed: int
+) -> float:
+    """Fit a tower's log variances to the dispersions of items; its means do not change by a bit.
+
+    Args:
+        tower: a tower with variances; its training mode is restored afterwards.
+        store: its training inputs.
+        dispersion: (n,) of all items, >= 0, in squared units of the means.
+        index: (k,) positions of the items to learn from.
+        config: section ``spread`` of the recipe.
+        seed: of the order of the items.
+
+    Returns:
+        Rank correlation of total variance with dispersion over the k items; NaN if all are equal.
+
+    Raises:
+        ValueError: the tower has no variances.
+    """
+    branches = [tower.head.log_var, tower.head.log_var_local, tower.head.log_var_norm]
+    learnt = [p for branch in branches if branch is not None for p in branch.parameters()]
+    if not learnt:
+        raise ValueError(
+            "fit_variance_stage: the tower has no log variance to fit; build the model with model.variance=true"
+        )
+    training, device = tower.training, next(tower.parameters()).device
+    tower.eval()  # No dropout and no running statistics: only log variances change.
+    random = np.random.default_rng([seed, len(index)])
+    optimiser = torch.optim.Adam(learnt, lr=config.lr)
+    batches = math.ceil(len(index) / config.batch_size)
+    steps = config.epochs * batches
+    with progress_bar("fitting variances", steps) as advance:
+        for step in range(steps):
+            if step % batches == 0:
+                order = random.permutation(index)
+            chosen = order[step % batches :: batches]
+            for group in optimiser.param_groups:
+                group["lr"] = config.lr * min(1.0, (step + 1) / batches) * (1 + math.cos(math.pi * step / steps)) / 2
+            with torch.no_grad():
+                tokens = tower.encoder(store.batch(chosen).to(device)).float()
+            loss = dispersion_loss(
+                tower.head.log_variance(tokens), dispersion[torch.from_numpy(chosen)].to(device), floor=config.floor
+            )
+            optimiser.zero_grad(set_to_none=True)
+            loss.backward()
+            clip_gradients(learnt, _LARGEST_GRADIENT)
+            optimiser.step()
+            advance(1)
+    optimiser.zero_grad(set_to_none=True)
+    tower.train(training)
+    total_variance = tower.embed(store, index).total_variance
+    return spearman(total_variance.numpy(), dispersion[torch.from_numpy(index)].numpy())
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.encoder_protocol import Encoder
 from sfumato.losses import MatchLoss
-from sfumato.models.recipe_sections import OptimConfig
+from sfumato.models.recipe import OptimConfig
 
 
 def build_optimiser(model: DualEncoder, loss: MatchLoss, config: OptimConfig) -> torch.optim.Optimizer:

@@ -5,19 +5,29 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+from sfumato.data.images import Problems
 from sfumato.data.noise import apply_noise, load_noise, save_noise, shuffle_pairs
 from sfumato.data.pairs import Grades, PairData, PairSampler, parse_part, without_part
-from sfumato.data.problems import Problems
-from sfumato.data.shard_files import expand_shards
-from sfumato.data.shards import ShardStream
+from sfumato.data.shards import ShardStream, expand_shards
 from sfumato.data.sources import DataConfig
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
-from sfumato.models.build import Assets, build_model, fresh_tokenizer
+from sfumato.models.embed import load_splits, prepare_split
 from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.recipe import Recipe, load_recipe, save_recipe
-from sfumato.models.run import ENCODERS, LAST, MODEL, NOISE, RECIPE, TOKENIZER, load_assets, save_assets
-from sfumato.models.splits import load_splits, prepare_split
+from sfumato.models.run import (
+    ENCODERS,
+    LAST,
+    MODEL,
+    NOISE,
+    RECIPE,
+    TOKENIZER,
+    Assets,
+    build_model,
+    fresh_tokenizer,
+    load_assets,
+    save_assets,
+)
 from sfumato.training.batches import Augmentation, Batches, IndexedBatches, ShardBatches
 
 LOCK = ".lock"

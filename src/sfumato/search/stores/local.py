@@ -1,7 +1,7 @@
 """LocalStore: records in a SQLite database in a folder, searched exactly by matrix products, or through FAISS.
 
     FOLDER/records.sqlite         all that is stored, and the settings
-    FOLDER/index-*.ENGINE         FAISS's index, if there is one (search/stores/local_index.py)
+    FOLDER/index-*.ENGINE         FAISS's index, if there is one (search/stores/local_database.py)
     FOLDER/.lock                  held by the one process that writes, from its first write until it closes the store
 
 SQLite is the database (search/stores/local_database.py): an acknowledged write is a committed transaction, forced to
@@ -31,19 +31,23 @@ from sfumato.search.stores.local_database import (
     FORMAT,
     LIST,
     RECORD,
+    LocalIndex,
     LocalSettings,
     check_against,
     condition_of,
     insert,
     listed,
     lock_of,
+    name_index,
     new_database,
     parse_url,
     positions_of,
+    read_index,
     remove,
+    remove_others,
     take,
+    write_index,
 )
-from sfumato.search.stores.local_index import LocalIndex, name_index, read_index, remove_others, write_index
 from sfumato.search.stores.nearest import Block, Nearest, Positions, Vectors, check_queries, is_in
 from sfumato.search.stores.protocol import Filter, Records
 

@@ -5,18 +5,19 @@ import json
 import os
 import re
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import filelock
 import numpy as np
+import torch
 
 from sfumato.errors import UserError
 from sfumato.files import sync_folder
-from sfumato.search.stores.faiss import STORE_ENGINES, FaissOptions, require_faiss
-from sfumato.search.stores.nearest import Positions
+from sfumato.search.stores.faiss import STORE_ENGINES, FaissOptions, FaissStore, require_faiss
+from sfumato.search.stores.nearest import Positions, Vectors
 from sfumato.search.stores.protocol import Filter, Records
 from sfumato.search.stores.store_url import options
 
@@ -34,12 +35,20 @@ LOCAL_OPTIONS = {
     "overfetch": "ivf-pq: number of candidates for each wanted result, 10 if left out",
     "shard_size": "an option of version 0.1 without effect",
 }
+
+
 """What may follow the question mark of the URL, for messages and docs."""
 
+
 _SEARCHING = ("memory", "exact_below", "ef_search", "n_probe", "overfetch")
+
+
 """Options that the URL of every opening may set; the others are settled when the store is created."""
 
+
 _OF_ALL = ("memory", "exact_below")
+
+
 _OF_ENGINE = {
     "flat": (),
     "hnsw": ("m", "ef_construction", "ef_search"),
@@ -147,14 +156,25 @@ def parse_url(url: str) -> tuple[Path, dict[str, Any]]:
 
 
 DATABASE, FORMAT = "records.sqlite", 2
+
+
 """Name of the file, and the version of its tables."""
 
+
 RECORD = "SELECT id, uncertainty, payload, vector FROM items JOIN vectors USING (position)"
+
+
 LIST = "(SELECT value FROM json_each(?))"
+
+
 """A list of values given by :func:`listed`."""
 
+
 _PAGE = 16_384
+
+
 """Bytes of a page: with SQLite's usual 4,096, vectors of 512 dimensions would fill half of each."""
+
 
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -305,3 +325,111 @@ def condition_of(filter: Filter | None) -> tuple[str, list[Any]]:
         conditions.append(f"EXISTS (SELECT 1 FROM json_each(payload) WHERE key = ? AND atom IN {LIST})")
         values += [name, listed(texts)]
     return " AND ".join(conditions), values
+
+
+@dataclass(frozen=True, eq=False)
+class LocalIndex:
+    """An index, mapped into memory.
+
+    Attributes:
+        file: its file.
+        faiss: the index.
+        positions: of its rows, ascending.
+    """
+
+    file: Path
+    faiss: FaissStore
+    positions: Positions
+
+
+def read_index(
+    url: str, folder: Path, connection: sqlite3.Connection, settings: LocalSettings, known: LocalIndex | None
+) -> LocalIndex | None:
+    """Read the index that the database names.
+
+    Args:
+        url: of the store, for messages.
+        folder: of the store.
+        connection: in a transaction.
+        settings: of the store.
+        known: an index that was read before; returned if it is still current.
+
+    Returns:
+        None if there is no index, or its file is gone.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    about = connection.execute("SELECT file, bytes FROM indexes").fetchone()
+    if about is None:
+        return None
+    file = folder / about[0]
+    if known is not None and known.file == file:
+        return known
+    try:
+        if (size := file.stat().st_size) != about[1]:
+            raise ValueError(f"{size} bytes where {about[1]} were written")
+        faiss = FaissStore.read(file, settings.engine, settings.faiss, mapped=True)
+    except (FileNotFoundError, ValueError) as error:
+        if not file.exists():
+            return None
+        raise UserError(
+            f"store {url}: {file} is damaged ({error}); remove this file and optimise the store, which builds it anew"
+        ) from error
+    raw = connection.execute("SELECT positions FROM indexes").fetchone()[0]
+    return LocalIndex(file, faiss, np.frombuffer(raw, dtype="<i8").astype(np.int64))
+
+
+def write_index(url: str, folder: Path, positions: Positions, vectors: Vectors, settings: LocalSettings) -> Path:
+    """Build an index and force it to disk.
+
+    Args:
+        url: of the store, for messages.
+        folder: of the store.
+        positions: (n,) ascending, n >= 16.
+        vectors: (n, e).
+        settings: of the store.
+
+    Returns:
+        Its file; the caller must record it in the database.
+
+    Raises:
+        UserError: the disk is full.
+    """
+    n, numbers = len(positions), settings.faiss
+    if numbers.n_lists:
+        numbers = replace(numbers, n_lists=min(numbers.n_lists, max(1, n // 39)))
+    file = folder / f"index-{positions[-1]}-{n}.{settings.engine}"
+    try:
+        FaissStore.build(torch.from_numpy(vectors), settings.engine, numbers).write(file)
+        with file.open("rb+") as stream:
+            os.fsync(stream.fileno())
+        sync_folder(folder)
+    except OSError as error:
+        raise UserError(f"store {url}: {file} cannot be written ({error}); check free space") from error
+    return file
+
+
+def name_index(connection: sqlite3.Connection, file: Path, positions: Positions) -> None:
+    """Record a written index in the database.
+
+    Args:
+        connection: in a transaction that writes.
+        file: of :func:`write_index`.
+        positions: (n,) of its rows.
+    """
+    connection.execute("DELETE FROM indexes")
+    row = (file.name, file.stat().st_size, positions.astype("<i8").tobytes())
+    connection.execute("INSERT INTO indexes VALUES (?, ?, ?)", row)
+
+
+def remove_others(folder: Path, connection: sqlite3.Connection) -> None:
+    """Remove index files that the database does not name; processes that have one open can still read it.
+
+    Args:
+        folder: of the store.
+        connection: in a transaction.
+    """
+    known: Iterable[tuple[str]] = connection.execute("SELECT file FROM indexes")
+    for file in set(folder.glob("index-*.*")) - {folder / row[0] for row in known}:
+        file.unlink(missing_ok=True)

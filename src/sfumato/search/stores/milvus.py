@@ -40,9 +40,61 @@ import torch
 from torch import Tensor
 
 from sfumato.errors import UserError, first_line
-from sfumato.search.stores.milvus_filters import among, condition_on, quoted
 from sfumato.search.stores.protocol import Filter, Records
 from sfumato.search.stores.store_url import options, redacted
+
+_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"})
+
+
+def quoted(text: str) -> str:
+    """A text literal. Milvus has templates for this, which Lite does not support.
+
+    Args:
+        text: any text.
+
+    Returns:
+        The literal.
+    """
+    return f'"{text.translate(_ESCAPES)}"'
+
+
+def among(ids: Sequence[str]) -> str:
+    """The condition that an item has one of these ids.
+
+    Args:
+        ids: ids of items.
+
+    Returns:
+        The expression.
+    """
+    return f"id in [{', '.join(map(quoted, ids))}]"
+
+
+def condition_on(filter: Filter | None) -> str:
+    """The condition that an item passes a filter.
+
+    Args:
+        filter: the filter; None for all items.
+
+    Returns:
+        The expression; "" for all items.
+    """
+    if filter is None:
+        return ""
+    conditions = []
+    if filter.max_uncertainty is not None:
+        # Round down to float32, so that the result does not depend on the precision of the engine.
+        bound = np.clip(filter.max_uncertainty, np.finfo(np.float32).min, np.finfo(np.float32).max)
+        single = np.float32(bound)
+        if float(single) > bound:
+            single = np.nextafter(single, np.float32(-np.inf))
+        conditions.append(f"uncertainty <= {float(single)!r}")
+    for name, values in filter.where.items():
+        # Lite has "in" for fields but not inside JSON. No id is empty.
+        equal = (f"payload[{quoted(name)}] == {quoted(value)}" for value in values)
+        conditions.append(f"({' or '.join(equal) or 'id == ' + quoted('')})")
+    return " and ".join(conditions)
+
 
 _OPTIONS = {
     "index": "FLAT, HNSW, IVF_FLAT or AUTOINDEX",
@@ -55,22 +107,42 @@ _OPTIONS = {
     "database": "of a server",
     "timeout": "seconds for connecting",
 }
+
+
 _KEPT = {"index": "FLAT", "m": "16", "ef_construction": "200", "ef": "64", "nlist": "128", "nprobe": "16"}
+
+
 _COLUMNS = ["id", "vector", "uncertainty", "payload"]
+
+
 _LONGEST_ID = 65_535
+
+
 _RETRIES = 5
+
+
 """Within about four seconds; pymilvus would go on for minutes."""
+
 
 _RECONNECT = {
     "grpc.use_local_subchannel_pool": 1,
     "grpc.initial_reconnect_backoff_ms": 100,
     "grpc.max_reconnect_backoff_ms": 1000,
 }
+
+
 """A server that was restarted is found within a second or so; by default it may take two minutes."""
 
+
 _embedded: dict[str, int] = {}
+
+
 _embedded_lock = threading.Lock()
+
+
 _one_at_a_time = threading.RLock()
+
+
 """Held in every call to an embedded Milvus: Lite's searches may miss items while another thread writes or flushes."""
 
 

@@ -1,0 +1,483 @@
+"""The pages of `sfumato analyse`, of the audit and of the crop study, with their tables and summaries."""
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sfumato.data.images import MemoryImage, Problems, thumbnail
+from sfumato.files import write_atomically, write_json
+from sfumato.reports.charts import FAMILIES, FIRST, INK, SECOND, Chart, Ellipse, ellipse_chart, magnification
+from sfumato.reports.formatting import (
+    clipped,
+    column_decimals,
+    digits,
+    in_words,
+    interval,
+    number,
+    percent,
+    probability,
+)
+from sfumato.reports.page_files import data_url, read_image, read_studies, render_page
+from sfumato.studies.analyse import NAMES, Analyses, same_model_and_data
+from sfumato.studies.audit import Audit, varied
+from sfumato.studies.crops import CELLS, MEANS, PUBLISHED, ROLES, CropFigures, CropStudy, Example
+
+DRAWN_SIGMAS = 2
+
+
+"""Standard deviations of the ellipses of set algebra."""
+
+
+CORRUPTIONS: dict[str, tuple[str, str]] = {
+    "erased": ("erased images", "fraction of the image under grey squares"),
+    "blurred": ("blurred images", "deviation of the blur, as a fraction of the shorter side"),
+    "dropped_words": ("texts with words left out", "fraction of the words"),
+    "unknown_words": ("texts with unknown words", "fraction of the words"),
+    "wrong_letters": ("misspelt texts", "fraction of the letters"),
+}
+
+
+"""What each corruption is called, and what its strength is."""
+
+
+_MADE = {
+    "first": ("A", FIRST, "first"),
+    "second": ("B", SECOND, "second"),
+    "mixup": ("M", FAMILIES[2], "half of each (Mixup)"),
+    "cutmix": ("C", FAMILIES[1], "halves side by side (CutMix)"),
+    "erased_first": ("A′", FIRST, "first, erased in part"),
+    "erased_second": ("B′", SECOND, "second, erased in part"),
+}
+
+
+_MIXED = {"mixup": "Mixup", "cutmix": "CutMix", "other": "another image"}
+
+
+def analysis_views(
+    found: Mapping[str, Mapping[str, Any]], picture: Callable[[str], bytes | None]
+) -> dict[str, dict[str, Any]]:
+    """The values for the templates, by the name of the study.
+
+    Args:
+        found: results of `sfumato analyse` by the name of the study.
+        picture: the bytes of an image that a study names; None if it is missing.
+
+    Returns:
+        A view for each study that was found.
+    """
+    makers: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+        "corruption": _corruption,
+        "sets": lambda study: _sets(study, picture),
+        "words": _words,
+        "map": _map,
+    }
+    return {name: makers[name](found[name]) for name in NAMES if name in found}
+
+
+def _corruption(study: Mapping[str, Any]) -> dict[str, Any]:
+    charts, rows = [], []
+    estimator = in_words(study["uncertainty"])
+    two = partial(number, decimals=2)
+    for side, curves in study["sides"].items():
+        for name, curve in curves.items():
+            title, strength = CORRUPTIONS[name]
+            mean = curve["mean"]
+            figures = [interval(curve[f], two) for f in ("spearman", "rises", "monotone", "auroc")]
+            rows.append([title, f"{curve['n']:,}", *figures])
+            show = partial(number, decimals=column_decimals(m["value"] for m in mean))
+            numbers = [
+                [f"{s:g}", str(interval(m, show)), percent(r)]
+                for s, m, r in zip(curve["strengths"], mean, curve["recall"], strict=True)
+            ]
+            known = [(s, m) for s, m in zip(curve["strengths"], mean, strict=True) if m["value"] is not None]
+            if known:
+                chart = _curve(known, strength, estimator, title, FIRST if side == "image" else SECOND)
+                charts.append({"name": title, "chart": chart.svg(), "rows": numbers})
+    return {"of": estimator, "charts": charts, "rows": rows}
+
+
+def _curve(
+    points: Sequence[tuple[float, Mapping[str, Any]]], strength: str, estimator: str, title: str, colour: str
+) -> Chart:
+    """Mean uncertainty by the strength of a corruption."""
+    label = f"Mean {estimator} of {title} by strength: "
+    chart = Chart(label + ", ".join(f"{digits(m['value'], 3)} at {s:g}" for s, m in points))
+    axes = chart.axes
+    axes.plot([s for s, _ in points], [m["value"] for _, m in points], color=colour, linewidth=2)
+    for s, m in points:
+        if m["low"] is not None:
+            axes.vlines(s, m["low"], m["high"], color=INK, linewidth=1.2)
+        chart.hover(axes.plot([s], [m["value"]], "o", color=colour, markersize=6)[0], f"strength {s:g}: {interval(m)}")
+    low, high = axes.get_ylim()
+    if 0 < low < 0.5 * high:
+        axes.set_ylim(bottom=0)
+    axes.set_xlabel(strength)
+    axes.set_ylabel(f"mean {estimator}")
+    return chart
+
+
+def _sets(study: Mapping[str, Any], picture: Callable[[str], bytes | None]) -> dict[str, Any]:
+    mixes = [name for name in _MIXED if name in study["mixes"]]
+    definitions, two = study["definitions"], partial(number, decimals=2)
+    return {
+        "n": f"{study['n']:,}",
+        "erased_fraction": percent(study["erased_share"], 0),
+        "columns": [_MIXED[name] for name in mixes],
+        "rows": [
+            {"name": in_words(f), "about": about, "cells": [interval(study["mixes"][name][f], two) for name in mixes]}
+            for f, about in definitions["mixes"].items()
+        ],
+        "erased": [
+            {"name": in_words(f), "about": about, "cells": [interval(study["erased"][f], two)]}
+            for f, about in definitions["erased"].items()
+        ],
+        "shown": [_shown_pair(pair, picture) for pair in study["shown"]],
+        "sigmas": DRAWN_SIGMAS,
+    }
+
+
+def _shown_pair(pair: Mapping[str, Any], picture: Callable[[str], bytes | None]) -> dict[str, Any]:
+    """The view of two images, their combinations and their ellipses."""
+    ellipses, items = [], []
+    for item in pair["items"]:
+        letter, colour, about = _MADE[item["name"]]
+        dashed = item["name"].startswith("erased")
+        ellipse = Ellipse.read(item, colour, letter=letter, dashed=dashed, title=f"{letter}: {about}")
+        content = picture(item["picture"])
+        items.append(
+            {
+                "letter": letter,
+                "src": data_url(content) if content else None,
+                "alt": f"image {letter}, {about}",
+                "name": letter,
+                "variance": digits(item["total_variance"], 3),
+            }
+        )
+        ellipses.append(ellipse)
+    times = magnification(ellipses, 0.14 / DRAWN_SIGMAS)
+    label = "Six Gaussians in a plane: " + ", ".join(f"{i['letter']} total variance {i['variance']}" for i in items)
+    chart = ellipse_chart(ellipses, label, times=DRAWN_SIGMAS * times, width=380, height=300)
+    return {
+        "items": items,
+        "chart": chart.svg(),
+        "captions": [clipped(text, 60) for text in pair["captions"]],
+        "explained": percent(sum(pair["explained"]), 0),
+        "times": f"{times:g}",
+    }
+
+
+def _words(study: Mapping[str, Any]) -> dict[str, Any]:
+    tables = []
+    for side, bins in study["sides"].items():
+        rows = [
+            {
+                "bin": str(k),
+                "uncertainty": digits(one["mean"], 3),
+                "captions": f"{one['n_captions']:,}",
+                "length": number(one["words_per_caption"], 1),
+                "words": [
+                    {"word": w["word"], "n": f"{w['n']:,}", "weight": number(w["weight"], 2)} for w in one["words"]
+                ],
+            }
+            for k, one in enumerate(bins, 1)
+        ]
+        tables.append({"name": "images, by their captions" if side == "image" else "texts", "rows": rows})
+    return {"of": in_words(study["uncertainty"]), "corpus": study["corpus"], "tables": tables}
+
+
+def _map(study: Mapping[str, Any]) -> dict[str, Any]:
+    tsne, ellipses, families = study["method"] == "tsne", [], {}
+    # Highlighted items are drawn over the others.
+    for item in sorted(study["items"], key=lambda item: item["family"] is not None):
+        image, family = item["side"] == "image", item["family"]
+        colour = FAMILIES[family] if family is not None else FIRST if image else SECOND
+        kind, label = "image of" if image else "text", clipped(item["label"], 120)
+        title = f"{kind} “{label}”, total variance {digits(item['total_variance'], 3)}"
+        strong = family is not None
+        ellipses.append(Ellipse.read(item, colour, title=title, dashed=strong and not image, strong=strong))
+        if family is not None and image:
+            families[family] = clipped(item["label"], 48)
+    times = 1.0 if tsne else magnification(ellipses, 0.035)
+    counts = [sum(item["side"] == side for item in study["items"]) for side in ("image", "text")]
+    label = (
+        f"Map of {counts[0]} images and {counts[1]} texts by {'t-SNE' if tsne else 'PCA'}; the colours of"
+        f" {len(families)} images and their texts stand out"
+    )
+    return {
+        "tsne": tsne,
+        "times": f"{times:g}",
+        "chart": ellipse_chart(ellipses, label, times=times).svg(),
+        "families": [{"class": f"f{k}", "name": name} for k, name in sorted(families.items())],
+        "counts": [f"{n:,}" for n in counts],
+        "explained": None if study["explained"] is None else percent(sum(study["explained"]), 0),
+    }
+
+
+PAGE = "analysis.html"
+
+
+def write_analyses(analyses: Analyses, folder: Path, version: str) -> Path:
+    """Write STUDY.json and images of each study, and analysis.html with these and earlier studies in the folder.
+
+    Args:
+        analyses: what was found.
+        folder: where to write; made if it does not exist.
+        version: of the program, for the page.
+
+    Returns:
+        The page.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in analyses.images.items():
+        write_atomically(folder / name, content)
+    for name in analyses.studies:
+        write_json(folder / f"{name}.json", analyses.to_json(name))
+    earlier = {
+        name: study
+        for name, study in read_studies(folder).items()
+        if name not in analyses.studies and same_model_and_data(study, analyses.metadata)
+    }
+    found = {name: analyses.to_json(name) for name in analyses.studies} | earlier
+    values: dict[str, Any] = {
+        "about": analyses.metadata,
+        "notes": list(analyses.notes),
+        "version": version,
+        "views": analysis_views(found, lambda name: read_image(folder, name)),
+    }
+    write_atomically(folder / PAGE, render_page("analysis.html.j2", values))
+    return folder / PAGE
+
+
+PAIRS, MISSING, PAGE, FIGURES = "pairs.csv", "missing.csv", "audit.html", "audit.json"
+
+
+_SHOWN_TEXTS = 4
+
+
+def write_audit(audit: Audit, folder: Path, top: int, version: str) -> dict[str, Any]:
+    """Write all pairs to pairs.csv and missing.csv, and the first of each to audit.json and audit.html.
+
+    Args:
+        audit: result of the audit.
+        folder: where to write; made if it does not exist.
+        top: number of pairs of each kind in audit.json and on the page.
+        version: of the program, for the page.
+
+    Returns:
+        The content of audit.json.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    pairs, missing, figures = audit.pair_rows(), audit.missing_rows(), audit.to_json(top)
+    write_atomically(folder / PAIRS, _table(pairs))
+    write_atomically(folder / MISSING, _table(missing))
+    write_atomically(folder / PAGE, _page(audit, figures, version))
+    write_json(folder / FIGURES, figures)
+    return figures
+
+
+def summary(figures: Mapping[str, Any], shown: int = 5) -> str:
+    """The figures of an audit as lines for the console.
+
+    Args:
+        figures: of :meth:`~sfumato.studies.audit.Audit.to_json`.
+        shown: number of pairs of each kind.
+
+    Returns:
+        The lines.
+    """
+    lines = [
+        f"{figures['n_pairs']:,} listed pairs of {figures['n_images']:,} images and {figures['n_texts']:,} texts, split"
+        f" {figures['split']}, by {figures['distance']} of {figures['model']}"
+    ]
+    if figures["wrong_share"] is not None:
+        lines.append(
+            f"estimated fraction of wrong pairs: {percent(figures['wrong_share'])};"
+            f" {figures['suspects']:,} pairs are probably wrong"
+        )
+    lines.append("listed and probably wrong, sorted by their distance minus the distance to the closest unlisted item:")
+    lines += [
+        f"  {_likely(row['wrong_probability'], 'wrong')}{row['image']}  {clipped(row['text'], 70)!r}"
+        f"  (better: {clipped(row['better_text'] or '-', 50)!r})"
+        for row in figures["pairs"][:shown]
+    ]
+    first = (
+        "the closest" if all(row["match_probability"] is None for row in figures["missing"]) else "the most probable"
+    )
+    lines.append(f"not listed and probably a match, {first} of {figures['candidates']:,} candidates first:")
+    lines += [
+        f"  {_likely(row['match_probability'], 'match')}{row['image']}  {clipped(row['text'], 70)!r}"
+        for row in figures["missing"][:shown]
+    ]
+    return "\n".join([*lines, *figures["notes"]])
+
+
+def _likely(value: float | None, what: str) -> str:
+    """A probability with its label; empty without a calibration."""
+    return "" if value is None else f"{probability(value)} {what}  "
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    file = io.StringIO()
+    if rows:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return file.getvalue()
+
+
+def _page(audit: Audit, figures: Mapping[str, Any], version: str) -> str:
+    data, listed, missing = audit.data, audit.listed, audit.missing
+    relevance = data.relevance()
+    of_text = relevance.transpose()
+    read: dict[int, dict[str, Any]] = {}
+
+    def picture(position: int) -> dict[str, Any] | None:
+        if position < 0:
+            return None
+        if position not in read:
+            content = thumbnail(data.images[position])
+            read[position] = {"src": data_url(content) if content else None, "name": data.image_ids[position]}
+        return read[position]
+
+    def texts(image: int, but: int) -> list[str]:
+        """The other texts that are listed for an image."""
+        own = relevance.indices[relevance.indptr[image] : relevance.indptr[image + 1]]
+        return [clipped(data.texts[t]) for t in own if t != but][:_SHOWN_TEXTS]
+
+    wrong, unlisted = [], []
+    for k, row in zip(varied(listed, len(figures["pairs"])), figures["pairs"], strict=True):
+        image, text = int(listed.image[k]), int(listed.text[k])
+        beside = {"picture": picture(image), "better": picture(int(listed.better_image[k]))}
+        wrong.append(row | beside | {"others": texts(image, text), "percent": probability(row["wrong_probability"])})
+    for k, row in zip(varied(missing, len(figures["missing"])), figures["missing"], strict=True):
+        image, text = int(missing.image[k]), int(missing.text[k])
+        own = of_text.indices[of_text.indptr[text] : of_text.indptr[text + 1]]
+        beside = {"picture": picture(image), "better": picture(int(own[0]) if len(own) else -1)}
+        unlisted.append(row | beside | {"others": texts(image, text), "percent": probability(row["match_probability"])})
+    values = {"figures": figures, "wrong": wrong, "unlisted": unlisted, "version": version}
+    return render_page("audit.html.j2", values)
+
+
+FIGURES, PAGE, LEFT_OUT = "crops.json", "crops.html", "problems.jsonl"
+
+
+_DRAWN = {"A": FIRST, "C": SECOND}
+
+
+_WHAT = {
+    "crops": {"A": "crop of one box", "C": "crop around two"},
+    "captions": {"A": "phrase of one box", "C": "two phrases and “and”"},
+}
+
+
+def write_crops(study: CropStudy, examples: Sequence[Example], problems: Problems, folder: Path, version: str) -> Path:
+    """Write crops.json, problems.jsonl and crops.html.
+
+    Args:
+        study: the figures.
+        examples: crops to show.
+        problems: the items left out.
+        folder: where to write; made if it does not exist.
+        version: of the program, for the page.
+
+    Returns:
+        The page.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / FIGURES, study.to_json())
+    problems.write(folder / LEFT_OUT)
+    drawn = all(getattr(figures, side).mean is not None for figures in study.thresholds for side in _WHAT)
+    values = {
+        "study": study,
+        "version": version,
+        "charts": [_panel(study, side) for side in _WHAT] if drawn else [],
+        "found": [
+            {"threshold": f"{f.threshold:.0%}", "text": "; ".join(differences(f))}
+            for f in study.thresholds
+            if differences(f)
+        ],
+        "selection": _selection(study),
+        "cells": CELLS,
+        "published": [(name, [percent(row[cell]) for cell in CELLS]) for name, row in PUBLISHED.items()],
+        "examples": [_shown_example(example) for example in examples],
+    }
+    write_atomically(folder / PAGE, render_page("crops.html.j2", values))
+    return folder / PAGE
+
+
+def _shown_example(example: Example) -> dict[str, Any]:
+    return {
+        "picture": clipped(example.picture, 60),
+        "threshold": f"{example.threshold:.0%}",
+        "crops": [
+            {"role": role, "src": data_url(small), "caption": clipped(caption)}
+            for role, file, caption in zip(ROLES, example.crops, example.captions, strict=True)
+            if (small := thumbnail(MemoryImage(role, file))) is not None
+        ],
+    }
+
+
+def _panel(study: CropStudy, side: str) -> dict[str, Any]:
+    """Mean uncertainty of A and C by threshold, with intervals, as a chart and a table."""
+    name, estimator = side.capitalize(), in_words(study.uncertainty)
+    chart = Chart(f"{name}: mean {estimator} of A and C by threshold")
+    for role, colour in _DRAWN.items():
+        points = [(figures.threshold, getattr(figures, side).mean[role]) for figures in study.thresholds]
+        thresholds, values = [t for t, _ in points], [i.value or 0.0 for _, i in points]
+        chart.axes.plot(thresholds, values, color=colour, linewidth=2, label=f"{role}: {_WHAT[side][role]}")
+        for t, i in points:
+            if i.low is not None and i.high is not None:
+                chart.axes.vlines(t, i.low, i.high, color=colour, linewidth=1.2)
+            (dot,) = chart.axes.plot([t], [i.value or 0.0], "o", color=colour, markersize=6)
+            chart.hover(dot, f"{role}, below {t:.0%}: {interval(i, digits)}")
+    chart.axes.set_xticks([f.threshold for f in study.thresholds], [f"{f.threshold:.0%}" for f in study.thresholds])
+    chart.axes.set_xlabel("largest area of a box")
+    chart.axes.set_ylabel(f"mean {estimator}")
+    chart.legend()
+    rows = []
+    for figures in study.thresholds:
+        found = getattr(figures, side)
+        cells = [str(interval(value, digits)) for value in (*(found.mean[role] for role in ROLES), found.difference)]
+        rows.append([f"{figures.threshold:.0%}", f"{figures.n:,}", *cells, str(interval(found.c_above_a, percent))])
+    return {"name": name, "chart": chart.svg(), "rows": rows}
+
+
+def _selection(study: CropStudy) -> list[dict[str, Any]]:
+    """A row for every threshold and distance."""
+    return [
+        {
+            "threshold": f"{figures.threshold:.0%}",
+            "n": f"{figures.n:,}",
+            "distance": f"{name} (means alone)" if name == MEANS else name,
+            "cells": [interval(row[cell], percent) for cell in CELLS],
+        }
+        for figures in study.thresholds
+        for name, row in figures.selection.items()
+    ]
+
+
+def differences(figures: CropFigures) -> list[str]:
+    """A sentence on whether C is less certain than A, among crops and among captions.
+
+    Args:
+        figures: of one threshold.
+
+    Returns:
+        A clause for each side with an interval of the mean difference; the interval decides the wording.
+    """
+    clauses = []
+    for side, name in ((figures.crops, "crops"), (figures.captions, "captions")):
+        if side.difference is None or side.difference.low is None or side.difference.high is None:
+            continue
+        word = (
+            "more uncertain than"
+            if side.difference.low > 0
+            else "less uncertain than"
+            if side.difference.high < 0
+            else "not clearly different from"
+        )
+        clauses.append(f"{name} C are {word} {name} A")
+    return clauses
