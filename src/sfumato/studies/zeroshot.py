@@ -1,4 +1,8 @@
-"""The gain of filtering prompts by uncertainty: the figures, a table of them, and their files."""
+"""Zero-shot classification by prompts: templates, pooling of prompts to one Gaussian per class, and their filtering.
+
+The gain of filtering prompts by uncertainty is measured: some images are used for the choice of the number of prompts,
+and others are reported. The formulas are in docs/concepts/prompts.md.
+"""
 
 import csv
 import io
