@@ -23,6 +23,10 @@ def kl(m1, v1, m2, v2):
     return sum((s / t - math.log(s / t) + (a - b) ** 2 / t - 1) / 2 for a, s, b, t in zip(m1, v1, m2, v2, strict=True))
 
 
+def kl_reversed(m1, v1, m2, v2):
+    return kl(m2, v2, m1, v1)
+
+
 def min_kl(m1, v1, m2, v2):
     return min(kl(m1, v1, m2, v2), kl(m2, v2, m1, v1))
 
@@ -70,6 +74,7 @@ WRONG = {
     ],
     "wasserstein2_printed": [wasserstein2],
     "kl": [lambda m1, v1, m2, v2: kl(m2, v2, m1, v1), lambda m1, v1, m2, v2: kl(m1, v1, m2, v2) / len(m1)],
+    "kl_reversed": [kl],
     "min_kl": [js],
     "js": [lambda m1, v1, m2, v2: 2 * js(m1, v1, m2, v2)],
     "elk": [lambda m1, v1, m2, v2: elk(m1, v1, m2, v2) - len(m1) / 2 * math.log(2 * math.pi)],
