@@ -99,15 +99,19 @@ def test_published_figures_stand_in_the_paper(name, shared):
     """Means of both directions, in the tables and beside overrides, as seven (table C.2: six) figures of one line
     there.
 
-    Of the paper that has no means of both directions the recalls of each, three in a row.
+    Of the paper that has no means of both directions the recalls of each, three in a row, and six beside overrides.
     """
-    directions_alone = any(line.startswith("# Paper: Pishdad") for line in header(name))
+    rows = figures(name).values()
+    directions_alone = bool(rows) and all(value is None for row in rows for value in row["mean"][:-1])
     (paper,) = (shared / "papers").glob("001_*.txt" if directions_alone else "000_*.txt")
     text = paper.read_text(encoding="utf-8")
     if directions_alone:
-        recalls = [row[d][k : k + 3] for row in figures(name).values() for d in ("i2t", "t2i") for k in (3, 6, 9)]
-        for triple in recalls:
-            assert re.search(rf"(?<![\d.]){re.escape(' '.join(f'{v:.1f}' for v in triple))}(?![\d.]*\d)", text), triple
+        found = [row[d][k : k + 3] for row in rows for d in ("i2t", "t2i") for k in (3, 6, 9)]
+        lines = [" ".join(f"{value:.1f}" for value in triple) for triple in found]
+        beside = " ".join(line.removeprefix("#").strip() for line in header(name) if "|" not in line)
+        lines += re.findall(r"(?:\d+\.\d ){5}\d+\.\d", beside)
+        for line in lines:
+            assert re.search(rf"(?<![\d.]){re.escape(line)}(?![\d.]*\d)", text), line
         return
     rows = [[v for v in row["mean"] if v is not None] for row in figures(name).values()]
     beside = re.compile(r"(?:(?:[\d.]+|-) ){6}[\d.]*\d")
@@ -221,6 +225,10 @@ def test_files_that_are_no_recipes(tmp_path):
         (["model.image.variance_token=true", "model.image.variance_blocks=2"], "replaces the variance blocks"),
         (["model.pooling=token"], "augment.image_tokens drops tokens that model.pooling='token' does not use"),
         (["augment.mixup_alpha=0", "augment.cutmix_alpha=0"], "augment.mixed_share needs augment.mixup_alpha"),
+        (
+            ["augment.mix_whole=true", "augment.mix_choice=element"],
+            "augment.mix_whole mixes all images of a batch alike",
+        ),
     ],
 )
 def test_what_would_have_no_effect_is_refused(overrides, message):

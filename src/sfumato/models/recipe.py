@@ -178,6 +178,9 @@ class AugmentConfig(_Section):
         description="choose between Mixup and CutMix once for each batch (the paper) or for each image (the released"
         " code)",
     )
+    mix_whole: bool = Field(
+        False, description="mix a whole batch, all images with one ratio, or nothing; mixed_share is its probability"
+    )
     label_smoothing: float = Field(
         0.0, ge=0, lt=0.5, description="labels lie in [label_smoothing, 1 - label_smoothing]; 0 for none"
     )
@@ -414,6 +417,11 @@ class Recipe(_Section):
             )
         if self.augment.mixed_share and not (self.augment.mixup_alpha or self.augment.cutmix_alpha):
             raise ValueError("augment.mixed_share needs augment.mixup_alpha or augment.cutmix_alpha above 0")
+        if self.augment.mix_whole and (not self.augment.mixed_share or self.augment.mix_choice != "batch"):
+            raise ValueError(
+                "augment.mix_whole mixes all images of a batch alike; it needs augment.mixed_share above 0 and"
+                " augment.mix_choice='batch'"
+            )
         one_token = self.model.pooling in ("token", "first", "last")
         if self.augment.image_tokens and one_token and not self.model.image.drops_tokens:
             raise ValueError(
