@@ -181,8 +181,8 @@ class Augmentation:
         """Plans that mix all images with one ratio and one box, or None with probability 1 - mixed_share."""
         if torch.rand((), generator=generator) >= self.config.mixed_share:
             return None
-        alphas = {"mixup_alpha": self.config.mixup_alpha, "cutmix_alpha": self.config.cutmix_alpha}
-        pair = plan_mixing(2, size=size, generator=generator, fraction=1.0, **alphas)
+        mixup, cutmix = self.config.mixup_alpha, self.config.cutmix_alpha
+        pair = plan_mixing(2, size=size, generator=generator, fraction=1.0, mixup_alpha=mixup, cutmix_alpha=cutmix)
         fraction, box = pair.own_fraction[:1], pair.box[:1]
         return [MixPlan(torch.arange(n).flip(0), fraction.expand(n), box.expand(n, 4), size) for n in counts]
 
