@@ -234,3 +234,35 @@ def test_files_that_are_no_recipes(tmp_path):
 def test_what_would_have_no_effect_is_refused(overrides, message):
     with pytest.raises(UserError, match=message):
         load_recipe(find_recipe("coco-pcmepp-b32"), overrides)
+
+
+N, D = 128, 1024  # Batch and dimensions of the published runs.
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "weights"),
+    [
+        ("coco-pcme", 1 / N**2, {"beta": 1e-5 * D / N}),
+        ("coco-pcme-b32", 1 / N**2, {"beta": 1e-4 / N**2}),
+        ("coco-triplet-b32", 2 / N, {"margin": 2 * 0.2}),
+        ("coco-triplet-b32 loss.name=daa data.graded=true loss.asp_weight=0.390625", 2 / N, {"asp_weight": 25 * 2 / N}),
+        ("coco-vsepp", 2 / N, {"margin": 2 * 0.2}),
+        ("coco-vsrn", 2 / N, {"margin": 2 * 0.2}),
+        ("coco-probabilistic-vsepp", 1 / N, {"margin": 0.2}),
+        ("coco-probabilistic-vsrn", 1 / N, {"margin": 0.1}),
+        ("coco-pvse", 2, {"margin": 2 * 0.1, "mmd_weight": 2 * 0.01, "diversity_weight": 2 * 0.1}),
+        ("coco-pcmepp-b32", 1, {"beta": 1e-4}),
+        ("flickr8k-pvse", None, {"mmd_weight": 2 * 0.01, "diversity_weight": 2 * 0.1}),
+        ("emoji-pvse", None, {"mmd_weight": 2 * 0.01, "diversity_weight": 2 * 0.1}),
+        ("flickr8k-daa", None, {"asp_weight": 10 * 2 / N}),
+    ],
+)
+def test_weights_limits_and_epsilon_are_those_published_times_the_factor_of_the_loss(name, factor, weights):
+    """docs/concepts/losses.md has the rule: losses here are released ones times a factor, and so is their gradient."""
+    name, *overrides = name.split()
+    recipe = load_recipe(find_recipe(name), overrides)
+    for key, value in weights.items():
+        assert getattr(recipe.loss, key) == pytest.approx(value, rel=1e-6), key
+    if factor is not None:
+        assert recipe.optim.clip_norm == pytest.approx(2 * factor, rel=1e-6)
+        assert recipe.optim.eps == pytest.approx(1e-8 * factor, rel=1e-6)

@@ -554,8 +554,8 @@ def _training_file(path: Path, average: bool) -> tuple[dict[str, Any], dict[str,
     content = read_checkpoint(path)
     if "word2idx" in content or any(str(key).startswith("img_enc.cnn.") for key in content):
         raise UserError(
-            f"{path}: a model of the original PCME (2021), which cannot be loaded; recipe coco-pcme trains its"
-            " encoders, and read_checkpoint() reads the tensors and settings of this file"
+            f"{path}: a model of the original PCME (2021), whose encoders sfumato does not have; read_checkpoint()"
+            " reads its tensors and settings"
         )
     state = content.get("state_dict", content)
     last: dict[str, Any] = {}
