@@ -68,9 +68,12 @@ def test_shell_blocks_run(tmp_path):
     make_toy(tmp_path)
     shutil.move(tmp_path / "data", tmp_path / "pictures")
     lines = [line for line in "".join(blocks("sh")).splitlines() if line.strip() and not line.startswith("#")]
-    status, said = Started(run_lines, tmp_path, lines).finish()
-    assert status == 0, said
-    assert "matches expected" in said and "recall@1" in said
+    process = Started(run_lines, tmp_path, lines, piped=True)
+    printed = process.stdout.read()
+    process.stdout.close()
+    status, errors = process.finish()
+    assert status == 0, errors
+    assert "matches expected" in printed and "recall@1" in printed
 
 
 def commands(document):
