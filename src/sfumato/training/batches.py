@@ -22,7 +22,7 @@ from sfumato.data.shards import ShardBatch, ShardStream
 from sfumato.data.transforms import augment, crop_and_mirror, erase_rectangles
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.features import Inputs, Store
-from sfumato.encoders.processors import ImageFileStore, TokenProcessor
+from sfumato.encoders.processors import MASK_TOKENS, ImageFileStore, TokenProcessor
 from sfumato.errors import UserError
 from sfumato.models.process_group import ProcessGroup
 from sfumato.models.recipe import AugmentConfig, Recipe
@@ -74,6 +74,11 @@ class Augmentation:
         processor = model.text.processor
         changes = [key for key in ("text_tokens", "drop_words") if getattr(self.config, key)]
         self.words = processor if isinstance(processor, TokenProcessor) and changes else None
+        if self.words is not None and self.config.text_tokens and self.words.mask_id is None:
+            raise UserError(
+                "augment.text_tokens masks words, but the tokenizer has none of the tokens"
+                f" {', '.join(MASK_TOKENS)}; set it to 0, or give a tokenizer with one of them"
+            )
         if self.words is not None and self.words.tokenizer.padding is not None:
             raise UserError(
                 f"augment.{changes[0]} cannot be used with texts padded to one length for an encoder that reads the"
@@ -167,6 +172,7 @@ class Augmentation:
                 n,
                 size=size,
                 generator=torch.Generator().manual_seed(epoch_seed(self.seed, epoch, 2, step, rank)),
+                choice_generator=torch.Generator().manual_seed(epoch_seed(self.seed, epoch, 2, step, 0)),
                 fraction=self.config.mixed_share,
                 mixup_alpha=self.config.mixup_alpha,
                 cutmix_alpha=self.config.cutmix_alpha,
