@@ -415,12 +415,6 @@ def test_the_training_code_has_pictures_of_its_own(towers):
     assert type(model.image.processor).__name__ == "BilinearProcessor"
 
 
-def test_the_original_pcme_is_named_as_such(tmp_path):
-    torch.save({"model": {"img_enc.cnn.conv1.weight": torch.ones(2)}, "word2idx": {"a": 0}}, tmp_path / "pcme_coco.pth")
-    with pytest.raises(UserError, match="original PCME"):
-        load_pretrained(tmp_path / "pcme_coco.pth")
-
-
 # What does not fit ----------------------------------------------------------------------------------------------------
 
 

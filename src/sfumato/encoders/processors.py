@@ -245,6 +245,34 @@ class BilinearProcessor:
         return read
 
 
+class CentreProcessor(BilinearProcessor):
+    """Images prepared as in PCME's code: the shorter side resized bilinearly, then the centre cut out.
+
+    Args:
+        size: side of the centre in pixels.
+        resized: length of the shorter side before, at least ``size``.
+    """
+
+    def __init__(self, size: int, resized: int) -> None:
+        super().__init__(size)
+        self.resized = resized
+
+    def _square(self, item: Item) -> Item:
+        """The centre of the image at its final size, in a lossless format."""
+
+        def read() -> bytes:
+            image = Image.fromarray(decode_image(item_bytes(item), None).transpose(1, 2, 0))
+            width, height = (int(self.resized * side / min(image.size)) for side in image.size)
+            left, top = (round((side - self.size) / 2) for side in (width, height))
+            buffer = io.BytesIO()
+            resized = image.resize((width, height), Image.Resampling.BILINEAR)
+            centre = resized.crop((left, top, left + self.size, top + self.size))
+            centre.save(buffer, "BMP")
+            return buffer.getvalue()
+
+        return read
+
+
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     """Learn subword tokens: lower case, without accents, split at spaces and punctuation.
 
