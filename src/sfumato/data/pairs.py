@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Literal, get_args
 
@@ -148,6 +148,7 @@ _BELOW_HALF = np.nextafter(np.float32(0.5), np.float32(0))
 """No grade makes a match: from 1/2 on a label does."""
 
 EpochOver = Literal["images", "pairs"]
+EqualTexts = Literal["merged", "separate"]
 Positives = Literal["listed", "sampled"]
 
 
@@ -282,7 +283,8 @@ def make_pair_data(
         image_ids: n distinct ids.
         images: n sources.
         captions: the texts of each image.
-        caption_ids: their ids; "imageid#0", "imageid#1" ... if None.
+        caption_ids: their ids; captions with one id are one text, with the words of the first. "imageid#0",
+            "imageid#1" ... if None.
 
     Returns:
         A split in which each image matches its own captions.
@@ -290,15 +292,62 @@ def make_pair_data(
     if caption_ids is None:
         caption_ids = [[f"{i}#{k}" for k in range(len(c))] for i, c in zip(image_ids, captions, strict=True)]
     counts = np.array([len(c) for c in captions], dtype=np.int64)
-    texts = tuple(t for c in captions for t in c)
-    pairs = np.stack([np.repeat(np.arange(len(captions)), counts), np.arange(len(texts))], axis=1)
+    texts: dict[str, str] = {}
+    for own_ids, own in zip(caption_ids, captions, strict=True):
+        for identity, text in zip(own_ids, own, strict=True):
+            texts.setdefault(identity, text)
+    number = {identity: t for t, identity in enumerate(texts)}
+    of_caption = np.array([number[i] for own_ids in caption_ids for i in own_ids], dtype=np.int64)
     return PairData(
         tuple(image_ids),
         tuple(images),
-        tuple(i for c in caption_ids for i in c),
-        texts,
+        tuple(texts),
+        tuple(texts.values()),
         ("caption",) * len(texts),
-        pairs,
+        np.stack([np.repeat(np.arange(len(captions)), counts), of_caption], axis=1),
+    )
+
+
+def normal_wording(text: str) -> str:
+    """A text in lower case with single spaces: two texts with the same result are equally worded.
+
+    Args:
+        text: any text.
+
+    Returns:
+        The normalised text.
+
+    Example:
+        >>> normal_wording(" A  red Dog ")
+        'a red dog'
+    """
+    return " ".join(text.lower().split())
+
+
+def merge_equal_texts(data: PairData) -> PairData:
+    """Make equally worded texts one text, which matches every image that one of them matches.
+
+    Two equally worded texts have one embedding: apart from each other, each would be a wrong match of the other's
+    images, in a ranking and in a batch.
+
+    Args:
+        data: a split.
+
+    Returns:
+        The split in which every wording (:func:`normal_wording`) occurs once, with the id, words and kind of its first
+        text.
+    """
+    number: dict[str, int] = {}
+    merged = np.array([number.setdefault(normal_wording(text), len(number)) for text in data.texts], dtype=np.int64)
+    if len(number) == len(data.texts):
+        return data
+    first = np.unique(merged, return_index=True)[1]
+    return replace(
+        data,
+        text_ids=tuple(data.text_ids[i] for i in first),
+        texts=tuple(data.texts[i] for i in first),
+        text_kinds=tuple(data.text_kinds[i] for i in first),
+        pairs=np.stack([data.pairs[:, 0], merged[data.pairs[:, 1]]], axis=1),
     )
 
 

@@ -27,7 +27,7 @@ from sfumato.data.folder import read_image_folder
 from sfumato.data.images import Problems
 from sfumato.data.karpathy import read_karpathy
 from sfumato.data.manifest import read_manifest
-from sfumato.data.pairs import EpochOver, PairData, Positives, parse_part
+from sfumato.data.pairs import EpochOver, EqualTexts, PairData, Positives, parse_part
 from sfumato.data.region_features import read_scan
 from sfumato.data.shards import expand_shards, read_shards
 from sfumato.errors import UserError
@@ -63,6 +63,12 @@ class DataConfig(BaseModel):
     positives: Positives = Field(
         "listed",
         description="the matches of a batch: all pairs that the data lists, or only the pairs that were sampled",
+    )
+    equal_texts: EqualTexts = Field(
+        "merged",
+        description="texts of several images with equal words. merged: one text, which matches all of these images;"
+        " separate: texts that are wrong matches of each other's images, as in the official protocols of COCO and"
+        " Flickr. Case and white space make no difference",
     )
     graded: bool = Field(
         False,

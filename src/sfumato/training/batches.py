@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sfumato.data.augment import MixPlan, augment_token_ids, plan_mixing, smooth_match
-from sfumato.data.pairs import PairBatch, PairSampler
+from sfumato.data.pairs import EqualTexts, PairBatch, PairSampler, normal_wording
 from sfumato.data.shards import ShardBatch, ShardStream
 from sfumato.data.transforms import augment, crop_and_mirror, erase_rectangles
 from sfumato.encoders.dual import DualEncoder
@@ -246,12 +246,20 @@ class ShardBatches:
         model: its processors turn samples into inputs.
         augmentation: the random changes.
         process_group: the processes of the run.
+        equal_texts: "merged": texts are equal whatever their case and white space; "separate": byte by byte.
     """
 
     def __init__(
-        self, stream: ShardStream, model: DualEncoder, augmentation: Augmentation, process_group: ProcessGroup
+        self,
+        stream: ShardStream,
+        model: DualEncoder,
+        augmentation: Augmentation,
+        process_group: ProcessGroup,
+        *,
+        equal_texts: EqualTexts = "merged",
     ) -> None:
         self.stream, self.model, self.augmentation, self.process_group = stream, model, augmentation, process_group
+        self.wording = normal_wording if equal_texts == "merged" else str
 
     def __len__(self) -> int:
         return len(self.stream)
@@ -271,9 +279,8 @@ class ShardBatches:
         words, _ = self.model.text.processor.read([partial(str, text) for text in batch.texts])
         images = self.augmentation.images(pictures, np.arange(len(kept)), generator)
         texts = self.augmentation.texts(words.batch(kept), generator)
-        keys = torch.stack(
-            [_digests([batch.images[i] for i in kept]), _digests([batch.texts[i].encode() for i in kept])], 1
-        )
+        contents = [batch.images[i] for i in kept], [self.wording(batch.texts[i]).encode() for i in kept]
+        keys = torch.stack([_digests(side) for side in contents], 1)
         height, width = images.values.shape[-2:]
 
         def labels(process_group: ProcessGroup) -> tuple[Tensor, Tensor]:
