@@ -332,7 +332,9 @@ def test_check_image_finds_what_can_be_loaded_but_not_converted():
     assert data[kind_of_alpha] == 2
     check_image(bytes(data))
     data[kind_of_alpha] = 1  # Premultiplied: pillow's mode La, which it cannot turn into RGB.
-    assert "conversion from La" in outcome(check_image, bytes(data)) == outcome(decode_image, bytes(data), 8)
+    refused = outcome(check_image, bytes(data))
+    assert refused == outcome(decode_image, bytes(data), 8)
+    assert "conversion from La" in refused or "not an image" in refused  # Pillow 11 does not open it.
 
 
 @pytest.mark.parametrize("progressive", [False, True])
