@@ -159,7 +159,7 @@ FLOORS: dict[str, list[str]] = {
         "pairs",
         "emoji karpathy noise region_features shards",
         "captioned",
-        "folder manifest",
+        "cub folder manifest",
         "listings sources",
     ],
     "encoders": [

@@ -149,7 +149,7 @@ def splits_of_rows(
     seen: set[str] = set()
     wordings: dict[str, str] = {}
     for row in filter(None, (_consistent(row, wordings, problems) for row in rows)):
-        split = (row.split or "train") if named else _hashed_split(row.id, val_fraction, test_fraction)
+        split = (row.split or "train") if named else hashed_split(row.id, val_fraction, test_fraction)
         if row.id in seen:
             known = chosen.get(split, {}).get(row.id)
             if known is None or known.image != row.image:
@@ -189,7 +189,21 @@ def _consistent(row: CaptionedImage, wordings: dict[str, str], problems: Problem
     return replace(row, captions=[caption for caption, _ in kept], caption_ids=[identity for _, identity in kept])
 
 
-def _hashed_split(identity: str, val_fraction: float, test_fraction: float) -> str:
+def hashed_split(identity: str, val_fraction: float, test_fraction: float) -> str:
+    """The split of an image in data without splits; it depends on its id and the fractions alone.
+
+    Args:
+        identity: id of the image.
+        val_fraction: fraction of all images in "val".
+        test_fraction: fraction of all images in "test".
+
+    Returns:
+        "train", "val" or "test".
+
+    Example:
+        >>> hashed_split("a.png", 0.0, 0.0)
+        'train'
+    """
     number = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:6], "big") / 2**48
     return "val" if number < val_fraction else "test" if number < val_fraction + test_fraction else "train"
 

@@ -147,7 +147,7 @@ class PairBatch:
 _BELOW_HALF = np.nextafter(np.float32(0.5), np.float32(0))
 """No grade makes a match: from 1/2 on a label does."""
 
-EpochOver = Literal["images", "pairs"]
+EpochOver = Literal["images", "pairs", "groups"]
 EqualTexts = Literal["merged", "separate"]
 Positives = Literal["listed", "sampled"]
 
@@ -159,7 +159,9 @@ class PairSampler:
         data: the split.
         batch_size: pairs in a batch. The last batch may be smaller; it is left out if it has a single pair.
         seed: seed of all random choices.
-        epoch_over: "images": each image once, with one of its texts at random; "pairs": every pair once.
+        epoch_over: "images": each image once, with one of its texts at random; "pairs": every pair once; "groups":
+            batches of one image from each of batch_size groups at random, or from all groups if there are fewer, each
+            with one of its texts, and as many batches as would hold every text once.
         positives: "listed": every pair of the batch that the data lists is a match. So all captions of an image in the
             batch match that image, and a tag matches all images with this tag. "sampled": an image matches only the
             texts sampled for an image of the same group, as in data that does not list the other matches.
@@ -206,8 +208,15 @@ class PairSampler:
         self._drawn_images = np.flatnonzero(drawn)
         if len(self._drawn_images) < 2:
             raise ValueError("PairSampler: fewer than two images have a text of a kind with a positive weight")
+        groups = data.groups[self._drawn_images]
+        self._by_group = self._drawn_images[groups.argsort(kind="stable")]
+        self._group_starts = np.unique(np.sort(groups), return_index=True)[1]
+        if epoch_over == "groups" and len(self._group_starts) < 2:
+            raise ValueError('PairSampler: epoch_over="groups" needs at least two groups of images, the data has one')
 
     def __len__(self) -> int:
+        if self.epoch_over == "groups":
+            return max(1, len(self.data.texts) // min(self.batch_size, len(self._group_starts)))
         total = len(self._drawn_images) if self.epoch_over == "images" else len(self.data.pairs)
         full, rest = divmod(total, self.batch_size)
         return full + (rest >= 2)
@@ -222,18 +231,34 @@ class PairSampler:
             The batches.
         """
         random = np.random.default_rng([self.seed, epoch])
-        if self.epoch_over == "images":
-            images = random.permutation(self._drawn_images)
-            low, high = self._cumulated[self._starts[images]], self._cumulated[self._starts[images + 1]]
-            # Rounding up to `high` would land on the next image's first pair.
-            drawn = np.minimum(low + random.random(len(images)) * (high - low), np.nextafter(high, low))
-            position = np.searchsorted(self._cumulated, drawn, side="right") - 1
-            texts = self.data.pairs[position, 1]
-        else:
+        size = self.batch_size
+        if self.epoch_over == "pairs":
             images, texts = self.data.pairs[random.permutation(len(self.data.pairs))].T
+        else:
+            if self.epoch_over == "images":
+                images = random.permutation(self._drawn_images)
+            else:
+                size = min(size, len(self._group_starts))
+                images = np.concatenate([self._one_of_each_group(random, size) for _ in range(len(self))])
+            texts = self._some_texts(images, random)
         for i in range(len(self)):
-            part = slice(i * self.batch_size, (i + 1) * self.batch_size)
+            part = slice(i * size, (i + 1) * size)
             yield PairBatch(images[part], texts[part], partial(self._labels, images[part], texts[part]))
+
+    def _some_texts(self, images: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        """One text of each image at random, by the weights of the pairs."""
+        low, high = self._cumulated[self._starts[images]], self._cumulated[self._starts[images + 1]]
+        # Rounding up to `high` would land on the next image's first pair.
+        drawn = np.minimum(low + random.random(len(images)) * (high - low), np.nextafter(high, low))
+        texts: np.ndarray = self.data.pairs[np.searchsorted(self._cumulated, drawn, side="right") - 1, 1]
+        return texts
+
+    def _one_of_each_group(self, random: np.random.Generator, size: int) -> np.ndarray:
+        """One image of each of some groups at random."""
+        groups = random.permutation(len(self._group_starts))[:size]
+        ends = np.append(self._group_starts[1:], len(self._by_group))
+        chosen: np.ndarray = self._by_group[random.integers(self._group_starts[groups], ends[groups])]
+        return chosen
 
     def _labels(self, images: np.ndarray, texts: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """Of a batch (images and texts, b each) the labels at some rows and columns."""
