@@ -150,5 +150,8 @@ def test_the_recipe_trains_evaluates_and_draws_nine_classes_in_two_dimensions(cu
     flat = [*small, "model.dim=2", "model.local_attention=false", f"data.options.classes={chosen}"]
     status, _, err = sfumato("train", "cub-pcme", *flat, "data.val_fraction=0.3", "--out", tmp_path / "flat")
     assert status == 0, err
+    study = ("analyse", tmp_path / "flat", "--split", "train", "--only", "map", "--out", tmp_path / "map")
+    status, _, err = sfumato(*study)
+    assert status == 0 and (tmp_path / "map" / "map.json").is_file(), err
     splits = load_splits(load_recipe(find_recipe("cub-pcme"), flat).data, Problems())
     assert {image.split("/")[0] for data in splits.values() for image in data.image_ids} == set(BIRDS[:3])
