@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help demo test style types examples docs check format benchmarks clean
+.PHONY: help demo test style types examples docs check lowest format benchmarks clean
 
 help:  ## what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,6 +29,9 @@ docs: $(VENV)/.dev  ## build the documentation site into build/site; a broken li
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check: style types examples docs test  ## what has to pass before a change lands
+
+lowest:  ## a part of the tests with the lowest version of every dependency, in an environment of its own
+	$(PYTHON) scripts/lowest_versions.py
 
 format: $(VENV)/.dev  ## put the code into its one layout
 	$(BIN)/ruff check --fix .

@@ -159,7 +159,7 @@ FLOORS: dict[str, list[str]] = {
         "pairs",
         "emoji karpathy noise region_features shards",
         "captioned",
-        "folder manifest",
+        "cub folder manifest",
         "listings sources",
     ],
     "encoders": [
@@ -193,7 +193,8 @@ FLOORS: dict[str, list[str]] = {
     ],
     "models": [
         "pretrained_tensors process_group recipe",
-        "pretrained run",
+        "pretrained_pcme run",
+        "pretrained",
         "embed export",
         "calibrate extract_regions galleries ingest trust_run",
     ],

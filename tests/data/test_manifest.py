@@ -318,3 +318,62 @@ def test_each_caption_is_a_text_of_its_own(pictures):
     assert data.text_ids == ("a.png#0", "a.png#1", "b.jpg#0")
     assert Counter(data.text_kinds) == {"caption": 3} and data.pairs.tolist() == [[0, 0], [0, 1], [1, 2]]
     assert data.images[0].read_bytes() == (pictures / "a.png").read_bytes()
+
+
+# Texts by id ----------------------------------------------------------------------------------------------------------
+
+
+def many_to_many(path):
+    problems = Problems()
+    (data,) = read_manifest(path, problems, val_fraction=0, test_fraction=0).values()
+    return data, [(p.location.rpartition(":")[2], p.reason) for p in problems.items]
+
+
+def test_rows_that_name_one_caption_id_share_the_text(pictures):
+    rows = [
+        {"image": "a.png", "captions": ["a dog", "", "red"], "caption_ids": [1, "x", "r"]},
+        {"image": "b.jpg", "caption": "a dog", "caption_id": "1"},
+        {"image": "b.jpg", "captions": ["blue"]},
+        {"image": "c.webp", "captions": ["a dog"]},
+    ]
+    data, problems = many_to_many(write_jsonl(pictures / "m.jsonl", rows))
+    assert problems == [("1", "empty caption")]
+    assert data.text_ids == ("1", "r", "b.jpg#1", "c.webp#0") and data.texts == ("a dog", "red", "blue", "a dog")
+    assert data.pairs.tolist() == [[0, 0], [0, 1], [1, 0], [1, 2], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [
+        ([1], "caption_ids: found 1 for 2 captions; give one for each"),
+        ([1, 2.5], "caption_ids: found [1, 2.5], expected strings or whole numbers"),
+        ([2, "seen"], "caption id 'seen' occurred before, with another wording"),
+    ],
+)
+def test_caption_ids_that_do_not_fit_are_reported(pictures, ids, reason):
+    rows = [
+        {"image": "a.png", "captions": ["a dog"], "caption_ids": ["seen"]},
+        {"image": "b.jpg", "captions": ["one", "two"], "caption_ids": ids},
+    ]
+    data, problems = many_to_many(write_jsonl(pictures / "m.jsonl", rows))
+    assert problems == [("2", reason)]
+    assert data.texts == (("a dog", "one") if "wording" in reason else ("a dog",))
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_caption_ids_of_the_other_kinds_of_manifest(pictures, kind):
+    path = pictures / f"m.{kind}"
+    if kind == "csv":
+        path.write_text('image,captions,caption_ids\na.png,"[""x"", ""y""]","[""1"", 2]"\nb.jpg,x,1\nc.webp,z,\n')
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        columns = {
+            "image": ["a.png", "b.jpg", "c.webp"],
+            "captions": [["x", "y"], ["x"], ["z"]],
+            "caption_ids": [["1", "2"], ["1"], None],
+        }
+        parquet.write_table(pyarrow.table(columns), path)
+    data, problems = many_to_many(path)
+    assert not problems and data.text_ids == ("1", "2", "c.webp#0")
+    assert data.pairs.tolist() == [[0, 0], [0, 1], [1, 0], [2, 2]]

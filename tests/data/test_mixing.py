@@ -121,6 +121,30 @@ def test_plans_of_several_processes_join():
     torch.testing.assert_close(joint.match(match), torch.cat([plans[0].match(match[:4]), plans[2].match(match[4:])]))
 
 
+def test_the_parts_of_a_batch_share_its_choice_of_mixup_or_cutmix():
+    """Otherwise 64 batches in three parts of which some image is mixed would agree with a probability of 2^-128."""
+    kinds = set()
+    for batch in range(64):
+        parts = [
+            plan_mixing(
+                16,
+                size=(8, 8),
+                fraction=1.0,
+                generator=torch.Generator().manual_seed(1000 * batch + part),
+                choice_generator=torch.Generator().manual_seed(1000 * batch),
+            )
+            for part in range(3)
+        ]
+        kinds.add(kind := bool(parts[0].cut.any()))
+        for part in parts:
+            assert bool(part.cut.any()) == kind
+        alone = plan_mixing(16, size=(8, 8), fraction=1.0, generator=torch.Generator().manual_seed(1000 * batch))
+        for name in ("partner", "own_fraction", "box"):
+            assert getattr(alone, name).equal(getattr(parts[0], name))  # A single process mixes as before.
+        assert not parts[0].own_fraction.equal(parts[1].own_fraction)
+    assert kinds == {True, False}
+
+
 def test_the_seed_alone_decides():
     one, two, other = plan(seed=3), plan(seed=3), plan(seed=4, fraction=1.0)
     for name in ("partner", "own_fraction", "box"):

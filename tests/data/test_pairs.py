@@ -11,7 +11,7 @@ import pytest
 from support.pairs import captions, many_to_many
 
 from sfumato.data.images import FileImage, Problem, Problems, TarArchive, TarImage, ZipImage
-from sfumato.data.pairs import PairData, PairSampler, make_pair_data
+from sfumato.data.pairs import PairData, PairSampler, make_pair_data, merge_equal_texts
 from sfumato.errors import UserError
 
 
@@ -282,3 +282,50 @@ def test_a_problem_with_an_undecodable_name_can_be_written(tmp_path):
     problems.add("caf\udce9.png", "missing")
     problems.write(tmp_path / "p.jsonl")
     assert problems.items == [Problem("caf\\udce9.png", "missing")]
+
+
+# Equal texts ----------------------------------------------------------------------------------------------------------
+
+
+def test_equally_worded_texts_become_one_that_matches_all_their_images():
+    data = make_pair_data(
+        ["a", "b", "c"],
+        [FileImage(x) for x in "abc"],
+        [["A red Dog", "one"], ["two", " a  red dog", "two"], ["a red dog.", "ONE"]],
+    )
+    merged = merge_equal_texts(data)
+    assert merged.texts == ("A red Dog", "one", "two", "a red dog.")
+    assert merged.text_ids == ("a#0", "a#1", "b#0", "c#0") and len(merged.text_kinds) == 4
+    found = {image: {merged.texts[t] for i, t in merged.pairs if i == k} for k, image in enumerate(merged.image_ids)}
+    assert found == {"a": {"A red Dog", "one"}, "b": {"two", "A red Dog"}, "c": {"a red dog.", "one"}}
+    assert merge_equal_texts(merged) is merged
+    assert merged.image_ids == data.image_ids and merged.groups.tolist() == data.groups.tolist()
+
+
+@pytest.mark.parametrize("positives", ["listed", "sampled"])
+@pytest.mark.parametrize("epoch_over", ["images", "pairs"])
+def test_equal_texts_of_a_batch_are_matches_of_each_others_images(positives, epoch_over):
+    data = make_pair_data([f"i{k}" for k in range(8)], [FileImage("x")] * 8, [[f"tag {k % 2}"] for k in range(8)])
+    sampler = PairSampler(merge_equal_texts(data), 8, 0, epoch_over=epoch_over, positives=positives)
+    (batch,) = sampler.batches(0)
+    same = (batch.image_index % 2)[:, None] == batch.image_index % 2
+    assert (batch.match == same).all()
+    (apart,) = PairSampler(data, 8, 0, epoch_over=epoch_over, positives=positives).batches(0)
+    assert apart.match.sum() == 8, "the images of a tag compete for it"
+
+
+def test_tags_that_images_share_can_be_found():
+    """20 images in 4 tags, points at their tag: the first of 20 equal texts is the image's own by chance alone."""
+    data = make_pair_data([f"i{k}" for k in range(20)], [FileImage("x")] * 20, [[f"tag {k % 4}"] for k in range(20)])
+    recall = {}
+    for name, split in (("merged", merge_equal_texts(data)), ("separate", data)):
+        tag = np.array([int(text[-1]) for text in split.texts])
+        first = (np.arange(20)[:, None] % 4 != tag).argmin(1)
+        recall[name] = np.diagonal(split.match(np.arange(20), first)).mean()
+    assert recall == {"merged": 1.0, "separate": pytest.approx(0.2)}
+
+
+def test_captions_with_one_id_are_one_text():
+    data = make_pair_data(["a", "b"], [FileImage("x")] * 2, [["p", "q"], ["p", "r"]], [["7", "8"], ["7", "9"]])
+    assert data.text_ids == ("7", "8", "9") and data.texts == ("p", "q", "r")
+    assert data.pairs.tolist() == [[0, 0], [0, 1], [1, 0], [1, 2]]

@@ -17,6 +17,7 @@ from sfumato.errors import UserError
 from sfumato.models.embed import load_splits, prepare_split
 from sfumato.models.recipe import load_recipe, save_recipe
 from sfumato.models.run import Assets, build_model, fresh_tokenizer
+from sfumato.training.setup import claim_folder
 
 
 class ToyOptions(BaseModel):
@@ -167,3 +168,34 @@ def test_a_section_that_0_1_saved(tmp_path):
     )
     assert load_recipe(old) == load_recipe(path)
     assert Path(load_recipe(old).data.path) == tmp_path / "data"
+
+
+@pytest.mark.parametrize(("equal_texts", "n_texts", "matches"), [(None, 2, 5), ("merged", 2, 5), ("separate", 5, 5)])
+def test_equal_captions_of_a_folder_are_one_text_unless_they_are_kept_separate(tmp_path, equal_texts, n_texts, matches):
+    for name, caption in (("a", "a dog"), ("b", "A  dog"), ("c", "a dog\na cat"), ("d", "a cat")):
+        Image.new("RGB", (8, 8), "red").save(tmp_path / f"{name}.png")
+        (tmp_path / f"{name}.txt").write_text(caption)
+    own = {} if equal_texts is None else {"equal_texts": equal_texts}
+    config = DataConfig(source="folder", path=str(tmp_path), val_fraction=0, test_fraction=0, **own)
+    (data,) = load_splits(config, Problems()).values()
+    assert (len(data.texts), len(data.pairs)) == (n_texts, matches)
+    assert data.relevance().transpose().counts.tolist() == ([3, 2] if n_texts == 2 else [1] * 5)
+
+
+def test_a_run_that_was_saved_without_the_option_keeps_equal_texts_separate(tmp_path):
+    (tmp_path / "mine.toml").write_text('name = "mine"\n[train]\nepochs = 3\n')
+    recipe = load_recipe(tmp_path / "mine.toml")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    save_recipe(recipe, folder / "recipe.toml")
+    assert load_recipe(folder / "recipe.toml", saved=True) == recipe, "today's runs state it"
+    claim_folder(folder, recipe)
+    old = (folder / "recipe.toml").read_text().replace('equal_texts = "merged"\n', "")
+    (folder / "recipe.toml").write_text(old)
+    (folder / "last.safetensors").touch()
+    assert load_recipe(folder / "recipe.toml", saved=True).data.equal_texts == "separate"
+    with pytest.raises(UserError, match=r"another recipe.*It keeps equal texts separate: data.equal_texts=separate"):
+        claim_folder(folder, recipe)
+    claim_folder(folder, load_recipe(tmp_path / "mine.toml", ["data.equal_texts=separate"]))
+    with pytest.raises(UserError, match=r"another recipe.*delete that one$"):
+        claim_folder(folder, load_recipe(tmp_path / "mine.toml", ["train.epochs=4"]))

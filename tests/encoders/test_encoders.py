@@ -196,6 +196,54 @@ def test_local_transformers_models_of_both_kinds(tmp_path):
     assert features[0].shape == (3, 8) and features[1].shape == (5, 8)
 
 
+def tiny_clip(folder, transformers, processor):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.CLIPVisionConfig(image_size=32, patch_size=8, **sizes)
+    transformers.CLIPVisionModel(config).save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(("resized", "size", "shorter"), [(32, 16, 16), (32, 48, 48), (36, 32, 36), (36, 64, 72)])
+def test_a_backbone_that_cuts_out_the_centre_does_so_at_every_size(tmp_path, resized, size, shorter):
+    transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
+    from sfumato.encoders.frozen import image_backbone
+
+    mean, std = [0.5, 0.4, 0.3], [0.2, 0.3, 0.25]
+    processor = transformers.CLIPImageProcessor(
+        size={"shortest_edge": resized}, crop_size={"height": 32, "width": 32}, image_mean=mean, image_std=std
+    )
+    tiny_clip(tmp_path, transformers, processor)
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 80, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    features = image_backbone(str(tmp_path), size=size)([buffer.getvalue()])[0]
+
+    longer, start = 2 * shorter, (shorter - size) // 2
+    middle = np.asarray(Image.fromarray(pixels).resize((longer, shorter), Image.Resampling.BICUBIC))
+    middle = middle[start : start + size, (longer - size) // 2 :][:, :size] / 255
+    seen = torch.from_numpy((middle - mean) / std).float().permute(2, 0, 1)[None]
+    model = transformers.CLIPVisionModel.from_pretrained(tmp_path).eval()
+    with torch.inference_mode():
+        expected = model(pixel_values=seen, interpolate_pos_encoding=True).last_hidden_state[0]
+    assert features.shape == ((size // 8) ** 2 + 1, 8)
+    torch.testing.assert_close(torch.from_numpy(features).float(), expected, atol=2e-3, rtol=2e-3)
+
+
+def test_a_size_that_the_preprocessing_of_a_backbone_ignores_is_refused(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
+    from sfumato.encoders.frozen import image_backbone
+
+    tiny_clip(tmp_path, transformers, transformers.ViTImageProcessor(do_resize=False))
+    with pytest.raises(UserError, match=r"model.image.size=48: the preprocessing of .* makes images of 64 x 64 pixels"):
+        image_backbone(str(tmp_path), size=48)
+    convolutional = tmp_path / "resnet"
+    resnet = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1], layer_type="basic")
+    transformers.ResNetModel(resnet).save_pretrained(convolutional)
+    transformers.ConvNextImageProcessor(size={"shortest_edge": 64}, crop_pct=0.875).save_pretrained(convolutional)
+    assert image_backbone(str(convolutional), size=32)([png()])[0].shape == (16, 12)
+
+
 def test_a_hub_name_without_a_network_is_one_clear_error(monkeypatch):
     pytest.importorskip("transformers", reason="the extra backbones is not installed")
     from sfumato.encoders.frozen import image_backbone

@@ -165,7 +165,7 @@ def test_regions_are_dropped_while_training_only():
     inputs = Inputs(torch.randn(200, 8, 5))
     torch.manual_seed(0)
     kept = encoder.train()(inputs).mask.float().mean()
-    assert 0.7 < kept < 0.95  # Half of the items lose a quarter to a half of their regions.
+    assert 0.45 < kept < 0.55  # 1,600 regions, each dropped with probability 1/2.
     assert encoder.eval()(inputs).mask.all()
 
 

@@ -415,12 +415,6 @@ def test_the_training_code_has_pictures_of_its_own(towers):
     assert type(model.image.processor).__name__ == "BilinearProcessor"
 
 
-def test_the_original_pcme_is_named_as_such(tmp_path):
-    torch.save({"model": {"img_enc.cnn.conv1.weight": torch.ones(2)}, "word2idx": {"a": 0}}, tmp_path / "pcme_coco.pth")
-    with pytest.raises(UserError, match="original PCME"):
-        load_pretrained(tmp_path / "pcme_coco.pth")
-
-
 # What does not fit ----------------------------------------------------------------------------------------------------
 
 
@@ -587,6 +581,17 @@ def test_pictures_need_no_tokenizer_and_are_prepared_like_clips(pcmepp):
         torch.testing.assert_close(ours.mean, model.image(Inputs(prepared.float())).mean, **SINGLE)
     with pytest.raises(UserError, match=r"no tokenizer.json beside the weights.*openai/clip-vit-base-patch16"):
         model.embed_texts(["a"])
+
+
+def test_pictures_of_prolip_are_cropped_as_by_open_clip(prolip):
+    """A crop of torchvision starts at round(7 / 2) = 4 of 7 pixels too many, that of transformers at 3."""
+    folder, config, *_ = prolip
+    size = config["vision_cfg"]["image_size"]
+    model = load_pretrained(folder).model
+    data, image = picture(size + 7, size)
+    crop = torch.from_numpy(np.asarray(image.crop((4, 0, 4 + size, size))).copy()).permute(2, 0, 1)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model.embed_images([data]).mean, model.image(Inputs(crop)).mean, **SINGLE)
 
 
 def test_the_tokenizer_must_belong_to_the_model(pcmepp):

@@ -88,7 +88,8 @@ def test_captions_of_an_image_are_resampled_together_and_share_its_proxy(run, mo
         return real(queries, gallery, relevance, matching, **options)
 
     monkeypatch.setattr(trust, "measure_trust", spy)
-    trust_model(run, run.recipe.data, "test", n_resamples=0, n_corrupted=0)
+    data = run.recipe.data.model_copy(update={"equal_texts": "separate"})
+    trust_model(run, data, "test", n_resamples=0, n_corrupted=0)
     texts, images = seen["t2i"], seen["i2t"]
     image_of = [
         int(texts["relevance"].indices[texts["relevance"].indptr[t]]) for t in range(texts["relevance"].n_queries)
@@ -98,6 +99,9 @@ def test_captions_of_an_image_are_resampled_together_and_share_its_proxy(run, mo
         np.testing.assert_array_equal(texts["proxies"][name], images["proxies"][name][image_of])
     assert np.ptp(images["proxies"]["caption_distance"]) > 0
     assert not texts["multiplicity"] and set(texts["estimators"]) == {*ESTIMATORS, "predicted_miss"}
+
+    trust_model(run, run.recipe.data, "test", n_resamples=0, n_corrupted=0)
+    assert seen["t2i"]["multiplicity"], "equal captions are one text of several images"
 
 
 def test_equal_seeds_give_equal_reports(run):

@@ -62,7 +62,9 @@ def test_the_run_evaluates_to_the_same_scores(run, expected):
 
 
 def test_its_recipe_is_read_unchanged(run):
-    recipe = load_recipe(run / "recipe.toml")
+    recipe = load_recipe(run / "recipe.toml", saved=True)
+    assert recipe.data.equal_texts == "separate" == load_run(run).recipe.data.equal_texts
+    assert load_recipe(run / "recipe.toml").data.equal_texts == "merged", "a recipe that nobody has run yet"
     assert (recipe.model.image.kind, recipe.model.image.width, recipe.model.text.vocabulary) == ("small", 2, 48)
     assert (recipe.data.source, recipe.data.path, recipe.spread.epochs) == ("folder", "data", 0)
     assert (recipe.train.epochs, recipe.optim.lr, recipe.model.pooling) == (40, 1e-2, "average")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Tokenizer, models
 
 from sfumato.data.augment import MixPlan
 from sfumato.data.images import FileImage
@@ -263,6 +264,16 @@ def test_words_of_padded_texts_are_not_damaged():
     assert Augmentation(recipe(), model(tokenizer), alone()).words is None
 
 
+def test_masking_needs_a_token_that_stands_for_a_hidden_word():
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}))
+    assert TokenProcessor(tokenizer, 9).mask_id is None and 0 not in TokenProcessor(tokenizer, 9).forbidden
+    with pytest.raises(UserError, match=r"augment.text_tokens masks words, but the tokenizer has none of .*\[MASK\]"):
+        Augmentation(recipe(text_tokens=0.2), model(tokenizer), alone())
+    words = Inputs(torch.ones(40, 5, dtype=torch.int64), torch.ones(40, 5, dtype=torch.bool))
+    left = Augmentation(recipe(drop_words=0.5), model(tokenizer), alone()).texts(words, torch.Generator())
+    assert left.mask.sum() < 150 and set(left.values[left.mask].tolist()) == {1}
+
+
 # Several processes ----------------------------------------------------------------------------------------------------
 
 
@@ -315,6 +326,8 @@ def test_every_process_knows_the_plans_of_all():
             assert all(map(torch.equal, plan_tensors(mine), plan_tensors(theirs)))
         assert [len(p) for p in plans[1]] == [4, 3, 4]
         assert not all(map(torch.equal, plan_tensors(plans[0][0]), plan_tensors(plans[0][2]))), "each draws its own"
+    cut = {tuple(bool(plan.cut.any()) for plan in sides[0].plans([40] * 3, (16, 16), 2, step)) for step in range(16)}
+    assert cut == {(True,) * 3, (False,) * 3}, "one choice of Mixup or CutMix for the batch of all processes"
     assert sides[1].plans([2, 0, 0], (16, 16), 0, 0)[2].own_fraction.shape == (0,)
     assert Augmentation(recipe(), model(), alone()).plans([2], (16, 16), 0, 0) is None
 

@@ -10,6 +10,7 @@ import torch
 from support.toy import make_toy
 
 from sfumato.data.images import Problems
+from sfumato.data.pairs import merge_equal_texts
 from sfumato.data.shards import expand_shards, read_shards, write_shards
 from sfumato.errors import UserError
 from sfumato.models.embed import load_splits
@@ -33,7 +34,7 @@ def toy(tmp_path_factory):
 def test_shards_read_as_a_split_are_the_split_that_was_written(toy, tmp_path):
     _, _, splits = toy
     (tmp_path / "v").mkdir()
-    again = read_shards(expand_shards(str(toy[0].parent / "val")), Problems())
+    again = merge_equal_texts(read_shards(expand_shards(str(toy[0].parent / "val")), Problems()))
     assert len(again.image_ids) == len(splits["val"].image_ids)
     assert {i.read_bytes() for i in again.images} == {i.read_bytes() for i in splits["val"].images}
     assert sorted(again.texts) == sorted(splits["val"].texts)
@@ -79,6 +80,24 @@ def test_equal_captions_match_and_bad_pictures_are_left_out(toy):
         np.arange(4)
     )
     torch.testing.assert_close(batch.texts.values, expected.values)
+
+
+@pytest.mark.parametrize(("equal_texts", "matches"), [("merged", 4 + 2), ("separate", 4)])
+def test_captions_of_a_stream_are_equal_whatever_their_case_unless_they_are_kept_separate(toy, equal_texts, matches):
+    from sfumato.data.shards import ShardBatch
+    from sfumato.training.batches import Augmentation, ShardBatches
+
+    recipe, _, splits = toy
+    model = load_run(recipe.parent / "run").model
+    pictures = [image.read_bytes() for image in splits["train"].images[:4]]
+
+    class Stream:
+        def batches(self, epoch):
+            yield ShardBatch(list("abcd"), pictures, ["A red  dog", "a red dog", "a red dog.", "red"])
+
+    augmentation = Augmentation(load_recipe(recipe), model, alone())
+    (batch,) = ShardBatches(Stream(), model, augmentation, alone(), equal_texts=equal_texts).epoch(0)
+    assert batch.labels(alone())[0].sum() == matches
 
 
 def test_what_a_stream_leaves_out_is_listed_with_the_run(toy, tmp_path):

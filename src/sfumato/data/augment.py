@@ -124,6 +124,7 @@ def plan_mixing(
     cutmix_alpha: float = 2.0,
     cutmix_probability: float = 0.5,
     choice: MixChoice = "batch",
+    choice_generator: torch.Generator | None = None,
 ) -> MixPlan:
     r"""Sample a plan for n images: image i is mixed with image n - 1 - i with probability fraction.
 
@@ -142,6 +143,8 @@ def plan_mixing(
         cutmix_probability: of CutMix where both are on.
         choice: "batch" chooses Mixup or CutMix for the whole batch, as in the paper; "element" chooses for each image,
             as in the released code.
+        choice_generator: on the CPU, for the choice of the whole batch. Equal ones give the parts of a batch on several
+            processes the same choice. None: a generator in the state of ``generator``.
 
     Returns:
         The plan, its tensors on the CPU.
@@ -170,7 +173,10 @@ def plan_mixing(
         raise ValueError(f"plan_mixing: unknown choice {choice!r}; known: {', '.join(get_args(MixChoice))}")
     random = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
     probability = 0.0 if cutmix_alpha == 0 else 1.0 if mixup_alpha == 0 else cutmix_probability
-    cut = np.broadcast_to(random.random(1 if choice == "batch" else n) < probability, n)
+    chosen = random.random(1 if choice == "batch" else n)
+    if choice == "batch" and choice_generator is not None:
+        chosen = np.random.default_rng(int(torch.randint(2**62, (), generator=choice_generator))).random(1)
+    cut = np.broadcast_to(chosen < probability, n)
     mixed = random.random(n) < fraction
     # An alpha of 0 is replaced, because Beta(0, 0) cannot be sampled; its samples are not used.
     blend, area = (random.beta(alpha or 1.0, alpha or 1.0, n) for alpha in (mixup_alpha, cutmix_alpha))
@@ -238,12 +244,37 @@ def drop_tokens(mask: Tensor, *, rate: float = 0.2, generator: torch.Generator |
     return mask & ((draw >= threshold) | _is_largest(draw, mask))
 
 
+def drop_regions(mask: Tensor, *, rate: float, generator: torch.Generator | None = None) -> Tensor:
+    r"""Drop each region with the same probability. An item keeps at least one of its regions.
+
+    VSE-infinity augments region features in this way, and the tokens of other encoders with :func:`drop_tokens`, which
+    drops fewer: at rate 0.2 a region is dropped with probability 20 %, a token with 9.6 %.
+
+    Args:
+        mask: (n, r) bool, True where there is a region.
+        rate: in [0, 1]; 0 drops nothing.
+        generator: on the device of mask; the global one if None.
+
+    Returns:
+        (n, r) bool, a subset of mask.
+
+    Raises:
+        TypeError: mask is not bool.
+        ValueError: mask is not two-dimensional, or rate is out of its range.
+
+    Source: https://github.com/woodfrog/vse_infty, the data set of precomputed regions. Paper: Chen et al., CVPR 2021.
+    """
+    _check_mask(mask, rate, "drop_regions")
+    draw = torch.rand(mask.shape, generator=generator, device=mask.device)
+    return mask & ((draw >= rate) | _is_largest(draw, mask))
+
+
 def augment_token_ids(
     ids: Tensor,
     mask: Tensor,
     *,
     special: tuple[int, int],
-    mask_id: int,
+    mask_id: int | None,
     vocabulary_size: int,
     pad_id: int = 0,
     forbidden: Sequence[int] = (),
@@ -261,7 +292,7 @@ def augment_token_ids(
         ids: (n, t) int64 token ids.
         mask: (n, t) bool, True where there is a token.
         special: numbers of special tokens at the beginning and at the end of each text, which are never changed.
-        mask_id: id of a masked word.
+        mask_id: id of a masked word; None is allowed where ``masked`` is 0.
         vocabulary_size: vocabulary size of the model that reads the ids; random ids are smaller.
         pad_id: id of the places without a token.
         forbidden: ids that are never sampled as random ids: beginning, end, padding, ...
@@ -292,7 +323,10 @@ def augment_token_ids(
             f"augment_token_ids: masked and replaced must be at least 0, and at most 1 together; got {masked}"
             f" and {replaced}"
         )
-    for name, values in (("mask_id", [mask_id]), ("pad_id", [pad_id]), ("forbidden", forbidden)):
+    if mask_id is None and masked:
+        raise ValueError("augment_token_ids: mask_id is None, but a fraction of the chosen tokens is masked")
+    masking = pad_id if mask_id is None else mask_id
+    for name, values in (("mask_id", [masking]), ("pad_id", [pad_id]), ("forbidden", forbidden)):
         if outside := [i for i in values if not 0 <= i < vocabulary_size]:
             raise ValueError(
                 f"augment_token_ids: {name} holds {outside[0]}, but the ids of the vocabulary are 0 to"
@@ -311,7 +345,7 @@ def augment_token_ids(
     chosen = word & (choice < rate)
     deleted = chosen & (kind >= masked + replaced)
     rescued = _is_largest(choice, word) & ~(word & ~deleted).any(1, keepdim=True)
-    ids = torch.where(chosen & ~deleted, torch.where(kind < masked, mask_id, random_ids), ids)
+    ids = torch.where(chosen & ~deleted, torch.where(kind < masked, masking, random_ids), ids)
     mask = mask & (~deleted | rescued)
     order = mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
     mask = mask.gather(1, order)

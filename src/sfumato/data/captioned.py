@@ -6,7 +6,7 @@ whose texts are classes. This module does not depend on the files that the rows 
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast, get_args
 
@@ -31,6 +31,8 @@ class CaptionedImage:
         id: id of the image.
         captions: its captions, at least one, none empty.
         split: name of its split; "" if the data does not say.
+        caption_ids: the id of each caption, "" for those without one; None if no caption has one. Captions with one id
+            are one text.
     """
 
     location: str
@@ -38,6 +40,16 @@ class CaptionedImage:
     id: str
     captions: list[str]
     split: str
+    caption_ids: list[str] | None = None
+
+    def numbered(self) -> list[str]:
+        """The id of each caption, made of the id of the image where it has none.
+
+        Returns:
+            As many ids as captions.
+        """
+        own = self.caption_ids or [""] * len(self.captions)
+        return [identity or f"{self.id}#{k}" for k, identity in enumerate(own)]
 
 
 def check_fractions(val_fraction: float, test_fraction: float) -> None:
@@ -90,7 +102,7 @@ def is_unicode(text: str) -> bool:
     return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
-def usable_captions(location: str, captions: Iterable[str], problems: Problems) -> list[str]:
+def usable_captions(location: str, captions: Iterable[str], problems: Problems) -> dict[int, str]:
     """The captions that are not empty, stripped of surrounding white space.
 
     Args:
@@ -99,12 +111,12 @@ def usable_captions(location: str, captions: Iterable[str], problems: Problems) 
         problems: receives the empty ones.
 
     Returns:
-        The captions that are not empty, in their order.
+        number of the caption, from 0 -> caption, without the empty ones, in their order.
     """
-    usable = []
-    for caption in captions:
+    usable = {}
+    for number, caption in enumerate(captions):
         if caption.strip():
-            usable.append(caption.strip())
+            usable[number] = caption.strip()
         else:
             problems.add(location, "empty caption")
     return usable
@@ -118,7 +130,7 @@ def splits_of_rows(
     Args:
         rows: the usable rows.
         source: where they come from, for the message.
-        problems: receives ids that occur with two images or in two splits.
+        problems: receives ids that occur with two images or in two splits, and caption ids with two wordings.
         val_fraction: fraction of the images for "val" where no row names a split, chosen by a hash of the id, so that
             new rows never change the split of old rows. If some rows name a split, the rows without one are in "train".
         test_fraction: the same for "test".
@@ -135,24 +147,63 @@ def splits_of_rows(
     named = any(row.split for row in rows)
     chosen: dict[str, dict[str, CaptionedImage]] = {}
     seen: set[str] = set()
-    for row in rows:
-        split = (row.split or "train") if named else _hashed_split(row.id, val_fraction, test_fraction)
+    wordings: dict[str, str] = {}
+    for row in filter(None, (_consistent(row, wordings, problems) for row in rows)):
+        split = (row.split or "train") if named else hashed_split(row.id, val_fraction, test_fraction)
         if row.id in seen:
             known = chosen.get(split, {}).get(row.id)
             if known is None or known.image != row.image:
                 problems.add(row.location, f"id {row.id!r} occurred before, with another image or split")
                 continue
-            known.captions.extend(row.captions)  # Many manifests have one row for each caption.
+            # Many manifests have one row for each caption.
+            ids = [i for r in (known, row) for i in r.caption_ids or [""] * len(r.captions)]
+            chosen[split][row.id] = replace(known, captions=known.captions + row.captions, caption_ids=ids)
             continue
         seen.add(row.id)
         chosen.setdefault(split, {})[row.id] = row
+    if not chosen:
+        raise UserError(f"{source} holds no usable pair of image and caption:\n{problems.summary()}")
     return {
-        split: make_pair_data(list(own), [FileImage(r.image) for r in own.values()], [r.captions for r in own.values()])
+        split: make_pair_data(
+            list(own),
+            [FileImage(r.image) for r in own.values()],
+            [r.captions for r in own.values()],
+            [r.numbered() for r in own.values()],
+        )
         for split, own in chosen.items()
     }
 
 
-def _hashed_split(identity: str, val_fraction: float, test_fraction: float) -> str:
+def _consistent(row: CaptionedImage, wordings: dict[str, str], problems: Problems) -> CaptionedImage | None:
+    """The row without captions whose id has another wording already; None if no caption is left."""
+    if row.caption_ids is None:
+        return row
+    kept = []
+    for caption, identity in zip(row.captions, row.caption_ids, strict=True):
+        if not identity or wordings.setdefault(identity, caption) == caption:
+            kept.append((caption, identity))
+        else:
+            problems.add(row.location, f"caption id {identity!r} occurred before, with another wording")
+    if not kept:
+        return None
+    return replace(row, captions=[caption for caption, _ in kept], caption_ids=[identity for _, identity in kept])
+
+
+def hashed_split(identity: str, val_fraction: float, test_fraction: float) -> str:
+    """The split of an image in data without splits; it depends on its id and the fractions alone.
+
+    Args:
+        identity: id of the image.
+        val_fraction: fraction of all images in "val".
+        test_fraction: fraction of all images in "test".
+
+    Returns:
+        "train", "val" or "test".
+
+    Example:
+        >>> hashed_split("a.png", 0.0, 0.0)
+        'train'
+    """
     number = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:6], "big") / 2**48
     return "val" if number < val_fraction else "test" if number < val_fraction + test_fraction else "train"
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from sfumato.data.images import ZipImage
-from sfumato.data.pairs import PairData
+from sfumato.data.pairs import PairData, normal_wording
 
 Style = Literal["noto", "twemoji", "fluent3d"]
 EmojiClasses = Literal["group", "subgroup"]
@@ -130,8 +130,7 @@ def _texts(concepts: list[dict[str, Any]]) -> tuple[list[str], list[str], np.nda
         worded = [(0, concept["label"]), *((1, tag) for tag in concept["tags"])]
         worded += [(2, _subgroup_text(concept["subgroup"])), (3, _group_text(concept["group"]))]
         for kind, wording in worded:
-            key = " ".join(wording.lower().split())
-            t = number.setdefault(key, len(number))
+            t = number.setdefault(normal_wording(wording), len(number))
             if t == len(kinds):
                 kinds.append(kind)
             kinds[t] = min(kinds[t], kind)

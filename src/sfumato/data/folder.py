@@ -71,4 +71,4 @@ def _captions(path: Path, problems: Problems) -> list[str]:
     except OSError as error:
         problems.add(path, f"cannot be read: {error.strerror}")
         return []
-    return usable_captions(str(path), [line for line in lines if line.strip()] or [""], problems)
+    return list(usable_captions(str(path), [line for line in lines if line.strip()] or [""], problems).values())

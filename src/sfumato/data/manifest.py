@@ -1,8 +1,9 @@
 """Source "manifest": a JSONL, CSV or Parquet file that lists images with their captions.
 
 A row has ``image`` (a path, relative to the manifest or to a given root), ``captions`` (a list, or one string;
-``caption`` works too), and optionally ``split`` and ``id``. Unusable rows are reported with their location and left
-out.
+``caption`` works too), and optionally ``split``, ``id`` and ``caption_ids`` (as many as captions; ``caption_id`` works
+too): captions with one id are one text, of all images that name it. Unusable rows are reported with their location and
+left out.
 """
 
 import csv
@@ -26,7 +27,7 @@ from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.errors import UserError
 
-_COLUMNS = ("image", "captions", "caption", "split", "id")
+_COLUMNS = ("image", "captions", "caption", "caption_ids", "caption_id", "split", "id")
 
 
 def read_manifest(
@@ -40,8 +41,10 @@ def read_manifest(
     """Read a manifest.
 
     Args:
-        path: a .jsonl, .csv or .parquet file. In CSV, ``captions`` is one caption or a JSON list of them.
-        problems: receives malformed lines, missing images, empty captions and repeated ids.
+        path: a .jsonl, .csv or .parquet file. In CSV, ``captions`` is one caption or a JSON list of them, and
+            ``caption_ids`` likewise.
+        problems: receives malformed lines, missing images, empty captions, repeated ids, and captions whose id has
+            another wording before.
         image_root: folder that the image paths are relative to; the manifest's folder if None.
         val_fraction: fraction of the images for "val" where no row names a split, in [0, 1); chosen by a hash of the
             id, so that new rows never change the split of old rows. If some rows name a split, the rows without one are
@@ -49,7 +52,9 @@ def read_manifest(
         test_fraction: the same for "test".
 
     Returns:
-        split -> data; "valid", "validation" and "dev" are "val". Rows with the same image and split are merged.
+        split -> data; "valid", "validation" and "dev" are "val". Rows with the same image and split are merged, and
+        captions with the same id are one text. Equal wordings with different ids stay apart; see
+        :func:`~sfumato.data.pairs.merge_equal_texts`.
 
     Raises:
         UserError: the file is missing, of an unknown kind, lacks a column, or holds nothing usable.
@@ -182,7 +187,10 @@ def _csv_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterator
             if None in values:
                 problems.add(location, f"more values than the {len(columns)} columns; quote captions that hold commas")
             else:
-                yield location, {key: _json_list(text) if key == "captions" else text for key, text in values.items()}
+                yield location, {key: _json_list(text) if key in _LISTS else text for key, text in values.items()}
+
+
+_LISTS = ("captions", "caption_ids")
 
 
 def _json_list(text: str | None) -> str | list[Any] | None:
@@ -233,9 +241,14 @@ def _check_row(location: str, values: dict[str, Any], root: Path, problems: Prob
     if not isinstance(captions, list) or not all(isinstance(c, str) for c in captions):
         problems.add(location, f"captions: found {reprlib.repr(captions)}, expected a string or a list of strings")
         return None
+    try:
+        ids = _caption_ids(values, len(captions))
+    except ValueError as error:
+        problems.add(location, str(error))
+        return None
     identity = image if values.get("id") in (None, "") else str(values["id"])
     split = str(values.get("split") or "")
-    if not all(map(is_unicode, (image, identity, split, *captions))):
+    if not all(map(is_unicode, (image, identity, split, *captions, *(ids or ())))):
         problems.add(location, "not valid Unicode; save the manifest as UTF-8")
         return None
     texts = usable_captions(location, captions or [""], problems)
@@ -245,4 +258,18 @@ def _check_row(location: str, values: dict[str, Any], root: Path, problems: Prob
     if not os.path.isfile(path):  # Unlike Path.is_file, false for strings that cannot be paths.
         problems.add(location, f"image {reprlib.repr(image) if len(image) > 500 else path} is missing")
         return None
-    return CaptionedImage(location, path, identity, texts, canonical_split(split))
+    own = None if ids is None else [ids[number] for number in texts]
+    return CaptionedImage(location, path, identity, list(texts.values()), canonical_split(split), own)
+
+
+def _caption_ids(values: dict[str, Any], n_captions: int) -> list[str] | None:
+    """The ids of a row's captions, None if it has none; a ValueError says what is wrong with them."""
+    given = values.get("caption_ids", values.get("caption_id"))
+    if given in (None, "", []):
+        return None
+    ids = given if isinstance(given, list) else [given]
+    if not all(isinstance(i, str | int) and not isinstance(i, bool) for i in ids):
+        raise ValueError(f"caption_ids: found {reprlib.repr(given)}, expected strings or whole numbers")
+    if len(ids) != n_captions:
+        raise ValueError(f"caption_ids: found {len(ids)} for {n_captions} captions; give one for each")
+    return [str(i) for i in ids]

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Literal, get_args
 
@@ -147,7 +147,8 @@ class PairBatch:
 _BELOW_HALF = np.nextafter(np.float32(0.5), np.float32(0))
 """No grade makes a match: from 1/2 on a label does."""
 
-EpochOver = Literal["images", "pairs"]
+EpochOver = Literal["images", "pairs", "groups"]
+EqualTexts = Literal["merged", "separate"]
 Positives = Literal["listed", "sampled"]
 
 
@@ -158,7 +159,9 @@ class PairSampler:
         data: the split.
         batch_size: pairs in a batch. The last batch may be smaller; it is left out if it has a single pair.
         seed: seed of all random choices.
-        epoch_over: "images": each image once, with one of its texts at random; "pairs": every pair once.
+        epoch_over: "images": each image once, with one of its texts at random; "pairs": every pair once; "groups":
+            batches of one image from each of batch_size groups at random, or from all groups if there are fewer, each
+            with one of its texts, and as many batches as would hold every text once.
         positives: "listed": every pair of the batch that the data lists is a match. So all captions of an image in the
             batch match that image, and a tag matches all images with this tag. "sampled": an image matches only the
             texts sampled for an image of the same group, as in data that does not list the other matches.
@@ -205,8 +208,15 @@ class PairSampler:
         self._drawn_images = np.flatnonzero(drawn)
         if len(self._drawn_images) < 2:
             raise ValueError("PairSampler: fewer than two images have a text of a kind with a positive weight")
+        groups = data.groups[self._drawn_images]
+        self._by_group = self._drawn_images[groups.argsort(kind="stable")]
+        self._group_starts = np.unique(np.sort(groups), return_index=True)[1]
+        if epoch_over == "groups" and len(self._group_starts) < 2:
+            raise ValueError('PairSampler: epoch_over="groups" needs at least two groups of images, the data has one')
 
     def __len__(self) -> int:
+        if self.epoch_over == "groups":
+            return max(1, len(self.data.texts) // min(self.batch_size, len(self._group_starts)))
         total = len(self._drawn_images) if self.epoch_over == "images" else len(self.data.pairs)
         full, rest = divmod(total, self.batch_size)
         return full + (rest >= 2)
@@ -221,18 +231,34 @@ class PairSampler:
             The batches.
         """
         random = np.random.default_rng([self.seed, epoch])
-        if self.epoch_over == "images":
-            images = random.permutation(self._drawn_images)
-            low, high = self._cumulated[self._starts[images]], self._cumulated[self._starts[images + 1]]
-            # Rounding up to `high` would land on the next image's first pair.
-            drawn = np.minimum(low + random.random(len(images)) * (high - low), np.nextafter(high, low))
-            position = np.searchsorted(self._cumulated, drawn, side="right") - 1
-            texts = self.data.pairs[position, 1]
-        else:
+        size = self.batch_size
+        if self.epoch_over == "pairs":
             images, texts = self.data.pairs[random.permutation(len(self.data.pairs))].T
+        else:
+            if self.epoch_over == "images":
+                images = random.permutation(self._drawn_images)
+            else:
+                size = min(size, len(self._group_starts))
+                images = np.concatenate([self._one_of_each_group(random, size) for _ in range(len(self))])
+            texts = self._some_texts(images, random)
         for i in range(len(self)):
-            part = slice(i * self.batch_size, (i + 1) * self.batch_size)
+            part = slice(i * size, (i + 1) * size)
             yield PairBatch(images[part], texts[part], partial(self._labels, images[part], texts[part]))
+
+    def _some_texts(self, images: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        """One text of each image at random, by the weights of the pairs."""
+        low, high = self._cumulated[self._starts[images]], self._cumulated[self._starts[images + 1]]
+        # Rounding up to `high` would land on the next image's first pair.
+        drawn = np.minimum(low + random.random(len(images)) * (high - low), np.nextafter(high, low))
+        texts: np.ndarray = self.data.pairs[np.searchsorted(self._cumulated, drawn, side="right") - 1, 1]
+        return texts
+
+    def _one_of_each_group(self, random: np.random.Generator, size: int) -> np.ndarray:
+        """One image of each of some groups at random."""
+        groups = random.permutation(len(self._group_starts))[:size]
+        ends = np.append(self._group_starts[1:], len(self._by_group))
+        chosen: np.ndarray = self._by_group[random.integers(self._group_starts[groups], ends[groups])]
+        return chosen
 
     def _labels(self, images: np.ndarray, texts: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """Of a batch (images and texts, b each) the labels at some rows and columns."""
@@ -282,7 +308,8 @@ def make_pair_data(
         image_ids: n distinct ids.
         images: n sources.
         captions: the texts of each image.
-        caption_ids: their ids; "imageid#0", "imageid#1" ... if None.
+        caption_ids: their ids; captions with one id are one text, with the words of the first. "imageid#0",
+            "imageid#1" ... if None.
 
     Returns:
         A split in which each image matches its own captions.
@@ -290,15 +317,62 @@ def make_pair_data(
     if caption_ids is None:
         caption_ids = [[f"{i}#{k}" for k in range(len(c))] for i, c in zip(image_ids, captions, strict=True)]
     counts = np.array([len(c) for c in captions], dtype=np.int64)
-    texts = tuple(t for c in captions for t in c)
-    pairs = np.stack([np.repeat(np.arange(len(captions)), counts), np.arange(len(texts))], axis=1)
+    texts: dict[str, str] = {}
+    for own_ids, own in zip(caption_ids, captions, strict=True):
+        for identity, text in zip(own_ids, own, strict=True):
+            texts.setdefault(identity, text)
+    number = {identity: t for t, identity in enumerate(texts)}
+    of_caption = np.array([number[i] for own_ids in caption_ids for i in own_ids], dtype=np.int64)
     return PairData(
         tuple(image_ids),
         tuple(images),
-        tuple(i for c in caption_ids for i in c),
-        texts,
+        tuple(texts),
+        tuple(texts.values()),
         ("caption",) * len(texts),
-        pairs,
+        np.stack([np.repeat(np.arange(len(captions)), counts), of_caption], axis=1),
+    )
+
+
+def normal_wording(text: str) -> str:
+    """A text in lower case with single spaces: two texts with the same result are equally worded.
+
+    Args:
+        text: any text.
+
+    Returns:
+        The normalised text.
+
+    Example:
+        >>> normal_wording(" A  red Dog ")
+        'a red dog'
+    """
+    return " ".join(text.lower().split())
+
+
+def merge_equal_texts(data: PairData) -> PairData:
+    """Make equally worded texts one text, which matches every image that one of them matches.
+
+    Two equally worded texts have one embedding: apart from each other, each would be a wrong match of the other's
+    images, in a ranking and in a batch.
+
+    Args:
+        data: a split.
+
+    Returns:
+        The split in which every wording (:func:`normal_wording`) occurs once, with the id, words and kind of its first
+        text.
+    """
+    number: dict[str, int] = {}
+    merged = np.array([number.setdefault(normal_wording(text), len(number)) for text in data.texts], dtype=np.int64)
+    if len(number) == len(data.texts):
+        return data
+    first = np.unique(merged, return_index=True)[1]
+    return replace(
+        data,
+        text_ids=tuple(data.text_ids[i] for i in first),
+        texts=tuple(data.texts[i] for i in first),
+        text_kinds=tuple(data.text_kinds[i] for i in first),
+        pairs=np.stack([data.pairs[:, 0], merged[data.pairs[:, 1]]], axis=1),
     )
 
 

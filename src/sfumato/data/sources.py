@@ -1,7 +1,7 @@
 """Sources of data: section ``data`` of a recipe, and SOURCES, the registry of what ``data.source`` can name.
 
-A source is a function that reads the splits of some data, see :class:`ReadSource`. The package brings six; another one
-is registered with :func:`register_source` and then works in every recipe.
+A source is a function that reads the splits of some data, see :class:`ReadSource`. The package brings seven; another is
+registered with :func:`register_source` and then works in every recipe.
 """
 
 from collections.abc import Mapping
@@ -22,12 +22,13 @@ from pydantic import (
     model_validator,
 )
 
+from sfumato.data.cub import CubOptions, read_cub
 from sfumato.data.emoji import Style, load_emoji
 from sfumato.data.folder import read_image_folder
 from sfumato.data.images import Problems
 from sfumato.data.karpathy import read_karpathy
 from sfumato.data.manifest import read_manifest
-from sfumato.data.pairs import EpochOver, PairData, Positives, parse_part
+from sfumato.data.pairs import EpochOver, EqualTexts, PairData, Positives, parse_part
 from sfumato.data.region_features import read_scan
 from sfumato.data.shards import expand_shards, read_shards
 from sfumato.errors import UserError
@@ -42,12 +43,14 @@ class DataConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     source: str = Field(
-        "emoji", description="name in SOURCES: emoji, manifest, folder, karpathy, shards, scan, or a registered source"
+        "emoji",
+        description="name in SOURCES: emoji, manifest, folder, karpathy, shards, scan, cub, or a registered source",
     )
     path: str = Field(
         "",
         description="manifest (.jsonl, .csv, .parquet), image folder, Karpathy JSON, folder of region features (scan),"
-        " or the training shards (folder, glob or braces: cc3m-{00000..00331}.tar); not used by emoji",
+        " folder of CUB-200-2011, or the training shards (folder, glob or braces: cc3m-{00000..00331}.tar); not used by"
+        " emoji",
     )
     val_path: str = Field("", description="shards: the validation shards, read as a whole; none by default")
     samples_per_epoch: PositiveInt = Field(1_000_000, description="shards: number of pairs per epoch")
@@ -58,11 +61,19 @@ class DataConfig(BaseModel):
         " uncompressed .tar file",
     )
     epoch_over: EpochOver = Field(
-        "images", description="what an epoch visits once: each image with one of its texts, or each pair"
+        "images",
+        description="what an epoch visits once: each image with one of its texts, or each pair. groups: batches with"
+        " one image of each group, or class, as many as texts fill",
     )
     positives: Positives = Field(
         "listed",
         description="the matches of a batch: all pairs that the data lists, or only the pairs that were sampled",
+    )
+    equal_texts: EqualTexts = Field(
+        "merged",
+        description="texts of several images with equal words. merged: one text, which matches all of these images;"
+        " separate: texts that are wrong matches of each other's images, as in the official protocols of COCO and"
+        " Flickr. Case and white space make no difference",
     )
     graded: bool = Field(
         False,
@@ -112,7 +123,7 @@ class DataConfig(BaseModel):
         description="stop if a larger fraction of the training and validation images is unusable; up to three unusable"
         " images never stop a run",
     )
-    options: dict[str, Any] = Field(default={}, description="options of a source that was registered from outside")
+    options: dict[str, Any] = Field(default={}, description="options of cub, or of a source from outside")
 
     @field_validator("source")
     @classmethod
@@ -293,6 +304,16 @@ def _scan(config: DataConfig, problems: Problems) -> dict[str, PairData]:
     return read_scan(_existing(config), problems)
 
 
+def _cub(config: DataConfig, problems: Problems) -> dict[str, PairData]:
+    return read_cub(
+        _existing(config),
+        problems,
+        CubOptions.model_validate(config.options),
+        val_fraction=config.val_fraction,
+        test_fraction=config.test_fraction,
+    )
+
+
 def _existing(config: DataConfig) -> Path:
     path = Path(config.path)
     if not path.exists():
@@ -309,5 +330,6 @@ SOURCES: dict[str, Source] = {
     "karpathy": Source(_karpathy),
     "shards": Source(_shards, streamed=True),
     "scan": Source(_scan, inputs="regions"),
+    "cub": Source(_cub, CubOptions),
 }
 """Sources of data by name."""

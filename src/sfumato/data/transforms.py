@@ -44,10 +44,12 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's pixels, in [0, 1]."""
 
 
-Fit = Literal["squash", "crop"]
+Fit = Literal["squash", "crop", "crop-nearest"]
 
 
-"""How an image becomes a square: by changing its aspect, or by cutting off the ends of its longer side."""
+"""How an image becomes a square: by changing its aspect, or by cutting off the ends of its longer side. The two crops
+differ by at most one pixel: where the ends have an odd number of pixels together, "crop" starts at the pixel before the
+exact centre, and "crop-nearest" at the even one of its two neighbours."""
 
 
 Box = tuple[float, float, float, float]
@@ -81,6 +83,7 @@ def decode_image(
         size: side of the resized square in pixels (bicubic). None keeps the size of the image.
         fit: "squash": resized to the square without keeping the aspect ratio. "crop": the shorter side resized to
             ``size`` and the middle cut out, pixel for pixel what the CLIP image processor of transformers does.
+            "crop-nearest": the same as open_clip and torchvision do it.
         crop: the part to cut out first, in coordinates of the upright image, rounded to whole pixels. Large JPEG files
             are then decoded at a half, a quarter or an eighth of their size as long as the part keeps twice ``size`` on
             both sides.
@@ -105,8 +108,7 @@ def decode_image(
     if crop is not None:
         rgb = rgb.crop(_pixels(crop, rgb.size))
     if size is not None and rgb.size != (size, size):
-        resize = _shorter_side if fit == "crop" else _squash
-        rgb = resize(rgb, size)
+        rgb = _squash(rgb, size) if fit == "squash" else _shorter_side(rgb, size, nearest=fit == "crop-nearest")
     return np.ascontiguousarray(np.asarray(rgb).transpose(2, 0, 1))
 
 
@@ -291,11 +293,11 @@ def _squash(rgb: Image.Image, size: int) -> Image.Image:
     return rgb.resize((size, size), Image.Resampling.BICUBIC)
 
 
-def _shorter_side(rgb: Image.Image, size: int) -> Image.Image:
+def _shorter_side(rgb: Image.Image, size: int, *, nearest: bool) -> Image.Image:
     """Resize the shorter side to size, round the longer one down, and crop the centre."""
     short, long = min(rgb.size), max(rgb.size)
     longer = int(size * long / short)
-    start = (longer - size) // 2
+    start = round((longer - size) / 2) if nearest else (longer - size) // 2  # round() takes the even neighbour.
     tall = rgb.height > rgb.width
     if size * longer > MAX_PIXELS:
         # A very long and thin image would fill the memory: its centre is cropped first, which may round differently.

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
 from torch import nn
 
+from sfumato.data import transforms
 from sfumato.encoders.features import Inputs, Store, TokenFeatures
 
 Side = Literal["image", "text"]
@@ -157,8 +158,11 @@ AugmentMode = Annotated[
     ),
 ]
 Fit = Annotated[
-    Literal["squash", "crop"],
-    Field(description="how an image becomes a square. squash: resize both sides; crop: cut out the centre"),
+    transforms.Fit,
+    Field(
+        description="how an image becomes a square. squash: resize both sides; crop: cut out the centre as"
+        " transformers does; crop-nearest: as open_clip does, up to a pixel away"
+    ),
 ]
 InMemory = Annotated[
     bool,

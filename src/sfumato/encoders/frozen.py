@@ -8,6 +8,7 @@ import hashlib
 import io
 import math
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -259,8 +260,12 @@ class TransformersImage:
 
     Args:
         name: hub name or local folder.
-        size: side in pixels; the size of the model's own preprocessing if None.
+        size: side in pixels; the size of the model's own preprocessing if None. A model that cuts out the centre of
+            resized images does so at this size too, with the same margin. Position codes are interpolated.
         grid: average a convolutional map to grid x grid tokens.
+
+    Raises:
+        UserError: the model cannot be loaded, or its preprocessing or its layers do not accept this size.
     """
 
     def __init__(self, name: str, *, size: int | None = None, grid: int | None = None) -> None:
@@ -268,10 +273,13 @@ class TransformersImage:
         self._processor = from_pretrained(transformers.AutoImageProcessor, name)
         model = from_pretrained(transformers.AutoModel, name)
         self._model = getattr(model, "vision_model", model).eval()
-        self._size = {} if size is None else {"size": {"height": size, "width": size}}
+        self._name, self._side = name, size
+        self._size = {} if size is None else _processor_sizes(self._processor, size)
+        codes = size is not None and "interpolate_pos_encoding" in signature(self._model.forward).parameters
+        self._options = {"interpolate_pos_encoding": True} if codes else {}
         self.fingerprint = (
             f"transformers image {_model_hash(model, name)} size={size} grid={grid}"
-            f" processor={self._processor.to_json_string()}"
+            f" processor={self._processor.to_json_string()}{f' {self._size}' if 'crop_size' in self._size else ''}"
         )
         self._grid = grid
         self.channels = int(self._tokens([_blank_png()])[0].shape[-1])
@@ -283,7 +291,14 @@ class TransformersImage:
     @torch.inference_mode()
     def _tokens(self, items: Sequence[Any]) -> np.ndarray:
         images = [Image.fromarray(decode_image(item, None).transpose(1, 2, 0)) for item in items]
-        hidden = self._model(**self._processor(images=images, return_tensors="pt", **self._size)).last_hidden_state
+        inputs = self._processor(images=images, return_tensors="pt", **self._size)
+        height, width = inputs["pixel_values"].shape[-2:]
+        if self._side is not None and (height, width) != (self._side, self._side):
+            raise UserError(
+                f"model.image.size={self._side}: the preprocessing of {self._name!r} makes images of {width} x {height}"
+                f" pixels of it; leave model.image.size out to use its own size"
+            )
+        hidden = self._model(**inputs, **self._options).last_hidden_state
         if hidden.ndim == 4:  # a convolutional map (n, c, h, w)
             hidden = _map_tokens(hidden, self._grid)
         elif self._grid is not None:
@@ -319,6 +334,20 @@ class TransformersText:
         )
         hidden = self._model(**tokens).last_hidden_state.half()
         return [h[m.bool()].numpy() for h, m in zip(hidden, tokens["attention_mask"], strict=True)]
+
+
+def _processor_sizes(processor: Any, size: int) -> dict[str, dict[str, int]]:
+    """The sizes with which an image processor of transformers makes squares of size x size pixels."""
+    shortest = processor.size.get("shortest_edge")
+
+    def resized(side: int) -> dict[str, int]:
+        return {"shortest_edge": side} if shortest else {"height": side, "width": side}
+
+    if not getattr(processor, "do_center_crop", False):
+        return {"size": resized(size)}
+    # The margin around the cut-out centre keeps its fraction of the image: 256 to 224 pixels, for example.
+    ratio = (shortest or processor.size.get("height")) / processor.crop_size.get("height")
+    return {"size": resized(round(size * ratio)), "crop_size": {"height": size, "width": size}}
 
 
 def _model_hash(model: torch.nn.Module, name: str) -> str:

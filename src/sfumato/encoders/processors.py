@@ -245,6 +245,34 @@ class BilinearProcessor:
         return read
 
 
+class CentreProcessor(BilinearProcessor):
+    """Images prepared as in PCME's code: the shorter side resized bilinearly, then the centre cut out.
+
+    Args:
+        size: side of the centre in pixels.
+        resized: length of the shorter side before, at least ``size``.
+    """
+
+    def __init__(self, size: int, resized: int) -> None:
+        super().__init__(size)
+        self.resized = resized
+
+    def _square(self, item: Item) -> Item:
+        """The centre of the image at its final size, in a lossless format."""
+
+        def read() -> bytes:
+            image = Image.fromarray(decode_image(item_bytes(item), None).transpose(1, 2, 0))
+            width, height = (int(self.resized * side / min(image.size)) for side in image.size)
+            left, top = (round((side - self.size) / 2) for side in (width, height))
+            buffer = io.BytesIO()
+            resized = image.resize((width, height), Image.Resampling.BILINEAR)
+            centre = resized.crop((left, top, left + self.size, top + self.size))
+            centre.save(buffer, "BMP")
+            return buffer.getvalue()
+
+        return read
+
+
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     """Learn subword tokens: lower case, without accents, split at spaces and punctuation.
 
@@ -348,6 +376,10 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> lis
     return [encoding.ids[:max_tokens] or [0] for encoding in tokenizer.encode_batch(list(texts))]
 
 
+MASK_TOKENS = ("[MASK]", "<mask>", "[UNK]", "m</w>", "<unk>")
+"""Tokens that stand for a hidden word, the first that a tokenizer has. The fourth is "m", as in PCME++'s code."""
+
+
 class TokenProcessor:
     """Texts as the ids of their subword tokens.
 
@@ -358,8 +390,7 @@ class TokenProcessor:
 
     Attributes:
         special: number of begin tokens and number of end tokens of each text.
-        mask_id: id of the token for a hidden word: the tokenizer's mask token, else its unknown token, else "m" as in
-            PCME++'s code.
+        mask_id: id of the token for a hidden word, the first of MASK_TOKENS that the tokenizer has; None without one.
         forbidden: ids that are not words.
     """
 
@@ -368,9 +399,9 @@ class TokenProcessor:
         empty = tokenizer.encode("")
         around = [i for i, present in zip(empty.ids, empty.attention_mask, strict=True) if present]
         self.special = len(around) // 2, len(around) - len(around) // 2
-        known = (tokenizer.token_to_id(token) for token in ("[MASK]", "<mask>", "[UNK]", "m</w>", "<unk>"))
-        self.mask_id = next((i for i in known if i is not None), 0)
-        self.forbidden = tuple(sorted({self.mask_id, *around}))
+        known = (tokenizer.token_to_id(token) for token in MASK_TOKENS)
+        self.mask_id = next((i for i in known if i is not None), None)
+        self.forbidden = tuple(sorted({*around} if self.mask_id is None else {self.mask_id, *around}))
 
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None

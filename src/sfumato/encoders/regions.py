@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from sfumato.data.augment import drop_tokens
+from sfumato.data.augment import drop_regions
 from sfumato.data.region_features import regions_from_bytes, regions_to_bytes
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.encoder_protocol import (
@@ -247,8 +247,8 @@ class RegionEncoder(EncoderModule):
         recurrent: whether the output is the last state of a GRU.
         variance: whether the log variance has separate layers; otherwise it uses the features of the mean.
         dropout: fraction of the features dropped while training.
-        region_dropout: rate of SizeAugment: largest fraction of the regions dropped while training, see
-            :func:`~sfumato.data.augment.drop_tokens`.
+        region_dropout: probability that a region is dropped while training, see
+            :func:`~sfumato.data.augment.drop_regions`.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class RegionEncoder(EncoderModule):
         if mask is None:
             mask = torch.ones(inputs.values.shape[:2], dtype=torch.bool, device=inputs.values.device)
         if self.training and self.region_dropout:
-            mask = drop_tokens(mask, rate=self.region_dropout)
+            mask = drop_regions(mask, rate=self.region_dropout)
         features = self.dropout(inputs.values)
         if self.mean is None:
             return TokenFeatures(features, mask)

@@ -164,7 +164,8 @@ def resampled_balanced_spearman(
         # A resample is in random order, so its consecutive parts (with wrap-around) are random sets.
         positions = (np.arange(n_sets)[:, None] * size + np.arange(size)) % len(own)
         parts.append(resample[:, positions])
-    chosen = np.concatenate(parts, axis=2).reshape(n_resamples * n_sets, -1)
+    together = np.concatenate(parts, axis=2)
+    chosen = together.reshape(n_resamples * n_sets, together.shape[2])  # With -1, no resample would have no shape.
     ground_truth = _row_ranks(multiplicity[chosen])
     return {
         name: _row_pearson(_row_ranks(np.asarray(x, float)[chosen]), ground_truth).reshape(n_resamples, n_sets).mean(1)

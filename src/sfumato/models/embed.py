@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.images import FileImage, ImageSource, Problems
-from sfumato.data.pairs import PairData
+from sfumato.data.pairs import PairData, merge_equal_texts
 from sfumato.data.region_features import REGION_ENDINGS, regions_from_bytes
 from sfumato.data.sources import DataConfig, get_source
 from sfumato.data.transforms import IMAGE_ENDINGS, check_image, decode_image
@@ -160,6 +160,8 @@ def _text(value: str) -> Item:
 def load_splits(config: DataConfig, problems: Problems) -> dict[str, PairData]:
     """The data of a recipe by split ("train", "val", "test" and any other split of the source).
 
+    Equally worded texts are merged unless the recipe keeps them separate.
+
     Args:
         config: section ``data`` of the recipe.
         problems: receives every unusable item.
@@ -170,7 +172,10 @@ def load_splits(config: DataConfig, problems: Problems) -> dict[str, PairData]:
     Raises:
         UserError: the path does not exist, or nothing in the data can be used.
     """
-    return get_source(config.source).read(config, problems)
+    splits = get_source(config.source).read(config, problems)
+    if config.equal_texts == "separate":
+        return splits
+    return {name: merge_equal_texts(split) for name, split in splits.items()}
 
 
 def file_endings(model: DualEncoder) -> frozenset[str]:
@@ -207,7 +212,8 @@ def model_digest(model: DualEncoder) -> str:
             if isinstance(value, Tokenizer):
                 digest.update(value.to_str().encode())
             elif isinstance(value, int | str):
-                digest.update(f"{key}={value}".encode())
+                # The two crops differ by a pixel at most: indices of version 0.1 stay valid.
+                digest.update(f"{key}={'crop' if value == 'crop-nearest' else value}".encode())
     return digest.hexdigest()
 
 

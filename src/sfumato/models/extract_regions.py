@@ -69,7 +69,8 @@ def write_regions(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"cannot write region features to {out}: it exists and is not an empty folder; give a new one")
     problems = Problems()
-    found = load_splits(data, problems)
+    # The layouts list the captions of every image; equal ones are merged when they are read again.
+    found = load_splits(data.model_copy(update={"equal_texts": "separate"}), problems)
     if unknown := [name for name in splits or () if name not in found] or ([] if found else ["train"]):
         raise UserError(f"the data ({data.source}) has no split {unknown[0]!r}; it has {', '.join(found) or 'none'}")
     chosen = list(dict.fromkeys(found if splits is None else splits))

@@ -1,7 +1,7 @@
 """Published probabilistic image-text models, loaded as a :class:`~sfumato.encoders.dual.DualEncoder`.
 
-Supported are the PCME++ and ProLIP models of the Hugging Face hub, and the checkpoints of the released PCME++ training
-code (the COCO models). The config.json and the names of the tensors show which of them a folder or a file holds.
+Supported are the PCME++ and ProLIP models of the Hugging Face hub, and the checkpoints of the released training
+codes of PCME++ and PCME (the COCO models). The config.json and the names of the tensors show what a path holds.
 :func:`sfumato.models.export.load_model` also loads the models that sfumato exported.
 """
 
@@ -33,8 +33,10 @@ from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.processors import CLEANINGS, BilinearProcessor, ImageFileProcessor, SpecialTokenProcessor
 from sfumato.errors import UserError, first_line
+from sfumato.models.pretrained_pcme import is_pcme, pcme_training
 from sfumato.models.pretrained_tensors import (
     ConfigSection,
+    Layout,
     Shapes,
     TextSizes,
     VisionSizes,
@@ -70,25 +72,6 @@ TokenizerFinder = Callable[[str], Callable[[], Tokenizer]]
 
 
 """Hub name of a tokenizer -> a function that loads it: the model's own if it has one, else that of the name."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A model and its published weights, which are not loaded yet.
-
-    Attributes:
-        model: the model with random weights.
-        state: the published weights by the names of the model's state dict; some are computed, in float64.
-        logit_scale, logit_bias: match probability = sigmoid(logit_bias - logit_scale * distance); nan for tensors on
-            the meta device.
-        distance: name in DISTANCES.
-    """
-
-    model: DualEncoder
-    state: dict[str, Tensor]
-    logit_scale: float
-    logit_bias: float
-    distance: str = "csd"
 
 
 def pcmepp_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: TokenizerFinder, where: str) -> Layout:
@@ -147,6 +130,9 @@ def pcmepp_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
 def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: TokenizerFinder, where: str) -> Layout:
     """The hub layout of ProLIP: an [UNC] token on each side, as in its training.
 
+    Images are prepared as open_clip does, with which the models were trained and scored. The example of the model card
+    uses the CLIP processor of transformers, whose crop may lie one pixel away.
+
     Args:
         config: content of config.json.
         tensors: content of model.safetensors; 311 tensors in the released ViT-B/16 model.
@@ -196,7 +182,7 @@ def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
     )
     model = DualEncoder(
         Tower(
-            ImageFileProcessor(vision.size, fit="crop"),
+            ImageFileProcessor(vision.size, fit="crop-nearest"),
             image_encoder,
             GaussianHead(vision.width, dim, HeadOptions(pooling="first")),
         ),
@@ -439,14 +425,15 @@ def load_pretrained(
     device: torch.device | str = "cpu",
     average: bool = True,
 ) -> PretrainedModel:
-    """Load a published PCME++ or ProLIP model.
+    """Load a published PCME++, ProLIP or PCME model.
 
     Its tokenizer is loaded when the first text is embedded: images can be embedded without it.
 
     Args:
         name_or_folder: a name on the Hugging Face hub (``SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps``), a local
             folder with its config.json and model.safetensors, or a file of the PCME++ training code (.ckpt, .pt, .pth
-            or .safetensors; a Lightning checkpoint or a bare state dict).
+            or .safetensors; a Lightning checkpoint or a bare state dict) or of the PCME code (``pcme_coco.pth``, see
+            :func:`~sfumato.models.pretrained_pcme.pcme_training`).
         tokenizer: replaces the model's own, which is the tokenizer.json beside its weights, else that of the hub.
         device: device of the model.
         average: load the averaged weights (SWA) of a training checkpoint that has them. The released evaluation uses
@@ -455,17 +442,19 @@ def load_pretrained(
     Returns:
         The model with its logits. ProLIP's logit ``scale * (mean.mean - total variances / 2) + bias`` is expressed by
         csd, which for unit means is ``2 - 2 mean.mean + total variances``: logit_scale = scale / 2, logit_bias = bias +
-        scale. A deterministic baseline has no logits of a distance; they are 1 and 0.
+        scale. A deterministic baseline has no logits of a distance, and PCME's are those of samples; they are 1 and 0.
 
     Raises:
         UserError: there is no such file or model, the hub cannot be reached, the file would run code, the model is of
             another kind, or tensors are missing, left over or of the wrong shape (the message names the first ones).
 
-    Source: https://github.com/naver-ai/pcmepp and https://github.com/naver-ai/prolip.
+    Source: https://github.com/naver-ai/pcmepp, https://github.com/naver-ai/prolip, https://github.com/naver-ai/pcme.
     """
     path, name = Path(name_or_folder), str(name_or_folder)
-    if path.is_file():
-        options, tensors, what = _training_file(path, average)
+    if path.is_file() and is_pcme(content := read_checkpoint(path)):
+        layout, what = pcme_training(content, tokenizer, name)
+    elif path.is_file():
+        options, tensors, what = _training_file(path, content, average)
         layout = pcmepp_training(options, tensors, _finder(tokenizer, path.parent), name)
     else:
         folder = path if path.is_dir() else download(name)
@@ -549,14 +538,8 @@ def _recognise(
 _PART = re.compile(r"(?:module\.|_orig_mod\.)*(swa_)?(img_enc|txt_enc|criterion)\.(?:module\.|_orig_mod\.)*(.+)")
 
 
-def _training_file(path: Path, average: bool) -> tuple[dict[str, Any], dict[str, Any], str]:
+def _training_file(path: Path, content: dict[str, Any], average: bool) -> tuple[dict[str, Any], dict[str, Any], str]:
     """(settings of the run, tensors by the names of the training code, a description)."""
-    content = read_checkpoint(path)
-    if "word2idx" in content or any(str(key).startswith("img_enc.cnn.") for key in content):
-        raise UserError(
-            f"{path}: a model of the original PCME (2021), whose encoders sfumato does not have; read_checkpoint()"
-            " reads its tensors and settings"
-        )
     state = content.get("state_dict", content)
     last: dict[str, Any] = {}
     averaged: dict[str, Any] = {}

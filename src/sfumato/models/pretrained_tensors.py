@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
 from sfumato.encoders.clip_transformers import ClipImageEncoder, ClipTextEncoder
+from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
 
 
@@ -556,3 +557,22 @@ def _whole(value: Any, name: str) -> int:
 def _check_heads(width: int, heads: int, name: str) -> None:
     if not heads or width % heads:
         raise UserError(f"{name}: width {width} cannot be divided among {heads} heads")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model and its published weights, which are not loaded yet.
+
+    Attributes:
+        model: the model with random weights.
+        state: the published weights by the names of the model's state dict; some are computed, in float64.
+        logit_scale, logit_bias: match probability = sigmoid(logit_bias - logit_scale * distance); nan for tensors on
+            the meta device.
+        distance: name in DISTANCES.
+    """
+
+    model: DualEncoder
+    state: dict[str, Tensor]
+    logit_scale: float
+    logit_bias: float
+    distance: str = "csd"

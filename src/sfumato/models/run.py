@@ -213,7 +213,7 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
         raise UserError(
             f"{folder} is not a run folder (no {RECIPE} in it); make one with `sfumato train RECIPE --out {folder}`"
         )
-    recipe = load_recipe(folder / RECIPE)
+    recipe = load_recipe(folder / RECIPE, saved=True)
     if not (folder / MODEL).is_file():
         raise UserError(
             f"{folder} has no weights. Its training has not finished an epoch, or the folder was copied incompletely"

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from sfumato.data.augment import MixPlan, augment_token_ids, plan_mixing, smooth_match
-from sfumato.data.pairs import PairBatch, PairSampler
+from sfumato.data.pairs import EqualTexts, PairBatch, PairSampler, normal_wording
 from sfumato.data.shards import ShardBatch, ShardStream
 from sfumato.data.transforms import augment, crop_and_mirror, erase_rectangles
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.features import Inputs, Store
-from sfumato.encoders.processors import ImageFileStore, TokenProcessor
+from sfumato.encoders.processors import MASK_TOKENS, ImageFileStore, TokenProcessor
 from sfumato.errors import UserError
 from sfumato.models.process_group import ProcessGroup
 from sfumato.models.recipe import AugmentConfig, Recipe
@@ -74,6 +74,11 @@ class Augmentation:
         processor = model.text.processor
         changes = [key for key in ("text_tokens", "drop_words") if getattr(self.config, key)]
         self.words = processor if isinstance(processor, TokenProcessor) and changes else None
+        if self.words is not None and self.config.text_tokens and self.words.mask_id is None:
+            raise UserError(
+                "augment.text_tokens masks words, but the tokenizer has none of the tokens"
+                f" {', '.join(MASK_TOKENS)}; set it to 0, or give a tokenizer with one of them"
+            )
         if self.words is not None and self.words.tokenizer.padding is not None:
             raise UserError(
                 f"augment.{changes[0]} cannot be used with texts padded to one length for an encoder that reads the"
@@ -169,6 +174,7 @@ class Augmentation:
                 n,
                 size=size,
                 generator=torch.Generator().manual_seed(epoch_seed(self.seed, epoch, 2, step, rank)),
+                choice_generator=torch.Generator().manual_seed(epoch_seed(self.seed, epoch, 2, step, 0)),
                 fraction=self.config.mixed_share,
                 mixup_alpha=self.config.mixup_alpha,
                 cutmix_alpha=self.config.cutmix_alpha,
@@ -251,12 +257,20 @@ class ShardBatches:
         model: its processors turn samples into inputs.
         augmentation: the random changes.
         process_group: the processes of the run.
+        equal_texts: "merged": texts are equal whatever their case and white space; "separate": byte by byte.
     """
 
     def __init__(
-        self, stream: ShardStream, model: DualEncoder, augmentation: Augmentation, process_group: ProcessGroup
+        self,
+        stream: ShardStream,
+        model: DualEncoder,
+        augmentation: Augmentation,
+        process_group: ProcessGroup,
+        *,
+        equal_texts: EqualTexts = "merged",
     ) -> None:
         self.stream, self.model, self.augmentation, self.process_group = stream, model, augmentation, process_group
+        self.wording = normal_wording if equal_texts == "merged" else str
 
     def __len__(self) -> int:
         return len(self.stream)
@@ -276,9 +290,8 @@ class ShardBatches:
         words, _ = self.model.text.processor.read([partial(str, text) for text in batch.texts])
         images = self.augmentation.images(pictures, np.arange(len(kept)), generator)
         texts = self.augmentation.texts(words.batch(kept), generator)
-        keys = torch.stack(
-            [_digests([batch.images[i] for i in kept]), _digests([batch.texts[i].encode() for i in kept])], 1
-        )
+        contents = [batch.images[i] for i in kept], [self.wording(batch.texts[i]).encode() for i in kept]
+        keys = torch.stack([_digests(side) for side in contents], 1)
         height, width = images.values.shape[-2:]
 
         def labels(process_group: ProcessGroup) -> tuple[Tensor, Tensor]:

@@ -56,10 +56,12 @@ def claim_folder(folder: Path, recipe: Recipe) -> None:
         if any(path.name != LOCK for path in folder.iterdir()):
             raise UserError(f"{folder} is not empty and holds no run; give an empty or new folder with --out")
     elif started:
-        if load_recipe(folder / RECIPE) != recipe:
+        if (saved := load_recipe(folder / RECIPE, saved=True)) != recipe:
+            same = saved.model_copy(update={"data": saved.data.model_copy(update={"equal_texts": "merged"})}) == recipe
             raise UserError(
                 f"{folder} holds a run of another recipe (see {folder / RECIPE}); give another folder with --out,"
                 " or delete that one"
+                + (". It keeps equal texts separate: data.equal_texts=separate continues it" if same else "")
             )
         return
     for name in (TOKENIZER, ENCODERS, NOISE):
@@ -186,7 +188,7 @@ def training_batches(
     augmentation = Augmentation(recipe, model, process_group)
     if recipe.data.source == "shards":
         stream = _stream(recipe, problems, process_group)
-        return ShardBatches(stream, model, augmentation, process_group)
+        return ShardBatches(stream, model, augmentation, process_group, equal_texts=recipe.data.equal_texts)
     if "train" not in splits:
         raise UserError(f"the data has no split 'train'; it has {', '.join(splits)}")
     train = prepare_split(model, splits["train"], problems, "train", process_group)

@@ -1,0 +1,207 @@
+"""The released checkpoints of PCME (2021), ``pcme_coco.pth`` and ``pcme_cutmix_coco.pth``: names, words, images."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+from torch import Tensor
+
+from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
+from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.gru import WordEncoder
+from sfumato.encoders.heads import GaussianHead, HeadOptions
+from sfumato.encoders.processors import CentreProcessor, TokenProcessor
+from sfumato.encoders.resnet import ResNetEncoder, resnet_encoder
+from sfumato.errors import UserError
+from sfumato.models.pretrained_tensors import Layout, below, check_tensors, number_of, prefixed
+
+IMAGE_SIZE, RESIZED = 224, 256
+"""Side of PCME's images in pixels, and length of the shorter side from which their centre is cut."""
+
+_MAX_WORDS = 512
+
+_SPECIAL = ("<start>", "<end>", "<unk>")
+
+
+def is_pcme(content: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint is one of the PCME code.
+
+    Args:
+        content: content of the file.
+
+    Returns:
+        True if it has PCME's words, or tensors of its image network.
+    """
+    return "word2idx" in content or any(str(key).startswith("img_enc.cnn.") for key in content)
+
+
+def pcme_training(content: Mapping[str, Any], tokenizer: Tokenizer | None, where: str) -> tuple[Layout, str]:
+    """A checkpoint of the PCME code: residual network, words and two-way GRU, local attention.
+
+    The code samples with deviations exp(l), l being what its heads return: the log variance is 2 l. Both directions of
+    a GRU are read at the last word. Images are prepared as in that code's evaluation, and words are split as by the
+    Penn Treebank, except that sentences are not looked for: every word that ends in a period loses it, unless it is a
+    letter or an abbreviation with periods inside.
+
+    Args:
+        content: of the file, with "model", "criterion" and "word2idx".
+        tokenizer: replaces the words of the checkpoint.
+        where: name of the model for errors.
+
+    Returns:
+        The model and its weights, and a description with the learnt a and b. The layout's distance is squared_l2, which
+        ranks as the released evaluation does on average over its samples, with logits 1 and 0: the released logits,
+        b - a times the distance of two samples, belong to no closed-form distance. They are those of
+        ``match_probability(x, y, logit_scale=2 * a, logit_bias=2 * b)``, because the code's sigmoid is sigmoid(2 x).
+
+    Raises:
+        UserError: the checkpoint is incomplete, or tensors are missing, left over or of the wrong shape.
+
+    Source: https://github.com/naver-ai/pcme.
+    """
+    tensors, words, logits = (content.get(key) for key in ("model", "word2idx", "criterion"))
+    if not all(isinstance(part, Mapping) for part in (tensors, words, logits)):
+        raise UserError(
+            f"{where}: a checkpoint of PCME needs model, word2idx and criterion; it has {', '.join(map(str, content))}."
+            " A bare state dict has no words: give the released file"
+        )
+    assert tensors is not None and words is not None and logits is not None
+    for anchor in ("img_enc.cnn.conv1.weight", "img_enc.fc.weight", "txt_enc.embed.weight"):
+        if not isinstance(tensors.get(anchor), Tensor):
+            raise UserError(f"{where}: {anchor!r} is missing; not a complete model of the PCME code")
+    check_tensors(logits, {"negative_scale": (1,), "shift": (1,)}, f"{where}: criterion")
+    dim, (count, width) = len(tensors["img_enc.fc.weight"]), tensors["txt_enc.embed.weight"].shape
+    if len(words) != count:
+        raise UserError(f"{where}: {len(words)} words in word2idx for {count} word vectors; is the file complete?")
+    network = _network(tensors, where)
+    text = WordEncoder(count, width, dim // 2, bidirectional=True, states="all")
+    heads = {
+        "image": GaussianHead(network.channels, dim, HeadOptions(pooling="average", local_attention=True)),
+        "text": GaussianHead(dim, dim, HeadOptions(pooling="last", local_attention=True), local_channels=width),
+    }
+    words_of = TokenProcessor(tokenizer or treebank_tokenizer(words, where), _MAX_WORDS)
+    model = DualEncoder(
+        Tower(CentreProcessor(IMAGE_SIZE, RESIZED), network, heads["image"]), Tower(words_of, text, heads["text"])
+    )
+    names = {ours: _released_name(ours) for ours in model.state_dict()}
+    expected = {names[ours]: tuple(value.shape) for ours, value in model.state_dict().items() if names[ours]}
+    check_tensors(tensors, expected, where)
+    state = {ours: tensors[released] for ours, released in names.items() if released}
+    state |= {ours: 2 * value for ours, value in state.items() if re.search(r"head\.log_var(_local)?\.linear", ours)}
+    # The states of the released GRU pass no linear map, and a log variance is twice the logarithm of a deviation.
+    for branch, factor in (("mean", 1.0), ("log_var", 2.0)):
+        state |= prefixed(f"text.head.{branch}.linear.", {"weight": factor * torch.eye(dim), "bias": torch.zeros(dim)})
+    a, b = (number_of(logits[name]) for name in ("negative_scale", "shift"))
+    return Layout(model, state, 1.0, 0.0, "squared_l2"), f"PCME training, a = {a:.4g} and b = {b:.4g} of samples"
+
+
+def _network(tensors: Mapping[str, Any], where: str) -> ResNetEncoder:
+    """A residual network of the sizes of the released one, with random weights."""
+    cnn = below("img_enc.cnn.", tensors)
+    stages = 1 + max((int(key[5]) for key in cnn if re.match(r"layer\d\.", key)), default=0)
+    depths, channels = [], []
+    kind = "bottleneck" if "layer1.0.conv3.weight" in cnn else "basic"
+    for stage in range(1, stages):
+        blocks = {int(key.split(".")[1]) for key in cnn if key.startswith(f"layer{stage}.")}
+        last = cnn.get(f"layer{stage}.0.conv{3 if kind == 'bottleneck' else 2}.weight")
+        if not blocks or not isinstance(last, Tensor):
+            raise UserError(f"{where}: 'img_enc.cnn.layer{stage}.0' is incomplete; not a residual network")
+        depths.append(len(blocks))
+        channels.append(len(last))
+    if not depths:
+        raise UserError(f"{where}: 'img_enc.cnn.layer1' is missing; not a residual network")
+    sizes = {"embedding_size": len(cnn["conv1.weight"]), "hidden_sizes": channels, "depths": depths}
+    pixels = {"pixel_mean": IMAGENET_MEAN, "pixel_std": IMAGENET_STD}
+    return resnet_encoder(description=pixels | {"backbone": sizes | {"layer_type": kind}})
+
+
+_RENAMED = (
+    (r"image\.encoder\.network\.embedder\.embedder\.convolution", "img_enc.cnn.conv1"),
+    (r"image\.encoder\.network\.embedder\.embedder\.normalization", "img_enc.cnn.bn1"),
+    (r"text\.encoder\.words", "txt_enc.embed"),
+    (r"text\.encoder\.mean_gru", "txt_enc.rnn"),
+    (r"text\.encoder\.variance_gru", "txt_enc.uncertain_net.rnn"),
+    (r"image\.head\.mean\.linear", "img_enc.fc"),
+    (r"image\.head\.log_var\.linear", "img_enc.uncertain_net.fc2"),
+    (r"text\.head\.(mean|log_var)\.linear", ""),
+    (r"(image|text)\.head\.local_norm", "{0}.pie_net.layer_norm"),
+    (r"(image|text)\.head\.local\.linear", "{0}.pie_net.fc"),
+    (r"(image|text)\.head\.local\.attention\.(0|2)", "{0}.pie_net.attention.w_{1}"),
+    (r"(image|text)\.head\.log_var_local\.linear", "{0}.uncertain_net.fc"),
+    (r"(image|text)\.head\.log_var_local\.attention\.(0|2)", "{0}.uncertain_net.attention.w_{1}"),
+)
+
+_TOWERS, _ATTENTION = {"image": "img_enc", "text": "txt_enc"}, {"0": "1", "2": "2"}
+
+_BLOCK = re.compile(
+    r"image\.encoder\.network\.encoder\.stages\.(\d+)\.layers\.(\d+)\.(?:layer\.(\d+)|shortcut)"
+    r"\.(convolution|normalization)\.(\w+)"
+)
+
+
+def _released_name(ours: str) -> str:
+    """The released name of a tensor; "" for a map that the released model does not have."""
+    if block := _BLOCK.fullmatch(ours):
+        stage, layer, number, kind, last = block.groups()
+        part = f"{'conv' if kind == 'convolution' else 'bn'}{int(number) + 1}" if number else "downsample."
+        part += "" if number else "0" if kind == "convolution" else "1"
+        return f"img_enc.cnn.layer{int(stage) + 1}.{layer}.{part}.{last}"
+    for pattern, released in _RENAMED:
+        if found := re.fullmatch(rf"{pattern}\.(\w+)", ours):
+            *groups, last = (_TOWERS.get(group, _ATTENTION.get(group, group)) for group in found.groups())
+            return f"{released.format(*groups)}.{last}" if released else ""
+    raise ValueError(f"_released_name: no released name for {ours!r}")
+
+
+def treebank_tokenizer(words: Mapping[str, int], where: str) -> Tokenizer:
+    """A tokenizer of whole words: lower case, punctuation and contractions split as by the Penn Treebank.
+
+    Args:
+        words: word -> id, with "<start>", "<end>" and "<unk>"; a text begins and ends with the first two.
+        where: name of the model for errors.
+
+    Returns:
+        The tokenizer; unknown words have the id of "<unk>".
+
+    Raises:
+        UserError: a special word is missing.
+
+    Example:
+        >>> known = {word: i for i, word in enumerate(["<unk>", "<start>", "<end>", "it", "'s", "red", "."])}
+        >>> treebank_tokenizer(known, "here").encode("It's red.").tokens
+        ['<start>', 'it', "'s", 'red', '.', '<end>']
+    """
+    missing = [word for word in _SPECIAL if word not in words]
+    if missing:
+        raise UserError(f"{where}: word2idx has no {missing[0]!r}; expected {', '.join(_SPECIAL)} among its words")
+    tokenizer = Tokenizer(models.WordLevel(dict(words), unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence(
+        [
+            normalizers.Lowercase(),
+            normalizers.Replace(Regex(r'^"'), "``"),
+            normalizers.Replace(Regex(r'(?<=[\s(\[{<])"'), "``"),
+            normalizers.Replace('"', "''"),
+        ]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.WhitespaceSplit(),
+            *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS),
+        ]
+    )
+    ends = [(word, words[word]) for word in _SPECIAL[:2]]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<start> $A <end>", special_tokens=ends)
+    tokenizer.enable_truncation(_MAX_WORDS)
+    return tokenizer
+
+
+# Within words without white space. The last two split contractions: at their ends, and words that hide two.
+_SPLITS = (
+    r"\.{2,}|--|``|''|[;@#$%&?!*()\[\]{}<>]",
+    r"[:,](?!\d)",
+    r"(?<!^\w)(?<!\.\w)(?<!\.)\.$",
+    r"(?:n't|'(?:ll|re|ve|s|m|d)|(?<=[^'])')$",
+    r"^(?:can(?=not$)|gon(?=na$)|wan(?=na$)|got(?=ta$)|gim(?=me$)|lem(?=me$)|'t(?=(?:is|was)$))",
+)

@@ -1,0 +1,157 @@
+"""CUB Captions on a tiny folder of its shape: splits against set arithmetic, labels against loops over classes."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sfumato.data.cub import CubOptions, read_cub
+from sfumato.data.images import Problems
+from sfumato.data.pairs import PairSampler
+from sfumato.errors import UserError
+from sfumato.evaluation.benchmark_ground_truths import cub_captions
+from sfumato.models.embed import load_splits
+from sfumato.models.recipe import find_recipe, load_recipe
+
+BIRDS = [f"{k:03d}.Bird_{letter}" for k, letter in enumerate("abcdef", 1)]
+LISTS = {
+    "trainvalclasses": [3, 0, 1, 2],
+    "testclasses": [5, 4],
+    **{f"trainclasses{k}": [c for c in range(4) if c != k] for k in (1, 2, 3)},
+    **{f"valclasses{k}": [k] for k in (1, 2, 3)},
+}
+SEEN = ["001.Bird_a/a1.jpg", "003.Bird_c/c0.jpg", "006.Bird_f/f2.jpg"]
+
+
+@pytest.fixture
+def cub(tmp_path):
+    """Six birds with three images of two or three captions each, in images and text_c10, and the lists."""
+    for c, bird in enumerate(BIRDS):
+        for folder in ("images", "text_c10"):
+            (tmp_path / folder / bird).mkdir(parents=True)
+        for k in range(3):
+            name = f"{bird[-1]}{k}"
+            Image.new("RGB", (20, 16), (40 * c, 80 * k, 100)).save(tmp_path / "images" / bird / f"{name}.jpg")
+            lines = [f"bird {bird[-1]} number {k}", "this bird has wings", *([f"the {k} of {c}"] if k else [])]
+            (tmp_path / "text_c10" / bird / f"{name}.txt").write_text("\n".join(lines) + "\n\n")
+            (tmp_path / "text_c10" / bird / f"{name}.t7").write_bytes(b"other files are ignored")
+    (tmp_path / "splits").mkdir()
+    for name, classes in LISTS.items():
+        (tmp_path / "splits" / f"{name}.txt").write_text("".join(f"{BIRDS[c]}\n" for c in classes))
+    (tmp_path / "splits" / "seen_test_images.txt").write_text("\n".join(SEEN))
+    return tmp_path
+
+
+def read(folder, **options):
+    problems = Problems()
+    splits = read_cub(folder, problems, CubOptions(**options))
+    assert not len(problems)
+    return splits
+
+
+def images_of(classes):
+    return {f"{BIRDS[c]}/{BIRDS[c][-1]}{k}.jpg" for c in classes for k in range(3)}
+
+
+@pytest.mark.parametrize("fold", [0, 1, 2, 3])
+def test_splits_are_those_of_the_benchmark(cub, fold):
+    splits = read(cub, fold=fold)
+    train = LISTS["trainvalclasses" if fold == 0 else f"trainclasses{fold}"]
+    expected = {"train": images_of(train) - set(SEEN), "test": images_of([4, 5])}
+    expected["seen"] = images_of(train) & set(SEEN)
+    if fold:
+        expected["val"] = images_of([fold])
+    assert {name: set(data.image_ids) for name, data in splits.items()} == expected
+
+
+@pytest.mark.parametrize("split", ["train", "test", "seen"])
+def test_images_and_captions_of_a_class_match(cub, split):
+    data = read(cub)[split]
+    match = data.match(np.arange(len(data.image_ids)), np.arange(len(data.text_ids)))
+    for i, image in enumerate(data.image_ids):
+        for t, text in enumerate(data.text_ids):
+            assert match[i, t] == (image.split("/")[0] == text.split("/")[0])
+    same = [[a.split("/")[0] == b.split("/")[0] for b in data.image_ids] for a in data.image_ids]
+    assert ((data.groups[:, None] == data.groups) == same).all()
+
+
+def test_the_unseen_split_is_the_ground_truth_of_the_benchmark(cub):
+    data = read(cub)["test"]
+    truth = cub_captions(cub / "text_c10", classes=cub / "splits" / "testclasses.txt")
+    assert (data.image_ids, data.text_ids) == (truth.image_ids, truth.text_ids)
+    ours = data.relevance()
+    assert ours.indices.tolist() == truth.i2t.indices.tolist() and ours.indptr.tolist() == truth.i2t.indptr.tolist()
+
+
+def test_own_pairs_are_for_training_only_and_a_batch_has_one_of_each_class(cub):
+    splits = read(cub, train_pairs="own")
+    train = splits["train"]
+    assert all(train.text_ids[t].startswith(f"{train.image_ids[i]}#") for i, t in train.pairs)
+    assert len(train.pairs) == len(train.text_ids)
+    assert splits["test"].pairs.tolist() == read(cub)["test"].pairs.tolist()
+    sampler = PairSampler(train, 150, 0, epoch_over="groups", positives="sampled")
+    batches = [batch for epoch in range(20) for batch in sampler.batches(epoch)]
+    assert len(sampler) == len(train.text_ids) // 4 == len(batches) / 20
+    for batch in batches:
+        assert sorted(train.groups[batch.image_index]) == sorted(set(train.groups.tolist()))
+        assert (batch.match == np.eye(4)).all()
+    assert {i for batch in batches for i in batch.image_index.tolist()} == set(range(len(train.image_ids)))
+    smaller = PairSampler(train, 3, 0, epoch_over="groups", positives="sampled")
+    assert all(len(set(train.groups[batch.image_index].tolist())) == 3 for batch in smaller.batches(0))
+    assert len({tuple(sorted(train.groups[b.image_index])) for b in smaller.batches(0)}) > 1
+
+
+def test_pairs_of_a_class_in_a_batch_match_in_both_ways_to_list_them(cub):
+    for options, positives in (({"train_pairs": "own"}, "sampled"), ({}, "listed")):
+        train = read(cub, **options)["train"]
+        for batch in PairSampler(train, 6, 0, epoch_over="images", positives=positives).batches(0):
+            of_image = np.array([train.image_ids[i].split("/")[0] for i in batch.image_index])
+            of_text = np.array([train.text_ids[t].split("/")[0] for t in batch.text_index])
+            assert (batch.match == (of_image[:, None] == of_text)).all()
+
+
+def test_chosen_classes_are_divided_by_a_hash_of_their_images(cub):
+    splits = read_cub(cub, Problems(), CubOptions(classes=(BIRDS[5], BIRDS[0])), val_fraction=0.3, test_fraction=0.3)
+    assert set().union(*(data.image_ids for data in splits.values())) == images_of([0, 5])
+    assert set(splits) <= {"train", "val", "test"} and len(splits) > 1
+    again = read_cub(cub, Problems(), CubOptions(classes=(BIRDS[0],)), val_fraction=0.3, test_fraction=0.3)
+    for name, data in again.items():
+        assert set(data.image_ids) == set(splits[name].image_ids) & images_of([0])
+
+
+def test_what_is_missing_is_said(cub):
+    with pytest.raises(UserError, match=r"there is no folder .*text_c11"):
+        read(cub, captions="text_c11")
+    with pytest.raises(UserError, match=r"cannot read the list .*nowhere.*data.options.lists"):
+        read(cub, lists="nowhere")
+    with pytest.raises(UserError, match=r"there is no class 009.Owl"):
+        read(cub, classes=("009.Owl",))
+    (cub / "text_c10" / BIRDS[1] / "b0.txt").unlink()
+    (cub / "text_c10" / BIRDS[1] / "b1.txt").write_text(" \n")
+    problems = Problems()
+    assert "002.Bird_b/b2.jpg" in read_cub(cub, problems)["train"].image_ids
+    assert [item.reason.rpartition("b")[2][:1] for item in problems.items] == ["0", "1"]
+
+
+def test_the_recipe_trains_evaluates_and_draws_nine_classes_in_two_dimensions(cub, tmp_path, sfumato):
+    """With a small image network and learnt words: the source, the batches, both test splits, and the study."""
+    small = [
+        f"data.path={cub}", "model.image.weights=", "model.image.depths=[1,1]", "model.image.width=4",
+        "model.image.size=32", "model.text.vectors=", "model.text.hidden=8", "train.epochs=2",
+        "optim.first_stage_epochs=0", "model.dim=6", "train.threads=1",
+    ]  # fmt: skip
+    status, _, err = sfumato("train", "cub-pcme", *small, "--out", tmp_path / "run")
+    assert status == 0, err
+    for split in ("test", "seen"):
+        status, out, err = sfumato("evaluate", tmp_path / "run", "--split", split, "--json")
+        assert status == 0 and 0 <= json.loads(out)["i2t"]["r_precision"] <= 1, err
+    chosen = json.dumps(BIRDS[:3])
+    flat = [*small, "model.dim=2", "model.local_attention=false", f"data.options.classes={chosen}"]
+    status, _, err = sfumato("train", "cub-pcme", *flat, "data.val_fraction=0.3", "--out", tmp_path / "flat")
+    assert status == 0, err
+    study = ("analyse", tmp_path / "flat", "--split", "train", "--only", "map", "--out", tmp_path / "map")
+    status, _, err = sfumato(*study)
+    assert status == 0 and (tmp_path / "map" / "map.json").is_file(), err
+    splits = load_splits(load_recipe(find_recipe("cub-pcme"), flat).data, Problems())
+    assert {image.split("/")[0] for data in splits.values() for image in data.image_ids} == set(BIRDS[:3])
