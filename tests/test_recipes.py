@@ -243,6 +243,7 @@ N, D = 128, 1024  # Batch and dimensions of the published runs.
     ("name", "factor", "weights"),
     [
         ("coco-pcme", 1 / N**2, {"beta": 1e-5 * D / N}),
+        ("cub-pcme", 1 / 150**2, {"beta": 1e-3 * 512 / 150, "uniformity_weight": 10 / 150**2}),
         ("coco-pcme-b32", 1 / N**2, {"beta": 1e-4 / N**2}),
         ("coco-triplet-b32", 2 / N, {"margin": 2 * 0.2}),
         ("coco-triplet-b32 loss.name=daa data.graded=true loss.asp_weight=0.390625", 2 / N, {"asp_weight": 25 * 2 / N}),
