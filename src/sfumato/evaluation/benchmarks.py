@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sfumato.direction import Direction
-from sfumato.distances import get_distance
+from sfumato.distances import Distance, get_distance
 from sfumato.evaluation.benchmark_ground_truths import coco_image_id
 from sfumato.evaluation.ground_truth import RECALLS, GroundTruth
 from sfumato.evaluation.protocols import Ranker
@@ -436,7 +436,7 @@ def evaluate_benchmarks(
     text_ids: Sequence[str],
     ground_truths: Iterable[GroundTruth],
     *,
-    distance: str = "csd",
+    distance: str | Distance = "csd",
     rank: Ranker | None = None,
     progress: Callable[[int], None] | None = None,
     memory_mb: float = 64.0,
@@ -450,7 +450,7 @@ def evaluate_benchmarks(
             file names are read as its image numbers.
         text_ids: m distinct ids.
         ground_truths: with distinct names.
-        distance: name in DISTANCES to rank by.
+        distance: to rank by: a name in DISTANCES, or a distance with images as its first argument.
         rank: the ranking function, such as a search over several processes; it is called for every gallery. None ranks
             in this process, by distances that are computed once per direction.
         progress: called with the number of queries just ranked, n + m in all; not called if rank is given.
@@ -583,7 +583,7 @@ def rank_ground_truths(
     text_ids: Sequence[str],
     ground_truths: Iterable[GroundTruth],
     *,
-    distance: str = "csd",
+    distance: str | Distance = "csd",
     rank: Ranker | None = None,
     progress: Callable[[int], None] | None = None,
     memory_mb: float = 64.0,

@@ -25,6 +25,7 @@ from sfumato.evaluation.benchmarks import (
 )
 from sfumato.evaluation.ground_truth import GroundTruth
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
+from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import RANK_METRICS, UNLISTED, Better, ranks_from_lists
 from sfumato.search.exact import closest_candidates
@@ -210,7 +211,7 @@ class SimilarityMatrix:
 
 @torch.no_grad()
 def rank_ground_truths_by(
-    score: str,
+    score: str | Distance,
     images: GaussianEmbedding,
     texts: GaussianEmbedding,
     image_ids: Sequence[str],
@@ -220,7 +221,7 @@ def rank_ground_truths_by(
     """Rank by any score; see :func:`~sfumato.evaluation.benchmarks.rank_ground_truths`.
 
     Args:
-        score: a name in SCORES.
+        score: a name in SCORES, nearest_of_K, or a distance with images as its first argument.
         images: (n, d) embeddings.
         texts: (m, d) embeddings.
         image_ids: n distinct ids.
@@ -233,13 +234,17 @@ def rank_ground_truths_by(
     Raises:
         ValueError: the score is unknown, or ids and ground truths do not fit.
     """
-    if score in get_args(Similarity):
+    if isinstance(score, str) and score in get_args(Similarity):
         matrix = SimilarityMatrix(images, texts, "cosine" if score == "cosine" else "dot")
         better: Better = "larger"
         return rank_ground_truths_by_scores(matrix, image_ids, text_ids, ground_truths, better=better)
-    if score not in SCORES:
-        raise ValueError(f"unknown score {score!r}; known: {', '.join(SCORES)}")
-    return rank_ground_truths(images, texts, image_ids, text_ids, ground_truths, distance=get_distance(score).name)
+    if score == MATCH_PROBABILITY:
+        raise ValueError(f"the score {score} needs match logits; give match_probability_distance(scale, bias)")
+    try:
+        distance = get_distance(score)
+    except ValueError as error:
+        raise ValueError(f"unknown score {score!r}; known: {', '.join(SCORES)}, nearest_of_K") from error
+    return rank_ground_truths(images, texts, image_ids, text_ids, ground_truths, distance=distance)
 
 
 @dataclass(frozen=True, eq=False)
