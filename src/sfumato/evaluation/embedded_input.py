@@ -11,8 +11,10 @@ import torch
 from sfumato.data.embedding_files import read_embeddings, read_ids
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmark_ground_truths import (
+    CUB_SPLITS,
     coco_image_id,
     cub_captions,
+    cub_split,
     eccv_caption,
     emoji,
     flickr8k,
@@ -79,6 +81,7 @@ def read_ground_truths(
     ground_truth: Path | None = None,
     annotations: Path | None = None,
     instances: Sequence[Path] = (),
+    classes: Path | None = None,
     split: str = "test",
     metrics: Sequence[str] = (),
 ) -> tuple[GroundTruth, ...]:
@@ -91,27 +94,28 @@ def read_ground_truths(
             eccv_caption, which add CxC and ECCV Caption; by default the folder of the installed package. For flickr30k
             and flickr8k: their dataset_*.json. For cub: the folder of captions.
         instances: only for coco: instances_*.json, which add PMRP.
-        split: of a dataset_*.json, or of emoji.
+        classes: only for cub: the folder of its lists of classes, from which split chooses
+            (:func:`~sfumato.evaluation.benchmark_ground_truths.cub_split`), or a file of class names.
+        split: of a dataset_*.json, of emoji, or of cub.
         metrics: to report instead of those of each ground truth.
 
     Returns:
         The ground truths, with distinct names.
 
     Raises:
-        UserError: neither or both of benchmark and ground_truth are given, the benchmark is unknown, annotations are
-            missing, or a file cannot be read.
+        UserError: neither or both of benchmark and ground_truth are given, the benchmark is unknown, annotations or
+            classes are missing, the benchmark has no such split, or a file cannot be read.
         ValueError: a metric is unknown.
     """
     if (benchmark is None) == (ground_truth is None):
         raise UserError(f"name the ground truth: either --truth FILE or --benchmark NAME ({', '.join(BENCHMARKS)})")
+    for option, of, given in (("--instances", "coco", instances), ("--classes", "cub", classes)):
+        if given and benchmark != of:
+            raise UserError(f"{option} belongs to --benchmark {of}; leave it out")
     if ground_truth is not None:
         found = [read_ground_truth(ground_truth)]
     elif benchmark == "coco":
-        from_file = annotations is not None and annotations.is_file()
-        by_name = read_coco(annotations, split=split) if annotations and from_file else eccv_caption(annotations)
-        if instances:
-            by_name |= pmrp(list(instances), by_name["coco_5k"])
-        found = list(by_name.values())
+        found = _read_coco(annotations, instances, split)
     elif benchmark == "emoji":
         found = [emoji(split)]
     elif benchmark in ("flickr30k", "flickr8k", "cub"):
@@ -119,14 +123,41 @@ def read_ground_truths(
             wanted = "the folder of captions" if benchmark == "cub" else f"dataset_{benchmark}.json"
             raise UserError(f"--benchmark {benchmark} is read from {wanted}; name it with --annotations")
         found = [
-            cub_captions(annotations) if benchmark == "cub"
+            _read_cub(annotations, classes, split) if benchmark == "cub"
             else (flickr30k if benchmark == "flickr30k" else flickr8k)(annotations, split=split)
         ]  # fmt: skip
     else:
         raise UserError(f"unknown benchmark {benchmark!r}; known: {', '.join(BENCHMARKS)}")
-    if instances and benchmark != "coco":
-        raise UserError("--instances belongs to --benchmark coco; leave it out")
     return tuple(one.with_metrics(*metrics) if metrics else one for one in found)
+
+
+def _read_coco(annotations: Path | None, instances: Sequence[Path], split: str) -> list[GroundTruth]:
+    if annotations is not None and annotations.is_file():
+        by_name = read_coco(annotations, split=split)
+    elif split != "test":
+        raise UserError(
+            f"CxC and ECCV Caption are of the test split; for --split {split} name Karpathy's file with --annotations"
+            " dataset_coco.json"
+        )
+    else:
+        by_name = eccv_caption(annotations)
+    if instances:
+        by_name |= pmrp(list(instances), by_name["coco_5k"], folded=by_name["coco_1k"])
+    return list(by_name.values())
+
+
+def _read_cub(captions: Path, classes: Path | None, split: str) -> GroundTruth:
+    if classes is None:
+        raise UserError(
+            "CUB's 200 classes are divided into classes to train on and classes to test on; name with --classes the"
+            " folder of the public lists (testclasses.txt, trainvalclasses.txt, ...), from which --split chooses"
+            f" ({', '.join(CUB_SPLITS)}), or a file with the names of the classes"
+        )
+    if classes.is_dir():
+        return cub_split(captions, classes, split)
+    if split != "test":
+        raise UserError(f"--split {split} of CUB needs the folder of the class lists; --classes {classes} is a file")
+    return cub_captions(captions, classes=classes)
 
 
 def read_embedded_set(
@@ -281,7 +312,7 @@ class Files:
     Attributes:
         images, texts, image_ids, text_ids, image_log_var, text_log_var: see :func:`read_embedded_set`.
         ranked: a file of ranked lists instead, see :func:`measure_lists`.
-        ground_truth, benchmark, annotations, instances: see :func:`read_ground_truths`.
+        ground_truth, benchmark, annotations, instances, classes: see :func:`read_ground_truths`.
         metrics: names of metrics with commas between them.
     """
 
@@ -296,6 +327,7 @@ class Files:
     benchmark: str | None = None
     annotations: Path | None = None
     instances: tuple[Path, ...] = ()
+    classes: Path | None = None
     metrics: str | None = None
 
     def given(self) -> list[str]:
@@ -331,7 +363,7 @@ def measure_files(
     metrics = [name.strip() for name in files.metrics.split(",")] if files.metrics else []
     ground_truths = read_ground_truths(
         files.benchmark, ground_truth=files.ground_truth, annotations=files.annotations, instances=files.instances,
-        split=split, metrics=metrics,
+        classes=files.classes, split=split, metrics=metrics,
     )  # fmt: skip
     if files.ranked is not None:
         if score is not None or files.image_log_var or files.text_log_var:
