@@ -186,7 +186,7 @@ FLOORS: dict[str, list[str]] = {
     "evaluation": [
         "estimators ground_truth protocols",
         "benchmark_ground_truths trust",
-        "benchmarks",
+        "benchmarks published",
         "per_query strategies",
         "embedded_input",
         "compare",

@@ -8,7 +8,7 @@ import torch
 
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmarks import evaluate_benchmarks, evaluate_ranked_lists
-from sfumato.evaluation.compare import More, common_figures, more_results
+from sfumato.evaluation.compare import More, more_results
 from sfumato.evaluation.embedded_input import (
     EmbeddedSet,
     Files,
@@ -19,6 +19,7 @@ from sfumato.evaluation.embedded_input import (
     read_ground_truths,
 )
 from sfumato.evaluation.per_query import per_query_table, read_per_query
+from sfumato.evaluation.published import common_figures
 from sfumato.gaussian import GaussianEmbedding, save_embeddings
 
 N, M, D = 6, 12, 3

@@ -6,9 +6,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from sfumato.data.embedding_files import read_embeddings, read_ids
+from sfumato.distances import Distance
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmark_ground_truths import (
     CUB_SPLITS,
@@ -26,6 +28,7 @@ from sfumato.evaluation.benchmarks import BenchmarkRanks, benchmark_metrics, ran
 from sfumato.evaluation.ground_truth import GroundTruth, read_ground_truth
 from sfumato.evaluation.strategies import rank_ground_truths_by
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
+from sfumato.metrics.uncertainty import recall_by_uncertainty
 
 BENCHMARKS = ("coco", "flickr30k", "flickr8k", "cub", "emoji")
 """Names of the benchmarks that can be read."""
@@ -231,6 +234,10 @@ class Measured:
         n_texts: number of texts.
         figures: of :func:`~sfumato.evaluation.benchmarks.evaluate_benchmarks`.
         ranks: the ranks from which the figures were computed.
+        uncertainty: for ground truths that report recall@1, by name and direction: recall@1 in ten bins of the query's
+            total variance, of :func:`~sfumato.metrics.uncertainty.recall_by_uncertainty`. A query is ranked within its
+            fold, if there are folds, and all folds share the bins. None for points and lists.
+        total_variance: means of "image" and "text"; None for points and lists.
     """
 
     score: str
@@ -238,6 +245,8 @@ class Measured:
     n_texts: int
     figures: dict[str, dict[str, Any]]
     ranks: BenchmarkRanks
+    uncertainty: dict[str, dict[str, Any]] | None = None
+    total_variance: dict[str, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values.
@@ -245,15 +254,22 @@ class Measured:
         Returns:
             Plain numbers and dictionaries; the figures are under "truths".
         """
-        return {"score": self.score, "n_images": self.n_images, "n_texts": self.n_texts, "truths": self.figures}
+        return {
+            "score": self.score,
+            "n_images": self.n_images,
+            "n_texts": self.n_texts,
+            "truths": self.figures,
+            "uncertainty": self.uncertainty,
+            "total_variance": self.total_variance,
+        }
 
 
-def measure(embedded: EmbeddedSet, score: str = "csd") -> Measured:
+def measure(embedded: EmbeddedSet, score: str | Distance = "csd") -> Measured:
     """Evaluate embeddings.
 
     Args:
         embedded: the embeddings with their ground truths.
-        score: a name in SCORES to rank by.
+        score: to rank by: a name in SCORES, or a distance with images as its first argument.
 
     Returns:
         The figures and ranks.
@@ -264,7 +280,28 @@ def measure(embedded: EmbeddedSet, score: str = "csd") -> Measured:
     ranks = rank_ground_truths_by(
         score, embedded.images, embedded.texts, embedded.image_ids, embedded.text_ids, embedded.ground_truths
     )
-    return Measured(score, embedded.images.n, embedded.texts.n, benchmark_metrics(ranks), ranks)
+    name = score if isinstance(score, str) else score.name
+    measured = Measured(name, embedded.images.n, embedded.texts.n, benchmark_metrics(ranks), ranks)
+    variances = embedded.uncertainty()
+    if variances is None:
+        return measured
+    sides = {"image": embedded.images, "text": embedded.texts}
+    return replace(
+        measured,
+        uncertainty=_recall_by_uncertainty(ranks, variances),
+        total_variance={name: float(side.total_variance.mean()) for name, side in sides.items()},
+    )
+
+
+def _recall_by_uncertainty(ranks: BenchmarkRanks, variances: dict[str, dict[str, float]]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for name, both in ranks.items():
+        for direction, of in both.items():
+            if "recall@1" in of.ground_truth.metrics:
+                ids, single = of.per_query(["recall@1"])
+                uncertainty = np.array([variances[direction][i] for i in ids])
+                found.setdefault(name, {})[direction] = recall_by_uncertainty(uncertainty, single["recall@1"])
+    return found
 
 
 def measure_lists(
