@@ -125,6 +125,7 @@ PARTS: dict[str, set[str]] = {
         "errors",
         "evaluation",
         "gaussian",
+        "matching",
         "models",
         "progress",
         "reports",

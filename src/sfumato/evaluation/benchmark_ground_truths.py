@@ -292,9 +292,8 @@ def pmrp(
     difference = size[:, None] + size - 2 * (code @ code.T)
     ground_truths = {}
     for zeta in zetas:
-        near = difference <= zeta
-        t2i = relevance_from_table(near[image_of_text])
-        i2t = relevance_from_table(near[:, image_of_text])
+        t2i = relevance_from_table(difference <= zeta).select_queries(image_of_text)
+        i2t = t2i.transpose()
         ground_truths[f"pmrp@{zeta}"] = GroundTruth(
             f"pmrp@{zeta}",
             tuple(captions.image_ids[i] for i in kept_images),

@@ -18,7 +18,7 @@ from sfumato.evaluation.benchmark_ground_truths import coco_image_id
 from sfumato.evaluation.ground_truth import RECALLS, GroundTruth
 from sfumato.evaluation.protocols import Ranker
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.relevance import Relevance, sorted_distinct
 from sfumato.metrics.retrieval import (
     Better,
     ScoreMatrix,
@@ -155,7 +155,7 @@ class GalleryGroup:
         """
         g = len(self.gallery)
         keys = [rows[relevance.query_of_item] * g + relevance.indices for *_, rows, relevance in self.parts]
-        union = np.unique(np.concatenate(keys))
+        union = sorted_distinct(np.concatenate(keys))
         asked = np.zeros(n_queries, bool)
         for *_, rows, relevance in self.parts:
             asked[rows[relevance.totals > 0]] = True

@@ -21,6 +21,7 @@ from sfumato.evaluation.per_query import (
 )
 from sfumato.evaluation.published import DEFAULT_TABLES, STRATEGY_TABLES, PublishedRow, own_figures, published_rows
 from sfumato.evaluation.strategies import StrategyResult, choose_strategies, evaluate_strategies
+from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
 
 _CHUNK = 2**22
@@ -296,6 +297,12 @@ class More:
         if not self.published:
             return ()
         return DEFAULT_TABLES if self.strategies is None else STRATEGY_TABLES
+
+    @property
+    def needs_match_probability(self) -> bool:
+        """Whether a strategy ranks by the match probability of the model."""
+        chosen = choose_strategies(self.strategies) if self.strategies is not None else []
+        return any(strategy.distance == MATCH_PROBABILITY for strategy in chosen)
 
     @property
     def anything(self) -> bool:

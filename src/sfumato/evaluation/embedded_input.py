@@ -28,6 +28,7 @@ from sfumato.evaluation.benchmarks import BenchmarkRanks, benchmark_metrics, ran
 from sfumato.evaluation.ground_truth import GroundTruth, read_ground_truth
 from sfumato.evaluation.strategies import rank_ground_truths_by
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
+from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.uncertainty import recall_by_uncertainty
 
 BENCHMARKS = ("coco", "flickr30k", "flickr8k", "cub", "emoji")
@@ -161,6 +162,19 @@ def _read_cub(captions: Path, classes: Path | None, split: str) -> GroundTruth:
     if split != "test":
         raise UserError(f"--split {split} of CUB needs the folder of the class lists; --classes {classes} is a file")
     return cub_captions(captions, classes=classes)
+
+
+@dataclass(frozen=True, eq=False)
+class Benchmark:
+    """A benchmark that a model is evaluated against.
+
+    Attributes:
+        name: one of BENCHMARKS.
+        ground_truths: of :func:`read_ground_truths`.
+    """
+
+    name: str
+    ground_truths: tuple[GroundTruth, ...]
 
 
 def read_embedded_set(
@@ -378,14 +392,20 @@ class Files:
 
 
 def measure_files(
-    files: Files, score: str | None = None, *, split: str = "test", device: torch.device | None = None
+    files: Files,
+    score: str | None = None,
+    *,
+    split: str = "test",
+    match_probability: Distance | None = None,
+    device: torch.device | None = None,
 ) -> tuple[Measured, EmbeddedSet | None]:
     """Evaluate embeddings or ranked lists from files.
 
     Args:
         files: options of the command line.
-        score: a name in SCORES to rank embeddings by; csd if None.
+        score: a name in SCORES to rank embeddings by, or "match_probability"; csd if None.
         split: of a benchmark that has several.
+        match_probability: the distance of this name; None without logits.
         device: device of the computation; None uses the device of the embeddings.
 
     Returns:
@@ -412,4 +432,7 @@ def measure_files(
     )  # fmt: skip
     if device is not None:
         embedded = embedded.to(device)
-    return measure(embedded, score or "csd"), embedded
+    if score == MATCH_PROBABILITY and match_probability is None:
+        raise UserError(f"--score {score} needs the logits of the model; give --logit-scale and --logit-bias")
+    by_probability = match_probability if score == MATCH_PROBABILITY else None
+    return measure(embedded, by_probability or score or "csd"), embedded

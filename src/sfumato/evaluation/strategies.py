@@ -89,6 +89,9 @@ STRATEGY_SETS: dict[str, tuple[str, ...]] = {
 """Strategies by name of a set: "all" that scale to large galleries, and "pcme", those of its table E.1."""
 
 
+_SCALING = tuple(STRATEGIES[name] for name in STRATEGY_SETS["all"])
+
+
 @dataclass(frozen=True)
 class FaissRanker:
     """A :class:`~sfumato.evaluation.protocols.Ranker` that builds a FAISS index of each gallery and ranks by its lists.
@@ -311,7 +314,7 @@ def evaluate_strategies(
     image_ids: Sequence[str],
     text_ids: Sequence[str],
     ground_truths: Iterable[GroundTruth],
-    strategies: Iterable[Strategy] = tuple(STRATEGIES[name] for name in STRATEGY_SETS["all"]),
+    strategies: Iterable[Strategy] = _SCALING,
     *,
     match_probability: Distance | None = None,
     engine: str = "ivf",
