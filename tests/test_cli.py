@@ -64,6 +64,7 @@ def test_toy_prints_a_table_or_json(sfumato, tmp_path):
     arguments = "toy", "--seed", "2", "--updates", "2", "--out", tmp_path / "toy"
     status, out, _ = sfumato(*arguments)
     assert status == 0 and "published" in out and "1.82" in out and "1.04" in out
+    assert '"500 epochs" read as 500 mini-batches' in out and "(5860 updates), seeds 0 to 4: csd 6.02 to 6.34" in out
     result = json.loads(sfumato(*arguments, "--json")[1])
     assert result["seed"] == 2 and result["ratio"]["csd"] > 0 and result["ratio"]["triplet_sum"] is None
     assert (tmp_path / "toy" / "toy.png").exists() and (tmp_path / "toy" / "toy.gif").exists()

@@ -215,6 +215,9 @@ def test_any_distance_is_a_score():
 def test_mistakes_are_named():
     images, texts, image_ids, text_ids, ground_truth = scene(4)
     everything = (images, texts, image_ids, text_ids, [ground_truth])
+    assert rank_ground_truths_by("nearest_of_1", *everything)  # PVSE's distances are not in SCORES.
+    with pytest.raises(ValueError, match="the score match_probability needs match logits"):
+        rank_ground_truths_by("match_probability", *everything)
     with pytest.raises(ValueError, match="unknown score 'manhattan'; known: csd,.*cosine, dot"):
         rank_ground_truths_by("manhattan", *everything)
     with pytest.raises(ValueError, match="unknown strategy 'fiass'; known: all, pcme, mean, wasserstein2, csd, faiss"):

@@ -1,7 +1,7 @@
 """The console output of commands for human readers."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -206,14 +206,23 @@ def _print_published(more: MoreResults) -> None:
         table = Table(
             title=f"beside {first.paper}, table {first.table} ({first.about}): {sides}, per cent", title_justify="left"
         )
-        table.add_column("backbone")
-        table.add_column("method")
+        named = any(row.backbone for row in rows)
+        for column in ("backbone", "method") if named else ("method",):
+            table.add_column(column)
+        places = {name: _decimals([row.figures[name] for row in rows if name in row.figures]) for name in names}
         for name in names:
             table.add_column(_heading(name), justify="right", no_wrap=True)
         for row in rows:
-            table.add_row(row.backbone, row.method, *(number(row.figures.get(name), 1) for name in names))
-        table.add_row("", "this", *(number(more.own[own], 1) for own in names.values()))
+            shown = [number(row.figures.get(name), places[name]) for name in names]
+            table.add_row(*([row.backbone] if named else []), row.method, *shown)
+        own = [number(more.own[key], places[name]) for name, key in names.items()]
+        table.add_row(*([""] if named else []), "this", *own)
         wide_console().print(table)
+
+
+def _decimals(printed: Sequence[float]) -> int:
+    """Number of decimals of a column, 1 or 2, as the paper prints most of it."""
+    return 2 if sum(round(value, 1) != value for value in printed) > len(printed) / 2 else 1
 
 
 def _heading(name: str) -> str:
@@ -500,4 +509,7 @@ def print_toy(result: Mapping[str, Any], title: str) -> None:
         values = (result[key][method] for key in ("certain", "uncertain", "ratio", "published_ratio"))
         cells = [number(value, 2) for value in values]
         print(f"{method:<18}{cells[0]:>9}{cells[1]:>11}{cells[2]:>8}{cells[3]:>11}")
+    for reading in result["readings"]:
+        ratios = ", ".join(f"{method} {ratio}" for method, ratio in reading["ratio"].items())
+        print(f'"500 epochs" read as {reading["as"]} ({reading["updates"]} updates), seeds 0 to 4: {ratios}')
     print(f"image: {result['picture']}\nanimation: {result['animation']}")
