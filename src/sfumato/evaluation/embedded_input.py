@@ -138,7 +138,7 @@ def read_ground_truths(
 def _read_coco(annotations: Path | None, instances: Sequence[Path], split: str) -> list[GroundTruth]:
     if annotations is not None and annotations.is_file():
         by_name = read_coco(annotations, split=split)
-    elif split != "test":
+    elif split not in ("test", "testall"):  # The second name is that of SCAN's features.
         raise UserError(
             f"CxC and ECCV Caption are of the test split; for --split {split} name Karpathy's file with --annotations"
             " dataset_coco.json"
