@@ -34,6 +34,39 @@ def test_learnable_logits():
             MatchingLogits(wrong)
 
 
+def test_a_free_scale_learns_a_times_slower_than_its_logarithm():
+    """A step of Adam moves any parameter by the learning rate: a free scale of 5 by 1e-3, its logarithm by 5e-3."""
+    moved = []
+    for free in (True, False):
+        logits = MatchingLogits(5.0, 5.0, free=free)
+        optimiser = torch.optim.Adam(logits.parameters(), lr=1e-3)
+        logits(torch.tensor([0.5, 2.0])).sum().backward()
+        optimiser.step()
+        moved.append(logits.logit_scale.item() - 5)
+    assert moved == pytest.approx([1e-3, 5e-3], rel=1e-2)
+
+
+def test_a_free_scale_that_is_no_longer_positive_is_refused():
+    logits = MatchingLogits(5.0, 5.0, free=True)
+    logits.constrain()
+    logits.free_logit_scale.data.fill_(-0.25)
+    with pytest.raises(ArithmeticError, match="free scale of the match logits is -0.25, which reverses all distances"):
+        logits.constrain()
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_a_scale_is_kept_below_its_largest_and_can_come_back(free):
+    logits = MatchingLogits(49.0, 0.0, free=free, largest=50.0)
+    with torch.no_grad():
+        next(logits.parameters()).add_(2.0)
+    logits.constrain()
+    assert logits.logit_scale.item() == pytest.approx(50, rel=1e-6)
+    logits.logit_scale.backward()
+    assert next(logits.parameters()).grad != 0
+    with pytest.raises(ValueError, match="logit_scale must be at most 50, the largest, got 51"):
+        MatchingLogits(51.0, 0.0, largest=50.0)
+
+
 def labelled(seed=0, k=4000, scale=4.0, bias=3.0):
     generator = torch.Generator().manual_seed(seed)
     distance = 2 * torch.rand(k, generator=generator)
