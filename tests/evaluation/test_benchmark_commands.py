@@ -11,7 +11,7 @@ from PIL import Image
 
 from sfumato.distances import seeded_samples
 from sfumato.models.embed import embed_for_evaluation, ranking_distance
-from sfumato.models.run import learnt_logits, load_run
+from sfumato.models.run import load_run
 
 RECIPE = """
 name = "birds"
@@ -125,7 +125,10 @@ def test_several_runs_against_a_benchmark(work, sfumato):
 def test_ranking_by_match_probability_takes_the_logits_of_the_run(work, sfumato):
     run = load_run(work / "run")
     embedded = embed_for_evaluation(run, run.recipe.data, "test")
-    scale, bias = (2 * logit for logit in learnt_logits(run.loss))  # The compressed sigmoid doubles the logit.
+    logits = run.loss.logits
+    scale, bias = (
+        2 * x.item() for x in (logits.logit_scale, logits.logit_bias)
+    )  # compressed
     a = seeded_samples(embedded.images, 3, seed=0, side="image")
     b = seeded_samples(embedded.texts, 3, seed=0, side="text")
     p = torch.stack([torch.stack([torch.sigmoid(bias - scale * torch.cdist(x, y)).mean() for y in b]) for x in a])

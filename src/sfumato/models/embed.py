@@ -34,7 +34,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.pcme import SIGMOIDS, PCMELoss
 from sfumato.matching import MATCH_PROBABILITY, match_probability_distance
 from sfumato.models.process_group import ProcessGroup, alone
-from sfumato.models.run import Run, learnt_logits
+from sfumato.models.run import Run
 from sfumato.progress import progress_bar, say
 
 
@@ -448,12 +448,13 @@ def ranking_distance(retrieval_model: RetrievalModel, name: str | None = None) -
         except ValueError as error:
             raise ValueError(f"{error}, {MATCH_PROBABILITY}") from error
     loss = getattr(retrieval_model, "loss", None)
-    if loss is None or getattr(loss, "logits", None) is None:
+    logits = getattr(loss, "logits", None)
+    if logits is None:
         raise UserError(
-            f"{MATCH_PROBABILITY} needs the logits that a loss learnt on samples or distances; this model has none."
+            f"{MATCH_PROBABILITY} needs the logits that a loss learnt; this model has none."
             " Name a run that was trained with pcme or pcmepp, or rank by another distance"
         )
-    scale, bias = learnt_logits(loss)
+    scale, bias = logits.logit_scale.item(), logits.logit_bias.item()
     if isinstance(loss, PCMELoss):
         factor = SIGMOIDS[loss.options.sigmoid]
         return match_probability_distance(factor * scale, factor * bias, n_samples=loss.options.n_samples)
