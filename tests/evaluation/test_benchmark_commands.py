@@ -126,9 +126,7 @@ def test_ranking_by_match_probability_takes_the_logits_of_the_run(work, sfumato)
     run = load_run(work / "run")
     embedded = embed_for_evaluation(run, run.recipe.data, "test")
     logits = run.loss.logits
-    scale, bias = (
-        2 * x.item() for x in (logits.logit_scale, logits.logit_bias)
-    )  # compressed
+    scale, bias = (2 * x.item() for x in (logits.logit_scale, logits.logit_bias))  # compressed
     a = seeded_samples(embedded.images, 3, seed=0, side="image")
     b = seeded_samples(embedded.texts, 3, seed=0, side="text")
     p = torch.stack([torch.stack([torch.sigmoid(bias - scale * torch.cdist(x, y)).mean() for y in b]) for x in a])
