@@ -6,14 +6,18 @@ It does not depend on the formula of the distance, except in the sampled probabi
 samples.
 """
 
+import functools
 import math
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sfumato.distances import DEFAULT_MEMORY_MB, reduce_sample_distances
+from sfumato.distances import DEFAULT_MEMORY_MB, Distance, reduce_sample_distances
 from sfumato.gaussian import GaussianEmbedding
+
+MATCH_PROBABILITY = "match_probability"
+"""Name of :func:`match_probability_distance`, which needs the logits of a model and is therefore not in DISTANCES."""
 
 
 def match_logit(distance: Tensor, logit_scale: Tensor | float, logit_bias: Tensor | float) -> Tensor:
@@ -157,9 +161,52 @@ def sampled_match_log_probability(
             f" {y.device}; both must have the same d, dtype and device"
         )
     samples = x.sample(n_samples, generator=generator), y.sample(n_samples, generator=generator)
-
-    def reduce(distance: Tensor) -> Tensor:
-        log_sigmoid = functional.logsigmoid(match_logit(distance, logit_scale, logit_bias))
-        return log_sigmoid.flatten(2).logsumexp(-1) - 2 * math.log(n_samples)
-
+    reduce = functools.partial(_log_mean_sigmoid, logit_scale, logit_bias)
     return reduce_sample_distances(*samples, reduce, memory_mb=memory_mb)
+
+
+def match_probability_distance(logit_scale: float, logit_bias: float, *, n_samples: int = 8) -> Distance:
+    """PCME's match probability as a distance to rank by: -log p, see :func:`sampled_match_log_probability`.
+
+    Args:
+        logit_scale: a > 0, learnt with this probability.
+        logit_bias: b.
+        n_samples: number s of samples of each embedding.
+
+    Returns:
+        A sampled distance with the name "match_probability"; smaller is likelier.
+
+    Raises:
+        ValueError: logit_scale is not positive, or n_samples < 1.
+
+    Example:
+        >>> match_probability_distance(5.0, 5.0).sampled
+        True
+
+    Paper: Chun et al., CVPR 2021, 3.2.3 and table 1, "Match prob"; figure E.1 varies s.
+    """
+    if not logit_scale > 0 or n_samples < 1:
+        raise ValueError(
+            f"match_probability_distance: needs logit_scale > 0 and n_samples >= 1, got {logit_scale} and {n_samples}"
+        )
+
+    def of_samples(x_samples: Tensor, y_samples: Tensor) -> Tensor:
+        return -reduce_sample_distances(
+            x_samples, y_samples, functools.partial(_log_mean_sigmoid, logit_scale, logit_bias)
+        )
+
+    def matrix(x: GaussianEmbedding, y: GaussianEmbedding, *, generator: torch.Generator | None = None) -> Tensor:
+        return -sampled_match_log_probability(x, y, logit_scale, logit_bias, n_samples=n_samples, generator=generator)
+
+    def row(x: GaussianEmbedding, y: GaussianEmbedding, *, generator: torch.Generator | None = None) -> Tensor:
+        samples = x.sample(n_samples, generator=generator), y.sample(n_samples, generator=generator)
+        distance = torch.cdist(*samples, compute_mode="donot_use_mm_for_euclid_dist").unsqueeze(1)
+        return -_log_mean_sigmoid(logit_scale, logit_bias, distance).squeeze(1)
+
+    return Distance(MATCH_PROBABILITY, row, matrix, of_samples=of_samples, n_samples=n_samples)
+
+
+def _log_mean_sigmoid(logit_scale: Tensor | float, logit_bias: Tensor | float, distance: Tensor) -> Tensor:
+    """(n, m, s, s) distances of samples -> (n, m) logarithms of the mean match probability."""
+    log_sigmoid = functional.logsigmoid(match_logit(distance, logit_scale, logit_bias)).flatten(2)
+    return log_sigmoid.logsumexp(-1) - math.log(log_sigmoid.shape[-1])

@@ -15,11 +15,13 @@ from sfumato.distances.blockwise import (
     DEFAULT_MEMORY_MB,
     average_l2,
     average_l2_matrix,
+    average_l2_of_samples,
     bhattacharyya,
     bhattacharyya_matrix,
     elk,
     elk_matrix,
     reduce_sample_distances,
+    seeded_samples,
 )
 from sfumato.distances.distance import Distance, Lift
 from sfumato.distances.separable import (
@@ -59,7 +61,7 @@ DISTANCES: dict[str, Distance] = {
         Distance("js", js, js_matrix, needs_variance=True),
         Distance("elk", elk, elk_matrix, needs_variance=True),
         Distance("bhattacharyya", bhattacharyya, bhattacharyya_matrix, needs_variance=True),
-        Distance("average_l2", average_l2, average_l2_matrix, sampled=True),
+        Distance("average_l2", average_l2, average_l2_matrix, of_samples=average_l2_of_samples),
     )
 }
 """Every distance by name; recipes and commands choose from these, or take nearest_of_K for items of K embeddings."""
@@ -101,6 +103,7 @@ __all__ = [
     "Lift",
     "average_l2",
     "average_l2_matrix",
+    "average_l2_of_samples",
     "bhattacharyya",
     "bhattacharyya_matrix",
     "csd",
@@ -119,6 +122,7 @@ __all__ = [
     "nearest",
     "nearest_matrix",
     "reduce_sample_distances",
+    "seeded_samples",
     "squared_l2",
     "squared_l2_matrix",
     "wasserstein2",
