@@ -39,6 +39,25 @@ def test_public_names_are_documented_completely():
     assert not [f"{d.place}: {missing}" for d in public if (missing := house.missing_parts(d))]
 
 
+def test_no_module_names_two_things_alike():
+    """A name that is bound twice at the top of a module means two things, and functions see the second only."""
+    twice = []
+    for path in (ROOT / "src" / "sfumato").rglob("*.py"):
+        names = [
+            name
+            for node in ast.parse(path.read_text(encoding="utf-8")).body
+            for target in getattr(node, "targets", [getattr(node, "target", node)])
+            for name in (
+                [node.name]
+                if isinstance(node, ast.FunctionDef | ast.ClassDef)
+                else [x.id for x in ast.walk(target) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)]
+            )
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign)
+        ]
+        twice += [f"{path.name}: {name}" for name in sorted({n for n in names if names.count(n) > 1})]
+    assert not twice
+
+
 def test_the_rules_find_what_breaks_them(tmp_path):
     (tmp_path / "bad.py").write_text(
         '"""A module."""\n\n\ndef mine(x, **rest):\n    """Do."""\n    if x:\n        raise ValueError(x)\n    return x'
