@@ -13,7 +13,7 @@ demo: $(VENV)/.demo  ## train, evaluate, index and search on the embedded emoji 
 	$(BIN)/sfumato demo
 
 test: $(VENV)/.dev  ## all tests, on as many processes as there are cores
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 style: $(VENV)/.dev  ## ruff: rules and layout of the code
 	$(BIN)/ruff check .

@@ -28,7 +28,7 @@ from sfumato.matching import match_probability
 from sfumato.metrics.reliability import compare_calibration
 from sfumato.models.calibrate import calibrate_split
 from sfumato.models.embed import embed_split, load_split
-from sfumato.models.run import Run, learnt_logits, load_run
+from sfumato.models.run import Run, load_run
 
 LEVELS = (0.8, 0.9, 0.95)
 RISKS = (0.5, 0.3, 0.2, 0.1)
@@ -53,7 +53,7 @@ def calibrations(run: Run, split: str) -> dict[str, Calibration]:
 
 def probabilities(run: Run, fitted: dict[str, Calibration], distance: Tensor, match: Tensor) -> dict[str, Any]:
     """Calibration errors over all pairs; of the size of the gallery, that of the images."""
-    found = {"before": match_probability(distance, *learnt_logits(run.loss))}
+    found = {"before": match_probability(distance, *(run.loss.match_logits() or (1.0, 0.0)))}
     for method, calibration in fitted.items():
         found[method] = calibration.probability(distance)
         found[f"{method}, gallery size"] = calibration.probability(distance, n_gallery=len(distance))

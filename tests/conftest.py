@@ -2,23 +2,52 @@
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# One thread for each of several test processes, and for the programs that they start: set before torch is imported.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
 
 from sfumato import cli
 
-# One thread for each of several test processes.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
 
 SHARED = Path(os.environ.get("SFUMATO_SHARED", Path(__file__).resolve().parents[2] / "shared"))
 
 
 ENGINES_REQUIRED = bool(os.environ.get("SFUMATO_REQUIRE_ENGINES"))
+
+
+# Files of few tests that take long. Several processes take whole files in this order (`make test`): with the long ones
+# first, all processes end at nearly the same time.
+LONG = (
+    "training/test_methods.py",
+    "serve/test_page.py",
+    "search/test_stores.py",
+    "serve/test_service.py",
+    "models/test_ingest.py",
+    "search/test_milvus.py",
+    "studies/test_commands.py",
+    "metrics/test_parity_metrics.py",
+    "training/test_distributed.py",
+    "test_readme.py",
+    "test_demo.py",
+    "reports/test_report.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, then files of many tests."""
+    tests = Path(__file__).parent
+    n_tests = Counter(item.path for item in items)
+    places = {tests / name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: (places.get(item.path, len(LONG)), -n_tests[item.path]))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -64,6 +64,7 @@ def test_toy_prints_a_table_or_json(sfumato, tmp_path):
     arguments = "toy", "--seed", "2", "--updates", "2", "--out", tmp_path / "toy"
     status, out, _ = sfumato(*arguments)
     assert status == 0 and "published" in out and "1.82" in out and "1.04" in out
+    assert '"500 epochs" read as 500 mini-batches' in out and "(5860 updates), seeds 0 to 4: csd 6.02 to 6.34" in out
     result = json.loads(sfumato(*arguments, "--json")[1])
     assert result["seed"] == 2 and result["ratio"]["csd"] > 0 and result["ratio"]["triplet_sum"] is None
     assert (tmp_path / "toy" / "toy.png").exists() and (tmp_path / "toy" / "toy.gif").exists()
@@ -284,7 +285,10 @@ def test_every_official_figure_from_the_command_line(shared, sfumato, tmp_path):
     assert own_figures["rsum"] == pytest.approx(
         100 * sum(v for k in (1, 5, 10) for v in official[f"coco_1k_r{k}"].values())
     )
-    assert {row["table"] for row in found["published"]["rows"]} == {"1"}
+    assert {(row["paper"], row["table"]) for row in found["published"]["rows"]} == {
+        ("PCME++", "1"), ("PCME", "E.4"), ("PCME", "E.5"), ("PVSE++", "1"), ("PVSE++", "2")
+    }  # fmt: skip
+    assert own_figures["i2t coco_5k recall@1"] == pytest.approx(100 * official["coco_5k_r1"]["i2t"])
 
 
 def test_evaluate_over_several_seeds(work, sfumato, tmp_path):
@@ -682,7 +686,7 @@ def test_who_interrupts_is_told_what_is_left(sfumato, monkeypatch):
             ["evaluate", "files", "--ranked", "x.json", "--benchmark", "emoji", "--compare", "{run}"],
             "with a file of single queries, .parquet",
         ),
-        (["evaluate", "run", "{run}", "--strategies", "fiass"], "unknown strategy 'fiass'; known: all, mean"),
+        (["evaluate", "run", "{run}", "--strategies", "fiass"], "unknown strategy 'fiass'; known: all, pcme, mean"),
         (["evaluate", "run", "{run}", "--strategies", "all", "--per-query", "x.csv"], "name at most one strategy"),
         (["evaluate", "run", "{run}", "--per-query", "x.txt"], "must be a .parquet or .csv file"),
         (["evaluate", "run", "{run}", "--compare", "x.csv"], "no results of single queries at x.csv"),

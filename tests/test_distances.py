@@ -90,7 +90,7 @@ def test_a_distance_for_a_direction_compares_images_with_texts(name):
     torch.testing.assert_close(t2i.matrix(texts, images), plain.matrix(images, texts).T)
     torch.testing.assert_close(t2i.row(texts[:3], images[:3]), plain.row(images[:3], texts[:3]))
     torch.testing.assert_close(t2i.for_direction("i2t").matrix(images, texts), plain.matrix(images, texts))
-    if name == "kl":
+    if not plain.symmetric:
         assert not torch.allclose(t2i.matrix(texts, images), plain.matrix(texts, images))
 
 

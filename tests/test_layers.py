@@ -125,6 +125,7 @@ PARTS: dict[str, set[str]] = {
         "errors",
         "evaluation",
         "gaussian",
+        "matching",
         "models",
         "progress",
         "reports",
@@ -186,7 +187,7 @@ FLOORS: dict[str, list[str]] = {
     "evaluation": [
         "estimators ground_truth protocols",
         "benchmark_ground_truths trust",
-        "benchmarks",
+        "benchmarks published",
         "per_query strategies",
         "embedded_input",
         "compare",

@@ -7,8 +7,15 @@ import scipy.optimize
 import torch
 
 from sfumato.calibration.platt import fit_logits
+from sfumato.distances import seeded_samples
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.matching import MatchingLogits, match_probability, sampled_match_log_probability
+from sfumato.matching import (
+    MatchingLogits,
+    match_probability,
+    match_probability_distance,
+    sampled_match_log_probability,
+)
+from sfumato.search.exact import distance_blocks
 
 
 def test_probability_falls_with_distance():
@@ -25,6 +32,39 @@ def test_learnable_logits():
     for wrong in (0.0, -2.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="logit_scale must be positive"):
             MatchingLogits(wrong)
+
+
+def test_a_free_scale_learns_a_times_slower_than_its_logarithm():
+    """A step of Adam moves any parameter by the learning rate: a free scale of 5 by 1e-3, its logarithm by 5e-3."""
+    moved = []
+    for free in (True, False):
+        logits = MatchingLogits(5.0, 5.0, free=free)
+        optimiser = torch.optim.Adam(logits.parameters(), lr=1e-3)
+        logits(torch.tensor([0.5, 2.0])).sum().backward()
+        optimiser.step()
+        moved.append(logits.logit_scale.item() - 5)
+    assert moved == pytest.approx([1e-3, 5e-3], rel=1e-2)
+
+
+def test_a_free_scale_that_is_no_longer_positive_is_refused():
+    logits = MatchingLogits(5.0, 5.0, free=True)
+    logits.constrain()
+    logits.free_logit_scale.data.fill_(-0.25)
+    with pytest.raises(ArithmeticError, match="free scale of the match logits is -0.25, which reverses all distances"):
+        logits.constrain()
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_a_scale_is_kept_below_its_largest_and_can_come_back(free):
+    logits = MatchingLogits(49.0, 0.0, free=free, largest=50.0)
+    with torch.no_grad():
+        next(logits.parameters()).add_(2.0)
+    logits.constrain()
+    assert logits.logit_scale.item() == pytest.approx(50, rel=1e-6)
+    logits.logit_scale.backward()
+    assert next(logits.parameters()).grad != 0
+    with pytest.raises(ValueError, match="logit_scale must be at most 50, the largest, got 51"):
+        MatchingLogits(51.0, 0.0, largest=50.0)
 
 
 def labelled(seed=0, k=4000, scale=4.0, bias=3.0):
@@ -103,6 +143,26 @@ def test_sampled_probability_is_the_loop_over_its_samples():
             x, y, 1.5, 2.0, n_samples=5, generator=torch.Generator().manual_seed(3), memory_mb=memory_mb
         )
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_match_probability_ranks_by_the_mean_sigmoid_and_not_by_the_sigmoid_of_the_mean():
+    x, y = pair()
+    distance = match_probability_distance(1.5, 2.0, n_samples=5)
+    expected = -sampled_match_log_probability(x, y, 1.5, 2.0, n_samples=5, generator=torch.Generator().manual_seed(3))
+    found = distance.matrix(x, y, generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(found, expected)
+    rows = distance.row(x, y[:3], generator=torch.Generator().manual_seed(3))
+    first = distance.matrix(x, y[:3], generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(rows, first.diagonal(), rtol=1e-4, atol=1e-5)
+    a, b = (seeded_samples(e, 5, seed=0, side=side) for e, side in ((x, "image"), (y, "text")))
+    loops = torch.stack([torch.stack([-torch.sigmoid(2 - 1.5 * torch.cdist(p, q)).mean().log() for q in b]) for p in a])
+    ((_, blocks),) = distance_blocks(x, y, distance)
+    torch.testing.assert_close(blocks, loops, rtol=1e-4, atol=1e-5)
+    means = torch.stack([torch.stack([torch.cdist(p, q).mean() for q in b]) for p in a])
+    of_mean = -torch.sigmoid(2 - 1.5 * means).log()
+    assert (blocks - of_mean).abs().max() > 0.01
+    with pytest.raises(ValueError, match="logit_scale > 0 and n_samples >= 1, got -1"):
+        match_probability_distance(-1.0, 0.0)
 
 
 def test_sampled_log_probability_does_not_underflow():

@@ -149,6 +149,7 @@ def gaussians(tensors):
         ("csd", "csd"),
         ("wasserstein2", "w2_squared"),
         ("kl", "kl_12"),
+        ("kl_reversed", "kl_21"),
         ("js", "kl_sym"),
         ("elk", "neg_log_elk"),
         ("bhattacharyya", "bhattacharyya"),

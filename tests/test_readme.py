@@ -1,5 +1,6 @@
 """The README's blocks run, the commands of README and docs exist, and the paths and tests that they name are there."""
 
+import os
 import re
 import shlex
 import shutil
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.processes import Started, command
 from support.toy import make_toy
 
 from sfumato.cli import app
@@ -48,31 +50,30 @@ def test_the_block_about_stores_runs(tmp_path):
     assert printed.count("\n") == 3 and printed.count("'colour': 'red'") == 3
 
 
-RUN = """
-import shlex, sys
-from sfumato.cli import main
-
-for line in sys.stdin:
-    if line.strip() and not line.startswith("#"):
+def run_lines(folder, lines):
+    """Commands one after another, in a process of their own that works in a folder."""
+    os.chdir(folder)
+    for line in lines:
         program, *arguments = shlex.split(line, comments=True)
         assert program == "sfumato", line
-        sys.argv = [program, *arguments]
         try:
-            main()
+            command(*arguments)
         except SystemExit as end:
             if end.code:
                 raise
-"""
 
 
 def test_shell_blocks_run(tmp_path):
     """All lines in one process: they are plain commands, and torch is imported once."""
     make_toy(tmp_path)
     shutil.move(tmp_path / "data", tmp_path / "pictures")
-    command = [sys.executable, "-c", RUN]
-    result = subprocess.run(command, cwd=tmp_path, input="".join(blocks("sh")), capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "matches expected" in result.stdout and "recall@1" in result.stdout
+    lines = [line for line in "".join(blocks("sh")).splitlines() if line.strip() and not line.startswith("#")]
+    process = Started(run_lines, tmp_path, lines, piped=True)
+    printed = process.stdout.read()
+    process.stdout.close()
+    status, errors = process.finish()
+    assert status == 0, errors
+    assert "matches expected" in printed and "recall@1" in printed
 
 
 def commands(document):

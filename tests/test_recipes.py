@@ -99,15 +99,19 @@ def test_published_figures_stand_in_the_paper(name, shared):
     """Means of both directions, in the tables and beside overrides, as seven (table C.2: six) figures of one line
     there.
 
-    Of the paper that has no means of both directions the recalls of each, three in a row.
+    Of the paper that has no means of both directions the recalls of each, three in a row, and six beside overrides.
     """
-    directions_alone = any(line.startswith("# Paper: Pishdad") for line in header(name))
+    rows = figures(name).values()
+    directions_alone = bool(rows) and all(value is None for row in rows for value in row["mean"][:-1])
     (paper,) = (shared / "papers").glob("001_*.txt" if directions_alone else "000_*.txt")
     text = paper.read_text(encoding="utf-8")
     if directions_alone:
-        recalls = [row[d][k : k + 3] for row in figures(name).values() for d in ("i2t", "t2i") for k in (3, 6, 9)]
-        for triple in recalls:
-            assert re.search(rf"(?<![\d.]){re.escape(' '.join(f'{v:.1f}' for v in triple))}(?![\d.]*\d)", text), triple
+        found = [row[d][k : k + 3] for row in rows for d in ("i2t", "t2i") for k in (3, 6, 9)]
+        lines = [" ".join(f"{value:.1f}" for value in triple) for triple in found]
+        beside = " ".join(line.removeprefix("#").strip() for line in header(name) if "|" not in line)
+        lines += re.findall(r"(?:\d+\.\d ){5}\d+\.\d", beside)
+        for line in lines:
+            assert re.search(rf"(?<![\d.]){re.escape(line)}(?![\d.]*\d)", text), line
         return
     rows = [[v for v in row["mean"] if v is not None] for row in figures(name).values()]
     beside = re.compile(r"(?:(?:[\d.]+|-) ){6}[\d.]*\d")
@@ -132,6 +136,9 @@ def test_published_figures_stand_in_the_paper(name, shared):
         ("model.variance=false", "loss.beta must be 0 when model.variance=false"),
         ("spread.epochs=1", "loss.distance='csd' ranks by them; use squared_l2"),
         ("model.variance_bounds=[0.1, 10]", "must lie between model.variance_bounds, 0.1 and 10 each; e.g. "),
+        ("model.mlp_width=64", "model.mlp_width needs model.mlp or model.variance_mlp"),
+        ("model.local_attention_of=mean", "model.local_attention_of='mean' needs model.local_attention=true"),
+        ("model.variance_sigmoid=true", "model.variance_sigmoid needs local attention of the log variance"),
         ("model.embeddings=2", "model.embeddings above 1 is for points; set model.variance=false"),
         ("loss.distance=nearest_of_2", "model.embeddings=1 does not fit loss.distance='nearest_of_2'"),
         ("optim.layer_decay=0.7", "optim.layer_decay needs the blocks of a clip encoder"),
@@ -218,8 +225,45 @@ def test_files_that_are_no_recipes(tmp_path):
         (["model.image.variance_token=true", "model.image.variance_blocks=2"], "replaces the variance blocks"),
         (["model.pooling=token"], "augment.image_tokens drops tokens that model.pooling='token' does not use"),
         (["augment.mixup_alpha=0", "augment.cutmix_alpha=0"], "augment.mixed_share needs augment.mixup_alpha"),
+        (
+            ["augment.mix_whole=true", "augment.mix_choice=element"],
+            "augment.mix_whole mixes all images of a batch alike",
+        ),
     ],
 )
 def test_what_would_have_no_effect_is_refused(overrides, message):
     with pytest.raises(UserError, match=message):
         load_recipe(find_recipe("coco-pcmepp-b32"), overrides)
+
+
+N, D = 128, 1024  # Batch and dimensions of the published runs.
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "weights"),
+    [
+        ("coco-pcme", 1 / N**2, {"beta": 1e-5 * D / N}),
+        ("cub-pcme", 1 / 150**2, {"beta": 1e-3 * 512 / 150, "uniformity_weight": 10 / 150**2}),
+        ("coco-pcme-b32", 1 / N**2, {"beta": 1e-4 / N**2}),
+        ("coco-triplet-b32", 2 / N, {"margin": 2 * 0.2}),
+        ("coco-triplet-b32 loss.name=daa data.graded=true loss.asp_weight=0.390625", 2 / N, {"asp_weight": 25 * 2 / N}),
+        ("coco-vsepp", 2 / N, {"margin": 2 * 0.2}),
+        ("coco-vsrn", 2 / N, {"margin": 2 * 0.2}),
+        ("coco-probabilistic-vsepp", 1 / N, {"margin": 0.2}),
+        ("coco-probabilistic-vsrn", 1 / N, {"margin": 0.1}),
+        ("coco-pvse", 2, {"margin": 2 * 0.1, "mmd_weight": 2 * 0.01, "diversity_weight": 2 * 0.1}),
+        ("coco-pcmepp-b32", 1, {"beta": 1e-4}),
+        ("flickr8k-pvse", None, {"mmd_weight": 2 * 0.01, "diversity_weight": 2 * 0.1}),
+        ("emoji-pvse", None, {"mmd_weight": 2 * 0.01, "diversity_weight": 2 * 0.1}),
+        ("flickr8k-daa", None, {"asp_weight": 10 * 2 / N}),
+    ],
+)
+def test_weights_limits_and_epsilon_are_those_published_times_the_factor_of_the_loss(name, factor, weights):
+    """docs/concepts/losses.md has the rule: losses here are released ones times a factor, and so is their gradient."""
+    name, *overrides = name.split()
+    recipe = load_recipe(find_recipe(name), overrides)
+    for key, value in weights.items():
+        assert getattr(recipe.loss, key) == pytest.approx(value, rel=1e-6), key
+    if factor is not None:
+        assert recipe.optim.clip_norm == pytest.approx(2 * factor, rel=1e-6)
+        assert recipe.optim.eps == pytest.approx(1e-8 * factor, rel=1e-6)

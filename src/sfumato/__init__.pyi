@@ -144,9 +144,6 @@ from .evaluation.benchmarks import (
 from .evaluation.compare import (
     compare_per_query as compare_per_query,
 )
-from .evaluation.compare import (
-    published_rows as published_rows,
-)
 from .evaluation.estimators import (
     ESTIMATORS as ESTIMATORS,
 )
@@ -167,6 +164,9 @@ from .evaluation.ground_truth import (
 )
 from .evaluation.protocols import (
     evaluate_retrieval as evaluate_retrieval,
+)
+from .evaluation.published import (
+    published_rows as published_rows,
 )
 from .evaluation.strategies import (
     STRATEGIES as STRATEGIES,
@@ -269,6 +269,9 @@ from .matching import (
 )
 from .matching import (
     match_probability as match_probability,
+)
+from .matching import (
+    match_probability_distance as match_probability_distance,
 )
 from .matching import (
     sampled_match_log_probability as sampled_match_log_probability,

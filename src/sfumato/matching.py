@@ -6,14 +6,18 @@ It does not depend on the formula of the distance, except in the sampled probabi
 samples.
 """
 
+import functools
 import math
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sfumato.distances import DEFAULT_MEMORY_MB, reduce_sample_distances
+from sfumato.distances import DEFAULT_MEMORY_MB, Distance, reduce_sample_distances
 from sfumato.gaussian import GaussianEmbedding
+
+MATCH_PROBABILITY = "match_probability"
+"""Name of :func:`match_probability_distance`, which needs the logits of a model and is therefore not in DISTANCES."""
 
 
 def match_logit(distance: Tensor, logit_scale: Tensor | float, logit_bias: Tensor | float) -> Tensor:
@@ -51,31 +55,60 @@ def match_probability(distance: Tensor, logit_scale: Tensor | float, logit_bias:
 class MatchingLogits(nn.Module):
     """The learnable scale and bias of the match logits.
 
-    The scale is stored as its logarithm, so that it stays positive. In the published code a step of the optimiser
-    across zero would reverse the order of all distances. Neither parameter has weight decay.
+    The scale is stored as its logarithm, so that it stays positive. A step of Adam then changes the scale by a times
+    the learning rate, where the released code, which learns a itself, changes it by the learning rate: a times as fast.
+    Neither parameter has weight decay.
 
     Args:
         logit_scale: initial a > 0 (5 in Chun 2024, table B.1).
         logit_bias: initial b (5 there).
+        free: learn a itself, as the released code does. An update across zero would reverse the order of all
+            distances, so :meth:`constrain` refuses it.
+        largest: largest a, which :meth:`constrain` enforces; infinite for no limit.
 
     Raises:
-        ValueError: logit_scale is not a positive number.
+        ValueError: logit_scale is not a positive number, or above the largest.
     """
 
-    def __init__(self, logit_scale: float = 5.0, logit_bias: float = 5.0) -> None:
+    def __init__(
+        self, logit_scale: float = 5.0, logit_bias: float = 5.0, *, free: bool = False, largest: float = math.inf
+    ) -> None:
         super().__init__()
         if not (logit_scale > 0 and math.isfinite(logit_scale)):
             raise ValueError(
                 f"MatchingLogits: logit_scale must be positive, got {logit_scale};"
                 " smaller distances must be likelier matches"
             )
-        self.log_logit_scale = nn.Parameter(torch.tensor(math.log(logit_scale)))
+        if logit_scale > largest:
+            raise ValueError(f"MatchingLogits: logit_scale must be at most {largest:g}, the largest, got {logit_scale}")
+        self.free, self.largest = free, largest
+        if free:
+            self.free_logit_scale = nn.Parameter(torch.tensor(float(logit_scale)))
+        else:
+            self.log_logit_scale = nn.Parameter(torch.tensor(math.log(logit_scale)))
         self.logit_bias = nn.Parameter(torch.tensor(float(logit_bias)))
 
     @property
     def logit_scale(self) -> Tensor:
         """() the scale a > 0, differentiable."""
-        return self.log_logit_scale.exp()
+        return self.free_logit_scale if self.free else self.log_logit_scale.exp()
+
+    @torch.no_grad()
+    def constrain(self) -> None:
+        """Limit the scale after an update of the parameters.
+
+        Raises:
+            ArithmeticError: a free scale is no longer positive.
+        """
+        if self.free and not self.free_logit_scale > 0:
+            raise ArithmeticError(
+                f"the free scale of the match logits is {float(self.free_logit_scale):g}, which reverses all distances;"
+                " learn its logarithm (loss.free_scale=false), or lower optim.lr or optim.logits_lr_multiplier"
+            )
+        if self.free:
+            self.free_logit_scale.clamp_(max=self.largest)
+        else:
+            self.log_logit_scale.clamp_(max=math.log(self.largest))
 
     def forward(self, distance: Tensor) -> Tensor:
         """Logits of distances.
@@ -128,9 +161,52 @@ def sampled_match_log_probability(
             f" {y.device}; both must have the same d, dtype and device"
         )
     samples = x.sample(n_samples, generator=generator), y.sample(n_samples, generator=generator)
-
-    def reduce(distance: Tensor) -> Tensor:
-        log_sigmoid = functional.logsigmoid(match_logit(distance, logit_scale, logit_bias))
-        return log_sigmoid.flatten(2).logsumexp(-1) - 2 * math.log(n_samples)
-
+    reduce = functools.partial(_log_mean_sigmoid, logit_scale, logit_bias)
     return reduce_sample_distances(*samples, reduce, memory_mb=memory_mb)
+
+
+def match_probability_distance(logit_scale: float, logit_bias: float, *, n_samples: int = 8) -> Distance:
+    """PCME's match probability as a distance to rank by: -log p, see :func:`sampled_match_log_probability`.
+
+    Args:
+        logit_scale: a > 0, learnt with this probability.
+        logit_bias: b.
+        n_samples: number s of samples of each embedding.
+
+    Returns:
+        A sampled distance with the name "match_probability"; smaller is likelier.
+
+    Raises:
+        ValueError: logit_scale is not positive, or n_samples < 1.
+
+    Example:
+        >>> match_probability_distance(5.0, 5.0).sampled
+        True
+
+    Paper: Chun et al., CVPR 2021, 3.2.3 and table 1, "Match prob"; figure E.1 varies s.
+    """
+    if not logit_scale > 0 or n_samples < 1:
+        raise ValueError(
+            f"match_probability_distance: needs logit_scale > 0 and n_samples >= 1, got {logit_scale} and {n_samples}"
+        )
+
+    def of_samples(x_samples: Tensor, y_samples: Tensor) -> Tensor:
+        return -reduce_sample_distances(
+            x_samples, y_samples, functools.partial(_log_mean_sigmoid, logit_scale, logit_bias)
+        )
+
+    def matrix(x: GaussianEmbedding, y: GaussianEmbedding, *, generator: torch.Generator | None = None) -> Tensor:
+        return -sampled_match_log_probability(x, y, logit_scale, logit_bias, n_samples=n_samples, generator=generator)
+
+    def row(x: GaussianEmbedding, y: GaussianEmbedding, *, generator: torch.Generator | None = None) -> Tensor:
+        samples = x.sample(n_samples, generator=generator), y.sample(n_samples, generator=generator)
+        distance = torch.cdist(*samples, compute_mode="donot_use_mm_for_euclid_dist").unsqueeze(1)
+        return -_log_mean_sigmoid(logit_scale, logit_bias, distance).squeeze(1)
+
+    return Distance(MATCH_PROBABILITY, row, matrix, of_samples=of_samples, n_samples=n_samples)
+
+
+def _log_mean_sigmoid(logit_scale: Tensor | float, logit_bias: Tensor | float, distance: Tensor) -> Tensor:
+    """(n, m, s, s) distances of samples -> (n, m) logarithms of the mean match probability."""
+    log_sigmoid = functional.logsigmoid(match_logit(distance, logit_scale, logit_bias)).flatten(2)
+    return log_sigmoid.logsumexp(-1) - math.log(log_sigmoid.shape[-1])

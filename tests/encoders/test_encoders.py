@@ -71,6 +71,14 @@ def test_head_options():
     features = TokenFeatures(torch.randn(3, 4, 8))
     loose = GaussianHead(8, 5, HeadOptions(normalize=False, variance=False, mlp=True))(features)
     assert loose.log_var.isneginf().all() and not torch.allclose(loose.mean.norm(dim=1), torch.ones(3))
+    widths = [(HeadOptions(mlp=True), 5), (HeadOptions(mlp=True, mlp_width=2), 2)]
+    for options, width in widths:
+        assert GaussianHead(8, 5, options).mean.mlp[0].weight.shape == (width, 8)
+        assert GaussianHead(8, 5, options).mean.mlp[2].weight.shape == (5, width)
+    with pytest.raises(ValueError, match="mlp_width must be at least 0, got -1"):
+        HeadOptions(mlp_width=-1)
+    with pytest.raises(ValueError, match="unknown local_attention_of 'images'; known: both, mean, variance"):
+        HeadOptions(local_attention_of="images")
     with pytest.raises(ValueError, match="unknown pooling 'mean'; known: gpo"):
         GaussianHead(8, 5, HeadOptions(pooling="mean"))
     with pytest.raises(ValueError, match="must be positive"):

@@ -60,7 +60,10 @@ def expected(head, tokens, item):
     normal = (summed - summed.mean()) / np.sqrt(summed.var() + head.local_norm.eps)
     mean = normal * head.local_norm.weight.detach().numpy() + head.local_norm.bias.detach().numpy()
     log_var = np.mean([linear(head.log_var.linear, x) for x in rows(values, tokens.mask, item)], 0)
-    return mean / np.linalg.norm(mean), log_var + attended(head.log_var_local, of_log_var)
+    local_log_var = attended(head.log_var_local, of_log_var)
+    if head.log_var_local.squash:
+        local_log_var = 1 / (1 + np.exp(-local_log_var))
+    return mean / np.linalg.norm(mean), log_var + local_log_var
 
 
 @pytest.mark.parametrize("covariance", ["ellipsoidal", "spherical-one"])
@@ -75,6 +78,31 @@ def test_mean_and_log_variance_are_pcmes_item_by_item(local, log_var, covariance
         mean, of_variance = expected(head, tokens, item)
         np.testing.assert_allclose(embedding.mean[item].detach(), mean, atol=2e-5)
         np.testing.assert_allclose(embedding.log_var[item].detach(), np.broadcast_to(of_variance, 7), rtol=1e-4)
+
+
+def test_the_ablations_of_table_d3_item_by_item():
+    """Attention of the mean alone, of the log variance alone, and a sigmoid and a layer norm on the log variance."""
+    tokens = features()
+    plain = lambda branch, item: np.mean([linear(branch.linear, x) for x in rows(tokens.mean, tokens.mask, item)], 0)
+    of_mean, of_variance = head_of(local_attention_of="mean"), head_of(local_attention_of="variance")
+    squashed = head_of(variance_sigmoid=True, variance_norm=True)
+    with torch.no_grad():
+        squashed.log_var_norm.weight.fill_(1.5)
+        squashed.log_var_norm.bias.fill_(0.25)
+    assert of_mean.log_var_local is None and of_variance.local is None
+    assert isinstance(of_variance.local_norm, torch.nn.Identity)
+    for item in range(3):
+        near = lambda found, right, item=item: np.testing.assert_allclose(found[item].detach(), right, atol=1e-4)
+        near(of_mean(tokens).log_var, plain(of_mean.log_var, item))
+        near(of_variance(tokens).mean, (m := plain(of_variance.mean, item)) / np.linalg.norm(m))
+        of_tokens = attended(of_variance.log_var_local, rows(tokens.mean, tokens.mask, item))
+        near(of_variance(tokens).log_var, plain(of_variance.log_var, item) + of_tokens)
+        _, right = expected(squashed, tokens, item)
+        right = (right - right.mean()) / np.sqrt(right.var() + squashed.log_var_norm.eps)
+        near(squashed(tokens).log_var, 1.5 * right + 0.25)
+    points = head_of(variance=False)
+    points.load_state_dict({k: v for k, v in of_mean.state_dict().items() if not k.startswith("log_var")})
+    torch.testing.assert_close(of_mean(tokens).mean, points(tokens).mean)
 
 
 def test_what_is_masked_has_no_influence():
@@ -92,7 +120,16 @@ def test_what_is_masked_has_no_influence():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"covariance": "spherical-one"}, {"variance_norm": True}, {"variance_mlp": True}]
+    "options",
+    [
+        {},
+        {"covariance": "spherical-one"},
+        {"variance_norm": True},
+        {"variance_mlp": True},
+        {"variance_sigmoid": True},
+        {"variance_sigmoid": True, "variance_norm": True},
+        {"local_attention_of": "variance"},
+    ],
 )
 def test_the_small_start_of_the_variance_holds_with_local_attention(options):
     torch.manual_seed(0)

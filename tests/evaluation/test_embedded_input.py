@@ -8,7 +8,7 @@ import torch
 
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmarks import evaluate_benchmarks, evaluate_ranked_lists
-from sfumato.evaluation.compare import More, common_figures, more_results
+from sfumato.evaluation.compare import More, more_results
 from sfumato.evaluation.embedded_input import (
     EmbeddedSet,
     Files,
@@ -19,6 +19,7 @@ from sfumato.evaluation.embedded_input import (
     read_ground_truths,
 )
 from sfumato.evaluation.per_query import per_query_table, read_per_query
+from sfumato.evaluation.published import common_figures
 from sfumato.gaussian import GaussianEmbedding, save_embeddings
 
 N, M, D = 6, 12, 3
@@ -208,7 +209,9 @@ def test_mistakes_are_named(folder, tmp_path):
 
 def test_named_benchmarks(shared):
     found = read_ground_truths("coco", annotations=shared / "data" / "coco5k_text")
-    assert [t.name for t in found] == ["coco_5k", "coco_1k", "cxc", "rpc2", "eccv"]
+    assert [t.name for t in found] == ["coco_5k", "coco_1k", "cxc", "rpc2", "cxc_1k", "rpc2_1k", "eccv"]
+    with pytest.raises(UserError, match="for --split val name Karpathy's file with --annotations dataset_coco.json"):
+        read_ground_truths("coco", annotations=shared / "data" / "coco5k_text", split="val")
     only = read_ground_truths("coco", annotations=shared / "data" / "coco5k_text", metrics=["recall@1"])
     assert {t.metrics for t in only} == {("recall@1",)}
     assert read_ground_truths("emoji", split="val")[0].name == "emoji"

@@ -1,3 +1,4 @@
+import csv
 import json
 import os
 import sys
@@ -20,12 +21,15 @@ from sfumato.evaluation.benchmark_ground_truths import (
     pmrp,
     read_coco,
 )
+from sfumato.evaluation.benchmarks import evaluate_score_matrix
+from sfumato.evaluation.embedded_input import read_ground_truths
 from sfumato.evaluation.ground_truth import (
     RECALLS,
     GroundTruth,
     ground_truth_from_data,
     ground_truth_from_pairs,
     in_folds,
+    in_folds_of,
     read_ground_truth,
 )
 from sfumato.metrics.relevance import Relevance
@@ -111,7 +115,7 @@ def test_emoji_and_any_split_of_pairs():
 
 def test_eccv_caption_has_the_published_numbers():
     ground_truths = eccv_caption(shared("coco5k_text"))
-    assert list(ground_truths) == ["coco_5k", "coco_1k", "cxc", "rpc2", "eccv"]
+    assert list(ground_truths) == ["coco_5k", "coco_1k", "cxc", "rpc2", "cxc_1k", "rpc2_1k", "eccv"]
     expected = {
         "coco_5k": ((5000, 25000), (25000, 25000)),
         "cxc": ((5000, 35585), (24972, 35585)),
@@ -133,6 +137,56 @@ def test_eccv_caption_has_the_published_numbers():
     listed = json.loads(shared("coco5k_text", "cxc_image_to_caption.json").read_text())
     assert matches(ground_truths["cxc"])[0] == {image: set(map(str, texts)) for image, texts in listed.items()}
     assert [ground_truths[name].name for name in ("cxc", "eccv", "rpc2")] == ["cxc", "eccv", "rpc2"]
+
+
+def test_the_positives_of_cxc_are_the_pairs_rated_3_or_higher():
+    """All of COCO's own pairs were rated; 29 of them are no positives, and nothing else is missing."""
+    cxc = eccv_caption(shared("coco5k_text"))["cxc"]
+    own = eccv_caption(shared("coco5k_text"))["coco_5k"]
+    rated = {}
+    with shared("coco5k_text", "cxc_sits_test.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            rated[coco_image_id(row["image"]), row["caption"].rpartition(":")[2]] = float(row["agg_score"])
+    positives, pairs = ({(i, t) for i, texts in matches(one)[0].items() for t in texts} for one in (cxc, own))
+    assert positives == {pair for pair, score in rated.items() if score >= 3} and len(positives) == 35_585
+    assert len(pairs - positives) == 29 and max(rated[pair] for pair in pairs - positives) == 2.99
+
+
+def test_cxc_in_the_folds_of_coco_1k_counts_the_matches_of_the_fold(tmp_path):
+    ground_truths = eccv_caption(small_eccv(tmp_path))
+    folds = [(images.tolist(), texts.tolist()) for images, texts in ground_truths["cxc_1k"].folds]
+    assert folds == [([i], [2 * i, 2 * i + 1]) for i in range(5)]
+    # Caption 10 of the first image is a positive of the fifth in CxC too, but not in either fold.
+    texts, images = ground_truths["cxc"].text_ids, ground_truths["cxc"].image_ids
+    scores = np.random.default_rng(0).normal(size=(5, 10))
+    found = evaluate_score_matrix(scores, images, texts, ground_truths.values(), better="larger")
+    for name, own in matches(ground_truths["cxc"])[0].items():
+        assert len(own) == 3 and len(own & {f"{name}0", f"{name}1"}) == 2
+    first = [float(scores[i, [2 * i, 2 * i + 1]].argmax() >= 0) for i in range(5)]
+    assert found["cxc_1k"]["i2t"]["recall@1"] == np.mean(first) == found["rpc2_1k"]["i2t"]["r_precision"]
+    assert found["cxc"]["i2t"]["recall@1"] < 1
+
+
+def test_folds_leave_out_what_a_ground_truth_lacks(tmp_path):
+    base = ground_truth_from_pairs("base", list("abcd"), list("ABCD"), list(zip("abcd", "ABCD", strict=True)))
+    folded = in_folds(base, 2, name="base_half")
+    path = instances(tmp_path / "instances.json", {1: [1, 2], 2: [2], 3: [], 4: [1, 2]})
+    numbered = ground_truth_from_pairs("n", list("1234"), list("ABCD"), list(zip("1234", "ABCD", strict=True)))
+    found = pmrp(path, numbered, zetas=(0, 1), folded=in_folds(numbered, 2, name="half"))
+    assert list(found) == ["pmrp@0", "pmrp@1", "pmrp_1k@0", "pmrp_1k@1"]
+    assert {one.averaged_as for one in found.values()} == {"pmrp", "pmrp_1k"}
+    for name in ("pmrp_1k@0", "pmrp_1k@1"):
+        assert [(i.tolist(), t.tolist()) for i, t in found[name].folds] == [([0, 1], [0, 1]), ([2], [2])]
+    assert [(i.tolist(), t.tolist()) for i, t in in_folds_of(folded, base, name="x").folds] == [
+        ([0, 1], [0, 1]), ([2, 3], [2, 3])
+    ]  # fmt: skip
+    # Image 1 matches A and B with one difference, and D of the other fold, which does not count in its own.
+    scores = np.array([[1.0, 2, 9, 3], [2, 1, 9, 0], [0, 0, 9, 0], [9, 8, 9, 1]])
+    figures = evaluate_score_matrix(scores, list("1234"), list("ABCD"), found.values(), better="larger")
+    assert figures["pmrp@0"]["i2t"]["r_precision"] == np.mean([1 / 2, 0, 1 / 2])  # 1: B, D. 2: A. 4: A, B.
+    assert figures["pmrp_1k@0"]["i2t"]["r_precision"] == np.mean([np.mean([0, 0]), 1])
+    assert figures["pmrp_1k@1"]["i2t"]["r_precision"] == np.mean([np.mean([1, 1]), 1])
+    assert figures["pmrp_1k"]["i2t"]["r_precision"] == np.mean([0.5, 1])
 
 
 def small_eccv(folder, **changes):
@@ -236,6 +290,13 @@ def test_coco_from_karpathy_has_cocos_numbers(tmp_path):
     assert ground_truths["coco_5k"].image_ids[0] == "391895" and len(ground_truths["coco_1k"].folds) == 5
     with pytest.raises(UserError, match=r"d\.json: coco_1k: 4 images cannot be divided into 5 equal folds"):
         read_coco(karpathy(tmp_path / "d.json", [entry(name, "test", i) for i, name in enumerate(names[:4])]))
+
+
+def test_coco_has_five_captions_an_image(tmp_path):
+    entries = [entry(f"COCO_val2014_{i:012d}.jpg", "test", *range(10 * i, 10 * i + 7)) for i in range(5)]
+    found = read_coco(karpathy(tmp_path / "d.json", entries))["coco_5k"]
+    assert found.text_ids == tuple(str(10 * i + k) for i in range(5) for k in range(5))
+    assert len(flickr8k(tmp_path / "d.json").text_ids) == 35
 
 
 def test_coco_names():
@@ -373,6 +434,39 @@ def test_bird_splits(birds, tmp_path):
     assert train.image_ids == ("001.Wren/Wren_0.jpg", "003.Kite/Kite_0.jpg", "003.Kite/Kite_1.jpg")
 
 
+def test_birds_by_the_public_lists(birds, tmp_path):
+    lists = tmp_path / "lists"
+    lists.mkdir()
+    for name, classes in (
+        ("testclasses", ["002.Owl"]), ("trainvalclasses", ["001.Wren", "003.Kite"]),
+        ("trainclasses2", ["001.Wren"]), ("valclasses2", ["003.Kite"]),
+    ):  # fmt: skip
+        (lists / f"{name}.txt").write_text("\n".join(classes))
+    (lists / "seen_test_images.txt").write_text("001.Wren/Wren_1.jpg\n002.Owl/Owl_0.jpg\n003.Kite/Kite_0.jpg\n")
+    expected = {
+        "test": ["002.Owl/Owl_0.jpg"],  # An unseen class, whatever the list of seen test images says.
+        "seen": ["001.Wren/Wren_1.jpg", "003.Kite/Kite_0.jpg"],
+        "train": ["001.Wren/Wren_0.jpg", "003.Kite/Kite_1.jpg"],
+        "train2": ["001.Wren/Wren_0.jpg"],
+        "val2": ["003.Kite/Kite_1.jpg"],
+    }
+    for split, images in expected.items():
+        (found,) = read_ground_truths("cub", annotations=birds, classes=lists, split=split)
+        assert list(found.image_ids) == images and found.name == ("cub" if split == "test" else f"cub_{split}")
+    (named,) = read_ground_truths("cub", annotations=birds, classes=lists / "trainvalclasses.txt")
+    assert len(named.image_ids) == 4
+    for arguments, message in (
+        ({}, r"name with --classes the folder of the public lists \(testclasses.txt.*--split chooses \(test, seen, "),
+        ({"classes": lists, "split": "val"}, "CUB has no split 'val'; known: test, seen, train, train1, val1"),
+        ({"classes": lists, "split": "val1"}, r"cannot read the list .*valclasses1\.txt"),
+        ({"classes": lists / "testclasses.txt", "split": "seen"}, "needs the folder of the class lists"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_ground_truths("cub", annotations=birds, **arguments)
+    with pytest.raises(UserError, match="--classes belongs to --benchmark cub"):
+        read_ground_truths("emoji", classes=lists)
+
+
 def test_missing_birds_are_named(birds, tmp_path):
     with pytest.raises(UserError, match="there is no class 004.Tit"):
         cub_captions(birds, classes=["004.Tit"])
@@ -396,6 +490,9 @@ def test_the_public_splits_of_classes_do_not_overlap():
     # Ten of the listed images are of unseen classes: the list of classes has to narrow it.
     listed = {line.split("/")[0] for line in (root / "seen_test_images.txt").read_text().split()}
     assert set(seen) < listed <= set(seen) | set(unseen)
+    for k in (1, 2, 3):
+        train, val = (set((root / f"{part}classes{k}.txt").read_text().split()) for part in ("train", "val"))
+        assert (len(train), len(val)) == (100, 50) and train | val == set(seen)
 
 
 # ---------------------------------------------------------------- a user's own

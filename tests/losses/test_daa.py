@@ -30,6 +30,35 @@ def test_every_term_is_its_loop(temperature, distance, match):
     torch.testing.assert_close(output.terms["i2t"] + output.terms["t2i"], hinges)
 
 
+@pytest.mark.parametrize("released, n, weight", [(25, 5, 10.0), (10, 5, 4.0)])
+def test_a_weight_beside_summed_hinges_on_the_cosine_is_2_over_n_of_it_here(released, n, weight):
+    """Hinges with margin 0.2 on cosines, summed over the batch, and the disagreement of ranks by similarity."""
+    sides = [
+        torch.nn.functional.normalize(
+            torch.randn(n, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64), dim=1
+        ).requires_grad_()
+        for seed in (0, 1)
+    ]
+    match = torch.where(torch.eye(n, dtype=torch.bool), 1.0, 0.45 * torch.rand(n, n, dtype=torch.float64))
+    cosine, total = sides[0] @ sides[1].T, 0
+    for similarity, label in ((cosine, match), (cosine.T, match.T)):
+        hinges = (0.2 + similarity - similarity.diagonal().unsqueeze(1)).clamp_min(0)
+        total = total + hinges.masked_fill(torch.eye(n, dtype=torch.bool), 0).amax(1).sum()
+        before = ((similarity.unsqueeze(1) - similarity.unsqueeze(2)) / 0.01).sigmoid()  # (q, i, j): j is more similar
+        rank = 1 + before.sum(2) - 0.5
+        wanted = 1 + (label.unsqueeze(1) > label.unsqueeze(2)).sum(2)
+        asp = torch.minimum(rank, wanted) / torch.maximum(rank, wanted)
+        total = total + released * (1 - asp.sum() / n**2)
+    released_gradients = torch.autograd.grad(total, sides)
+    assert weight == released * 2 / n
+    options = DAAOptions(margin=0.4, asp_weight=weight, temperature=0.02)
+    ours = daa_loss(*(GaussianEmbedding.point(side) for side in sides), match, options).total
+    torch.testing.assert_close(ours, 2 / n * total, rtol=1e-9, atol=0)
+    for own, other, side in zip(torch.autograd.grad(ours, sides), released_gradients, sides, strict=True):
+        along = lambda g, side=side: g - (g * side).sum(1, keepdim=True) * side  # Squared distances: of unit means.
+        assert (along(own) - 2 / n * along(other)).norm() < 1e-9 * other.norm()
+
+
 def test_no_disagreement_where_distances_fall_as_labels_rise_and_much_where_they_rise():
     mean = torch.tensor([[0.0], [1.0], [2.5], [4.5]], dtype=torch.float64)
     e = GaussianEmbedding.point(mean)

@@ -12,6 +12,7 @@ from support.batches import MATCH, batch
 
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import PairBlock, PCMELoss, PCMEOptions, loss_of_block, pcme_loss, vib_loss
+from sfumato.matching import sampled_match_log_probability
 
 
 def noise(n=4, m=6, s=3, d=5):
@@ -80,6 +81,37 @@ def test_samples_follow_the_step_and_the_seed():
     assert resumed(*batch(), MATCH).total == second
 
 
+@pytest.mark.parametrize("sigmoid, factor", [("plain", 1), ("compressed", 2)])
+def test_its_logits_as_a_function_of_csd_are_near_its_own_probability(sigmoid, factor):
+    """The sampled probability at csd 1.2 with learnt a = 36 and b = 36.3; a and b themselves on csd are far off."""
+    a, b, d = 36.0, 36.3, 512
+    loss = PCMELoss(PCMEOptions(logit_scale=a, logit_bias=b, sigmoid=sigmoid))
+    scale, bias = loss.match_logits()
+    assert bias / scale == pytest.approx((b / a) ** 2, rel=1e-5)  # Where a match is as likely as not.
+    wrong, right = [], []
+    for csd in (0.9, 0.96, 1.0, 1.0167, 1.05, 1.1, 1.2):
+        variance = 0.01
+        mean = torch.zeros(1, d, dtype=torch.float64), torch.zeros(1, d, dtype=torch.float64)
+        mean[1][0, 0] = math.sqrt(csd - 2 * variance)
+        pair = [GaussianEmbedding(m, torch.full_like(m, math.log(variance / d))) for m in mean]
+        log_p = sampled_match_log_probability(
+            *pair, factor * a, factor * b, n_samples=100, generator=torch.Generator().manual_seed(0)
+        )
+        true = log_p.exp().item()
+        wrong.append(abs(true - 1 / (1 + math.exp(factor * (a * csd - b)))))
+        right.append(abs(true - 1 / (1 + math.exp(scale * csd - bias))))
+    assert max(right) < 0.05 and max(wrong) > 0.15, (right, wrong)
+    if sigmoid == "plain":
+        assert true == pytest.approx(0.045, abs=0.005)
+        assert 1 / (1 + math.exp(scale * 1.2 - bias)) == pytest.approx(0.037, abs=0.001)
+        assert 1 / (1 + math.exp(a * 1.2 - b)) == pytest.approx(0.0010, abs=0.0002)
+
+
+def test_without_a_distance_at_which_a_match_is_likely_or_by_another_distance_it_has_no_logits():
+    assert PCMELoss(PCMEOptions(logit_bias=-1.0)).match_logits() is None
+    assert PCMELoss(PCMEOptions(distance="wasserstein2")).match_logits() is None
+
+
 def test_blocks_add_up_with_uniformity():
     image, text = batch()
     loss = PCMELoss(PCMEOptions(uniformity_weight=10)).double()
@@ -117,6 +149,17 @@ def parity(shared):
     return json.loads((folder / "pcme_mc_loss.json").read_text())["cases"], load_file(
         folder / "pcme_mc_loss.safetensors"
     )
+
+
+def weights(match, d, beta, uniformity):
+    """Options that make our loss the released one over its number of pairs; docs/concepts/losses.md has the rule."""
+    n, m = match.shape
+    return {"beta": beta * d / n, "uniformity_weight": uniformity / (n * m)}
+
+
+def relatively_equal(actual, expected, rtol):
+    """Compares a gradient as a whole: no element is excused because it is small."""
+    assert float((actual - expected).norm() / expected.norm()) < rtol
 
 
 def run(tensors, case, name):
@@ -164,9 +207,48 @@ def test_parity_of_values_and_gradients(shared):
         total.backward()
         for key, value in leaf.items():
             stored = tensors[f"{name}/grad/{key}"].reshape(value.shape)
-            torch.testing.assert_close(value.grad, stored, rtol=1e-7, atol=1e-9, msg=lambda t, k=key: f"{k}: {t}")
+            relatively_equal(value.grad, stored, 1e-9)
         checked += 1
     assert checked == 4
+
+
+@pytest.mark.parametrize("name", ["plain", "vib", "vib_uniform", "coco15"])
+def test_parity_of_the_original_in_all_terms_with_converted_weights(shared, name):
+    """Value and gradients of match, bottleneck and uniformity together: the released ones over the number of pairs.
+
+    The original adds 1e-6 under the root. Its bottleneck reads the head ln s as ln s^2, and the mean of the samples as
+    the mean. Samples are given as noise around that mean, so that the head has the gradient of the bottleneck alone.
+    """
+    cases, tensors = parity(shared)
+    name = f"pcme_case/{name}"
+    case, group = cases[name], f"inputs/{cases[name]['group']}"
+    leaf = {
+        f"{ours}_{part}": tensors[f"{group}/{theirs}_{part}"].double().requires_grad_()
+        for ours, theirs in (("image", "img"), ("caption", "txt"))
+        for part in ("samples", "head")
+    }
+    a, b = (torch.tensor(float(case[f"init_{key}"]), dtype=torch.float64) for key in ("negative_scale", "shift"))
+    leaf |= {"negative_scale": a.requires_grad_(), "shift": b.requires_grad_()}
+    sides, noise = [], []
+    for side in ("image", "caption"):
+        z, head = leaf[f"{side}_samples"], leaf[f"{side}_head"]
+        sides.append(GaussianEmbedding(z.mean(1), head))
+        noise.append((z - z.mean(1, keepdim=True)) / (head / 2).exp().unsqueeze(1))
+    match = tensors[f"{group}/matched"]
+    options = PCMEOptions(
+        sigmoid="compressed", **weights(match, sides[0].d, case["vib_beta"], case.get("uniform_lambda", 0))
+    )
+    output = pcme_loss(*sides, match, options, logit_scale=a, logit_bias=b, noise=tuple(noise))
+    assert set(output.terms) == {"match"} | {
+        k for k, w in (("vib", options.beta), ("uniformity", options.uniformity_weight)) if w
+    }
+    assert output.total.item() * match.numel() == pytest.approx(case["loss"], rel=1e-5)
+    output.total.backward()
+    compared = [key for key in leaf if f"{name}/grad/{key}" in tensors]
+    assert len(compared) == (6 if case["vib_beta"] else 4)
+    for key in compared:
+        stored = tensors[f"{name}/grad/{key}"]
+        relatively_equal(match.numel() * leaf[key].grad.reshape(stored.shape), stored, 1e-5)
 
 
 def test_parity_of_the_original_with_uniformity(shared):

@@ -29,10 +29,42 @@ def test_every_term_is_its_loop(k, mining):
     hinges = references.triplet(distance, MATCH.tolist(), 0.7, mining)
     assert float(output.terms["i2t"] + output.terms["t2i"]) == pytest.approx(hinges, rel=1e-12)
     images, texts = numbers(image, k), numbers(text, k)
+    if k == 1:  # As released: both terms are for several embeddings.
+        assert set(output.terms) == {"i2t", "t2i"}
+        return
     discrepancy = references.discrepancy([v for item in images for v in item], [v for item in texts for v in item])
     assert float(output.terms["mmd"]) == pytest.approx(3 * discrepancy, rel=1e-12)
     diversity = references.diversity(images) + references.diversity(texts)
-    assert float(output.terms.get("diversity", 0.0)) == pytest.approx(5 * diversity if k > 1 else 0, rel=1e-12)
+    assert float(output.terms["diversity"]) == pytest.approx(5 * diversity, rel=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_defaults_are_twice_the_released_loss_on_the_cosine(k):
+    """Mean hinges with margin 0.1 on the largest of K x K cosines; for K > 1 also 0.01 discrepancy, 0.1 diversity."""
+    n, d = 5, 3
+    sides = []
+    for seed in (0, 1):
+        mean = torch.randn(n, k, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        sides.append(torch.nn.functional.normalize(mean, dim=2).requires_grad_())
+    cosine = torch.einsum("ikd,jld->ijkl", *sides).amax((2, 3))
+    total = 0
+    for similarity in (cosine, cosine.T):
+        hinges = (0.1 + similarity - similarity.diagonal().unsqueeze(1)).clamp_min(0)
+        total = total + hinges.masked_fill(torch.eye(n, dtype=torch.bool), 0).amax(1).mean()
+    if k > 1:
+        a, b = (side.flatten(0, 1) for side in sides)
+        kernel = lambda x, y: (-0.5 * (x.unsqueeze(1) - y).square().sum(2)).exp().mean()
+        gram = [side @ side.transpose(1, 2) - torch.eye(k) for side in sides]
+        total = total + 0.01 * (kernel(a, a) - 2 * kernel(a, b) + kernel(b, b))
+        total = total + 0.1 * sum((g.square().sum((1, 2)).sqrt() / k**2).mean() for g in gram)
+    released = torch.autograd.grad(total, sides)
+    embeddings = [GaussianEmbedding.point(side.flatten(1)) for side in sides]
+    ours = pvse_loss(*embeddings, torch.eye(n), PVSEOptions(distance=f"nearest_of_{k}")).total
+    torch.testing.assert_close(ours, 2 * total, rtol=1e-9, atol=0)
+    # The diversity scales embeddings to unit length; only the part of a gradient along the sphere is compared.
+    for own, other, side in zip(torch.autograd.grad(ours, sides), released, sides, strict=True):
+        along = lambda g, side=side: g - (g * side).sum(2, keepdim=True) * side
+        assert (along(own) - 2 * along(other)).norm() < 1e-9 * other.norm()
 
 
 def test_the_discrepancy_of_equal_sides_is_none_and_that_of_sides_apart_is_positive():

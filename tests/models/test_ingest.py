@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tarfile
 import threading
 import time
@@ -17,10 +16,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.processes import Started
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from sfumato import files as files_module
 from sfumato.data.listings import Entry, list_folder, list_manifest, list_shards, list_texts
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.frozen import FeatureInput, FrozenProcessor
@@ -145,42 +146,30 @@ def test_a_missing_job_is_named_and_another_number_of_jobs_finishes(tmp_path, pi
         read_parts(out)
 
 
-KILLED = """
-import os, sys, threading
-from pathlib import Path
-import torch
-sys.path.insert(0, {here!r})
-from test_ingest import tiny_retrieval_model
-from sfumato import files
-from sfumato.data.listings import list_folder
-from sfumato.models.ingest import embed_collection
-torch.set_num_threads(1)
-moment, folder, out = sys.argv[1:]
-matcher = tiny_retrieval_model()
-kind, _, count = moment.partition(":")
-left = int(count or 0)
+def embed_until(moment, folder, out, part_size):
+    """Embeds a folder; at the moment it says so, and waits there for its end."""
+    retrieval_model = tiny_retrieval_model()
+    kind, _, count = moment.partition(":")
+    left = int(count or 0)
 
-def die():
-    global left
-    left -= 1
-    if left < 0:
-        print("now", flush=True)
-        threading.Event().wait()
+    def wrapped(function):
+        def call(*arguments, **options):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                print("now", flush=True)
+                threading.Event().wait()
+            return function(*arguments, **options)
 
-def wrapped(function):
-    def call(*arguments, **options):
-        die()
-        return function(*arguments, **options)
-    return call
+        return call
 
-if kind == "encode":
-    matcher.model.image.forward = wrapped(matcher.model.image.forward)
-elif kind == "rename":  # the part lies there under its temporary name
-    os.replace = wrapped(os.replace)
-elif kind == "written":
-    files.sync_folder = wrapped(files.sync_folder)
-embed_collection(matcher, list_folder(folder, part_size=4), out, batch_size=3)
-"""
+    if kind == "encode":
+        retrieval_model.model.image.forward = wrapped(retrieval_model.model.image.forward)
+    elif kind == "rename":  # the part lies there under its temporary name
+        os.replace = wrapped(os.replace)
+    elif kind == "written":
+        files_module.sync_folder = wrapped(files_module.sync_folder)
+    embed_collection(retrieval_model, list_folder(folder, part_size=part_size), out, batch_size=3)
 
 
 @pytest.mark.parametrize("moment", ["encode:0", "encode:5", "rename:0", "rename:2", "rename:4", "written:3"])
@@ -189,13 +178,10 @@ def test_a_killed_job_goes_on_to_the_same_bytes(tmp_path, pictures, moment):
     retrieval_model, listing, out = tiny_retrieval_model(), list_folder(pictures, part_size=4), tmp_path / "out"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    code = KILLED.format(here=os.path.dirname(__file__))
-    with subprocess.Popen(
-        [sys.executable, "-c", code, moment, str(pictures), str(out)], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout.readline() == "now\n"
-        process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
+    process = Started(embed_until, moment, str(pictures), str(out), 4, piped=True)
+    assert process.stdout.readline() == "now\n"
+    process.kill()
+    assert process.finish()[0] == -signal.SIGKILL
     there = set(files(out))
     assert len(there) < 6 and len(list(out.glob(".part-*"))) == (moment in ("rename:2", "rename:4"))
     if there or moment == "encode:0":
@@ -221,19 +207,20 @@ def test_the_command_killed_at_any_time_goes_on(tmp_path, pictures):
     torch.set_num_threads(1)
     embed_collection(retrieval_model, listing, tmp_path / "whole", batch_size=3)
     torch.set_num_threads(threads)
-    code = KILLED.format(here=os.path.dirname(__file__)).replace("part_size=4", "part_size=1")
+    never = ("never", str(pictures), str(tmp_path / "out"), 1)
     seen = set()
     for delay in (0.0, 0.01, 0.03):
-        process = subprocess.Popen([sys.executable, "-c", code, "never", str(pictures), str(tmp_path / "out")])
+        process = Started(embed_until, *never)
         deadline = time.monotonic() + 60
-        while len(files(tmp_path / "out")) <= len(seen) and process.poll() is None and time.monotonic() < deadline:
+        while len(files(tmp_path / "out")) <= len(seen) and process.running and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(delay)
         process.kill()
-        process.wait()
+        process.finish()
         assert seen <= set(files(tmp_path / "out"))
         seen = set(files(tmp_path / "out"))
-    subprocess.run([sys.executable, "-c", code, "never", str(pictures), str(tmp_path / "out")], check=True)
+    status, said = Started(embed_until, *never).finish()
+    assert status == 0, said
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 

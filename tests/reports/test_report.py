@@ -3,6 +3,7 @@
 import html.parser
 import io
 import re
+from functools import cache
 
 import numpy as np
 import pytest
@@ -52,6 +53,12 @@ def scene(n=13, m=29, d=5, seed=0, **changes):
     return ReportData(**(values | changes))
 
 
+@cache
+def plain_report():
+    """The report of the scene without changes."""
+    return make_report(scene())
+
+
 class Checker(html.parser.HTMLParser):
     """Fails on tags that are not closed in order, on scripts and handlers, and collects what a reader meets."""
 
@@ -99,7 +106,7 @@ class Checker(html.parser.HTMLParser):
 
 
 def test_the_page_is_whole_and_needs_nothing_else():
-    page = make_report(scene()).html
+    page = plain_report().html
     checked = Checker(page)
     assert not re.search(r"https?://|url\(|@import", page)
     assert page.startswith("<!doctype html>") and "None" not in page and "nan" not in page.lower().replace("nano", "")
@@ -203,8 +210,7 @@ def test_the_most_uncertain_come_with_what_they_retrieved():
 
 def test_intervals_of_recall_are_scipys():
     """In the head of the page and in the table of the tenths; scipy computes them in its own way."""
-    data = scene()
-    page = make_report(data).html
+    data, page = scene(), plain_report().html
     distance = csd_matrix(data.images, data.texts)
     true = torch.from_numpy(np.asarray(data.relevance.to_dense())) > 0
     for d, t in ((distance, true), (distance.T, true.T)):

@@ -3,9 +3,10 @@ import pytest
 import torch
 from support.references_metrics import order_of, ranks_by_sorting
 
-from sfumato.distances import DISTANCES, get_distance
+from sfumato.distances import DISTANCES, get_distance, seeded_samples
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
+from sfumato.models.process_group import ProcessGroup
 from sfumato.search.exact import closest_candidates, closest_in_blocks, distance_blocks, rank_relevant, top_k
 
 
@@ -29,6 +30,52 @@ def test_blocks_are_the_matrix(name, direction):
     assert [s for s, _ in blocks] == [0, 3, 6, 9] and [len(b) for _, b in blocks] == [3, 3, 3, 2]
     whole = get_distance(name).matrix(x, y) if direction == "i2t" else get_distance(name).matrix(y, x).T
     torch.testing.assert_close(torch.cat([b for _, b in blocks]), whole)
+
+
+@pytest.mark.parametrize("direction", ["i2t", "t2i"])
+def test_a_sampled_distance_does_not_depend_on_the_blocks(direction):
+    """Every block size, and rows from an offset; 150 queries span several generators of noise."""
+    x, y = gaussians(150, 3, 0), gaussians(70, 3, 1)
+    oriented = get_distance("average_l2").for_direction(direction)
+
+    def whole(queries, memory_mb, **options):
+        return torch.cat([b for _, b in distance_blocks(queries, y, oriented, memory_mb=memory_mb, **options)])
+
+    expected = whole(x, 1.0)
+    for rows in (1, 7, 64, 100):
+        torch.testing.assert_close(whole(x, rows * 70 * 4 / 2**20), expected, rtol=1e-12, atol=1e-12)
+    for first in (1, 63, 64, 130):
+        torch.testing.assert_close(whole(x[first:], 1.0, first=first), expected[first:], rtol=1e-12, atol=1e-12)
+        assert (whole(x[first:], 1.0) - expected[first:]).abs().mean() > 0.01  # Other items, other noise.
+    assert (whole(x, 1.0, seed=1) - expected).abs().mean() > 0.01
+    other = get_distance("average_l2").for_direction("t2i" if direction == "i2t" else "i2t")
+    backward = torch.cat([b for _, b in distance_blocks(y, x, other)])
+    torch.testing.assert_close(backward.T, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_sampled_distance_is_the_mean_over_the_loop_of_its_samples():
+    x, y = gaussians(3, 2, 0), gaussians(4, 2, 1)
+    a, b = (seeded_samples(e, 8, seed=5, side=side) for e, side in ((x, "image"), (y, "text")))
+    loops = [[np.mean([float((p - q).norm()) for p in s for q in t]) for t in b] for s in a]
+    ((_, found),) = distance_blocks(x, y, "average_l2", seed=5)
+    torch.testing.assert_close(found, torch.tensor(loops, dtype=torch.float64))
+    # The samples have the moments of the embedding, and both sides noise of their own.
+    many = seeded_samples(x, 4000, seed=0, side="image")
+    torch.testing.assert_close(many.mean(1), x.mean, rtol=0, atol=0.1)
+    torch.testing.assert_close(many.var(1), x.var, rtol=0.1, atol=0.1)
+    assert not torch.equal(many, seeded_samples(x, 4000, seed=0, side="text"))
+
+
+def test_ranks_by_a_sampled_distance_are_those_of_all_processes_together(monkeypatch):
+    monkeypatch.setattr(ProcessGroup, "counts", lambda self, own: [own])
+    monkeypatch.setattr(ProcessGroup, "gather", lambda self, value, counts: value)  # Each process keeps its part.
+    x, y = gaussians(37, 3, 0), gaussians(19, 3, 1)
+    relevance = Relevance.from_lists([[i % 19] for i in range(37)], n_gallery=19)
+    whole = rank_relevant(x, y, relevance, "average_l2")
+    for size in (2, 3, 5):
+        groups = [ProcessGroup(rank, size, torch.device("cpu")) for rank in range(size)]
+        parts = [group.rank_relevant(x, y, relevance, "average_l2") for group in groups]
+        np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
 @pytest.mark.parametrize("k", [1, 3, 17, 32, 100])
@@ -104,6 +151,8 @@ def test_candidates_in_their_true_order(name, direction):
 
 def test_no_candidates():
     queries, gallery = gaussians(2, 3, 0), gaussians(4, 3, 1)
+    with pytest.raises(ValueError, match="average_l2 is sampled"):
+        closest_candidates(queries, gallery, torch.zeros(2, 1, dtype=torch.long), "average_l2")
     assert closest_candidates(queries[:0], gallery, torch.empty(0, 5, dtype=torch.long))[1].shape == (0, 5)
     assert closest_candidates(queries, gallery, torch.empty(2, 0, dtype=torch.long))[0].shape == (2, 0)
     found, order = closest_candidates(queries, gallery[:0], torch.full((2, 3), -1))

@@ -1,16 +1,15 @@
+import itertools
 import json
 import shutil
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support.processes import Started
 from support.references_metrics import csd_by_loops, order_of
 
-import sfumato
 from sfumato.calibration import Calibration, QueryScores
 from sfumato.distances import DISTANCES, csd_matrix
 from sfumato.errors import UserError
@@ -19,8 +18,6 @@ from sfumato.search.atomic_folder import _digest_of
 from sfumato.search.index import ENGINES, GaussianIndex
 from sfumato.search.stores.faiss import FaissOptions
 from sfumato.search.stores.protocol import Filter
-
-SOURCE = Path(sfumato.__file__).parents[1]
 
 
 def clustered(n, d=16, *, seed, offset=0.0, n_clusters=40, tail=1.0):
@@ -383,31 +380,26 @@ def test_a_half_copied_index_is_refused(tmp_path):
         GaussianIndex.load(tmp_path / "elsewhere")
 
 
+def save_again_and_again(path):
+    mean = torch.zeros(500, 16)
+    for n in itertools.count(1):
+        index = GaussianIndex.build(GaussianEmbedding(mean + n, mean), [str(i) for i in range(500)], metadata={"n": n})
+        index.save(path)
+        print(n, flush=True)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 def test_a_process_killed_while_it_saves_again_and_again_leaves_a_whole_index(tmp_path):
     path = tmp_path / "index"
     GaussianIndex.build(clustered(500, seed=20), ids_of(500), metadata={"n": 0}).save(path)
-    program = """
-import sys, itertools, torch
-from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.index import GaussianIndex
-mean = torch.zeros(500, 16)
-for n in itertools.count(1):
-    index = GaussianIndex.build(GaussianEmbedding(mean + n, mean), [str(i) for i in range(500)], metadata={"n": n})
-    index.save(sys.argv[1])
-    print(n, flush=True)
-"""
     for delay in (0.0, 0.013, 0.029):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", program, path], stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": str(SOURCE)}
-        )
-        assert writer.stdout is not None
+        writer = Started(save_again_and_again, path, piped=True)
         writer.stdout.readline()
         time.sleep(delay)
         writer.kill()
         said = writer.stdout.read().split()
         writer.stdout.close()
-        writer.wait()
+        writer.finish()
         index = GaussianIndex.load(path)
         assert index.metadata["n"] >= (int(said[-1]) if said else 1)
         assert (index.embeddings.mean == index.metadata["n"]).all()

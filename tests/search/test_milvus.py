@@ -8,10 +8,10 @@ import subprocess
 import sys
 import time
 import uuid
-from pathlib import Path
 
 import pytest
 import torch
+from support.processes import Started
 from support.stores_contract import FINGERPRINT, StoreContract, assert_holds, assert_nearest, by_id, queries, records
 
 from sfumato.errors import UserError
@@ -274,27 +274,17 @@ def test_servers_that_are_not_there_and_passwords(monkeypatch):
     assert milvus._Place("milvus+https://me@h:1/n").token == ""
 
 
-WRITER = """
-import sys
-sys.path.insert(0, sys.argv[2])
-from support.stores_contract import records
-from sfumato.search.stores.store_url import open_store
-store = open_store(sys.argv[1])
-for i in range(100_000):
-    store.upsert(records(25, 6, i, prefix=f"batch{i}"))
-    print(i, flush=True)
-    if i % 6 == 5:
-        store.optimise()
-    if i % 5 == 4:
-        assert store.delete([f"batch{i}-0", "absent"]) == 1
-        print(f"-{i}", flush=True)
-"""
-
-
-def writer(url):
-    """A process that writes batches of 25, and deletes of every fifth its first item, and says what it has done."""
-    command = [sys.executable, "-c", WRITER, url, str(Path(__file__).parents[1])]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def write_batches(url):
+    """Stores batches of 25, deletes of every fifth its first item, and says what it has done, until it is killed."""
+    store = open_store(url)
+    for i in range(100_000):
+        store.upsert(records(25, 6, i, prefix=f"batch{i}"))
+        print(i, flush=True)
+        if i % 6 == 5:
+            store.optimise()
+        if i % 5 == 4:
+            assert store.delete([f"batch{i}-0", "absent"]) == 1
+            print(f"-{i}", flush=True)
 
 
 def assert_nothing_lost(store, said):
@@ -314,14 +304,14 @@ def test_a_killed_server_loses_nothing(tmp_path):
     server = Server(tmp_path)
     try:
         store = create_store(server.url(index="HNSW"), 6, FINGERPRINT)
-        process = writer(store.url)
+        process = Started(write_batches, store.url, piped=True)
         said = [process.stdout.readline() for _ in range(25)]
         server.kill()
         began = time.monotonic()
         # Not communicate(): it would pass over what readline() has buffered.
         said += [line for line in process.stdout if line.endswith("\n")]
-        errors = process.stderr.read()
-        assert process.wait(timeout=60) == 1 and "UserError: store milvus+http://" in errors, errors
+        status, errors = process.finish(60)
+        assert status == 1 and "UserError: store milvus+http://" in errors, errors
         with pytest.raises(UserError):
             store.search(queries(1, 6, 0), 3)
         assert time.monotonic() - began < 30
@@ -340,11 +330,11 @@ def test_a_killed_server_loses_nothing(tmp_path):
 def test_a_killed_process_loses_nothing_of_its_embedded_file(tmp_path):
     url = f"milvus:{tmp_path}/one.db"
     create_store(url, 6, FINGERPRINT).close()
-    process = writer(url)
+    process = Started(write_batches, url, piped=True)
     said = [process.stdout.readline() for _ in range(25)]
     process.kill()
     said += [line for line in process.stdout if line.endswith("\n")]
-    process.wait()
+    process.finish()
     store = open_store(url)
     assert_nothing_lost(store, [line.strip() for line in said])
     store.close()

@@ -5,7 +5,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.processes import Started
 from support.stores_contract import FINGERPRINT, StoreContract, assert_holds, assert_nearest, by_id, queries, records
 
 from sfumato.errors import UserError
@@ -343,24 +343,12 @@ def test_a_server_without_pgvector():
         server.remove()
 
 
-WRITER = """
-import sys
-sys.path.insert(0, sys.argv[2])
-from support.stores_contract import records
-from sfumato.search.stores.store_url import open_store
-store = open_store(sys.argv[1])
-for i in range(100_000):
-    store.upsert(records(25, 6, i, prefix=f"batch{i}"))
-    print(i, flush=True)
-"""
-
-
-def writer(url):
-    """A process that writes batches of 25 and says which are stored."""
-    tests = str(Path(__file__).parents[1])
-    return subprocess.Popen(
-        [sys.executable, "-c", WRITER, url, tests], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def write_batches(url):
+    """Stores batches of 25 until it is killed, and says which are stored."""
+    store = open_store(url)
+    for i in range(100_000):
+        store.upsert(records(25, 6, i, prefix=f"batch{i}"))
+        print(i, flush=True)
 
 
 def acknowledged(process, least):
@@ -385,11 +373,11 @@ def assert_nothing_lost(store, said):
 
 def test_a_killed_client_loses_nothing(server):
     store = create_store(server.url(), 6, FINGERPRINT)
-    process = writer(store.url)
+    process = Started(write_batches, store.url, piped=True)
     said = acknowledged(process, 15)
     process.kill()
     said += rest(process)
-    process.wait()
+    process.finish()
     assert_nothing_lost(store, said)
     store.close()
 
@@ -398,12 +386,12 @@ def test_a_killed_server_loses_nothing(server):
     store = create_store(server.url(index="hnsw"), 6, FINGERPRINT)
     store.optimise()
     assert store.count() == 0
-    process = writer(store.url)
+    process = Started(write_batches, store.url, piped=True)
     said = acknowledged(process, 15)
     server.stop()
     said += rest(process)
-    errors = process.stderr.read()
-    assert process.wait(timeout=30) == 1 and "UserError: store postgresql://" in errors
+    status, errors = process.finish(30)
+    assert status == 1 and "UserError: store postgresql://" in errors
     with pytest.raises(UserError):
         store.count()
     with pytest.raises(UserError, match="refused"):

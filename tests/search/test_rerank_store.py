@@ -1,6 +1,7 @@
 """Rerank stores against brute force of their definition, and with a real redis-server that is killed during writes."""
 
 import contextlib
+import itertools
 import shutil
 import signal
 import socket
@@ -13,6 +14,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from support.processes import Started
 from support.stores_contract import FINGERPRINT, StoreContract, assert_holds, by_id, queries, records, squared_l2
 
 from sfumato.errors import UserError
@@ -311,21 +313,16 @@ def test_nothing_acknowledged_is_lost_when_redis_is_killed(tmp_path, redis_serve
     store.close()
 
 
-KILLED = """
-import sys, torch
-from sfumato.search.stores.protocol import Records
-from sfumato.search.stores.store_url import open_store
-store = open_store(sys.argv[1])
-print("open", flush=True)
-step = int(sys.argv[2])
-while True:
-    ids = tuple(f"i{(step * 7 + i) % 90}" for i in range(30))
-    store.upsert(Records(ids, torch.full((30, 4), float(step)), torch.zeros(30), ({},) * 30))
-    print(step, *ids, flush=True)
-    step += 1
-    if step % 9 == 0:
-        store.optimise()
-"""
+def write_in_turn(url, first):
+    """Replaces 30 of 90 items again and again until it is killed, and says which."""
+    store = open_store(url)
+    print("open", flush=True)
+    for step in itertools.count(first):
+        ids = tuple(f"i{(step * 7 + i) % 90}" for i in range(30))
+        store.upsert(Records(ids, torch.full((30, 4), float(step)), torch.zeros(30), ({},) * 30))
+        print(step, *ids, flush=True)
+        if step % 9 == 8:
+            store.optimise()
 
 
 def test_a_killed_writer_leaves_whole_items(tmp_path):
@@ -333,15 +330,13 @@ def test_a_killed_writer_leaves_whole_items(tmp_path):
     create_store(url, 4, FINGERPRINT).close()
     expected = {}
     for run in (1, 2):
-        child = subprocess.Popen(
-            [sys.executable, "-c", KILLED, url, str(1000 * run)], stdout=subprocess.PIPE, text=True
-        )
+        child = Started(write_in_turn, url, 1000 * run, piped=True)
         assert child.stdout.readline() == "open\n"
         threading.Timer(0.2 * run, child.kill).start()
         for line in (whole for whole in child.stdout if whole.endswith("\n")):  # the last may be torn
             step, *ids = line.split()
             expected |= dict.fromkeys(ids, float(step))
-        child.wait()
+        child.finish()
         child.stdout.close()
         store = open_store(url)
         stored = by_id(*store.scan())
@@ -361,7 +356,7 @@ def test_others_read_while_a_process_writes(tmp_path, redis_server):
         f"{redis_server(*DURABLE).address}?means={tmp_path}/m",
     ):
         create_store(url, 4, FINGERPRINT).close()
-        child = subprocess.Popen([sys.executable, "-c", KILLED, url, "1"], stdout=subprocess.PIPE, text=True)
+        child = Started(write_in_turn, url, 1, piped=True)
         assert child.stdout.readline() == "open\n"
         for _ in range(5):
             child.stdout.readline()
@@ -375,6 +370,6 @@ def test_others_read_while_a_process_writes(tmp_path, redis_server):
                 # Mean and deviations are of one write.
                 assert (found.vectors == found.vectors[:, :1]).all() and len(found) > 1
         child.kill()
-        child.wait()
+        child.finish()
         child.stdout.close()
         store.close()

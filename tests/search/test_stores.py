@@ -1,6 +1,7 @@
 """LocalStore and its engines. Rerank stores: test_rerank_store.py; common tests: support/stores_contract.py."""
 
 import contextlib
+import itertools
 import os
 import random
 import shutil
@@ -16,6 +17,7 @@ import filelock
 import numpy as np
 import pytest
 import torch
+from support.processes import Started
 from support.stores_contract import (
     FINGERPRINT,
     StoreContract,
@@ -484,29 +486,23 @@ def test_a_folder_may_have_a_hash_mark_and_brackets(tmp_path):
     assert open_store(url).count() == 9
 
 
-WRITER = """
-import random, sys, torch
-from sfumato.search.stores.protocol import Records
-from sfumato.search.stores.store_url import open_store
-store, run = open_store(sys.argv[1]), int(sys.argv[2])
-chance = random.Random(run)
-print("open", flush=True)
-step = 0
-while True:
-    n = chance.randint(1, 60)
-    ids = chance.sample(range(500), n)
-    vectors = torch.tensor([[i, run, step] for i in ids], dtype=torch.float32)
-    note = {"run": str(run), "step": str(step)}
-    store.upsert(Records(tuple(f"i{i}" for i in ids), vectors, torch.zeros(n), (note,) * n))
-    print("put", run, step, *ids, flush=True)
-    if step % 4 == 3:
-        gone = chance.sample(range(500), 20)
-        store.delete([f"i{i}" for i in gone])
-        print("gone", run, step, *gone, flush=True)
-    if step % 6 == 5:
-        store.optimise()
-    step += 1
-"""
+def write_at_random(url, run):
+    """Replaces and deletes items until it is killed, and says what it has done."""
+    store, chance = open_store(url), random.Random(run)
+    print("open", flush=True)
+    for step in itertools.count():
+        n = chance.randint(1, 60)
+        ids = chance.sample(range(500), n)
+        vectors = torch.tensor([[i, run, step] for i in ids], dtype=torch.float32)
+        note = {"run": str(run), "step": str(step)}
+        store.upsert(Records(tuple(f"i{i}" for i in ids), vectors, torch.zeros(n), (note,) * n))
+        print("put", run, step, *ids, flush=True)
+        if step % 4 == 3:
+            gone = chance.sample(range(500), 20)
+            store.delete([f"i{i}" for i in gone])
+            print("gone", run, step, *gone, flush=True)
+        if step % 6 == 5:
+            store.optimise()
 
 
 @pytest.mark.parametrize("engine", ["flat", "ivf"])
@@ -517,19 +513,16 @@ def test_what_was_acknowledged_survives_kill_9(engine, tmp_path):
     create_store(url, 3, FINGERPRINT).close()
     chance, expected, steps = random.Random(4), {}, 0
     for run in range(4):
-        child = subprocess.Popen(
-            [sys.executable, "-c", WRITER, url, str(run)], stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE
-        )
-        assert child.stdout.readline() == "open\n", child.stderr.read()
+        child = Started(write_at_random, url, run, piped=True)
+        assert child.stdout.readline() == "open\n", child.finish()
         lines = []
         processor = threading.Thread(target=lambda out=child.stdout, to=lines: to.extend(out))
         processor.start()
         time.sleep(chance.uniform(0.05, 0.9))
-        child.send_signal(signal.SIGKILL)
-        child.wait()
+        child.kill()
         processor.join()
-        assert child.stderr.read() == ""
-        child.stdout.close(), child.stderr.close()
+        assert child.finish() == (-signal.SIGKILL, "")
+        child.stdout.close()
         for line in (whole for whole in lines if whole.endswith("\n")):  # the last may be torn
             kind, at, step, *ids = line.split()
             steps += 1
@@ -564,7 +557,7 @@ def test_others_read_while_a_process_writes(engine, tmp_path):
         pytest.importorskip("faiss", reason="needs the extra faiss")
     url = f"{tmp_path}/store?engine={engine}&exact_below=100"
     create_store(url, 3, FINGERPRINT).close()
-    child = subprocess.Popen([sys.executable, "-c", WRITER, url, "1"], stdout=subprocess.PIPE, text=True)
+    child = Started(write_at_random, url, 1, piped=True)
     assert child.stdout.readline() == "open\n"
     store, acknowledged, searches = open_store(url), {}, 0
     end = time.monotonic() + 2
@@ -581,7 +574,7 @@ def test_others_read_while_a_process_writes(engine, tmp_path):
         assert len(scanned) == len(set(scanned))
         searches += 1
     child.kill()
-    child.wait()
+    child.finish()
     child.stdout.close()
     assert searches > 3
     store.close()

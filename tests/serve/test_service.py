@@ -13,10 +13,9 @@ import time
 import httpx
 import pytest
 import torch
-from support.processes import Started
+from support.processes import Started, command
 from support.serving import KEY, SlowModel, in_base64, picture, served, wait_until_ready
 
-from sfumato.cli import main
 from sfumato.data.transforms import decode_image
 from sfumato.errors import UserError
 from sfumato.models.galleries import GalleryPart, build_index, create_collection
@@ -580,20 +579,16 @@ def test_a_service_that_cannot_answer_says_so_and_ends(collection, monkeypatch, 
     assert "cannot answer: no such table" in err and not out
 
 
-def command(*arguments):
-    """The command line, for a process of its own."""
-    sys.argv = ["sfumato", *arguments]
-    main()
-
-
 def test_the_command_says_what_is_wrong(run, tmp_path):
-    for arguments, message in (
+    wrong = (
         ((tmp_path / "nothing",), str(tmp_path / "nothing")),
         ((run, "--host", "0.0.0.0"), "--api-key-file"),
         ((run, "--host", "0.0.0.0", "--no-key"), "--allowed-host"),
         ((run, "--store", "x"), "are for an index"),
-    ):
-        status, printed = Started(command, "serve", *map(str, arguments)).finish(60)
+    )
+    started = [Started(command, "serve", *arguments) for arguments, _ in wrong]
+    for process, (_, message) in zip(started, wrong, strict=True):
+        status, printed = process.finish(60)
         assert status == 2 and message in printed and "Traceback" not in printed, printed
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sfumato.studies.toy import METHODS, ToyRun, run_toy, toy_data, train_toy
+from sfumato.studies.toy import METHODS, READINGS, ToyRun, run_toy, toy_data, train_toy
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -42,6 +42,14 @@ def test_ratios_are_those_published(short):
         var = csd.frames[-1].var
         uncertain = toy_data(seeded(seed)).uncertain
         assert csd.ratio == pytest.approx(float(var[uncertain].mean() / var[~uncertain].mean()))
+
+
+def test_more_updates_raise_the_ratio_beyond_the_published_one():
+    """The reading as passes, a tenth of the way further: READINGS states 3.06 to 3.27 after 2,930 updates."""
+    data = toy_data(seeded(0))
+    longer = train_toy(data, "csd", generator=seeded(0), updates=900)
+    assert longer.ratio is not None and 2.0 < longer.ratio < 3.27
+    assert [reading["updates"] for reading in READINGS] == [500, round(500 * 1500 / 256), round(500 * 1500 / 128, -1)]
 
 
 def test_start_is_kept_and_equal_runs_are_equal():

@@ -6,6 +6,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ _CONTEXT.set_forkserver_preload(
         "sfumato.cli",
         "sfumato.training.loop",
         "sfumato.models.embed",
+        "sfumato.search.collection",
+        "pytest",
         "support.processes",
     ]
 )
@@ -30,17 +33,32 @@ class Started:
         function: importable; called with the arguments.
         arguments: of it.
         env: environment variables besides those of this process.
+        piped: standard output can be read from `stdout` while it runs, to its end.
     """
 
-    def __init__(self, function: Callable[..., None], *arguments: object, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        function: Callable[..., None],
+        *arguments: object,
+        env: Mapping[str, str] | None = None,
+        piped: bool = False,
+    ) -> None:
         handle, name = tempfile.mkstemp()
         os.close(handle)
         self._output = Path(name)
-        self._process = _CONTEXT.Process(target=_run, args=(function, arguments, {**os.environ, **(env or {})}, name))
+        into = None
+        if piped:
+            reading, writing = os.pipe()
+            self.stdout, into = os.fdopen(reading, encoding="utf-8"), Connection(writing, readable=False)
+        self._process = _CONTEXT.Process(
+            target=_run, args=(function, arguments, {**os.environ, **(env or {})}, name, into)
+        )
         self._process.start()
+        if into is not None:
+            into.close()
 
     def finish(self, seconds: float = 120) -> tuple[int, str]:
-        """(exit status, standard output and error); a process that does not end in time is killed."""
+        """(exit status, standard error and unless piped output); a process that does not end in time is killed."""
         self._process.join(seconds)
         if self._process.is_alive():
             self.kill()
@@ -82,11 +100,17 @@ def process_group(
     ]
 
 
-def _run(function: Callable[..., None], arguments: tuple[object, ...], env: Mapping[str, str], output: str) -> None:
+def _run(
+    function: Callable[..., None],
+    arguments: tuple[object, ...],
+    env: Mapping[str, str],
+    output: str,
+    pipe: Connection | None,
+) -> None:
     os.environ.clear()
     os.environ.update(env)
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
-    os.dup2(descriptor, 1)
+    os.dup2(descriptor if pipe is None else pipe.fileno(), 1)
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
     torch.set_num_threads(1)

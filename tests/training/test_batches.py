@@ -418,3 +418,33 @@ def test_processes_of_a_stream_match_equal_captions_across_each_other():
     torch.testing.assert_close(i2t, 0.1 + 0.8 * (own * equal + (1 - own) * equal[plan.partner]))
     # A process alone would know of no match with the other's captions.
     assert equal[:4, 4:].any()
+
+
+def test_whole_batches_are_mixed_with_one_ratio_or_not_at_all():
+    """Equal on all processes, a quarter of the batches, Mixup or CutMix, every image with its mirror in the part."""
+    settings = recipe(mixed_share=0.25, mix_whole=True)
+    sides = [Augmentation(settings, model(), ProcessGroup(rank, 2, CPU)) for rank in (0, 1)]
+    kinds = []
+    for step in range(400):
+        plans, others = (side.plans([5, 2], (16, 16), 0, step) for side in sides)
+        if plans is None:
+            assert others is None
+            kinds.append("none")
+            continue
+        first, second = plans
+        assert all(
+            torch.equal(a, b)
+            for p, q in zip(plans, others, strict=True)
+            for a, b in zip(plan_tensors(p), plan_tensors(q), strict=True)
+        )
+        assert first.partner.tolist() == [4, 3, 2, 1, 0] and second.partner.tolist() == [1, 0]
+        assert len({*first.own_fraction.tolist(), *second.own_fraction.tolist()}) == 1
+        assert len({*map(tuple, first.box.tolist()), *map(tuple, second.box.tolist())}) == 1
+        kinds.append("cut" if first.cut.any() else "mixed")
+    # Of 400 batches 100 are expected to be mixed, half of them cut: bounds of 5 standard errors.
+    assert abs(400 - kinds.count("none") - 100) < 44 and abs(kinds.count("cut") - 50) < 34
+    plans = next(p for step in range(400) if (p := sides[0].plans([5, 2], (16, 16), 0, step)))
+    fraction = plans[0].own_fraction[0]
+    torch.testing.assert_close(
+        plans[0].match(torch.eye(5)), fraction * torch.eye(5) + (1 - fraction) * torch.eye(5).flip(0)
+    )

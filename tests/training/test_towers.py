@@ -17,6 +17,7 @@ from sfumato.models.run import load_run
 from sfumato.training import loop
 from sfumato.training.loop import fit
 from sfumato.training.optim import build_optimiser, set_learning_rate
+from sfumato.training.step import DivergedError
 
 GRU = 'model.text={ kind = "gru", width = 3, hidden = 8, bidirectional = true }'
 RED, SOME = [0.5, -0.25, 1.0], [2.0, 4.0, 8.0]
@@ -177,6 +178,30 @@ def test_a_run_folder_moved_elsewhere_is_enough_to_embed_and_to_export(tmp_path)
             assert torch.equal(first.mean, second.mean) and torch.equal(first.log_var, second.log_var)
     assert str(tmp_path) not in (tmp_path / "given" / "config.json").read_text()
     assert load_file(elsewhere / "model.safetensors")["model/text.encoder.words.weight"].shape == (14, 3)
+
+
+def test_without_a_validation_split_a_run_states_probabilities_of_csd(tmp_path):
+    fit(
+        pcme(tmp_path, "data.val_share=0", "train.epochs=2", "loss.logit_scale=15", "loss.logit_bias=15"),
+        tmp_path / "run",
+    )
+    run = load_run(tmp_path / "run")
+    a, b = (float(getattr(run.loss.logits, name).detach()) for name in ("logit_scale", "logit_bias"))
+    assert run.distance == "csd" and not run.calibrated
+    assert (run.logit_scale, run.logit_bias) == pytest.approx((a**2 / (2 * b), b / 2))
+    assert abs(run.logit_bias - b) > 5
+
+
+def test_a_free_scale_that_crosses_zero_stops_the_run(tmp_path):
+    recipe = load_recipe(make_toy(tmp_path), ["loss.free_scale=true", "optim.logits_lr_multiplier=1e4"])
+    with pytest.raises(DivergedError, match=r"epoch 1, step \d+: the free scale of the match logits is -"):
+        fit(recipe, tmp_path / "run")
+
+
+def test_infonce_keeps_its_scale_below_the_largest(tmp_path):
+    given = ["loss.infonce_weight=1", "loss.infonce_scale=5", "loss.infonce_largest_scale=5.001"]
+    fit(load_recipe(make_toy(tmp_path), [*given, "optim.logits_lr_multiplier=100", "train.epochs=2"]), tmp_path / "run")
+    assert load_run(tmp_path / "run").loss.infonce.logits.logit_scale <= 5.0011
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,19 +26,23 @@ from sfumato.cli.common import (
     app,
     is_run,
     open_model_on_data,
+    parse_names,
 )
 from sfumato.errors import UserError
 
 if TYPE_CHECKING:
     from sfumato.evaluation.compare import More, MoreResults
+    from sfumato.evaluation.embedded_input import Benchmark, Measured
+    from sfumato.evaluation.ground_truth import GroundTruth
     from sfumato.evaluation.per_query import PerQuery
     from sfumato.evaluation.protocols import Evaluation
     from sfumato.models.process_group import ProcessGroup
 
 _FILE_OPTIONS = (
     "--images", "--texts", "--image-ids", "--text-ids", "--image-log-var", "--text-log-var", "--ranked", "--truth",
-    "--benchmark", "--annotations", "--instances", "--metrics",
 )  # fmt: skip
+"""Options that belong to embedding files alone."""
+_BENCHMARK_OPTIONS = ("--benchmark", "--annotations", "--instances", "--classes", "--metrics")
 
 
 class _EvaluateGroup(TyperGroup):
@@ -60,7 +65,7 @@ def _command_of_old_spelling(args: list[str]) -> str:
         raise UserError(f"{of_files} is an option for embedding files; leave it out, or leave the model out")
     if of_files and "--data" in names:
         raise UserError("--data needs a model; for embedding files give --truth or --benchmark")
-    if of_files or not args:
+    if of_files or not args or (args[0].startswith("-") and any(name in _BENCHMARK_OPTIONS for name in names)):
         return "files"
     return "model" if "--data" in names else "run"
 
@@ -74,13 +79,19 @@ evaluate = typer.Typer(
 app.add_typer(evaluate, name="evaluate")
 
 Distance = Annotated[
-    str | None, typer.Option("--distance", "--score", help="Distance to rank by. Default: the model's own.")
+    str | None,
+    typer.Option(
+        "--distance",
+        "--score",
+        help="Distance to rank by; match_probability: PCME's, with the logits of the run. Default: the model's own.",
+    ),
 ]
 Strategies = Annotated[
     str | None,
     typer.Option(
-        help="Search strategies to compare: all, or some of mean, wasserstein2, csd, faiss_mean, faiss_rerank,"
-        " faiss_lifted, separated by commas."
+        help="Search strategies to compare: all (those for large galleries), pcme (those of PCME's table E.1), or some"
+        " of mean, wasserstein2, csd, faiss_mean, faiss_rerank, faiss_lifted, kl, js, elk, bhattacharyya, average_l2,"
+        " match_probability, separated by commas."
     ),
 ]
 Engine = Annotated[str, typer.Option(help="Engine of the FAISS strategies: ivf, hnsw, flat or exact.")]
@@ -99,6 +110,29 @@ CompareFile = Annotated[
     str | None, typer.Option(metavar="FILE", help="Compare query by query with a file that --per-query wrote.")
 ]
 Published = Annotated[bool, typer.Option("--published", help="Show published figures as well.")]
+PublishedTables = Annotated[
+    str | None,
+    typer.Option(help="Published tables to show, separated by commas, e.g. 'PCME++ C.3,PCME E.4'."),
+]
+GroundTruthFile = Annotated[
+    Path | None, typer.Option(help="Ground truth: .csv of image,text or .json of {image: [texts]}.")
+]
+BenchmarkName = Annotated[str | None, typer.Option(help="Benchmark: coco, flickr30k, flickr8k, cub or emoji.")]
+AnnotationFiles = Annotated[Path | None, typer.Option(help="File or folder with the benchmark's annotations.")]
+InstanceFiles = Annotated[
+    list[Path] | None, typer.Option(help="COCO's instances_*.json, to add PMRP; may be given several times.")
+]
+ClassLists = Annotated[
+    Path | None,
+    typer.Option(
+        help="CUB: folder of the lists testclasses.txt, trainvalclasses.txt, ..., from which --split chooses (test,"
+        " seen, train, train1, val1, ...), or a file of class names."
+    ),
+]
+MetricNames = Annotated[
+    str | None,
+    typer.Option(help="Metrics, separated by commas, e.g. recall@1,map@r. Default: those of the ground truth."),
+]
 
 
 @evaluate.command()
@@ -114,23 +148,31 @@ def run(
             help="Another run of the same recipe; may be given several times. Prints mean ± standard deviation.",
         ),
     ] = None,
+    benchmark: BenchmarkName = None,
+    annotations: AnnotationFiles = None,
+    instances: InstanceFiles = None,
+    classes: ClassLists = None,
+    metrics: MetricNames = None,
     strategies: Strategies = None,
     engine: Engine = "ivf",
     candidates: Candidates = 100,
     per_query: PerQueryFile = None,
     compare: CompareRun = None,
     published: Published = False,
+    published_tables: PublishedTables = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a run on its own data.
 
-    Writes evaluation-SPLIT-DISTANCE.json into the folder of the run. Started by torchrun, several processes share the
-    work.
+    Writes evaluation-SPLIT-DISTANCE.json into the folder of the run; with --benchmark, whose ground truths are joined
+    to the split by the ids of images and texts, benchmark-NAME-SPLIT-DISTANCE.json. Started by torchrun, several
+    processes share the work.
     """
     from sfumato.evaluation.compare import More
 
-    more = More(strategies, engine, candidates, per_query, compare, published)
+    more = More(strategies, engine, candidates, per_query, compare, published, published_tables)
+    chosen = _read_benchmark(benchmark, annotations, instances, classes, metrics, split)
     if overrides or not is_run(run):
         open_model_on_data(run, None, overrides, split, "cpu", purpose="evaluate it on")
     if seeds:
@@ -139,9 +181,9 @@ def run(
                 "--seeds needs runs on their own data, and no other model or --data; write sfumato evaluate"
                 " run RUN --seeds RUN --seeds RUN"
             )
-        _evaluate_seeds([run, *map(str, seeds)], split, distance, device, as_json)
+        _evaluate_seeds([run, *map(str, seeds)], split, distance, chosen, more, device, as_json)
     else:
-        _evaluate_and_print(run, None, None, split, distance, more, device, as_json)
+        _evaluate_and_print(run, None, None, split, distance, chosen, more, device, as_json)
 
 
 @evaluate.command()
@@ -151,12 +193,18 @@ def model(
     data: DataRecipe = None,
     split: Split = "test",
     distance: Distance = None,
+    benchmark: BenchmarkName = None,
+    annotations: AnnotationFiles = None,
+    instances: InstanceFiles = None,
+    classes: ClassLists = None,
+    metrics: MetricNames = None,
     strategies: Strategies = None,
     engine: Engine = "ivf",
     candidates: Candidates = 100,
     per_query: PerQueryFile = None,
     compare: CompareRun = None,
     published: Published = False,
+    published_tables: PublishedTables = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -167,8 +215,9 @@ def model(
     """
     from sfumato.evaluation.compare import More
 
-    more = More(strategies, engine, candidates, per_query, compare, published)
-    _evaluate_and_print(model, data, overrides, split, distance, more, device, as_json)
+    more = More(strategies, engine, candidates, per_query, compare, published, published_tables)
+    chosen = _read_benchmark(benchmark, annotations, instances, classes, metrics, split)
+    _evaluate_and_print(model, data, overrides, split, distance, chosen, more, device, as_json)
 
 
 ImageEmbeddings = Annotated[
@@ -192,18 +241,6 @@ RankedLists = Annotated[
         help='Or ranked lists instead of embeddings, JSON: {"i2t": {image: [texts]}, "t2i": {text: [images]}}.'
     ),
 ]
-GroundTruthFile = Annotated[
-    Path | None, typer.Option(help="Ground truth: .csv of image,text or .json of {image: [texts]}.")
-]
-BenchmarkName = Annotated[str | None, typer.Option(help="Or a benchmark: coco, flickr30k, flickr8k, cub or emoji.")]
-AnnotationFiles = Annotated[Path | None, typer.Option(help="File or folder with the benchmark's annotations.")]
-InstanceFiles = Annotated[
-    list[Path] | None, typer.Option(help="COCO's instances_*.json, to add PMRP; may be given several times.")
-]
-MetricNames = Annotated[
-    str | None,
-    typer.Option(help="Metrics, separated by commas, e.g. recall@1,map@r. Default: those of the ground truth."),
-]
 Score = Annotated[
     str | None, typer.Option("--score", "--distance", help="What to rank by: a distance, cosine or dot. Default: csd.")
 ]
@@ -222,15 +259,19 @@ def files(
     benchmark: BenchmarkName = None,
     annotations: AnnotationFiles = None,
     instances: InstanceFiles = None,
+    classes: ClassLists = None,
     metrics: MetricNames = None,
     split: Annotated[str, typer.Option(help="Split of a benchmark that has several.")] = "test",
     score: Score = None,
+    logit_scale: Annotated[float | None, typer.Option(help="For match_probability: scale of the match logits.")] = None,
+    logit_bias: Annotated[float, typer.Option(help="For match_probability: bias of the match logits.")] = 0.0,
     strategies: Strategies = None,
     engine: Engine = "ivf",
     candidates: Candidates = 100,
     per_query: PerQueryFile = None,
     compare: CompareFile = None,
     published: Published = False,
+    published_tables: PublishedTables = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -240,21 +281,23 @@ def files(
     """
     from sfumato.evaluation.compare import More, more_results
     from sfumato.evaluation.embedded_input import Files, measure_files
+    from sfumato.matching import match_probability_distance
     from sfumato.models.run import choose_device
     from sfumato.progress import say
     from sfumato.reports.console import print_measured, print_more
 
-    more = More(strategies, engine, candidates, per_query, compare, published)
+    more = More(strategies, engine, candidates, per_query, compare, published, published_tables)
+    probability = None if logit_scale is None else match_probability_distance(logit_scale, logit_bias)
     other = _read_compared(compare)
     chosen = Files(
         images, texts, image_ids, text_ids, image_log_var, text_log_var, ranked, truth, benchmark, annotations,
-        tuple(instances or ()), metrics,
+        tuple(instances or ()), classes, metrics,
     )  # fmt: skip
     where = None if device == "auto" else choose_device(device)
-    measured, embedded = measure_files(chosen, score, split=split, device=where)
+    measured, embedded = measure_files(chosen, score, split=split, match_probability=probability, device=where)
     if ranked is None and not (image_ids and text_ids):
         say("note: no ids were given for some embeddings; they get the ids of the ground truth, in its order")
-    extra = more_results(measured, embedded, more, other)
+    extra = more_results(measured, embedded, more, other, match_probability=probability)
     if as_json:
         print(json.dumps(measured.to_json() | extra.to_json()))
         return
@@ -274,30 +317,58 @@ def _read_compared(compare: str | None) -> "PerQuery | None":
     return read_per_query(compare)
 
 
+def _read_benchmark(
+    benchmark: str | None,
+    annotations: Path | None,
+    instances: list[Path] | None,
+    classes: Path | None,
+    metrics: str | None,
+    split: str,
+) -> "Benchmark | None":
+    """The ground truths that a model is to be evaluated against; None for those of its split."""
+    from sfumato.evaluation.embedded_input import Benchmark, read_ground_truths
+
+    given = {"--annotations": annotations, "--instances": instances, "--classes": classes, "--metrics": metrics}
+    if benchmark is None:
+        if extra := next((name for name, value in given.items() if value), None):
+            raise UserError(f"{extra} belongs to a benchmark; add --benchmark NAME, or leave it out")
+        return None
+    found = read_ground_truths(
+        benchmark, annotations=annotations, instances=tuple(instances or ()), classes=classes, split=split,
+        metrics=parse_names(metrics or ""),
+    )  # fmt: skip
+    return Benchmark(benchmark, found)
+
+
 def _evaluate_and_print(
     model: str,
     data: str | None,
     overrides: list[str] | None,
     split: str,
     distance: str | None,
+    benchmark: "Benchmark | None",
     more: "More",
     device: str,
     as_json: bool,
 ) -> None:
     """Evaluate one model and print the result in the first process."""
+    from sfumato.evaluation.embedded_input import Measured
     from sfumato.models.process_group import join_process_group
     from sfumato.models.run import choose_device
-    from sfumato.reports.console import print_evaluation, print_more
+    from sfumato.reports.console import print_evaluation, print_measured, print_more
 
     with join_process_group(partial(choose_device, device), TIMEOUT_MINUTES) as group:
         opened = open_model_on_data(model, data, overrides, split, group.device, purpose="evaluate it on")
-        result, path, beside = _evaluate(opened, distance, more, group)
-    if not group.main:
+        result, path, beside = _evaluate(opened, distance, benchmark, more, group)
+    if not group.main or result is None:
         return
     if as_json:
         print(json.dumps(result.to_json() | (beside.to_json() if beside else {})))
         return
-    print_evaluation(result, f"{model} on {split}, by {result.distance}")
+    if isinstance(result, Measured):
+        print_measured(result, f"{model} on {split}")
+    else:
+        print_evaluation(result, f"{model} on {split}, by {result.distance}")
     if beside is not None:
         print_more(beside)
     if path is not None:
@@ -305,59 +376,115 @@ def _evaluate_and_print(
 
 
 def _evaluate(
-    opened: ModelOnData, distance: str | None, more: "More", group: "ProcessGroup"
-) -> "tuple[Evaluation, Path | None, MoreResults | None]":
+    opened: ModelOnData, distance: str | None, benchmark: "Benchmark | None", more: "More", group: "ProcessGroup"
+) -> "tuple[Evaluation | Measured | None, Path | None, MoreResults | None]":
     """The figures, the file that they are written to, and what else was asked for."""
     from sfumato.evaluation.compare import more_results
     from sfumato.evaluation.embedded_input import measure
-    from sfumato.evaluation.per_query import PER_QUERY_ENDINGS, per_query_table
-    from sfumato.models.embed import embed_for_evaluation, evaluate_model, evaluate_run
-    from sfumato.models.run import load_run
+    from sfumato.matching import MATCH_PROBABILITY
+    from sfumato.models.embed import (
+        embed_for_evaluation,
+        evaluate_model,
+        evaluate_run,
+        ranking_distance,
+        write_benchmark,
+    )
 
-    other, other_set, embedded, path = None, None, None, None
-    if more.compared_with is not None and Path(more.compared_with).suffix in PER_QUERY_ENDINGS:
-        other = _read_compared(more.compared_with)
-    elif more.compared_with is not None:
-        if not is_run(more.compared_with):
-            raise UserError(f"--compare {more.compared_with}: neither a run folder nor a file of single queries")
-        compared = load_run(more.compared_with, device=group.device)
-        other_set = embed_for_evaluation(compared, compared.recipe.data, opened.split, process_group=group)
-    if more.anything:
-        embedded = embed_for_evaluation(opened.model, opened.data, opened.split, process_group=group)
-    if opened.own_run is not None:
+    truths = benchmark.ground_truths if benchmark else ()
+    chosen = ranking_distance(opened.model, distance)
+    needed = more.needs_match_probability
+    probability = ranking_distance(opened.model, MATCH_PROBABILITY) if needed else None
+    other = _per_query_of_compared(more, opened, distance, truths, group)
+    embedded = None
+    if more.anything or benchmark:
+        embedded = embed_for_evaluation(
+            opened.model, opened.data, opened.split, ground_truths=truths, process_group=group
+        )
+    result: Evaluation | Measured | None = None
+    path = None
+    if benchmark is None and opened.own_run is not None:
         result, path = evaluate_run(opened.own_run, opened.split, distance, process_group=group, embedded=embedded)
-    else:
+    elif benchmark is None:
         result = evaluate_model(
             opened.model, opened.data, opened.split, distance, process_group=group, embedded=embedded
         )
     if embedded is None or not group.main:
         return result, path, None
-    if other_set is not None:
-        theirs = measure(other_set, distance or compared.distance)
-        other = per_query_table(theirs.ranks, other_set.uncertainty())
-    return result, path, more_results(measure(embedded, result.distance), embedded, more, other)
+    measured = measure(embedded, chosen)
+    if benchmark is not None:
+        result = measured
+        if opened.own_run is not None:
+            path = write_benchmark(opened.own_run, benchmark.name, opened.split, measured)
+    return result, path, more_results(measured, embedded, more, other, match_probability=probability)
 
 
-def _evaluate_seeds(runs: list[str], split: str, distance: str | None, device: str, as_json: bool) -> None:
+def _per_query_of_compared(
+    more: "More",
+    opened: ModelOnData,
+    distance: str | None,
+    truths: "Sequence[GroundTruth]",
+    group: "ProcessGroup",
+) -> "PerQuery | None":
+    """Single queries of the run or file to compare with; None without one, and in all processes but the first."""
+    from sfumato.evaluation.embedded_input import measure
+    from sfumato.evaluation.per_query import PER_QUERY_ENDINGS, per_query_table
+    from sfumato.models.embed import embed_for_evaluation, ranking_distance
+    from sfumato.models.run import load_run
+
+    if more.compared_with is None:
+        return None
+    if Path(more.compared_with).suffix in PER_QUERY_ENDINGS:
+        return _read_compared(more.compared_with)
+    if not is_run(more.compared_with):
+        raise UserError(f"--compare {more.compared_with}: neither a run folder nor a file of single queries")
+    compared = load_run(more.compared_with, device=group.device)
+    embedded = embed_for_evaluation(
+        compared, compared.recipe.data, opened.split, ground_truths=truths, process_group=group
+    )
+    if not group.main:
+        return None
+    theirs = measure(embedded, ranking_distance(compared, distance))
+    return per_query_table(theirs.ranks, embedded.uncertainty())
+
+
+def _evaluate_seeds(
+    runs: list[str],
+    split: str,
+    distance: str | None,
+    benchmark: "Benchmark | None",
+    more: "More",
+    device: str,
+    as_json: bool,
+) -> None:
     """Evaluate runs of several seeds and print mean ± standard deviation."""
     from sfumato.evaluation.compare import main_figures, over_seeds
-    from sfumato.models.embed import evaluate_run
+    from sfumato.evaluation.published import own_figures
+    from sfumato.models.embed import ranking_distance
     from sfumato.models.process_group import join_process_group
     from sfumato.models.run import choose_device, load_run
     from sfumato.reports.console import print_over_seeds
 
+    results: list[dict[str, float | None]] = []
     with join_process_group(partial(choose_device, device), TIMEOUT_MINUTES) as group:
-        results = [
-            evaluate_run(load_run(folder, device=group.device), split, distance, process_group=group)[0]
-            for folder in runs
-        ]
+        for folder in runs:
+            run = load_run(folder, device=group.device)
+            name = ranking_distance(run, distance).name
+            opened = ModelOnData(run, run.recipe.data, split, folder, run, own_data=True)
+            result, _, _ = _evaluate(opened, distance, benchmark, more, group)
+            if result is not None and group.main:
+                found = result.to_json()
+                results.append(
+                    dict(own_figures(found["truths"], found["uncertainty"], found["total_variance"]))
+                    if benchmark
+                    else main_figures(found)
+                )
     if not group.main:
         return
-    summary = over_seeds([main_figures(one.to_json()) for one in results])
+    summary = over_seeds(results)
     if as_json:
         print(json.dumps({name: asdict(value) for name, value in summary.items()}))
     else:
-        print_over_seeds(summary, f"{results[0].distance}, {split}, {len(results)} runs")
+        print_over_seeds(summary, f"{name}, {split}, {len(results)} runs")
 
 
 @app.command()

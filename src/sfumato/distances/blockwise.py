@@ -7,7 +7,9 @@ not in the backward pass either: blocks are recomputed there.
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +19,9 @@ from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 
 DEFAULT_MEMORY_MB = 64.0
 """Working memory of the sampled distances, beside inputs and result."""
+
+_NOISE_ROWS = 64
+"""Number of consecutive items that share a generator of noise."""
 
 STREAM_MEMORY_MB = 16.0
 """Working memory of elk and bhattacharyya: few blocks, yet each fits in a cache."""
@@ -156,7 +161,57 @@ def average_l2_matrix(
     """
     x, y = checked(x, y, "average_l2_matrix")
     samples = x.sample(n_samples, generator=generator), y.sample(n_samples, generator=generator)
-    return reduce_sample_distances(*samples, lambda distance: distance.mean((2, 3)), memory_mb=memory_mb)
+    return average_l2_of_samples(*samples, memory_mb=memory_mb)
+
+
+def average_l2_of_samples(x_samples: Tensor, y_samples: Tensor, *, memory_mb: float = DEFAULT_MEMORY_MB) -> Tensor:
+    """Mean Euclidean distance between given samples: see :func:`average_l2_matrix`.
+
+    Args:
+        x_samples: (n, s, d).
+        y_samples: (m, s', d); same d, dtype and device.
+        memory_mb: working memory in MiB for blocks of n * m * s * s' values.
+
+    Returns:
+        (n, m) distances >= 0.
+    """
+    return reduce_sample_distances(x_samples, y_samples, lambda distance: distance.mean((2, 3)), memory_mb=memory_mb)
+
+
+def seeded_samples(
+    x: GaussianEmbedding, n_samples: int, *, seed: int, side: Literal["image", "text"], first: int = 0
+) -> Tensor:
+    """Samples of embeddings whose noise depends on the seed, the side and the position of the item, on nothing else.
+
+    So every division of the items into blocks or among processes, on every device, gives an item the same samples.
+
+    Args:
+        x: (n, d) embeddings, consecutive items of a larger set.
+        n_samples: number s of samples of each embedding.
+        seed: at least 0.
+        side: of the items; the two sides have independent noise.
+        first: position of the first item in the larger set.
+
+    Returns:
+        (n, s, d) samples.
+
+    Example:
+        >>> x = GaussianEmbedding(torch.zeros(100, 3), torch.zeros(100, 3))
+        >>> whole = seeded_samples(x, 2, seed=0, side="text")
+        >>> torch.equal(seeded_samples(x[70:], 2, seed=0, side="text", first=70), whole[70:])
+        True
+    """
+    chunks = range(first // _NOISE_ROWS, -(-(first + x.n) // _NOISE_ROWS)) if x.n else range(0)
+    parts = []
+    for chunk in chunks:
+        state = np.random.SeedSequence([seed, 0 if side == "image" else 1, chunk]).generate_state(1)
+        generator = torch.Generator().manual_seed(int(state[0]))
+        noise = torch.randn(_NOISE_ROWS, n_samples, x.d, generator=generator)
+        start = chunk * _NOISE_ROWS
+        parts.append(noise[max(first - start, 0) : first + x.n - start])
+    x = x.to(accumulation_dtype(x.dtype))
+    noise = torch.cat([torch.empty(0, n_samples, x.d), *parts]).to(x.device, x.dtype)
+    return torch.addcmul(x.mean.unsqueeze(1), (x.log_var / 2).exp().unsqueeze(1), noise)
 
 
 def reduce_sample_distances(

@@ -138,7 +138,9 @@ class Distance:
         matrix: (n, d), (m, d) -> (n, m) distances between all pairs.
         symmetric: distance(x, y) = distance(y, x); if not, images come first.
         needs_variance: points (variance 0) are refused.
-        sampled: random; row and matrix take n_samples and generator.
+        of_samples: (n, s, d), (m, s, d) samples -> (n, m) distances, for a distance that is estimated from samples; its
+            row and matrix take n_samples and generator. None for the others.
+        n_samples: number s of samples of each embedding when a sampled distance ranks.
         embeddings: number K of embeddings of equal size that an item's mean consists of; 1 except for ``nearest_of_K``.
         lift: conversion to a squared L2 distance that any vector engine can search; None if there is none.
         direction: side of the first argument: "i2t" for images as queries, "t2i" for texts; see :meth:`for_direction`.
@@ -149,10 +151,16 @@ class Distance:
     matrix: Callable[..., Tensor]
     symmetric: bool = True
     needs_variance: bool = False
-    sampled: bool = False
+    of_samples: Callable[[Tensor, Tensor], Tensor] | None = None
+    n_samples: int = 8
     embeddings: int = 1
     lift: Lift | None = None
     direction: Direction = "i2t"
+
+    @property
+    def sampled(self) -> bool:
+        """Whether it is estimated from random samples."""
+        return self.of_samples is not None
 
     def for_direction(self, direction: Direction) -> "Distance":
         """The same distance with queries first: row and matrix take (queries, gallery) of this direction of retrieval.

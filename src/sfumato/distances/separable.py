@@ -257,6 +257,41 @@ def kl_matrix(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
     return _kl_matrix(x, y)
 
 
+def kl_reversed(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
+    """Kullback-Leibler divergence KL(y || x) row by row: see :func:`kl_reversed_matrix`.
+
+    Args:
+        x, y: (n, d) embeddings with positive variances; same n, d, dtype and device.
+
+    Returns:
+        (n,) divergences >= 0 in nats.
+
+    Raises:
+        ValueError: shape, dtype or device differ, or a variance is 0.
+    """
+    x, y = checked_rows(x, y, "kl_reversed", points="refused")
+    return kl(y, x)
+
+
+def kl_reversed_matrix(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
+    """Kullback-Leibler divergence KL(y_j || x_i) between all pairs: of texts from images, as images come first.
+
+    Args:
+        x: (n, d) embeddings with positive variances.
+        y: (m, d) embeddings with positive variances; same d, dtype and device.
+
+    Returns:
+        (n, m) divergences >= 0 in nats.
+
+    Raises:
+        ValueError: d, dtype or device differ, or a variance is 0.
+
+    Paper: Pishdad et al., table 6, where it retrieves worse than KL(image || text).
+    """
+    x, y = checked(x, y, "kl_reversed_matrix", points="refused")
+    return _kl_matrix(y, x).T
+
+
 def min_kl(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
     """The smaller of KL(x || y) and KL(y || x), row by row (Pishdad et al., Eq. 6).
 

@@ -162,14 +162,16 @@ POOLINGS: dict[str, type[Pooling]] = {
 
 Covariance = Literal["ellipsoidal", "spherical-average", "spherical-one"]
 
+Attending = Literal["both", "mean", "variance"]
+
 
 class _Branch(nn.Module):
     """Linear, optionally plus a two-layer network as in VSE-infinity, then pooling: (n, t, c) -> (n, d)."""
 
-    def __init__(self, channels: int, dim: int, pooling: str, mlp: bool) -> None:
+    def __init__(self, channels: int, dim: int, pooling: str, mlp: bool, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(channels, dim)
-        self.mlp = nn.Sequential(nn.Linear(channels, dim), nn.GELU(), nn.Linear(dim, dim)) if mlp else None
+        self.mlp = nn.Sequential(nn.Linear(channels, width), nn.GELU(), nn.Linear(width, dim)) if mlp else None
         self.pool = POOLINGS[pooling]()
 
     def forward(self, features: Tensor, mask: Tensor | None) -> Tensor:
@@ -231,6 +233,7 @@ class HeadOptions:
     Attributes:
         pooling: name in POOLINGS; mean and log variance each have their own pooling.
         mlp: add a two-layer network to the linear map of the mean.
+        mlp_width: hidden width of these networks; 0 for that of their output. VSE-infinity has half of d.
         normalize: scale the means to unit length.
         variance: with False the head has one branch and returns points.
         variance_norm: a layer norm on the pooled log variance; its weight starts at 0.01 (an option of the released
@@ -248,10 +251,14 @@ class HeadOptions:
         local_attention: the same for one embedding, as in PCME: mean = norm(pooled + sigmoid(linear(attended))), scaled
             to unit length with ``normalize``; log variance = pooled + linear(attended), with separate attention,
             neither squashed nor normalised.
+        local_attention_of: which of mean and log variance have it, "both", "mean" or "variance". A mean without local
+            attention has no layer norm either.
+        variance_sigmoid: log variance = pooled + sigmoid(linear(attended)); with ``variance_norm`` that is the ablation
+            of PCME's table D.3.
 
     Raises:
-        ValueError: pooling or covariance is unknown, the initial variance is not positive, the bounds are not in order,
-            or several embeddings have variances.
+        ValueError: pooling, covariance or local_attention_of is unknown, the initial variance is not positive, the
+            bounds are not in order, mlp_width is negative, or several embeddings have variances.
 
     Papers: Song and Soleymani, "Polysemous Visual-Semantic Embedding", CVPR 2019; Chun et al., "PCME", CVPR 2021,
     section 3.2.
@@ -259,6 +266,7 @@ class HeadOptions:
 
     pooling: str = "gpo"
     mlp: bool = False
+    mlp_width: int = 0
     normalize: bool = True
     variance: bool = True
     variance_norm: bool = False
@@ -268,8 +276,15 @@ class HeadOptions:
     variance_bounds: tuple[float, float] | None = None
     embeddings: int = 1
     local_attention: bool = False
+    local_attention_of: Attending = "both"
+    variance_sigmoid: bool = False
 
     def __post_init__(self) -> None:
+        if self.mlp_width < 0:
+            raise ValueError(f"GaussianHead: mlp_width must be at least 0, got {self.mlp_width}")
+        if self.local_attention_of not in get_args(Attending):
+            known = ", ".join(get_args(Attending))
+            raise ValueError(f"GaussianHead: unknown local_attention_of {self.local_attention_of!r}; known: {known}")
         if self.pooling not in POOLINGS:
             raise ValueError(f"GaussianHead: unknown pooling {self.pooling!r}; known: {', '.join(POOLINGS)}")
         if not self.init_total_variance > 0:
@@ -315,15 +330,18 @@ class GaussianHead(nn.Module):
         if channels < 1 or dim < 1:
             raise ValueError(f"GaussianHead: channels and dim must be positive, got {channels}, {dim}")
         self.normalize, self.dim, self.covariance = options.normalize, dim, options.covariance
-        several, variance = options.embeddings > 1, options.variance
-        attends, attended = options.local_attention or several, local_channels or channels
-        self.local = _LocalAttention(attended, dim, options.embeddings, squash=True) if attends else None
-        self.local_norm = nn.LayerNorm(dim) if attends else nn.Identity()
+        variance, attended = options.variance, local_channels or channels
+        of_mean = options.embeddings > 1 or (options.local_attention and options.local_attention_of != "variance")
+        of_variance = variance and options.local_attention and options.local_attention_of != "mean"
+        self.local = _LocalAttention(attended, dim, options.embeddings, squash=True) if of_mean else None
+        self.local_norm = nn.LayerNorm(dim) if of_mean else nn.Identity()
         self.bounds = None if options.variance_bounds is None else _LogBounds(*options.variance_bounds)
-        self.mean = _Branch(channels, dim, options.pooling, options.mlp)
+        self.mean = _Branch(channels, dim, options.pooling, options.mlp, options.mlp_width or dim)
         outputs = 1 if options.covariance == "spherical-one" else dim
-        self.log_var = _Branch(channels, outputs, options.pooling, options.variance_mlp) if variance else None
-        self.log_var_local = _LocalAttention(attended, outputs, 1, squash=False) if variance and attends else None
+        width = options.mlp_width or outputs
+        self.log_var = _Branch(channels, outputs, options.pooling, options.variance_mlp, width) if variance else None
+        squash = options.variance_sigmoid
+        self.log_var_local = _LocalAttention(attended, outputs, 1, squash=squash) if of_variance else None
         self.log_var_norm = nn.LayerNorm(outputs) if variance and options.variance_norm else nn.Identity()
         if self.log_var is not None:
             self._start(self.log_var, math.log(options.init_total_variance / dim))
@@ -334,6 +352,8 @@ class GaussianHead(nn.Module):
         last = self.log_var_norm if isinstance(self.log_var_norm, nn.LayerNorm) else log_var.linear
         last.weight.mul_(0.01)
         last.bias.fill_(start if self.bounds is None else self.bounds.inverse(start))
+        if last is log_var.linear and self.log_var_local is not None and self.log_var_local.squash:
+            last.bias.sub_(0.5)  # The sigmoid of nearly 0, which is added.
         beside = [] if log_var.mlp is None else [log_var.mlp[-1]]
         beside += [] if self.log_var_local is None else [self.log_var_local.linear]
         for parameter in (p for module in beside for p in module.parameters()):

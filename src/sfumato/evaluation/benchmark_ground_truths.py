@@ -21,6 +21,7 @@ from sfumato.evaluation.ground_truth import (
     ground_truth_from_data,
     ground_truth_from_pairs,
     in_folds,
+    in_folds_of,
     read_json,
     read_lists,
     relevance_from_table,
@@ -87,17 +88,18 @@ def eccv_caption(folder: str | Path | None = None) -> dict[str, GroundTruth]:
     """Read the ground truths of the ``eccv_caption`` package: COCO 5K and 1K, CxC, RPC2 and ECCV Caption.
 
     The package's files are read, but its code is never run. CxC has more positives than COCO and 24,972 text queries.
-    RPC2 is R-Precision on the positives of CxC (Pishdad et al., 4.3). ECCV Caption has 1,261 image queries and 1,332
-    text queries; two texts among its positives are not in the gallery, so they count as relevant but can never be
-    found.
+    Its positives are the pairs that people rated 3 or higher: 29 of COCO's own 25,000 pairs are rated lower and are not
+    among them, and 28 captions have no positive. RPC2 is R-Precision on the positives of CxC (Pishdad et al., 4.3). In
+    the folds of COCO 1K only positives of the same fold count. ECCV Caption has 1,261 image queries and 1,332 text
+    queries; two texts among its positives are not in the gallery, so they count as relevant but can never be found.
 
     Args:
         folder: with coco_test_ids.npy, original_*.json, cxc_*.json and eccv_*.json, and pm_*.json, which the package
             lacks; the folder of the installed package if None.
 
     Returns:
-        "coco_5k", "coco_1k", "cxc", "rpc2" and "eccv", and "pmrp_eccv_caption" (one threshold, no average) if there are
-        pm_*.json.
+        "coco_5k", "coco_1k", "cxc", "rpc2", "cxc_1k", "rpc2_1k" and "eccv", and "pmrp_eccv_caption" (one threshold, no
+        average) if there are pm_*.json.
 
     Raises:
         UserError: the package is not installed, or a file is missing or damaged.
@@ -120,6 +122,8 @@ def eccv_caption(folder: str | Path | None = None) -> dict[str, GroundTruth]:
         raise UserError(f"{root / 'coco_test_ids.npy'}: {error}") from error
     ground_truths["cxc"] = _from_lists(root, "cxc", five, RECALLS)
     ground_truths["rpc2"] = replace(ground_truths["cxc"], name="rpc2", metrics=("r_precision",))
+    for name in ("cxc", "rpc2"):
+        ground_truths[f"{name}_1k"] = in_folds_of(ground_truths["coco_1k"], ground_truths[name], name=f"{name}_1k")
     ground_truths["eccv"] = _from_lists(root, "eccv", five, ("map@r", "r_precision", *RECALLS))
     if (root / "pm_image_to_caption.json").is_file():
         ground_truths["pmrp_eccv_caption"] = replace(
@@ -182,7 +186,7 @@ def coco_image_id(name: str) -> str:
 
 # ---------------------------------------------------------------- Karpathy's split files
 def read_karpathy_ground_truth(
-    path: str | Path, *, split: str = "test", name: str, coco_ids: bool = False
+    path: str | Path, *, split: str = "test", name: str, coco_ids: bool = False, captions_per_image: int | None = None
 ) -> GroundTruth:
     """Read a split of dataset_coco.json, dataset_flickr30k.json or dataset_flickr8k.json; no image is needed.
 
@@ -191,6 +195,7 @@ def read_karpathy_ground_truth(
         split: "train", which includes "restval", "val" or "test".
         name: of the ground truth.
         coco_ids: whether image ids are COCO's numbers instead of file names.
+        captions_per_image: only the first ones of an image; None for all.
 
     Returns:
         The ground truth, with recall@1, 5 and 10. Text ids are sentence ids, as in
@@ -208,7 +213,7 @@ def read_karpathy_ground_truth(
             continue
         image = coco_image_id(entry.filename) if coco_ids else entry.filename
         images.append(image)
-        pairs += [(image, sentence) for sentence, _ in entry.sentences]
+        pairs += [(image, sentence) for sentence, _ in entry.sentences[:captions_per_image]]
     if not pairs:
         raise UserError(f"{path}: the split {split!r} has no image with captions")
     texts = [text for _, text in pairs]
@@ -226,12 +231,13 @@ def read_coco(path: str | Path, *, split: str = "test") -> dict[str, GroundTruth
         split: "test" or "val".
 
     Returns:
-        "coco_5k" and "coco_1k". Image ids are COCO's image numbers, text ids its caption numbers.
+        "coco_5k" and "coco_1k", with the first five captions of an image, as in the papers: 25,000 of the test split's
+        25,010. Image ids are COCO's image numbers, text ids its caption numbers.
 
     Raises:
         UserError: as :func:`read_karpathy_ground_truth`, or the images cannot be divided into five equal folds.
     """
-    five = read_karpathy_ground_truth(path, split=split, name="coco_5k", coco_ids=True)
+    five = read_karpathy_ground_truth(path, split=split, name="coco_5k", coco_ids=True, captions_per_image=5)
     try:
         return {"coco_5k": five, "coco_1k": in_folds(five, name="coco_1k")}
     except ValueError as error:
@@ -240,7 +246,11 @@ def read_coco(path: str | Path, *, split: str = "test") -> dict[str, GroundTruth
 
 # ---------------------------------------------------------------- PMRP
 def pmrp(
-    instances: str | Path | Sequence[str | Path], captions: GroundTruth, *, zetas: Sequence[int] = (0, 1, 2)
+    instances: str | Path | Sequence[str | Path],
+    captions: GroundTruth,
+    *,
+    zetas: Sequence[int] = (0, 1, 2),
+    folded: GroundTruth | None = None,
 ) -> dict[str, GroundTruth]:
     """Plausible Match R-Precision (PMRP) from COCO's instance annotations.
 
@@ -253,9 +263,11 @@ def pmrp(
         instances: one or several instances_*.json, which together annotate all images of captions.
         captions: the images and texts with their pairs, such as :func:`coco_5k`.
         zetas: thresholds; each makes a ground truth.
+        folded: such as COCO 1K; adds the same in its folds.
 
     Returns:
-        "pmrp@ZETA" for each threshold; several are averaged as "pmrp".
+        "pmrp@ZETA" for each threshold; several are averaged as "pmrp". With folded also "pmrp_1k@ZETA", averaged as
+        "pmrp_1k".
 
     Raises:
         UserError: a file is missing or malformed, or does not annotate an image.
@@ -280,9 +292,8 @@ def pmrp(
     difference = size[:, None] + size - 2 * (code @ code.T)
     ground_truths = {}
     for zeta in zetas:
-        near = difference <= zeta
-        t2i = relevance_from_table(near[image_of_text])
-        i2t = relevance_from_table(near[:, image_of_text])
+        t2i = relevance_from_table(difference <= zeta).select_queries(image_of_text)
+        i2t = t2i.transpose()
         ground_truths[f"pmrp@{zeta}"] = GroundTruth(
             f"pmrp@{zeta}",
             tuple(captions.image_ids[i] for i in kept_images),
@@ -293,6 +304,11 @@ def pmrp(
             averaged_as="pmrp" if len(zetas) > 1 else None,
             source=", ".join(map(str, paths)),
         )
+    if folded is not None:
+        average = "pmrp_1k" if len(zetas) > 1 else None
+        for zeta in zetas:
+            name = f"pmrp_1k@{zeta}"
+            ground_truths[name] = in_folds_of(folded, ground_truths[f"pmrp@{zeta}"], name=name, averaged_as=average)
     return ground_truths
 
 
@@ -372,6 +388,42 @@ def flickr8k(path: str | Path, *, split: str = "test") -> GroundTruth:
         The ground truth "flickr8k"; see :func:`read_karpathy_ground_truth`.
     """
     return read_karpathy_ground_truth(path, split=split, name="flickr8k")
+
+
+CUB_SPLITS = ("test", "seen", "train", *(f"{part}{k}" for k in (1, 2, 3) for part in ("train", "val")))
+"""Names of the splits of :func:`cub_split`."""
+
+
+def cub_split(captions: str | Path, lists: str | Path, split: str = "test") -> GroundTruth:
+    """A split of CUB Captions by the public lists of classes and images.
+
+    Args:
+        captions: see :func:`cub_captions`.
+        lists: folder with testclasses.txt, trainvalclasses.txt, trainclasses1.txt to valclasses3.txt and
+            seen_test_images.txt; only those of the split are read.
+        split: "test": the 50 unseen classes. "seen": test images of the 150 other classes. "train": their other images.
+            "train1", "val1" to "train3", "val3": these images, with the classes of a fold of the validation.
+
+    Returns:
+        The ground truth "cub" for "test", else "cub_SPLIT".
+
+    Raises:
+        UserError: the split is unknown, or a file is missing.
+
+    Source: Xian, Schiele and Akata, "Zero-Shot Learning: the Good, the Bad and the Ugly", CVPR 2017, for the classes;
+    Chun et al., CVPR 2021, 4.1.2 and tables E.2 (unseen) and E.3 (seen).
+    """
+    if split not in CUB_SPLITS:
+        raise UserError(f"CUB has no split {split!r}; known: {', '.join(CUB_SPLITS)}")
+    root = Path(lists)
+    held_out = root / "seen_test_images.txt"
+    if split == "test":
+        return cub_captions(captions, classes=root / "testclasses.txt")
+    if split == "seen":
+        return cub_captions(captions, classes=root / "trainvalclasses.txt", only=held_out, name="cub_seen")
+    classes = "trainval" if split == "train" else split[:-1]
+    path = root / f"{classes}classes{split.removeprefix('train').removeprefix('val')}.txt"
+    return cub_captions(captions, classes=path, without=held_out, name=f"cub_{split}")
 
 
 def cub_captions(

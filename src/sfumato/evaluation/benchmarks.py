@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from sfumato.direction import Direction
-from sfumato.distances import get_distance
+from sfumato.distances import Distance, get_distance
 from sfumato.evaluation.benchmark_ground_truths import coco_image_id
 from sfumato.evaluation.ground_truth import RECALLS, GroundTruth
 from sfumato.evaluation.protocols import Ranker
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.relevance import Relevance, sorted_distinct
 from sfumato.metrics.retrieval import (
     Better,
     ScoreMatrix,
@@ -155,7 +155,7 @@ class GalleryGroup:
         """
         g = len(self.gallery)
         keys = [rows[relevance.query_of_item] * g + relevance.indices for *_, rows, relevance in self.parts]
-        union = np.unique(np.concatenate(keys))
+        union = sorted_distinct(np.concatenate(keys))
         asked = np.zeros(n_queries, bool)
         for *_, rows, relevance in self.parts:
             asked[rows[relevance.totals > 0]] = True
@@ -436,7 +436,7 @@ def evaluate_benchmarks(
     text_ids: Sequence[str],
     ground_truths: Iterable[GroundTruth],
     *,
-    distance: str = "csd",
+    distance: str | Distance = "csd",
     rank: Ranker | None = None,
     progress: Callable[[int], None] | None = None,
     memory_mb: float = 64.0,
@@ -450,7 +450,7 @@ def evaluate_benchmarks(
             file names are read as its image numbers.
         text_ids: m distinct ids.
         ground_truths: with distinct names.
-        distance: name in DISTANCES to rank by.
+        distance: to rank by: a name in DISTANCES, or a distance with images as its first argument.
         rank: the ranking function, such as a search over several processes; it is called for every gallery. None ranks
             in this process, by distances that are computed once per direction.
         progress: called with the number of queries just ranked, n + m in all; not called if rank is given.
@@ -583,7 +583,7 @@ def rank_ground_truths(
     text_ids: Sequence[str],
     ground_truths: Iterable[GroundTruth],
     *,
-    distance: str = "csd",
+    distance: str | Distance = "csd",
     rank: Ranker | None = None,
     progress: Callable[[int], None] | None = None,
     memory_mb: float = 64.0,

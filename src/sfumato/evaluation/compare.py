@@ -1,16 +1,14 @@
 """Comparison of runs over seeds and queries, with another run, and with the figures of published tables."""
 
 import statistics
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from sfumato.distances import Distance
 from sfumato.errors import UserError
 from sfumato.evaluation.embedded_input import EmbeddedSet, Measured
 from sfumato.evaluation.per_query import (
@@ -21,7 +19,9 @@ from sfumato.evaluation.per_query import (
     query_name,
     write_per_query,
 )
+from sfumato.evaluation.published import DEFAULT_TABLES, STRATEGY_TABLES, PublishedRow, own_figures, published_rows
 from sfumato.evaluation.strategies import StrategyResult, choose_strategies, evaluate_strategies
+from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
 
 _CHUNK = 2**22
@@ -251,117 +251,21 @@ def over_seeds(results: Sequence[Mapping[str, float | None]]) -> dict[str, OverS
 
 
 @dataclass(frozen=True)
-class PublishedRow:
-    """A row of a published table.
-
-    Attributes:
-        paper: short name, as in docs/concepts/index.md.
-        source: author, title, venue and number.
-        table: number of the table in that paper.
-        about: subject of the table.
-        benchmark: "coco" for COCO 1K and 5K, CxC and ECCV Caption.
-        direction: "i2t", "t2i", or "both" for the mean of the two.
-        backbone: of the method; empty if the table names none.
-        method: as printed; the paper marks figures from an official checkpoint or another paper with †.
-        figures: by "GROUND_TRUTH METRIC", e.g. "eccv map@r", and "rsum"; in per cent as printed, rsum of 600.
-    """
-
-    paper: str
-    source: str
-    table: str
-    about: str
-    benchmark: str
-    direction: str
-    backbone: str
-    method: str
-    figures: dict[str, float]
-
-
-def published_rows(
-    benchmark: str | None = None, *, table: str | None = None, direction: str | None = None
-) -> list[PublishedRow]:
-    """Choose reference rows.
-
-    Args:
-        benchmark: only rows of this benchmark; None for all.
-        table: only rows of this table, e.g. "1" or "C.7"; None for all.
-        direction: only rows of "i2t", "t2i" or "both"; None for all.
-
-    Returns:
-        The rows in the order of the tables.
-
-    Raises:
-        ValueError: no row is left; the message lists the known values.
-
-    Example:
-        >>> [row.figures["rsum"] for row in published_rows(table="C.7") if row.method == "CSD (ours)"]
-        [537.3]
-    """
-    rows: Sequence[PublishedRow] = _rows()
-    for name, wanted in (("benchmark", benchmark), ("table", table), ("direction", direction)):
-        known = dict.fromkeys(getattr(row, name) for row in rows)
-        rows = [row for row in rows if wanted is None or getattr(row, name) == wanted]
-        if not rows:
-            raise ValueError(f"published_rows: no figures for {name} {wanted!r}; known: {', '.join(known)}")
-    return list(rows)
-
-
-def common_figures(figures: Mapping[str, Mapping[str, Any]], direction: str = "both") -> dict[str, float]:
-    """Convert the figures of an evaluation to the form of the published ones.
-
-    Args:
-        figures: {ground truth: {"i2t": {metric: fraction}, "t2i": ..., "rsum": ...}} of
-            :func:`~sfumato.evaluation.benchmarks.evaluate_benchmarks`.
-        direction: "i2t", "t2i", or "both" for the mean of the two.
-
-    Returns:
-        Per cent by "GROUND_TRUTH METRIC", and the rsum of COCO 1K; only figures that a published table has.
-
-    Example:
-        >>> common_figures({"cxc": {"i2t": {"recall@1": 0.5}, "t2i": {"recall@1": 0.25}}})
-        {'cxc recall@1': 37.5}
-    """
-    sides = ("i2t", "t2i") if direction == "both" else (direction,)
-    known = dict.fromkeys(name for row in _rows() if row.direction == direction for name in row.figures)
-    found = {}
-    for name in known:
-        ground_truth, _, metric = name.partition(" ")
-        both = figures.get(ground_truth, {})
-        if all(metric in both.get(side, {}) for side in sides):
-            found[name] = 100 * sum(both[side][metric] for side in sides) / len(sides)
-    if "rsum" in known and "rsum" in figures.get("coco_1k", {}):
-        found["rsum"] = 100 * figures["coco_1k"]["rsum"]
-    return found
-
-
-@cache
-def _rows() -> tuple[PublishedRow, ...]:
-    loaded = tomllib.loads(files("sfumato.evaluation").joinpath("published.toml").read_text(encoding="utf-8"))
-    rows = []
-    for table in loaded["table"]:
-        common: dict[str, Any] = {key: value for key, value in table.items() if key not in ("columns", "rows")}
-        for backbone, method, *values in table["rows"]:
-            pairs = zip(table["columns"], values, strict=True)
-            figures = {name: float(value) for name, value in pairs if value != "-"}
-            rows.append(PublishedRow(**common, backbone=backbone, method=method, figures=figures))
-    return tuple(rows)
-
-
-@dataclass(frozen=True)
 class More:
     """The requested extras beside the figures.
 
     Attributes:
-        strategies: "all", or names of STRATEGIES with commas between them.
+        strategies: a name in STRATEGY_SETS, or names of STRATEGIES with commas between them.
         engine: of the strategies with FAISS.
         candidates: number of items that FAISS finds for re-ranking.
         per_query: file for the results of single queries.
         compared_with: name of the other run; None for no comparison.
         published: whether to add the rows of published tables.
+        tables: these tables instead of the default ones, e.g. "PCME++ C.3,PCME E.4"; published is then implied.
         n_resamples: number of resamples of the comparison.
 
     Raises:
-        ValueError: a strategy is unknown.
+        ValueError: a strategy or a table is unknown.
         UserError: single queries of several strategies are wanted at once, or their file has an unknown ending.
     """
 
@@ -371,21 +275,39 @@ class More:
     per_query: Path | None = None
     compared_with: str | None = None
     published: bool = False
+    tables: str | None = None
     n_resamples: int = 2000
 
     def __post_init__(self) -> None:
         chosen = choose_strategies(self.strategies) if self.strategies is not None else []
         if len(chosen) > 1 and (self.per_query or self.compared_with):
             raise UserError("single queries can be written and compared for one ranking; name at most one strategy")
+        for table in self.chosen_tables:
+            published_rows(table=table)
         if self.per_query:
             check_per_query_path(self.per_query)
             if not self.per_query.parent.is_dir():
                 raise UserError(f"cannot write {self.per_query}: the folder {self.per_query.parent} does not exist")
 
     @property
+    def chosen_tables(self) -> tuple[str, ...]:
+        """The published tables to show, in this order; those without a common figure are left out later."""
+        if self.tables is not None:
+            return tuple(name.strip() for name in self.tables.split(",") if name.strip())
+        if not self.published:
+            return ()
+        return DEFAULT_TABLES if self.strategies is None else STRATEGY_TABLES
+
+    @property
+    def needs_match_probability(self) -> bool:
+        """Whether a strategy ranks by the match probability of the model."""
+        chosen = choose_strategies(self.strategies) if self.strategies is not None else []
+        return any(strategy.distance == MATCH_PROBABILITY for strategy in chosen)
+
+    @property
     def anything(self) -> bool:
         """Whether there is any extra."""
-        return bool(self.strategies is not None or self.per_query or self.compared_with or self.published)
+        return bool(self.strategies is not None or self.per_query or self.compared_with or self.chosen_tables)
 
 
 @dataclass(frozen=True, eq=False)
@@ -399,7 +321,7 @@ class MoreResults:
         differences: this run minus the other, for the metrics that each ground truth reports; positive is better than
             the other.
         published: rows of published tables that share figures with this evaluation.
-        own: the figures of this evaluation in the form of the published ones.
+        own: the figures of this evaluation, see :func:`~sfumato.evaluation.published.own_figures`.
     """
 
     strategies: dict[str, StrategyResult]
@@ -431,7 +353,12 @@ class MoreResults:
 
 
 def more_results(
-    measured: Measured, embedded: EmbeddedSet | None, more: More, other: PerQuery | None = None
+    measured: Measured,
+    embedded: EmbeddedSet | None,
+    more: More,
+    other: PerQuery | None = None,
+    *,
+    match_probability: Distance | None = None,
 ) -> MoreResults:
     """Compute the extras.
 
@@ -440,6 +367,7 @@ def more_results(
         embedded: the embeddings that were evaluated; None for ranked lists, which have no strategies.
         more: the extras that are wanted.
         other: table of single queries of the run to compare with.
+        match_probability: for the strategy of this name; None without the logits of a model.
 
     Returns:
         The extras.
@@ -455,7 +383,8 @@ def more_results(
             raise UserError("ranked lists are already ranked; strategies need embeddings")
         strategies = evaluate_strategies(
             embedded.images, embedded.texts, embedded.image_ids, embedded.text_ids, embedded.ground_truths,
-            choose_strategies(more.strategies), engine=more.engine, candidates=more.candidates,
+            choose_strategies(more.strategies), match_probability=match_probability, engine=more.engine,
+            candidates=more.candidates,
         )  # fmt: skip
         if len(strategies) == 1:
             (only,) = strategies.values()
@@ -473,13 +402,17 @@ def more_results(
             ]
     rows: list[PublishedRow] = []
     own: dict[str, float] = {}
-    if more.published:
-        own = common_figures(figures)
-        tables = ("C.7",) if strategies else ("1",)
-        rows = [row for table in tables for row in published_rows(table=table) if own.keys() & row.figures.keys()]
+    if more.chosen_tables:
+        own = own_figures(figures, measured.uncertainty, measured.total_variance)
+        rows = [
+            row
+            for table in more.chosen_tables
+            for row in published_rows(table=table)
+            if any(row.own_name(name) in own for name in row.figures)
+        ]
         if not rows:
             raise UserError(
-                f"no published table has figures of {', '.join(figures)}; there are tables for --benchmark coco, with"
-                " CxC and ECCV Caption"
+                f"no published table has figures of {', '.join(figures)} among {', '.join(more.chosen_tables)}; there"
+                " are tables for --benchmark coco, flickr30k and cub"
             )
     return MoreResults(strategies, more.per_query, more.compared_with, differences, rows, own)

@@ -6,13 +6,17 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from sfumato.data.embedding_files import read_embeddings, read_ids
+from sfumato.distances import Distance
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmark_ground_truths import (
+    CUB_SPLITS,
     coco_image_id,
     cub_captions,
+    cub_split,
     eccv_caption,
     emoji,
     flickr8k,
@@ -24,6 +28,8 @@ from sfumato.evaluation.benchmarks import BenchmarkRanks, benchmark_metrics, ran
 from sfumato.evaluation.ground_truth import GroundTruth, read_ground_truth
 from sfumato.evaluation.strategies import rank_ground_truths_by
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
+from sfumato.matching import MATCH_PROBABILITY
+from sfumato.metrics.uncertainty import recall_by_uncertainty
 
 BENCHMARKS = ("coco", "flickr30k", "flickr8k", "cub", "emoji")
 """Names of the benchmarks that can be read."""
@@ -79,6 +85,7 @@ def read_ground_truths(
     ground_truth: Path | None = None,
     annotations: Path | None = None,
     instances: Sequence[Path] = (),
+    classes: Path | None = None,
     split: str = "test",
     metrics: Sequence[str] = (),
 ) -> tuple[GroundTruth, ...]:
@@ -91,27 +98,28 @@ def read_ground_truths(
             eccv_caption, which add CxC and ECCV Caption; by default the folder of the installed package. For flickr30k
             and flickr8k: their dataset_*.json. For cub: the folder of captions.
         instances: only for coco: instances_*.json, which add PMRP.
-        split: of a dataset_*.json, or of emoji.
+        classes: only for cub: the folder of its lists of classes, from which split chooses
+            (:func:`~sfumato.evaluation.benchmark_ground_truths.cub_split`), or a file of class names.
+        split: of a dataset_*.json, of emoji, or of cub.
         metrics: to report instead of those of each ground truth.
 
     Returns:
         The ground truths, with distinct names.
 
     Raises:
-        UserError: neither or both of benchmark and ground_truth are given, the benchmark is unknown, annotations are
-            missing, or a file cannot be read.
+        UserError: neither or both of benchmark and ground_truth are given, the benchmark is unknown, annotations or
+            classes are missing, the benchmark has no such split, or a file cannot be read.
         ValueError: a metric is unknown.
     """
     if (benchmark is None) == (ground_truth is None):
         raise UserError(f"name the ground truth: either --truth FILE or --benchmark NAME ({', '.join(BENCHMARKS)})")
+    for option, of, given in (("--instances", "coco", instances), ("--classes", "cub", classes)):
+        if given and benchmark != of:
+            raise UserError(f"{option} belongs to --benchmark {of}; leave it out")
     if ground_truth is not None:
         found = [read_ground_truth(ground_truth)]
     elif benchmark == "coco":
-        from_file = annotations is not None and annotations.is_file()
-        by_name = read_coco(annotations, split=split) if annotations and from_file else eccv_caption(annotations)
-        if instances:
-            by_name |= pmrp(list(instances), by_name["coco_5k"])
-        found = list(by_name.values())
+        found = _read_coco(annotations, instances, split)
     elif benchmark == "emoji":
         found = [emoji(split)]
     elif benchmark in ("flickr30k", "flickr8k", "cub"):
@@ -119,14 +127,54 @@ def read_ground_truths(
             wanted = "the folder of captions" if benchmark == "cub" else f"dataset_{benchmark}.json"
             raise UserError(f"--benchmark {benchmark} is read from {wanted}; name it with --annotations")
         found = [
-            cub_captions(annotations) if benchmark == "cub"
+            _read_cub(annotations, classes, split) if benchmark == "cub"
             else (flickr30k if benchmark == "flickr30k" else flickr8k)(annotations, split=split)
         ]  # fmt: skip
     else:
         raise UserError(f"unknown benchmark {benchmark!r}; known: {', '.join(BENCHMARKS)}")
-    if instances and benchmark != "coco":
-        raise UserError("--instances belongs to --benchmark coco; leave it out")
     return tuple(one.with_metrics(*metrics) if metrics else one for one in found)
+
+
+def _read_coco(annotations: Path | None, instances: Sequence[Path], split: str) -> list[GroundTruth]:
+    if annotations is not None and annotations.is_file():
+        by_name = read_coco(annotations, split=split)
+    elif split not in ("test", "testall"):  # The second name is that of SCAN's features.
+        raise UserError(
+            f"CxC and ECCV Caption are of the test split; for --split {split} name Karpathy's file with --annotations"
+            " dataset_coco.json"
+        )
+    else:
+        by_name = eccv_caption(annotations)
+    if instances:
+        by_name |= pmrp(list(instances), by_name["coco_5k"], folded=by_name["coco_1k"])
+    return list(by_name.values())
+
+
+def _read_cub(captions: Path, classes: Path | None, split: str) -> GroundTruth:
+    if classes is None:
+        raise UserError(
+            "CUB's 200 classes are divided into classes to train on and classes to test on; name with --classes the"
+            " folder of the public lists (testclasses.txt, trainvalclasses.txt, ...), from which --split chooses"
+            f" ({', '.join(CUB_SPLITS)}), or a file with the names of the classes"
+        )
+    if classes.is_dir():
+        return cub_split(captions, classes, split)
+    if split != "test":
+        raise UserError(f"--split {split} of CUB needs the folder of the class lists; --classes {classes} is a file")
+    return cub_captions(captions, classes=classes)
+
+
+@dataclass(frozen=True, eq=False)
+class Benchmark:
+    """A benchmark that a model is evaluated against.
+
+    Attributes:
+        name: one of BENCHMARKS.
+        ground_truths: of :func:`read_ground_truths`.
+    """
+
+    name: str
+    ground_truths: tuple[GroundTruth, ...]
 
 
 def read_embedded_set(
@@ -200,6 +248,10 @@ class Measured:
         n_texts: number of texts.
         figures: of :func:`~sfumato.evaluation.benchmarks.evaluate_benchmarks`.
         ranks: the ranks from which the figures were computed.
+        uncertainty: for ground truths that report recall@1, by name and direction: recall@1 in ten bins of the query's
+            total variance, of :func:`~sfumato.metrics.uncertainty.recall_by_uncertainty`. A query is ranked within its
+            fold, if there are folds, and all folds share the bins. None for points and lists.
+        total_variance: means of "image" and "text"; None for points and lists.
     """
 
     score: str
@@ -207,6 +259,8 @@ class Measured:
     n_texts: int
     figures: dict[str, dict[str, Any]]
     ranks: BenchmarkRanks
+    uncertainty: dict[str, dict[str, Any]] | None = None
+    total_variance: dict[str, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values.
@@ -214,15 +268,22 @@ class Measured:
         Returns:
             Plain numbers and dictionaries; the figures are under "truths".
         """
-        return {"score": self.score, "n_images": self.n_images, "n_texts": self.n_texts, "truths": self.figures}
+        return {
+            "score": self.score,
+            "n_images": self.n_images,
+            "n_texts": self.n_texts,
+            "truths": self.figures,
+            "uncertainty": self.uncertainty,
+            "total_variance": self.total_variance,
+        }
 
 
-def measure(embedded: EmbeddedSet, score: str = "csd") -> Measured:
+def measure(embedded: EmbeddedSet, score: str | Distance = "csd") -> Measured:
     """Evaluate embeddings.
 
     Args:
         embedded: the embeddings with their ground truths.
-        score: a name in SCORES to rank by.
+        score: to rank by: a name in SCORES, or a distance with images as its first argument.
 
     Returns:
         The figures and ranks.
@@ -233,7 +294,28 @@ def measure(embedded: EmbeddedSet, score: str = "csd") -> Measured:
     ranks = rank_ground_truths_by(
         score, embedded.images, embedded.texts, embedded.image_ids, embedded.text_ids, embedded.ground_truths
     )
-    return Measured(score, embedded.images.n, embedded.texts.n, benchmark_metrics(ranks), ranks)
+    name = score if isinstance(score, str) else score.name
+    measured = Measured(name, embedded.images.n, embedded.texts.n, benchmark_metrics(ranks), ranks)
+    variances = embedded.uncertainty()
+    if variances is None:
+        return measured
+    sides = {"image": embedded.images, "text": embedded.texts}
+    return replace(
+        measured,
+        uncertainty=_recall_by_uncertainty(ranks, variances),
+        total_variance={name: float(side.total_variance.mean()) for name, side in sides.items()},
+    )
+
+
+def _recall_by_uncertainty(ranks: BenchmarkRanks, variances: dict[str, dict[str, float]]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for name, both in ranks.items():
+        for direction, of in both.items():
+            if "recall@1" in of.ground_truth.metrics:
+                ids, single = of.per_query(["recall@1"])
+                uncertainty = np.array([variances[direction][i] for i in ids])
+                found.setdefault(name, {})[direction] = recall_by_uncertainty(uncertainty, single["recall@1"])
+    return found
 
 
 def measure_lists(
@@ -281,7 +363,7 @@ class Files:
     Attributes:
         images, texts, image_ids, text_ids, image_log_var, text_log_var: see :func:`read_embedded_set`.
         ranked: a file of ranked lists instead, see :func:`measure_lists`.
-        ground_truth, benchmark, annotations, instances: see :func:`read_ground_truths`.
+        ground_truth, benchmark, annotations, instances, classes: see :func:`read_ground_truths`.
         metrics: names of metrics with commas between them.
     """
 
@@ -296,6 +378,7 @@ class Files:
     benchmark: str | None = None
     annotations: Path | None = None
     instances: tuple[Path, ...] = ()
+    classes: Path | None = None
     metrics: str | None = None
 
     def given(self) -> list[str]:
@@ -309,14 +392,20 @@ class Files:
 
 
 def measure_files(
-    files: Files, score: str | None = None, *, split: str = "test", device: torch.device | None = None
+    files: Files,
+    score: str | None = None,
+    *,
+    split: str = "test",
+    match_probability: Distance | None = None,
+    device: torch.device | None = None,
 ) -> tuple[Measured, EmbeddedSet | None]:
     """Evaluate embeddings or ranked lists from files.
 
     Args:
         files: options of the command line.
-        score: a name in SCORES to rank embeddings by; csd if None.
+        score: a name in SCORES to rank embeddings by, or "match_probability"; csd if None.
         split: of a benchmark that has several.
+        match_probability: the distance of this name; None without logits.
         device: device of the computation; None uses the device of the embeddings.
 
     Returns:
@@ -331,7 +420,7 @@ def measure_files(
     metrics = [name.strip() for name in files.metrics.split(",")] if files.metrics else []
     ground_truths = read_ground_truths(
         files.benchmark, ground_truth=files.ground_truth, annotations=files.annotations, instances=files.instances,
-        split=split, metrics=metrics,
+        classes=files.classes, split=split, metrics=metrics,
     )  # fmt: skip
     if files.ranked is not None:
         if score is not None or files.image_log_var or files.text_log_var:
@@ -343,4 +432,7 @@ def measure_files(
     )  # fmt: skip
     if device is not None:
         embedded = embedded.to(device)
-    return measure(embedded, score or "csd"), embedded
+    if score == MATCH_PROBABILITY and match_probability is None:
+        raise UserError(f"--score {score} needs the logits of the model; give --logit-scale and --logit-bias")
+    by_probability = match_probability if score == MATCH_PROBABILITY else None
+    return measure(embedded, by_probability or score or "csd"), embedded

@@ -181,6 +181,37 @@ def in_folds(ground_truth: GroundTruth, n_folds: int = 5, *, name: str) -> Groun
     return replace(ground_truth, name=name, folds=folds)
 
 
+def in_folds_of(
+    folded: GroundTruth, ground_truth: GroundTruth, *, name: str, averaged_as: str | None = None
+) -> GroundTruth:
+    """Divide a ground truth into the folds of another one, such as CxC into the folds of COCO 1K.
+
+    A query's relevant items outside of its fold do not count there.
+
+    Args:
+        folded: with the folds.
+        ground_truth: whose ids are among those of folded; its matches may cross the folds.
+        name: of the result.
+        averaged_as: see :class:`GroundTruth`.
+
+    Returns:
+        The same matches with these folds; items that ground_truth lacks are missing from their fold.
+    """
+    images, texts = (
+        {identity: i for i, identity in enumerate(ids)} for ids in (ground_truth.image_ids, ground_truth.text_ids)
+    )
+    folds = tuple(
+        (_places(folded.image_ids, some_images, images), _places(folded.text_ids, some_texts, texts))
+        for some_images, some_texts in folded.folds
+    )
+    return replace(ground_truth, name=name, folds=folds, averaged_as=averaged_as)
+
+
+def _places(ids: Sequence[str], chosen: np.ndarray, place: Mapping[str, int]) -> np.ndarray:
+    """(k,) positions of the chosen ids that have one."""
+    return np.array([place[ids[i]] for i in chosen.tolist() if ids[i] in place], np.int64)
+
+
 def relevance_from_table(match: np.ndarray) -> Relevance:
     """Make a relevance from a dense table.
 

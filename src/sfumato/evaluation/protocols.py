@@ -85,7 +85,7 @@ def evaluate_retrieval(
     texts: GaussianEmbedding,
     relevance: Relevance,
     *,
-    distance: str = "csd",
+    distance: str | Distance = "csd",
     text_kinds: Sequence[str] | None = None,
     rank: Ranker = rank_relevant,
 ) -> Evaluation:
@@ -95,7 +95,7 @@ def evaluate_retrieval(
         images: (n, d) embeddings.
         texts: (m, d) embeddings.
         relevance: image -> true texts.
-        distance: name in DISTANCES to rank by.
+        distance: to rank by: a name in DISTANCES, or a distance with images as its first argument.
         text_kinds: (m,) kinds of the texts for a breakdown; no breakdown if None or if there is only one kind.
         rank: the ranking function; by default exact search in this process.
 
@@ -107,9 +107,9 @@ def evaluate_retrieval(
     """
     if text_kinds is not None and len(text_kinds) != texts.n:
         raise ValueError(f"evaluate_retrieval: got {len(text_kinds)} text_kinds for {texts.n} texts; give one for each")
-    other = relevance.transpose()
-    i2t_ranks = rank(images, texts, relevance, distance)
-    t2i_ranks = rank(texts, images, other, get_distance(distance).for_direction("t2i"))
+    other, chosen = relevance.transpose(), get_distance(distance)
+    i2t_ranks = rank(images, texts, relevance, chosen)
+    t2i_ranks = rank(texts, images, other, chosen.for_direction("t2i"))
     i2t, t2i = retrieval_metrics(i2t_ranks, relevance), retrieval_metrics(t2i_ranks, other)
     recalls = [f"recall@{k}" for k in (1, 5, 10)]
     kinds = np.array(text_kinds if text_kinds is not None else ["caption"] * texts.n)
@@ -122,7 +122,7 @@ def evaluate_retrieval(
             if len(narrowed.indices):
                 t2i_by_kind[kind] = retrieval_metrics(t2i_ranks[of_kind], other.select_queries(index))
                 i2t_by_kind[kind] = retrieval_metrics(
-                    rank(images, texts[torch.from_numpy(index).to(texts.device)], narrowed, distance), narrowed
+                    rank(images, texts[torch.from_numpy(index).to(texts.device)], narrowed, chosen), narrowed
                 )
     variance = {"image": images.total_variance.cpu().numpy(), "text": texts.total_variance.cpu().numpy()}
     varies = any(np.ptp(v) > 0 for v in variance.values())
@@ -138,7 +138,7 @@ def evaluate_retrieval(
         }
     has = other.counts > 0
     return Evaluation(
-        distance=distance,
+        distance=chosen.name,
         n_images=images.n,
         n_texts=texts.n,
         i2t=i2t,

@@ -1,4 +1,6 @@
-"""Comparison of retrieval strategies as in table C.7 of PCME++: exact, and FAISS with re-ranking or lifting.
+"""Comparison of retrieval strategies: exact by any distance, and FAISS with re-ranking or lifting.
+
+The papers compare them in table C.7 of PCME++ and in table E.1 of PCME.
 
 A strategy that searches an index lists only the first items of a gallery. Recall@K, R-Precision and mAP@R need the
 first K or R items, so a strategy asks the index for the largest of these numbers. The median and mean rank need whole
@@ -25,6 +27,7 @@ from sfumato.evaluation.benchmarks import (
 )
 from sfumato.evaluation.ground_truth import GroundTruth
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
+from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import RANK_METRICS, UNLISTED, Better, ranks_from_lists
 from sfumato.search.exact import closest_candidates
@@ -47,7 +50,7 @@ class Strategy:
     Attributes:
         name: key in STRATEGIES.
         label: its name in a table; the name of table C.7 if it is listed there.
-        distance: the distance that orders the final results.
+        distance: the distance that orders the final results: a name in DISTANCES, or "match_probability".
         indexed: the distance of the FAISS index; None ranks the whole gallery exactly.
         reranks: whether the first `candidates` that FAISS finds are ordered by distance.
     """
@@ -68,9 +71,25 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("faiss_mean", "FAISS (mean only)", "squared_l2", "squared_l2"),
         Strategy("faiss_rerank", "FAISS (mean) + csd re-ranking", "csd", "squared_l2", True),
         Strategy("faiss_lifted", "FAISS (lifted csd)", "csd", "csd"),
+        Strategy("kl", "KL-divergence", "kl"),
+        Strategy("js", "JS-divergence", "js"),
+        Strategy("elk", "ELK", "elk"),
+        Strategy("bhattacharyya", "Bhattacharyya", "bhattacharyya"),
+        Strategy("average_l2", "Average L2", "average_l2"),
+        Strategy("match_probability", "Match prob", MATCH_PROBABILITY),
     )
 }
-"""The five strategies of table C.7 (Chun 2024, C.5), and lifted search (search/lifting.py)."""
+"""The five strategies of table C.7 (Chun 2024, C.5), lifted search (search/lifting.py), and the other distances that
+table E.1 of Chun et al., CVPR 2021, compares."""
+
+STRATEGY_SETS: dict[str, tuple[str, ...]] = {
+    "all": tuple(list(STRATEGIES)[:6]),
+    "pcme": ("mean", "kl", "js", "elk", "bhattacharyya", "wasserstein2", "average_l2", "match_probability"),
+}
+"""Strategies by name of a set: "all" that scale to large galleries, and "pcme", those of its table E.1."""
+
+
+_SCALING = tuple(STRATEGIES[name] for name in STRATEGY_SETS["all"])
 
 
 @dataclass(frozen=True)
@@ -210,7 +229,7 @@ class SimilarityMatrix:
 
 @torch.no_grad()
 def rank_ground_truths_by(
-    score: str,
+    score: str | Distance,
     images: GaussianEmbedding,
     texts: GaussianEmbedding,
     image_ids: Sequence[str],
@@ -220,7 +239,7 @@ def rank_ground_truths_by(
     """Rank by any score; see :func:`~sfumato.evaluation.benchmarks.rank_ground_truths`.
 
     Args:
-        score: a name in SCORES.
+        score: a name in SCORES, nearest_of_K, or a distance with images as its first argument.
         images: (n, d) embeddings.
         texts: (m, d) embeddings.
         image_ids: n distinct ids.
@@ -233,13 +252,17 @@ def rank_ground_truths_by(
     Raises:
         ValueError: the score is unknown, or ids and ground truths do not fit.
     """
-    if score in get_args(Similarity):
+    if isinstance(score, str) and score in get_args(Similarity):
         matrix = SimilarityMatrix(images, texts, "cosine" if score == "cosine" else "dot")
         better: Better = "larger"
         return rank_ground_truths_by_scores(matrix, image_ids, text_ids, ground_truths, better=better)
-    if score not in SCORES:
-        raise ValueError(f"unknown score {score!r}; known: {', '.join(SCORES)}")
-    return rank_ground_truths(images, texts, image_ids, text_ids, ground_truths, distance=get_distance(score).name)
+    if score == MATCH_PROBABILITY:
+        raise ValueError(f"the score {score} needs match logits; give match_probability_distance(scale, bias)")
+    try:
+        distance = get_distance(score)
+    except ValueError as error:
+        raise ValueError(f"unknown score {score!r}; known: {', '.join(SCORES)}, nearest_of_K") from error
+    return rank_ground_truths(images, texts, image_ids, text_ids, ground_truths, distance=distance)
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,7 +286,7 @@ def choose_strategies(names: str) -> list[Strategy]:
     """Choose strategies by name.
 
     Args:
-        names: "all", or names in STRATEGIES with commas between them.
+        names: a name in STRATEGY_SETS, or names in STRATEGIES with commas between them.
 
     Returns:
         The strategies in this order.
@@ -275,12 +298,13 @@ def choose_strategies(names: str) -> list[Strategy]:
         >>> [s.name for s in choose_strategies("csd,mean")]
         ['csd', 'mean']
     """
-    wanted = list(STRATEGIES) if names.strip() == "all" else [name.strip() for name in names.split(",") if name.strip()]
+    known = ", ".join((*STRATEGY_SETS, *STRATEGIES))
+    wanted = STRATEGY_SETS.get(names.strip()) or [name.strip() for name in names.split(",") if name.strip()]
     for name in wanted:
         if name not in STRATEGIES:
-            raise ValueError(f"unknown strategy {name!r}; known: all, {', '.join(STRATEGIES)}")
+            raise ValueError(f"unknown strategy {name!r}; known: {known}")
     if not wanted or len(set(wanted)) != len(wanted):
-        raise ValueError(f"strategies {names!r}: name at least one, each once; known: all, {', '.join(STRATEGIES)}")
+        raise ValueError(f"strategies {names!r}: name at least one, each once; known: {known}")
     return [STRATEGIES[name] for name in wanted]
 
 
@@ -290,8 +314,9 @@ def evaluate_strategies(
     image_ids: Sequence[str],
     text_ids: Sequence[str],
     ground_truths: Iterable[GroundTruth],
-    strategies: Iterable[Strategy] = tuple(STRATEGIES.values()),
+    strategies: Iterable[Strategy] = _SCALING,
     *,
+    match_probability: Distance | None = None,
     engine: str = "ivf",
     candidates: int = 100,
     options: FaissOptions | None = None,
@@ -304,7 +329,8 @@ def evaluate_strategies(
         image_ids: n distinct ids.
         text_ids: m distinct ids.
         ground_truths: with distinct names; see :func:`~sfumato.evaluation.benchmarks.evaluate_benchmarks`.
-        strategies: to evaluate; all of STRATEGIES by default.
+        strategies: to evaluate; those of the set "all" by default.
+        match_probability: of :func:`~sfumato.matching.match_probability_distance`, for the strategy of this name.
         engine: of the strategies with FAISS, see :class:`FaissRanker`.
         candidates: number of items that FAISS finds for re-ranking.
         options: of the engine.
@@ -313,8 +339,8 @@ def evaluate_strategies(
         By name of the strategy. FAISS strategies have no median and mean rank.
 
     Raises:
-        ValueError: ids and ground truths do not fit, a ground truth reports only metrics that FAISS strategies lack, or
-            an engine or a number is out of range.
+        ValueError: ids and ground truths do not fit, a ground truth reports only metrics that FAISS strategies lack,
+            an engine or a number is out of range, or match_probability is missing.
         UserError: FAISS is not installed.
     """
     chosen, results = list(ground_truths), {}
@@ -322,7 +348,8 @@ def evaluate_strategies(
     for strategy in strategies:
         start = time.perf_counter()
         if strategy.indexed is None:
-            ranks = rank_ground_truths(images, texts, *ids, chosen, distance=strategy.distance)
+            distance = match_probability if strategy.distance == MATCH_PROBABILITY else None
+            ranks = rank_ground_truths_by(distance or strategy.distance, images, texts, *ids, chosen)
         else:
             listed = [_without_rank_metrics(ground_truth) for ground_truth in chosen]
             at_least = max(LISTED_AT_LEAST, *(_needed(ground_truth) for ground_truth in listed))

@@ -16,9 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 from sfumato.distances import Distance, get_distance
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
+from sfumato.matching import MatchingLogits
 
 MAX_PAIRS = 2**22
 """Pairs whose distances, logits and labels a loss holds in memory at a time: about 200 MB in float32."""
+
+FREE_SCALE = "learn the scale a itself, as the released code does, not its logarithm, by which a learns a times as fast"
+"""Description of the option free_scale of the losses that have it."""
 
 _T = TypeVar("_T")
 _BOUNDS = {"gt": ("above", operator.gt), "ge": ("at least", operator.ge), "lt": ("below", operator.lt)}
@@ -217,7 +221,25 @@ class MatchLoss(nn.Module, ABC):
         return self.part(block, self.counts(block), epoch=epoch)
 
     def advance(self) -> None:
-        """Advance to the next training step, on all processes; a loss with random samples then uses new samples."""
+        """Advance to the next training step, after an update of the parameters, on all processes.
+
+        Learnt logits are kept within their limits. A loss with random samples then uses new samples.
+
+        Raises:
+            ArithmeticError: the update made a free scale of the logits negative.
+        """
+        for module in self.modules():
+            if isinstance(module, MatchingLogits):
+                module.constrain()
+
+    def match_logits(self) -> tuple[float, float] | None:
+        """The logits that the loss has learnt, as a function of :attr:`distance`.
+
+        Returns:
+            (logit_scale, logit_bias); None for losses that learn none.
+        """
+        logits = getattr(self, "logits", None)
+        return None if logits is None else (logits.logit_scale.item(), logits.logit_bias.item())
 
     @abstractmethod
     def counts(self, block: PairBlock) -> Tensor:

@@ -1,5 +1,6 @@
 """InfoNCE, the contrastive objective of CLIP, over any distance and any number of positives."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,9 @@ from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.base import LossOptions, LossOutput, MatchLoss, PairBlock, option, sum_of_terms
 from sfumato.matching import MatchingLogits, match_logit
+
+LARGEST_SCALE = "largest scale of the InfoNCE loss; 0 for no limit, 50 is the 100 of CLIP and open_clip on the cosine"
+"""Description of the limit of the scale, for InfoNCE alone and beside PCME++."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class InfoNCEOptions(LossOptions):
     logit_scale: float = option(
         5.0, "initial scale; a scale of 1 on squared_l2 is a softmax temperature of 0.5 on the cosine", gt=0
     )
+    largest_scale: float = option(0.0, LARGEST_SCALE, ge=0)
 
 
 def infonce_loss(
@@ -117,7 +122,7 @@ class InfoNCELoss(MatchLoss):
     def __init__(self, options: InfoNCEOptions = InfoNCEOptions()) -> None:
         super().__init__(options)
         self.options = options
-        self.logits = MatchingLogits(options.logit_scale, 0.0)
+        self.logits = MatchingLogits(options.logit_scale, 0.0, largest=options.largest_scale or math.inf)
         self.logits.logit_bias.requires_grad_(False)
 
     def counts(self, block: PairBlock) -> Tensor:

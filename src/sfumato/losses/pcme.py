@@ -15,7 +15,16 @@ from torch.nn import functional
 
 from sfumato.distances import reduce_sample_distances
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
-from sfumato.losses.base import LossOptions, LossOutput, MatchLoss, PairBlock, option, sum_of_terms, vib_of_block
+from sfumato.losses.base import (
+    FREE_SCALE,
+    LossOptions,
+    LossOutput,
+    MatchLoss,
+    PairBlock,
+    option,
+    sum_of_terms,
+    vib_of_block,
+)
 from sfumato.matching import MatchingLogits, match_logit
 
 SIGMOIDS = {"plain": 1.0, "compressed": 2.0}
@@ -36,15 +45,20 @@ class PCMEOptions(LossOptions):
     )
     n_samples: int = option(7, "number of samples of each embedding", ge=1)
     sigmoid: Sigmoid = option("plain", "plain, or compressed: the released sigmoid(2 logit)")  # noqa: RUF009
-    beta: float = option(1e-4, "weight of the information bottleneck; 0 leaves it out, as points need", ge=0)
+    beta: float = option(
+        1e-4,
+        "weight of the information bottleneck; 0 leaves it out, as points need; COCO's 1e-5 beside sums is 8e-5",
+        ge=0,
+    )
     uniformity_weight: float = option(
-        0.0, "weight of the uniformity of all samples; 0 leaves it out, 10 as published for CUB", ge=0
+        0.0, "weight of the uniformity of all samples; 0 leaves it out, 4.4e-4 is CUB's 10 beside a sum", ge=0
     )
     match_weight: float = option(
         2.0, "weight of the match term; 2 counts both directions; 2 n m gives the released sum over pairs", ge=0
     )
     logit_scale: float = option(5.0, "initial scale of the match logits; 15 in the paper for COCO, 5 for CUB", gt=0)
     logit_bias: float = option(5.0, "initial bias of the match logits; 15 in the paper for COCO, 5 for CUB")
+    free_scale: bool = option(False, FREE_SCALE)
     seed: int = option(0, "of the samples", ge=0, lt=2**20)
 
 
@@ -67,6 +81,9 @@ def pcme_loss(
 
     Both logarithms are log-sum-exps over the s^2 logits, so that neither p nor 1 - p underflows. Blocks of samples are
     recomputed in the backward pass.
+
+    The released loss has sums in the place of the means over pairs and over embeddings and dimensions.
+    docs/concepts/losses.md converts its weights.
 
     Args:
         image: (n, d) embeddings.
@@ -204,12 +221,30 @@ class PCMELoss(MatchLoss):
     def __init__(self, options: PCMEOptions = PCMEOptions()) -> None:
         super().__init__(options)
         self.options = options
-        self.logits = MatchingLogits(options.logit_scale, options.logit_bias)
+        self.logits = MatchingLogits(options.logit_scale, options.logit_bias, free=options.free_scale)
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
 
     def advance(self) -> None:
-        """Use new samples in the following steps."""
+        """See :class:`MatchLoss`; the following steps use new samples."""
+        super().advance()
         self.step += 1
+
+    def match_logits(self) -> tuple[float, float] | None:
+        """The learnt logits as a function of csd, of which they are the tangent where a match is as likely as not.
+
+        The loss learns p(D) = sigmoid(c (b - a D)) of the distance D of two samples (c = 2 for the compressed sigmoid),
+        and csd is the mean of D^2. So p = sigmoid(c (b - a sqrt(csd))) up to the dispersion of D, which the tangent at
+        csd = (b / a)^2, where p = 1/2, turns into a scale of c a^2 / (2 b) and a bias of c b / 2.
+
+        Returns:
+            (logit_scale, logit_bias); None if the model ranks by another distance, or if b <= 0, so that no distance
+            makes a match likely.
+        """
+        scale, bias = self.logits.logit_scale.item(), self.logits.logit_bias.item()
+        if self.distance.name != "csd" or bias <= 0:
+            return None
+        factor = SIGMOIDS[self.options.sigmoid]
+        return factor * scale**2 / (2 * bias), factor * bias / 2
 
     def counts(self, block: PairBlock) -> Tensor:
         """See :class:`MatchLoss`."""

@@ -8,8 +8,17 @@ from torch.nn import functional
 
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.base import LossOptions, LossOutput, MatchLoss, PairBlock, option, sum_of_terms, vib_sums
-from sfumato.losses.infonce import InfoNCELoss, InfoNCEOptions, infonce_counts, infonce_part
+from sfumato.losses.base import (
+    FREE_SCALE,
+    LossOptions,
+    LossOutput,
+    MatchLoss,
+    PairBlock,
+    option,
+    sum_of_terms,
+    vib_sums,
+)
+from sfumato.losses.infonce import LARGEST_SCALE, InfoNCELoss, InfoNCEOptions, infonce_counts, infonce_part
 from sfumato.matching import MatchingLogits, match_logit
 
 VIB_LIMIT = 1e4
@@ -30,11 +39,13 @@ class PCMEPPOptions(LossOptions):
     )
     logit_scale: float = option(5.0, "initial scale of the match logits", gt=0)
     logit_bias: float = option(5.0, "initial bias of the match logits")
+    free_scale: bool = option(False, FREE_SCALE)
     pseudo_positives_from: int = option(0, "first epoch (0-based) with the pseudo-positive terms", ge=0)
     infonce_weight: float = option(0.0, "weight of an additional InfoNCE loss of the means; 0 leaves it out", ge=0)
     infonce_scale: float = option(
         5.0, "initial scale of the InfoNCE loss; it is learnt separately from that of the match logits", gt=0
     )
+    infonce_largest_scale: float = option(0.0, LARGEST_SCALE, ge=0)
 
 
 def pseudo_positives(distance: Tensor, match: Tensor) -> Tensor:
@@ -176,8 +187,8 @@ class PCMEPPLoss(MatchLoss):
     def __init__(self, options: PCMEPPOptions = PCMEPPOptions()) -> None:
         super().__init__(options)
         self.options = options
-        self.logits = MatchingLogits(options.logit_scale, options.logit_bias)
-        beside = InfoNCEOptions(logit_scale=options.infonce_scale)
+        self.logits = MatchingLogits(options.logit_scale, options.logit_bias, free=options.free_scale)
+        beside = InfoNCEOptions(logit_scale=options.infonce_scale, largest_scale=options.infonce_largest_scale)
         self.infonce = InfoNCELoss(beside) if options.infonce_weight else None
 
     def counts(self, block: PairBlock) -> Tensor:

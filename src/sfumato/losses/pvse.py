@@ -27,10 +27,14 @@ class PVSEOptions(TripletOptions):
         0.2, "margin in units of the distance; 0.2 on squared_l2 of unit means is 0.1 on the cosine", gt=0
     )
     mmd_weight: float = option(
-        0.01, "weight of the discrepancy between images and texts; 0 leaves it out, 0.01 as released", ge=0
+        0.02,
+        "weight of the discrepancy between images and texts; 0 leaves it out, 0.02 is the released 0.01 on the cosine",
+        ge=0,
     )
     diversity_weight: float = option(
-        0.1, "weight of the likeness of an item's embeddings; 0 leaves it out, 0.1 as released", ge=0
+        0.2,
+        "weight of the likeness of an item's embeddings; 0 leaves it out, 0.2 is the released 0.1 on the cosine",
+        ge=0,
     )
 
 
@@ -50,13 +54,15 @@ def pvse_loss(
 
     a runs over all embeddings of all images, b over those of all texts; U are an item's K embeddings at unit length.
     The paper measures diversity on the residual of each embedding beyond the common part; a loss has only the
-    embeddings.
+    embeddings. The released weights stand beside hinges on the cosine. Hinges on squared distances of unit means are
+    twice as large, and so are the weights here (docs/concepts/losses.md).
 
     Args:
         image: (n, K d) embeddings, K of d dimensions side by side.
         text: (m, K d) embeddings.
         match: (n, m) labels in [0, 1].
-        options: see :class:`PVSEOptions`; K is that of options.distance. K = 1 leaves the diversity out, which is 0.
+        options: see :class:`PVSEOptions`; K is that of options.distance. K = 1 leaves both additional terms out, as the
+            released code does; the diversity would be 0.
         epoch: 0-based epoch; None means after every warm-up.
 
     Returns:
@@ -112,7 +118,7 @@ class PVSELoss(TripletLoss):
         """See :class:`~sfumato.losses.base.MatchLoss`."""
         triplet = super().part(block, counts, epoch=epoch)
         terms, k = dict(triplet.terms), self.distance.embeddings
-        if self.options.mmd_weight:
+        if self.options.mmd_weight and k > 1:
             terms["mmd"] = self.options.mmd_weight * _mmd(block, k)
         if self.options.diversity_weight and k > 1:
             sides = ((block.image, block.images.n), (block.text, block.texts.n))

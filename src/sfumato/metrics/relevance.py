@@ -70,7 +70,7 @@ class Relevance:
                 raise ValueError(
                     f"Relevance: a {what} position is outside of 0..{n - 1} (found {index.min()}..{index.max()})"
                 )
-        keys = np.unique(query * n_gallery + gallery) if n_gallery else np.empty(0, np.int64)
+        keys = sorted_distinct(query * n_gallery + gallery)
         rows = keys // max(n_gallery, 1)
         return cls(np.searchsorted(rows, np.arange(n_queries + 1)), keys % max(n_gallery, 1), n_gallery, n_outside)
 
@@ -176,3 +176,22 @@ class Relevance:
         dense = np.zeros((self.n_queries, self.n_gallery), dtype=bool)
         dense[self.query_of_item, self.indices] = True
         return dense
+
+
+def sorted_distinct(values: np.ndarray) -> np.ndarray:
+    """The distinct values in ascending order.
+
+    NumPy's own function goes through a hash table, which takes many times longer for millions of keys.
+
+    Args:
+        values: (n,) whole numbers >= 0.
+
+    Returns:
+        (k,) the values, each once.
+
+    Example:
+        >>> sorted_distinct(np.array([3, 1, 3]))
+        array([1, 3])
+    """
+    ordered = np.sort(values)
+    return ordered[np.diff(ordered, prepend=-1) > 0]

@@ -19,7 +19,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
 from sfumato.metrics.reliability import expected_calibration_error
 from sfumato.models.embed import embed_split, load_split
-from sfumato.models.run import CALIBRATION, learnt_logits, load_run
+from sfumato.models.run import CALIBRATION, load_run
 from sfumato.search.exact import distance_blocks
 
 
@@ -46,7 +46,7 @@ def calibrate_split(
         distance: name in DISTANCES.
         split: name of the split, kept with the calibration.
         method: see :meth:`Calibration.fit`.
-        learnt: (logit_scale, logit_bias) of the loss, for comparison.
+        learnt: (logit_scale, logit_bias) of the loss, for comparison; None if it learns none.
         max_pairs: largest number of pairs in the fit.
         max_queries: largest number of queries of either side whose scores are kept.
         seed: seed of the random choice of images and queries.
@@ -123,8 +123,9 @@ def calibrate_run(
     run = load_run(folder, device=device)
     prepared = load_split(run.model, run.recipe.data, split)
     embedded = embed_split(run.model, prepared)
-    learnt = learnt_logits(run.loss)
-    calibration = calibrate_split(embedded, prepared.data, run.distance, split=split, method=method, learnt=learnt)
+    calibration = calibrate_split(
+        embedded, prepared.data, run.distance, split=split, method=method, learnt=run.loss.match_logits()
+    )
     calibration.save(run.folder / CALIBRATION)
     return calibration
 

@@ -17,7 +17,7 @@ from sfumato.data.pairs import PairData, merge_equal_texts
 from sfumato.data.region_features import REGION_ENDINGS, regions_from_bytes
 from sfumato.data.sources import DataConfig, get_source
 from sfumato.data.transforms import IMAGE_ENDINGS, check_image, decode_image
-from sfumato.distances import get_distance
+from sfumato.distances import Distance, get_distance
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import Item
 from sfumato.encoders.features import PixelStore, RaggedStore, Store
@@ -25,11 +25,14 @@ from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.encoders.processors import ImageFileProcessor, PixelProcessor
 from sfumato.encoders.regions import RegionProcessor, stacked, uses_regions
 from sfumato.errors import UserError
-from sfumato.evaluation.embedded_input import EmbeddedSet
-from sfumato.evaluation.ground_truth import ground_truth_from_data
+from sfumato.evaluation.benchmarks import plan_ranks
+from sfumato.evaluation.embedded_input import EmbeddedSet, Measured
+from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_data
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.losses.pcme import SIGMOIDS, PCMELoss
+from sfumato.matching import MATCH_PROBABILITY, match_probability_distance
 from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.run import Run
 from sfumato.progress import progress_bar, say
@@ -431,8 +434,46 @@ def embed_split_images(
     return retrieval_model.model.image.embed(prepared.images), list(prepared.data.image_ids), problems
 
 
+def ranking_distance(retrieval_model: RetrievalModel, name: str | None = None) -> Distance:
+    """The distance to rank by, which may be PCME's match probability with the logits that a run has learnt.
+
+    Args:
+        retrieval_model: the model.
+        name: a name in DISTANCES, nearest_of_K or "match_probability"; None for the distance of the model.
+
+    Returns:
+        The distance.
+
+    Raises:
+        UserError: the match probability is wanted of a model that is not a run, or whose loss learns no logits.
+        ValueError: the name is unknown.
+    """
+    if name != MATCH_PROBABILITY:
+        try:
+            return get_distance(name or retrieval_model.distance)
+        except ValueError as error:
+            raise ValueError(f"{error}, {MATCH_PROBABILITY}") from error
+    loss = getattr(retrieval_model, "loss", None)
+    logits = getattr(loss, "logits", None)
+    if logits is None:
+        raise UserError(
+            f"{MATCH_PROBABILITY} needs the logits that a loss learnt; this model has none."
+            " Name a run that was trained with pcme or pcmepp, or rank by another distance"
+        )
+    scale, bias = logits.logit_scale.item(), logits.logit_bias.item()
+    if isinstance(loss, PCMELoss):
+        factor = SIGMOIDS[loss.options.sigmoid]
+        return match_probability_distance(factor * scale, factor * bias, n_samples=loss.options.n_samples)
+    return match_probability_distance(scale, bias)
+
+
 def embed_for_evaluation(
-    retrieval_model: RetrievalModel, data: DataConfig, split: str, *, process_group: ProcessGroup | None = None
+    retrieval_model: RetrievalModel,
+    data: DataConfig,
+    split: str,
+    *,
+    ground_truths: Sequence[GroundTruth] = (),
+    process_group: ProcessGroup | None = None,
 ) -> EmbeddedSet:
     """Embed a split of any data; its ground truth is named after the split.
 
@@ -440,18 +481,22 @@ def embed_for_evaluation(
         retrieval_model: the model.
         data: where the split comes from.
         split: its name.
+        ground_truths: of a benchmark, instead of that of the split; joined by their ids before anything is embedded.
         process_group: the processes among which the work is divided; None for a single process.
 
     Returns:
-        Embeddings and ground truth, complete in every process.
+        Embeddings and ground truths, complete in every process.
+
+    Raises:
+        ValueError: the split lacks an image or text of ground_truths.
     """
     process_group = process_group or alone()
     prepared = load_split(retrieval_model.model, data, split, process_group=process_group)
+    own, kinds = ground_truth_from_data(prepared.data, name=split), prepared.data.text_kinds
+    chosen = tuple(ground_truths) or (own,)
+    plan_ranks(chosen, own.image_ids, own.text_ids, (len(own.image_ids), len(own.text_ids)))
     images, texts = embed_split(retrieval_model.model, prepared, process_group)
-    ground_truth, kinds = ground_truth_from_data(prepared.data, name=split), prepared.data.text_kinds
-    return EmbeddedSet(
-        images, texts, ground_truth.image_ids, ground_truth.text_ids, (ground_truth,), tuple(kinds) if kinds else None
-    )
+    return EmbeddedSet(images, texts, own.image_ids, own.text_ids, chosen, tuple(kinds) if kinds else None)
 
 
 def evaluate_model(
@@ -469,7 +514,7 @@ def evaluate_model(
         retrieval_model: the model.
         data: where the split comes from.
         split: its name.
-        distance: distance for ranking; the model's distance if None.
+        distance: distance for ranking, see :func:`ranking_distance`.
         process_group: the processes among which the work is divided; None for a single process.
         embedded: of :func:`embed_for_evaluation`, if the split is embedded already.
 
@@ -477,17 +522,34 @@ def evaluate_model(
         The figures, in every process.
     """
     process_group = process_group or alone()
-    name = get_distance(distance or retrieval_model.distance).name
+    chosen = ranking_distance(retrieval_model, distance)
     embedded = embedded or embed_for_evaluation(retrieval_model, data, split, process_group=process_group)
     (ground_truth,) = embedded.ground_truths
     return evaluate_retrieval(
         embedded.images,
         embedded.texts,
         ground_truth.i2t,
-        distance=name,
+        distance=chosen,
         text_kinds=embedded.text_kinds,
         rank=process_group.rank_relevant,
     )
+
+
+def write_benchmark(run: Run, name: str, split: str, measured: Measured) -> Path:
+    """Write the figures of a benchmark into the folder of a run.
+
+    Args:
+        run: the run.
+        name: of the benchmark.
+        split: of the run's data.
+        measured: the figures.
+
+    Returns:
+        The file benchmark-NAME-SPLIT-DISTANCE.json.
+    """
+    path = run.folder / f"benchmark-{name}-{split}-{measured.score}.json"
+    write_json(path, measured.to_json())
+    return path
 
 
 def evaluate_run(

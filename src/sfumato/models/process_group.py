@@ -158,6 +158,7 @@ class ProcessGroup:
             gallery,
             relevance.select_queries(own),
             distance,
+            first=int(own[0]) if len(own) else 0,
         )
         return self.gather(torch.from_numpy(mine), self.counts(len(mine))).numpy()
 

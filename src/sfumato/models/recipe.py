@@ -61,6 +61,9 @@ class ModelConfig(BaseModel):
         description="how token features become one vector; token: the class token of images, the last token of texts",
     )
     mlp: bool = Field(False, description="add a two-layer network to the linear map of the mean")
+    mlp_width: int = Field(
+        0, ge=0, description="hidden width of the two-layer networks; 0 for dim, VSE-infinity has half of dim"
+    )
     normalize: bool = Field(True, description="scale means to unit length")
     variance: bool = Field(True, description="embeddings have variances; false: points, the deterministic baselines")
     variance_norm: bool = Field(False, description="a layer norm on the log variance")
@@ -84,6 +87,12 @@ class ModelConfig(BaseModel):
         False,
         description="use PCME's heads: they add attended tokens (of a gru: words) to the pooled mean and log variance",
     )
+    local_attention_of: Literal["both", "mean", "variance"] = Field(
+        "both", description="which of mean and log variance have local attention, with local_attention"
+    )
+    variance_sigmoid: bool = Field(
+        False, description="a sigmoid on what local attention adds to the log variance; PCME has none"
+    )
     feature_dropout: float = Field(
         0.0,
         ge=0,
@@ -93,8 +102,8 @@ class ModelConfig(BaseModel):
         ),
     )
 
-    def check_variances(self) -> None:
-        """Refuse settings of the variances that contradict each other.
+    def check_head(self) -> None:
+        """Refuse settings of the heads that contradict each other or have no effect.
 
         Raises:
             ValueError: there are some; the message names them.
@@ -103,6 +112,16 @@ class ModelConfig(BaseModel):
             raise ValueError("model.embeddings above 1 is for points; set model.variance=false")
         if self.embeddings > 1 and self.local_attention:
             raise ValueError("model.embeddings above 1 come from local attention; leave out model.local_attention")
+        if self.mlp_width and not (self.mlp or self.variance_mlp):
+            raise ValueError("model.mlp_width needs model.mlp or model.variance_mlp; leave it out")
+        if self.local_attention_of != "both" and not (self.local_attention and self.variance):
+            raise ValueError(
+                f"model.local_attention_of={self.local_attention_of!r} needs model.local_attention=true and variances;"
+                " leave it out"
+            )
+        attends = self.local_attention and self.variance and self.local_attention_of != "mean"
+        if self.variance_sigmoid and not attends:
+            raise ValueError("model.variance_sigmoid needs local attention of the log variance; leave it out")
         if not self.variance and (self.variance_bounds or self.covariance != "ellipsoidal"):
             raise ValueError("model.covariance and model.variance_bounds are for variances, but model.variance=false")
         if self.covariance == "spherical-one" and self.variance_norm:
@@ -162,6 +181,9 @@ class AugmentConfig(_Section):
         "batch",
         description="choose between Mixup and CutMix once for each batch (the paper) or for each image (the released"
         " code)",
+    )
+    mix_whole: bool = Field(
+        False, description="mix a whole batch, all images with one ratio, or nothing; mixed_share is its probability"
     )
     label_smoothing: float = Field(
         0.0, ge=0, lt=0.5, description="labels lie in [label_smoothing, 1 - label_smoothing]; 0 for none"
@@ -365,7 +387,7 @@ class Recipe(_Section):
             raise ValueError("loss.name='daa' learns from graded labels; set data.graded=true")
         if getattr(self.loss, "soft_margin", False) and not self.data.graded:
             raise ValueError("loss.soft_margin=true is for graded labels; set data.graded=true")
-        self.model.check_variances()
+        self.model.check_head()
         if self.model.embeddings != distance.embeddings:
             raise ValueError(
                 f"model.embeddings={self.model.embeddings} does not fit loss.distance={distance.name!r}; with"
@@ -399,6 +421,11 @@ class Recipe(_Section):
             )
         if self.augment.mixed_share and not (self.augment.mixup_alpha or self.augment.cutmix_alpha):
             raise ValueError("augment.mixed_share needs augment.mixup_alpha or augment.cutmix_alpha above 0")
+        if self.augment.mix_whole and (not self.augment.mixed_share or self.augment.mix_choice != "batch"):
+            raise ValueError(
+                "augment.mix_whole mixes all images of a batch alike; it needs augment.mixed_share above 0 and"
+                " augment.mix_choice='batch'"
+            )
         one_token = self.model.pooling in ("token", "first", "last")
         if self.augment.image_tokens and one_token and not self.model.image.drops_tokens:
             raise ValueError(

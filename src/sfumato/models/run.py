@@ -221,7 +221,7 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
     model = build_model(recipe.model, load_assets(folder, recipe))
     loss = build_loss(recipe)
     load_state(folder / MODEL, {"model": model, "loss": loss})
-    (scale, bias), calibration = learnt_logits(loss), None
+    (scale, bias), calibration = loss.match_logits() or (1.0, 0.0), None
     if (folder / CALIBRATION).is_file():
         calibration = Calibration.load(folder / CALIBRATION)
         scale, bias = calibration.logit_scale, calibration.logit_bias
@@ -274,21 +274,6 @@ def load_assets(folder: Path, recipe: Recipe) -> Assets:
         json.loads((folder / ENCODERS).read_text(encoding="utf-8")) if needed[ENCODERS] else {},
         trained=True,
     )
-
-
-def learnt_logits(loss: MatchLoss) -> tuple[float, float]:
-    """The match logits that a loss has learnt.
-
-    Args:
-        loss: any loss.
-
-    Returns:
-        (logit_scale, logit_bias); (1, 0) for losses without match logits.
-    """
-    logits = getattr(loss, "logits", None)
-    if logits is None:
-        return 1.0, 0.0
-    return float(torch.as_tensor(logits.logit_scale).detach()), float(torch.as_tensor(logits.logit_bias).detach())
 
 
 def save_state(

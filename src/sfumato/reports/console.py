@@ -1,15 +1,16 @@
 """The console output of commands for human readers."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from sfumato.evaluation.compare import MoreResults, OverSeeds, common_figures
+from sfumato.evaluation.compare import MoreResults, OverSeeds
 from sfumato.evaluation.embedded_input import Measured
 from sfumato.evaluation.protocols import Evaluation, table_rows
+from sfumato.evaluation.published import common_figures
 from sfumato.evaluation.trust import DirectionTrust, TrustReport
 from sfumato.metrics.bootstrap import Interval
 from sfumato.metrics.retrieval import RANK_METRICS
@@ -78,20 +79,25 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
     print(f"rsum {evaluation.rsum * 100:.1f} of 600 | images {evaluation.n_images}, texts {evaluation.n_texts}")
     variance = evaluation.total_variance
     print(f"mean total variance: images {variance['image']:.4g}, texts {variance['text']:.4g}")
-    for direction, values in (evaluation.uncertainty or {}).items():
-        print(
-            f"{direction} recall@1 from the most certain tenth of the queries to the least: "
-            + " ".join(f"{b['recall']:.0%}" for b in values["bins"])
-        )
-        print(
-            f"{direction} correlation of bin and recall@1: {signed(values['correlation'])},"
-            f" Spearman over queries: {signed(values['spearman'])}"
-        )
+    _print_uncertainty(evaluation.uncertainty or {})
     if evaluation.multiplicity:
         both = evaluation.multiplicity
         print(
             "Spearman of a text's total variance with its number of true images:"
             f" {signed(both['all'])} over all texts, {signed(both['balanced'])} balanced over powers of two"
+        )
+
+
+def _print_uncertainty(directions: Mapping[str, Any], prefix: str = "") -> None:
+    """Recall@1 in ten bins of uncertainty, as in figure 3 of PCME++."""
+    for direction, values in directions.items():
+        print(
+            f"{prefix}{direction} recall@1 from the most certain tenth of the queries to the least: "
+            + " ".join(f"{b['recall']:.0%}" for b in values["bins"])
+        )
+        print(
+            f"{prefix}{direction} correlation of bin and recall@1: {signed(values['correlation'])},"
+            f" Spearman over queries: {signed(values['spearman'])}"
         )
 
 
@@ -120,6 +126,12 @@ def print_measured(measured: Measured, title: str) -> None:
         if "rsum" in one
     ]
     print(" | ".join([*sums, f"images {measured.n_images}, texts {measured.n_texts}"]))
+    if measured.total_variance is not None:
+        variance = measured.total_variance
+        print(f"mean total variance: images {variance['image']:.4g}, texts {variance['text']:.4g}")
+    if measured.uncertainty:
+        name = "coco_1k" if "coco_1k" in measured.uncertainty else next(iter(measured.uncertainty))
+        _print_uncertainty(measured.uncertainty[name], f"{name} ")
 
 
 def print_more(more: MoreResults) -> None:
@@ -132,7 +144,7 @@ def print_more(more: MoreResults) -> None:
         _print_strategies(more)
     if more.compared_with:
         _print_differences(more)
-    if more.published and not more.strategies:
+    if more.published:
         _print_published(more)
     for source in dict.fromkeys(row.source for row in more.published):
         print(f"published figures: {source}")
@@ -141,16 +153,13 @@ def print_more(more: MoreResults) -> None:
 
 
 def _print_strategies(more: MoreResults) -> None:
-    """COCO in the columns of the paper's table C.7; anything else by ground truth and direction."""
+    """COCO in the columns of PCME++'s table C.7; anything else by ground truth and direction."""
     own = {name: common_figures(result.figures) for name, result in more.strategies.items()}
     names = list(dict.fromkeys(name for figures in own.values() for name in figures))
     if names:
         table = Table(title="strategies: mean of both directions, per cent", title_justify="left")
         for name in ("strategy", *names, "seconds"):
             table.add_column(name, justify="left" if name == "strategy" else "right")
-        for row in more.published:
-            shown = [number(row.figures.get(name), 1) for name in names]
-            table.add_row(f"{row.method}, {row.paper} table {row.table}", *shown, MISSING)
         for key, result in more.strategies.items():
             shown = [number(own[key].get(name), 1) for name in names]
             table.add_row(result.strategy.label, *shown, f"{result.seconds:.2f}")
@@ -188,17 +197,39 @@ def _print_differences(more: MoreResults) -> None:
 
 
 def _print_published(more: MoreResults) -> None:
-    tables = sorted({f"{row.paper}, table {row.table}" for row in more.published})
-    table = Table(title=f"beside {'; '.join(tables)}: mean of both directions, per cent", title_justify="left")
-    table.add_column("backbone")
-    table.add_column("method")
-    names = list(dict.fromkeys(name for row in more.published for name in row.figures))
-    for name in names:
-        table.add_column(name, justify="right")
-    for row in more.published:
-        table.add_row(row.backbone, row.method, *(number(row.figures.get(name), 1) for name in names))
-    table.add_row("", "this", *(number(more.own.get(name), 1) for name in names))
-    wide_console().print(table)
+    """Each published table with this evaluation below it, in the columns that both have."""
+    for full_table in dict.fromkeys(row.full_table for row in more.published):
+        rows = [row for row in more.published if row.full_table == full_table]
+        names = {name: row.own_name(name) for row in rows for name in row.figures if row.own_name(name) in more.own}
+        first = rows[0]
+        sides = {"both": "mean of both directions", "each": "by direction"}.get(first.direction, first.direction)
+        table = Table(
+            title=f"beside {first.paper}, table {first.table} ({first.about}): {sides}, per cent", title_justify="left"
+        )
+        named = any(row.backbone for row in rows)
+        for column in ("backbone", "method") if named else ("method",):
+            table.add_column(column)
+        places = {name: _decimals([row.figures[name] for row in rows if name in row.figures]) for name in names}
+        for name in names:
+            table.add_column(_heading(name), justify="right", no_wrap=True)
+        for row in rows:
+            shown = [number(row.figures.get(name), places[name]) for name in names]
+            table.add_row(*([row.backbone] if named else []), row.method, *shown)
+        own = [number(more.own[key], places[name]) for name, key in names.items()]
+        table.add_row(*([""] if named else []), "this", *own)
+        wide_console().print(table)
+
+
+def _decimals(printed: Sequence[float]) -> int:
+    """Number of decimals of a column, 1 or 2, as the paper prints most of it."""
+    return 2 if sum(round(value, 1) != value for value in printed) > len(printed) / 2 else 1
+
+
+def _heading(name: str) -> str:
+    """The name of a published figure, one word below the other."""
+    for long, short in (("r_precision", "R-P"), ("recall@", "R@"), ("map@r", "mAP@R"), ("_", " ")):
+        name = name.replace(long, short)
+    return name.replace(" ", "\n")
 
 
 def _metric(name: str, value: float | None) -> str:
@@ -478,4 +509,7 @@ def print_toy(result: Mapping[str, Any], title: str) -> None:
         values = (result[key][method] for key in ("certain", "uncertain", "ratio", "published_ratio"))
         cells = [number(value, 2) for value in values]
         print(f"{method:<18}{cells[0]:>9}{cells[1]:>11}{cells[2]:>8}{cells[3]:>11}")
+    for reading in result["readings"]:
+        ratios = ", ".join(f"{method} {ratio}" for method, ratio in reading["ratio"].items())
+        print(f'"500 epochs" read as {reading["as"]} ({reading["updates"]} updates), seeds 0 to 4: {ratios}')
     print(f"image: {result['picture']}\nanimation: {result['animation']}")

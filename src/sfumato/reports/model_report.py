@@ -109,9 +109,8 @@ def _on_host(embeddings: GaussianEmbedding) -> GaussianEmbedding:
 def _learnt_logits(run: Run) -> tuple[float, float] | None:
     """Scale and bias of the loss if it learns both; without a bias its scores are not probabilities."""
     logits = getattr(run.loss, "logits", None)
-    if not isinstance(logits, MatchingLogits) or not logits.logit_bias.requires_grad:
-        return None
-    return float(logits.logit_scale.detach()), float(logits.logit_bias.detach())
+    learns_both = isinstance(logits, MatchingLogits) and logits.logit_bias.requires_grad
+    return run.loss.match_logits() if learns_both else None
 
 
 def _analyses(run: Run, split: str, n: int, m: int) -> dict[str, dict[str, Any]]:

@@ -4,12 +4,14 @@ Ties are decided by gallery position, the earlier item first.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.distances import Distance, get_distance
+from sfumato.direction import Direction
+from sfumato.distances import Distance, get_distance, seeded_samples
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import relevant_ranks
@@ -22,6 +24,7 @@ def distance_blocks(
     *,
     memory_mb: float = 256.0,
     seed: int = 0,
+    first: int = 0,
 ) -> Iterator[tuple[int, Tensor]]:
     """Distances of blocks of queries to the whole gallery.
 
@@ -30,17 +33,36 @@ def distance_blocks(
         gallery: (m, d) embeddings.
         distance: name in DISTANCES, or one of these made for the direction (:meth:`Distance.for_direction`).
         memory_mb: size of a block of distances in MiB.
-        seed: of a sampled distance. Every block and every call uses the same samples, so that rankings agree.
+        seed: of a sampled distance. An item has the same samples in every block, call, process and direction, see
+            :func:`~sfumato.distances.seeded_samples`.
+        first: position of the first query among all queries; it only matters to a sampled distance.
 
     Yields:
-        (first query, (b, m) distances).
+        (first query of the block, counted from the first of these queries, (b, m) distances).
     """
     chosen = get_distance(distance)
     rows = max(1, int(memory_mb * 2**20 / 4 / max(gallery.n, 1)))
+    samples = None if chosen.of_samples is None else _Samples(chosen, gallery, seed)
     for start in range(0, queries.n, rows):
         part = queries[start : start + rows]
-        seeded = {"generator": torch.Generator(queries.device).manual_seed(seed)} if chosen.sampled else {}
-        yield start, chosen.matrix(part, gallery, **seeded)
+        yield start, chosen.matrix(part, gallery) if samples is None else samples.distances(part, first + start)
+
+
+class _Samples:
+    """A gallery that is sampled once for all blocks of queries."""
+
+    def __init__(self, distance: Distance, gallery: GaussianEmbedding, seed: int) -> None:
+        self.distance, self.seed = distance, seed
+        self.items = self._of(gallery, "t2i" if distance.direction == "i2t" else "i2t", 0)
+
+    def _of(self, x: GaussianEmbedding, direction: Direction, first: int) -> Tensor:
+        side: Literal["image", "text"] = "image" if direction == "i2t" else "text"
+        return seeded_samples(x, self.distance.n_samples, seed=self.seed, side=side, first=first)
+
+    def distances(self, queries: GaussianEmbedding, first: int) -> Tensor:
+        """(b, m) distances of the queries that start at this position."""
+        assert self.distance.of_samples is not None
+        return self.distance.of_samples(self._of(queries, self.distance.direction, first), self.items)
 
 
 @torch.no_grad()
@@ -111,9 +133,14 @@ def closest_candidates(
     Returns:
         ((n, c) distances ascending, (n, c) positions); equal distances by gallery position. Missing candidates are
         last, with distance infinity and position -1.
+
+    Raises:
+        ValueError: the distance is unknown, or is sampled.
     """
     n, c = candidates.shape
-    row = get_distance(distance).row
+    oriented = get_distance(distance)
+    if oriented.sampled:
+        raise ValueError(f"closest_candidates: {oriented.name} is sampled, not computed row by row; use top_k")
     candidates = torch.where(candidates < 0, gallery.n, candidates).sort(dim=1).values
     step = max(1, int(memory_mb * 2**20 / 4) // max(1, c * queries.d))
     parts = []
@@ -121,7 +148,7 @@ def closest_candidates(
         chosen = candidates[start : start + step]
         own = torch.arange(start, start + len(chosen), device=chosen.device).repeat_interleave(c)
         query, item = queries[own], gallery[chosen.flatten().clamp_max(gallery.n - 1)]
-        parts.append(row(query, item).view(len(chosen), c))
+        parts.append(oriented.row(query, item).view(len(chosen), c))
     found = torch.cat(parts) if parts else torch.empty(n, c, device=candidates.device)
     found, order = found.masked_fill(candidates == gallery.n, torch.inf).sort(dim=1, stable=True)
     candidates = candidates.gather(1, order)
@@ -136,6 +163,7 @@ def rank_relevant(
     distance: str | Distance = "csd",
     *,
     seed: int = 0,
+    first: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> np.ndarray:
     """Ranks (from 0) of all relevant items.
@@ -146,6 +174,7 @@ def rank_relevant(
         relevance: n queries, m gallery items.
         distance: name in DISTANCES, or one of these made for the direction (:meth:`Distance.for_direction`).
         seed: of a sampled distance.
+        first: position of the first query among all queries; it only matters to a sampled distance.
         progress: called with the number of queries just done.
 
     Returns:
@@ -160,7 +189,7 @@ def rank_relevant(
             f" {relevance.n_queries} by {relevance.n_gallery}"
         )
     parts = []
-    for start, block in distance_blocks(queries, gallery, distance, seed=seed):
+    for start, block in distance_blocks(queries, gallery, distance, seed=seed, first=first):
         parts.append(relevant_ranks(block, relevance, start))
         if progress:
             progress(len(block))

@@ -167,6 +167,8 @@ class Augmentation:
         """
         if not self.config.mixed_share:
             return None
+        if self.config.mix_whole:
+            return self._whole(counts, size, torch.Generator().manual_seed(epoch_seed(self.seed, epoch, 2, step)))
         return [
             plan_mixing(
                 n,
@@ -180,6 +182,15 @@ class Augmentation:
             )
             for rank, n in enumerate(counts)
         ]
+
+    def _whole(self, counts: list[int], size: tuple[int, int], generator: torch.Generator) -> list[MixPlan] | None:
+        """Plans that mix all images with one ratio and one box, or None with probability 1 - mixed_share."""
+        if torch.rand((), generator=generator) >= self.config.mixed_share:
+            return None
+        mixup, cutmix = self.config.mixup_alpha, self.config.cutmix_alpha
+        pair = plan_mixing(2, size=size, generator=generator, fraction=1.0, mixup_alpha=mixup, cutmix_alpha=cutmix)
+        fraction, box = pair.own_fraction[:1], pair.box[:1]
+        return [MixPlan(torch.arange(n).flip(0), fraction.expand(n), box.expand(n, 4), size) for n in counts]
 
     def labels(self, match_i2t: Tensor, match_t2i: Tensor, plans: list[MixPlan] | None) -> tuple[Tensor, Tensor]:
         """Labels after mixing and smoothing.

@@ -40,7 +40,6 @@ from sfumato.models.run import (
     PROBLEMS,
     build_loss,
     choose_device,
-    learnt_logits,
     load_state,
     save_state,
 )
@@ -300,6 +299,10 @@ def _train_step(training: _Training, batch: TrainBatch, epoch: int) -> dict[str,
     if not math.isfinite(norm):
         raise DivergedError(f"the gradient is {norm}; lower optim.lr or lengthen optim.warmup_epochs")
     optimiser.step()
+    try:
+        training.loss.advance()
+    except ArithmeticError as error:
+        raise DivergedError(str(error)) from error
     if training.average is not None and recipe.train.ema_decay:
         training.average.update(training.model)
     return {**measured, "gradient_norm": norm}
@@ -429,7 +432,7 @@ def calibrate(
         folder: of the run.
     """
     try:
-        calibration = calibrate_split(embedded, data, loss.distance.name, split="val", learnt=learnt_logits(loss))
+        calibration = calibrate_split(embedded, data, loss.distance.name, split="val", learnt=loss.match_logits())
     except ValueError as error:
         say(f"match probabilities are not calibrated: {error}")
         return

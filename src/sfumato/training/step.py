@@ -110,7 +110,6 @@ def forward_backward(
                 outputs, theirs = [*outputs, embeddings.log_var], [*theirs, log_var[piece]]
             torch.autograd.backward(outputs, theirs)
     process_group.sum_gradients([*model.parameters(), *loss.parameters()])
-    loss.advance()
     return measured
 
 

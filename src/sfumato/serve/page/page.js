@@ -580,6 +580,7 @@ async function start() {
   }
   $("#galleries").hidden = Object.keys(info.galleries).length < 2;
   state = read();
+  state.compare ||= $("#compare").checked; // ticked while the page was loading
   map = new CollectionMap($("canvas"), $("#tip"), { picture: pictureURL, describe: tip, pick: ({ id }) => ask(0, { kind: "id", value: id }) });
   begin();
   render();

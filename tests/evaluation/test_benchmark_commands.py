@@ -1,0 +1,176 @@
+"""`sfumato evaluate` of a run against a benchmark, on a dozen synthetic images in Karpathy's layout."""
+
+import io
+import json
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from sfumato.distances import seeded_samples
+from sfumato.models.embed import embed_for_evaluation, ranking_distance
+from sfumato.models.run import load_run
+
+RECIPE = """
+name = "birds"
+[data]
+source = "karpathy"
+path = "{folder}/dataset_flickr8k.json"
+images = "{folder}/images.tar"
+[model]
+dim = 4
+image = {{ kind = "small", size = 16, width = 2 }}
+text = {{ kind = "small", vocabulary = 60, width = 4, max_tokens = 8 }}
+[loss]
+name = "pcme"
+n_samples = 3
+sigmoid = "compressed"
+[train]
+epochs = 1
+batch_size = 8
+threads = 1
+"""
+LOSS_OF_POINTS = """
+[loss]
+name = "triplet"
+[train]
+epochs = 1
+batch_size = 8
+threads = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    from sfumato import cli
+
+    folder, random = tmp_path_factory.mktemp("benchmark"), np.random.default_rng(0)
+    entries = []
+    with tarfile.open(folder / "images.tar", "w") as archive:
+        for k in range(36):
+            split = ("test", "val", "train")[k // 12]
+            sentences = [{"sentid": 10 * k + j, "raw": f"bird {k} seen {j} times"} for j in range(2)]
+            entries.append({"filename": f"{k}.png", "split": split, "sentences": sentences})
+            file = io.BytesIO()
+            Image.fromarray(random.integers(0, 256, (4, 4, 3), dtype=np.uint8)).save(file, "PNG")
+            member = tarfile.TarInfo(f"{k}.png")
+            member.size = file.tell()
+            file.seek(0)
+            archive.addfile(member, file)
+    (folder / "dataset_flickr8k.json").write_text(json.dumps({"images": entries}))
+    (folder / "birds.toml").write_text(RECIPE.format(folder=folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["sfumato", "train", str(folder / "birds.toml"), "--out", str(folder / "run")])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+    assert not stop.value.code
+    return folder
+
+
+def test_a_run_against_a_benchmark_is_the_same_run_on_its_split(work, sfumato):
+    wanted = ("--benchmark", "flickr8k", "--annotations", work / "dataset_flickr8k.json")
+    own = json.loads(sfumato("evaluate", "run", work / "run", "--json")[1])
+    for command in (
+        ("run", work / "run"), ("model", work / "run"),
+        ("model", work / "run", "--data", work / "birds.toml"), (work / "run",),
+    ):  # fmt: skip
+        status, out, err = sfumato("evaluate", *command, *wanted, "--json")
+        assert status == 0, err
+        found = json.loads(out)
+        for direction in ("i2t", "t2i"):
+            for recall in ("recall@1", "recall@5", "recall@10"):
+                assert found["truths"]["flickr8k"][direction][recall] == own[direction][recall]
+    assert found["truths"]["flickr8k"]["rsum"] == own["rsum"] and found["uncertainty"]["flickr8k"] == own["uncertainty"]
+    assert json.loads((work / "run" / "benchmark-flickr8k-test-csd.json").read_text())["truths"] == found["truths"]
+    status, out, _ = sfumato("evaluate", "run", work / "run", *wanted, "--metrics", "map@r", "--split", "val")
+    assert status == 0 and "flickr8k" in out and "map@r" in out and "benchmark-flickr8k-val-csd.json" in out
+    status, out, _ = sfumato("evaluate", "run", work / "run", *wanted)
+    assert "flickr8k i2t recall@1 from the most certain tenth" in out and "mean total variance: images" in out
+    status, out, err = sfumato("evaluate", "run", work / "run", *wanted, "--compare", work / "run", "--json")
+    assert status == 0 and all(d["difference"] == 0 for d in json.loads(out)["comparison"]["differences"])
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_embedded(work, sfumato, monkeypatch):
+    monkeypatch.setattr("sfumato.models.embed.embed_split", None)
+    wanted = ("--benchmark", "flickr8k", "--annotations", work / "dataset_flickr8k.json")
+    (work / "other.json").write_text((work / "dataset_flickr8k.json").read_text().replace(".png", ".jpg"))
+    for arguments, message in (
+        ((*wanted[:3], work / "other.json"), "12 of the 12 images of flickr8k are not among the 12 image_ids"),
+        (("--benchmark", "cub", "--annotations", work), "name with --classes the folder of the public lists"),
+        (("--annotations", work), "--annotations belongs to a benchmark; add --benchmark NAME"),
+        (("--metrics", "map@r"), "--metrics belongs to a benchmark"),
+        ((*wanted, "--published-tables", "PCME++ 9"), "no figures for table 'PCME++ 9'"),
+    ):
+        status, out, err = sfumato("evaluate", "run", work / "run", *arguments)
+        assert (status, out) == (2, "") and message in err
+
+
+def test_several_runs_against_a_benchmark(work, sfumato):
+    wanted = ("--benchmark", "flickr30k", "--annotations", work / "dataset_flickr8k.json")
+    status, out, err = sfumato("evaluate", "run", work / "run", *wanted, "--seeds", work / "run", "--json")
+    assert status == 0, err
+    found = json.loads(out)
+    one = json.loads(sfumato("evaluate", "run", work / "run", *wanted, "--published", "--json")[1])
+    assert found["i2t flickr30k recall@5"]["mean"] == 100 * one["truths"]["flickr30k"]["i2t"]["recall@5"]
+    assert found["flickr30k rsum"]["values"] == [100 * one["truths"]["flickr30k"]["rsum"]] * 2
+    assert {row["table"] for row in one["published"]["rows"]} == {"3"}
+    status, out, _ = sfumato("evaluate", "run", work / "run", *wanted, "--published")
+    assert "beside PVSE++, table 3 (Flickr30k" in out and "VSRN ours" in out and "69.2" in out
+    status, out, _ = sfumato("evaluate", "run", work / "run", *wanted, "--published-tables", "PVSE++ 7")
+    assert "beside PVSE++, table 7" in out and "372.48" in out
+
+
+def test_ranking_by_match_probability_takes_the_logits_of_the_run(work, sfumato):
+    run = load_run(work / "run")
+    embedded = embed_for_evaluation(run, run.recipe.data, "test")
+    logits = run.loss.logits
+    scale, bias = (2 * x.item() for x in (logits.logit_scale, logits.logit_bias))  # compressed
+    a = seeded_samples(embedded.images, 3, seed=0, side="image")
+    b = seeded_samples(embedded.texts, 3, seed=0, side="text")
+    p = torch.stack([torch.stack([torch.sigmoid(bias - scale * torch.cdist(x, y)).mean() for y in b]) for x in a])
+    hits = {"i2t": p.argmax(1) // 2 == torch.arange(12), "t2i": p.argmax(0) == torch.arange(24) // 2}
+    status, out, err = sfumato("evaluate", "run", work / "run", "--distance", "match_probability", "--json")
+    assert status == 0, err
+    found = json.loads(out)
+    assert found["distance"] == "match_probability"
+    for direction, hit in hits.items():
+        assert found[direction]["recall@1"] == pytest.approx(float(hit.double().mean()))
+    assert (work / "run" / "evaluation-test-match_probability.json").is_file()
+    arguments = ("--strategies", "pcme", "--benchmark", "flickr8k", "--annotations", work / "dataset_flickr8k.json")
+    status, out, err = sfumato("evaluate", "run", work / "run", *arguments, "--json")
+    assert status == 0, err
+    strategies = json.loads(out)["strategies"]
+    assert list(strategies) == [
+        "mean", "kl", "js", "elk", "bhattacharyya", "wasserstein2", "average_l2", "match_probability"
+    ]  # fmt: skip
+    own = strategies["match_probability"]["truths"]["flickr8k"]
+    assert own["i2t"]["recall@1"] == found["i2t"]["recall@1"] and own["rsum"] == found["rsum"]
+    with pytest.raises(ValueError, match="unknown distance 'elkk'.*nearest_of_K, match_probability"):
+        ranking_distance(run, "elkk")
+
+
+def test_files_are_ranked_by_match_probability_with_given_logits(work, sfumato):
+    from sfumato import save_embeddings
+
+    run = load_run(work / "run")
+    embedded = embed_for_evaluation(run, run.recipe.data, "test")
+    save_embeddings(work / "i.safetensors", embedded.images, list(embedded.image_ids))
+    save_embeddings(work / "t.safetensors", embedded.texts, list(embedded.text_ids))
+    arguments = (
+        "evaluate", "files", "--images", work / "i.safetensors", "--texts", work / "t.safetensors",
+        "--benchmark", "flickr8k", "--annotations", work / "dataset_flickr8k.json", "--score", "match_probability",
+    )  # fmt: skip
+    status, _, err = sfumato(*arguments)
+    assert status == 2 and "give --logit-scale and --logit-bias" in err
+    status, out, _ = sfumato(*arguments, "--logit-scale", 3, "--logit-bias", 1, "--json")
+    assert status == 0 and json.loads(out)["score"] == "match_probability"
+
+
+def test_a_model_without_logits_has_no_match_probability(work, sfumato, tmp_path):
+    (tmp_path / "point.toml").write_text((work / "birds.toml").read_text().partition("[loss]")[0] + LOSS_OF_POINTS)
+    status, _, err = sfumato("train", tmp_path / "point.toml", "--out", tmp_path / "point")
+    assert status == 0, err
+    status, _, err = sfumato("evaluate", "run", tmp_path / "point", "--distance", "match_probability")
+    assert status == 2 and "match_probability needs the logits" in err

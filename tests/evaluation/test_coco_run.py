@@ -1,0 +1,133 @@
+"""A run on data of COCO's shape, measured as the papers' tables ask: 5,000 synthetic images, 25,000 real captions."""
+
+import io
+import json
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sfumato.gaussian import save_embeddings
+from sfumato.models.embed import embed_for_evaluation
+
+RECIPE = """
+name = "coco"
+[data]
+source = "karpathy"
+path = "{folder}/dataset_coco.json"
+images = "{folder}/images.tar"
+[model]
+dim = 4
+image = {{ kind = "small", size = 16, width = 2 }}
+text = {{ kind = "small", vocabulary = 80, width = 4, max_tokens = 8 }}
+[loss]
+name = "pcme"
+[train]
+epochs = 1
+batch_size = 32
+threads = 1
+"""
+
+
+def add(archive, name, random):
+    file = io.BytesIO()
+    Image.fromarray(random.integers(0, 256, (4, 4, 3), dtype=np.uint8)).save(file, "PNG")
+    member = tarfile.TarInfo(name)
+    member.size = file.tell()
+    file.seek(0)
+    archive.addfile(member, file)
+
+
+@pytest.fixture(scope="module")
+def work(shared, tmp_path_factory):
+    """The annotations in Karpathy's layout, images in a tar, invented instances, and a run that has hardly learnt."""
+    coco, folder = shared / "data" / "coco5k_text", tmp_path_factory.mktemp("coco")
+    texts = (coco / "testall_caps.txt").read_text(encoding="utf-8").splitlines()
+    ids = np.load(coco / "coco_test_ids.npy").tolist()
+    own = json.loads((coco / "original_caption_to_image.json").read_text())
+    images: dict[int, list[dict[str, object]]] = {}
+    for text, identity in zip(texts, ids, strict=True):
+        images.setdefault(own[str(identity)][0], []).append({"sentid": identity, "raw": text})
+    entries = [
+        {"filename": f"COCO_val2014_{image:012d}.jpg", "split": "test", "sentences": sentences}
+        for image, sentences in images.items()
+    ]
+    # A sixth caption, as ten of the real images have one: it belongs to no benchmark.
+    entries[0]["sentences"] = [*entries[0]["sentences"], {"sentid": 0, "raw": "one too many"}]
+    for k in range(48):
+        part = "train" if k < 40 else "val"
+        sentences = [{"sentid": 10**7 + k, "raw": texts[k]}]
+        entries.append({"filename": f"COCO_train2014_{k:012d}.jpg", "split": part, "sentences": sentences})
+    (folder / "dataset_coco.json").write_text(json.dumps({"images": entries}))
+    random = np.random.default_rng(0)
+    with tarfile.open(folder / "images.tar", "w") as archive:
+        for entry in entries:
+            add(archive, entry["filename"], random)
+    classes = {image: random.choice(80, random.integers(3, 6), replace=False).tolist() for image in images}
+    annotations = [{"image_id": image, "category_id": c} for image, chosen in classes.items() for c in chosen]
+    (folder / "instances.json").write_text(
+        json.dumps({"images": [{"id": image} for image in images], "annotations": annotations})
+    )
+    (folder / "coco.toml").write_text(RECIPE.format(folder=folder))
+    return folder, coco
+
+
+@pytest.mark.slow
+def test_one_command_gives_every_figure_of_the_tables(work, sfumato, monkeypatch):
+    folder, coco = work
+    seen = []
+
+    def embed(*arguments, **options):
+        seen.append(embed_for_evaluation(*arguments, **options))
+        return seen[-1]
+
+    monkeypatch.setattr("sfumato.models.embed.embed_for_evaluation", embed)
+    assert sfumato("train", folder / "coco.toml", "--out", folder / "run")[0] == 0
+    wanted = ("--benchmark", "coco", "--annotations", coco)
+    instances = ("--instances", folder / "instances.json")
+    status, out, err = sfumato("evaluate", folder / "run", *wanted, *instances, "--published", "--json")
+    assert status == 0, err
+    found = json.loads(out)
+    assert "hint: the new spelling is sfumato evaluate run" in err
+    for name, metrics in {
+        "coco_1k": {"recall@1", "recall@5", "recall@10"}, "coco_5k": {"recall@1"}, "cxc": {"recall@1"},
+        "eccv": {"map@r", "r_precision", "recall@1"}, "pmrp": {"r_precision"}, "pmrp_1k": {"r_precision"},
+        "rpc2": {"r_precision"}, "rpc2_1k": {"r_precision"}, "cxc_1k": {"recall@1"},
+    }.items():  # fmt: skip
+        for direction in ("i2t", "t2i"):
+            assert metrics <= set(found["truths"][name][direction]), name
+    assert (found["n_images"], found["n_texts"]) == (5000, 25_001)
+    queries = {name: [found["truths"][name][side]["n_queries"] for side in ("i2t", "t2i")] for name in found["truths"]}
+    assert queries["coco_1k"] == queries["coco_5k"] == [5000, 25_000]
+    assert queries["cxc"] == [5000, 24_972] and queries["eccv"] == [1261, 1332]
+    assert json.loads((folder / "run" / "benchmark-coco-test-csd.json").read_text()) == {
+        key: found[key] for key in ("score", "n_images", "n_texts", "truths", "uncertainty", "total_variance")
+    }
+    papers = {(row["paper"], row["table"]) for row in found["published"]["rows"]}
+    assert papers == {("PCME++", "1"), ("PCME", "E.4"), ("PCME", "E.5"), ("PVSE++", "1"), ("PVSE++", "2")}
+
+    # The same embeddings through files, whose ids this time stand in the files.
+    (embedded,) = seen
+    for side in ("image", "text"):
+        e, ids = getattr(embedded, f"{side}s"), getattr(embedded, f"{side}_ids")
+        save_embeddings(folder / f"{side}.safetensors", e, list(ids))
+    files = ("--images", folder / "image.safetensors", "--texts", folder / "text.safetensors")
+    status, out, err = sfumato("evaluate", "files", *files, *wanted, "--json")
+    again = json.loads(out)
+    assert status == 0 and again["truths"].keys() == {n for n in found["truths"] if not n.startswith("pmrp")}
+    assert again["truths"] == {name: found["truths"][name] for name in again["truths"]}
+    assert again["uncertainty"] == found["uncertainty"] and again["total_variance"] == found["total_variance"]
+
+    # Figure 3: ten bins over the 5,000 images and over the 25,000 captions, each ranked in its fold.
+    for direction, n in (("i2t", 5000), ("t2i", 25_000)):
+        figure = found["uncertainty"]["coco_1k"][direction]
+        assert [b["count"] for b in figure["bins"]] == [n // 10] * 10
+        recalls = [b["recall"] for b in figure["bins"]]
+        assert np.mean(recalls) == pytest.approx(found["truths"]["coco_1k"][direction]["recall@1"])
+        assert figure["correlation"] == pytest.approx(np.corrcoef(range(10), recalls)[0, 1])
+    rho = [found["uncertainty"]["coco_1k"][side]["correlation"] for side in ("i2t", "t2i")]
+    assert found["published"]["own"]["minus_rho"] == pytest.approx(-sum(rho) / 2)
+    assert found["published"]["own"]["i2t pmrp_1k r_precision"] == pytest.approx(
+        100 * found["truths"]["pmrp_1k"]["i2t"]["r_precision"]
+    )
