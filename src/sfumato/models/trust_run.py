@@ -85,7 +85,7 @@ def trust_model(
     regions = uses_regions(retrieval_model.model)
     if regions and n_corrupted and "i2t" in DIRECTIONS[queries]:
         notes.append("images are not corrupted: the model reads region features, and only image files can be corrupted")
-    many = bool(relevance.transpose().counts.max() > 1)
+    many = _many_to_many(relevance)
     proxies = {} if many else _proxies(texts, prepared.data, relevance)
     directions: dict[str, DirectionTrust] = {}
     for name in DIRECTIONS[queries]:
@@ -161,17 +161,23 @@ def resampled_together(relevance: Relevance, groups: np.ndarray, of_text: bool) 
         of_text: whether texts are the queries.
 
     Returns:
-        For images, their groups. For texts, (m,) the position of the image of each text, and numbers from n on for
-        texts without an image. None if a text matches several images, because texts then have no distinct groups.
+        For images, their groups. For texts, (m,) the position of the image of each text, the last of several, and
+        numbers from n on for texts without an image. None if more than a tenth of the texts match several images,
+        because texts then have no distinct groups.
     """
     if not of_text:
         return groups
-    ground_truth = relevance.transpose()
-    if ground_truth.counts.max() > 1:
+    if _many_to_many(relevance):
         return None
+    ground_truth = relevance.transpose()
     together = ground_truth.n_gallery + np.arange(ground_truth.n_queries)
     together[ground_truth.query_of_item] = ground_truth.indices
     return together
+
+
+def _many_to_many(relevance: Relevance) -> bool:
+    """Whether more than a tenth of the texts match several images; a few equal captions do not make data such."""
+    return float((relevance.transpose().counts > 1).mean()) > 0.1
 
 
 def trust_run(
