@@ -8,7 +8,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from sfumato.data.transforms import (
     IMAGENET_MEAN,
@@ -19,6 +19,7 @@ from sfumato.data.transforms import (
     decode_image,
     erase_rectangles,
     random_crop_box,
+    resized_crop_box,
 )
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
@@ -343,6 +344,51 @@ def test_check_image_reads_a_large_jpeg_to_its_end(progressive):
     check_image(whole)
     for cut in (3, 10, 200, len(whole) // 2):
         assert outcome(check_image, whole[:-cut]) == outcome(decode_image, whole[:-cut], 8) != "good"
+
+
+def test_a_margin_is_left_out_as_by_resizing_to_256_and_cutting_out_224():
+    random = np.random.default_rng(5)
+    for width, height in ((300, 200), (200, 300), (500, 333), (640, 480), (260, 256)):
+        image = Image.fromarray(random.integers(0, 255, (height, width, 3), dtype=np.uint8))
+        found = decode_image(encode(image), 224, fit="crop-margin")
+        short = min(width, height)
+        resized = image.resize((int(256 * width / short), int(256 * height / short)), Image.Resampling.BICUBIC)
+        left, top = round((resized.width - 224) / 2), round((resized.height - 224) / 2)
+        expected = np.asarray(resized.crop((left, top, left + 224, top + 224))).transpose(2, 0, 1)
+        np.testing.assert_array_equal(found, expected)
+        assert (found != decode_image(encode(image), 224, fit="crop-nearest")).mean() > 0.5
+    assert decode_image(encode(Image.new("RGB", (60_000, 1))), 224, fit="crop-margin").shape == (3, 224, 224)
+
+
+@pytest.mark.parametrize("aspect", [1.0, 1.5, 0.6, 8.0])
+def test_resized_crops_have_the_area_and_the_aspects_of_imagenet(aspect):
+    random = np.random.default_rng(0)
+    boxes = np.array([resized_crop_box(random, aspect) for _ in range(4000)])
+    left, top, width, height = boxes.T
+    assert (boxes >= 0).all() and (left + width <= 1 + 1e-12).all() and (top + height <= 1 + 1e-12).all()
+    area, shape = width * height, aspect * width / height
+    assert (shape > 3 / 4 - 1e-9).all() and (shape < 4 / 3 + 1e-9).all() and (area > 0.08 - 1e-9).all()
+    if aspect == 1:  # Large areas of a long shape do not fit; below 3/4 every sample does.
+        small = area[area < 0.7]
+        assert np.histogram(small, 5, (0.08, 0.7))[0].min() > 0.15 * len(small)  # 1/5 each; 10 deviations away
+        assert abs(np.log(shape[area < 0.7]).mean()) < 0.02
+    if aspect == 8:  # 8/3 % of such an image is a third of its width: most samples do not fit, and the centre is cut.
+        centre = np.isclose(height, 1) & np.isclose(width, 4 / 3 / 8)
+        assert centre.mean() > 0.1 and np.allclose(left[centre], (1 - width[centre]) / 2)
+    with pytest.raises(ValueError, match="low must be in"):
+        resized_crop_box(random, aspect, low=0.0)
+
+
+def test_a_crop_from_the_aspect_sees_the_upright_image():
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    buffer = io.BytesIO()
+    Image.new("RGB", (40, 20)).save(buffer, "PNG", exif=exif)
+    seen = []
+    whole = lambda aspect: seen.append(aspect) or (0.0, 0.0, 1.0, 1.0)
+    decode_image(buffer.getvalue(), 8, crop=whole)
+    decode_image(buffer.getvalue(), 8, crop=whole, upright=False)
+    assert seen == [0.5, 2.0]
 
 
 def test_random_crop_boxes_are_anisotropic_uniform_and_inside():

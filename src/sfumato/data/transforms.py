@@ -44,12 +44,13 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's pixels, in [0, 1]."""
 
 
-Fit = Literal["squash", "crop", "crop-nearest"]
+Fit = Literal["squash", "crop", "crop-nearest", "crop-margin"]
 
 
 """How an image becomes a square: by changing its aspect, or by cutting off the ends of its longer side. The two crops
 differ by at most one pixel: where the ends have an odd number of pixels together, "crop" starts at the pixel before the
-exact centre, and "crop-nearest" at the even one of its two neighbours."""
+exact centre, and "crop-nearest" at the even one of its two neighbours. "crop-margin" cuts the centre out of an image whose
+shorter side is 8/7 as long as the square: 256 pixels for 224, as usual for ImageNet."""
 
 
 Box = tuple[float, float, float, float]
@@ -69,12 +70,21 @@ _UPRIGHT = {
 }
 
 
+_TURNED = (5, 6, 7, 8)
+"""EXIF orientations that exchange width and height."""
+
+
 # Exceptions that pillow's parsers raise on damaged files, beside OSError and ValueError.
 _DAMAGED = (SyntaxError, TypeError, EOFError, LookupError, OverflowError, RuntimeError, struct.error)
 
 
 def decode_image(
-    data: bytes, size: int | None, *, fit: Fit = "squash", crop: Box | None = None, upright: bool = True
+    data: bytes,
+    size: int | None,
+    *,
+    fit: Fit = "squash",
+    crop: Box | Callable[[float], Box] | None = None,
+    upright: bool = True,
 ) -> np.ndarray:
     """Decode an image of any mode: turned upright by its EXIF data, transparency on white, in RGB.
 
@@ -83,8 +93,10 @@ def decode_image(
         size: side of the resized square in pixels (bicubic). None keeps the size of the image.
         fit: "squash": resized to the square without keeping the aspect ratio. "crop": the shorter side resized to
             ``size`` and the middle cut out, pixel for pixel what the CLIP image processor of transformers does.
-            "crop-nearest": the same as open_clip and torchvision do it.
-        crop: the part to cut out first, in coordinates of the upright image, rounded to whole pixels. Large JPEG files
+            "crop-nearest": the same as open_clip and torchvision do it. "crop-margin": as "crop-nearest", from an image
+            whose shorter side is 8/7 as long.
+        crop: the part to cut out first, in coordinates of the upright image, rounded to whole pixels; or a function
+            from the image's width / height to this part. Large JPEG files
             are then decoded at a half, a quarter or an eighth of their size as long as the part keeps twice ``size`` on
             both sides.
         upright: False keeps the pixels in the orientation of the file and ignores its EXIF data. Pillow rotates TIFF
@@ -98,9 +110,13 @@ def decode_image(
             crop is not within [0, 1].
     """
     check_fit(fit)
-    if crop is not None:
+    if crop is not None and not callable(crop):
         _check_box(crop)
     with _opened(data) as image:
+        if callable(crop):
+            width, height = image.size
+            turned = upright and _orientation(image) in _TURNED
+            crop = crop(height / width if turned else width / height)
         if crop is not None and size is not None:
             enough = math.ceil(2 * size / min(crop[2:]))
             image.draft(None, (enough, enough))
@@ -108,7 +124,7 @@ def decode_image(
     if crop is not None:
         rgb = rgb.crop(_pixels(crop, rgb.size))
     if size is not None and rgb.size != (size, size):
-        rgb = _squash(rgb, size) if fit == "squash" else _shorter_side(rgb, size, nearest=fit == "crop-nearest")
+        rgb = _squash(rgb, size) if fit == "squash" else _centre(rgb, size, fit)
     return np.ascontiguousarray(np.asarray(rgb).transpose(2, 0, 1))
 
 
@@ -165,6 +181,37 @@ def random_crop_box(random: np.random.Generator, low: float = 0.6) -> Box:
     width, height, across, down = random.random(4).tolist()
     width, height = low + (1 - low) * width, low + (1 - low) * height
     return across * (1 - width), down * (1 - height), width, height
+
+
+def resized_crop_box(random: np.random.Generator, aspect: float, *, low: float = 0.08) -> Box:
+    """Sample a random crop as it is usual for ImageNet: a fraction of the area, then an aspect, then a position.
+
+    Args:
+        random: random generator.
+        aspect: width / height of the image.
+        low: smallest fraction of the area, in (0, 1]; the largest is 1.
+
+    Returns:
+        (left, top, width, height) as fractions of the sides. The area is uniform in [low, 1], the logarithm of the
+        crop's own aspect uniform between those of 3/4 and 4/3, and the position uniform. If ten samples do not fit into
+        the image: its centre, cut to the nearest of these aspects.
+
+    Raises:
+        ValueError: low is not in (0, 1], or aspect is not positive.
+
+    Source: Szegedy et al., "Going Deeper with Convolutions", CVPR 2015, section 6.
+    """
+    if not (0 < low <= 1 and aspect > 0):
+        raise ValueError(f"resized_crop_box: low must be in (0, 1] and aspect positive, got {low} and {aspect}")
+    for _ in range(10):
+        area, shape = random.uniform(low, 1), math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
+        width, height = math.sqrt(area * shape / aspect), math.sqrt(area * aspect / shape)
+        if width <= 1 and height <= 1:
+            across, down = random.random(2).tolist()
+            return across * (1 - width), down * (1 - height), width, height
+    shape = min(max(aspect, 3 / 4), 4 / 3)
+    width, height = min(1.0, shape / aspect), min(1.0, aspect / shape)
+    return (1 - width) / 2, (1 - height) / 2, width, height
 
 
 def augment(pixels: Tensor, *, generator: torch.Generator) -> Tensor:
@@ -293,20 +340,28 @@ def _squash(rgb: Image.Image, size: int) -> Image.Image:
     return rgb.resize((size, size), Image.Resampling.BICUBIC)
 
 
-def _shorter_side(rgb: Image.Image, size: int, *, nearest: bool) -> Image.Image:
-    """Resize the shorter side to size, round the longer one down, and crop the centre."""
+def _centre(rgb: Image.Image, size: int, fit: Fit) -> Image.Image:
+    """Resize the shorter side to size (8/7 of it with a margin), round the longer one down, and crop the centre."""
     short, long = min(rgb.size), max(rgb.size)
-    longer = int(size * long / short)
-    start = round((longer - size) / 2) if nearest else (longer - size) // 2  # round() takes the even neighbour.
+    shorter = size * 8 // 7 if fit == "crop-margin" else size
+    longer = int(shorter * long / short)
+    # round() takes the even neighbour.
+    edge, start = ((s - size) // 2 if fit == "crop" else round((s - size) / 2) for s in (shorter, longer))
     tall = rgb.height > rgb.width
-    if size * longer > MAX_PIXELS:
+    if shorter * longer > MAX_PIXELS:
         # A very long and thin image would fill the memory: its centre is cropped first, which may round differently.
-        first, last = start * long / longer, (start + size) * long / longer
-        part = (0.0, first, short, last) if tall else (first, 0.0, last, short)
-        return rgb.resize((size, size), Image.Resampling.BICUBIC, box=part)
-    rgb = rgb.resize((size, longer) if tall else (longer, size), Image.Resampling.BICUBIC)
-    left, top = (0, start) if tall else (start, 0)
+        scale = long / longer
+        along, across = (start * scale, (start + size) * scale), (edge * scale, (edge + size) * scale)
+        part = (across[0], along[0], across[1], along[1]) if tall else (along[0], across[0], along[1], across[1])
+        return rgb.resize((size, size), Image.Resampling.BICUBIC, box=_clipped(part, rgb.size))
+    rgb = rgb.resize((shorter, longer) if tall else (longer, shorter), Image.Resampling.BICUBIC)
+    left, top = (edge, start) if tall else (start, edge)
     return rgb.crop((left, top, left + size, top + size))
+
+
+def _clipped(box: Box, size: tuple[int, int]) -> Box:
+    """A box in pixels within the image; scaling may have rounded it over the edge."""
+    return max(0.0, box[0]), max(0.0, box[1]), min(float(size[0]), box[2]), min(float(size[1]), box[3])
 
 
 def _check_box(box: Box) -> None:
@@ -330,11 +385,16 @@ def _pixels(box: Box, size: tuple[int, int]) -> tuple[int, int, int, int]:
 def _upright(image: Image.Image) -> Image.Image:
     """Rotate an image by its EXIF data. With damaged EXIF data it is kept unchanged, because its pixels are valid."""
     image.load()
-    try:
-        orientation = image.getexif().get(ExifTags.Base.Orientation)
-    except (OSError, ValueError, *_DAMAGED):
-        return image
+    orientation = _orientation(image)
     return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
+
+
+def _orientation(image: Image.Image) -> int | None:
+    """The orientation in the EXIF data; None without it."""
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation)
+    except (OSError, ValueError, *_DAMAGED):
+        return None
 
 
 def _on_white(image: Image.Image) -> Image.Image:

@@ -137,7 +137,7 @@ class ClipImageConfig(_ClipConfig, ImageEncoderConfig):
     in_memory: InMemory = False
 
     @property
-    def augment_mode(self) -> Literal["none", "crop", "style"]:
+    def augment_mode(self) -> AugmentMode:
         """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`."""
         return self.augment
 

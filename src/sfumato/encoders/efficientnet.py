@@ -26,7 +26,7 @@ class EfficientNetImageConfig(ImageEncoderConfig):
     in_memory: InMemory = True
 
     @property
-    def augment_mode(self) -> Literal["none", "crop", "style"]:
+    def augment_mode(self) -> AugmentMode:
         """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`."""
         return self.augment
 

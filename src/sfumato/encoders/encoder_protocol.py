@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from tokenizers import Tokenizer
 from torch import nn
 
@@ -151,17 +151,19 @@ class EncoderModule(nn.Module):
 
 
 AugmentMode = Annotated[
-    Literal["none", "crop", "style"],
+    Literal["none", "crop", "resized-crop", "style"],
     Field(
-        description="random changes of training images. crop: random crops and mirror images; style: also rotations and"
-        " colours, as for drawings; none: no changes"
+        description="random changes of training images. crop: random crops and mirror images; resized-crop: the same"
+        " with the crops of ImageNet, 8 to 100 % of the area, for images decoded batch by batch; style: also rotations"
+        " and colours, as for drawings; none: no changes"
     ),
 ]
 Fit = Annotated[
     transforms.Fit,
     Field(
         description="how an image becomes a square. squash: resize both sides; crop: cut out the centre as"
-        " transformers does; crop-nearest: as open_clip does, up to a pixel away"
+        " transformers does; crop-nearest: as open_clip does, up to a pixel away; crop-margin: with a margin, 224"
+        " pixels out of 256"
     ),
 ]
 InMemory = Annotated[
@@ -242,8 +244,14 @@ class ImageEncoderConfig(EncoderConfig):
     reads_regions: ClassVar[bool] = False
     drops_tokens: ClassVar[bool] = False
 
+    @model_validator(mode="after")
+    def _crops_of_files(self) -> "ImageEncoderConfig":
+        if self.augment_mode == "resized-crop" and getattr(self, "in_memory", False):
+            raise ValueError('augment="resized-crop" cuts image files, not pixels in memory; set in_memory=false')
+        return self
+
     @property
-    def augment_mode(self) -> Literal["none", "crop", "style"]:
+    def augment_mode(self) -> AugmentMode:
         """The type of random augmentation of training images."""
         return "none"
 

@@ -7,6 +7,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from PIL import Image
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch.nn import functional
 
-from sfumato.data.transforms import Fit, check_fit, check_image, decode_image, random_crop_box
+from sfumato.data.transforms import Fit, check_fit, check_image, decode_image, random_crop_box, resized_crop_box
 from sfumato.encoders.encoder_protocol import Item, OnError, Progress, item_bytes
 from sfumato.encoders.features import Inputs, PixelStore, RaggedStore, Store
 from sfumato.errors import UserError
@@ -109,7 +110,7 @@ class ImageFileStore:
         """
         return self._decoded(index, lambda _, data: decode_image(data, self.size, fit=self.fit))
 
-    def training_batch(self, index: np.ndarray, seed_key: Sequence[int]) -> Inputs:
+    def training_batch(self, index: np.ndarray, seed_key: Sequence[int], *, resized_crop: bool = False) -> Inputs:
         """The images at some positions with the random geometry of PCME++'s training.
 
         Each image is cut to a random box (:func:`sfumato.data.transforms.random_crop_box`), resized to the square
@@ -119,6 +120,7 @@ class ImageFileStore:
             index: (n,) positions.
             seed_key: numbers >= 0 that determine all random choices of the batch, e.g. (seed, epoch, step, rank). Image
                 i of the batch has the generator ``numpy.random.default_rng([*seed_key, i])``.
+            resized_crop: cut boxes of :func:`sfumato.data.transforms.resized_crop_box` instead, as PCME does.
 
         Returns:
             (n, 3, size, size) uint8 pixels.
@@ -131,7 +133,9 @@ class ImageFileStore:
         generators = [np.random.default_rng([*seed_key, i]) for i in range(len(index))]
 
         def decode(i: int, data: bytes) -> np.ndarray:
-            pixels = decode_image(data, self.size, crop=random_crop_box(generators[i], self.crop_low))
+            random = generators[i]
+            box = partial(resized_crop_box, random) if resized_crop else random_crop_box(random, self.crop_low)
+            pixels = decode_image(data, self.size, crop=box)
             return pixels[:, :, ::-1] if generators[i].random() < 0.5 else pixels
 
         return self._decoded(index, decode)

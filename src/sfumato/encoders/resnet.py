@@ -60,7 +60,7 @@ class ResNetImageConfig(ImageEncoderConfig):
     in_memory: InMemory = False
 
     @property
-    def augment_mode(self) -> Literal["none", "crop", "style"]:
+    def augment_mode(self) -> AugmentMode:
         """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`."""
         return self.augment
 

@@ -8,7 +8,13 @@ from pydantic import Field, PositiveInt
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from sfumato.encoders.encoder_protocol import BuildContext, EncoderModule, ImageEncoderConfig, TextEncoderConfig
+from sfumato.encoders.encoder_protocol import (
+    AugmentMode,
+    BuildContext,
+    EncoderModule,
+    ImageEncoderConfig,
+    TextEncoderConfig,
+)
 from sfumato.encoders.features import Inputs, TokenFeatures
 from sfumato.encoders.processors import PixelProcessor, TokenProcessor, train_tokenizer
 
@@ -24,7 +30,7 @@ class SmallImageConfig(ImageEncoderConfig):
     )
 
     @property
-    def augment_mode(self) -> Literal["none", "crop", "style"]:
+    def augment_mode(self) -> AugmentMode:
         """The type of random augmentation of training images."""
         return "style" if self.augment else "none"
 

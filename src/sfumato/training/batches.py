@@ -115,8 +115,9 @@ class Augmentation:
 
     def _reshaped(self, store: Store, index: np.ndarray, generator: torch.Generator) -> Inputs:
         """The images with random changes of geometry and colour."""
-        if self.pictures == "crop" and isinstance(store, ImageFileStore):
-            return store.training_batch(index, [int(torch.randint(2**62, (), generator=generator))])
+        if self.pictures in ("crop", "resized-crop") and isinstance(store, ImageFileStore):
+            seed_key = [int(torch.randint(2**62, (), generator=generator))]
+            return store.training_batch(index, seed_key, resized_crop=self.pictures == "resized-crop")
         inputs = store.batch(index)
         if self.pictures == "none" or not len(index):  # More processes than pairs in a last batch.
             return inputs
