@@ -49,8 +49,8 @@ Fit = Literal["squash", "crop", "crop-nearest", "crop-margin"]
 
 """How an image becomes a square: by changing its aspect, or by cutting off the ends of its longer side. The two crops
 differ by at most one pixel: where the ends have an odd number of pixels together, "crop" starts at the pixel before the
-exact centre, and "crop-nearest" at the even one of its two neighbours. "crop-margin" cuts the centre out of an image whose
-shorter side is 8/7 as long as the square: 256 pixels for 224, as usual for ImageNet."""
+exact centre, and "crop-nearest" at the even one of its two neighbours. "crop-margin" cuts the centre out of an image
+whose shorter side is 8/7 as long as the square: 256 pixels for 224, as usual for ImageNet."""
 
 
 Box = tuple[float, float, float, float]
