@@ -227,7 +227,8 @@ def work(tmp_path_factory):
     """A folder with data, a recipe and a run trained on noisy pairs."""
     folder = tmp_path_factory.mktemp("audit")
     recipe = make_toy(folder)
-    recipe.write_text(recipe.read_text().replace("test_fraction", "noise_rate = 0.25\ntest_fraction"))
+    more = 'noise_rate = 0.25\nequal_texts = "separate"\ntest_fraction'
+    recipe.write_text(recipe.read_text().replace("test_fraction", more))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["sfumato", "train", str(recipe), "--out", str(folder / "run")])
         with pytest.raises(SystemExit) as stop:

@@ -327,7 +327,7 @@ def audit(
     Writes listed pairs that are probably wrong, and unlisted pairs that probably match, to tables and a page.
     """
     from sfumato import __version__
-    from sfumato.reports.study_pages import PAGE, summary, write_audit
+    from sfumato.reports.study_pages import AUDIT_PAGE, summary, write_audit
     from sfumato.studies.audit import audit_model, cross_fit
 
     if parts and split not in (None, "train"):
@@ -343,7 +343,7 @@ def audit(
         name = Path(model).resolve().name if opened.run is not None else opened.name
         result = audit_model(opened.model, opened.data, split, name=name, seen=opened.same_data and split == "train")
     figures = write_audit(result, folder, top, __version__)
-    print_result(figures | {"out": str(folder)}, as_json, f"{summary(figures)}\npage: {folder / PAGE}")
+    print_result(figures | {"out": str(folder)}, as_json, f"{summary(figures)}\npage: {folder / AUDIT_PAGE}")
 
 
 @app.command()

@@ -216,7 +216,7 @@ def _map(study: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-PAGE = "analysis.html"
+ANALYSIS_PAGE = "analysis.html"
 
 
 def write_analyses(analyses: Analyses, folder: Path, version: str) -> Path:
@@ -247,11 +247,11 @@ def write_analyses(analyses: Analyses, folder: Path, version: str) -> Path:
         "version": version,
         "views": analysis_views(found, lambda name: read_image(folder, name)),
     }
-    write_atomically(folder / PAGE, render_page("analysis.html.j2", values))
-    return folder / PAGE
+    write_atomically(folder / ANALYSIS_PAGE, render_page("analysis.html.j2", values))
+    return folder / ANALYSIS_PAGE
 
 
-PAIRS, MISSING, PAGE, FIGURES = "pairs.csv", "missing.csv", "audit.html", "audit.json"
+PAIRS, MISSING, AUDIT_PAGE, AUDIT_FIGURES = "pairs.csv", "missing.csv", "audit.html", "audit.json"
 
 
 _SHOWN_TEXTS = 4
@@ -273,8 +273,8 @@ def write_audit(audit: Audit, folder: Path, top: int, version: str) -> dict[str,
     pairs, missing, figures = audit.pair_rows(), audit.missing_rows(), audit.to_json(top)
     write_atomically(folder / PAIRS, _table(pairs))
     write_atomically(folder / MISSING, _table(missing))
-    write_atomically(folder / PAGE, _page(audit, figures, version))
-    write_json(folder / FIGURES, figures)
+    write_atomically(folder / AUDIT_PAGE, _page(audit, figures, version))
+    write_json(folder / AUDIT_FIGURES, figures)
     return figures
 
 
@@ -361,7 +361,7 @@ def _page(audit: Audit, figures: Mapping[str, Any], version: str) -> str:
     return render_page("audit.html.j2", values)
 
 
-FIGURES, PAGE, LEFT_OUT = "crops.json", "crops.html", "problems.jsonl"
+CROPS_FIGURES, CROPS_PAGE, LEFT_OUT = "crops.json", "crops.html", "problems.jsonl"
 
 
 _DRAWN = {"A": FIRST, "C": SECOND}
@@ -387,7 +387,7 @@ def write_crops(study: CropStudy, examples: Sequence[Example], problems: Problem
         The page.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / FIGURES, study.to_json())
+    write_json(folder / CROPS_FIGURES, study.to_json())
     problems.write(folder / LEFT_OUT)
     drawn = all(getattr(figures, side).mean is not None for figures in study.thresholds for side in _WHAT)
     values = {
@@ -404,8 +404,8 @@ def write_crops(study: CropStudy, examples: Sequence[Example], problems: Problem
         "published": [(name, [percent(row[cell]) for cell in CELLS]) for name, row in PUBLISHED.items()],
         "examples": [_shown_example(example) for example in examples],
     }
-    write_atomically(folder / PAGE, render_page("crops.html.j2", values))
-    return folder / PAGE
+    write_atomically(folder / CROPS_PAGE, render_page("crops.html.j2", values))
+    return folder / CROPS_PAGE
 
 
 def _shown_example(example: Example) -> dict[str, Any]:
