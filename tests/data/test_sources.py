@@ -15,7 +15,7 @@ from sfumato.data.pairs import make_pair_data
 from sfumato.data.sources import SOURCES, DataConfig, register_source
 from sfumato.errors import UserError
 from sfumato.models.embed import load_splits, prepare_split
-from sfumato.models.recipe import load_recipe, save_recipe
+from sfumato.models.recipe import find_recipe, load_recipe, recipe_files, save_recipe
 from sfumato.models.run import Assets, build_model, fresh_tokenizer
 from sfumato.training.setup import claim_folder
 
@@ -199,3 +199,8 @@ def test_a_run_that_was_saved_without_the_option_keeps_equal_texts_separate(tmp_
     claim_folder(folder, load_recipe(tmp_path / "mine.toml", ["data.equal_texts=separate"]))
     with pytest.raises(UserError, match=r"another recipe.*delete that one$"):
         claim_folder(folder, load_recipe(tmp_path / "mine.toml", ["train.epochs=4"]))
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_files() if name.startswith(("coco-", "flickr", "cub-"))])
+def test_recipes_of_published_protocols_keep_equal_texts_separate(name):
+    assert load_recipe(find_recipe(name)).data.equal_texts == "separate"

@@ -76,10 +76,10 @@ def toy(tmp_path_factory):
 
 
 def test_a_run_with_a_second_stage_differs_in_variances_alone_and_has_it_once(toy, capsys):
-    files = []
+    files, own = [], ["data.equal_texts=separate", "loss.distance=squared_l2"]
     for name, changes in {"plain": [], "spread": ["spread.epochs=3"]}.items():
         folder = toy.parent / name
-        recipe = load_recipe(toy, ["loss.distance=squared_l2", "loss.beta=0", "model.variance_mlp=true", *changes])
+        recipe = load_recipe(toy, [*own, "loss.beta=0", "model.variance_mlp=true", *changes])
         fit(recipe, folder)
         files.append(load_file(folder / "model.safetensors"))
     plain, spread = files
