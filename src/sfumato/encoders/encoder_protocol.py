@@ -84,6 +84,25 @@ class Encoder(Protocol):
         """JSON values that rebuild the encoder without pre-trained weights; run folders keep them in encoders.json."""
         ...
 
+    def fit(self, store: Store) -> None:
+        """Compute constants, such as a whitening, from the training inputs; called once before training.
+
+        Args:
+            store: inputs of the training split.
+        """
+        ...
+
+    def prepared(self, store: Store) -> Store:
+        """The inputs of the training split in the form that costs least at every step.
+
+        Args:
+            store: inputs of the training split.
+
+        Returns:
+            The same inputs, or inputs that this encoder takes for them.
+        """
+        ...
+
     def freezes(self, parameter: str) -> bool:
         """Whether a parameter does not change while the encoder is frozen.
 
@@ -140,6 +159,13 @@ class EncoderModule(nn.Module):
     def description(self) -> dict[str, Any] | None:
         """None: the section of the recipe is enough to build the encoder again."""
         return None
+
+    def fit(self, store: Store) -> None:
+        """See :class:`Encoder`: there is nothing to compute."""
+
+    def prepared(self, store: Store) -> Store:
+        """See :class:`Encoder`: the store itself."""
+        return store
 
     def freezes(self, parameter: str) -> bool:
         """See :class:`Encoder`: all parameters of a pre-trained encoder except ``variance_*``, which are new."""

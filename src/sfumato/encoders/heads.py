@@ -233,6 +233,9 @@ class HeadOptions:
     Attributes:
         pooling: name in POOLINGS; mean and log variance each have their own pooling.
         mlp: add a two-layer network to the linear map of the mean.
+        hidden: width of a network (linear, layer norm, GELU, dropout, linear) of the average of an item's tokens, which
+            is added to the mean; 0 for none.
+        hidden_dropout: fraction of the network's hidden values that are dropped while training.
         mlp_width: hidden width of these networks; 0 for that of their output. VSE-infinity has half of d.
         normalize: scale the means to unit length.
         variance: with False the head has one branch and returns points.
@@ -258,7 +261,8 @@ class HeadOptions:
 
     Raises:
         ValueError: pooling, covariance or local_attention_of is unknown, the initial variance is not positive, the
-            bounds are not in order, mlp_width is negative, or several embeddings have variances.
+            bounds are not in order, a width is negative, a dropout is not in [0, 1), or several embeddings have
+            variances.
 
     Papers: Song and Soleymani, "Polysemous Visual-Semantic Embedding", CVPR 2019; Chun et al., "PCME", CVPR 2021,
     section 3.2.
@@ -267,6 +271,8 @@ class HeadOptions:
     pooling: str = "gpo"
     mlp: bool = False
     mlp_width: int = 0
+    hidden: int = 0
+    hidden_dropout: float = 0.5
     normalize: bool = True
     variance: bool = True
     variance_norm: bool = False
@@ -280,8 +286,11 @@ class HeadOptions:
     variance_sigmoid: bool = False
 
     def __post_init__(self) -> None:
-        if self.mlp_width < 0:
-            raise ValueError(f"GaussianHead: mlp_width must be at least 0, got {self.mlp_width}")
+        for name, width in (("mlp_width", self.mlp_width), ("hidden", self.hidden)):
+            if width < 0:
+                raise ValueError(f"GaussianHead: {name} must be at least 0, got {width}")
+        if not 0 <= self.hidden_dropout < 1:
+            raise ValueError(f"GaussianHead: hidden_dropout must be in [0, 1), got {self.hidden_dropout}")
         if self.local_attention_of not in get_args(Attending):
             known = ", ".join(get_args(Attending))
             raise ValueError(f"GaussianHead: unknown local_attention_of {self.local_attention_of!r}; known: {known}")
@@ -337,6 +346,7 @@ class GaussianHead(nn.Module):
         self.local_norm = nn.LayerNorm(dim) if of_mean else nn.Identity()
         self.bounds = None if options.variance_bounds is None else _LogBounds(*options.variance_bounds)
         self.mean = _Branch(channels, dim, options.pooling, options.mlp, options.mlp_width or dim)
+        self.hidden = _hidden_network(channels, dim, options) if options.hidden else None
         outputs = 1 if options.covariance == "spherical-one" else dim
         width = options.mlp_width or outputs
         self.log_var = _Branch(channels, outputs, options.pooling, options.variance_mlp, width) if variance else None
@@ -369,6 +379,8 @@ class GaussianHead(nn.Module):
             (n, d) embeddings; points without ``variance``.
         """
         mean = self.mean(tokens.mean, tokens.mask)
+        if self.hidden is not None:
+            mean = mean + self.hidden(AveragePool()(tokens.mean, tokens.mask))
         if self.local is not None:
             mean = self.local_norm(mean.unsqueeze(1) + self.local(*_attended(tokens, tokens.mean, tokens.mask)))
         if self.normalize:
@@ -402,6 +414,13 @@ class GaussianHead(nn.Module):
         if self.covariance == "spherical-average":
             log_var = log_var.logsumexp(-1, keepdim=True) - math.log(self.dim)
         return log_var.expand(-1, self.dim)
+
+
+def _hidden_network(channels: int, dim: int, options: HeadOptions) -> nn.Sequential:
+    """The network of an item's average token."""
+    width = options.hidden
+    layers = nn.Linear(channels, width), nn.LayerNorm(width), nn.GELU(), nn.Dropout(options.hidden_dropout)
+    return nn.Sequential(*layers, nn.Linear(width, dim))
 
 
 def _attended(tokens: TokenFeatures, features: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -64,6 +64,15 @@ class ModelConfig(BaseModel):
     mlp_width: int = Field(
         0, ge=0, description="hidden width of the two-layer networks; 0 for dim, VSE-infinity has half of dim"
     )
+    hidden: int = Field(
+        0,
+        ge=0,
+        description="width of a network of an item's average token, which is added to the mean: linear, layer norm,"
+        " GELU, dropout, linear; 0 for none",
+    )
+    hidden_dropout: float = Field(
+        0.5, ge=0, lt=1, description="fraction of the hidden values of model.hidden that are dropped in training"
+    )
     normalize: bool = Field(True, description="scale means to unit length")
     variance: bool = Field(True, description="embeddings have variances; false: points, the deterministic baselines")
     variance_norm: bool = Field(False, description="a layer norm on the log variance")

@@ -228,6 +228,15 @@ class IndexedBatches:
         self.images, self.texts, self.sampler = images, texts, sampler
         self.augmentation, self.process_group = augmentation, process_group
 
+    def prepare(self, model: DualEncoder) -> None:
+        """Convert the inputs to the form that costs the encoders least at every step.
+
+        Args:
+            model: with the weights that training starts from.
+        """
+        self.images = model.image.encoder.prepared(self.images)
+        self.texts = model.text.encoder.prepared(self.texts)
+
     def __len__(self) -> int:
         return len(self.sampler)
 

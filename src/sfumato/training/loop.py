@@ -192,7 +192,10 @@ def fit(recipe: Recipe, folder: str | Path) -> dict[str, Any]:
 
 def _fit(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> dict[str, Any]:
     training = _prepare(recipe, folder, process_group)
-    for epoch in range(_resume(training), recipe.train.epochs):
+    first = _resume(training)
+    if isinstance(training.batches, IndexedBatches):
+        training.batches.prepare(training.model)
+    for epoch in range(first, recipe.train.epochs):
         started = time.monotonic()
         line = {"epoch": epoch, **_train_epoch(training, epoch), **_validate_epoch(training, epoch)}
         line["seconds"] = time.monotonic() - started

