@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import sys
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,7 +55,7 @@ def test_no_module_names_two_things_alike():
             )
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign)
         ]
-        twice += [f"{path.name}: {name}" for name in sorted({n for n in names if names.count(n) > 1})]
+        twice += [f"{path.name}: {name}" for name, count in Counter(names).items() if count > 1]
     assert not twice
 
 

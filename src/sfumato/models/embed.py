@@ -482,6 +482,7 @@ def embed_for_evaluation(
         data: where the split comes from.
         split: its name.
         ground_truths: of a benchmark, instead of that of the split; joined by their ids before anything is embedded.
+            Equal captions then stay separate, as in every benchmark.
         process_group: the processes among which the work is divided; None for a single process.
 
     Returns:
@@ -491,6 +492,8 @@ def embed_for_evaluation(
         ValueError: the split lacks an image or text of ground_truths.
     """
     process_group = process_group or alone()
+    if ground_truths:
+        data = data.model_copy(update={"equal_texts": "separate"})
     prepared = load_split(retrieval_model.model, data, split, process_group=process_group)
     own, kinds = ground_truth_from_data(prepared.data, name=split), prepared.data.text_kinds
     chosen = tuple(ground_truths) or (own,)

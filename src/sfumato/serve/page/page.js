@@ -1,5 +1,5 @@
 // The page of `sfumato serve`: it calls the API at its own origin and shows the answers. The URL holds the search, so that
-// it can be shared and Back works. An image is kept as long as the page is open.
+// it can be shared and Back works. An image is kept while the page is open.
 import { CollectionMap } from "./map.js";
 
 const $ = (selector, root = document) => root.querySelector(selector);
@@ -32,7 +32,7 @@ let state;
 let begin;
 const begun = new Promise((resolve) => (begin = resolve));
 
-// Actions wait until the page knows its collection.
+// Actions wait until the collection is known.
 const on = (node, type, act) => node.addEventListener(type, (event) => (info ? act(event) : begun.then(() => act(event))));
 
 let map;
@@ -281,7 +281,7 @@ function card(slot, hit, inSet) {
     h("button", { type: "button", class: "more", "aria-label": `Details of ${name}`, onclick: () => details(slot, hit) }, "⋯"));
 }
 
-// Hides results below the probability of the slider, without a new request.
+// Hides results below the probability of the slider, without a request.
 function filter() {
   for (const slot of SLOTS) {
     if (!shown[slot]) continue;
@@ -500,7 +500,7 @@ function askKey() {
   if (!dialog.open) dialog.showModal();
 }
 
-// A dropped or pasted image goes to the search under the pointer, else to the first one.
+// A dropped or pasted image goes to the search under the pointer, else to the first.
 function receive(event, data) {
   const file = [...(data?.files ?? [])][0];
   if (!file) return;
@@ -580,7 +580,7 @@ async function start() {
   }
   $("#galleries").hidden = Object.keys(info.galleries).length < 2;
   state = read();
-  state.compare ||= $("#compare").checked; // ticked while the page was loading
+  state.compare ||= $("#compare").checked;
   map = new CollectionMap($("canvas"), $("#tip"), { picture: pictureURL, describe: tip, pick: ({ id }) => ask(0, { kind: "id", value: id }) });
   begin();
   render();
