@@ -1,4 +1,5 @@
 import json
+from math import comb
 
 import numpy as np
 import pytest
@@ -116,6 +117,20 @@ def test_json_is_json_and_rows_name_every_direction():
     assert [name for name, _ in table_rows(result)] == [
         "image -> text", "text -> image", "image -> name", "image -> tag", "name -> image", "tag -> image",
     ]  # fmt: skip
+
+
+def test_what_ranks_no_better_than_chance_is_told_apart():
+    """False alarms: a random model passes three deviations of either direction with a probability of about 1 in 400."""
+    generator = torch.Generator().manual_seed(0)
+    relevance = Relevance.from_lists([[2 * i, 2 * i + 1] for i in range(60)], n_gallery=120)
+    images, texts = (GaussianEmbedding.point(torch.randn(n, 8, generator=generator)) for n in (60, 120))
+    random = evaluate_retrieval(images, texts, relevance)
+    assert not random.above_chance
+    assert random.chance_rsum == pytest.approx(
+        sum(1 - comb(118, k) / comb(120, k) for k in (1, 5, 10)) + sum(k / 60 for k in (1, 5, 10))
+    )
+    near = GaussianEmbedding.point(images.mean.repeat_interleave(2, 0) + torch.randn(120, 8, generator=generator))
+    assert evaluate_retrieval(images, near, relevance).above_chance
 
 
 def test_mistakes_are_named():

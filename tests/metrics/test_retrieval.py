@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import (
     UNLISTED,
     _ranks_on_device,
+    chance_metrics,
     check_metric,
     per_query_metrics,
     ranks_from_lists,
@@ -299,3 +302,19 @@ def test_only_the_metrics_asked_for_are_given():
             check_metric(wrong)
     check_metric("recall@3")
     check_metric("mean_rank")
+
+
+def test_chance_is_the_mean_over_all_orders():
+    relevance = Relevance.from_lists([[2], [0, 1], []], n_gallery=4)
+    hits = {1: [], 2: [], 3: []}
+    for order in itertools.permutations(range(4)):
+        for relevant in ({2}, {0, 1}):
+            for k, found in hits.items():
+                found.append(bool(relevant & set(order[:k])))
+    chance = chance_metrics(relevance, ks=[1, 2, 3])
+    for k, found in hits.items():
+        assert chance[f"recall@{k}"] == pytest.approx(np.mean(found))
+    assert chance["r_precision"] == pytest.approx((1 / 4 + 2 / 4) / 2)
+    assert chance_metrics(relevance, ks=[9])["recall@9"] == 1
+    with pytest.raises(ValueError, match="no query has a relevant item"):
+        chance_metrics(Relevance.from_lists([[]], n_gallery=4))

@@ -10,7 +10,7 @@ import torch
 from sfumato.distances import Distance, get_distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
-from sfumato.metrics.retrieval import per_query_metrics, retrieval_metrics
+from sfumato.metrics.retrieval import chance_metrics, per_query_metrics, retrieval_metrics
 from sfumato.metrics.uncertainty import balanced_spearman, none_if_nan, recall_by_uncertainty, spearman
 from sfumato.search.exact import rank_relevant
 
@@ -57,6 +57,7 @@ class Evaluation:
         multiplicity: Spearman correlation between a text's total variance and its number of true images, "all" and
             "balanced"; None for points, or if every text has one true image.
         total_variance: means of "image" and "text".
+        chance: by direction, the metrics of a random order (:func:`~sfumato.metrics.retrieval.chance_metrics`).
     """
 
     distance: str
@@ -70,6 +71,28 @@ class Evaluation:
     uncertainty: dict[str, Any] | None
     multiplicity: dict[str, float | None] | None
     total_variance: dict[str, float]
+    chance: dict[str, dict[str, float]]
+
+    @property
+    def chance_rsum(self) -> float:
+        """The rsum of a random order."""
+        return sum(metrics[f"recall@{k}"] for metrics in self.chance.values() for k in (1, 5, 10))
+
+    @property
+    def above_chance(self) -> bool:
+        """Whether recall@10 of either direction is more than three standard deviations above a random order.
+
+        The captions of an image do not count as independent: a direction has at most as many queries as there are
+        images and texts on the smaller side.
+        """
+        independent = min(self.n_images, self.n_texts)
+        return any(
+            metrics["recall@10"] - by_chance > 3 * (by_chance * (1 - by_chance) / independent) ** 0.5
+            for metrics, by_chance in (
+                (self.i2t, self.chance["i2t"]["recall@10"]),
+                (self.t2i, self.chance["t2i"]["recall@10"]),
+            )
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values.
@@ -149,6 +172,7 @@ def evaluate_retrieval(
         uncertainty=uncertainty,
         multiplicity=_multiplicity(variance["text"][has], other.counts[has]) if varies else None,
         total_variance={side: float(v.mean()) for side, v in variance.items()},
+        chance={"i2t": chance_metrics(relevance), "t2i": chance_metrics(other)},
     )
 
 

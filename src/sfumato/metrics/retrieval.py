@@ -345,6 +345,39 @@ def per_query_metrics(
     return {name: metric(name, k) for name, k in at.items()}
 
 
+def chance_metrics(relevance: Relevance, ks: Sequence[int] = (1, 5, 10)) -> dict[str, float]:
+    """The expected metrics of a random order, the baseline of every retrieval.
+
+    A query with p relevant items among m has one of them among the first k with the probability
+    1 - C(m - p, k) / C(m, k).
+
+    Args:
+        relevance: queries and their relevant items.
+        ks: cut-offs of recall.
+
+    Returns:
+        "recall@K" and "r_precision" as fractions in [0, 1], averaged as in :func:`retrieval_metrics`.
+
+    Raises:
+        ValueError: no query has a relevant item.
+
+    Example:
+        >>> chance_metrics(Relevance.from_lists([[2], [0, 1]], n_gallery=4), ks=[1, 2])
+        {'recall@1': 0.375, 'recall@2': 0.6666666666666667, 'r_precision': 0.375}
+    """
+    has, m = relevance.totals > 0, relevance.n_gallery
+    if not has.any():
+        raise ValueError("chance_metrics: no query has a relevant item")
+    found = relevance.counts[has]
+    result = {}
+    for k in ks:
+        missed = np.ones(len(found))
+        for j in range(min(k, m)):
+            missed *= np.clip(m - found - j, 0, None) / (m - j)
+        result[f"recall@{k}"] = float((1 - missed).mean())
+    return result | {"r_precision": float((found / m).mean())}
+
+
 def retrieval_metrics(
     ranks: np.ndarray,
     relevance: Relevance,

@@ -57,6 +57,13 @@ def print_ablation(cells: Mapping[str, Mapping[str, Mapping[str, OverSeeds]]], t
     wide_console().print(table)
 
 
+NOT_ABOVE_CHANCE = (
+    "Warning: recall@10 is not above chance. The model has not learnt to match these data: check that images and texts"
+    " belong together, and train longer, on more pairs, or from pre-trained features."
+)
+"""What evaluation and training say about a model that ranks no better than a random order."""
+
+
 def print_evaluation(evaluation: Evaluation, title: str) -> None:
     """Print a table of an evaluation, recalls and precisions in per cent.
 
@@ -75,8 +82,16 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
             f"{metrics['n_queries']:g}",
         ]
         table.add_row(direction, *shown)
+    for direction, by_chance in zip(("image -> text", "text -> image"), evaluation.chance.values(), strict=True):
+        shown = [f"{by_chance[name]:.1%}" if name in by_chance else "" for name in names]
+        table.add_row(f"{direction}, by chance", *shown, "", "")
     Console(width=None if sys.stdout.isatty() else 120).print(table)
-    print(f"rsum {evaluation.rsum * 100:.1f} of 600 | images {evaluation.n_images}, texts {evaluation.n_texts}")
+    print(
+        f"rsum {evaluation.rsum * 100:.1f} of 600, {evaluation.chance_rsum * 100:.1f} by chance"
+        f" | images {evaluation.n_images}, texts {evaluation.n_texts}"
+    )
+    if not evaluation.above_chance:
+        print(NOT_ABOVE_CHANCE)
     variance = evaluation.total_variance
     print(f"mean total variance: images {variance['image']:.4g}, texts {variance['text']:.4g}")
     _print_uncertainty(evaluation.uncertainty or {})

@@ -446,6 +446,8 @@ def _summary(evaluation: Evaluation, score: float) -> dict[str, float]:
     directions = {"i2t": evaluation.i2t, "t2i": evaluation.t2i}
     return {f"val/{d}/{name}": value for d, metrics in directions.items() for name, value in metrics.items()} | {
         "val/rsum": evaluation.rsum,
+        "val/chance_rsum": evaluation.chance_rsum,
+        "val/above_chance": evaluation.above_chance,
         "val/score": score,
     }
 
@@ -454,7 +456,14 @@ def _one_line(line: dict[str, Any], epochs: int) -> str:
     text = f"epoch {line['epoch'] + 1}/{epochs}  loss {line['loss']:.4f}"
     if "val/score" in line:
         i2t, t2i = line["val/i2t/recall@1"], line["val/t2i/recall@1"]
-        text += f"  val recall@1 i2t {i2t:.1%} t2i {t2i:.1%}  score {line['val/score']:.4f}"
+        text += (
+            f"  val recall@1 i2t {i2t:.1%} t2i {t2i:.1%}, rsum {line['val/rsum'] * 100:.1f} of 600"
+            f" ({line['val/chance_rsum'] * 100:.1f} by chance)"
+        )
+        if line["val/score"] != line["val/rsum"]:
+            text += f", map@r {line['val/score']:.1%}"
+        if not line["val/above_chance"]:
+            text += ": not above chance yet"
     return text
 
 
