@@ -39,7 +39,10 @@ def train(
     if not first_process():
         return
     best = result["best_score"]
-    score = "" if best is None else f", best epoch {result['best_epoch'] + 1} with score {best:.4f}"
+    score = ""
+    if best is not None:
+        named = f"rsum {best * 100:.1f} of 600" if result["selected_by"] == "rsum" else f"map@r {best:.1%}"
+        score = f", best epoch {result['best_epoch'] + 1} with a validation {named}"
     line = f"trained {result['parameters']:,} parameters for {result['epochs']} epochs{score}: {result['run']}"
     print_result(result, as_json, line)
 

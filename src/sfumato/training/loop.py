@@ -27,6 +27,7 @@ from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.losses import MatchLoss, dispersion_loss, match_dispersion
+from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.uncertainty import spearman
 from sfumato.models.calibrate import calibrate_split
 from sfumato.models.embed import PreparedSplit, embed_split, prepare_split
@@ -168,8 +169,8 @@ def fit(recipe: Recipe, folder: str | Path) -> dict[str, Any]:
         folder: the run folder; made if missing. A run of another recipe in it is refused.
 
     Returns:
-        {"run", "epochs", "best_epoch", "best_score", "parameters", "problems", "seconds"}; seconds of all epochs
-        together.
+        {"run", "epochs", "best_epoch", "best_score", "selected_by", "parameters", "problems", "seconds"}; selected_by
+        is the metric of best_score, see :func:`selected_by`; seconds are those of all epochs together.
 
     Raises:
         UserError: the folder holds a run of another recipe, or the data cannot be used.
@@ -211,6 +212,9 @@ def _fit(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> dict[str,
         "epochs": recipe.train.epochs,
         "best_epoch": training.best_epoch,
         "best_score": training.best_score if training.val is not None else None,
+        "selected_by": (
+            selected_by(recipe.train.select, training.val.data.relevance()) if training.val is not None else None
+        ),
         "parameters": sum(p.numel() for p in training.model.parameters()),
         "problems": len(training.problems),
         "seconds": round(sum(json.loads(line)["seconds"] for line in (folder / LOG).read_text().splitlines()), 1),
@@ -417,10 +421,23 @@ def validate(
     evaluation = evaluate_retrieval(
         *embedded, relevance, distance=distance.name, text_kinds=split.data.text_kinds, rank=process_group.rank_relevant
     )
-    many = relevance.transpose().counts.max() > 1
-    if select == "map@r" or (select == "auto" and many):
+    if selected_by(select, relevance) == "map@r":
         return evaluation, (evaluation.i2t["map@r"] + evaluation.t2i["map@r"]) / 2
     return evaluation, evaluation.rsum
+
+
+def selected_by(select: str, relevance: Relevance) -> str:
+    """The metric by which the best epoch is chosen.
+
+    Args:
+        select: key ``train.select`` of the recipe.
+        relevance: image -> texts of the validation split.
+
+    Returns:
+        "map@r" if asked for, or with "auto" if a text has several images; else "rsum".
+    """
+    many = relevance.transpose().counts.max() > 1
+    return "map@r" if select == "map@r" or (select == "auto" and many) else "rsum"
 
 
 def calibrate(
