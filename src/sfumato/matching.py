@@ -55,9 +55,9 @@ def match_probability(distance: Tensor, logit_scale: Tensor | float, logit_bias:
 class MatchingLogits(nn.Module):
     """The learnable scale and bias of the match logits.
 
-    The scale is stored as its logarithm, so that it stays positive. A step of Adam then changes the scale by a times
-    the learning rate, where the released code, which learns a itself, changes it by the learning rate: a times as fast.
-    Neither parameter has weight decay.
+    The scale a is stored as its logarithm, so that it stays positive. A step of Adam then changes a by about a times
+    the learning rate. In the released code, which learns a itself, it changes a by about the learning rate. Neither
+    parameter has weight decay.
 
     Args:
         logit_scale: initial a > 0 (5 in Chun 2024, table B.1).

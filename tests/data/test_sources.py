@@ -194,7 +194,7 @@ def test_a_run_that_was_saved_without_the_option_keeps_equal_texts_separate(tmp_
     (folder / "recipe.toml").write_text(old)
     (folder / "last.safetensors").touch()
     assert load_recipe(folder / "recipe.toml", saved=True).data.equal_texts == "separate"
-    with pytest.raises(UserError, match=r"another recipe.*It keeps equal texts separate: data.equal_texts=separate"):
+    with pytest.raises(UserError, match=r"another recipe.*It keeps equal texts separate; add data.equal_texts"):
         claim_folder(folder, recipe)
     claim_folder(folder, load_recipe(tmp_path / "mine.toml", ["data.equal_texts=separate"]))
     with pytest.raises(UserError, match=r"another recipe.*delete that one$"):

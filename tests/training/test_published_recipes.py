@@ -1,4 +1,4 @@
-"""Recipes of published runs, and their overrides, train two steps on data of the shape of COCO and Flickr30k.
+"""Recipes of published runs, and their overrides, train two steps on data of the shape of COCO, Flickr30k and CUB.
 
 Towers and sizes are tiny; losses, heads, augmentation and optimisers are those of the recipe. Overrides that name other
 pre-trained weights do not run, and of those that differ only in a number one does.
@@ -21,7 +21,7 @@ from sfumato.training.loop import fit
 transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
 
 WORDS = ("red", "green", "blue", "circle", "square", "dog", "on", "the", "grass")
-RECIPES = [name for name in recipe_files() if name.startswith("coco-")]
+RECIPES = [name for name in recipe_files() if name.startswith(("coco-", "cub-"))]
 
 
 def cases(name):
@@ -33,11 +33,12 @@ def cases(name):
 
 
 CASES = [(name, line) for name in RECIPES for line in cases(name)]
+NINE = [line for name, line in CASES if any("classes=" in word for word in line)]
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """COCO in Karpathy's form, Flickr30k likewise, SCAN's regions, a residual network, CLIP and word vectors."""
+    """COCO in Karpathy's form, Flickr30k likewise, CUB, SCAN's regions, a residual network, CLIP and word vectors."""
     folder, random = tmp_path_factory.mktemp("world"), np.random.default_rng(0)
     captions = [[" ".join(random.choice(WORDS, 5)) for _ in range(5)] for _ in range(4)]
     for data, subfolder in (("coco", "train2014"), ("flickr30k", "")):
@@ -50,6 +51,7 @@ def world(tmp_path_factory):
             entry = {"filename": f"{k}.jpg", "split": "restval" if k else "train", "sentences": sentences}
             entries.append(entry | ({"filepath": subfolder} if subfolder else {}))
         (folder / f"dataset_{data}.json").write_text(json.dumps({"images": entries, "dataset": data}))
+    make_cub(folder / "cub", random)
     (folder / "scan").mkdir()
     np.save(folder / "scan" / "train_ims.npy", random.normal(size=(4, 6, 12)).astype(np.float32))
     (folder / "scan" / "train_caps.txt").write_text("".join(f"{text}\n" for texts in captions for text in texts))
@@ -59,6 +61,25 @@ def world(tmp_path_factory):
     transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder / "resnet")
     (folder / "glove.txt").write_text("".join(f"{w} {' '.join(map(str, random.normal(size=3)))}\n" for w in WORDS[:6]))
     return folder
+
+
+def make_cub(folder, random):
+    """The nine classes that the recipe names, with two images of two captions each."""
+    (nine,) = (list(load_recipe(find_recipe("cub-pcme"), line).data.options["classes"]) for line in NINE)
+    for name in nine:
+        for part in ("images", "text_c10"):
+            (folder / part / name).mkdir(parents=True)
+        for k in range(2):
+            pixels = random.integers(0, 255, (40, 50, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / "images" / name / f"{k}.jpg")
+            (folder / "text_c10" / name / f"{k}.txt").write_text("a red bird\nthe blue dog\n")
+    (folder / "splits").mkdir()
+    lists = {"testclasses": nine[6:], "trainvalclasses": nine[:6]}
+    for k in range(1, 4):
+        lists |= {f"trainclasses{k}": nine[:4], f"valclasses{k}": nine[4:6]}
+    for name, classes in lists.items():
+        (folder / "splits" / f"{name}.txt").write_text("\n".join(classes))
+    (folder / "splits" / "seen_test_images.txt").write_text(f"{nine[0]}/1.jpg")
 
 
 def small(recipe, folder):
@@ -82,7 +103,9 @@ def small(recipe, folder):
     regions, one_stage = image.kind == "regions", recipe.optim.first_stage_epochs == 0
     name = "flickr30k" if "flickr30k" in recipe.data.path else "coco"
     data = [f"data.path={folder / 'scan'}"]
-    if not regions:
+    if recipe.data.source == "cub":
+        data = [f"data.path={folder / 'cub'}"]
+    elif not regions:
         data = [f"data.path={folder / f'dataset_{name}.json'}", f"data.images={folder / name}"]
     frozen = image.kind == "resnet" and one_stage and recipe.optim.freeze_image_epochs > 0
     return [

@@ -41,7 +41,8 @@ ModelName = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="Folder of a run, folder of an exported or published model, or name of a model on the Hugging Face hub.",
+        help="Folder of a run or of an exported or published model, file of a released checkpoint, or name on the"
+        " Hugging Face hub.",
     ),
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]

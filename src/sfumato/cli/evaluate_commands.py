@@ -165,9 +165,9 @@ def run(
 ) -> None:
     """Evaluate a run on its own data.
 
-    Writes evaluation-SPLIT-DISTANCE.json into the folder of the run; with --benchmark, whose ground truths are joined
-    to the split by the ids of images and texts, benchmark-NAME-SPLIT-DISTANCE.json. Started by torchrun, several
-    processes share the work.
+    Writes evaluation-SPLIT-DISTANCE.json into the folder of the run. With --benchmark, joins its ground truths to the
+    split by the ids of images and texts, and writes benchmark-NAME-SPLIT-DISTANCE.json instead. Started by torchrun,
+    several processes share the work.
     """
     from sfumato.evaluation.compare import More
 
@@ -242,7 +242,10 @@ RankedLists = Annotated[
     ),
 ]
 Score = Annotated[
-    str | None, typer.Option("--score", "--distance", help="What to rank by: a distance, cosine or dot. Default: csd.")
+    str | None,
+    typer.Option(
+        "--score", "--distance", help="What to rank by: a distance, match_probability, cosine or dot. Default: csd."
+    ),
 ]
 
 

@@ -352,8 +352,8 @@ def normal_wording(text: str) -> str:
 def merge_equal_texts(data: PairData) -> PairData:
     """Make equally worded texts one text, which matches every image that one of them matches.
 
-    Two equally worded texts have one embedding: apart from each other, each would be a wrong match of the other's
-    images, in a ranking and in a batch.
+    Two equally worded texts have the same embedding. Kept separate, each counts as a wrong match of the other's images,
+    in a ranking and in a batch.
 
     Args:
         data: a split.

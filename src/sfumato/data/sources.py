@@ -71,9 +71,9 @@ class DataConfig(BaseModel):
     )
     equal_texts: EqualTexts = Field(
         "merged",
-        description="texts of several images with equal words. merged: one text, which matches all of these images;"
-        " separate: texts that are wrong matches of each other's images, as in the official protocols of COCO and"
-        " Flickr. Case and white space make no difference",
+        description="equally worded texts of several images. merged: one text, which matches all of these images;"
+        " separate: each text matches its own image only, as in the official protocols of COCO and Flickr. Case and"
+        " white space make no difference",
     )
     graded: bool = Field(
         False,

@@ -412,7 +412,7 @@ def more_results(
         ]
         if not rows:
             raise UserError(
-                f"no published table has figures of {', '.join(figures)} among {', '.join(more.chosen_tables)}; there"
-                " are tables for --benchmark coco, flickr30k and cub"
+                f"no published table has figures of {', '.join(figures)} (looked in {', '.join(more.chosen_tables)});"
+                " published figures can stand beside --benchmark coco, flickr30k and cub"
             )
     return MoreResults(strategies, more.per_query, more.compared_with, differences, rows, own)

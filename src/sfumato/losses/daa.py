@@ -20,8 +20,8 @@ class DAAOptions(TripletOptions):
 
     asp_weight: float = option(
         0.39,
-        "weight of the disagreement of the ranks, which lies in [0, 1) for each direction; 0.39 is COCO's 25 beside a"
-        " sum of 128 hinges on the cosine",
+        "weight of the disagreement of the ranks, which lies in [0, 1) for each direction; 0.39 is the released 25 for"
+        " COCO with batches of 128",
         ge=0,
     )
     temperature: float = option(0.02, "temperature of the comparisons of distances, in units of the distance", gt=0)

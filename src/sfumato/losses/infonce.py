@@ -11,7 +11,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.base import LossOptions, LossOutput, MatchLoss, PairBlock, option, sum_of_terms
 from sfumato.matching import MatchingLogits, match_logit
 
-LARGEST_SCALE = "largest scale of the InfoNCE loss; 0 for no limit, 50 is the 100 of CLIP and open_clip on the cosine"
+LARGEST_SCALE = "largest scale of the InfoNCE loss; 0: no limit. 50 is CLIP's and open_clip's limit, 100 on the cosine"
 """Description of the limit of the scale, for InfoNCE alone and beside PCME++."""
 
 

@@ -47,11 +47,11 @@ class PCMEOptions(LossOptions):
     sigmoid: Sigmoid = option("plain", "plain, or compressed: the released sigmoid(2 logit)")  # noqa: RUF009
     beta: float = option(
         1e-4,
-        "weight of the information bottleneck; 0 leaves it out, as points need; COCO's 1e-5 beside sums is 8e-5",
+        "weight of the information bottleneck; 0 leaves it out, as points need; COCO's released 1e-5 is 8e-5 here",
         ge=0,
     )
     uniformity_weight: float = option(
-        0.0, "weight of the uniformity of all samples; 0 leaves it out, 4.4e-4 is CUB's 10 beside a sum", ge=0
+        0.0, "weight of the uniformity of all samples; 0 leaves it out; CUB's published 10 is 4.4e-4 here", ge=0
     )
     match_weight: float = option(
         2.0, "weight of the match term; 2 counts both directions; 2 n m gives the released sum over pairs", ge=0
@@ -230,7 +230,7 @@ class PCMELoss(MatchLoss):
         self.step += 1
 
     def match_logits(self) -> tuple[float, float] | None:
-        """The learnt logits as a function of csd, of which they are the tangent where a match is as likely as not.
+        """The learnt logits as a linear function of csd: the tangent at the csd where a match is as likely as not.
 
         The loss learns p(D) = sigmoid(c (b - a D)) of the distance D of two samples (c = 2 for the compressed sigmoid),
         and csd is the mean of D^2. So p = sigmoid(c (b - a sqrt(csd))) up to the dispersion of D, which the tangent at

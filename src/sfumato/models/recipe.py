@@ -62,7 +62,7 @@ class ModelConfig(BaseModel):
     )
     mlp: bool = Field(False, description="add a two-layer network to the linear map of the mean")
     mlp_width: int = Field(
-        0, ge=0, description="hidden width of the two-layer networks; 0 for dim, VSE-infinity has half of dim"
+        0, ge=0, description="hidden width of the two-layer networks; 0: dim. VSE-infinity has half of dim"
     )
     hidden: int = Field(
         0,
@@ -156,8 +156,8 @@ class AugmentConfig(_Section):
         0.0,
         ge=0,
         lt=1,
-        description="SizeAugment: largest fraction of an image's tokens that are dropped, 9.6 % of all at 0.2; of"
-        " regions, the probability that each is dropped. 0 for none",
+        description="SizeAugment: largest fraction of an image's tokens that are dropped (at 0.2 on average 9.6 %);"
+        " with regions, the probability that each region is dropped. 0: none",
     )
     text_tokens: float = Field(
         0.0,

@@ -34,12 +34,12 @@ READINGS: tuple[dict[str, Any], ...] = (
         "ratio": {"csd": "1.65 to 1.91", "wasserstein2": "1.02 to 1.09"},
     },
     {
-        "as": "500 passes over the samples in the pairs of mini-batches of an update",
+        "as": "500 passes over the samples, both mini-batches of an update counted",
         "updates": 2930,
         "ratio": {"csd": "3.06 to 3.27", "wasserstein2": "1.05 to 1.06"},
     },
     {
-        "as": "500 passes over the samples in either mini-batch of an update",
+        "as": "500 passes over the samples, one mini-batch of an update counted",
         "updates": 5860,
         "ratio": {"csd": "6.02 to 6.34", "wasserstein2": "1.22 to 1.25"},
     },

@@ -345,7 +345,8 @@ def _finish(training: _Training) -> None:
     if val is None:
         say(
             "no validation split: the last weights are kept, and match probabilities are not calibrated."
-            " For a validation split, raise data.val_fraction or, with shards, give data.val_path"
+            " For a validation split, raise data.val_fraction; with shards, give data.val_path; with cub,"
+            " data.options.fold"
         )
         with averaged(training.model, training.average):
             if group.main:

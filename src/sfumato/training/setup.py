@@ -61,7 +61,7 @@ def claim_folder(folder: Path, recipe: Recipe) -> None:
             raise UserError(
                 f"{folder} holds a run of another recipe (see {folder / RECIPE}); give another folder with --out,"
                 " or delete that one"
-                + (". It keeps equal texts separate: data.equal_texts=separate continues it" if same else "")
+                + (". It keeps equal texts separate; add data.equal_texts=separate to continue it" if same else "")
             )
         return
     for name in (TOKENIZER, ENCODERS, NOISE):
