@@ -151,11 +151,22 @@ def test_report_of_a_run_and_of_a_model_elsewhere(work, sfumato, tmp_path):
     assert "moved on “test”" in out_file.read_text() and "training loss" not in out_file.read_text()
 
 
+def test_a_run_is_evaluated_where_its_data_are_now(work, sfumato, tmp_path):
+    (work / "data").rename(work / "elsewhere")
+    try:
+        assert sfumato("evaluate", "run", work / "run", "--json")[0] == 2
+        status, out, err = sfumato("evaluate", "run", work / "run", f"data.path={work / 'elsewhere'}", "--json")
+        assert status == 0, err
+    finally:
+        (work / "elsewhere").rename(work / "data")
+    assert json.loads(out)["i2t"] == json.loads(sfumato("evaluate", "run", work / "run", "--json")[1])["i2t"]
+
+
 def test_report_says_what_is_wrong(work, sfumato, tmp_path):
     for arguments, expected in (
         ((tmp_path,), "is not a run folder"),
         ((work / "run", "--split", "none"), "has no split 'none'"),
-        ((work / "run", "data.path=x"), "add --data RECIPE"),
+        ((work / "run", "data.path=x"), "there is no x"),
         ((work / "run", "--out", tmp_path / "missing" / "page.html"), "does not exist; create it first"),
     ):
         status, out, err = sfumato("report", *arguments)
@@ -694,18 +705,18 @@ def test_who_interrupts_is_told_what_is_left(sfumato, monkeypatch):
         (["evaluate", "run", "{run}", "--published"], "no published table has figures of test"),
         (
             ["evaluate", "run", "{run}", "train.epochs=3"],
-            "'train.epochs=3' changes a recipe, but no recipe is given; add --data RECIPE",
+            "'train.epochs=3' does not change the data of",
         ),
         (["evaluate", "run", "{run}", "--device", "abacus"], "'abacus' is not available"),
         (["evaluate", "model", "{data}"], "is not a run folder"),
         (
             ["evaluate", "model", "{run}", "train.epochs=3"],
-            "'train.epochs=3' changes a recipe, but no recipe is given; add --data RECIPE",
+            "'train.epochs=3' does not change the data of",
         ),
         (["trust", "{data}"], "is not a run folder"),
         (
             ["trust", "{run}", "train.epochs=3"],
-            "'train.epochs=3' changes a recipe, but no recipe is given; add --data RECIPE",
+            "'train.epochs=3' does not change the data of",
         ),
         (["trust", "{run}", "--split", "dev"], "has no split 'dev'; it has"),
         (["trust", "{run}", "--queries", "sounds"], "queries must be one of text, image, both, got 'sounds'"),

@@ -185,9 +185,9 @@ FLOORS: dict[str, list[str]] = {
         "stores.rerank",
     ],
     "evaluation": [
-        "estimators ground_truth protocols",
+        "estimators ground_truth protocols published",
         "benchmark_ground_truths trust",
-        "benchmarks published",
+        "benchmarks",
         "per_query strategies",
         "embedded_input",
         "compare",
@@ -195,9 +195,9 @@ FLOORS: dict[str, list[str]] = {
     "models": [
         "pretrained_tensors process_group recipe",
         "pretrained_pcme run",
-        "pretrained",
-        "embed export",
-        "calibrate extract_regions galleries ingest trust_run",
+        "embed pretrained",
+        "calibrate export extract_regions ingest trust_run",
+        "galleries",
     ],
     "training": [
         "optim step",
@@ -218,10 +218,10 @@ FLOORS: dict[str, list[str]] = {
         "model_report",
     ],
     "serve": [
+        "settings",
         "schemas",
-        "image_files settings",
-        "answering guard",
-        "batching",
+        "guard image_files",
+        "answering batching",
         "service",
         "server writing",
         "app",

@@ -204,3 +204,9 @@ def test_a_run_that_was_saved_without_the_option_keeps_equal_texts_separate(tmp_
 @pytest.mark.parametrize("name", [name for name in recipe_files() if name.startswith(("coco-", "flickr", "cub-"))])
 def test_recipes_of_published_protocols_keep_equal_texts_separate(name):
     assert load_recipe(find_recipe(name)).data.equal_texts == "separate"
+
+
+@pytest.mark.parametrize("name", ["my.jsonl", "my.CSV", "a/b.parquet"])
+def test_a_recipe_for_a_folder_reads_a_manifest(name):
+    assert DataConfig(source="folder", path=name).source == "manifest"
+    assert DataConfig(source="folder", path=name.partition(".")[0]).source == "folder"

@@ -173,4 +173,4 @@ def test_a_model_without_logits_has_no_match_probability(work, sfumato, tmp_path
     status, _, err = sfumato("train", tmp_path / "point.toml", "--out", tmp_path / "point")
     assert status == 0, err
     status, _, err = sfumato("evaluate", "run", tmp_path / "point", "--distance", "match_probability")
-    assert status == 2 and "match_probability needs the logits" in err
+    assert status == 2 and "match_probability needs logits that were learnt on distances of samples" in err

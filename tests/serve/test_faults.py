@@ -6,6 +6,7 @@ import importlib.util
 import io
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -515,3 +516,8 @@ def test_it_says_what_to_install(monkeypatch):
     with pytest.raises(UserError, match=r"pip install 'sfumato\[serve\]'"):
         settings.require_extra()
     assert os.environ.get("SFUMATO_API_KEY") is None
+
+
+def test_settings_and_the_message_about_the_extra_need_no_extra():
+    without = "import sys; sys.modules['fastapi'] = None; import sfumato.serve.settings"
+    subprocess.run([sys.executable, "-c", without], check=True, timeout=60)

@@ -186,7 +186,7 @@ def test_other_data_are_analysed_here(work, sfumato, tmp_path, monkeypatch):
         (["{points}", "--only", "sets"], "are points, but set algebra needs variances"),
         (["{points}", "--only", "words"], "choose an --uncertainty that looks at the gallery: expected_matches"),
         (["{run}", "--split", "dev"], "has no split 'dev'"),
-        (["{run}", "train.epochs=3"], "add --data RECIPE"),
+        (["{run}", "train.epochs=3"], "does not change the data of"),
         (["{data}"], "is not a run folder"),
     ],
 )

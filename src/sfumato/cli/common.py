@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -193,7 +193,7 @@ def open_model_on_data(
     Args:
         model: folder of a run, folder of an exported or published model, or name of a model on the hub.
         data: recipe (path or name) whose data to use; None for the data of the run.
-        overrides: changes to that recipe, each "section.key=value".
+        overrides: changes to that recipe, or to the recipe of the run, each "section.key=value".
         split: name of the split.
         device: "auto", "cpu", ..., or a device.
         purpose: what the data are for, as the end of a sentence; for the error message.
@@ -202,22 +202,30 @@ def open_model_on_data(
         The model on the split.
 
     Raises:
-        UserError: there are overrides without a recipe, or a model that is no run comes without data.
+        UserError: a model that is no run comes without data, or an override does not fit.
     """
     from sfumato.models.export import load_model
     from sfumato.models.recipe import find_recipe, load_recipe
-    from sfumato.models.run import choose_device, load_run
+    from sfumato.models.run import RECIPE, choose_device, load_run
 
-    if overrides and data is None:
-        raise UserError(f"{overrides[0]!r} changes a recipe, but no recipe is given; add --data RECIPE")
-    config = None if data is None else load_recipe(find_recipe(data), list(overrides or [])).data
-    if config is None and not is_run(model):
+    if data is None and not is_run(model):
         raise _no_run(model, purpose)
+    config = moved = None
+    if data is not None:
+        config = load_recipe(find_recipe(data), list(overrides or [])).data
+    elif overrides:
+        if wrong := [override for override in overrides if not override.startswith("data.")]:
+            raise UserError(f"{wrong[0]!r} does not change the data of {model}; give data.KEY=VALUE")
+        moved = load_recipe(Path(model) / RECIPE, list(overrides), saved=True).data
     chosen = choose_device(device) if isinstance(device, str) else device
     if not is_run(model):
         assert config is not None
         return ModelOnData(load_model(model, device=chosen), config, split, Path(model).name, None, own_data=False)
     run = load_run(model, device=chosen)
+    if moved is not None:
+        own = run.recipe.data.model_copy(update={"path": moved.path, "images": moved.images})
+        run = replace(run, recipe=run.recipe.model_copy(update={"data": moved}))
+        return ModelOnData(run, moved, split, run.recipe.name or run.folder.name, run, own_data=own == moved)
     if config is not None:
         return ModelOnData(run, config, split, Path(model).name, run, own_data=False)
     return ModelOnData(run, run.recipe.data, split, run.recipe.name or run.folder.name, run, own_data=True)
@@ -226,11 +234,8 @@ def open_model_on_data(
 def _no_run(model: str, purpose: str) -> UserError:
     from sfumato.models.run import RECIPE
 
+    command = f"sfumato evaluate model {model} " if purpose.startswith("evaluate") else ""
+    way = f"{command}--data RECIPE data.path=..."
     if not Path(model).exists():
-        return UserError(
-            f"there is no folder {model}; a model on the hub needs data to {purpose}: --data RECIPE data.path=..."
-        )
-    return UserError(
-        f"{model} is not a run folder (no {RECIPE} in it); another model needs data to {purpose}:"
-        " --data RECIPE data.path=..."
-    )
+        return UserError(f"there is no folder {model}; a model on the hub needs data to {purpose}: {way}")
+    return UserError(f"{model} is not a run folder (no {RECIPE} in it); another model needs data to {purpose}: {way}")

@@ -138,7 +138,10 @@ MetricNames = Annotated[
 @evaluate.command()
 def run(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Folder of a run.")],
-    overrides: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="SECTION.KEY=VALUE")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="DATA.KEY=VALUE", help="Where the data of the run are now, e.g. data.path=my.jsonl."),
+    ] = None,
     split: Split = "test",
     distance: Distance = None,
     seeds: Annotated[
@@ -173,17 +176,17 @@ def run(
 
     more = More(strategies, engine, candidates, per_query, compare, published, published_tables)
     chosen = _read_benchmark(benchmark, annotations, instances, classes, metrics, split)
-    if overrides or not is_run(run):
+    if not is_run(run):
         open_model_on_data(run, None, overrides, split, "cpu", purpose="evaluate it on")
     if seeds:
-        if more.anything:
+        if more.anything or overrides:
             raise UserError(
                 "--seeds needs runs on their own data, and no other model or --data; write sfumato evaluate"
                 " run RUN --seeds RUN --seeds RUN"
             )
         _evaluate_seeds([run, *map(str, seeds)], split, distance, chosen, more, device, as_json)
     else:
-        _evaluate_and_print(run, None, None, split, distance, chosen, more, device, as_json)
+        _evaluate_and_print(run, None, overrides, split, distance, chosen, more, device, as_json)
 
 
 @evaluate.command()

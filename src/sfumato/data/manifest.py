@@ -27,6 +27,10 @@ from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.errors import UserError
 
+MANIFEST_SUFFIXES = (".jsonl", ".csv", ".parquet")
+"""Endings of manifests."""
+
+
 _COLUMNS = ("image", "captions", "caption", "caption_ids", "caption_id", "split", "id")
 
 
@@ -134,7 +138,7 @@ def list_images(path: str | Path, *, image_root: str | Path | None = None) -> It
 def _row_reader(path: Path) -> Callable[[Path, Problems, Sequence[str]], Iterator[tuple[str, dict[str, Any]]]]:
     if not path.is_file():
         raise UserError(f"there is no manifest {path}")
-    readers = {".jsonl": _jsonl_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
+    readers = dict(zip(MANIFEST_SUFFIXES, (_jsonl_rows, _csv_rows, _parquet_rows), strict=True))
     if path.suffix.lower() not in readers:
         raise UserError(f"{path}: unknown kind of manifest {path.suffix!r}; expected {', '.join(readers)}")
     return readers[path.suffix.lower()]

@@ -27,7 +27,7 @@ from sfumato.data.emoji import Style, load_emoji
 from sfumato.data.folder import read_image_folder
 from sfumato.data.images import Problems
 from sfumato.data.karpathy import read_karpathy
-from sfumato.data.manifest import read_manifest
+from sfumato.data.manifest import MANIFEST_SUFFIXES, read_manifest
 from sfumato.data.pairs import EpochOver, EqualTexts, PairData, Positives, parse_part
 from sfumato.data.region_features import read_scan
 from sfumato.data.shards import expand_shards, read_shards
@@ -124,6 +124,15 @@ class DataConfig(BaseModel):
         " images never stop a run",
     )
     options: dict[str, Any] = Field(default={}, description="options of cub, or of a source from outside")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _manifest_by_its_suffix(cls, values: Any) -> Any:
+        """The source of a recipe for a folder, where the path names a manifest."""
+        folder = isinstance(values, dict) and values.get("source") == "folder"
+        if folder and Path(str(values.get("path", ""))).suffix.lower() in MANIFEST_SUFFIXES:
+            return values | {"source": "manifest"}
+        return values
 
     @field_validator("source")
     @classmethod

@@ -445,7 +445,7 @@ def ranking_distance(retrieval_model: RetrievalModel, name: str | None = None) -
         The distance.
 
     Raises:
-        UserError: the match probability is wanted of a model that is not a run, or whose loss learns no logits.
+        UserError: the match probability is wanted of a model that is not a run trained with the loss pcme.
         ValueError: the name is unknown.
     """
     if name != MATCH_PROBABILITY:
@@ -454,17 +454,14 @@ def ranking_distance(retrieval_model: RetrievalModel, name: str | None = None) -
         except ValueError as error:
             raise ValueError(f"{error}, {MATCH_PROBABILITY}") from error
     loss = getattr(retrieval_model, "loss", None)
-    logits = getattr(loss, "logits", None)
-    if logits is None:
+    if not isinstance(loss, PCMELoss):
         raise UserError(
-            f"{MATCH_PROBABILITY} needs the logits that a loss learnt; this model has none."
-            " Name a run that was trained with pcme or pcmepp, or rank by another distance"
+            f"{MATCH_PROBABILITY} needs logits that were learnt on distances of samples; this model has none."
+            " Name a run that was trained with the loss pcme, or rank by another distance"
         )
-    scale, bias = logits.logit_scale.item(), logits.logit_bias.item()
-    if isinstance(loss, PCMELoss):
-        factor = SIGMOIDS[loss.options.sigmoid]
-        return match_probability_distance(factor * scale, factor * bias, n_samples=loss.options.n_samples)
-    return match_probability_distance(scale, bias)
+    factor = SIGMOIDS[loss.options.sigmoid]
+    scale, bias = factor * loss.logits.logit_scale.item(), factor * loss.logits.logit_bias.item()
+    return match_probability_distance(scale, bias, n_samples=loss.options.n_samples)
 
 
 def embed_for_evaluation(

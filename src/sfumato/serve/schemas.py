@@ -10,8 +10,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, Json, model_validator
 from starlette.exceptions import HTTPException
 
-MOST = 1024
-"""Longest list in a request; the limit of a service is at most this."""
+from sfumato.serve.settings import MOST
 
 GalleryName = Literal["images", "texts"]
 ItemId = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00]*$", description="id of an item")]

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from sfumato.data.transforms import MAX_PIXELS
 from sfumato.errors import UserError
-from sfumato.serve.schemas import MOST
+
+MOST = 1024
+"""Longest list in a request; the limit of a service is at most this."""
 
 
 @dataclass(frozen=True)
