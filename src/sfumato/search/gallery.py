@@ -6,6 +6,7 @@
 """
 
 import hashlib
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -121,6 +122,62 @@ class Candidates:
             min(n, c) candidates in the same order.
         """
         return Candidates(self.ids[:n], self.distance[:n], self.uncertainty[:n], self.payloads[:n])
+
+
+N_EXACT = 300
+"""Number of closest items whose match probabilities are added up exactly in a large gallery."""
+
+N_SAMPLE = 20_000
+"""Number of items in the sample from which the rest of the sum is estimated; smaller galleries are added up whole."""
+
+
+@dataclass(frozen=True)
+class MatchEstimate:
+    """The expected number of matches of a query in a gallery.
+
+    Attributes:
+        expected: the sum of the match probabilities over the gallery, or an unbiased estimate of it.
+        low: lower end of the interval that holds the sum in about 95 of 100 samples; equal to `expected` if exact.
+        high: its upper end.
+    """
+
+    expected: float
+    low: float
+    high: float
+
+    @classmethod
+    def exact(cls, total: float) -> "MatchEstimate":
+        """An exact sum.
+
+        Args:
+            total: the sum.
+
+        Returns:
+            An estimate without error.
+        """
+        return cls(total, total, total)
+
+    @classmethod
+    def of(cls, near: Tensor, rest: Tensor, n: int) -> "MatchEstimate":
+        """Estimate a sum from its largest terms and a sample of the others.
+
+        Args:
+            near: (h,) match probabilities of the closest items.
+            rest: (s,) match probabilities of a uniform sample of the other items.
+            n: number of items in the gallery.
+
+        Returns:
+            The estimate; its interval is 1.96 standard errors of the sample to both sides.
+
+        Example:
+            >>> MatchEstimate.of(torch.tensor([0.75]), torch.tensor([0.25, 0.25]), 5)
+            MatchEstimate(expected=1.75, low=1.75, high=1.75)
+        """
+        first, others, s = float(near.sum()), max(0, n - len(near)), len(rest)
+        expected = first + others * (float(rest.mean()) if s else 0.0)
+        spread = float(rest.double().std()) * math.sqrt(max(0.0, 1 - s / max(1, others)) / s) if s > 1 else 0.0
+        error = 1.96 * others * spread
+        return cls(expected, max(first, expected - error), expected + error)
 
 
 @dataclass(frozen=True)
@@ -275,7 +332,6 @@ class Gallery(ABC):
             n lists of candidates.
         """
 
-    @abstractmethod
     def expected_matches(self, queries: GaussianEmbedding) -> list[float]:
         """The expected number of matches of each query: the sum of the match probabilities over the gallery.
 
@@ -283,7 +339,23 @@ class Gallery(ABC):
             queries: (n, d) embeddings.
 
         Returns:
-            n sums.
+            n sums, exact up to N_SAMPLE items and estimated beyond, see :meth:`match_estimates`.
+        """
+        return [estimate.expected for estimate in self.match_estimates(queries)]
+
+    @abstractmethod
+    def match_estimates(self, queries: GaussianEmbedding) -> list[MatchEstimate]:
+        """The expected number of matches of each query with its interval.
+
+        Up to N_SAMPLE items the sum is exact. In a larger gallery the N_EXACT closest items that the engine finds are
+        added up, and the rest of the sum is estimated without bias from a seeded sample of N_SAMPLE items. So the cost
+        does not grow with the gallery beyond that of one search.
+
+        Args:
+            queries: (n, d) embeddings.
+
+        Returns:
+            n estimates.
         """
 
     @abstractmethod
