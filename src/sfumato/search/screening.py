@@ -510,19 +510,29 @@ def _centres(gallery: GaussianEmbedding, lift: Lift) -> Tensor:
     if c < 2 or not points.abs().amax() < 1e15:
         return centre
     points = points - centre
-    means = _k_means(points, c, generator)
+    means = _k_means(points[: 64 * c], _seeds(points[: 2**11], c, generator))
     many = torch.linalg.vector_norm(points - means[_nearest_centre(points, means)], dim=1).median()
     return centre + means if many < torch.linalg.vector_norm(points, dim=1).median() / 2 else centre
 
 
-def _k_means(points: Tensor, c: int, generator: torch.Generator) -> Tensor:
-    """(at most c, e) means, from seeds that are drawn by their squared distance to those before."""
-    drawn = points[: 2**11]
-    seeds, apart = [drawn[0]], (drawn - drawn[0]).square().sum(1)
-    while len(seeds) < c and bool(apart.sum() > 0):
-        seeds.append(drawn[int(torch.multinomial(apart, 1, generator=generator))])
-        apart = torch.minimum(apart, (drawn - seeds[-1]).square().sum(1))
-    means = torch.stack(seeds)
+def _seeds(points: Tensor, c: int, generator: torch.Generator) -> Tensor:
+    """Some of the points, each drawn by its squared distance to those before: as few of c as are nearly as close."""
+    squares = points.square().sum(1)
+    seeds, apart, medians = [0], torch.full((len(points),), torch.inf), list[float]()
+    while True:
+        seed = seeds[-1]
+        apart = torch.minimum(apart, (squares + squares[seed] - 2 * (points @ points[seed])).clamp_min(0))
+        apart[seed] = 0
+        medians.append(float(apart.median()))
+        if len(seeds) == c or not bool(apart.sum() > 0):
+            break
+        seeds.append(int(torch.multinomial(apart, 1, generator=generator)))
+    enough = next(i for i, median in enumerate(medians, 1) if median <= 4 * medians[-1])
+    return points[torch.tensor(seeds[: 2 * enough])]
+
+
+def _k_means(points: Tensor, means: Tensor) -> Tensor:
+    """(c, e) means after four rounds from the given ones."""
     for _ in range(4):
         label = _nearest_centre(points, means)
         sums = torch.zeros_like(means).index_add_(0, label, points)
