@@ -119,7 +119,9 @@ def hard(name: str, n: int, d: int, generator: torch.Generator) -> GaussianEmbed
     if name.startswith("near-duplicates"):
         base = torch.randn(100, d, generator=torch.Generator().manual_seed(3))
         base = torch.nn.functional.normalize(base, dim=1)[torch.randint(100, (n,), generator=generator)]
-        return GaussianEmbedding(torch.nn.functional.normalize(base + float(name[16:]) * noise / d**0.5, dim=1), log_var)
+        return GaussianEmbedding(
+            torch.nn.functional.normalize(base + float(name[16:]) * noise / d**0.5, dim=1), log_var
+        )
     decades = 6 * torch.rand(n, 1, generator=generator) - 3
     return GaussianEmbedding(torch.nn.functional.normalize(noise, dim=1), log_var + 14 + 2.302585 * decades)
 

@@ -30,8 +30,7 @@ from sfumato.files import sync_folder, write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.atomic_folder import load_folder, save_folder
 from sfumato.search.gallery import (
-    N_EXACT,
-    N_SAMPLE,
+    N_WHOLE,
     Candidates,
     Gallery,
     GalleryRecords,
@@ -90,7 +89,7 @@ class GaussianCollection(Gallery):
     ) -> None:
         self.folder, self.store, self.distance, self.metadata = folder, store, distance, metadata
         self._d, self.centre, self._scorer = d, centre, scorer
-        self.n_exact, self.n_sample = N_EXACT, N_SAMPLE
+        self.n_exact, self.n_sample = 300, N_WHOLE
         self._sampler = Sampler(store)
         self._changed = 0  # items written or removed by this process
         self._counted = (-1, -math.inf, 0)  # (value of _changed, time, number of items) of the last count
@@ -389,13 +388,12 @@ class GaussianCollection(Gallery):
         probability = self.scorer.match_probability(rest, n)
         if len(sample) >= n and taken.changed == self._changed:
             return [MatchEstimate.exact(total) for total in probability.sum(1).tolist()]
-        found, position = [], {i: j for j, i in enumerate(sample.ids)}
-        for row, near in zip(probability, self._candidates(queries, self.n_exact, None), strict=True):
-            others = torch.ones(len(sample), dtype=torch.bool)
-            others[[position[i] for i in near.ids if i in position]] = False
-            head = self.scorer.match_probability(near.distance, n)
-            found.append(MatchEstimate.of(head, row[others], n))
-        return found
+        position, outside = {i: j for j, i in enumerate(sample.ids)}, torch.ones_like(rest, dtype=torch.bool)
+        head = torch.zeros(queries.n, self.n_exact)
+        for i, near in enumerate(self._candidates(queries, self.n_exact, None)):
+            outside[i, [position[key] for key in near.ids if key in position]] = False
+            head[i, : len(near.ids)] = self.scorer.match_probability(near.distance, n)
+        return MatchEstimate.of(head, probability, outside, n)
 
     def get(self, ids: Sequence[str]) -> GalleryRecords:
         """See :meth:`Gallery.get`."""

@@ -6,7 +6,6 @@
 """
 
 import hashlib
-import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -124,11 +123,8 @@ class Candidates:
         return Candidates(self.ids[:n], self.distance[:n], self.uncertainty[:n], self.payloads[:n])
 
 
-N_EXACT = 300
-"""Number of closest items whose match probabilities are added up exactly in a large gallery."""
-
-N_SAMPLE = 20_000
-"""Number of items in the sample from which the rest of the sum is estimated; smaller galleries are added up whole."""
+N_WHOLE = 20_000
+"""Number of items up to which match probabilities are added up over the whole gallery."""
 
 
 @dataclass(frozen=True)
@@ -158,26 +154,32 @@ class MatchEstimate:
         return cls(total, total, total)
 
     @classmethod
-    def of(cls, near: Tensor, rest: Tensor, n: int) -> "MatchEstimate":
-        """Estimate a sum from its largest terms and a sample of the others.
+    def of(cls, near: Tensor, sample: Tensor, outside: Tensor, n: int) -> "list[MatchEstimate]":
+        """Estimate sums from their largest terms and a sample of the others.
 
         Args:
-            near: (h,) match probabilities of the closest items.
-            rest: (s,) match probabilities of a uniform sample of the other items.
+            near: (b, h) match probabilities of the closest items of each query; 0 where there are fewer than h.
+            sample: (b, s) match probabilities of a uniform sample of all items.
+            outside: (b, s) whether the item of the sample is not among the closest.
             n: number of items in the gallery.
 
         Returns:
-            The estimate; its interval is 1.96 standard errors of the sample to both sides.
+            b estimates; their intervals are 1.96 standard errors of the sample to both sides.
 
         Example:
-            >>> MatchEstimate.of(torch.tensor([0.75]), torch.tensor([0.25, 0.25]), 5)
-            MatchEstimate(expected=1.75, low=1.75, high=1.75)
+            >>> MatchEstimate.of(torch.tensor([[0.75]]), torch.tensor([[0.25, 0.25]]), torch.tensor([[True, True]]), 5)
+            [MatchEstimate(expected=1.75, low=1.75, high=1.75)]
         """
-        first, others, s = float(near.sum()), max(0, n - len(near)), len(rest)
-        expected = first + others * (float(rest.mean()) if s else 0.0)
-        spread = float(rest.double().std()) * math.sqrt(max(0.0, 1 - s / max(1, others)) / s) if s > 1 else 0.0
-        error = 1.96 * others * spread
-        return cls(expected, max(first, expected - error), expected + error)
+        first, s, others = near.double().sum(1), outside.sum(1), n - (near > 0).sum(1)
+        rest = torch.where(outside, sample, 0).double()
+        mean = rest.sum(1) / s.clamp_min(1)
+        variance = torch.where(outside, rest - mean.unsqueeze(1), 0).square().sum(1) / (s - 1).clamp_min(1)
+        error = 1.96 * others * (variance * (1 - s / others.clamp_min(1)).clamp_min(0) / s.clamp_min(1)).sqrt()
+        expected = first + others * mean
+        low = torch.maximum(first, expected - error)
+        return [
+            cls(*values) for values in zip(expected.tolist(), low.tolist(), (expected + error).tolist(), strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -339,7 +341,7 @@ class Gallery(ABC):
             queries: (n, d) embeddings.
 
         Returns:
-            n sums, exact up to N_SAMPLE items and estimated beyond, see :meth:`match_estimates`.
+            n sums, exact up to N_WHOLE items and estimated beyond, see :meth:`match_estimates`.
         """
         return [estimate.expected for estimate in self.match_estimates(queries)]
 
@@ -347,9 +349,9 @@ class Gallery(ABC):
     def match_estimates(self, queries: GaussianEmbedding) -> list[MatchEstimate]:
         """The expected number of matches of each query with its interval.
 
-        Up to N_SAMPLE items the sum is exact. In a larger gallery the N_EXACT closest items that the engine finds are
-        added up, and the rest of the sum is estimated without bias from a seeded sample of N_SAMPLE items. So the cost
-        does not grow with the gallery beyond that of one search.
+        Up to N_WHOLE items the sum is exact. In a larger gallery the closest items that the engine finds are added up,
+        and the rest of the sum is estimated without bias from a seeded sample. So the cost does not grow with the
+        gallery beyond that of one search.
 
         Args:
             queries: (n, d) embeddings.

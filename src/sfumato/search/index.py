@@ -28,8 +28,7 @@ from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.search.atomic_folder import load_folder, save_folder
 from sfumato.search.exact import closest_candidates, closest_in_blocks, distance_blocks, top_k
 from sfumato.search.gallery import (
-    N_EXACT,
-    N_SAMPLE,
+    N_WHOLE,
     Candidates,
     Gallery,
     GalleryRecords,
@@ -44,6 +43,9 @@ from sfumato.search.stores.protocol import Filter
 
 ENGINES = ("exact", *FAISS_ENGINES)
 """Engines of :class:`GaussianIndex`."""
+
+_HEAD, _SAMPLE = 64, 2048
+"""Number of closest items, and of sampled ones, for estimates of sums over large galleries."""
 
 _KIND = "sfumato-index-1"
 _TENSORS, _ITEMS, _FAISS, _CALIBRATION = "embeddings.safetensors", "items.json", "faiss.index", "calibration.json"
@@ -203,10 +205,13 @@ class GaussianIndex(Gallery):
             if len(sample) == len(self):
                 found += [MatchEstimate.exact(total) for total in probability.sum(1).tolist()]
                 continue
-            distance, position = self._head(queries[start : start + len(block)], N_EXACT)
-            for row, near, place in zip(probability, self.match_probability(distance), position, strict=True):
-                others = torch.isin(sample, place, assume_unique=True, invert=True)
-                found.append(MatchEstimate.of(near[place >= 0], row[others], len(self)))
+            distance, position = self._head(queries[start : start + len(block)], _HEAD)
+            head = self.match_probability(distance).masked_fill(position < 0, 0)
+            place = torch.searchsorted(sample, position.contiguous()).clamp_max(len(sample) - 1)
+            query, nearest = (sample[place] == position).nonzero(as_tuple=True)
+            outside = torch.ones_like(probability, dtype=torch.bool)
+            outside[query, place[query, nearest]] = False
+            found += MatchEstimate.of(head, probability, outside, len(self))
         return found
 
     def get(self, ids: Sequence[str]) -> GalleryRecords:
@@ -394,8 +399,8 @@ class GaussianIndex(Gallery):
     def _sample(self) -> tuple[Tensor, LiftedGallery | GaussianEmbedding]:
         """Ascending positions of all items or of a sample, and these prepared for distances by products."""
         chosen = torch.arange(len(self))
-        if len(self) > N_SAMPLE:
-            chosen = torch.randperm(len(self), generator=torch.Generator().manual_seed(0))[:N_SAMPLE].sort().values
+        if len(self) > N_WHOLE:
+            chosen = torch.randperm(len(self), generator=torch.Generator().manual_seed(0))[:_SAMPLE].sort().values
         part = self.embeddings[chosen]
         return chosen, LiftedGallery.of(part, self.distance, self.centre) if self._lifts else part
 
