@@ -1,5 +1,7 @@
 """Engine exact against float64 by brute force, on data chosen to break it, and its bounds against observed errors."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch.nn.functional import normalize
@@ -113,6 +115,22 @@ def test_many_candidates_are_searched_in_smaller_batches(monkeypatch):
     screen = screen_of(gallery)
     assert torch.equal(screen.closest(queries, 20)[1], true.argsort(dim=1, stable=True)[:, :20])
     assert [len(p) for _, p in screen.within(queries, 1e3)] == [1500] * 13
+
+
+def test_several_threads_find_the_same_and_leave_the_number_of_threads_alone():
+    gallery, queries = items("random", 20_000, 1), items("random", 300, 2)
+    screen, before = screen_of(gallery), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        distance, position = screen.closest(queries, 10)
+        torch.set_num_threads(3)
+        for _ in range(3):
+            found = screen.closest(queries, 10)
+            assert torch.equal(found[0], distance) and torch.equal(found[1], position)
+        with ThreadPoolExecutor(1) as other:
+            assert torch.get_num_threads() == other.submit(torch.get_num_threads).result() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def bounds(screen, queries):

@@ -18,9 +18,13 @@ over all items, whatever the data: bad data make the bounds leave more items, ne
 import functools
 import itertools
 import math
+import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -28,11 +32,13 @@ from torch import Tensor
 from sfumato.distances import Distance, Lift
 from sfumato.gaussian import GaussianEmbedding
 
+T = TypeVar("T")
+
 _GROUP = 16
 """Rows whose smallest bound is compared at first."""
 
-_BLOCK = 2**21
-"""Products in a block, for each thread: 8 MiB in float32, which stay in the last cache."""
+_BLOCK = 2**20
+"""Products in a block, for each thread: 4 MiB in float32, which stay in the cache."""
 
 _QUERIES = 256
 """Queries in one pass over the gallery."""
@@ -69,6 +75,27 @@ def product_dtype() -> torch.dtype:
     return torch.bfloat16 if times[torch.bfloat16] < 0.8 * times[torch.float32] else torch.float32
 
 
+@functools.lru_cache(maxsize=1)
+def _workers(n: int, process: int) -> ThreadPoolExecutor:
+    """n threads of this process whose operations take one core each.
+
+    An operation over several cores ends when the slowest of them ends, and a search has many short ones. On a machine
+    that does other work it would wait most of the time.
+    """
+    pool, met = ThreadPoolExecutor(n, "sfumato-search", torch.set_num_threads, (1,)), threading.Barrier(n)
+    for started in [pool.submit(met.wait) for _ in range(n)]:
+        started.result()
+    torch.set_num_threads(n)  # the threads to come start with the last number that was set
+    return pool
+
+
+def _in_parallel(work: Callable[[int], T], n: int) -> list[T]:
+    """work(0), ..., work(n - 1), each on one core."""
+    if torch.get_num_threads() == 1 or n == 1:
+        return [work(i) for i in range(n)]
+    return list(_workers(torch.get_num_threads(), os.getpid()).map(work, range(n)))
+
+
 def pair_distances(
     queries: GaussianEmbedding, gallery: GaussianEmbedding, distance: Distance, query: Tensor, item: Tensor
 ) -> Tensor:
@@ -85,9 +112,13 @@ def pair_distances(
         (p,) float64. Equal items have equal distances.
     """
     queries, found = queries.to(torch.float64), torch.empty(len(query), dtype=torch.float64)
-    for start in range(0, len(query), _PAIRS):
-        part = slice(start, start + _PAIRS)
+
+    @torch.no_grad()
+    def work(number: int) -> None:
+        part = slice(number * _PAIRS, (number + 1) * _PAIRS)
         found[part] = distance.row(queries[query[part]], gallery[item[part]].to(torch.float64))
+
+    _in_parallel(work, -(-len(query) // _PAIRS))
     return found
 
 
@@ -158,6 +189,37 @@ class _Pairs:
 
     def __len__(self) -> int:
         return len(self.query)
+
+
+class _Pending:
+    """The pairs that a pass has found so far, from several threads; with k, those whose lower bound is still in reach.
+
+    Attributes:
+        reach: (b,) with k, at most the k-th smallest upper bound of each query.
+        too_many: there are too many pairs for several queries at once.
+    """
+
+    def __init__(self, reach: Tensor, k: int | None) -> None:
+        self.reach, self.too_many, self._k = reach, False, k
+        self._parts, self._size, self._pruned, self._lock = list[_Pairs](), 0, 0, threading.Lock()
+
+    def add(self, found: _Pairs) -> None:
+        """Add pairs; from time to time the reach falls, and pairs are dropped."""
+        with self._lock:
+            self._parts.append(found)
+            self._size += len(found)
+            if self._size > 2 * self._pruned + 8 * len(self.reach) * (self._k or 1) or self._size > _MANY_PAIRS:
+                pairs = _Pairs.cat(self._parts)
+                if self._k is not None:
+                    self.reach = _reduced(self.reach, pairs, self._k)
+                    pairs = pairs.take((~(pairs.lower > self.reach[pairs.query])).nonzero().squeeze(1))
+                self._parts, self._size, self._pruned = [pairs], len(pairs), len(pairs)
+                self.too_many = self._size > _MANY_PAIRS and len(self.reach) > 1
+
+    def pairs(self) -> _Pairs:
+        """All of them."""
+        none, nothing = torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.float64)
+        return _Pairs.cat([_Pairs(none, none, nothing, nothing), *self._parts])
 
 
 @dataclass(frozen=True, eq=False)
@@ -345,33 +407,35 @@ class Screen:
 
         With k the reach falls to the k-th smallest upper bound.
         """
-        b, pending, size, pruned = len(vectors), list[_Pairs](), 0, 0
-        step = max(_GROUP, min(self.n, max(2048, _BLOCK * torch.get_num_threads() // max(1, b))) // _GROUP * _GROUP)
-        coded = torch.empty(step * b, dtype=self.coded.dtype)
-        scores = torch.empty(step * b) if coded.dtype != torch.float32 else coded
-        for (start, stop), centre in zip(itertools.pairwise(self.starts), self.centres, strict=True):
-            if start == stop:
-                continue
-            relative = _Relative.of(vectors, centre, self.coded.dtype)
+        b, threads = len(vectors), torch.get_num_threads()
+        step = min(max(2048, _BLOCK // max(1, b)), max(1024, self.n // (4 * threads)), self.n)
+        step = max(_GROUP, step // _GROUP * _GROUP)
+        blocks, reading, pending = self._blocks(step), threading.Lock(), _Pending(reach, k)
+
+        @torch.no_grad()
+        def work(number: int) -> None:
+            coded = torch.empty(step * b, dtype=self.coded.dtype)
+            scores = torch.empty(step * b) if coded.dtype != torch.float32 else coded
+            last, relative = -1, None
+            while not pending.too_many:
+                with reading:
+                    centre, rows = next(blocks, (-1, slice(0)))
+                if centre < 0:
+                    break
+                if relative is None or centre != last:
+                    last, relative = centre, _Relative.of(vectors, self.centres[centre], self.coded.dtype)
+                found = self._survivors(rows, relative, pending.reach, coded, scores)
+                if found is not None:
+                    pending.add(found)
+
+        _in_parallel(work, threads)
+        return None if pending.too_many else pending.pairs()
+
+    def _blocks(self, step: int) -> Iterator[tuple[int, slice]]:
+        """(number of the centre, at most `step` rows) for all rows."""
+        for centre, (start, stop) in enumerate(itertools.pairwise(self.starts)):
             for first in range(start, stop, step):
-                rows = slice(first, min(first + step, stop))
-                found = self._survivors(rows, relative, reach, coded, scores)
-                if found is None:
-                    continue
-                pending.append(found)
-                size += len(found)
-                if size > 2 * pruned + 8 * b * (k or 1) or size > _MANY_PAIRS:
-                    pairs = _Pairs.cat(pending)
-                    if k is not None:
-                        reach = _reduced(reach, pairs, k)
-                        pairs = pairs.take((~(pairs.lower > reach[pairs.query])).nonzero().squeeze(1))
-                    pending, size, pruned = [pairs], len(pairs), len(pairs)
-                    if size > _MANY_PAIRS and b > 1:
-                        return None
-        if not pending:
-            none = torch.empty(0, dtype=torch.long)
-            return _Pairs(none, none, torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64))
-        return _Pairs.cat(pending)
+                yield centre, slice(first, min(first + step, stop))
 
     def _survivors(
         self, rows: slice, relative: _Relative, reach: Tensor, coded: Tensor, scores: Tensor
@@ -453,10 +517,16 @@ class Screen:
 
     def _first_reach(self, vectors: Tensor, k: int) -> Tensor:
         """(b,) the k-th smallest upper bound of a sample of the rows; infinite where the sample is too small."""
-        stride, best = self._stride(k), torch.full((len(vectors), k), torch.inf, dtype=torch.float64)
+        stride, n = self._stride(k), torch.get_num_threads()
         if stride < 2:
-            return best[:, 0]
-        outer = self._output_error
+            return torch.full((len(vectors),), torch.inf, dtype=torch.float64)
+        parts = [part for part in vectors.tensor_split(n) if len(part)]
+        return torch.cat(_in_parallel(lambda i: self._sampled_reach(parts[i], k, stride), len(parts)))
+
+    @torch.no_grad()
+    def _sampled_reach(self, vectors: Tensor, k: int, stride: int) -> Tensor:
+        """The same for some of the queries, from every stride-th row."""
+        best, outer = torch.full((len(vectors), k), torch.inf, dtype=torch.float64), self._output_error
         for (start, stop), centre in zip(itertools.pairwise(self.starts), self.centres, strict=True):
             rows = slice(start, stop, stride)
             if start == stop:
