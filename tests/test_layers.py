@@ -177,7 +177,7 @@ FLOORS: dict[str, list[str]] = {
         "daa pcmepp pvse",
     ],
     "search": [
-        "atomic_folder exact lifting parts stores stores.faiss stores.nearest stores.protocol",
+        "atomic_folder exact lifting parts screening stores stores.faiss stores.nearest stores.protocol",
         "gallery stores.store_url",
         "collection index stores.local_database stores.milvus stores.pgvector",
         "stores.version_0_1",

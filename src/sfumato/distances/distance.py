@@ -116,9 +116,9 @@ class Lift:
     The constant does not change the order of a query's results, so that any vector engine can search by the distance.
 
     Attributes:
-        gallery: (m, d) embeddings -> (m, c) float32 columns behind the means of items.
-        query: (n, d) embeddings -> (n, c) float32 columns behind the means of queries.
-        constant: (n, d) embeddings -> (n,) float32.
+        gallery: (m, d) embeddings -> (m, c) columns behind the means of items, float32 or better.
+        query: (n, d) embeddings -> (n, c) columns behind the means of queries.
+        constant: (n, d) embeddings -> (n,) float32 or better.
     """
 
     gallery: Callable[[GaussianEmbedding], Tensor]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sfumato.distances.distance import Lift, checked, checked_rows, safe_sqrt, squared_l2_product
-from sfumato.gaussian import GaussianEmbedding
+from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 
 
 def squared_l2(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
@@ -393,8 +393,8 @@ def _kl_matrix(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
 
 
 def _total_variance(x: GaussianEmbedding) -> Tensor:
-    """(n,) in float32."""
-    return x.log_var.float().exp().sum(1)
+    """(n,) in float32 or better."""
+    return x.total_variance
 
 
 def _total_deviation(x: GaussianEmbedding) -> Tensor:
@@ -403,8 +403,8 @@ def _total_deviation(x: GaussianEmbedding) -> Tensor:
 
 
 def _deviations(x: GaussianEmbedding) -> Tensor:
-    """(n, d) standard deviations in float32."""
-    return (x.log_var.float() / 2).exp()
+    """(n, d) standard deviations in float32 or better."""
+    return (x.log_var.to(accumulation_dtype(x.dtype)) / 2).exp()
 
 
 def _zero_column(x: GaussianEmbedding) -> Tensor:

@@ -29,7 +29,16 @@ from sfumato.errors import UserError
 from sfumato.files import sync_folder, write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.atomic_folder import load_folder, save_folder
-from sfumato.search.gallery import Candidates, Gallery, GalleryRecords, Sampler, Scorer, with_margin
+from sfumato.search.gallery import (
+    N_WHOLE,
+    Candidates,
+    Gallery,
+    GalleryRecords,
+    MatchEstimate,
+    Sampler,
+    Scorer,
+    with_margin,
+)
 from sfumato.search.lifting import lift_gallery, lift_queries, lifted_dim, lowered, query_constant
 from sfumato.search.stores.protocol import Filter, Records, VectorStore
 from sfumato.search.stores.store_url import anchored, create_store, open_store, without_password
@@ -63,7 +72,7 @@ class GaussianCollection(Gallery):
         distance: name of the distance, one of LIFTED_DISTANCES.
         centre: (d,) point that vectors are relative to.
         metadata: JSON values that the builder keeps with the collection.
-        n_exact: number of closest items that :meth:`expected_matches` sums exactly in a large collection.
+        n_exact: number of closest items that :meth:`match_estimates` sums exactly in a large collection.
         n_sample: number of items in the sample from which it estimates the rest of the sum.
     """
 
@@ -80,7 +89,7 @@ class GaussianCollection(Gallery):
     ) -> None:
         self.folder, self.store, self.distance, self.metadata = folder, store, distance, metadata
         self._d, self.centre, self._scorer = d, centre, scorer
-        self.n_exact, self.n_sample = 300, 20_000
+        self.n_exact, self.n_sample = 300, N_WHOLE
         self._sampler = Sampler(store)
         self._changed = 0  # items written or removed by this process
         self._counted = (-1, -math.inf, 0)  # (value of _changed, time, number of items) of the last count
@@ -359,36 +368,32 @@ class GaussianCollection(Gallery):
         return found
 
     @torch.no_grad()
-    def expected_matches(self, queries: GaussianEmbedding) -> list[float]:
-        """The expected number of matches of each query: the sum of the match probabilities over the collection.
+    def match_estimates(self, queries: GaussianEmbedding) -> list[MatchEstimate]:
+        """See :meth:`Gallery.match_estimates`, with n_exact and n_sample of this collection.
 
-        Up to n_sample items the sum is exact. In a larger collection the n_exact closest items are summed exactly, and
-        the rest of the sum is estimated without bias from a sample. The sample takes a scan of the store at the first
-        call, and again when a hundredth of the items has changed.
+        The sample takes a scan of the store at the first call, and again when a hundredth of the items has changed.
 
         Args:
             queries: (n, d) embeddings.
 
         Returns:
-            n sums.
+            n estimates.
         """
         queries, n = self.checked(queries), self.size
         if n == 0:
-            return [0.0] * queries.n
+            return [MatchEstimate.exact(0.0)] * queries.n
         taken = self._sampler.sample(self.n_sample, size=n, changed=self._changed)
         sample = taken.records
         rest = self._distances(queries, sample, products=True)
         probability = self.scorer.match_probability(rest, n)
         if len(sample) >= n and taken.changed == self._changed:
-            return probability.sum(1).tolist()
-        totals = []
-        position = {i: j for j, i in enumerate(sample.ids)}
-        for row, near in zip(probability, self._candidates(queries, self.n_exact, None), strict=True):
-            counted = [position[i] for i in near.ids if i in position]
-            outside = float(row.sum() - row[counted].sum())
-            weight = max(0, n - len(near.ids)) / max(1, len(sample) - len(counted))
-            totals.append(float(self.scorer.match_probability(near.distance, n).sum()) + weight * outside)
-        return totals
+            return [MatchEstimate.exact(total) for total in probability.sum(1).tolist()]
+        position, outside = {i: j for j, i in enumerate(sample.ids)}, torch.ones_like(rest, dtype=torch.bool)
+        head = torch.zeros(queries.n, self.n_exact)
+        for i, near in enumerate(self._candidates(queries, self.n_exact, None)):
+            outside[i, [position[key] for key in near.ids if key in position]] = False
+            head[i, : len(near.ids)] = self.scorer.match_probability(near.distance, n)
+        return MatchEstimate.of(head, probability, outside, n)
 
     def get(self, ids: Sequence[str]) -> GalleryRecords:
         """See :meth:`Gallery.get`."""

@@ -123,6 +123,65 @@ class Candidates:
         return Candidates(self.ids[:n], self.distance[:n], self.uncertainty[:n], self.payloads[:n])
 
 
+N_WHOLE = 20_000
+"""Number of items up to which match probabilities are added up over the whole gallery."""
+
+
+@dataclass(frozen=True)
+class MatchEstimate:
+    """The expected number of matches of a query in a gallery.
+
+    Attributes:
+        expected: the sum of the match probabilities over the gallery, or an unbiased estimate of it.
+        low: lower end of the interval that holds the sum in about 95 of 100 samples; equal to `expected` if exact.
+        high: its upper end.
+    """
+
+    expected: float
+    low: float
+    high: float
+
+    @classmethod
+    def exact(cls, total: float) -> "MatchEstimate":
+        """An exact sum.
+
+        Args:
+            total: the sum.
+
+        Returns:
+            An estimate without error.
+        """
+        return cls(total, total, total)
+
+    @classmethod
+    def of(cls, near: Tensor, sample: Tensor, outside: Tensor, n: int) -> "list[MatchEstimate]":
+        """Estimate sums from their largest terms and a sample of the others.
+
+        Args:
+            near: (b, h) match probabilities of the closest items of each query; 0 where there are fewer than h.
+            sample: (b, s) match probabilities of a uniform sample of all items.
+            outside: (b, s) whether the item of the sample is not among the closest.
+            n: number of items in the gallery.
+
+        Returns:
+            b estimates; their intervals are 1.96 standard errors of the sample to both sides.
+
+        Example:
+            >>> MatchEstimate.of(torch.tensor([[0.75]]), torch.tensor([[0.25, 0.25]]), torch.tensor([[True, True]]), 5)
+            [MatchEstimate(expected=1.75, low=1.75, high=1.75)]
+        """
+        first, s, others = near.double().sum(1), outside.sum(1), n - (near > 0).sum(1)
+        rest = torch.where(outside, sample, 0).double()
+        mean = rest.sum(1) / s.clamp_min(1)
+        variance = torch.where(outside, rest - mean.unsqueeze(1), 0).square().sum(1) / (s - 1).clamp_min(1)
+        error = 1.96 * others * (variance * (1 - s / others.clamp_min(1)).clamp_min(0) / s.clamp_min(1)).sqrt()
+        expected = first + others * mean
+        low = torch.maximum(first, expected - error)
+        return [
+            cls(*values) for values in zip(expected.tolist(), low.tolist(), (expected + error).tolist(), strict=True)
+        ]
+
+
 @dataclass(frozen=True)
 class Scorer:
     """Computes match probabilities, conformal sets and abstention from distances, for galleries of any size.
@@ -275,7 +334,6 @@ class Gallery(ABC):
             n lists of candidates.
         """
 
-    @abstractmethod
     def expected_matches(self, queries: GaussianEmbedding) -> list[float]:
         """The expected number of matches of each query: the sum of the match probabilities over the gallery.
 
@@ -283,7 +341,23 @@ class Gallery(ABC):
             queries: (n, d) embeddings.
 
         Returns:
-            n sums.
+            n sums, exact up to N_WHOLE items and estimated beyond, see :meth:`match_estimates`.
+        """
+        return [estimate.expected for estimate in self.match_estimates(queries)]
+
+    @abstractmethod
+    def match_estimates(self, queries: GaussianEmbedding) -> list[MatchEstimate]:
+        """The expected number of matches of each query with its interval.
+
+        Up to N_WHOLE items the sum is exact. In a larger gallery the closest items that the engine finds are added up,
+        and the rest of the sum is estimated without bias from a seeded sample. So the cost does not grow with the
+        gallery beyond that of one search.
+
+        Args:
+            queries: (n, d) embeddings.
+
+        Returns:
+            n estimates.
         """
 
     @abstractmethod

@@ -2,8 +2,10 @@
 
 Engine "exact" ranks by any distance; "flat", "hnsw" and "ivf" are FAISS over lifted vectors (search/lifting.py).
 Engines differ only in the candidates that they return: the distances of the results are always recomputed from the
-stored embeddings, row by row in float32, and equal distances keep the order of the items. With a calibration an index
-can also abstain, and return sets that hold a match with a requested probability.
+stored embeddings, row by row, in float64 for distances that lift and in float32 for the others, and equal distances
+keep the order of the items. For distances that lift, "exact" returns the answer of float64 over all items
+(search/screening.py). With a calibration an index can also abstain, and return sets that hold a match with a requested
+probability.
 """
 
 import json
@@ -25,13 +27,25 @@ from sfumato.distances import Distance, get_distance
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.search.atomic_folder import load_folder, save_folder
 from sfumato.search.exact import closest_candidates, closest_in_blocks, distance_blocks, top_k
-from sfumato.search.gallery import Candidates, Gallery, GalleryRecords, Scorer, with_margin
-from sfumato.search.lifting import LIFTED_DISTANCES, LiftedGallery, gallery_centre, lift_gallery, lift_queries
+from sfumato.search.gallery import (
+    N_WHOLE,
+    Candidates,
+    Gallery,
+    GalleryRecords,
+    MatchEstimate,
+    Scorer,
+    with_margin,
+)
+from sfumato.search.lifting import LiftedGallery, gallery_centre, lift_gallery, lift_queries, query_constant
+from sfumato.search.screening import Screen, ordered_candidates
 from sfumato.search.stores.faiss import FAISS_ENGINES, FaissOptions, FaissStore
 from sfumato.search.stores.protocol import Filter
 
 ENGINES = ("exact", *FAISS_ENGINES)
 """Engines of :class:`GaussianIndex`."""
+
+_HEAD, _SAMPLE = 64, 2048
+"""Number of closest items, and of sampled ones, for estimates of sums over large galleries."""
 
 _KIND = "sfumato-index-1"
 _TENSORS, _ITEMS, _FAISS, _CALIBRATION = "embeddings.safetensors", "items.json", "faiss.index", "calibration.json"
@@ -158,14 +172,20 @@ class GaussianIndex(Gallery):
             fitting = self._fitting(filter)
             if not len(fitting):
                 return [self._found(torch.empty(0), fitting)] * queries.n
-            _, place = top_k(queries, self.embeddings[fitting], with_margin(k), self.oriented_distance)
-            distance, position = (found[:, :k] for found in self._anew(queries, fitting[place]))
+            if self._lifts:
+                distance, position = self._screen.among(fitting).closest(queries, k)
+            else:
+                _, place = top_k(queries, self.embeddings[fitting], with_margin(k), self.oriented_distance)
+                distance, position = (found[:, :k] for found in self._anew(queries, fitting[place]))
+            distance = distance.float()
         return [self._found(d, p) for d, p in zip(distance, position, strict=True)]
 
     def within(self, queries: GaussianEmbedding, radius: float, *, most: int | None = None) -> list[Candidates]:
         """See :meth:`Gallery.within`; by a scan, so it is exact for every engine."""
+        if self._lifts:
+            return [self._found(d[:most].float(), p[:most]) for d, p in self._screen.within(queries, radius)]
         found = []
-        for start, block in self._blocks(queries):
+        for start, block in distance_blocks(queries, self.embeddings, self.oriented_distance):
             # Products of matrices round by about 1e-6 of the largest distance.
             near = block <= radius + 1e-5 * block.abs().amax(1, keepdim=True)
             for i, row in enumerate(near, start):
@@ -176,12 +196,23 @@ class GaussianIndex(Gallery):
         return found
 
     @torch.no_grad()
-    def expected_matches(self, queries: GaussianEmbedding) -> list[float]:
-        """See :meth:`Gallery.expected_matches`."""
-        queries, totals = self.checked(queries), list[float]()
-        for _, block in self._blocks(queries):
-            totals += self.match_probability(block).sum(1).tolist()
-        return totals
+    def match_estimates(self, queries: GaussianEmbedding) -> list[MatchEstimate]:
+        """See :meth:`Gallery.match_estimates`; the sample is drawn once, with seed 0."""
+        queries, found = self.checked(queries), list[MatchEstimate]()
+        sample, part = self._sample
+        for start, block in self._blocks(queries, part):
+            probability = self.match_probability(block)
+            if len(sample) == len(self):
+                found += [MatchEstimate.exact(total) for total in probability.sum(1).tolist()]
+                continue
+            distance, position = self._head(queries[start : start + len(block)], _HEAD)
+            head = self.match_probability(distance).masked_fill(position < 0, 0)
+            place = torch.searchsorted(sample, position.contiguous()).clamp_max(len(sample) - 1)
+            query, nearest = (sample[place] == position).nonzero(as_tuple=True)
+            outside = torch.ones_like(probability, dtype=torch.bool)
+            outside[query, place[query, nearest]] = False
+            found += MatchEstimate.of(head, probability, outside, len(self))
+        return found
 
     def get(self, ids: Sequence[str]) -> GalleryRecords:
         """See :meth:`Gallery.get`."""
@@ -207,13 +238,25 @@ class GaussianIndex(Gallery):
 
     def _nearest(self, queries: GaussianEmbedding, k: int) -> tuple[Tensor, Tensor]:
         k = min(k, len(self))
-        candidates = self._candidates(queries, min(len(self), with_margin(k)))
-        distance, found = self._anew(queries, candidates)
-        return distance[:, :k], found[:, :k]
+        if self.store is None and self._lifts:
+            distance, found = self._screen.closest(queries, k)
+        else:
+            distance, found = self._anew(queries, self._candidates(queries, min(len(self), with_margin(k))))
+        return distance[:, :k].float(), found[:, :k]
 
     def _anew(self, queries: GaussianEmbedding, candidates: Tensor) -> tuple[Tensor, Tensor]:
         """The (n, c) candidates of each query with their exact distances, closest first."""
+        if self._lifts:
+            return ordered_candidates(queries, self.embeddings, self.oriented_distance, candidates)
         return closest_candidates(queries, self.embeddings, candidates, self.oriented_distance)
+
+    def _head(self, queries: GaussianEmbedding, c: int) -> tuple[Tensor, Tensor]:
+        """About the c closest items by the engine, with its own distances: ((n, c) distances, (n, c) positions)."""
+        if self.store is None:
+            return self._nearest(queries, c)
+        squared, found = self.store.search(lift_queries(queries, self.distance, centre=self.centre), c)
+        distance = squared.clamp_min(0) + query_constant(queries, self.distance).unsqueeze(1)
+        return distance.masked_fill(found < 0, torch.inf), found
 
     def scan(self, batch: int = 4096) -> Iterator[GalleryRecords]:
         """See :meth:`Gallery.scan`; in the order of the gallery."""
@@ -335,26 +378,39 @@ class GaussianIndex(Gallery):
     def _candidates(self, queries: GaussianEmbedding, c: int) -> Tensor:
         """(n, c) distinct positions; queries with fewer results of an approximate engine are searched exactly."""
         if self.store is None:
-            return self._scanned(queries, c)
+            blocks = distance_blocks(queries, self.embeddings, self.oriented_distance)
+            return closest_in_blocks(blocks, c, queries.n, len(self))[1]
         _, found = self.store.search(lift_queries(queries, self.distance, centre=self.centre), c)
         short = (found < 0).any(dim=1).nonzero().squeeze(1)
         if len(short):
-            found[short] = self._scanned(queries[short], c)
+            found[short] = self._screen.closest(queries[short], c)[1]
         return found
 
-    def _scanned(self, queries: GaussianEmbedding, c: int) -> Tensor:
-        return closest_in_blocks(self._blocks(queries), c, queries.n, len(self))[1]
-
-    def _blocks(self, queries: GaussianEmbedding) -> Iterator[tuple[int, Tensor]]:
-        """Distances of blocks of queries to the whole gallery."""
-        if self.distance in LIFTED_DISTANCES:
-            return self._lifted.distance_blocks(queries)
-        return distance_blocks(queries, self.embeddings, self.oriented_distance)
+    @property
+    def _lifts(self) -> bool:
+        return self.oriented_distance.lift is not None
 
     @cached_property
-    def _lifted(self) -> LiftedGallery:
-        """The lifted gallery, made at the first scan: half the memory of the embeddings, and ten times faster scans."""
-        return LiftedGallery.of(self.embeddings, self.distance, self.centre)
+    def _screen(self) -> Screen:
+        """The gallery prepared for exact search, at the first: a quarter to half of the memory of the embeddings."""
+        return Screen.of(self.embeddings, self.oriented_distance)
+
+    @cached_property
+    def _sample(self) -> tuple[Tensor, LiftedGallery | GaussianEmbedding]:
+        """Ascending positions of all items or of a sample, and these prepared for distances by products."""
+        chosen = torch.arange(len(self))
+        if len(self) > N_WHOLE:
+            chosen = torch.randperm(len(self), generator=torch.Generator().manual_seed(0))[:_SAMPLE].sort().values
+        part = self.embeddings[chosen]
+        return chosen, LiftedGallery.of(part, self.distance, self.centre) if self._lifts else part
+
+    def _blocks(
+        self, queries: GaussianEmbedding, gallery: LiftedGallery | GaussianEmbedding
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Distances of blocks of queries to some items."""
+        if isinstance(gallery, LiftedGallery):
+            return gallery.distance_blocks(queries)
+        return distance_blocks(queries, gallery, self.oriented_distance)
 
 
 def _check_gallery(embeddings: GaussianEmbedding, ids: tuple[str, ...], payload: dict[str, tuple[str, ...]]) -> None:

@@ -70,7 +70,7 @@ def lift_gallery(gallery: GaussianEmbedding, distance: str = "csd", *, centre: T
     Raises:
         ValueError: the distance does not lift, or the centre is not (d,).
     """
-    return torch.cat([_centred(gallery, centre), _lift(distance).gallery(gallery)], dim=1)
+    return torch.cat([_centred(gallery, centre), _lift(distance).gallery(gallery).float()], dim=1)
 
 
 def lift_queries(queries: GaussianEmbedding, distance: str = "csd", *, centre: Tensor | None = None) -> Tensor:
@@ -87,7 +87,7 @@ def lift_queries(queries: GaussianEmbedding, distance: str = "csd", *, centre: T
     Raises:
         ValueError: the distance does not lift, or the centre is not (d,).
     """
-    return torch.cat([_centred(queries, centre), _lift(distance).query(queries)], dim=1)
+    return torch.cat([_centred(queries, centre), _lift(distance).query(queries).float()], dim=1)
 
 
 def query_constant(queries: GaussianEmbedding, distance: str = "csd") -> Tensor:
@@ -103,7 +103,7 @@ def query_constant(queries: GaussianEmbedding, distance: str = "csd") -> Tensor:
     Raises:
         ValueError: the distance does not lift.
     """
-    return _lift(distance).constant(queries)
+    return _lift(distance).constant(queries).float()
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,219 @@
+"""Engine exact against the bare matrix product and FAISS flat, and its recall where float32 products lose the order.
+
+The gallery has unit means and varying total variances. In each round every contender answers the same queries once, in
+turn; the table has the shortest time of each and ratios of these. The contenders:
+
+    product   q @ g.T or g @ q.T in float32 alone, the faster of the two orders: no result, the limit of float32
+    faiss     IndexFlatL2 over lifted vectors
+    before    distances by one float32 product, top k, recomputed in float32 (engine exact before bounds)
+    exact     GaussianIndex, engine exact
+
+    python benchmarks/exact_search.py [--json PATH] [--items 200000] [--d 512] [--threads 1] [--rounds 8]
+                                      [--batches 1 20 256] [--surface 0] [--recall] [--sums]
+
+`--recall` prints recall@10 against float64 on hard galleries; `--sums` the cost of expected_matches beside that of a
+search, with the approximate engines. Both skip the rest. Exits with 1 if a recall of engine exact is below 1.
+"""
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import faiss
+import torch
+from torch import Tensor
+
+from sfumato.distances import get_distance
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.exact import closest_candidates, closest_in_blocks
+from sfumato.search.gallery import with_margin
+from sfumato.search.index import GaussianIndex
+from sfumato.search.lifting import LiftedGallery, lift_queries
+from sfumato.search.screening import product_dtype
+
+K = 10
+
+
+def unit(n: int, d: int, surface: int, generator: torch.Generator) -> GaussianEmbedding:
+    """Unit means, in all directions alike or near a surface of few dimensions; total variances over a decade."""
+    mean = torch.randn(n, d, generator=generator)
+    if surface:
+        plane = torch.randn(surface, d, generator=torch.Generator().manual_seed(5)) / surface**0.5
+        mean = torch.randn(n, surface, generator=generator) @ plane + 0.5 * mean
+    log_var = (torch.randn(n, 1, generator=generator) - 7).expand(n, d)
+    return GaussianEmbedding(torch.nn.functional.normalize(mean, dim=1), log_var)
+
+
+def before(lifted: LiftedGallery, queries: GaussianEmbedding, gallery: GaussianEmbedding) -> Tensor:
+    """(n, K) positions by one float32 product, with a margin that is rescored in float32."""
+    k = min(with_margin(K), gallery.n)
+    near = closest_in_blocks(lifted.distance_blocks(queries), k, queries.n, gallery.n)[1]
+    return closest_candidates(queries, gallery, near, lifted.distance)[1][:, :K]
+
+
+def race(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """The shortest time of each in milliseconds; one round to warm up."""
+    best = dict.fromkeys(contenders, float("inf"))
+    for turn in range(rounds + 1):
+        for name, run in contenders.items():
+            start = time.perf_counter()
+            run()
+            if turn:
+                best[name] = min(best[name], 1000 * (time.perf_counter() - start))
+    return best
+
+
+def speed(items: int, d: int, batches: list[int], rounds: int, surface: int) -> list[dict[str, Any]]:
+    """Times and ratios for each batch."""
+    generator, rows = torch.Generator().manual_seed(0), []
+    gallery = unit(items, d, surface, generator)
+    index = GaussianIndex.build(gallery, [str(i) for i in range(items)])
+    start = time.perf_counter()
+    index.nearest(gallery[:1], K)
+    first = time.perf_counter() - start
+    lifted = LiftedGallery.of(index.embeddings, "csd", index.centre)
+    flat = faiss.IndexFlatL2(d + 1)
+    flat.add(lifted.vectors.numpy())
+    for batch in batches:
+        queries = unit(batch, d, surface, generator)
+        q, g, vectors = queries.mean, gallery.mean, lift_queries(queries, "csd", centre=index.centre).numpy()
+        times = race(
+            {
+                "q @ g.T": lambda q=q, g=g: q @ g.T,
+                "g @ q.T": lambda q=q, g=g: g @ q.T,
+                "faiss": lambda v=vectors: flat.search(v, K),
+                "before": lambda q=queries: before(lifted, q, index.embeddings),
+                "exact": lambda q=queries: index.nearest(q, K),
+            },
+            rounds,
+        )
+        product = min(times["q @ g.T"], times["g @ q.T"])
+        rows.append(
+            {
+                "items": items, "batch": batch, **times, "first_search_seconds": first,
+                "of_product": times["exact"] / product, "of_faiss": times["exact"] / times["faiss"],
+                "of_before": times["exact"] / times["before"], "before_of_faiss": times["before"] / times["faiss"],
+            }
+        )  # fmt: skip
+        print(
+            f"{items:9,} {batch:4} product {product:8.1f}  faiss {times['faiss']:8.1f}  before {times['before']:8.1f} "
+            f" exact {times['exact']:8.1f} ms; exact is {rows[-1]['of_product']:.2f} of product,"
+            f" {rows[-1]['of_faiss']:.2f} of faiss, {rows[-1]['of_before']:.2f} of before",
+            flush=True,
+        )
+    return rows
+
+
+def hard(name: str, n: int, d: int, generator: torch.Generator) -> GaussianEmbedding:
+    """A gallery, or queries of the same kind, where float32 products lose the order."""
+    noise = torch.randn(n, d, generator=generator)
+    log_var = 0.1 * torch.randn(n, d, generator=generator) - 20
+    if name == "two clusters 100 apart":
+        side = torch.where(torch.arange(n) % 2 == 0, 100.0, 0.0).unsqueeze(1)
+        return GaussianEmbedding(side + 0.01 * noise, log_var)
+    if name.startswith("near-duplicates"):
+        base = torch.randn(100, d, generator=torch.Generator().manual_seed(3))
+        base = torch.nn.functional.normalize(base, dim=1)[torch.randint(100, (n,), generator=generator)]
+        return GaussianEmbedding(
+            torch.nn.functional.normalize(base + float(name[16:]) * noise / d**0.5, dim=1), log_var
+        )
+    decades = 6 * torch.rand(n, 1, generator=generator) - 3
+    return GaussianEmbedding(torch.nn.functional.normalize(noise, dim=1), log_var + 14 + 2.302585 * decades)
+
+
+HARD = ("two clusters 100 apart", "near-duplicates .003", "near-duplicates .001", "variances of six decades")
+
+
+def recalls(items: int, d: int) -> list[dict[str, Any]]:
+    """recall@10 of csd against float64, before and now."""
+    rows, ids = [], [str(i) for i in range(items)]
+    for name in HARD:
+        generator = torch.Generator().manual_seed(0)
+        gallery, queries = hard(name, items, d, generator), hard(name, 50, d, generator)
+        index, truth = GaussianIndex.build(gallery, ids), list[Tensor]()
+        wide, row = gallery.to(torch.float64), get_distance("csd").row
+        for i in range(queries.n):
+            query = queries[torch.full((items,), i)].to(torch.float64)
+            truth.append(row(query, wide).sort(stable=True).indices[:K])
+        lifted = LiftedGallery.of(gallery, "csd", index.centre)
+        found = {"before": before(lifted, queries, gallery), "exact": index.nearest(queries, K)[1]}
+        wanted = torch.stack(truth)
+        result = {n: float((wanted.unsqueeze(2) == f.unsqueeze(1)).any(2).double().mean()) for n, f in found.items()}
+        times = race(
+            {
+                "before": lambda lifted=lifted, q=queries, g=gallery: before(lifted, q, g),
+                "exact": lambda i=index, q=queries: i.nearest(q, K),
+            },
+            3,
+        )
+        rows.append({"gallery": name, "items": items, **result, "time_of_before": times["exact"] / times["before"]})
+        print(
+            f"{name:26} before {result['before']:.3f}  exact {result['exact']:.3f},"
+            f" time {rows[-1]['time_of_before']:.2f} of before",
+            flush=True,
+        )
+    return rows
+
+
+def sums(items: int, d: int, rounds: int) -> list[dict[str, Any]]:
+    """The cost of expected_matches beside that of a search, and its error."""
+    generator, rows, ids = torch.Generator().manual_seed(0), [], [str(i) for i in range(items)]
+    gallery = unit(items, d, 32, generator)
+    lifted = None
+    for engine in ("exact", "flat", "ivf", "hnsw"):
+        index = GaussianIndex.build(gallery, ids, engine=engine)
+        if lifted is None:
+            lifted = LiftedGallery.of(index.embeddings, "csd", index.centre)
+        for batch in (1, 20):
+            queries = unit(batch, d, 32, generator)
+            times = race(
+                {
+                    "search": lambda i=index, q=queries: i.search(q, K),
+                    "expected_matches": lambda i=index, q=queries: i.expected_matches(q),
+                    "whole sum": lambda i=index, q=queries, whole=lifted: [
+                        i.match_probability(block).sum(1).tolist() for _, block in whole.distance_blocks(q)
+                    ],
+                },
+                rounds,
+            )
+            rows.append({"items": items, "engine": engine, "batch": batch, **times})
+            print(f"{engine:6} {batch:3} " + "  ".join(f"{n} {t:.2f} ms" for n, t in times.items()), flush=True)
+    return rows
+
+
+def main() -> int:
+    """Measure, print, write JSON."""
+    parser = argparse.ArgumentParser(description="Engine exact against the bare product and FAISS flat.")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--items", type=int, default=200_000)
+    parser.add_argument("--d", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 20, 256])
+    parser.add_argument("--surface", type=int, default=0, help="dimensions of a surface near the means; 0: none")
+    parser.add_argument("--recall", action="store_true", help="measure recall on hard galleries instead")
+    parser.add_argument("--sums", action="store_true", help="measure expected_matches instead")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    faiss.omp_set_num_threads(arguments.threads)
+    print(f"products in {product_dtype()}, {arguments.threads} threads")
+    if arguments.recall:
+        rows = recalls(arguments.items, arguments.d)
+    elif arguments.sums:
+        rows = sums(arguments.items, arguments.d, arguments.rounds)
+    else:
+        rows = speed(arguments.items, arguments.d, arguments.batches, arguments.rounds, arguments.surface)
+    if arguments.json:
+        settings = {name: value for name, value in vars(arguments).items() if name != "json"}
+        about = {"torch": torch.__version__, "faiss": faiss.__version__, "machine": platform.machine()}
+        arguments.json.write_text(json.dumps({"settings": settings | about, "rows": rows}, indent=2) + "\n")
+    return int(any(row.get("exact", 1) < 1 for row in rows if "gallery" in row))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,645 @@
+r"""Exact search by bounds: a cheap product bounds every distance, and float64 decides among the few that are left.
+
+For a distance that lifts, with c a centre near the item, x = query - c and r = item - c,
+
+    distance - constant(query) = ||x||^2 + w - 2 <x, r>,    w = ||r||^2 + the part of the item alone
+
+(for csd that part is the total variance of the item, so the products have d columns). The products are taken of x' and
+r', which are x and r in bfloat16 where the CPU multiplies it faster than float32, and in float32 elsewhere. The error
+is bounded by Cauchy and Schwarz, with the lengths of what was rounded away, which are known:
+
+    |<x, r> - <x', r'>| <= ||x|| ||r - r'|| + ||x - x'|| ||r'||
+
+plus the rounding of the product itself. The items whose lower bound does not exceed the k-th smallest upper bound
+contain the k closest. Their distances are computed anew in float64 by differences. So the result is that of float64
+over all items, whatever the data: bad data make the bounds leave more items, never wrong ones.
+"""
+
+import functools
+import itertools
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from sfumato.distances import Distance, Lift
+from sfumato.gaussian import GaussianEmbedding
+
+T = TypeVar("T")
+
+_GROUP = 16
+"""Rows whose smallest bound is compared at first."""
+
+_BLOCK = 2**20
+"""Products in a block, for each thread: 4 MiB in float32, which stay in the cache."""
+
+_QUERIES = 256
+"""Queries in one pass over the gallery."""
+
+_PAIRS = 128
+"""Pairs of query and item whose distances are computed at a time in float64."""
+
+_MANY_PAIRS = 2**22
+"""With more candidates than this a pass is repeated for half of the queries at a time."""
+
+_ROWS = 8192
+"""Items that are prepared at a time."""
+
+_HUGE = 1e37
+"""Products above this may overflow float32; bounds then exclude nothing."""
+
+
+@functools.cache
+def product_dtype() -> torch.dtype:
+    """The dtype in which this machine takes products faster, by a short trial.
+
+    Returns:
+        bfloat16 if it takes less than .8 of the time of float32, otherwise float32. Both lead to the same results.
+    """
+    times = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        rows, queries = torch.ones(2048, 512, dtype=dtype), torch.ones(512, 32, dtype=dtype)
+        product = torch.empty(2048, 32, dtype=dtype)
+        times[dtype] = math.inf
+        for _ in range(5):
+            start = time.perf_counter()
+            torch.mm(rows, queries, out=product)
+            times[dtype] = min(times[dtype], time.perf_counter() - start)
+    return torch.bfloat16 if times[torch.bfloat16] < 0.8 * times[torch.float32] else torch.float32
+
+
+@functools.lru_cache(maxsize=1)
+def _workers(n: int, process: int) -> ThreadPoolExecutor:
+    """n threads of this process whose operations take one core each.
+
+    An operation over several cores ends when the slowest of them ends, and a search has many short ones. On a machine
+    that does other work it would wait most of the time.
+    """
+    pool, met = ThreadPoolExecutor(n, "sfumato-search", torch.set_num_threads, (1,)), threading.Barrier(n)
+    for started in [pool.submit(met.wait) for _ in range(n)]:
+        started.result()
+    torch.set_num_threads(n)  # the threads to come start with the last number that was set
+    return pool
+
+
+def _in_parallel(work: Callable[[int], T], n: int) -> list[T]:
+    """work(0), ..., work(n - 1), each on one core."""
+    if torch.get_num_threads() == 1 or n == 1:
+        return [work(i) for i in range(n)]
+    return list(_workers(torch.get_num_threads(), os.getpid()).map(work, range(n)))
+
+
+def pair_distances(
+    queries: GaussianEmbedding, gallery: GaussianEmbedding, distance: Distance, query: Tensor, item: Tensor
+) -> Tensor:
+    """Distances of some pairs, by the row form in float64.
+
+    Args:
+        queries: (n, d) embeddings.
+        gallery: (m, d) embeddings.
+        distance: with queries as its first argument.
+        query: (p,) positions in queries.
+        item: (p,) positions in the gallery.
+
+    Returns:
+        (p,) float64. Equal items have equal distances.
+    """
+    queries, found = queries.to(torch.float64), torch.empty(len(query), dtype=torch.float64)
+
+    @torch.no_grad()
+    def work(number: int) -> None:
+        part = slice(number * _PAIRS, (number + 1) * _PAIRS)
+        found[part] = distance.row(queries[query[part]], gallery[item[part]].to(torch.float64))
+
+    _in_parallel(work, -(-len(query) // _PAIRS))
+    return found
+
+
+def ordered_candidates(
+    queries: GaussianEmbedding, gallery: GaussianEmbedding, distance: Distance, candidates: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Order each query's candidates by their float64 distances.
+
+    Args:
+        queries: (n, d) embeddings.
+        gallery: (m, d) embeddings.
+        distance: with queries as its first argument.
+        candidates: (n, c) gallery positions.
+
+    Returns:
+        ((n, c) float64 distances ascending, (n, c) positions); equal distances by gallery position.
+    """
+    n, c = candidates.shape
+    candidates = candidates.sort(dim=1).values
+    query = torch.arange(n).repeat_interleave(c)
+    found = pair_distances(queries, gallery, distance, query, candidates.flatten()).view(n, c)
+    found, order = found.sort(dim=1, stable=True)
+    return found, candidates.gather(1, order)
+
+
+@dataclass(frozen=True, eq=False)
+class _Relative:
+    """Some queries relative to a centre.
+
+    Attributes:
+        query: (b,) their positions among the queries of the pass.
+        coded: (b, e) in the dtype of the products.
+        length: (b,) float64 lengths.
+        rounding: (b,) float64 lengths of what coding rounded away.
+    """
+
+    query: Tensor
+    coded: Tensor
+    length: Tensor
+    rounding: Tensor
+
+    @classmethod
+    def of(cls, vectors: Tensor, centre: Tensor, dtype: torch.dtype) -> "_Relative":
+        away = vectors - centre.double()
+        coded = away.to(dtype)
+        lengths = torch.linalg.vector_norm(away, dim=1), torch.linalg.vector_norm(away - coded.double(), dim=1)
+        return cls(torch.arange(len(vectors)), coded, *lengths)
+
+    def take(self, rows: Tensor) -> "_Relative":
+        return _Relative(self.query[rows], self.coded[rows], self.length[rows], self.rounding[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class _Pairs:
+    """Pairs of a query and a row, with bounds of distance - constant(query); all (p,)."""
+
+    query: Tensor
+    row: Tensor
+    lower: Tensor
+    upper: Tensor
+
+    @staticmethod
+    def cat(parts: "list[_Pairs]") -> "_Pairs":
+        return _Pairs(*(torch.cat([getattr(p, n) for p in parts]) for n in ("query", "row", "lower", "upper")))
+
+    def take(self, chosen: Tensor) -> "_Pairs":
+        return _Pairs(self.query[chosen], self.row[chosen], self.lower[chosen], self.upper[chosen])
+
+    def __len__(self) -> int:
+        return len(self.query)
+
+
+class _Pending:
+    """The pairs that a pass has found so far, from several threads; with k, those whose lower bound is still in reach.
+
+    Attributes:
+        reach: (b,) with k, at most the k-th smallest upper bound of each query.
+        too_many: there are too many pairs for several queries at once.
+    """
+
+    def __init__(self, reach: Tensor, k: int | None) -> None:
+        self.reach, self.too_many, self._k = reach, False, k
+        self._parts, self._size, self._pruned, self._lock = list[_Pairs](), 0, 0, threading.Lock()
+
+    def add(self, found: _Pairs) -> None:
+        """Add pairs; from time to time the reach falls, and pairs are dropped."""
+        with self._lock:
+            self._parts.append(found)
+            self._size += len(found)
+            if self._size > 2 * self._pruned + 8 * len(self.reach) * (self._k or 1) or self._size > _MANY_PAIRS:
+                pairs = _Pairs.cat(self._parts)
+                if self._k is not None:
+                    self.reach = _reduced(self.reach, pairs, self._k)
+                    pairs = pairs.take((~(pairs.lower > self.reach[pairs.query])).nonzero().squeeze(1))
+                self._parts, self._size, self._pruned = [pairs], len(pairs), len(pairs)
+                self.too_many = self._size > _MANY_PAIRS and len(self.reach) > 1
+
+    def pairs(self) -> _Pairs:
+        """All of them."""
+        none, nothing = torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.float64)
+        return _Pairs.cat([_Pairs(none, none, nothing, nothing), *self._parts])
+
+
+@dataclass(frozen=True, eq=False)
+class Screen:
+    """A gallery prepared for exact search. Make one with :meth:`of`.
+
+    Rows are the items ordered by centre, then by length. Beside the gallery it takes 2 e + 20 bytes for each item with
+    bfloat16, 4 e + 20 with float32.
+
+    Attributes:
+        gallery: (m, d) embeddings, float32.
+        distance: one that lifts, with queries as its first argument.
+        item: (r,) gallery position of each row.
+        coded: (r, e) items less their centre, in the dtype of the products.
+        weight: (r,) lower bounds of w.
+        length: (r,) upper bounds of the lengths of `coded`.
+        rounding: (r,) upper bounds of the lengths of what coding rounded away.
+        centres: (c, e) float32.
+        starts: c + 1 numbers, the first row of each centre and r.
+    """
+
+    gallery: GaussianEmbedding
+    distance: Distance
+    item: Tensor
+    coded: Tensor
+    weight: Tensor
+    length: Tensor
+    rounding: Tensor
+    centres: Tensor
+    starts: tuple[int, ...]
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, gallery: GaussianEmbedding, distance: Distance, *, dtype: torch.dtype | None = None) -> "Screen":
+        """Prepare a gallery.
+
+        Args:
+            gallery: (m, d) embeddings, float32 on the CPU, m >= 1.
+            distance: one that lifts, with queries as its first argument.
+            dtype: of the products, bfloat16 or float32; that of :func:`product_dtype` if None.
+
+        Returns:
+            The screen.
+
+        Raises:
+            ValueError: the distance does not lift.
+        """
+        if distance.lift is None:
+            raise ValueError(f"Screen: distance {distance.name!r} does not lift; rank it with top_k")
+        lift, dtype, m = distance.lift, dtype or product_dtype(), gallery.n
+        centres = _centres(gallery, lift)
+        length, label = torch.empty(m), torch.empty(m, dtype=torch.long)
+        weight, rounding, e = torch.empty(m), torch.empty(m), centres.shape[1]
+        for start in range(0, m, _ROWS):
+            part = slice(start, start + _ROWS)
+            vectors = _vectors(gallery[part], lift)[0]
+            label[part] = _nearest_centre(vectors.float(), centres)
+            length[part] = torch.linalg.vector_norm((vectors - centres[label[part]]).float(), dim=1)
+        item = _sorted_by(label, length)
+        coded, more = torch.empty(m, e, dtype=dtype), 1 + _sum_error(e)
+        for start in range(0, m, _ROWS):
+            part = slice(start, start + _ROWS)
+            vectors, alone = _vectors(gallery[item[part]], lift)
+            residual = (vectors - centres[label[item[part]]]).float()
+            coded[part] = residual
+            back = coded[part].float()
+            length[part] = torch.linalg.vector_norm(back, dim=1) * more
+            rounding[part] = torch.linalg.vector_norm(residual - back, dim=1) * more + 2**-23 * length[part]
+            weight[part] = (residual.square().sum(1) + alone) * (1 - _sum_error(max(e, gallery.d)))
+        starts = tuple(torch.bincount(label, minlength=len(centres)).cumsum(0).tolist())
+        return cls(gallery, distance, item, coded, weight, length, rounding, centres, (0, *starts))
+
+    @property
+    def n(self) -> int:
+        """Number of rows r."""
+        return len(self.item)
+
+    def among(self, items: Tensor) -> "Screen":
+        """The same with some of its items only; their rows are copied.
+
+        Args:
+            items: (s,) distinct gallery positions.
+
+        Returns:
+            A screen of s rows.
+        """
+        wanted = torch.zeros(self.gallery.n, dtype=torch.bool)
+        wanted[items] = True
+        rows = wanted[self.item].nonzero().squeeze(1)
+        starts = torch.searchsorted(rows, torch.tensor(self.starts))
+        return replace(
+            self,
+            item=self.item[rows],
+            coded=self.coded[rows],
+            weight=self.weight[rows],
+            length=self.length[rows],
+            rounding=self.rounding[rows],
+            starts=tuple(starts.tolist()),
+        )
+
+    @torch.no_grad()
+    def closest(self, queries: GaussianEmbedding, k: int) -> tuple[Tensor, Tensor]:
+        """The k closest items of each query.
+
+        Args:
+            queries: (n, d) embeddings, float32 on the CPU.
+            k: number of results; all items if there are fewer.
+
+        Returns:
+            ((n, k) float64 distances ascending, (n, k) gallery positions); equal distances in gallery order.
+        """
+        k = min(k, self.n)
+        expected = min(self.n, 4 * k * self._stride(k)) + 1
+        step = max(1, min(_QUERIES, _MANY_PAIRS // expected))
+        parts = [self._closest(queries[start : start + step], k) for start in range(0, queries.n if k else 0, step)]
+        if not parts:
+            return torch.empty(queries.n, k, dtype=torch.float64), torch.empty(queries.n, k, dtype=torch.long)
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+    @torch.no_grad()
+    def within(self, queries: GaussianEmbedding, radius: float) -> Iterator[tuple[Tensor, Tensor]]:
+        """All items whose distance, rounded to float32, is at most a radius.
+
+        Args:
+            queries: (n, d) embeddings, float32 on the CPU.
+            radius: the largest distance.
+
+        Yields:
+            For each query (its (s,) float64 distances ascending, their gallery positions); equal distances in gallery
+            order.
+        """
+        for start in range(0, queries.n, _QUERIES):
+            yield from self._within(queries[start : start + _QUERIES], radius)
+
+    def _within(self, queries: GaussianEmbedding, radius: float) -> Iterator[tuple[Tensor, Tensor]]:
+        vectors, constant = self._lifted(queries)
+        limit = torch.full_like(constant, radius) + 2**-22 * abs(radius) + 2**-149
+        pairs = self._scan(vectors, limit - constant + _wide_error(self._columns) * (limit.abs() + constant), None)
+        if pairs is None:
+            half = queries.n // 2
+            yield from self._within(queries[:half], radius)
+            yield from self._within(queries[half:], radius)
+            return
+        item = self.item[pairs.row]
+        found = pair_distances(queries, self.gallery, self.distance, pairs.query, item)
+        query, found, item = _in_order(pairs.query, found, item, found.float() <= radius)
+        sizes = torch.bincount(query, minlength=queries.n).tolist()
+        yield from zip(found.split(sizes), item.split(sizes), strict=True)
+
+    def _closest(self, queries: GaussianEmbedding, k: int) -> tuple[Tensor, Tensor]:
+        vectors, constant = self._lifted(queries)
+        pairs = self._scan(vectors, self._first_reach(vectors, k), k)
+        if pairs is None:
+            half = queries.n // 2
+            parts = self._closest(queries[:half], k), self._closest(queries[half:], k)
+            return torch.cat([parts[0][0], parts[1][0]]), torch.cat([parts[0][1], parts[1][1]])
+        # The k lowest bounds first: their distances exclude most of the others.
+        order = _sorted_by(pairs.query, pairs.lower)
+        counts = torch.bincount(pairs.query, minlength=queries.n)
+        place = torch.arange(len(pairs)) - (counts.cumsum(0) - counts)[pairs.query[order]]
+        pairs, first = pairs.take(order), place < k
+        found = torch.full((len(pairs),), torch.inf, dtype=torch.float64)
+        found[first] = self._distances(queries, pairs, first)
+        reach = found[first].view(queries.n, k).amax(1)
+        reach = reach - constant + _wide_error(self._columns) * (reach + constant)
+        rest = ~first & ~(pairs.lower > reach[pairs.query])
+        found[rest] = self._distances(queries, pairs, rest)
+        query, found, item = _in_order(pairs.query, found, self.item[pairs.row], first | rest)
+        counts = torch.bincount(query, minlength=queries.n)
+        wanted = (counts.cumsum(0) - counts).unsqueeze(1) + torch.arange(k)
+        return found[wanted], item[wanted]
+
+    def _distances(self, queries: GaussianEmbedding, pairs: _Pairs, chosen: Tensor) -> Tensor:
+        return pair_distances(queries, self.gallery, self.distance, pairs.query[chosen], self.item[pairs.row[chosen]])
+
+    def _lifted(self, queries: GaussianEmbedding) -> tuple[Tensor, Tensor]:
+        """(n, e) lifted queries without the columns that are not multiplied, and (n,) constants, in float64."""
+        assert self.distance.lift is not None
+        wide = queries.to(torch.float64)
+        vectors = torch.cat([wide.mean, self.distance.lift.query(wide)], dim=1)[:, : self.coded.shape[1]]
+        return vectors, self.distance.lift.constant(wide).double()
+
+    def _scan(self, vectors: Tensor, reach: Tensor, k: int | None) -> _Pairs | None:
+        """The pairs whose lower bound is within reach, or None if they are too many for several queries at once.
+
+        With k the reach falls to the k-th smallest upper bound.
+        """
+        b, threads = len(vectors), torch.get_num_threads()
+        step = min(max(2048, _BLOCK // max(1, b)), max(1024, self.n // (4 * threads)), self.n)
+        step = max(_GROUP, step // _GROUP * _GROUP)
+        blocks, reading, pending = self._blocks(step), threading.Lock(), _Pending(reach, k)
+
+        @torch.no_grad()
+        def work(number: int) -> None:
+            coded = torch.empty(step * b, dtype=self.coded.dtype)
+            scores = torch.empty(step * b) if coded.dtype != torch.float32 else coded
+            last, relative = -1, None
+            while not pending.too_many:
+                with reading:
+                    centre, rows = next(blocks, (-1, slice(0)))
+                if centre < 0:
+                    break
+                if relative is None or centre != last:
+                    last, relative = centre, _Relative.of(vectors, self.centres[centre], self.coded.dtype)
+                found = self._survivors(rows, relative, pending.reach, coded, scores)
+                if found is not None:
+                    pending.add(found)
+
+        _in_parallel(work, threads)
+        return None if pending.too_many else pending.pairs()
+
+    def _blocks(self, step: int) -> Iterator[tuple[int, slice]]:
+        """(number of the centre, at most `step` rows) for all rows."""
+        for centre, (start, stop) in enumerate(itertools.pairwise(self.starts)):
+            for first in range(start, stop, step):
+                yield centre, slice(first, min(first + step, stop))
+
+    def _survivors(
+        self, rows: slice, relative: _Relative, reach: Tensor, coded: Tensor, scores: Tensor
+    ) -> _Pairs | None:
+        """The pairs of a block of rows whose lower bound is within reach; None if there are none."""
+        longest, rounding = float(self.length[rows].amax()), float(self.rounding[rows].amax())
+        apart = (relative.length - (longest + rounding) * (1 + 1e-6)).clamp_min(0).square() * (1 - 1e-6)
+        wanted = (~(apart > reach[relative.query])).nonzero().squeeze(1)
+        if not len(wanted):
+            return None
+        if len(wanted) < len(relative.query):
+            relative = relative.take(wanted)
+        error = self._error(relative, longest, rounding)
+        limit = self._limit(rows, relative, reach, error, longest)
+        score = self._scores(rows, relative, coded, scores)
+        group, query = (~(score.amin(1) > limit)).nonzero(as_tuple=True)
+        if not len(group):
+            return None
+        near, place = (~(score[group, :, query] > limit[query].unsqueeze(1))).nonzero(as_tuple=True)
+        row, query = group[near] * _GROUP + place, query[near]
+        real = row < rows.stop - rows.start
+        row, query = row[real], query[real]
+        outer = self._output_error
+        value, weight = score.flatten(0, 1)[row, query].double(), self.weight[rows][row].double()
+        inner = (weight - value) / (2 * (1 + outer))
+        square = relative.length.square()[query]
+        error = error[query] + 2**-21 * (value.abs() + weight)
+        upper = square + weight * (1 + 4 * _sum_error(self._columns)) - 2 * inner + 2 * outer * inner.abs() + error
+        lower = square + value - 4 * outer * inner.clamp_max(0).abs() - error
+        return _Pairs(relative.query[query], row + rows.start, lower, upper)
+
+    def _scores(self, rows: slice, relative: _Relative, coded: Tensor, scores: Tensor) -> Tensor:
+        """(groups, _GROUP, b) weight - 2 * product * (1 + error of its output), infinite behind the last row."""
+        n, b = rows.stop - rows.start, len(relative.query)
+        groups = -(-n // _GROUP)
+        product = torch.mm(self.coded[rows], relative.coded.T, out=coded[: n * b].view(n, b))
+        score = scores[: groups * _GROUP * b].view(groups * _GROUP, b)
+        score[n:] = torch.inf
+        if product.dtype != score.dtype:
+            score[:n].copy_(product)
+        torch.add(self.weight[rows].unsqueeze(1), score[:n], alpha=-2 * (1 + self._output_error), out=score[:n])
+        return score.view(groups, _GROUP, b)
+
+    def _limit(self, rows: slice, relative: _Relative, reach: Tensor, error: Tensor, longest: float) -> Tensor:
+        """(b,) the largest score of an item within reach.
+
+        A score is the weight minus twice the largest product that its output may stand for. Negative products may stand
+        for larger ones yet, by as much as their size, which is at most half of what the limit exceeds the weight by.
+        """
+        limit = reach[relative.query] - relative.length.square() + error
+        limit = limit + 2.01 * self._output_error * (limit - float(self.weight[rows].amin())).clamp_min(0)
+        limit = limit + 2**-21 * limit.abs()
+        return torch.where(longest * (relative.length + longest) < _HUGE, limit, torch.inf).float()
+
+    @property
+    def _columns(self) -> int:
+        return max(self.coded.shape[1], self.gallery.d)
+
+    @property
+    def _output_error(self) -> float:
+        """The relative error of a product that is rounded to the dtype of the products."""
+        return 2**-8 if self.coded.dtype == torch.bfloat16 else 0.0
+
+    @property
+    def _product_error(self) -> float:
+        """The error of a product in float32, in whatever order it is summed, relative to the lengths."""
+        reduced = self.coded.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+        return _sum_error(self.coded.shape[1]) + (2**-6 if reduced else 0)
+
+    def _error(self, relative: _Relative, length: float | Tensor, rounding: float | Tensor) -> Tensor:
+        """(b,) bounds of the error of a bound of a distance, without that of rounding the product to its dtype."""
+        n, lost = relative.length, relative.rounding
+        inner = n * rounding + lost * length + self._product_error * (n + lost) * length
+        return 2.001 * inner + _wide_error(self._columns) * n.square() + 1e-34
+
+    def _stride(self, k: int) -> int:
+        """Every how many rows a row is in the first sample: as much work as the candidates that it leaves."""
+        return max(1, int(math.sqrt(self.n / (8 * max(1, k)))))
+
+    def _first_reach(self, vectors: Tensor, k: int) -> Tensor:
+        """(b,) the k-th smallest upper bound of a sample of the rows; infinite where the sample is too small."""
+        stride, n = self._stride(k), torch.get_num_threads()
+        if stride < 2:
+            return torch.full((len(vectors),), torch.inf, dtype=torch.float64)
+        parts = [part for part in vectors.tensor_split(n) if len(part)]
+        return torch.cat(_in_parallel(lambda i: self._sampled_reach(parts[i], k, stride), len(parts)))
+
+    @torch.no_grad()
+    def _sampled_reach(self, vectors: Tensor, k: int, stride: int) -> Tensor:
+        """The same for some of the queries, from every stride-th row."""
+        best, outer = torch.full((len(vectors), k), torch.inf, dtype=torch.float64), self._output_error
+        for (start, stop), centre in zip(itertools.pairwise(self.starts), self.centres, strict=True):
+            rows = slice(start, stop, stride)
+            if start == stop:
+                continue
+            relative = _Relative.of(vectors, centre, self.coded.dtype)
+            inner = torch.mm(relative.coded, self.coded[rows].T).float()
+            upper = torch.add(self.weight[rows] * (1 + 4 * _sum_error(self._columns)), inner, alpha=-2)
+            upper.add_(inner.abs_(), alpha=2 * outer + 2**-21)
+            length, rounding = self.length[rows], self.rounding[rows]
+            mine = torch.stack([relative.length, relative.rounding, torch.ones(len(vectors))], dim=1).float()
+            theirs = torch.stack(
+                [
+                    rounding + self._product_error * length,
+                    length * (1 + self._product_error),
+                    self.weight[rows] * 2**-21,
+                ]
+            )
+            upper = torch.addmm(upper, mine, theirs, alpha=2.01)
+            near = upper.topk(min(k, upper.shape[1]), largest=False, sorted=False).values.double()
+            near += (relative.length.square() * (1 + _wide_error(self._columns)) + 1e-34).unsqueeze(1)
+            best = torch.cat([best, near], dim=1).topk(k, largest=False, sorted=False).values
+        return best.amax(1).nan_to_num(nan=torch.inf)
+
+
+def _sum_error(n: int) -> float:
+    """A bound of the relative error of a float32 sum of n numbers of one sign, in any order, and of its terms."""
+    return (n + 32) * 2**-23
+
+
+def _wide_error(n: int) -> float:
+    """The same in float64, twice."""
+    return (n + 32) * 2**-51
+
+
+def _vectors(gallery: GaussianEmbedding, lift: Lift) -> tuple[Tensor, Tensor | float]:
+    """(m, e) lifted vectors without the columns that queries meet with zeros, and (m,) the squares of these."""
+    columns = lift.query(gallery[:1])
+    if columns.shape[1] and bool((columns != 0).any()):
+        wide = gallery.to(torch.float64)
+        return torch.cat([wide.mean, lift.gallery(wide)], dim=1), 0.0
+    return gallery.mean, lift.gallery(gallery).square().sum(1)
+
+
+def _centres(gallery: GaussianEmbedding, lift: Lift) -> Tensor:
+    """(c, e) centres: one, or up to 256 where these are much closer to the items."""
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randperm(gallery.n, generator=generator)[: 2**14]
+    points = _vectors(gallery[chosen], lift)[0].float()
+    centre = points[: 2**12].median(dim=0).values.unsqueeze(0)
+    c = min(256, gallery.n // 128)
+    if c < 2 or not points.abs().amax() < 1e15:
+        return centre
+    points = points - centre
+    means = _k_means(points[: 64 * c], _seeds(points[: 2**11], c, generator))
+    many = torch.linalg.vector_norm(points - means[_nearest_centre(points, means)], dim=1).median()
+    return centre + means if many < torch.linalg.vector_norm(points, dim=1).median() / 2 else centre
+
+
+def _seeds(points: Tensor, c: int, generator: torch.Generator) -> Tensor:
+    """Some of the points, each drawn by its squared distance to those before: as few of c as are nearly as close."""
+    squares = points.square().sum(1)
+    seeds, apart, medians = [0], torch.full((len(points),), torch.inf), list[float]()
+    while True:
+        seed = seeds[-1]
+        apart = torch.minimum(apart, (squares + squares[seed] - 2 * (points @ points[seed])).clamp_min(0))
+        apart[seed] = 0
+        medians.append(float(apart.median()))
+        if len(seeds) == c or not bool(apart.sum() > 0):
+            break
+        seeds.append(int(torch.multinomial(apart, 1, generator=generator)))
+    enough = next(i for i, median in enumerate(medians, 1) if median <= 4 * medians[-1])
+    return points[torch.tensor(seeds[: 2 * enough])]
+
+
+def _k_means(points: Tensor, means: Tensor) -> Tensor:
+    """(c, e) means after four rounds from the given ones."""
+    for _ in range(4):
+        label = _nearest_centre(points, means)
+        sums = torch.zeros_like(means).index_add_(0, label, points)
+        counts = torch.bincount(label, minlength=len(means)).unsqueeze(1)
+        means = torch.where(counts > 0, sums / counts.clamp_min(1), means)
+    return means
+
+
+def _nearest_centre(points: Tensor, centres: Tensor) -> Tensor:
+    """(n,) positions of the nearest centres."""
+    if len(centres) == 1:
+        return torch.zeros(len(points), dtype=torch.long)
+    middle = centres.mean(0)
+    points, centres = points - middle, centres - middle
+    return torch.addmm(centres.square().sum(1), points, centres.T, alpha=-2).argmin(1)
+
+
+def _sorted_by(first: Tensor, second: Tensor) -> Tensor:
+    """Positions in the order of `first`, then of `second`."""
+    order = second.argsort(stable=True)
+    return order[first[order].argsort(stable=True)]
+
+
+def _in_order(query: Tensor, distance: Tensor, item: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The kept pairs by query, distance and gallery position."""
+    query, distance, item = query[kept], distance[kept], item[kept]
+    order = _sorted_by(distance, item)
+    order = order[query[order].argsort(stable=True)]
+    return query[order], distance[order], item[order]
+
+
+def _reduced(reach: Tensor, pairs: _Pairs, k: int) -> Tensor:
+    """(b,) the reach, or the k-th smallest upper bound of the pairs where it is smaller."""
+    order = _sorted_by(pairs.query, pairs.upper)
+    counts = torch.bincount(pairs.query, minlength=len(reach))
+    full = (counts >= k).nonzero().squeeze(1)
+    kth = pairs.upper[order][(counts.cumsum(0) - counts)[full] + k - 1]
+    reach = reach.clone()
+    reach[full] = torch.fmin(reach[full], kth)
+    return reach

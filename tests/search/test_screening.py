@@ -1,0 +1,262 @@
+"""Engine exact against float64 by brute force, on data chosen to break it, and its bounds against observed errors."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from sfumato.distances import DISTANCES, get_distance
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.search import index as index_module
+from sfumato.search import screening
+from sfumato.search.gallery import MatchEstimate
+from sfumato.search.index import ENGINES, GaussianIndex
+from sfumato.search.screening import Screen
+from sfumato.search.stores.protocol import Filter
+
+LIFTED = ["csd", "squared_l2", "wasserstein2"]
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+def items(kind, n, seed, d=24):
+    """A gallery, or queries of the same kind."""
+    generator = torch.Generator().manual_seed(seed)
+    noise, small = torch.randn(n, d, generator=generator), 0.3 * torch.randn(n, d, generator=generator)
+    which = torch.randint(40, (n,), generator=generator)
+    bases = torch.randn(40, d, generator=torch.Generator().manual_seed(99))
+    if kind == "random":
+        return GaussianEmbedding(noise, small - 3)
+    if kind == "two tight clusters far apart":
+        side = torch.where(torch.arange(n) % 2 == 0, 100.0, -100.0).unsqueeze(1)
+        return GaussianEmbedding(side + 0.01 * noise, small - 14)
+    if kind == "near-duplicates":
+        return GaussianEmbedding(normalize(normalize(bases)[which] + 2e-4 * noise), small / 3 - 20)
+    if kind == "duplicates":
+        return GaussianEmbedding(bases[which], torch.full((n, d), -2.0))
+    if kind == "variances of six decades":
+        decades = 6 * torch.rand(n, 1, generator=generator) - 3
+        return GaussianEmbedding(normalize(noise), small - 6 + 2.302585 * decades)
+    if kind == "a few outliers":
+        return GaussianEmbedding(noise * torch.where(torch.arange(n) % 97 == 0, 1e6, 1.0).unsqueeze(1), small - 3)
+    if kind == "squares that overflow":
+        return GaussianEmbedding(1e25 * noise, small)
+    assert kind == "squares that underflow"
+    return GaussianEmbedding(1e-25 * noise, small - 100)
+
+
+KINDS = [
+    "random", "two tight clusters far apart", "near-duplicates", "duplicates", "variances of six decades",
+    "a few outliers", "squares that overflow", "squares that underflow",
+]  # fmt: skip
+
+
+def true_distances(queries, gallery, distance):
+    """(n, m) by the row form in float64."""
+    wide, row = gallery.to(torch.float64), get_distance(distance).row
+    return torch.stack([row(queries[torch.full((gallery.n,), i)].to(torch.float64), wide) for i in range(queries.n)])
+
+
+def screen_of(gallery, distance="csd", dtype=torch.bfloat16):
+    return Screen.of(gallery, get_distance(distance).for_direction("t2i"), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("distance", LIFTED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_closest_are_those_of_float64(kind, distance, dtype):
+    gallery, queries = items(kind, 1500, 1), items(kind, 9, 2)
+    true = true_distances(queries, gallery, distance)
+    screen = screen_of(gallery, distance, dtype)
+    values, order = true.sort(dim=1, stable=True)
+    for k in (1, 10, 700, 1500, 2000):
+        found, position = screen.closest(queries, k)
+        assert torch.equal(position, order[:, :k]) and torch.equal(found, values[:, :k])
+    some = torch.arange(1500)[torch.rand(1500, generator=torch.Generator().manual_seed(3)) < 0.4]
+    order = some[true[:, some].sort(dim=1, stable=True).indices]
+    assert torch.equal(screen.among(some).closest(queries, 10)[1], order[:, :10])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_within_are_all_items_within_the_radius(kind, dtype):
+    gallery, queries = items(kind, 700, 1), items(kind, 5, 2)
+    true, screen = true_distances(queries, gallery, "csd"), screen_of(gallery, dtype=dtype)
+    for radius in (-1.0, *true.float().flatten().quantile(torch.tensor([0.01, 0.6])).tolist(), torch.inf):
+        for row, (found, position) in zip(true, screen.within(queries, radius), strict=True):
+            inside = (row.float() <= radius).nonzero().squeeze(1)
+            assert torch.equal(position, inside[row[inside].argsort(stable=True)])
+            assert torch.equal(found, row[position])
+
+
+@pytest.mark.parametrize("m", [1, 2, 15, 16, 17, 33])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fewer_items_than_a_group(m, dtype):
+    gallery, queries = items("random", m, 1), items("random", 4, 2)
+    order = true_distances(queries, gallery, "csd").argsort(dim=1, stable=True)
+    for k in (1, m, m + 5):
+        assert torch.equal(screen_of(gallery, dtype=dtype).closest(queries, k)[1], order[:, :k])
+
+
+def test_no_queries_no_items_and_distances_that_do_not_lift():
+    screen = screen_of(items("random", 30, 1))
+    assert [t.shape for t in screen.closest(items("random", 0, 2), 3)] == [(0, 3)] * 2
+    assert list(screen.within(items("random", 0, 2), 1.0)) == []
+    nothing = screen.among(torch.empty(0, dtype=torch.long))
+    assert [t.shape for t in nothing.closest(items("random", 2, 2), 3)] == [(2, 0)] * 2
+    with pytest.raises(ValueError, match="'kl' does not lift"):
+        Screen.of(items("random", 3, 1), get_distance("kl"))
+
+
+def test_many_candidates_are_searched_in_smaller_batches(monkeypatch):
+    monkeypatch.setattr(screening, "_MANY_PAIRS", 2000)
+    gallery, queries = items("near-duplicates", 1500, 1), items("near-duplicates", 13, 2)
+    true = true_distances(queries, gallery, "csd")
+    screen = screen_of(gallery)
+    assert torch.equal(screen.closest(queries, 20)[1], true.argsort(dim=1, stable=True)[:, :20])
+    assert [len(p) for _, p in screen.within(queries, 1e3)] == [1500] * 13
+
+
+def test_several_threads_find_the_same_and_leave_the_number_of_threads_alone():
+    gallery, queries = items("random", 20_000, 1), items("random", 300, 2)
+    screen, before = screen_of(gallery), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        distance, position = screen.closest(queries, 10)
+        torch.set_num_threads(3)
+        for _ in range(3):
+            found = screen.closest(queries, 10)
+            assert torch.equal(found[0], distance) and torch.equal(found[1], position)
+        with ThreadPoolExecutor(1) as other:
+            assert torch.get_num_threads() == other.submit(torch.get_num_threads).result() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def bounds(screen, queries):
+    """(n, m) lower and upper bounds of all pairs, and the true values that they are of."""
+    vectors, constant = screen._lifted(queries)
+    pairs = screen._scan(vectors, torch.full((queries.n,), torch.inf, dtype=torch.float64), None)
+    true = true_distances(queries, screen.gallery, screen.distance) - constant.unsqueeze(1)
+    true = true[pairs.query, screen.item[pairs.row]]
+    assert len(true) == queries.n * screen.n
+    return pairs.lower, pairs.upper, true
+
+
+SOUND = [k for k in KINDS if not k.startswith("squares")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("distance", LIFTED)
+@pytest.mark.parametrize("kind", SOUND)
+def test_bounds_hold_the_observed_errors(kind, distance, dtype, monkeypatch):
+    gallery, queries = items(kind, 1500, 1, d=64), items(kind, 9, 2, d=64)
+    screen = screen_of(gallery, distance, dtype)
+    lower, upper, true = bounds(screen, queries)
+    assert (lower <= true).all() and (true <= upper).all()
+    # Not vacuous: relative to the lengths of the factors they are as narrow as the dtype lets them be.
+    scale = true + gallery.mean.double().square().sum(1).amax() + 1
+    assert ((upper - lower) / scale).median() < (0.1 if dtype == torch.bfloat16 else 1e-3)
+    if dtype == torch.bfloat16:
+        monkeypatch.setattr(Screen, "_error", lambda self, relative, length, rounding: 0 * relative.length)
+        lower, upper, true = bounds(screen, queries)
+        assert (lower > true).any() or (true > upper).any(), "the bound of the coding error is needed"
+
+
+def test_without_bounds_items_are_missed(monkeypatch):
+    gallery, queries = items("random", 1500, 1, d=64), items("random", 100, 2, d=64)
+    order = true_distances(queries, gallery, "csd").argsort(dim=1, stable=True)[:, :10]
+    assert torch.equal(screen_of(gallery).closest(queries, 10)[1], order)
+    monkeypatch.setattr(Screen, "_error", lambda self, relative, length, rounding: 0 * relative.length)
+    monkeypatch.setattr(Screen, "_output_error", 0.0)
+    assert not torch.equal(screen_of(gallery).closest(queries, 10)[1], order)
+
+
+def test_reduced_precision_of_products_is_bounded_too():
+    screen = screen_of(items("random", 30, 1), dtype=torch.float32)
+    exact = screen._product_error
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert screen._product_error > 2**-7 > 100 * exact
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+# ---------------------------------------------------------------- through an index
+
+
+@pytest.mark.parametrize("kind", KINDS[:6])
+@pytest.mark.parametrize("engine", ["exact", "flat"])
+def test_an_index_answers_as_float64(kind, engine, tmp_path):
+    if engine == "flat":
+        pytest.importorskip("faiss", reason="needs the extra faiss")
+        if kind in ("two tight clusters far apart", "near-duplicates", "a few outliers"):
+            pytest.skip("FAISS multiplies in float32 and brings other candidates")
+    gallery, queries = items(kind, 900, 1), items(kind, 9, 2)
+    index = GaussianIndex.build(
+        gallery, [str(i) for i in range(900)], engine=engine, payload={"c": ["a", "b", "b"] * 300}
+    )
+    values, order = true_distances(queries, gallery, "csd").sort(dim=1, stable=True)
+    index.save(tmp_path / "index")
+    for one in (index, GaussianIndex.load(tmp_path / "index")):
+        found, position = one.nearest(queries, 10)
+        assert torch.equal(position, order[:, :10]) and torch.equal(found, values[:, :10].float())
+        chosen = one.search(queries, 5, filter=Filter({"c": ("b",)}))
+        for row, result in zip(order.tolist(), chosen, strict=True):
+            assert [r.id for r in result] == [str(j) for j in row if j % 3][:5]
+
+
+@pytest.mark.parametrize("distance", sorted({*DISTANCES} - {*LIFTED, "average_l2"}))
+def test_distances_that_do_not_lift_keep_their_path(distance):
+    index = GaussianIndex.build(items("random", 50, 1, d=4), [str(i) for i in range(50)], distance=distance)
+    index.search(items("random", 3, 2, d=4), 5)
+    assert "_screen" not in vars(index)
+
+
+# ---------------------------------------------------------------- sums over the gallery
+
+
+def test_estimates_are_unbiased_and_intervals_cover():
+    generator = torch.Generator().manual_seed(0)
+    probability = torch.rand(1, 5000, generator=generator).pow(8).sort(descending=True).values
+    near, total, errors, covered = probability[:, :50], float(probability.sum()), [], 0
+    for _ in range(400):
+        sample = torch.randperm(5000, generator=generator)[:500]
+        [estimate] = MatchEstimate.of(near, probability[:, sample], (sample >= 50).unsqueeze(0), 5000)
+        errors.append(estimate.expected - total)
+        covered += estimate.low <= total <= estimate.high
+    errors = torch.tensor(errors)
+    assert abs(errors.mean()) < 4 * errors.std() / 20, "400 samples: four standard errors"
+    assert 0.9 < covered / 400 < 0.99
+    [everything] = MatchEstimate.of(near, probability, (torch.arange(5000) >= 50).unsqueeze(0), 5000)
+    assert everything.expected == pytest.approx(total) and everything.high - everything.low < 1e-3
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("distance", ["csd", "kl"])
+def test_large_galleries_are_estimated(engine, distance, monkeypatch):
+    if engine != "exact":
+        pytest.importorskip("faiss", reason="needs the extra faiss")
+        if distance == "kl":
+            pytest.skip("kl does not lift")
+    gallery, queries = items("random", 3000, 1, d=6), items("random", 20, 2, d=6)
+    scale = {"csd": (1.0, 4.0), "kl": (0.05, 4.0)}[distance]
+    index = GaussianIndex.build(
+        gallery,
+        [str(i) for i in range(3000)],
+        engine=engine,
+        distance=distance,
+        logit_scale=scale[0],
+        logit_bias=scale[1],
+    )
+    exact = index.match_estimates(queries)
+    assert all(e.low == e.expected == e.high for e in exact)
+    true = true_distances(queries, gallery, get_distance(distance).for_direction("t2i"))
+    assert [e.expected for e in exact] == pytest.approx(index.match_probability(true).sum(1).tolist(), rel=1e-3)
+    monkeypatch.setattr(index_module, "N_WHOLE", 1000)
+    del index.__dict__["_sample"]
+    found = index.match_estimates(queries)
+    assert len(index._sample[0]) == 2048 and index.expected_matches(queries) == [e.expected for e in found]
+    inside = [f.low <= e.expected <= f.high for e, f in zip(exact, found, strict=True)]
+    assert sum(inside) >= 16, "one sample for 20 queries of 95 %"
+    assert all(f.low < f.high for f in found)
