@@ -74,17 +74,14 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
     table = Table(title=title, title_justify="left")
     table.add_column("direction")
     names = ["recall@1", "recall@5", "recall@10", "r_precision", "map@r"]
-    for name in [*names, "median_rank", "n_queries"]:
-        table.add_column(name, justify="right")
-    for direction, metrics in table_rows(evaluation):
-        shown = [f"{metrics[name]:.1%}" for name in names] + [
-            f"{metrics['median_rank']:g}",
-            f"{metrics['n_queries']:g}",
-        ]
-        table.add_row(direction, *shown)
-    for direction, by_chance in zip(("image -> text", "text -> image"), evaluation.chance.values(), strict=True):
-        shown = [f"{by_chance[name]:.1%}" if name in by_chance else "" for name in names]
-        table.add_row(f"{direction}, by chance", *shown, "", "")
+    for heading in ("recall@1", "@5", "@10", "R-P", "mAP@R", "median", "queries"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for k, (direction, metrics) in enumerate(table_rows(evaluation)):
+        shown = [f"{metrics[name]:.1%}" for name in names]
+        table.add_row(direction, *shown, f"{metrics['median_rank']:g}", f"{metrics['n_queries']:g}")
+        if k < len(evaluation.chance):
+            by_chance = list(evaluation.chance.values())[k]
+            table.add_row("  by chance", *(f"{by_chance[name]:.1%}" if name in by_chance else "" for name in names))
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     print(
         f"rsum {evaluation.rsum * 100:.1f} of 600, {evaluation.chance_rsum * 100:.1f} by chance"
