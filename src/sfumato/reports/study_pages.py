@@ -22,7 +22,7 @@ from sfumato.reports.formatting import (
 )
 from sfumato.reports.page_files import data_url, read_image, read_studies, render_page
 from sfumato.studies.analyse import NAMES, Analyses, same_model_and_data
-from sfumato.studies.audit import Audit, varied
+from sfumato.studies.audit import NEIGHBOURS, Audit, varied
 from sfumato.studies.crops import CELLS, MEANS, PUBLISHED, ROLES, CropFigures, CropStudy, Example
 
 DRAWN_SIGMAS = 2
@@ -297,7 +297,7 @@ def summary(figures: Mapping[str, Any], shown: int = 5) -> str:
             f"estimated fraction of wrong pairs: {percent(figures['wrong_share'])};"
             f" {figures['suspects']:,} pairs are probably wrong"
         )
-    lines.append("listed and probably wrong, sorted by their distance minus the distance to the closest unlisted item:")
+    lines.append(f"listed and probably wrong, sorted by their distance minus that of the {NEIGHBOURS} closest unlisted items:")
     lines += [
         f"  {_likely(row['wrong_probability'], 'wrong')}{row['image']}  {clipped(row['text'], 70)!r}"
         f"  (better: {clipped(row['better_text'] or '-', 50)!r})"
