@@ -297,7 +297,9 @@ def summary(figures: Mapping[str, Any], shown: int = 5) -> str:
             f"estimated fraction of wrong pairs: {percent(figures['wrong_share'])};"
             f" {figures['suspects']:,} pairs are probably wrong"
         )
-    lines.append(f"listed and probably wrong, sorted by their distance minus that of the {NEIGHBOURS} closest unlisted items:")
+    lines.append(
+        f"listed and probably wrong, sorted by their distance minus that of the {NEIGHBOURS} closest unlisted items:"
+    )
     lines += [
         f"  {_likely(row['wrong_probability'], 'wrong')}{row['image']}  {clipped(row['text'], 70)!r}"
         f"  (better: {clipped(row['better_text'] or '-', 50)!r})"
