@@ -146,7 +146,9 @@ class Answer(_Model):
         " between two images or two texts they are not calibrated"
     )
     uncertainty: float = Field(description="total variance of the query")
-    expected_matches: float = Field(description="sum of the match probabilities over the whole gallery")
+    expected_matches: float = Field(
+        description="sum of the match probabilities over the gallery; estimated beyond 20,000 items"
+    )
     verdict: VerdictText
     abstained: bool | None = Field(
         description="true if the query should not be answered; null if no risk was requested"
