@@ -6,7 +6,7 @@ import torch
 from pydantic import ValidationError
 
 from sfumato.encoders.features import RaggedStore, TokenFeatures
-from sfumato.encoders.frozen import FeatureInput, FrozenTextConfig, SideBySide, text_backbone
+from sfumato.encoders.frozen import FeatureInput, FrozenImageConfig, FrozenTextConfig, SideBySide, text_backbone
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.errors import UserError
 
@@ -102,6 +102,15 @@ def test_backbones_side_by_side():
     np.testing.assert_array_equal(second, [[6, 6, 6, 7, 7, 7, 7]] * 2)
     with pytest.raises(UserError, match=r"have 2 and 9 tokens an image; .* set model.image.grid"):
         SideBySide([Fixed("a", 2, 3), Fixed("b", 9, 4)])([b"x"])
+
+
+def test_backbones_of_packages_need_the_extra_offline():
+    for backbone, extra in (
+        ("efficientnet-lite0", "offline"),
+        ("efficientnet-lite0+efficientnet-lite2", "offline"),
+        ("openai/clip-vit-base-patch32", "backbones"),
+    ):
+        assert FrozenImageConfig(backbone=backbone).extras == {extra}
 
 
 def test_a_pooled_text_is_the_average_of_its_tokens():

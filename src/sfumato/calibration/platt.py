@@ -81,8 +81,6 @@ def fit_logits(distance: Tensor, match: Tensor, *, weight: Tensor | None = None)
 
 
 Knots = tuple[tuple[float, float], ...]
-
-
 """(distance, logit) by ascending distance, falling logits."""
 
 

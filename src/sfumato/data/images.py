@@ -173,14 +173,9 @@ class TarImage:
 
 
 THUMBNAIL = 144
-
-
 """Longer side of an image on the page, in pixels; twice what a phone shows."""
 
-
 _BYTES = 12_000
-
-
 """Largest thumbnail; busier images are compressed harder."""
 
 

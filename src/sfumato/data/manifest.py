@@ -30,7 +30,6 @@ from sfumato.errors import UserError
 MANIFEST_SUFFIXES = (".jsonl", ".csv", ".parquet")
 """Endings of manifests."""
 
-
 _COLUMNS = ("image", "captions", "caption", "caption_ids", "caption_id", "split", "id")
 
 

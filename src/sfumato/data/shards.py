@@ -27,16 +27,11 @@ from sfumato.errors import UserError
 from sfumato.files import sync_folder
 
 SHARD_IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp")
-
-
 """Endings of the members that are images."""
-
 
 _REMOTE = re.compile(r"pipe:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
-
 _MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)  # key.ending, as in the webdataset library
-
 
 _MOST_NAMES = 1_000_000
 

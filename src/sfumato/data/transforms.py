@@ -21,43 +21,25 @@ from torch import Tensor
 from torch.nn import functional
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-
-
 """Pillow's names of the formats that are read; others (EPS, say, which runs a program) are refused."""
 
-
 IMAGE_ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"})
-
-
 """File name endings that count as images when a folder is searched."""
 
-
 MAX_PIXELS = 80_000_000
-
-
 """Larger images are refused: a small file can hold an image that fills the memory. Below pillow's own limit."""
 
-
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-
 """Mean and standard deviation of ImageNet's pixels, in [0, 1]."""
 
-
 Fit = Literal["squash", "crop", "crop-nearest", "crop-margin"]
-
-
 """How an image becomes a square: by changing its aspect, or by cutting off the ends of its longer side. The two crops
 differ by at most one pixel: where the ends have an odd number of pixels together, "crop" starts at the pixel before the
 exact centre, and "crop-nearest" at the even one of its two neighbours. "crop-margin" cuts the centre out of an image
 whose shorter side is 8/7 as long as the square: 256 pixels for 224, as usual for ImageNet."""
 
-
 Box = tuple[float, float, float, float]
-
-
 """(left, top, width, height) of a part of an image, as fractions of its width and height."""
-
 
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -68,7 +50,6 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-
 
 _TURNED = (5, 6, 7, 8)
 """EXIF orientations that exchange width and height."""
@@ -413,7 +394,6 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 _SQUARES = 8
 
-
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -562,10 +542,7 @@ IMAGE_CORRUPTIONS: dict[str, ImageCorruption] = {
         ImageCorruption("blurred", (0.01, 0.02, 0.04, 0.08, 0.16), blur),
     )
 }
-
-
 """Corruptions of images by name."""
-
 
 TEXT_CORRUPTIONS: dict[str, TextCorruption] = {
     c.name: c
@@ -580,8 +557,6 @@ TEXT_CORRUPTIONS: dict[str, TextCorruption] = {
         ),
     )
 }
-
-
 """Corruptions of texts by name."""
 
 

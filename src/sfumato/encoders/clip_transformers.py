@@ -12,14 +12,9 @@ from sfumato.encoders.encoder_protocol import EncoderModule
 from sfumato.encoders.features import Inputs, TokenFeatures
 
 VarianceStart = Literal["random", "copy"]
-
-
 """How variance blocks start: with random weights, or as a copy of the mean's blocks."""
 
-
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-
-
 """Mean and standard deviation of the pixels that CLIP was trained on, in [0, 1]."""
 
 
@@ -301,7 +296,6 @@ def openai_text_state(state: Mapping[str, Tensor], encoder: ClipTextEncoder) -> 
 
 
 _BLOCK = re.compile(r"(uncertainty_transformer\.resblocks|transformer\.(?:prob_)?resblocks)\.(\d+)\.(.+)")
-
 
 _BLOCK_NAMES = {
     "ln_1": "layer_norm1",

@@ -53,7 +53,6 @@ IMAGE_BACKBONES = ("efficientnet-lite0", "efficientnet-lite2")
 TEXT_BACKBONES = ("minilm-l6-v2",)
 """Text backbones that come as packages; any other name is a hub name or a local folder of transformers."""
 
-
 Whiten = Annotated[
     int | None,
     Field(
@@ -102,7 +101,8 @@ class FrozenImageConfig(ImageEncoderConfig):
     @property
     def extras(self) -> frozenset[str]:
         """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
-        return frozenset({"offline" if self.backbone in IMAGE_BACKBONES else "backbones"})
+        packaged = [part in IMAGE_BACKBONES for part in self.backbone.split("+")]
+        return frozenset({"offline"} if all(packaged) else {"backbones"})
 
 
 class FrozenTextConfig(TextEncoderConfig):
@@ -212,9 +212,12 @@ class FeatureInput(EncoderModule):
         """
         values = inputs.values
         if self._whiten is not None and values.shape[-1] == self._received:
-            values = values - self.centre
-            values = values @ self.projection if self._whiten else values * self.projection
+            values = self._whitened(values)
         return TokenFeatures(self.dropout(values), inputs.mask)
+
+    def _whitened(self, values: Tensor) -> Tensor:
+        centred = values - self.centre
+        return centred @ self.projection if self._whiten else centred * self.projection
 
     @torch.no_grad()
     def prepared(self, store: Store) -> Store:
@@ -238,7 +241,7 @@ class FeatureInput(EncoderModule):
         for start in range(0, len(store), _BLOCK):
             index = np.arange(start, min(start + _BLOCK, len(store)))
             inputs = store.batch(index).to(device)
-            whitened = (inputs.values - self.centre) @ self.projection
+            whitened = self._whitened(inputs.values)
             part = whitened.flatten(0, 1) if inputs.mask is None else whitened[inputs.mask]
             rows[offsets[start] : offsets[start] + len(part)] = part.half().cpu().numpy()
         return RaggedStore(rows, offsets, lengths)

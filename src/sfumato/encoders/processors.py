@@ -468,8 +468,6 @@ CLEANINGS: dict[str, Callable[[str], str]] = {
     "lower": lower,
     "canonicalize": canonicalize,
 }
-
-
 """Cleaning functions by the names that configurations of open_clip models use."""
 
 

@@ -79,8 +79,6 @@ def coco_1k(
 
 
 _MAX_OUTSIDE = 0.01
-
-
 """Largest fraction of positives outside of the gallery; above it the files belong to another benchmark."""
 
 

@@ -124,8 +124,6 @@ class GroundTruthRanks:
 
 
 BenchmarkRanks = dict[str, dict[Direction, GroundTruthRanks]]
-
-
 """{name of the ground truth: {"i2t": ranks, "t2i": ranks}}"""
 
 
@@ -316,8 +314,6 @@ class _Positions:
 
 
 RankedLists = Mapping[Any, Sequence[Any] | np.ndarray] | np.ndarray
-
-
 """{query id: [gallery ids from best to worst]}, or an (n, k) array of gallery positions with a row for each query."""
 
 

@@ -25,8 +25,6 @@ from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
 
 _CHUNK = 2**22
-
-
 """Number of random signs in memory at once."""
 
 

@@ -34,20 +34,12 @@ from sfumato.metrics.relevance import Relevance
 from sfumato.search.exact import distance_blocks
 
 NEAREST = 10
-
-
 """Number of nearest gallery items that the local estimators look at."""
 
-
 N_SAMPLES = 8
-
-
 """Samples per query of the sampled estimators, as in PCME++'s appendix A.3."""
 
-
 Kind = Literal["aleatoric", "epistemic", "both"]
-
-
 """The kind of uncertainty that an estimator is meant to see."""
 
 
@@ -321,8 +313,6 @@ ESTIMATORS: dict[str, Estimator] = {
         ),
     )
 }  # fmt: skip
-
-
 """Every estimator by name, the registered ones included."""
 
 

@@ -88,7 +88,6 @@ STRATEGY_SETS: dict[str, tuple[str, ...]] = {
 }
 """Strategies by name of a set: "all" that scale to large galleries, and "pcme", those of its table E.1."""
 
-
 _SCALING = tuple(STRATEGIES[name] for name in STRATEGY_SETS["all"])
 
 

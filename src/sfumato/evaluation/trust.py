@@ -114,8 +114,6 @@ FIGURES: dict[str, str] = {
     "caption_words": "Spearman with 1 - mean word overlap (Jaccard) of an image's own captions; needs no model",
     "out_of_gallery": "AUROC of unanswerable queries, their true matches removed, against the same queries with them",
 }
-
-
 """The figures that are measured of each estimator. Only the benchmark knows the ground truth behind them."""
 
 

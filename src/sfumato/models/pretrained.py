@@ -57,20 +57,12 @@ from sfumato.models.pretrained_tensors import (
 )
 
 CLIP_TOKENIZER = "openai/clip-vit-base-patch16"
-
-
 """Hub name of the tokenizer of CLIP and of all PCME++ models."""
 
-
 PROLIP_TOKENIZER = "timm/ViT-B-16-SigLIP"
-
-
 """Hub name of the tokenizer of the ProLIP models that name no other."""
 
-
 TokenizerFinder = Callable[[str], Callable[[], Tokenizer]]
-
-
 """Hub name of a tokenizer -> a function that loads it: the model's own if it has one, else that of the name."""
 
 
@@ -296,7 +288,6 @@ _ANCHORS = (
     "txt_enc.backbone.positional_embedding",
 )
 
-
 _BRANCHES = (
     ("image.head.mean", "img_enc.image_encoder.fc", "img_enc.image_encoder.gpool"),
     ("image.head.log_var", "img_enc.image_std_encoder.fc", "img_enc.image_std_encoder.gpool"),
@@ -304,12 +295,9 @@ _BRANCHES = (
     ("text.head.log_var", "txt_enc.std_linear", "txt_enc.std_gpool"),
 )
 
-
 _NORMS = {"image.head.log_var_norm": "img_enc.image_std_ln", "text.head.log_var_norm": "txt_enc.text_std_ln"}
 
-
 _IMAGE, _TEXT = "img_enc.backbone.", "txt_enc.backbone."
-
 
 _IMAGE_OWN, _TEXT_OWN = f"{_IMAGE}uncertainty_transformer.resblocks", f"{_TEXT}transformer.prob_resblocks"
 
@@ -391,7 +379,6 @@ def _clip_processor(find: TokenizerFinder, text: TextSizes) -> SpecialTokenProce
 
 
 CONFIG, WEIGHTS, TOKENIZER, CALIBRATION = "config.json", "model.safetensors", "tokenizer.json", "calibration.json"
-
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 

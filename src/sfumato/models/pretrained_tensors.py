@@ -116,10 +116,7 @@ _STAND_INS: list[Any] = [
     (_numpy_scalar, "numpy._core.multiarray.scalar"),
 ]
 
-
 Shapes = dict[str, tuple[int, ...]]
-
-
 """Shapes of tensors by their names."""
 
 

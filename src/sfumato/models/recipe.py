@@ -44,7 +44,6 @@ from sfumato.losses import LOSSES, LossOptions
 
 _ImageSection = Annotated[SerializeAsAny[ImageEncoderConfig], BeforeValidator(partial(encoder_section, "image"))]
 
-
 _TextSection = Annotated[SerializeAsAny[TextEncoderConfig], BeforeValidator(partial(encoder_section, "text"))]
 
 
@@ -347,8 +346,6 @@ def loss_config(name: str, options: type[LossOptions]) -> type[LossConfig]:
 
 
 LOSS_CONFIGS = {name: loss_config(name, entry.options) for name, entry in LOSSES.items()}
-
-
 """The section of every loss by its name."""
 
 
@@ -482,7 +479,6 @@ class Recipe(_Section):
 
 
 _SIDES: dict[Any, Side] = {ImageEncoderConfig: "image", TextEncoderConfig: "text"}
-
 
 _TAG_KEYS = ("loss.name", "model.image.kind", "model.text.kind")
 

@@ -158,9 +158,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 RECIPE, MODEL, LAST, LOG = "recipe.toml", "model.safetensors", "last.safetensors", "log.jsonl"
 
-
 TOKENIZER, CALIBRATION, PROBLEMS = "tokenizer.json", "calibration.json", "problems.jsonl"
-
 
 ENCODERS, NOISE = "encoders.json", "noise.npy"
 

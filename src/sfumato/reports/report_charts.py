@@ -22,8 +22,6 @@ from sfumato.reports.page_files import data_url
 from sfumato.search.exact import distance_blocks, top_k
 
 RESULTS = 5
-
-
 """Results that are kept of each query."""
 
 
@@ -165,9 +163,7 @@ if TYPE_CHECKING:
 
 _PAIRS = 4_000_000
 
-
 _BINS = 10
-
 
 _QUANTILES = (("least", 0.0), ("tenth", 0.1), ("median", 0.5), ("nine tenths", 0.9), ("most", 1.0))
 
@@ -413,20 +409,12 @@ def training_curves(log: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 SHOWN = 4
-
-
 """Most and least uncertain queries of each side that are shown."""
 
-
 MISTAKES = 6
-
-
 """Wrong but plausible results shown in each direction."""
 
-
 IMAGES = 4 * SHOWN * RESULTS + 6 * MISTAKES
-
-
 """No page holds more images than this."""
 
 

@@ -26,10 +26,7 @@ from sfumato.studies.audit import NEIGHBOURS, Audit, varied
 from sfumato.studies.crops import CELLS, MEANS, PUBLISHED, ROLES, CropFigures, CropStudy, Example
 
 DRAWN_SIGMAS = 2
-
-
 """Standard deviations of the ellipses of set algebra."""
-
 
 CORRUPTIONS: dict[str, tuple[str, str]] = {
     "erased": ("erased images", "fraction of the image under grey squares"),
@@ -38,10 +35,7 @@ CORRUPTIONS: dict[str, tuple[str, str]] = {
     "unknown_words": ("texts with unknown words", "fraction of the words"),
     "wrong_letters": ("misspelt texts", "fraction of the letters"),
 }
-
-
 """What each corruption is called, and what its strength is."""
-
 
 _MADE = {
     "first": ("A", FIRST, "first"),
@@ -51,7 +45,6 @@ _MADE = {
     "erased_first": ("A′", FIRST, "first, erased in part"),
     "erased_second": ("B′", SECOND, "second, erased in part"),
 }
-
 
 _MIXED = {"mixup": "Mixup", "cutmix": "CutMix", "other": "another image"}
 
@@ -253,7 +246,6 @@ def write_analyses(analyses: Analyses, folder: Path, version: str) -> Path:
 
 PAIRS, MISSING, AUDIT_PAGE, AUDIT_FIGURES = "pairs.csv", "missing.csv", "audit.html", "audit.json"
 
-
 _SHOWN_TEXTS = 4
 
 
@@ -365,9 +357,7 @@ def _page(audit: Audit, figures: Mapping[str, Any], version: str) -> str:
 
 CROPS_FIGURES, CROPS_PAGE, LEFT_OUT = "crops.json", "crops.html", "problems.jsonl"
 
-
 _DRAWN = {"A": FIRST, "C": SECOND}
-
 
 _WHAT = {
     "crops": {"A": "crop of one box", "C": "crop around two"},

@@ -45,19 +45,12 @@ from sfumato.search.stores.store_url import anchored, create_store, open_store, 
 
 _KIND = "sfumato-collection-1"
 
-
 _CENTRE, _CALIBRATION, _UNFINISHED = "centre.safetensors", "calibration.json", "unfinished.txt"
 
-
 UPLOADED_IMAGES = "pictures"
-
-
 """Name of the folder, inside that of the collection, for images that were uploaded to a service."""
 
-
 _COUNTED_SECONDS = 5.0
-
-
 """Other processes may write. To count a million items anew for every query would take longer than to search them."""
 
 

@@ -516,10 +516,7 @@ def with_margin(k: int) -> int:
 
 
 MANY = 10
-
-
 """With this many expected matches or more, a query could mean many things."""
-
 
 _UNSURE, _SURE, _ONE = 0.15, 0.5, 1.7
 

@@ -224,10 +224,7 @@ def _from_run(run: Run, folder: Path, split: str, *, images_alone: bool) -> Sour
 
 
 RISKS, COVERAGES = (0.5, 0.3, 0.2, 0.1, 0.05), (0.5, 0.8, 0.9, 0.95)
-
-
 """Usual values. The service reports which of them the calibration can guarantee."""
-
 
 _LOOKED_AT = 200
 

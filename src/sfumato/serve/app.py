@@ -63,9 +63,7 @@ INTRODUCTION = (
     " send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`."
 )
 
-
 _REF = "#/components/schemas/{model}"
-
 
 _WHY = {
     400: "the request uses a host name that the service does not know, or is not HTTP",
@@ -82,19 +80,13 @@ _WHY = {
     504: "the service did not answer in time",
 }
 
-
 COMMON = (400, 401, 403, 408, 413, 500, 503)
-
-
 """Statuses of problems that every route may return."""
-
 
 IMAGE: dict[int | str, dict[str, Any]] = {
     200: {"description": "an image", "content": {"image/*": {"schema": {"type": "string", "format": "binary"}}}},
     304: {"description": "the image has not changed since the request named by If-None-Match"},
 }
-
-
 """Responses of a route that returns an image."""
 
 
@@ -208,12 +200,8 @@ def _type(schema: dict[str, Any]) -> str:
 
 JSON, FORM = "application/json", "multipart/form-data"
 
-
 _MOST_PLAIN = 1_000_000
-
-
 """Largest JSON without its images, in bytes: a million small values take seconds to validate, an image does not."""
-
 
 _IMAGE = re.compile(rb'"image"\s*:\s*"[^"]*"')
 
@@ -262,12 +250,9 @@ class CheckedRoute(APIRoute):
 
 HERE = Path(__file__).parent
 
-
 PAGE = HERE / "page"
 
-
 _LOG = logging.getLogger("sfumato.serve")
-
 
 _ItemGallery = Annotated[GalleryName, Parameter(description="gallery of the item")]
 

@@ -32,10 +32,7 @@ from sfumato.search.exact import distance_blocks
 from sfumato.training.loop import fit
 
 NEIGHBOURS = 10
-
-
 """Number of closest unlisted items that a pair is compared with."""
-
 
 Progress = Callable[[int], None]
 
@@ -300,10 +297,7 @@ def _missing(of_images: _Side, of_texts: _Side, listed: Relevance, wording: Sequ
 
 
 REPEATED = 3
-
-
 """An image or a text is shown at most this often in a list; the tables have all pairs."""
-
 
 Scored = ListedScores | MissingScores
 

@@ -30,34 +30,21 @@ from sfumato.studies.phrase_boxes import BoxedImage, read_boxed_images
 
 Uncertainty = Literal["total_variance", "log_det", "geometric_std"]
 
-
 CANDIDATES = 10
-
-
 """Number of boxes among which A and B are chosen; an image with fewer boxes below the threshold is left out."""
 
-
 MEANS = "squared_l2"
-
-
 """The distance that uses only the means."""
-
 
 ROLES = ("A", "B", "C")
 
-
 CELLS = ("image A", "image C", "text A", "text C")
-
-
 """Queries of the binary selection: crop A chooses between captions A and C, and so on."""
-
 
 PUBLISHED = {
     "VSE++": {"image A": 0.597, "image C": 0.660, "text A": 0.748, "text C": 0.540},
     "probabilistic VSE++": {"image A": 0.586, "image C": 0.695, "text A": 0.717, "text C": 0.589},
 }
-
-
 """Table 4 of the paper: 2,000 images of Visual Genome, models trained on COCO."""
 
 
@@ -347,19 +334,12 @@ def rows_of(embeddings: GaussianEmbedding, index: Sequence[int]) -> GaussianEmbe
 
 
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5)
-
-
 """The area thresholds of the paper, as fractions of an image."""
 
-
 EXAMPLES = 4
-
-
 """Number of triplets to look at."""
 
-
 _TOGETHER = 64
-
 
 _LEVEL = 0.95
 

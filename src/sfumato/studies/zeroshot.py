@@ -31,20 +31,12 @@ from sfumato.progress import progress_bar, say
 from sfumato.search.exact import distance_blocks, top_k
 
 PROMPT_POOLINGS = ("mixture", "unit")
-
-
 """The ways to pool prompts into one Gaussian, see :func:`pool_prompts`."""
 
-
 CLIP_TEMPLATES = Path(__file__).with_name("clip_templates.txt")
-
-
 """The 80 templates of CLIP, as the PCME++ paper lists them (C.6)."""
 
-
 _CLASSES = 64
-
-
 """Number of classes that are embedded or pooled at once."""
 
 
@@ -475,14 +467,9 @@ def _points(one: Interval | None) -> str:
 
 
 FILTERS = ("none", "global", "per-class", "oracle")
-
-
 """No filter, one K for all classes, one K per class, and both chosen on the reported images themselves."""
 
-
 _N_RANDOM = 5
-
-
 """Number of random choices of prompts that a filter is compared with."""
 
 

@@ -35,19 +35,12 @@ LOCAL_OPTIONS = {
     "overfetch": "ivf-pq: number of candidates for each wanted result, 10 if left out",
     "shard_size": "an option of version 0.1 without effect",
 }
-
-
 """What may follow the question mark of the URL, for messages and docs."""
 
-
 _SEARCHING = ("memory", "exact_below", "ef_search", "n_probe", "overfetch")
-
-
 """Options that the URL of every opening may set; the others are settled when the store is created."""
 
-
 _OF_ALL = ("memory", "exact_below")
-
 
 _OF_ENGINE = {
     "flat": (),
@@ -156,25 +149,15 @@ def parse_url(url: str) -> tuple[Path, dict[str, Any]]:
 
 
 DATABASE, FORMAT = "records.sqlite", 2
-
-
 """Name of the file, and the version of its tables."""
-
 
 RECORD = "SELECT id, uncertainty, payload, vector FROM items JOIN vectors USING (position)"
 
-
 LIST = "(SELECT value FROM json_each(?))"
-
-
 """A list of values given by :func:`listed`."""
 
-
 _PAGE = 16_384
-
-
 """Bytes of a page: with SQLite's usual 4,096, vectors of 512 dimensions would fill half of each."""
-
 
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;

@@ -108,41 +108,27 @@ _OPTIONS = {
     "timeout": "seconds for connecting",
 }
 
-
 _KEPT = {"index": "FLAT", "m": "16", "ef_construction": "200", "ef": "64", "nlist": "128", "nprobe": "16"}
-
 
 _COLUMNS = ["id", "vector", "uncertainty", "payload"]
 
-
 _LONGEST_ID = 65_535
 
-
 _RETRIES = 5
-
-
 """Within about four seconds; pymilvus would go on for minutes."""
-
 
 _RECONNECT = {
     "grpc.use_local_subchannel_pool": 1,
     "grpc.initial_reconnect_backoff_ms": 100,
     "grpc.max_reconnect_backoff_ms": 1000,
 }
-
-
 """A server that was restarted is found within a second or so; by default it may take two minutes."""
-
 
 _embedded: dict[str, int] = {}
 
-
 _embedded_lock = threading.Lock()
 
-
 _one_at_a_time = threading.RLock()
-
-
 """Held in every call to an embedded Milvus: Lite's searches may miss items while another thread writes or flushes."""
 
 

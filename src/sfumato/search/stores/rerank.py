@@ -41,14 +41,9 @@ from sfumato.search.stores.protocol import Filter, Records
 from sfumato.search.stores.store_url import options, redacted, scheme
 
 _KEY_FORMAT = re.compile(rb"[0-9a-f]{16}:\d+")
-
-
 """Keys that :class:`RerankStore` makes; another store's keys may have the same prefix."""
 
-
 _BATCH = 1000
-
-
 """Number of keys in one request to Redis."""
 
 
@@ -298,30 +293,19 @@ _OPTIONS = {
     "mean_dim": "number of leading coordinates that are the mean; all but one, as for csd, if left out",
 }
 
-
 _REDIS_OPTIONS = {
     "means": "folder of the means",
     "prefix": "prefix of the keys in Redis, sfumato: if left out; every store in one Redis needs its own",
 }
 
-
 _FOLDER = "spreads"
-
-
 """Folder of the deviations, named as in version 0.1."""
 
-
 _KEY = "\x01spread"
-
-
 """Payload field of the means' records that names the key of the deviations, as in version 0.1."""
 
-
 _GRACE = 30.0
-
-
 """Seconds that replaced deviations are kept for searches that have read the record but not yet the deviations."""
-
 
 Result = TypeVar("Result")
 
