@@ -117,7 +117,7 @@ def test_search_by_text(visit, service):
     expect(panel(page)).to_contain_text(answer["verdict"]["text"])
     expect(panel(page).locator(".hit")).to_have_count(24)
     first = answer["hits"][0]
-    card = panel(page).locator(".pick").first
+    card = panel(page).locator(".hit .pick").first
     expect(card).to_contain_text(first["id"])
     probability = float(f"{100 * first['match_probability']:.{1 if first['match_probability'] < 0.1 else 0}f}")
     expect(card).to_have_accessible_name(re.compile(rf"match probability {probability:g}%"))
@@ -132,7 +132,7 @@ def test_search_by_text(visit, service):
 def test_more_like_this_and_back(visit, service):
     page = visit(service, "/?q=a+red+circle")
     first = ask(service, {"text": "a red circle"})["hits"][0]["id"]
-    panel(page).locator(".pick").first.click()
+    panel(page).locator(".hit .pick").first.click()
     expect(panel(page).locator("h2")).to_have_text(f"More like {first}")
     assert searched(page) == {"id": first}
     expect(panel(page).locator(".guess")).to_contain_text(
