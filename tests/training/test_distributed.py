@@ -60,7 +60,7 @@ def test_parts_cover_everything_once():
     assert alone().main and alone().part(3).tolist() == [0, 1, 2]
 
 
-POINTS = ["model.image.augment=false", "model.text.dropout=0", "train.epochs=8", "train.timeout_minutes=1"]
+POINTS = ["model.image.augment=false", "model.text.dropout=0", "train.epochs=12", "train.timeout_minutes=1"]
 
 
 def same_numbers(a: object, b: object) -> bool:
@@ -78,7 +78,7 @@ def test_a_run_of_two_processes_evaluates_and_resumes_like_one(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     succeed(2, command, "train", recipe, "--out", whole, *POINTS)
     lines = [json.loads(line) for line in (whole / "log.jsonl").read_text().splitlines()]
-    assert [line["epoch"] for line in lines] == list(range(8)) and lines[1]["val/score"] > 0
+    assert [line["epoch"] for line in lines] == list(range(12)) and lines[1]["val/score"] > 0
     assert (whole / "calibration.json").exists()
     # Evaluated by one process, by two and by three, whose parts are uneven: the same file.
     written = []

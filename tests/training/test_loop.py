@@ -33,7 +33,6 @@ def test_a_run_leaves_what_is_needed_and_learns(run):
     folder, result = run
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == [0, 1, 2]
-    assert lines[-1]["loss/match"] < lines[0]["loss/match"]
     assert "pseudo_positives_i2t" not in lines[0] and lines[1]["pseudo_positives_i2t"] >= 0
     assert {"logit_scale", "logit_bias", "total_variance/text", "gradient_norm", "val/rsum"} <= lines[-1].keys()
     assert result["best_score"] == max(line["val/score"] for line in lines)
@@ -47,6 +46,13 @@ def test_a_run_leaves_what_is_needed_and_learns(run):
     assert len(calibration.t2i.nearest) == calibration.i2t.n_gallery and calibration.t2i.matches_per_query >= 1
     assert 0 < calibration.conformal_radius(0.5) <= calibration.conformal_radius(0.2)
     assert loaded.model.embed_texts(["a red circle"]).d == 16
+
+
+def test_a_run_learns(toy):
+    """12 epochs of 6 steps end at .46 to .70 of the first loss with seeds 0 to 5."""
+    fit(load_recipe(toy, ["train.epochs=12"]), toy.parent / "longer")
+    losses = [json.loads(line)["loss/match"] for line in (toy.parent / "longer" / "log.jsonl").read_text().splitlines()]
+    assert sum(losses[-3:]) / 3 < 0.8 * losses[0]
 
 
 def test_two_equal_runs_are_bitwise_equal(toy, run):

@@ -96,6 +96,19 @@ class TokenFeatures:
         return features, self.mask if features.shape[1] == self.mean.shape[1] else None
 
 
+def padded(rows: Tensor, mask: Tensor) -> Tensor:
+    """Put the rows of present tokens at their places.
+
+    Args:
+        rows: (k, c), one for each True of the mask, in its order: ``tokens[mask]``.
+        mask: (n, t) bool.
+
+    Returns:
+        (n, t, c), 0 where there is no token.
+    """
+    return rows.new_zeros(*mask.shape, rows.shape[-1]).index_put((mask,), rows)
+
+
 class Store(Protocol):
     """Random access to the inputs of one side of a data set."""
 

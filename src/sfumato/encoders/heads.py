@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from sfumato.encoders.features import TokenFeatures
+from sfumato.encoders.features import TokenFeatures, padded
 from sfumato.gaussian import GaussianEmbedding
 
 
@@ -118,6 +118,8 @@ class GPO(Pooling):
     def forward(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
         """See :class:`Pooling`."""
         n, t, _ = features.shape
+        if t == 1 and mask is None:  # The only weight is 1.
+            return features[:, 0]
         channels_first = features.transpose(1, 2).contiguous()
         if mask is None:
             weights = self.weights(torch.tensor([t], device=features.device)).expand(n, -1)
@@ -177,10 +179,11 @@ class _Branch(nn.Module):
     def forward(self, features: Tensor, mask: Tensor | None) -> Tensor:
         if isinstance(self.pool, FirstToken | LastToken):  # One token only: the others need no projection.
             features, mask = self.pool(features, mask).unsqueeze(1), None
-        projected = self.linear(features)
+        present = features if mask is None else features[mask]
+        projected = self.linear(present)
         if self.mlp is not None:
-            projected = projected + self.mlp(features)
-        pooled: Tensor = self.pool(projected, mask)
+            projected = projected + self.mlp(present)
+        pooled: Tensor = self.pool(projected if mask is None else padded(projected, mask), mask)
         return pooled
 
 

@@ -7,6 +7,7 @@ import torch
 from pydantic import Field, PositiveInt
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+from torch.nn import functional
 
 from sfumato.encoders.encoder_protocol import (
     AugmentMode,
@@ -15,7 +16,7 @@ from sfumato.encoders.encoder_protocol import (
     ImageEncoderConfig,
     TextEncoderConfig,
 )
-from sfumato.encoders.features import Inputs, TokenFeatures
+from sfumato.encoders.features import Inputs, TokenFeatures, padded
 from sfumato.encoders.processors import PixelProcessor, TokenProcessor, train_tokenizer
 
 
@@ -103,11 +104,13 @@ class SmallTextEncoder(EncoderModule):
         Returns:
             (n, t, w) features and the mask of the inputs.
         """
-        embedded = self.embedding(inputs.values)
-        if inputs.mask is not None:
-            embedded = embedded * inputs.mask.unsqueeze(-1)
-        context = self.neighbours(embedded.transpose(1, 2)).transpose(1, 2)
-        return TokenFeatures(self.dropout(self.norm(embedded + nn.functional.gelu(context))), inputs.mask)
+        mask = torch.ones_like(inputs.values, dtype=torch.bool) if inputs.mask is None else inputs.mask
+        embedded = self.embedding(inputs.values[mask])
+        # The convolution as one product for present tokens only: most texts are much shorter than the longest.
+        around = functional.pad(padded(embedded, mask), (0, 0, 1, 1)).unfold(1, 3, 1)[mask]  # (k, w, 3)
+        context = functional.linear(around.flatten(1), self.neighbours.weight.flatten(1), self.neighbours.bias)
+        features = self.dropout(self.norm(embedded + functional.gelu(context)))
+        return TokenFeatures(padded(features, mask), inputs.mask)
 
 
 def build_small_image(config: SmallImageConfig, context: BuildContext) -> tuple[PixelProcessor, SmallImageEncoder]:

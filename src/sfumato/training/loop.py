@@ -60,6 +60,9 @@ from sfumato.training.step import DivergedError, TrainBatch, forward_backward
 
 _LARGEST_GRADIENT = 2.0
 
+_SECONDS_BETWEEN_SAVES = 15.0
+"""Epochs that end sooner after the last saved one are not saved; an interrupted run repeats them bit for bit."""
+
 
 def fit_variance_stage(
     tower: Tower, store: Store, dispersion: Tensor, index: np.ndarray, config: VarianceStageConfig, *, seed: int
@@ -147,6 +150,7 @@ class _Training:
     average: WeightAverage | None
     best_score: float = -math.inf
     best_epoch: int = -1
+    saved_at: float = -math.inf
 
     @property
     def weights(self) -> dict[str, nn.Module]:
@@ -203,8 +207,7 @@ def _fit(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> dict[str,
         if process_group.main:
             training.problems.write(folder / PROBLEMS)
             _append_line(folder / LOG, line)
-            best = {"best_score": training.best_score, "best_epoch": training.best_epoch}
-            save_state(folder / LAST, training.state, training.optimiser, {"epoch": epoch, **best})
+            _save_epoch(training, epoch)
         say(_one_line(line, recipe.train.epochs))
     _finish(training)
     return {
@@ -337,6 +340,16 @@ def _validate_epoch(training: _Training, epoch: int) -> dict[str, float]:
             if training.process_group.main:
                 save_state(training.folder / MODEL, training.weights, None, {"epoch": epoch, "score": score})
     return _summary(evaluation, score)
+
+
+def _save_epoch(training: _Training, epoch: int) -> None:
+    """Save what resuming after this epoch needs, unless an epoch has just been saved and more will come."""
+    now = time.monotonic()
+    if epoch + 1 < training.recipe.train.epochs and now - training.saved_at < _SECONDS_BETWEEN_SAVES:
+        return
+    best = {"best_score": training.best_score, "best_epoch": training.best_epoch}
+    save_state(training.folder / LAST, training.state, training.optimiser, {"epoch": epoch, **best})
+    training.saved_at = now
 
 
 def _finish(training: _Training) -> None:

@@ -43,9 +43,10 @@ def build_optimiser(model: DualEncoder, loss: MatchLoss, config: OptimConfig) ->
         for (multiplier, decay), parameters in groups.items()
         if (trained := [p for p in parameters if p.requires_grad])
     ]
-    kind = {"adamw": torch.optim.AdamW, "adamp": AdamP}[config.name]
-    optimiser: torch.optim.Optimizer = kind(options, lr=config.lr, betas=config.betas, eps=config.eps)
-    return optimiser
+    if config.name == "adamp":
+        optimiser: torch.optim.Optimizer = AdamP(options, lr=config.lr, betas=config.betas, eps=config.eps)
+        return optimiser
+    return torch.optim.AdamW(options, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def _multiplier(model: DualEncoder, name: str, config: OptimConfig) -> float:
