@@ -1,21 +1,28 @@
-"""Train and evaluate recipes over several seeds, and print one line for each with means and standard deviations.
+"""Train and evaluate recipes over several seeds, each at its best learning rate: the family table.
 
-    python benchmarks/methods.py emoji-infonce emoji-pcmepp [--seeds 0 1 2] [--split style] [--set section.key=value]
-                                 [--out runs/methods] [--json PATH]
+    python benchmarks/methods.py emoji [--rates 0.5 1 2] [--seeds 0 1 2] [--split test] [--set section.key=value]
+                                 [--jobs 1] [--out runs/methods] [--json PATH]
 
-Runs that are finished are not repeated, an interrupted one is resumed. Figures in per cent, except correlations and
-ranks. What training took stands below them: every run has a process of its own, whose processor time and largest memory
-are its alone. Of these the processor time suffers least from other work on the machine; a resumed run has neither.
+A name is a recipe or a family, see FAMILIES. With several --rates the recipe's learning rate is multiplied by each, and
+the first seed's best validation score chooses: every method has the same budget, and the test split is opened once for
+each seed at the chosen rate. Runs that are finished are not repeated, an interrupted one is resumed.
+
+Figures in per cent, except correlations and ranks. What training took stands below them: every run has a process of its
+own, whose processor time and largest memory are its alone. Of these the processor time suffers least from other work on
+the machine; a resumed run has neither.
 """
 
 import argparse
+import datetime
 import hashlib
 import json
 import multiprocessing
 import resource
+import subprocess
 import sys
+import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,29 +36,80 @@ from sfumato.training.loop import fit
 COST = "cost.json"
 """In a run's folder: what training took."""
 
+_METHODS = ("infonce", "pcmepp", "mean-only", "vse0", "vsepp", "semihard", "triplet", "vseinf", "probabilistic-vsepp")
+
+FAMILIES = {
+    "emoji": [f"emoji-{name}" for name in (*_METHODS, "pcme", "pvse")],
+    "flickr8k": [f"flickr8k-{name}" for name in (*_METHODS, "softmargin", "pcme")],
+}
+"""The recipes of one table: the same data, features, heads and epochs, and one method each."""
+
 
 def train(recipe: Recipe, folder: Path) -> None:
     """Train to the end; what it took goes beside the run."""
     fresh = not (folder / LAST).exists()
     busy = time.process_time()
-    seconds = fit(recipe, folder)["seconds"]
-    cost: dict[str, float | None] = {"seconds": seconds, "processor seconds": None, "peak memory in MB": None}
+    result = fit(recipe, folder)
+    cost: dict[str, float | None] = {"seconds": result["seconds"], "processor seconds": None, "peak memory in MB": None}
     if fresh:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         cost |= {
             "processor seconds": time.process_time() - busy,
             "peak memory in MB": peak / (2**20 if sys.platform == "darwin" else 1024),
         }
+    cost |= {"best validation score": result["best_score"], "best epoch": result["best_epoch"] + 1}
     (folder / COST).write_text(json.dumps(cost) + "\n")
 
 
-def train_apart(recipe: Recipe, folder: Path) -> dict[str, float | None]:
-    """Train in a new process, unless that was done before; what it took."""
-    if not ((folder / COST).exists() and load_recipe(folder / RECIPE) == recipe):
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            pool.submit(train, recipe, folder).result()
-    cost: dict[str, float | None] = json.loads((folder / COST).read_text())
-    return cost
+class Runs:
+    """Finished and new runs in one folder.
+
+    Args:
+        out: the folder.
+        overrides: of every recipe.
+    """
+
+    def __init__(self, out: Path, overrides: list[str]) -> None:
+        self.out, self.overrides = out, overrides
+
+    def cost(self, name: str, rate: float, seed: int) -> tuple[Path, dict[str, float]]:
+        """The folder of a run, and what its training took; trained in a new process unless that was done before."""
+        recipe = load_recipe(find_recipe(name), [*self.overrides, f"train.seed={seed}"])
+        recipe = recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"lr": rate * recipe.optim.lr})})
+        same_but_seed = recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": 0})})
+        digest = hashlib.sha256(same_but_seed.model_dump_json().encode()).hexdigest()[:8]
+        folder = self.out / f"{recipe.name}-{digest}-{seed}"
+        if not ((folder / COST).exists() and load_recipe(folder / RECIPE, saved=True) == recipe):
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+                pool.submit(train, recipe, folder).result()
+        cost: dict[str, float] = json.loads((folder / COST).read_text())
+        return folder, cost
+
+    def row(self, name: str, rates: list[float], seeds: list[int], split: str) -> dict[str, Any]:
+        """A method's learning rate, the validation scores that chose it, and its figures over the seeds."""
+        scores = {rate: self.cost(name, rate, seeds[0])[1]["best validation score"] for rate in rates}
+        best = max(scores, key=lambda rate: scores[rate])
+        results = []
+        for seed in seeds:
+            folder, cost = self.cost(name, best, seed)
+            result = evaluate(folder, split)
+            ranks = {f"{direction} median rank": result[direction]["median_rank"] for direction in ("t2i", "i2t")}
+            results.append(main_figures(result) | ranks | cost)
+        recipe, summary = load_recipe(folder / RECIPE, saved=True), over_seeds(results)
+        return {
+            "learning rate": recipe.optim.lr,
+            "epochs": recipe.train.epochs,
+            "validation scores": {f"{rate:g}": score for rate, score in scores.items()},
+            "figures": {key: asdict(value) for key, value in summary.items()},
+            "text": {key: str(value) for key, value in summary.items()},
+            "chance": by_chance(result["chance"]),
+        }
+
+
+def by_chance(chance: dict[str, dict[str, float]]) -> dict[str, float]:
+    """The figures of a random order, named as those of a run."""
+    figures = {f"{side} {name}": 100 * value for side, metrics in chance.items() for name, value in metrics.items()}
+    return figures | {"rsum": sum(figures[f"{side} recall@{k}"] for side in chance for k in (1, 5, 10))}
 
 
 def evaluate(folder: Path, split: str) -> dict[str, Any]:
@@ -64,34 +122,43 @@ def evaluate(folder: Path, split: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("recipes", nargs="+", help="names or paths of recipes")
+    parser.add_argument("recipes", nargs="+", help=f"names or paths of recipes; families: {', '.join(FAMILIES)}")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1.0], help="multiples of a recipe's learning rate")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--split", default="test")
     parser.add_argument("--set", nargs="*", default=[], dest="overrides", metavar="KEY=VALUE")
+    parser.add_argument("--jobs", type=int, default=1, help="number of runs at a time")
     parser.add_argument("--out", type=Path, default=Path("runs/methods"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    names = [recipe for name in options.recipes for recipe in FAMILIES.get(name, [name])]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    about = {
+        "command": f"python benchmarks/methods.py {' '.join(sys.argv[1:])}",
+        "split": options.split,
+        "seeds": options.seeds,
+        "rates": options.rates,
+        "changes": [text for text in options.overrides if not text.startswith("data.")],
+        "commit": commit or None,
+        "date": datetime.date.today().isoformat(),
+    }
     table: dict[str, dict[str, Any]] = {}
-    for name in options.recipes:
-        results = []
-        for seed in options.seeds:
-            recipe = load_recipe(find_recipe(name), [*options.overrides, f"train.seed={seed}"])
-            changed = (
-                hashlib.sha256("\n".join(options.overrides).encode()).hexdigest()[:8] if options.overrides else "plain"
-            )
-            folder = options.out / f"{recipe.name}-{changed}-{seed}"
-            cost = train_apart(recipe, folder)
-            result = evaluate(folder, options.split)
-            ranks = {f"{direction} median rank": result[direction]["median_rank"] for direction in ("t2i", "i2t")}
-            results.append(main_figures(result) | ranks | cost)
-        summary = over_seeds(results)
-        table[name] = {key: asdict(value) for key, value in summary.items()}
-        print(f"{name} ({options.split}, {len(options.seeds)} seeds)")
-        for key, value in summary.items():
-            print(f"  {key:<24}{value!s:>15}", flush=True)
-        if options.json:  # After every row, so that an interrupted table is not lost.
-            about = {"split": options.split, "seeds": options.seeds, "changes": options.overrides, "table": table}
-            options.json.write_text(json.dumps(about, indent=2) + "\n")
+    runs, lock = Runs(options.out, options.overrides), threading.Lock()
+
+    def one(name: str) -> None:
+        row = runs.row(name, options.rates, options.seeds, options.split)
+        with lock:
+            table[name] = row
+            print(f"{name} ({options.split}, {len(options.seeds)} seeds, learning rate {row['learning rate']:g})")
+            for key, text in row["text"].items():
+                print(f"  {key:<24}{text:>15}", flush=True)
+            if options.json:  # After every row, so that an interrupted table is not lost.
+                ordered = {name: table[name] for name in names if name in table}
+                options.json.write_text(json.dumps({**about, "table": ordered}, indent=2) + "\n")
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for _ in pool.map(one, names):
+            pass
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ _COLOURS = {"name": FIRST, "tag": FAMILIES[1], "subgroup": SECOND, "group": FAMI
 
 
 def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
-    """Train (or resume), evaluate, index, search, and write the page.
+    """Train (or resume), index, search, evaluate, and write the page.
 
     Args:
         out: folder for "run", "index" and "index.html".
@@ -65,11 +65,7 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
     seconds = fit(recipe, out / "run")["seconds"]
     run = load_run(out / "run")
 
-    print("\n2. Evaluating on concepts drawn in a style that training never saw")
-    evaluation, _ = evaluate_run(run, "test")
-    print_evaluation(evaluation, "test split")
-
-    print("\n3. Indexing all images of that style")
+    print("\n2. Indexing all images of a drawing style that training never saw")
     style = load_split(run.model, run.recipe.data, "style")
     images, texts = embed_split(run.model, style)
     index = build_index(
@@ -78,20 +74,24 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
     index.save(out / "index")
     print(f"{len(index)} images: {out / 'index'}")
 
-    print("\n4. Searching: a vague and a precise query side by side")
+    print("\n3. Searching: a vague and a precise query side by side")
     queries = [q for pair in PAIRS for q in pair]
     results = describe(index, queries, run.model.embed_texts(queries), 12)
     for result in results:
         print_search(result | {"hits": result["hits"][:4]})
+    print(
+        f'After {time.monotonic() - started:.0f} seconds you can search: sfumato search {out / "index"} "something red"'
+    )
+
+    print("\n4. Evaluating on the concepts of that style that chose nothing")
+    evaluation, _ = evaluate_run(run, "test")
+    print_evaluation(evaluation, "test split")
     whole = evaluate_retrieval(
         images, texts, style.data.relevance(), distance=index.distance, text_kinds=style.data.text_kinds
     )
     page = _page(run, index, results, style.data, images, texts, whole, seconds)
     write_atomically(out / "index.html", page)
-    print(
-        f"\n5. Open {out / 'index.html'} in a browser; search yourself with:"
-        f' sfumato search {out / "index"} "something red"'
-    )
+    print(f"\n5. Open {out / 'index.html'} in a browser")
     return {
         "page": str(out / "index.html"),
         "run": str(out / "run"),

@@ -217,6 +217,8 @@ def main_figures(result: Mapping[str, Any]) -> dict[str, float | None]:
     if "name" in result["i2t_by_kind"]:
         for name in ("recall@1", "recall@5", "recall@10"):
             chosen[f"i2name {name}"] = 100 * result["i2t_by_kind"]["name"][name]
+    if "name" in result["t2i_by_kind"]:
+        chosen["name2i recall@1"] = 100 * result["t2i_by_kind"]["name"]["recall@1"]
     chosen["rsum"] = 100 * result["rsum"]
     uncertainty, multiplicity = result["uncertainty"], result["multiplicity"]
     for direction in ("i2t", "t2i"):

@@ -1,0 +1,151 @@
+"""The page Results (docs/project/results.md) and the family table of README.md, from files of benchmarks/methods.py.
+
+    python benchmarks/results_page.py
+
+The files are benchmarks/results/family-NAME.json; benchmarks/methods.py writes them with --json.
+"""
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PAGE, README = ROOT / "benchmarks" / "results", ROOT / "docs" / "project" / "results.md", ROOT / "README.md"
+BEGIN, END = "<!-- family: written by benchmarks/results_page.py -->\n", "<!-- end of family -->\n"
+
+METHODS = {
+    "infonce": ("InfoNCE", "`infonce`"),
+    "pcmepp": ("PCME++", "`pcmepp`"),
+    "mean-only": ("PCME++, means alone", "`pcmepp`, no variance"),
+    "pcme": ("PCME", "`pcme`: sampled distances"),
+    "probabilistic-vsepp": ("probabilistic VSE++", "`triplet` with a distance of Gaussians"),
+    "vse0": ("VSE0", "`triplet`, all negatives"),
+    "vsepp": ("VSE++", "`triplet`, hardest negative"),
+    "semihard": ("semi-hard triplets", "`triplet`, semi-hard negatives"),
+    "triplet": ("VSE++ after one epoch of VSE0", "`triplet`, all, then hardest"),
+    "vseinf": ("VSE∞", "`triplet`, GPO, two-layer heads"),
+    "softmargin": ("VSE∞ with a soft margin", "`loss.soft_margin`"),
+    "daa": ("DAA", "`daa`"),
+    "pvse": ("PVSE", "`pvse`: several embeddings an item"),
+}
+"""The end of a recipe's name -> the method, and what defines it in a recipe."""
+
+COLUMNS = {
+    "flickr8k": {
+        "RSUM (of 600)": "rsum",
+        "image→text recall@1": "i2t recall@1",
+        "text→image recall@1": "t2i recall@1",
+        "recall@10": "t2i recall@10",
+    },
+    "emoji": {
+        "text→image recall@1": "t2i recall@1",
+        "names": "name2i recall@1",
+        "image→name recall@1": "i2name recall@1",
+        "text→image R-Precision": "t2i r_precision",
+    },
+}
+"""Family -> heading of a column -> name of the figure."""
+
+TITLES = {
+    "flickr8k": "Flickr8k, test split: 1,000 images, 5,000 captions",
+    "emoji": "Emoji, unseen style, test split: 1,496 images, 4,488 texts",
+}
+
+HEAD = """\
+# Results
+
+<!-- Written by benchmarks/results_page.py from benchmarks/results; do not edit. -->
+
+All methods on the same frozen features with the same heads, batch and number of epochs; each with its own loss. Every
+method tries the same multiples of its recipe's learning rate with seed 0, and the best validation score chooses. The
+test split is opened once for each seed. Per cent, mean ± standard deviation over the seeds. [The
+family](../experiments/2026-11-22-family.md) says what the order means, and what it does not.
+"""
+
+
+def load(name: str, folder: Path = RESULTS) -> dict[str, Any] | None:
+    """A family's results; None if they were not made."""
+    path = folder / f"family-{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def method(recipe: str) -> tuple[str, str]:
+    return METHODS[recipe.split("-", 1)[1]]
+
+
+def cell(row: dict[str, Any], figure: str) -> str:
+    """Mean ± deviation with one digit; a dash where the figure is undefined."""
+    found = row["figures"].get(figure)
+    if not found:
+        return "–"
+    return f"{found['mean']:.1f}" + (f" ± {found['deviation']:.1f}" if found["deviation"] is not None else "")
+
+
+def table(lines: list[list[str]], *, left: int = 1) -> str:
+    """A table in Markdown, columns after the first ones aligned to the right."""
+    rule = ["---" if i < left else "---:" for i in range(len(lines[0]))]
+    return "".join("| " + " | ".join(line) + " |\n" for line in [lines[0], rule, *lines[1:]])
+
+
+def section(name: str, result: dict[str, Any]) -> str:
+    """A family as a chapter of the page."""
+    columns = COLUMNS[name]
+    rows = sorted(result["table"].items(), key=lambda row: -row[1]["figures"][next(iter(columns.values()))]["mean"])
+    lines = [["method", "recipe", *columns, "learning rate", "seconds", "of the processor"]]
+    for recipe, row in rows:
+        seconds = [f"{row['figures'][key]['mean']:.0f}" for key in ("seconds", "processor seconds")]
+        figures = [cell(row, figure) for figure in columns.values()]
+        lines.append([method(recipe)[0], f"`{recipe}`", *figures, f"{row['learning rate']:g}", *seconds])
+    chance = rows[0][1]["chance"]
+    by_chance = [f"{chance[figure]:.1f}" if figure in chance else "–" for figure in columns.values()]
+    lines.append(["by chance", "", *by_chance, "", "", ""])
+    epochs = sorted({row["epochs"] for _, row in rows})
+    about = textwrap.fill(
+        f"{', '.join(map(str, epochs))} epochs, seeds {', '.join(map(str, result['seeds']))}; learning rates"
+        f" {', '.join(f'{rate:g}' for rate in result['rates'])} times that of the recipe, commit {result['commit']},"
+        f" {result['date']}. Seconds of training: mean over the seeds, one thread a run.",
+        120,
+    )
+    return f"## {TITLES[name]}\n\n```bash\n{result['command']}\n```\n\n{table(lines, left=2)}\n{about}\n"
+
+
+def page(results: dict[str, dict[str, Any]]) -> str:
+    """The whole page in Markdown."""
+    return "\n".join([HEAD, *(section(name, result) for name, result in results.items())])
+
+
+def readme_table(results: dict[str, dict[str, Any]]) -> str:
+    """The methods with their main figures."""
+    headings = {"flickr8k": "Flickr8k RSUM", "emoji": "emoji text→image R@1"}
+    figures = {"flickr8k": "rsum", "emoji": "t2i recall@1"}
+    lines = [["method", "`loss.name` and what defines it", *(headings[name] for name in results)]]
+    for ending, (label, loss) in METHODS.items():
+        rows = {name: result["table"].get(f"{name}-{ending}") for name, result in results.items()}
+        if any(rows.values()):
+            lines.append([label, loss, *(cell(row, figures[name]) if row else "–" for name, row in rows.items())])
+    first = {name: next(iter(result["table"].values())) for name, result in results.items()}
+    chance = [f"{row['chance'][figures[name]]:.1f}" for name, row in first.items()]
+    return table([*lines, ["by chance", "", *chance]], left=2)
+
+
+def with_family(readme: str, results: dict[str, dict[str, Any]]) -> str:
+    """The README with its family table made anew."""
+    before, _, rest = readme.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + readme_table(results) + END + after
+
+
+def all_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """The families that were run, by name."""
+    return {name: found for name in COLUMNS if (found := load(name, folder))}
+
+
+def main() -> None:
+    results = all_results()
+    PAGE.write_text(page(results), encoding="utf-8")
+    README.write_text(with_family(README.read_text(encoding="utf-8"), results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
