@@ -232,8 +232,8 @@ SECTIONS = {
     "search": Section("Approximate search by lifted vectors, 20,000 items, d = 64", f"Before: {SPEED}.", search),
     "stores": Section(
         "The embedded store, 100,000 vectors of 513 dimensions",
-        "The reference is a prototype without locks and messages: records in SQLite, all vectors in FAISS's flat index\n"
-        "in memory. Before: [Which embedded store](../experiments/2026-11-22-embedded-store.md).",
+        "The reference is a prototype without locks and messages: records in SQLite, all vectors in FAISS's flat\n"
+        "index in memory. Before: [Which embedded store](../experiments/2026-11-22-embedded-store.md).",
         stores,
     ),
     "towers_image": Section(

@@ -48,7 +48,7 @@ class Run:
 RUNS = (
     Run("match_loss", "match_loss.py"),
     Run("distances", "distances.py"),
-    Run("evaluation", "evaluation.py --threads 2", threads=2),
+    Run("evaluation", "evaluation.py --threads 2", threads=2, limit=900),
     Run("exact_search", "exact_search.py --items 200000 --threads 1 --rounds 5"),
     Run("search", "search.py --threads 1"),
     Run("stores", "stores.py --items 100000 --engines sfumato sqlite-faiss --steps fill search write"),
