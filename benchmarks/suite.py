@@ -51,9 +51,9 @@ RUNS = (
     Run("evaluation", "evaluation.py --threads 2", threads=2, limit=900),
     Run("exact_search", "exact_search.py --items 200000 --threads 1 --rounds 5"),
     Run("search", "search.py --threads 1"),
-    Run("stores", "stores.py --items 100000 --engines sfumato sqlite-faiss --steps fill search write"),
-    Run("towers_image", "towers.py --side image --batch 16 --repeats 3"),
-    Run("towers_text", "towers.py --side text --batch 16 --repeats 3"),
+    Run("stores", "stores.py --items 100000 --engines sqlite-faiss sfumato --steps fill search write"),
+    Run("towers_image", "towers.py --side image --batch 8 --repeats 3"),
+    Run("towers_text", "towers.py --side text --batch 8 --repeats 3"),
     Run("ingest", "ingest.py --pictures 150"),
     Run("serve", "serve.py --seconds 2"),
     Run("training_step", "pcme_step.py --towers frozen --batch 128 --dim 256 --repeats 11"),
@@ -104,6 +104,7 @@ def own_seconds() -> float:
 def measure(run: Run, results: Path, about: dict[str, Any]) -> str | None:
     """Run one benchmark and write its file; what went wrong, or None."""
     script, *words = run.arguments.split()
+    version = commit()
     load, start, busy, own = os.getloadavg()[0], time.perf_counter(), busy_seconds(), own_seconds()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
@@ -129,7 +130,7 @@ def measure(run: Run, results: Path, about: dict[str, Any]) -> str | None:
         "command": run.command,
         "threads": run.threads,
         "date": datetime.date.today().isoformat(),
-        "commit": commit(),
+        "commit": version,
         "machine": about,
         "load_before": round(load, 2),
         "other_cores": None if others is None else round(others, 2),
@@ -166,4 +167,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that what runs is ended too.
     sys.exit(main())

@@ -40,12 +40,12 @@ def test_the_page_is_what_the_script_makes_of_the_result_files(script):
     assert script.PAGE.read_text(encoding="utf-8") == script.page(every(script))
 
 
-def test_every_benchmark_has_a_section_and_a_result(script, suite):
-    names = [run.name for run in suite.RUNS]
-    assert names == list(script.SECTIONS) and len(set(names)) == len(names)
-    assert list(every(script)) == names
-    assert {path.stem for path in script.RESULTS.iterdir()} == set(names)
-    assert all(list(script.SECTIONS[name].rows(record["result"])) for name, record in every(script).items())
+def test_every_benchmark_has_a_section_and_results_are_those_of_its_command(script, suite):
+    runs = {run.name: run for run in suite.RUNS}
+    assert list(runs) == list(script.SECTIONS) and len(runs) == len(suite.RUNS)
+    assert {path.stem for path in script.RESULTS.iterdir()} == set(every(script)) <= set(runs)
+    for name, record in every(script).items():
+        assert record["command"] == runs[name].command and list(script.SECTIONS[name].rows(record["result"]))
 
 
 def test_options_of_the_commands_exist(suite):
@@ -60,12 +60,12 @@ def test_options_of_the_commands_exist(suite):
 def test_a_changed_figure_or_a_busy_machine_would_be_noticed(script):
     results = every(script)
     changed = copy.deepcopy(results)
-    changed["demo"]["result"]["seconds"] += 100
+    changed["training_step"]["result"]["results"]["step"]["ratio"] += 1
     assert script.page(changed) != script.page(results)
     for others, marked in ((0.02, False), (0.5, True), (None, True)):
-        one = {"demo": changed["demo"] | {"other_cores": others}}
-        page = script.page(one)
-        assert ("Not final" in page) == marked and ("### The demo †" in page) == marked
+        page = script.page({"match_loss": results["match_loss"] | {"other_cores": others}})
+        assert "Not measured yet: distances, evaluation," in page
+        assert ("Not final" in page) == marked and ("d = 1,024 †" in page) == marked
 
 
 def test_what_loses_is_marked_and_listed(script):
