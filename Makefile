@@ -37,9 +37,8 @@ format: $(VENV)/.dev  ## put the code into its one layout
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-benchmarks: $(VENV)/.dev  ## speed and memory against the references, into runs/benchmarks
-	mkdir -p runs/benchmarks
-	for b in match_loss distances search evaluation; do $(BIN)/python benchmarks/$$b.py --json runs/benchmarks/$$b.json || exit 1; done
+benchmarks: $(VENV)/.dev  ## speed and memory against the references, into benchmarks/results and the page Performance
+	$(BIN)/python benchmarks/suite.py
 
 clean:  ## remove the environment and all runs
 	rm -rf $(VENV) runs

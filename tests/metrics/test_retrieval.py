@@ -43,15 +43,15 @@ def test_table_worked_by_hand():
 
 
 @pytest.mark.parametrize("levels", [2, 5, 10**6])
-@pytest.mark.parametrize("share", [0.01, 0.1, 0.5, 0.95])
-def test_agrees_with_sorting_with_and_without_ties(levels, share):
-    # Shares 0.5 and 0.95 of 41 items take the sorting branch for most queries, the small ones the counting branch.
-    random = np.random.default_rng([levels, int(share * 100)])
-    distance = random.integers(0, levels, (23, 41)).astype(np.float32)
-    dense = random.random((23, 41)) < share
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5, 0.95])
+def test_agrees_with_sorting_with_and_without_ties(levels, fraction):
+    # The fractions 0.5 and 0.95 of 141 items take the sorting branch for most queries, the small ones the counting one.
+    random = np.random.default_rng([levels, int(fraction * 100)])
+    distance = random.integers(0, levels, (23, 141)).astype(np.float32)
+    dense = random.random((23, 141)) < fraction
     ground_truths = [np.flatnonzero(row).tolist() for row in dense]
-    ground_truths[0] = [40]
-    relevance = Relevance.from_lists(ground_truths, n_gallery=41)
+    ground_truths[0] = [140]
+    relevance = Relevance.from_lists(ground_truths, n_gallery=141)
     ranks = relevant_ranks(torch.from_numpy(distance), relevance)
     np.testing.assert_array_equal(ranks, ranks_by_sorting(distance, ground_truths))
     ours, theirs = retrieval_metrics(ranks, relevance), metrics_by_definition(distance, ground_truths)
@@ -65,7 +65,8 @@ def test_counting_and_sorting_branches_agree(monkeypatch):
     relevance = Relevance.from_lists([np.flatnonzero(row) for row in random.random((13, 40)) < 0.4], n_gallery=40)
     results = []
     for limit in (0, 12, 40):
-        monkeypatch.setattr("sfumato.metrics.retrieval._COUNT_AT_MOST", limit)
+        for name in ("_COUNT_AT_MOST", "_ROUNDS_AT_MOST"):
+            monkeypatch.setattr(f"sfumato.metrics.retrieval.{name}", limit)
         results += [relevant_ranks(distance, relevance), _ranks_on_device(distance, relevance, 0)]
     assert all((results[0] == other).all() for other in results)
 
@@ -120,6 +121,25 @@ def test_chunks_of_rows_change_nothing(monkeypatch, elements):
         relevant_ranks(distance, relevance), ranks_by_sorting(distance.numpy(), ground_truths)
     )
     assert len(relevant_ranks(distance[:0], relevance)) == 0
+
+
+@pytest.mark.parametrize("elements", [1, 57, 19 * 4])
+def test_the_buffer_of_comparisons_changes_nothing(monkeypatch, elements):
+    random = np.random.default_rng(4)
+    distance = random.integers(0, 5, (17, 19)).astype(np.float32)
+    ground_truths = [np.flatnonzero(row).tolist() for row in random.random((17, 19)) < 0.4]
+    monkeypatch.setattr("sfumato.metrics.retrieval._BUFFER", elements)
+    ours = relevant_ranks(torch.from_numpy(distance), Relevance.from_lists(ground_truths, n_gallery=19))
+    np.testing.assert_array_equal(ours, ranks_by_sorting(distance, ground_truths))
+
+
+@pytest.mark.parametrize("m", [1, 7, 8, 9, 2040, 2041, 8 * 255 * 3 + 5])
+def test_the_last_of_a_long_gallery_has_the_largest_rank(m):
+    # Counts in bytes would overflow from 255 words of 8 bytes.
+    falling = torch.arange(m, 0, -1.0)[None]
+    relevance = Relevance.from_lists([[0, m - 1]], n_gallery=m)
+    assert relevant_ranks(falling, relevance).tolist() == ([0] if m == 1 else [m - 1, 0])
+    assert relevant_ranks(torch.zeros(1, m), relevance).tolist() == ([0] if m == 1 else [0, m - 1])
 
 
 def test_tempting_mistakes_differ():

@@ -607,6 +607,7 @@ def rank_ground_truths(
                 plan.count(start, block)
                 if progress:
                     progress(len(block))
+                del block  # Else it stays in memory until the next one is made.
         plan.collect(result)
     return result
 
@@ -631,6 +632,7 @@ def rank_ground_truths_by_scores(
         side: Literal["rows", "columns"] = "rows" if plan.direction == "i2t" else "columns"
         for start, block in score_blocks(scores, better=better, queries=side, memory_mb=memory_mb):
             plan.count(start, block)
+            del block  # As above.
         plan.collect(result)
     return result
 

@@ -22,8 +22,10 @@ Better = Literal["larger", "smaller"]
 UNLISTED = np.iinfo(np.int64).max
 """The rank of an item that a ranked list does not reach."""
 
-_COUNT_AT_MOST = 16
+_COUNT_AT_MOST = 64  # Relevant items of a query: one sort of the gallery takes as long as counting for about as many.
+_ROUNDS_AT_MOST = 16  # The same on an accelerator.
 _CPU_CHUNK = 2**20
+_BUFFER = 2**20
 
 
 class ShortListError(ValueError):
@@ -87,7 +89,10 @@ def score_blocks(
         else:
             # ~x = -x - 1 reverses the order of all 64-bit integers; -x would not.
             block = ~block.long() if better == "larger" else block.long()
-        yield start, block if queries == "rows" else block.T
+        # A whole block is transposed several times faster than its parts.
+        block = block if queries == "rows" else block.T.contiguous()
+        yield start, block
+        del block  # Else it stays in memory until the next one is made.
 
 
 def _tensor(block: np.ndarray) -> Tensor:
@@ -212,29 +217,51 @@ def relevant_ranks(distance: Tensor, relevance: Relevance, first_query: int = 0)
 
 
 def _ranks_on_host(distance: Tensor, relevance: Relevance, first_query: int) -> np.ndarray:
-    """:func:`relevant_ranks` of a few rows in NumPy, which counts and sorts plain values several times faster."""
+    """:func:`relevant_ranks` of a few rows in NumPy, which compares and sorts plain values several times faster."""
     narrow = distance.dtype in (torch.float16, torch.bfloat16)
     block = (distance.float() if narrow else distance).detach().contiguous().numpy()
     # The minimum of values with NaN is NaN.
     if block.size and block.dtype.kind == "f" and np.isnan(block.min()):
         raise ValueError("relevant_ranks: a distance is NaN; nothing can be ranked by it")
     starts = relevance.indptr[first_query : first_query + len(block) + 1]
-    ranks = np.empty(starts[-1] - starts[0], np.int64)
-    for row, start, stop in zip(block, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        items = relevance.indices[start:stop]
-        ranks[start - starts[0] : stop - starts[0]] = (
-            _count_before(row, items) if len(items) <= _COUNT_AT_MOST else _ranks_from_sorted(row, items)
-        )
+    items = relevance.indices[starts[0] : starts[-1]]
+    counts, starts, m = np.diff(starts), starts[:-1] - starts[0], block.shape[1]
+    ranks = np.empty(len(items), np.int64)
+    # Rows with as many relevant items each are compared in one call, as far as the buffer of comparisons reaches.
+    for count in np.unique(counts[counts > 0]).tolist():
+        rows, few = np.flatnonzero(counts == count), count <= _COUNT_AT_MOST
+        step, width = (max(1, _BUFFER // (k * m)) for k in (count, 1))
+        for some in np.split(rows, range(step, len(rows), step) if few else range(1, len(rows))):
+            own = starts[some, None] + np.arange(count)
+            if few:
+                for part in np.split(own, range(width, count, width), axis=1):
+                    ranks[part] = _count_before(block[some], items[part])
+            else:
+                ranks[own[0]] = _ranks_from_sorted(block[some[0]], items[own[0]])
     return ranks
 
 
-def _count_before(row: np.ndarray, items: np.ndarray) -> list[int]:
-    """Ranks of few relevant items: the number of closer items plus the number of equal items at earlier positions."""
-    before = []
-    for j in items.tolist():
-        own = row[j]
-        before.append(int(np.count_nonzero(row[:j] <= own) + np.count_nonzero(row[j + 1 :] < own)))
-    return before
+def _count_before(values: np.ndarray, items: np.ndarray) -> np.ndarray:
+    """(b, c) ranks of c relevant items in each of b rows: the closer items, and the equal ones at earlier positions."""
+    own = np.take_along_axis(values, items, 1)[:, :, None]
+    m = values.shape[1]
+    before = np.empty((*items.shape, -(-m // 8) * 8), bool)
+    before[:, :, m:] = False
+    np.less(values[:, None], own, out=before[:, :, :m])
+    ranks = _count_true(before)
+    np.less_equal(values[:, None], own, out=before[:, :, :m])
+    for row, i in np.argwhere(_count_true(before) > ranks + 1).tolist():
+        ranks[row, i] += np.count_nonzero(values[row, : items[row, i]] == own[row, i])
+    return ranks
+
+
+def _count_true(flags: np.ndarray) -> np.ndarray:
+    """The number of true values along the last axis, a multiple of 8 long; ten times as fast as a sum."""
+    # The eight bytes of a word add up side by side; a byte holds up to 255.
+    words = flags.view(np.uint64)
+    lanes = np.add.reduceat(words, np.arange(0, words.shape[-1], 255), axis=-1)
+    total: np.ndarray = lanes.view(np.uint8).sum(-1, dtype=np.int64)
+    return total
 
 
 def _ranks_from_sorted(row: np.ndarray, items: np.ndarray) -> np.ndarray:
@@ -263,7 +290,7 @@ def _ranks_on_device(distance: Tensor, relevance: Relevance, first_query: int) -
     counts = np.diff(relevance.indptr[first_query : first_query + b + 1])
     rows = torch.from_numpy(np.repeat(np.arange(b), counts)).to(device)
     ranks = torch.empty(len(items), dtype=torch.int64, device=device)
-    many = torch.from_numpy(np.repeat(counts > _COUNT_AT_MOST, counts)).to(device)
+    many = torch.from_numpy(np.repeat(counts > _ROUNDS_AT_MOST, counts)).to(device)
     if many.any():
         # Many relevant items: sort these rows once; the inverse of the order holds every rank.
         chosen, where = torch.unique(rows[many], return_inverse=True)

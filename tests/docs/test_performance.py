@@ -1,0 +1,124 @@
+"""The page Performance equals what its script makes of the result files, marks what loses and what was disturbed."""
+
+import copy
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.delitem(sys.modules, "performance_page", raising=False)
+    import performance_page
+
+    yield performance_page
+    sys.modules.pop("performance_page", None)
+
+
+def every(script):
+    return script.load_results(script.RESULTS)
+
+
+@pytest.fixture
+def suite(script, monkeypatch):
+    monkeypatch.delitem(sys.modules, "suite", raising=False)
+    import suite
+
+    yield suite
+    sys.modules.pop("suite", None)
+
+
+def test_the_page_is_what_the_script_makes_of_the_result_files(script):
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(every(script))
+
+
+def test_every_benchmark_has_a_section_and_results_are_those_of_its_command(script, suite):
+    runs = {run.name: run for run in suite.RUNS}
+    assert list(runs) == list(script.SECTIONS) and len(runs) == len(suite.RUNS)
+    assert every(script)
+    for name, record in every(script).items():
+        assert record["command"] == runs[name].command and list(script.SECTIONS[name].rows(record["result"]))
+
+
+def test_options_of_the_commands_exist(suite):
+    for run in suite.RUNS:
+        name, *words = run.arguments.split()
+        text = (FOLDER / name).read_text(encoding="utf-8")
+        options = {word.removeprefix("--") for word in [*words, "--json"] if word.startswith("--")}
+        if name != "distances.py":
+            assert all(f'"--{option}"' in text for option in options), run
+
+
+def test_a_changed_figure_or_a_busy_machine_would_be_noticed(script):
+    results = every(script)
+    changed = copy.deepcopy(results)
+    changed["training_step"]["result"]["results"]["step"]["ratio"] += 1
+    assert script.page(changed) != script.page(results)
+    for others, marked in ((0.02, False), (0.5, True), (None, True)):
+        page = script.page({"match_loss": results["match_loss"] | {"other_cores": others}})
+        assert "Not measured yet: distances, evaluation," in page
+        assert ("Not final" in page) == marked and ("d = 1,024 †" in page) == marked
+
+
+def test_what_loses_is_marked_and_listed(script):
+    results = {"exact_search": copy.deepcopy(every(script)["exact_search"])}
+    first, *others = results["exact_search"]["result"]["rows"]
+    for row in (first, *others):
+        row |= {"exact": 20.0, "faiss": 100.0, "q @ g.T": 10.0, "g @ q.T": 11.0}
+    assert "In none of the rows below." in script.page(results)  # Twice the time of a bare product is no loss.
+    first |= {"faiss": 16.0}
+    page = script.page(results)
+    listed = page.split("## Figures")[0]
+    assert re.search(r"\| 1 query \| 20\.0 ms \| 16\.0 ms, FAISS flat \| 1\.25 \|", listed)
+    assert page.count("**1.25, loses**") == 1 and page.count("loses**") == 1
+
+
+def test_ratios_and_times_by_hand(script):
+    row = script.against("x", 0.02, 8.0, "y")
+    assert (row.ours, row.reference, row.ratio_text, row.loses) == ("20.0 ms", "8.00 s, y", "1/400", False)
+    assert script.Row("x", "", ratio=1.004).ratio_text == "**1.00, loses**"
+    assert script.Row("x", "", ratio=115.3, bound=True).ratio_text == "115"
+    assert script.Row("x", "").ratio_text == ""
+    rates = list(script.serve({"rows": [{"clients": 2, "on": {"per_second": 50}, "off": {"per_second": 100}}]}))
+    assert [row.ratio for row in rates] == [2.0] and rates[0].loses
+
+
+def test_the_suite_records_a_run_and_writes_the_page(suite, monkeypatch, tmp_path, capsys):
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "demo.py").write_text(
+        "import json, os, sys\n"
+        "json.dump({'seconds': 7, 'threads': os.environ['OMP_NUM_THREADS']}, open(sys.argv[2], 'w'))"
+    )
+    (tmp_path / "benchmarks" / "serve.py").write_text("raise SystemExit(3)")
+    (tmp_path / "benchmarks" / "search.py").write_text("import time; time.sleep(60)")
+    runs = [
+        suite.Run("demo", "demo.py", threads=2),
+        suite.Run("serve", "serve.py"),
+        suite.Run("search", "search.py", limit=1),
+    ]
+    monkeypatch.setattr(suite, "ROOT", tmp_path)
+    monkeypatch.setattr(suite, "RUNS", tuple(runs))
+    results, page = tmp_path / "results", tmp_path / "page.md"
+    monkeypatch.setattr(sys, "argv", ["suite.py", "--results", str(results), "--page", str(page)])
+    assert suite.main() == 1
+    assert [path.name for path in results.iterdir()] == ["demo.json"]
+    record = json.loads((results / "demo.json").read_text())
+    assert record["command"] == "OMP_NUM_THREADS=2 python benchmarks/demo.py"
+    assert record["result"] == {"seconds": 7, "threads": "2"} and record["passed"]
+    assert {"load_before", "other_cores", "commit", "date", "machine", "threads", "seconds"} <= set(record)
+    assert "| 7 s |" in page.read_text()
+    told = capsys.readouterr().err
+    assert "failed: serve, exit status 3, no result" in told and "failed: search, not done in 1 s" in told
+
+
+def test_make_runs_the_suite():
+    told = subprocess.run(["make", "--dry-run", "benchmarks"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "benchmarks/suite.py" in told.stdout
