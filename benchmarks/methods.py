@@ -29,7 +29,7 @@ from typing import Any
 
 from sfumato.evaluation.compare import main_figures, over_seeds
 from sfumato.models.embed import evaluate_run
-from sfumato.models.recipe import Recipe, find_recipe, load_recipe
+from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import LAST, RECIPE, load_run
 from sfumato.training.loop import fit
 
@@ -43,8 +43,9 @@ FAMILIES = {data: [f"{data}-{name}" for name in _METHODS] for data in ("emoji", 
 VSRN are missing: they pool or attend several tokens of an image, and these features have one."""
 
 
-def train(recipe: Recipe, folder: Path) -> None:
+def train(name: str, overrides: list[str], folder: Path) -> None:
     """Train to the end; what it took goes beside the run."""
+    recipe = load_recipe(find_recipe(name), overrides)
     fresh = not (folder / LAST).exists()
     busy = time.process_time()
     result = fit(recipe, folder)
@@ -72,14 +73,12 @@ class Runs:
 
     def cost(self, name: str, rate: float, seed: int) -> tuple[Path, dict[str, float]]:
         """The folder of a run, and what its training took; trained in a new process unless that was done before."""
-        recipe = load_recipe(find_recipe(name), [*self.overrides, f"train.seed={seed}"])
-        recipe = recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"lr": rate * recipe.optim.lr})})
-        same_but_seed = recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": 0})})
-        digest = hashlib.sha256(same_but_seed.model_dump_json().encode()).hexdigest()[:8]
-        folder = self.out / f"{recipe.name}-{digest}-{seed}"
-        if not ((folder / COST).exists() and load_recipe(folder / RECIPE, saved=True) == recipe):
+        changes = [*self.overrides, f"optim.lr={rate * load_recipe(find_recipe(name), self.overrides).optim.lr!r}"]
+        digest = hashlib.sha256(load_recipe(find_recipe(name), changes).model_dump_json().encode()).hexdigest()[:8]
+        folder = self.out / f"{Path(name).stem}-{digest}-{seed}"
+        if not (folder / COST).exists():
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-                pool.submit(train, recipe, folder).result()
+                pool.submit(train, name, [*changes, f"train.seed={seed}"], folder).result()
         cost: dict[str, float] = json.loads((folder / COST).read_text())
         return folder, cost
 
