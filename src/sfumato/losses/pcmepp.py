@@ -213,7 +213,7 @@ class _CrossEntropies(PairTerms):
         for tile in tiles:
             # max(l, 0) - y l + ln(1 + exp(-|l|)): no difference of nearly equal numbers.
             positive = tile.logit.relu()
-            rest = tile.logit.abs().neg_().exp_().log1p_().sum()
+            rest = functional.softplus(tile.logit.abs().neg_()).sum()
             sums[0] += rest + torch.addcmul(positive, tile.label, tile.logit, value=-1).sum()
             for axis in self.axes:
                 raised = self._raised(tile, axis)
@@ -222,8 +222,7 @@ class _CrossEntropies(PairTerms):
         return sums
 
     def gradient(self, tile: Tile, upstream: Tensor) -> Tensor:
-        gradient = tile.logit.sigmoid_().mul_(upstream[0] + len(self.axes) * upstream[1])
-        gradient.sub_(tile.label * upstream[0])
+        gradient = tile.logit.sigmoid_().mul_(upstream[0] + len(self.axes) * upstream[1]).sub_(tile.label * upstream[0])
         for axis in self.axes:
             gradient.sub_(self._raised(tile, axis).mul_(upstream[1]))
         return gradient

@@ -202,7 +202,8 @@ def pair_sums(
         torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else x.dtype)
         for value in (logit_scale, logit_bias)
     ]
-    sums: Tensor = _PairSums.apply(terms, max_pairs, *_about_centre(x, y), x_offset, y_offset, *logits)  # type: ignore[no-untyped-call]
+    tensors = (*_about_centre(x, y), x_offset, y_offset, *logits)
+    sums: Tensor = _PairSums.apply(terms, max_pairs, *tensors)[0]  # type: ignore[no-untyped-call]
     return sums
 
 
@@ -213,7 +214,7 @@ def _about_centre(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """
     if y.device.type == "cpu":
         fixed = y.detach()
-        if 2 * fixed.mean(0).square().sum() <= torch.linalg.vector_norm(fixed).square() / len(fixed):
+        if 2 * fixed.mean(0).square().sum() * len(fixed) <= torch.linalg.vector_norm(fixed).square():
             return x, y
     return centred(x, y)
 
@@ -222,15 +223,20 @@ class _PairSums(torch.autograd.Function):
     """:func:`pair_sums` in tiles; tensors as in :class:`Tiles`."""
 
     @staticmethod
-    def forward(ctx: Any, terms: PairTerms, max_pairs: int, *tensors: Tensor) -> Tensor:
+    def forward(terms: PairTerms, max_pairs: int, *tensors: Tensor) -> tuple[Tensor, Tensor | None]:
         tiles = Tiles(tensors, terms.labels, max_pairs)
         sums = terms.of_tiles(tiles)
-        ctx.terms, ctx.max_pairs = terms, max_pairs
-        ctx.save_for_backward(*tensors, tiles.whole)
-        return sums.to(tensors[0].dtype)
+        return sums.to(tensors[0].dtype), tiles.whole
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
+        ctx.terms, ctx.max_pairs, *tensors = inputs
+        if output[1] is not None:
+            ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*tensors, output[1])
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, whole = ctx.saved_tensors
         if torch.is_grad_enabled():  # Someone wants second derivatives.
             return None, None, *_differentiable_gradients(ctx, tensors, upstream)
@@ -244,7 +250,7 @@ def _gradients(
 ) -> list[Tensor | None]:
     vectors, scale = tensors[:2], tensors[4]
     sums = [v.new_zeros(len(v)) for v in vectors]
-    empty = torch.zeros_like if 0 in tiles.shape else torch.empty_like  # The first product overwrites.
+    empty = torch.zeros_like if 0 in tiles.shape else torch.empty_like  # The first tiles overwrite.
     products = [empty(v) if need else None for v, need in zip(vectors, needed[:2], strict=True)]
     by_logits = torch.zeros(2, dtype=torch.float64, device=upstream.device)
     for tile in tiles:
@@ -254,13 +260,15 @@ def _gradients(
         gradient.mul_(-scale)  # From here on by the distances.
         for axis, product in enumerate(products):
             own, other = tile.ranges[axis], tile.ranges[1 - axis]
-            sums[axis][own] += gradient.sum(1 - axis)
-            if product is not None:
-                part = gradient if axis == 0 else gradient.T
-                product[own].addmm_(part, vectors[1 - axis][other], alpha=-2, beta=float(other.start > 0))
-    for vector, product, total in zip(vectors, products, sums, strict=True):
-        if product is not None:
-            product.addcmul_(vector, total.unsqueeze(1), value=2)
+            total = gradient.sum(1 - axis)
+            sums[axis][own] += total
+            if product is None:
+                continue
+            if other.start == 0:
+                torch.mul(vectors[axis][own], 2 * total.unsqueeze(1), out=product[own])
+            else:
+                product[own].addcmul_(vectors[axis][own], total.unsqueeze(1), value=2)
+            product[own].addmm_(gradient if axis == 0 else gradient.T, vectors[1 - axis][other], alpha=-2)
     return [*products, *sums, *(g.to(t.dtype).to(t.device) for g, t in zip(by_logits, tensors[4:], strict=True))]
 
 
