@@ -182,6 +182,16 @@ def test_second_derivatives():
     assert torch.autograd.gradgradcheck(infonce, [scale, *tensors])
 
 
+def test_gradients_may_be_taken_again_and_by_functions():
+    image, text = batch()
+    loss = lambda mean: PCMEPPLoss().double()(GaussianEmbedding(mean, image.log_var), text, MATCH).total
+    mean = image.mean.clone().requires_grad_()
+    total = loss(mean)
+    first, second = (torch.autograd.grad(total, mean, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    torch.testing.assert_close(torch.func.grad(loss)(image.mean), first, rtol=1e-12, atol=1e-14)
+
+
 def test_a_side_without_gradient_needs_none():
     tensors = leaves(batch())
     loss = PCMEPPLoss(PCMEPPOptions(beta=0)).double()

@@ -20,6 +20,10 @@ from sfumato.losses.labels import dense_labels
 from sfumato.matching import match_logit
 
 
+CPU_PAIRS = 2**20
+"""Largest number of pairs of a tile on a CPU: arrays of 4 MB stay in its caches, which saves more than recomputing."""
+
+
 @dataclass(frozen=True)
 class Tile:
     """Some images with some texts.
@@ -60,6 +64,7 @@ class Tiles:
         if whole is None:
             self._squares = [torch.linalg.vector_norm(v, dim=-1).square() for v in tensors[:2]]  # No (n, k) copy.
         n, m = self.shape
+        max_pairs = min(max_pairs, CPU_PAIRS) if labels.device.type == "cpu" else max_pairs
         self._height = max(1, min(n, max(int(max_pairs**0.5), max_pairs // max(m, 1))))
         self._width = max(1, min(m, max_pairs // self._height))
 
