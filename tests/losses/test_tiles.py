@@ -184,7 +184,8 @@ def test_second_derivatives():
 
 def test_gradients_may_be_taken_again_and_by_functions():
     image, text = batch()
-    loss = lambda mean: PCMEPPLoss().double()(GaussianEmbedding(mean, image.log_var), text, MATCH).total
+    module = PCMEPPLoss().double()
+    loss = lambda mean: module(GaussianEmbedding(mean, image.log_var), text, MATCH).total
     mean = image.mean.clone().requires_grad_()
     total = loss(mean)
     first, second = (torch.autograd.grad(total, mean, retain_graph=True)[0] for _ in range(2))

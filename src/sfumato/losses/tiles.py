@@ -19,7 +19,6 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.labels import dense_labels
 from sfumato.matching import match_logit
 
-
 CPU_PAIRS = 2**20
 """Largest number of pairs of a tile on a CPU: arrays of 4 MB stay in its caches, which saves more than recomputing."""
 
@@ -213,9 +212,9 @@ def pair_sums(
 
 
 def _about_centre(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`centred`, but without copies where half of the squared lengths or less are the centre's.
+    """:func:`centred`, but without its copies where the centre has half of y's squared lengths or less.
 
-    The centre then costs one bit of the product at most. To look is cheap on a CPU only.
+    The product then loses one bit at most. To look is cheap on a CPU only.
     """
     if y.device.type == "cpu":
         fixed = y.detach()
