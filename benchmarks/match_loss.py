@@ -1,10 +1,15 @@
 """The match loss, forward and backward, against the broadcast form and the bare matrix product: time and peak memory.
 
-    python benchmarks/match_loss.py [--b 512] [--d 1024] [--repeats 5] [--json PATH]
+    python benchmarks/match_loss.py [--b 512] [--d 1024] [--repeats 20] [--rounds 3] [--json PATH]
+    python benchmarks/match_loss.py --large [--b 65536] [--d 512]
 
-Each form runs in a process of its own, so that peak memory is its own; times are medians, ratios are within this one
-run. The broadcast form is left out where there is too little memory for it. Other work on the same cores spoils
-multi-threaded times most: look at the load that is reported, or set OMP_NUM_THREADS=1.
+Each form runs in processes of its own, so that peak memory is its own, and in turn with the others; times are medians.
+Ratios are of processor time, which other work on the same cores spoils less than it spoils time on the clock; look at
+the load that is reported, and set OMP_NUM_THREADS=1. "product" sums the product, so its gradient is a matrix of ones;
+"dense product" sends a dense gradient back. The broadcast form is left out where there is too little memory for it.
+
+--large takes the match loss with pseudo-positives once, with matches as a sparse matrix: the matrix of the distances
+alone would take 17 GB.
 """
 
 import argparse
@@ -23,9 +28,9 @@ import torch
 from torch import Tensor
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import PCMEPPOptions, pcmepp_loss
+from sfumato.losses import PCMEPPOptions, infonce_loss, pcmepp_loss
 
-FORMS = ("product", "loss", "loss with pseudo-positives", "broadcast")
+FORMS = ("product", "dense product", "loss", "loss with pseudo-positives", "infonce", "broadcast")
 
 
 def inputs(b: int, d: int) -> tuple[Tensor, ...]:
@@ -46,15 +51,20 @@ def broadcast_loss(m1: Tensor, l1: Tensor, m2: Tensor, l2: Tensor, match: Tensor
 def step(form: str, b: int, d: int) -> Callable[[], Tensor]:
     """One forward and backward pass; returns the value."""
     m1, l1, m2, l2 = inputs(b, d)
-    match = torch.eye(b)
+    match = torch.sparse_coo_tensor(torch.arange(b).expand(2, -1), torch.ones(b), (b, b), check_invariants=True)
+    if form != "large":
+        match = match.to_dense()
+    upstream = torch.randn(b, b) if form == "dense product" else None
 
     def value() -> Tensor:
-        if form == "product":
-            return (m1 @ m2.T).sum()
+        if form.endswith("product"):
+            return m1 @ m2.T if upstream is not None else (m1 @ m2.T).sum()
         if form == "broadcast":
             return broadcast_loss(m1, l1, m2, l2, match)
-        alpha = 0.1 if form.endswith("pseudo-positives") else 0.0
         image, text = GaussianEmbedding(m1, l1), GaussianEmbedding(m2, l2)
+        if form == "infonce":
+            return infonce_loss(image, text, match, logit_scale=5.0).total
+        alpha = 0.0 if form == "loss" else 0.1
         return pcmepp_loss(
             image, text, match, PCMEPPOptions(alpha=alpha, beta=0), logit_scale=5.0, logit_bias=5.0
         ).total
@@ -63,24 +73,26 @@ def step(form: str, b: int, d: int) -> Callable[[], Tensor]:
         for leaf in (m1, l1, m2, l2):
             leaf.grad = None
         result = value()
-        result.backward()
-        return result.detach()
+        result.backward(upstream)
+        return result.detach().sum()
 
     return run
 
 
 def measure(form: str, b: int, d: int, repeats: int) -> dict[str, float]:
-    """Median seconds, and peak memory above what was there before the first step."""
+    """Median seconds, on the clock and of the processor, and peak memory above what was there before the first step."""
     run = step(form, b, d)
     step(form, 2, d)()
     before = peak_mb(reset=True)
-    value = run()
+    if repeats > 1:
+        run()
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return {"seconds": statistics.median(times), "extra_mb": peak_mb() - before, "value": float(value)}
+        start = time.perf_counter(), time.process_time()
+        value = run()
+        times.append((time.perf_counter() - start[0], time.process_time() - start[1]))
+    clock, processor = (statistics.median(column) for column in zip(*times, strict=True))
+    return {"seconds": clock, "cpu_seconds": processor, "extra_mb": peak_mb() - before, "value": float(value)}
 
 
 def peak_mb(*, reset: bool = False) -> float:
@@ -101,51 +113,61 @@ def available_mb() -> float:
     return int(re.search(r"MemAvailable:\s+(\d+)", memory.read_text())[1]) / 1024  # type: ignore[index]
 
 
+def apart(form: str, b: int, d: int, repeats: int) -> dict[str, float]:
+    """:func:`measure` in a process of its own."""
+    numbers = ["--b", str(b), "--d", str(d), "--repeats", str(repeats)]
+    command = [sys.executable, __file__, "--form", form, *numbers]
+    result: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return result
+
+
+def compare(b: int, d: int, repeats: int, rounds: int) -> dict[str, dict[str, float]]:
+    """All forms in turn, and the medians of the rounds; the broadcast form once."""
+    forms = list(FORMS)
+    if available_mb() < (needed := 5 * b**2 * d * 4 / 2**20):
+        print(f"broadcast left out: needs about {needed:.0f} MB, {available_mb():.0f} MB are available")
+        forms.remove("broadcast")
+    found: dict[str, list[dict[str, float]]] = {form: [] for form in forms}
+    for k in range(rounds):
+        for form in forms:
+            if form != "broadcast" or k == 0:
+                found[form].append(apart(form, b, d, 2 if form == "broadcast" else repeats))
+    return {
+        form: {name: statistics.median(one[name] for one in several) for name in several[0]}
+        for form, several in found.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--b", type=int, default=512)
-    parser.add_argument("--d", type=int, default=1024)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--large", action="store_true", help="one large batch, in tiles")
+    parser.add_argument("--b", type=int, help="512; 65536 with --large")
+    parser.add_argument("--d", type=int, help="1024; 512 with --large")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--form", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    b, d = options.b or (65536 if options.large else 512), options.d or (512 if options.large else 1024)
     if options.form:
-        print(json.dumps(measure(options.form, options.b, options.d, options.repeats)))
+        print(json.dumps(measure(options.form, b, d, options.repeats)))
         return
-    results: dict[str, dict[str, float]] = {}
-    for form in FORMS:
-        if form == "broadcast" and available_mb() < (needed := 5 * options.b**2 * options.d * 4 / 2**20):
-            print(f"broadcast left out: needs about {needed:.0f} MB, {available_mb():.0f} MB are available")
-            continue
-        repeats = 2 if form == "broadcast" else 4 * options.repeats
-        command = [
-            sys.executable,
-            __file__,
-            "--form",
-            form,
-            "--b",
-            str(options.b),
-            "--d",
-            str(options.d),
-            "--repeats",
-            str(repeats),
-        ]
-        results[form] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    base = results["product"]["seconds"]
+    if options.large:
+        results = {"large": apart("large", b, d, 1)}
+    else:
+        results = compare(b, d, options.repeats, options.rounds)
     load = os.getloadavg()[0]
-    print(f"b={options.b} d={options.d}, {torch.get_num_threads()} threads, load {load:.1f}")
+    print(f"b={b} d={d}, {torch.get_num_threads()} threads, load {load:.1f}")
+    base = results.get("product")
     for form, result in results.items():
-        ratio = result["seconds"] / base
-        print(
-            f"{form:<28}{result['seconds'] * 1000:10.1f} ms {ratio:8.1f} x product {result['extra_mb']:10.0f} MB extra"
-        )
-    speedup = results["broadcast"]["seconds"] / results["loss"]["seconds"] if "broadcast" in results else None
-    if speedup is not None:
-        print(f"broadcast / loss: {speedup:.0f} x")
+        ratio = f"{result['cpu_seconds'] / base['cpu_seconds']:8.2f} x product" if base else ""
+        clock, processor = result["seconds"] * 1000, result["cpu_seconds"] * 1000
+        print(f"{form:<28}{clock:10.1f} ms {processor:10.1f} ms cpu {ratio} {result['extra_mb']:10.0f} MB extra")
+    if "broadcast" in results:
+        print(f"broadcast / loss: {results['broadcast']['cpu_seconds'] / results['loss']['cpu_seconds']:.0f} x")
     if options.json:
-        about = {"b": options.b, "d": options.d, "threads": torch.get_num_threads(), "torch": torch.__version__}
-        record = {**about, "load": load, "results": results, "speedup": speedup}
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+        about = {"b": b, "d": d, "threads": torch.get_num_threads(), "torch": torch.__version__}
+        options.json.write_text(json.dumps({**about, "load": load, "results": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

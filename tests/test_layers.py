@@ -172,7 +172,8 @@ FLOORS: dict[str, list[str]] = {
         "encoder_registry",
     ],
     "losses": [
-        "base dispersion",
+        "dispersion labels",
+        "base tiles",
         "infonce pcme prolip triplet",
         "daa pcmepp pvse",
     ],

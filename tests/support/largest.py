@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LargestTensor(TorchDispatchMode):
-    """While active, notes the size of every tensor that an operation returns, the backward pass included."""
+    """While active, notes the size of every dense tensor that an operation returns, the backward pass included."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -16,6 +16,6 @@ class LargestTensor(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for value in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided:
                 self.numel = max(self.numel, value.numel())
         return out

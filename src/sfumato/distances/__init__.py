@@ -30,6 +30,7 @@ from sfumato.distances.separable import (
     WASSERSTEIN2_LIFT,
     csd,
     csd_matrix,
+    csd_vectors,
     js,
     js_matrix,
     kl,
@@ -42,18 +43,26 @@ from sfumato.distances.separable import (
     nearest_matrix,
     squared_l2,
     squared_l2_matrix,
+    squared_l2_vectors,
     wasserstein2,
     wasserstein2_matrix,
     wasserstein2_printed,
     wasserstein2_printed_matrix,
+    wasserstein2_vectors,
 )
 
 DISTANCES: dict[str, Distance] = {
     distance.name: distance
     for distance in (
-        Distance("csd", csd, csd_matrix, lift=CSD_LIFT),
-        Distance("squared_l2", squared_l2, squared_l2_matrix, lift=SQUARED_L2_LIFT),
-        Distance("wasserstein2", wasserstein2, wasserstein2_matrix, lift=WASSERSTEIN2_LIFT),
+        Distance("csd", csd, csd_matrix, lift=CSD_LIFT, vectors=csd_vectors),
+        Distance("squared_l2", squared_l2, squared_l2_matrix, lift=SQUARED_L2_LIFT, vectors=squared_l2_vectors),
+        Distance(
+            "wasserstein2",
+            wasserstein2,
+            wasserstein2_matrix,
+            lift=WASSERSTEIN2_LIFT,
+            vectors=wasserstein2_vectors,
+        ),
         Distance("wasserstein2_printed", wasserstein2_printed, wasserstein2_printed_matrix),
         Distance("kl", kl, kl_matrix, symmetric=False, needs_variance=True),
         Distance("kl_reversed", kl_reversed, kl_reversed_matrix, symmetric=False, needs_variance=True),

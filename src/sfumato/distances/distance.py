@@ -100,11 +100,38 @@ def squared_l2_product(a: Tensor, b: Tensor) -> Tensor:
     Returns:
         (n, m) squared distances >= 0.
     """
+    a, b = centred(a, b)
+    return squared_l2_of_centred(a, b, a.square().sum(-1), b.square().sum(-1))
+
+
+def centred(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both sides about the centre of b, which has no gradient.
+
+    Args:
+        a: (n, d) vectors.
+        b: (m, d) vectors.
+
+    Returns:
+        Both, moved by the same vector.
+    """
     centre = b.detach().mean(0) if len(b) else 0
-    a, b = a - centre, b - centre
+    return a - centre, b - centre
+
+
+def squared_l2_of_centred(a: Tensor, b: Tensor, a_squares: Tensor, b_squares: Tensor) -> Tensor:
+    """||a_i||^2 + ||b_j||^2 - 2 a_i . b_j, for vectors about their centre.
+
+    Args:
+        a: (n, d) vectors.
+        b: (m, d) vectors.
+        a_squares, b_squares: (n,) and (m,) squared lengths.
+
+    Returns:
+        (n, m) squared distances >= 0.
+    """
     with torch.autocast(a.device.type, enabled=False):
-        squares = a.square().sum(-1).unsqueeze(1) + b.square().sum(-1)
-        return torch.addmm(squares, a, b.T, alpha=-2).clamp_min(0)
+        squares = a_squares.unsqueeze(1) + b_squares
+        return squares.addmm_(a, b.T, alpha=-2).clamp_min_(0)
 
 
 @dataclass(frozen=True)
@@ -143,6 +170,8 @@ class Distance:
         n_samples: number s of samples of each embedding when a sampled distance ranks.
         embeddings: number K of embeddings of equal size that an item's mean consists of; 1 except for ``nearest_of_K``.
         lift: conversion to a squared L2 distance that any vector engine can search; None if there is none.
+        vectors: (n, d) embeddings -> (n, k) vectors and (n,) offsets, float32 or better, for a distance that is the
+            squared L2 distance of the vectors plus both offsets; None for the others.
         direction: side of the first argument: "i2t" for images as queries, "t2i" for texts; see :meth:`for_direction`.
     """
 
@@ -155,6 +184,7 @@ class Distance:
     n_samples: int = 8
     embeddings: int = 1
     lift: Lift | None = None
+    vectors: Callable[[GaussianEmbedding], tuple[Tensor, Tensor]] | None = None
     direction: Direction = "i2t"
 
     @property

@@ -419,6 +419,42 @@ def _zeros(x: GaussianEmbedding) -> Tensor:
     return x.mean.new_zeros(x.n, dtype=torch.float32)
 
 
+def csd_vectors(x: GaussianEmbedding) -> tuple[Tensor, Tensor]:
+    """csd as a squared L2 distance of means plus total variances; see ``Distance.vectors``.
+
+    Args:
+        x: (n, d) embeddings.
+
+    Returns:
+        (n, d) means, (n,) total variances.
+    """
+    return x.mean, x.total_variance
+
+
+def squared_l2_vectors(x: GaussianEmbedding) -> tuple[Tensor, Tensor]:
+    """squared_l2 as a squared L2 distance of means; see ``Distance.vectors``.
+
+    Args:
+        x: (n, d) embeddings.
+
+    Returns:
+        (n, d) means, (n,) zeros.
+    """
+    return x.mean, _zeros(x)
+
+
+def wasserstein2_vectors(x: GaussianEmbedding) -> tuple[Tensor, Tensor]:
+    """wasserstein2 as a squared L2 distance of means and deviations; see ``Distance.vectors``.
+
+    Args:
+        x: (n, d) embeddings.
+
+    Returns:
+        (n, 2 d) means and standard deviations side by side, (n,) zeros.
+    """
+    return _mean_and_std(x), _zeros(x)
+
+
 CSD_LIFT = Lift(gallery=_total_deviation, query=_zero_column, constant=_total_variance)
 """csd(q, g) = ||mean_q - mean_g||^2 + (0 - sqrt(sum(var_g)))^2 + sum(var_q)."""
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sfumato.distances import Distance, get_distance
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
+from sfumato.losses.labels import canonical, dense_labels, label_rows, transposed
 from sfumato.matching import MatchingLogits
 
 MAX_PAIRS = 2**22
@@ -100,10 +101,11 @@ class PairBlock:
     Attributes:
         image, text: (r, d) and (c, d) embeddings of this block.
         images, texts: (n, d) and (m, d) embeddings of the batch.
-        match_i2t: (r, m) labels in [0, 1].
-        match_t2i: (c, n) labels in [0, 1], rows are texts.
+        match_i2t: (r, m) labels in [0, 1], dense or coalesced.
+        match_t2i: (c, n) labels in [0, 1], rows are texts; dense or coalesced.
         first_image, first_text: positions in the batch of this block's first image and first text. The others follow
             them in the order of the batch.
+        max_pairs: largest number of pairs that a loss that works in tiles holds in memory at a time.
     """
 
     image: GaussianEmbedding
@@ -114,6 +116,7 @@ class PairBlock:
     match_t2i: Tensor
     first_image: int = 0
     first_text: int = 0
+    max_pairs: int = MAX_PAIRS
 
     @classmethod
     def whole(cls, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, who: str) -> "PairBlock":
@@ -122,7 +125,7 @@ class PairBlock:
         Args:
             image: (n, d) embeddings.
             text: (m, d) embeddings.
-            match: (n, m) labels in [0, 1].
+            match: (n, m) labels in [0, 1], dense or in a sparse layout.
             who: name of the caller, for error messages.
 
         Returns:
@@ -132,7 +135,35 @@ class PairBlock:
             ValueError: see :func:`check_match`.
         """
         match = check_match(image, text, match, who)
-        return cls(image, text, image, text, match, match.T)
+        return cls(image, text, image, text, match, transposed(match))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all pairs of the batch."""
+        return self.image is self.images and self.text is self.texts
+
+    def with_dense_labels(self) -> "PairBlock":
+        """The same block with dense labels.
+
+        Returns:
+            A block whose labels are dense.
+        """
+        if not self.match_i2t.is_sparse:
+            return self
+        return replace(self, match_i2t=dense_labels(self.match_i2t), match_t2i=dense_labels(self.match_t2i))
+
+    def rectangles(self) -> Iterator[tuple[GaussianEmbedding, GaussianEmbedding, Tensor, tuple[int, ...]]]:
+        """The pairs of the block as images with texts: one rectangle for a whole batch, otherwise two.
+
+        Yields:
+            Images, texts, their labels (rows are images), and the axes along which the rectangle is complete: 0 if it
+            has all texts of its images, 1 if it has all images of its texts.
+        """
+        if self.is_whole:
+            yield self.image, self.text, self.match_i2t, (0, 1)
+            return
+        yield self.image, self.texts, self.match_i2t, (0,)
+        yield self.images, self.text, transposed(self.match_t2i), (1,)
 
     def n_positives(self) -> Tensor:
         """Number of matching pairs of this block's images with all texts.
@@ -153,8 +184,7 @@ class PairBlock:
             again.
         """
         i2t = distance.matrix(self.image, self.texts)
-        whole = self.image is self.images and self.text is self.texts
-        return i2t, i2t.T if whole else distance.matrix(self.images, self.text).T
+        return i2t, i2t.T if self.is_whole else distance.matrix(self.images, self.text).T
 
     def split(self, max_pairs: int) -> Iterator["PairBlock"]:
         """Smaller blocks that add up to this one.
@@ -177,8 +207,8 @@ class PairBlock:
                 self,
                 image=self.image[rows],
                 text=self.text[columns],
-                match_i2t=self.match_i2t[rows],
-                match_t2i=self.match_t2i[columns],
+                match_i2t=label_rows(self.match_i2t, rows),
+                match_t2i=label_rows(self.match_t2i, columns),
                 first_image=self.first_image + rows.start,
                 first_text=self.first_text + columns.start,
             )
@@ -210,7 +240,8 @@ class MatchLoss(nn.Module, ABC):
         Args:
             image: (n, d) embeddings.
             text: (m, d) embeddings.
-            match: (n, m) labels in [0, 1], rows are images.
+            match: (n, m) labels in [0, 1], rows are images. A sparse matrix of torch is allowed, and needed where n *
+                m labels do not fit into memory; pairs that it leaves out have the label 0.
             epoch: 0-based epoch, for losses that change after a warm-up; None means after every warm-up.
 
         Returns:
@@ -219,8 +250,12 @@ class MatchLoss(nn.Module, ABC):
         Raises:
             ValueError: see :func:`check_match`; some losses also refuse a batch without a match.
         """
-        block = PairBlock.whole(image, text, match, type(self).__name__)
-        return self.part(block, self.counts(block), epoch=epoch)
+        return loss_of_block(self, PairBlock.whole(image, text, match, type(self).__name__), epoch=epoch)
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether :meth:`part` bounds its memory by block.max_pairs, for blocks of any size and sparse labels."""
+        return False
 
     def advance(self) -> None:
         """Advance to the next training step, after an update of the parameters, on all processes.
@@ -276,7 +311,7 @@ def loss_of_block(
     max_pairs: int = MAX_PAIRS,
     total: Callable[[Tensor], Tensor] = lambda counts: counts,
 ) -> LossOutput:
-    """The contribution of a block to the batch's loss, in smaller blocks that the backward pass recomputes.
+    """The contribution of a block to the batch's loss, in parts that the backward pass recomputes.
 
     Args:
         loss: any loss.
@@ -288,14 +323,48 @@ def loss_of_block(
     Returns:
         The total, terms and statistics of the block.
     """
+    return sum_of_blocks(
+        block,
+        loss.counts,
+        lambda small, counts: loss.part(small, counts, epoch=epoch),
+        in_tiles=loss.in_tiles,
+        max_pairs=max_pairs,
+        total=total,
+    )
+
+
+def sum_of_blocks(
+    block: PairBlock,
+    counts_of: Callable[[PairBlock], Tensor],
+    part_of: Callable[[PairBlock, Tensor], LossOutput],
+    *,
+    in_tiles: bool = False,
+    max_pairs: int = MAX_PAIRS,
+    total: Callable[[Tensor], Tensor] = lambda counts: counts,
+) -> LossOutput:
+    """The contribution of a block to the batch's loss; see :func:`loss_of_block`.
+
+    Args:
+        block: a block of a batch.
+        counts_of, part_of: the loss, as :meth:`MatchLoss.counts` and :meth:`MatchLoss.part`.
+        in_tiles: as :attr:`MatchLoss.in_tiles`; otherwise a large block is split, and labels are made dense.
+        max_pairs, total: see :func:`loss_of_block`.
+
+    Returns:
+        The total, terms and statistics of the block.
+    """
+    if in_tiles:
+        block = replace(block, max_pairs=max_pairs)
+        return part_of(block, total(counts_of(block)))
+
+    def part(small: PairBlock, counts: Tensor) -> LossOutput:
+        return part_of(small.with_dense_labels(), counts)
+
     blocks = list(block.split(max_pairs))
-    counts = total(torch.stack([loss.counts(small) for small in blocks]).sum(0))
+    counts = total(torch.stack([counts_of(small.with_dense_labels()) for small in blocks]).sum(0))
     if len(blocks) == 1:
-        return loss.part(block, counts, epoch=epoch)
-    outputs = [
-        checkpoint(loss.part, small, counts, epoch=epoch, use_reentrant=False, preserve_rng_state=False)
-        for small in blocks
-    ]
+        return part(block, counts)
+    outputs = [checkpoint(part, small, counts, use_reentrant=False, preserve_rng_state=False) for small in blocks]
     return LossOutput(
         torch.stack([output.total for output in outputs]).sum(),
         {name: torch.stack([output.terms[name] for output in outputs]).sum() for name in outputs[0].terms},
@@ -322,11 +391,11 @@ def check_match(image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor
     Args:
         image: (n, d) embeddings.
         text: (m, d) embeddings.
-        match: (n, m) labels.
+        match: (n, m) labels, dense or in a sparse layout.
         who: name of the caller, for error messages.
 
     Returns:
-        match on the device of the images.
+        match on the device of the images, dense or coalesced.
 
     Raises:
         ValueError: match has another shape, the batch is empty, or a label lies outside of [0, 1].
@@ -337,9 +406,12 @@ def check_match(image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor
         )
     if image.n == 0 or text.n == 0:
         raise ValueError(f"{who}: got an empty batch of {image.n} images and {text.n} texts")
-    if not ((match >= 0) & (match <= 1)).all():
+    match = canonical(match)
+    values = match.values() if match.is_sparse else match
+    low, high = values.aminmax() if values.numel() else (0, 1)
+    if not (low >= 0 and high <= 1):
         raise ValueError(
-            f"{who}: match must lie in [0, 1], got values from {match.min():.4g} to {match.max():.4g};"
+            f"{who}: match must lie in [0, 1], got values from {low:.4g} to {high:.4g};"
             " labels of -1 and 1 become (match + 1) / 2"
         )
     return match.to(device=image.device)

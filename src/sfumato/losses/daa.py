@@ -52,7 +52,7 @@ def daa_loss(
     Args:
         image: (n, d) embeddings.
         text: (m, d) embeddings.
-        match: (n, m) labels in [0, 1].
+        match: (n, m) labels in [0, 1], dense or sparse.
         options: see :class:`DAAOptions`.
         epoch: 0-based epoch; None means after every warm-up.
 

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.base import LossOptions, LossOutput, MatchLoss, PairBlock, option, sum_of_terms
-from sfumato.matching import MatchingLogits, match_logit
+from sfumato.losses.base import LossOptions, LossOutput, MatchLoss, PairBlock, option, sum_of_blocks, sum_of_terms
+from sfumato.losses.labels import matched_rows
+from sfumato.losses.tiles import PairTerms, Tile, Tiles, pair_sums
+from sfumato.matching import MatchingLogits
 
 LARGEST_SCALE = "largest scale of the InfoNCE loss; 0: no limit. 50 is CLIP's and open_clip's limit, 100 on the cosine"
 """Description of the limit of the scale, for InfoNCE alone and beside PCME++."""
@@ -46,7 +48,7 @@ def infonce_loss(
     Args:
         image: (n, d) embeddings.
         text: (m, d) embeddings.
-        match: (n, m) labels in [0, 1].
+        match: (n, m) labels in [0, 1], dense or sparse.
         options: see :class:`InfoNCEOptions`.
         logit_scale: a > 0; logits are -a * distance. options.logit_scale is only the initial value of the module.
 
@@ -63,8 +65,12 @@ def infonce_loss(
 
     Paper: van den Oord et al. 2018; Radford et al. 2021 (CLIP).
     """
-    block = PairBlock.whole(image, text, match, "infonce_loss")
-    return infonce_part(block, infonce_counts(block), options, logit_scale)
+    return sum_of_blocks(
+        PairBlock.whole(image, text, match, "infonce_loss"),
+        infonce_counts,
+        lambda small, counts: infonce_part(small, counts, options, logit_scale),
+        in_tiles=get_distance(options.distance).vectors is not None,
+    )
 
 
 def infonce_counts(block: PairBlock) -> Tensor:
@@ -76,7 +82,7 @@ def infonce_counts(block: PairBlock) -> Tensor:
     Returns:
         (2,) float64 numbers of images and of texts with a match.
     """
-    return torch.stack([(match.sum(1) > 0).sum() for match in (block.match_i2t, block.match_t2i)]).double()
+    return torch.stack([matched_rows(match).sum() for match in (block.match_i2t, block.match_t2i)]).double()
 
 
 def infonce_part(block: PairBlock, counts: Tensor, options: InfoNCEOptions, logit_scale: Tensor | float) -> LossOutput:
@@ -96,20 +102,60 @@ def infonce_part(block: PairBlock, counts: Tensor, options: InfoNCEOptions, logi
     """
     if not counts.all():
         raise ValueError("infonce_loss: no pair of the batch matches; InfoNCE needs at least one positive")
-    i2t, t2i = block.distances(get_distance(options.distance))
-    directions = {"i2t": (i2t, block.match_i2t), "t2i": (t2i, block.match_t2i)}
-    terms = {
-        name: _cross_entropy(match_logit(pairs, logit_scale, 0.0), match.to(pairs.dtype)) / (2 * count.to(pairs.dtype))
-        for (name, (pairs, match)), count in zip(directions.items(), counts, strict=True)
-    }
+    distance = get_distance(options.distance)
+    terms = {}
+    for image, text, labels, axes in block.rectangles():
+        sums = pair_sums(
+            distance,
+            image,
+            text,
+            _CrossEntropies(labels, axes),
+            logit_scale=logit_scale,
+            logit_bias=0.0,
+            max_pairs=block.max_pairs,
+        )
+        for axis, total in zip(axes, sums, strict=True):
+            terms["t2i" if axis else "i2t"] = total / (2 * counts[axis].to(total.dtype))
     return sum_of_terms(terms)
 
 
-def _cross_entropy(logit: Tensor, match: Tensor) -> Tensor:
-    """The cross-entropy, summed over the rows that have a match."""
-    total = match.sum(1, keepdim=True)
-    target = match / torch.where(total > 0, total, 1)
-    return -(target * logit.log_softmax(1)).sum()
+class _CrossEntropies(PairTerms):
+    """For each axis the cross-entropies of the softmax, summed over the rows (or columns) that have a match."""
+
+    def of_matrix(self, distance: Tensor, logit: Tensor, label: Tensor) -> Tensor:
+        sums = []
+        for axis in self.axes:
+            total = label.sum(1 - axis, keepdim=True)
+            target = label / torch.where(total > 0, total, 1)
+            sums.append(-(target * logit.log_softmax(1 - axis)).sum())
+        return torch.stack(sums)
+
+    def of_tiles(self, tiles: Tiles) -> Tensor:
+        sizes = [tiles.shape[axis] for axis in self.axes]
+        # Of each row or column: logarithm of the sum of exp(logit), sum of the labels, sum of label * logit.
+        self._log_sum = [tiles.zeros(size).fill_(-torch.inf) for size in sizes]
+        self._total, matched = [tiles.zeros(size) for size in sizes], [tiles.zeros(size) for size in sizes]
+        for tile in tiles:
+            weighted = tile.label * tile.logit
+            for k, axis in enumerate(self.axes):
+                own = tile.ranges[axis]
+                self._log_sum[k][own] = torch.logaddexp(self._log_sum[k][own], tile.logit.logsumexp(1 - axis))
+                self._total[k][own] += tile.label.sum(1 - axis)
+                matched[k][own] += weighted.sum(1 - axis)
+        losses = [
+            torch.where(total > 0, log_sum - label_sum / total, 0).sum(dtype=torch.float64)
+            for log_sum, total, label_sum in zip(self._log_sum, self._total, matched, strict=True)
+        ]
+        return torch.stack(losses)
+
+    def gradient(self, tile: Tile, upstream: Tensor) -> Tensor:
+        gradient = torch.zeros_like(tile.logit)
+        for k, axis in enumerate(self.axes):
+            log_sum, total = (x[k][tile.ranges[axis]].unsqueeze(1 - axis) for x in (self._log_sum, self._total))
+            weight = torch.where(total > 0, upstream[k], 0)  # Rows without a match do not count.
+            gradient += (tile.logit - log_sum).exp_().mul_(weight)
+            gradient -= tile.label * (weight / torch.where(total > 0, total, 1))
+        return gradient
 
 
 class InfoNCELoss(MatchLoss):
@@ -128,6 +174,11 @@ class InfoNCELoss(MatchLoss):
     def counts(self, block: PairBlock) -> Tensor:
         """See :class:`MatchLoss`."""
         return infonce_counts(block)
+
+    @property
+    def in_tiles(self) -> bool:
+        """See :class:`MatchLoss`."""
+        return self.distance.vectors is not None
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`MatchLoss`."""

@@ -22,6 +22,7 @@ from sfumato.losses.base import (
     MatchLoss,
     PairBlock,
     option,
+    sum_of_blocks,
     sum_of_terms,
     vib_of_block,
 )
@@ -88,7 +89,7 @@ def pcme_loss(
     Args:
         image: (n, d) embeddings.
         text: (m, d) embeddings.
-        match: (n, m) labels in [0, 1]; soft labels are allowed.
+        match: (n, m) labels in [0, 1], dense or sparse; soft labels are allowed.
         options: see :class:`PCMEOptions`.
         logit_scale: a > 0; options.logit_scale is only the initial value of the module.
         logit_bias: b; likewise.
@@ -113,7 +114,11 @@ def pcme_loss(
     if noise is None:
         noise = _noise(block, options, step)
     _check_noise(block, noise)
-    return _part(block, _counts(block, noise, options), noise, options, logit_scale, logit_bias)
+    return sum_of_blocks(
+        block,
+        lambda small: _counts(small, noise, options),
+        lambda small, counts: _part(small, counts, noise, options, logit_scale, logit_bias),
+    )
 
 
 def _noise(block: PairBlock, options: PCMEOptions, step: int) -> tuple[Tensor, Tensor]:

@@ -15,11 +15,13 @@ from sfumato.losses.base import (
     MatchLoss,
     PairBlock,
     option,
+    sum_of_blocks,
     sum_of_terms,
     vib_sums,
 )
 from sfumato.losses.infonce import LARGEST_SCALE, InfoNCELoss, InfoNCEOptions, infonce_counts, infonce_part
-from sfumato.matching import MatchingLogits, match_logit
+from sfumato.losses.tiles import PairTerms, Tile, Tiles, pair_sums
+from sfumato.matching import MatchingLogits
 
 VIB_LIMIT = 1e4
 """A bottleneck of a modality above this many nats per dimension is left out of the step, as in the released code."""
@@ -93,7 +95,7 @@ def pcmepp_loss(
     Args:
         image: (n, d) embeddings.
         text: (m, d) embeddings.
-        match: (n, m) labels in [0, 1]; soft labels are allowed.
+        match: (n, m) labels in [0, 1], dense or sparse; soft labels are allowed.
         options: see :class:`PCMEPPOptions`.
         logit_scale: a > 0; options.logit_scale is only the initial value of the module.
         logit_bias: b; likewise.
@@ -117,7 +119,12 @@ def pcmepp_loss(
     """
     block = PairBlock.whole(image, text, match, "pcmepp_loss")
     scale = options.infonce_scale if infonce_scale is None else infonce_scale
-    return _part(block, _counts(block, options), options, logit_scale, logit_bias, scale, epoch)
+    return sum_of_blocks(
+        block,
+        lambda small: _counts(small, options),
+        lambda small, counts: _part(small, counts, options, logit_scale, logit_bias, scale, epoch),
+        in_tiles=get_distance(options.distance).vectors is not None,
+    )
 
 
 def _counts(block: PairBlock, options: PCMEPPOptions) -> Tensor:
@@ -138,27 +145,107 @@ def _part(
     infonce_scale: Tensor | float,
     epoch: int | None,
 ) -> LossOutput:
-    i2t, t2i = block.distances(get_distance(options.distance))
-    pairs = counts[0].to(i2t.dtype)
-    match_i2t, match_t2i = block.match_i2t.to(i2t.dtype), block.match_t2i.to(i2t.dtype)
-    logit = match_logit(i2t, logit_scale, logit_bias)
-    terms = {"match": options.match_weight * _cross_entropy(logit, match_i2t) / pairs}
-    stats: dict[str, Tensor] = {}
-    if options.alpha and (epoch is None or epoch >= options.pseudo_positives_from):
-        raised_i2t, raised_t2i = pseudo_positives(i2t, match_i2t), pseudo_positives(t2i, match_t2i)
-        reverse = match_logit(t2i, logit_scale, logit_bias)
-        both = _cross_entropy(logit, raised_i2t) + _cross_entropy(reverse, raised_t2i)
-        terms["pseudo_positive"] = options.alpha * both / pairs
-        stats["pseudo_positives_i2t"] = (raised_i2t > match_i2t).sum()
-        stats["pseudo_positives_t2i"] = (raised_t2i > match_t2i).sum()
+    terms, stats = _cross_entropies(block, counts[0], options, logit_scale, logit_bias, epoch)
     if options.beta:
         vib, ignored = _bottleneck(block, counts[1:3])
         terms["vib"] = options.beta * vib
-        stats["vib_ignored"] = ignored * block.match_i2t.numel() / pairs  # It is counted once for all blocks.
+        stats["vib_ignored"] = ignored * block.match_i2t.numel() / counts[0]  # It is counted once for all blocks.
     if options.infonce_weight:
         beside = infonce_part(block, counts[-2:], InfoNCEOptions(), infonce_scale)
         terms |= {f"infonce_{name}": options.infonce_weight * term for name, term in beside.terms.items()}
     return sum_of_terms(terms, stats)
+
+
+def _cross_entropies(
+    block: PairBlock,
+    pairs: Tensor,
+    options: PCMEPPOptions,
+    logit_scale: Tensor | float,
+    logit_bias: Tensor | float,
+    epoch: int | None,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Terms and statistics of the logits."""
+    raises = bool(options.alpha) and (epoch is None or epoch >= options.pseudo_positives_from)
+    match, pseudo, raised = [], [], []
+    for image, text, labels, axes in block.rectangles():
+        if not raises and 0 not in axes:
+            continue
+        sums_of = _CrossEntropies(labels, axes if raises else ())
+        sums = pair_sums(
+            get_distance(options.distance),
+            image,
+            text,
+            sums_of,
+            logit_scale=logit_scale,
+            logit_bias=logit_bias,
+            max_pairs=block.max_pairs,
+        )
+        match += [sums[0]] if 0 in axes else []
+        pseudo.append(sums[1])
+        raised.append(sums_of.raised)
+    pairs = pairs.to(match[0].dtype)
+    terms = {"match": options.match_weight * match[0] / pairs}
+    if not raises:
+        return terms, {}
+    terms["pseudo_positive"] = options.alpha * torch.stack(pseudo).sum() / pairs
+    numbers = torch.stack(raised).sum(0)
+    return terms, {"pseudo_positives_i2t": numbers[0], "pseudo_positives_t2i": numbers[1]}
+
+
+class _CrossEntropies(PairTerms):
+    """(2,) sums: cross-entropies with the labels; with those with pseudo-positives of each axis.
+
+    Once summed, raised (2,) is the number of labels that the pseudo-positives of each axis raise.
+    """
+
+    def of_matrix(self, distance: Tensor, logit: Tensor, label: Tensor) -> Tensor:
+        sums, self.raised = [_cross_entropy(logit, label)], distance.new_zeros(2, dtype=torch.float64)
+        for axis in self.axes:
+            raised = pseudo_positives(distance, label) if axis == 0 else pseudo_positives(distance.T, label.T).T
+            self.raised[axis] = (raised > label).sum()
+            sums.append(_cross_entropy(logit, raised))
+        return torch.stack([sums[0], sum(sums[1:], torch.zeros_like(sums[0]))])
+
+    def of_tiles(self, tiles: Tiles) -> Tensor:
+        if self.axes:
+            self._find_ground_truths(tiles)
+        sums, self.raised = tiles.zeros(2, torch.float64), tiles.zeros(2, torch.float64)
+        for tile in tiles:
+            # max(l, 0) - y l + ln(1 + exp(-|l|)): no difference of nearly equal numbers.
+            positive = tile.logit.relu()
+            rest = functional.softplus(tile.logit.abs().neg_()).sum()
+            sums[0] += rest + torch.addcmul(positive, tile.label, tile.logit, value=-1).sum()
+            for axis in self.axes:
+                raised = self._raised(tile, axis)
+                self.raised[axis] += torch.gt(raised, tile.label, out=torch.empty_like(raised)).sum()
+                sums[1] += rest + torch.addcmul(positive, raised, tile.logit, value=-1).sum()
+        return sums
+
+    def gradient(self, tile: Tile, upstream: Tensor) -> Tensor:
+        gradient = tile.logit.sigmoid_().mul_(upstream[0] + len(self.axes) * upstream[1]).sub_(tile.label * upstream[0])
+        for axis in self.axes:
+            gradient.sub_(self._raised(tile, axis).mul_(upstream[1]))
+        return gradient
+
+    def _find_ground_truths(self, tiles: Tiles) -> None:
+        """Each row's (axis 0) and column's (axis 1) largest label, and the distance of the first that has it."""
+        self._largest = [tiles.zeros(size) for size in tiles.shape]
+        self._threshold = [torch.full_like(label, -torch.inf) for label in self._largest]
+        for ranges in tiles.ranges():
+            label = tiles.label(ranges)
+            for axis in self.axes:
+                largest, threshold = self._largest[axis][ranges[axis]], self._threshold[axis][ranges[axis]]
+                better = label.amax(1 - axis) > largest
+                if better.any():  # To find a maximum's place is slow, and most tiles of a large batch have no match.
+                    found, where = label.max(1 - axis, keepdim=True)
+                    own = tiles.distance(ranges).gather(1 - axis, where)
+                    threshold[better], largest[better] = own.flatten()[better], found.flatten()[better]
+
+    def _raised(self, tile: Tile, axis: int) -> Tensor:
+        """(r, c) labels with pseudo-positives."""
+        threshold, largest = (x[axis][tile.ranges[axis]].unsqueeze(1 - axis) for x in (self._threshold, self._largest))
+        closer = torch.le(tile.distance, threshold, out=torch.empty_like(tile.distance))  # As numbers: faster.
+        return torch.maximum(closer.mul_(largest), tile.label)
 
 
 def _bottleneck(block: PairBlock, sums: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,6 +281,11 @@ class PCMEPPLoss(MatchLoss):
     def counts(self, block: PairBlock) -> Tensor:
         """See :class:`MatchLoss`."""
         return _counts(block, self.options)
+
+    @property
+    def in_tiles(self) -> bool:
+        """See :class:`MatchLoss`."""
+        return self.distance.vectors is not None
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`MatchLoss`."""

@@ -12,7 +12,16 @@ from torch.nn import functional
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.inclusion import inclusion_losses
-from sfumato.losses.base import LossOptions, LossOutput, MatchLoss, PairBlock, option, sum_of_terms, vib_of_block
+from sfumato.losses.base import (
+    LossOptions,
+    LossOutput,
+    MatchLoss,
+    PairBlock,
+    option,
+    sum_of_blocks,
+    sum_of_terms,
+    vib_of_block,
+)
 from sfumato.matching import MatchingLogits, match_logit
 
 
@@ -61,7 +70,7 @@ def prolip_loss(
     Args:
         image: (n, d) embeddings.
         text: (m, d) embeddings.
-        match: (n, m) labels in [0, 1].
+        match: (n, m) labels in [0, 1], dense or sparse.
         options: see :class:`ProLIPOptions`.
         logit_scale: a > 0; options.logit_scale is only the initial value of the module.
         logit_bias: b; likewise.
@@ -82,8 +91,11 @@ def prolip_loss(
     Paper: Chun et al., "Probabilistic language-image pre-training", ICLR 2025. The released bottleneck is vib_loss of
     halved log variances, which is not a divergence.
     """
-    block = PairBlock.whole(image, text, match, "prolip_loss")
-    return _part(block, block.n_positives(), options, logit_scale, logit_bias)
+    return sum_of_blocks(
+        PairBlock.whole(image, text, match, "prolip_loss"),
+        PairBlock.n_positives,
+        lambda small, counts: _part(small, counts, options, logit_scale, logit_bias),
+    )
 
 
 def _part(

@@ -60,7 +60,7 @@ def pvse_loss(
     Args:
         image: (n, K d) embeddings, K of d dimensions side by side.
         text: (m, K d) embeddings.
-        match: (n, m) labels in [0, 1].
+        match: (n, m) labels in [0, 1], dense or sparse.
         options: see :class:`PVSEOptions`; K is that of options.distance. K = 1 leaves both additional terms out, as the
             released code does; the diversity would be 0.
         epoch: 0-based epoch; None means after every warm-up.

@@ -54,7 +54,7 @@ def triplet_loss(
     Args:
         image: (n, d) embeddings.
         text: (m, d) embeddings.
-        match: (n, m) labels in [0, 1].
+        match: (n, m) labels in [0, 1], dense or sparse.
         options: see :class:`TripletOptions`.
         epoch: 0-based epoch; None means after every warm-up.
 

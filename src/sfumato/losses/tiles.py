@@ -1,0 +1,288 @@
+"""Sums over all pairs of images and texts in tiles, for distances that are squared L2 distances of vectors.
+
+A tile is a range of images with a range of texts. No pass holds an (n, m) array that is larger than a tile: the
+backward pass computes the distances of each tile again, unless there is only one. What is summed, a loss says by its
+:class:`PairTerms`. For other distances, and for second derivatives, the sums come from the whole matrix.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sfumato.distances import Distance
+from sfumato.distances.distance import centred, checked, squared_l2_of_centred
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.losses.labels import dense_labels
+from sfumato.matching import match_logit
+
+CPU_PAIRS = 2**20
+"""Largest number of pairs of a tile on a CPU: arrays of 4 MB stay in its caches, which saves more than recomputing."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some images with some texts.
+
+    Attributes:
+        ranges: of its r images (axis 0) and of its c texts (axis 1).
+        label: (r, c) labels in [0, 1].
+        distance: (r, c) distances.
+        logit: (r, c) match logits.
+    """
+
+    ranges: tuple[slice, slice]
+    label: Tensor
+    distance: Tensor
+    logit: Tensor
+
+
+class Tiles:
+    """The labels, distances and logits of n images and m texts, tile by tile.
+
+    Args:
+        tensors: (n, k) and (m, k) vectors about their centre, (n,) and (m,) offsets, () scale and () bias of the
+            logits. The distance is the squared L2 distance of the vectors plus both offsets.
+        labels: (n, m) labels in [0, 1], dense or coalesced.
+        max_pairs: largest number of pairs of a tile.
+        whole: (n, m) distances, if they are known and there is only one tile.
+
+    Attributes:
+        shape: (n, m).
+        whole: the distances of the only tile, once they are computed; None if there are several.
+    """
+
+    def __init__(
+        self, tensors: tuple[Tensor, ...], labels: Tensor, max_pairs: int, *, whole: Tensor | None = None
+    ) -> None:
+        self._x, self._y, self._x_offset, self._y_offset, self._scale, self._bias = tensors
+        self._labels, self.shape, self.whole = labels, labels.shape, whole
+        if whole is None:
+            self._squares = [torch.linalg.vector_norm(v, dim=-1).square() for v in tensors[:2]]  # No (n, k) copy.
+        n, m = self.shape
+        max_pairs = min(max_pairs, CPU_PAIRS) if labels.device.type == "cpu" else max_pairs
+        self._height = max(1, min(n, max(int(max_pairs**0.5), max_pairs // max(m, 1))))
+        self._width = max(1, min(m, max_pairs // self._height))
+
+    def ranges(self) -> Iterator[tuple[slice, slice]]:
+        """The ranges of all tiles.
+
+        Yields:
+            Ranges of images and texts; images vary slowest.
+        """
+        n, m = self.shape
+        for i in range(0, n, self._height):
+            for j in range(0, m, self._width):
+                yield slice(i, min(i + self._height, n)), slice(j, min(j + self._width, m))
+
+    def zeros(self, size: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Zeros on the device of the distances.
+
+        Args:
+            size: how many.
+            dtype: that of the distances if None.
+
+        Returns:
+            (size,) zeros.
+        """
+        return self._x.new_zeros(size, dtype=dtype)
+
+    def label(self, ranges: tuple[slice, slice]) -> Tensor:
+        """The labels of a tile.
+
+        Args:
+            ranges: of the tile.
+
+        Returns:
+            (r, c) labels in the dtype of the distances.
+        """
+        return dense_labels(self._labels, *ranges).to(self._x.dtype)
+
+    def distance(self, ranges: tuple[slice, slice]) -> Tensor:
+        """The distances of a tile.
+
+        Args:
+            ranges: of the tile.
+
+        Returns:
+            (r, c) distances, not to be changed.
+        """
+        if self.whole is not None:
+            return self.whole
+        (rows, columns), (x_squares, y_squares) = ranges, self._squares
+        distance = squared_l2_of_centred(self._x[rows], self._y[columns], x_squares[rows], y_squares[columns])
+        distance.add_(self._x_offset[rows].unsqueeze(1)).add_(self._y_offset[columns])
+        if distance.shape == self.shape:
+            self.whole = distance
+        return distance
+
+    def __iter__(self) -> Iterator[Tile]:
+        for ranges in self.ranges():
+            distance = self.distance(ranges)
+            yield Tile(ranges, self.label(ranges), distance, match_logit(distance, self._scale, self._bias))
+
+
+class PairTerms(ABC):
+    """Sums over the pairs of a batch, as a function of their distances, logits and labels.
+
+    Args:
+        labels: (n, m) labels in [0, 1], dense or coalesced.
+        axes: along which a sum needs all of an image's texts (0) or of a text's images (1).
+    """
+
+    def __init__(self, labels: Tensor, axes: tuple[int, ...]) -> None:
+        self.labels, self.axes = labels, axes
+
+    @abstractmethod
+    def of_matrix(self, distance: Tensor, logit: Tensor, label: Tensor) -> Tensor:
+        """The sums, by operations that autograd knows.
+
+        Args:
+            distance, logit, label: (n, m).
+
+        Returns:
+            (k,) sums.
+        """
+
+    @abstractmethod
+    def of_tiles(self, tiles: Tiles) -> Tensor:
+        """The sums, without gradient. What :meth:`gradient` needs of the whole batch is kept.
+
+        Args:
+            tiles: of the batch.
+
+        Returns:
+            (k,) sums in float64.
+        """
+
+    @abstractmethod
+    def gradient(self, tile: Tile, upstream: Tensor) -> Tensor:
+        """The derivative of the weighted sums by the logits; :meth:`of_tiles` comes first.
+
+        Args:
+            tile: of the batch; its logit may be overwritten.
+            upstream: (k,) weights of the sums.
+
+        Returns:
+            (r, c) derivatives, to be overwritten.
+        """
+
+
+def pair_sums(
+    distance: Distance,
+    image: GaussianEmbedding,
+    text: GaussianEmbedding,
+    terms: PairTerms,
+    *,
+    logit_scale: Tensor | float,
+    logit_bias: Tensor | float,
+    max_pairs: int,
+) -> Tensor:
+    """Sums over all pairs: in tiles if the distance has vectors, otherwise from the whole matrix.
+
+    Args:
+        distance: the distance; images are its first argument.
+        image: (n, d) embeddings.
+        text: (m, d) embeddings.
+        terms: what is summed.
+        logit_scale: a > 0.
+        logit_bias: b.
+        max_pairs: largest number of pairs of a tile.
+
+    Returns:
+        (k,) sums, differentiable.
+    """
+    scalars = all(not isinstance(value, Tensor) or value.ndim == 0 for value in (logit_scale, logit_bias))
+    if distance.vectors is None or not scalars:
+        matrix = distance.matrix(image, text)
+        label = dense_labels(terms.labels).to(matrix.dtype)
+        return terms.of_matrix(matrix, match_logit(matrix, logit_scale, logit_bias), label)
+    image, text = checked(image, text, distance.name)
+    (x, x_offset), (y, y_offset) = distance.vectors(image), distance.vectors(text)
+    logits = [
+        torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else x.dtype)
+        for value in (logit_scale, logit_bias)
+    ]
+    tensors = (*_about_centre(x, y), x_offset, y_offset, *logits)
+    sums: Tensor = _PairSums.apply(terms, max_pairs, *tensors)[0]  # type: ignore[no-untyped-call]
+    return sums
+
+
+def _about_centre(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`centred`, but without its copies where the centre has half of y's squared lengths or less.
+
+    The product then loses one bit at most. To look is cheap on a CPU only.
+    """
+    if y.device.type == "cpu":
+        fixed = y.detach()
+        if 2 * fixed.mean(0).square().sum() * len(fixed) <= torch.linalg.vector_norm(fixed).square():
+            return x, y
+    return centred(x, y)
+
+
+class _PairSums(torch.autograd.Function):
+    """:func:`pair_sums` in tiles; tensors as in :class:`Tiles`."""
+
+    @staticmethod
+    def forward(terms: PairTerms, max_pairs: int, *tensors: Tensor) -> tuple[Tensor, Tensor | None]:
+        tiles = Tiles(tensors, terms.labels, max_pairs)
+        sums = terms.of_tiles(tiles)
+        return sums.to(tensors[0].dtype), tiles.whole
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
+        ctx.terms, ctx.max_pairs, *tensors = inputs
+        if output[1] is not None:
+            ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*tensors, output[1])
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, whole = ctx.saved_tensors
+        if torch.is_grad_enabled():  # Someone wants second derivatives.
+            return None, None, *_differentiable_gradients(ctx, tensors, upstream)
+        tiles = Tiles(tuple(tensors), ctx.terms.labels, ctx.max_pairs, whole=whole)
+        with torch.autocast(upstream.device.type, enabled=False):
+            return None, None, *_gradients(ctx.terms, tiles, tensors, upstream, ctx.needs_input_grad[2:])
+
+
+def _gradients(
+    terms: PairTerms, tiles: Tiles, tensors: list[Tensor], upstream: Tensor, needed: tuple[bool, ...]
+) -> list[Tensor | None]:
+    vectors, scale = tensors[:2], tensors[4]
+    sums = [v.new_zeros(len(v)) for v in vectors]
+    empty = torch.zeros_like if 0 in tiles.shape else torch.empty_like  # The first tiles overwrite.
+    products = [empty(v) if need else None for v, need in zip(vectors, needed[:2], strict=True)]
+    by_logits = torch.zeros(2, dtype=torch.float64, device=upstream.device)
+    for tile in tiles:
+        gradient = terms.gradient(tile, upstream)
+        if needed[4] or needed[5]:
+            by_logits += torch.stack([-(gradient * tile.distance).sum(), gradient.sum()])
+        gradient.mul_(-scale)  # From here on by the distances.
+        for axis, product in enumerate(products):
+            own, other = tile.ranges[axis], tile.ranges[1 - axis]
+            total = gradient.sum(1 - axis)
+            sums[axis][own] += total
+            if product is None:
+                continue
+            if other.start == 0:
+                torch.mul(vectors[axis][own], 2 * total.unsqueeze(1), out=product[own])
+            else:
+                product[own].addcmul_(vectors[axis][own], total.unsqueeze(1), value=2)
+            product[own].addmm_(gradient if axis == 0 else gradient.T, vectors[1 - axis][other], alpha=-2)
+    return [*products, *sums, *(g.to(t.dtype).to(t.device) for g, t in zip(by_logits, tensors[4:], strict=True))]
+
+
+def _differentiable_gradients(ctx: Any, tensors: list[Tensor], upstream: Tensor) -> list[Tensor | None]:
+    """The gradients with a graph of their own, from the whole matrix."""
+    x, y, x_offset, y_offset, scale, bias = tensors
+    squared = squared_l2_of_centred(x, y, x.square().sum(-1), y.square().sum(-1))
+    distance = squared + x_offset.unsqueeze(1) + y_offset
+    label = dense_labels(ctx.terms.labels).to(distance.dtype)
+    sums = ctx.terms.of_matrix(distance, match_logit(distance, scale, bias), label)
+    wanted = [t for t, need in zip(tensors, ctx.needs_input_grad[2:], strict=True) if need]
+    found = iter(torch.autograd.grad(sums, wanted, upstream, create_graph=True, materialize_grads=True))
+    return [next(found) if need else None for need in ctx.needs_input_grad[2:]]
