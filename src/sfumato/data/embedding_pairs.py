@@ -108,12 +108,12 @@ def _karpathy(path: Path, tables: _Tables) -> tuple[_Tables, _Listed]:
     image = np.repeat(np.arange(len(entries)), [len(entry.sentences) for entry in entries])
     chosen = np.flatnonzero([entries[i].split != "none" for i in image])
     own = [entries[image[k]] for k in chosen]
-    named = (
+    renamed = (
         replace(tables[0], ids=[entry.filename for entry in entries]),
         replace(tables[1], ids=[i for i, _ in sentences], captions=[raw for _, raw in sentences]),
     )
     pairs = np.stack([image[chosen], chosen], axis=1)
-    return named, _Listed(pairs, [entry.split for entry in own], [entry.location for entry in own])
+    return renamed, _Listed(pairs, [entry.split for entry in own], [entry.location for entry in own])
 
 
 def _from_rows(path: Path, tables: _Tables, problems: Problems) -> tuple[_Tables, _Listed]:

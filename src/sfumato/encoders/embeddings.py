@@ -10,6 +10,7 @@ import numpy as np
 
 from sfumato.data.embedding_tables import EmbeddingRow, EmbeddingTable
 from sfumato.data.pairs import PairData
+from sfumato.data.region_features import regions_from_bytes
 from sfumato.encoders.encoder_protocol import (
     BuildContext,
     EncoderConfig,
@@ -17,7 +18,6 @@ from sfumato.encoders.encoder_protocol import (
     Item,
     OnError,
     Progress,
-    Side,
     TextEncoderConfig,
 )
 from sfumato.encoders.features import Inputs, Store
@@ -116,9 +116,10 @@ class EmbeddingProcessor(FeatureProcessor):
                 f"this model reads embeddings and has no encoder for {data[:40]!r}: give a .npy file of"
                 f" {self.channels} numbers, or search by an item that is there (`sfumato search INDEX --id ID`)"
             )
-        values = super().features(data)
-        if len(values) != 1:
-            raise ValueError(f"holds {len(values)} vectors; expected one of {self.channels} numbers")
+        values = regions_from_bytes(data)
+        if values.shape != (1, self.channels):
+            n, channels = values.shape
+            raise ValueError(f"holds {n} x {channels} numbers; this model reads one embedding of {self.channels}")
         return values
 
 
@@ -131,7 +132,7 @@ class EmbeddingInput(FeatureInput):
         return {"channels": self._received}
 
 
-def described_by(data: PairData) -> dict[Side, dict[str, int]]:
+def described_by(data: PairData) -> dict[str, dict[str, int]]:
     """What data say about the encoders that read them.
 
     Args:
@@ -140,11 +141,11 @@ def described_by(data: PairData) -> dict[Side, dict[str, int]]:
     Returns:
         side -> description of its encoder, for the sides that are embeddings.
     """
-    first = {"image": data.images[:1], "text": data.text_rows[:1]}
+    rows = {"image": data.images[:1], "text": data.text_rows[:1]}
     return {
         side: {"channels": row.table.channels}
-        for side in ("image", "text")
-        for row in first[side]
+        for side, first in rows.items()
+        for row in first
         if isinstance(row, EmbeddingRow)
     }
 

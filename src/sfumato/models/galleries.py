@@ -15,6 +15,7 @@ import torch
 from sfumato.data.emoji import emoji_names
 from sfumato.data.images import Problems
 from sfumato.direction import Direction
+from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.regions import features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
@@ -75,22 +76,11 @@ def search_index(
                 f" {native} alone, or leave these options out"
             )
         results: list[dict[str, Any]] = []
-        model = load_retrieval_model(gallery, folder, run).model if texts or images else None
-        if model is not None and texts:
-            queries = model.embed_texts(_vector_files(texts) if features_read(model.text) else texts)
-            results += describe(
-                gallery, texts, queries, k, min_probability=min_probability, coverage=coverage, max_risk=max_risk
-            )
-        for path in images if model is not None else ():
-            if not path.is_file():
-                raise UserError(f"there is no image {path}")
-            try:
-                query = model.embed_images([path.read_bytes()])
-            except ValueError as error:
-                raise UserError(f"{path}: {error}") from error
-            results += describe(
-                gallery, [str(path)], query, k, min_probability=min_probability, coverage=coverage, max_risk=max_risk
-            )
+        if texts or images:
+            model = load_retrieval_model(gallery, folder, run).model
+            guarantees = {"min_probability": min_probability, "coverage": coverage, "max_risk": max_risk}
+            for names, query in _queries(model, texts, images):
+                results += describe(gallery, names, query, k, **guarantees)
         if ids:
             found = gallery.get(ids)
             if missing := [i for i in ids if i not in found.ids]:
@@ -100,6 +90,21 @@ def search_index(
     # The logits were fitted on pairs of an image and a text: within one modality they are not calibrated.
     calibrated = range(len(texts)) if native == "texts" else range(len(texts), len(texts) + len(images))
     return [r if i in calibrated else r | {"calibrated": False} for i, r in enumerate(results)]
+
+
+def _queries(
+    model: DualEncoder, texts: Sequence[str], images: Sequence[Path]
+) -> Iterator[tuple[Sequence[str], GaussianEmbedding]]:
+    """The embedded queries with their names: all texts, then each image."""
+    if texts:
+        yield texts, model.embed_texts(_vector_files(texts) if features_read(model.text) else texts)
+    for path in images:
+        if not path.is_file():
+            raise UserError(f"there is no image {path}")
+        try:
+            yield [str(path)], model.embed_images([path.read_bytes()])
+        except ValueError as error:
+            raise UserError(f"{path}: {error}") from error
 
 
 def _vector_files(paths: Sequence[str]) -> list[bytes]:
