@@ -6,6 +6,7 @@ reads Sfumato's own files; this module adds the formats of other programs.
 """
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def read_embeddings(
         ValueError: a file is damaged, has an unknown format, is pickled, or does not fit the others.
     """
     file = _split(path)[0]
-    mean, log_variance, own = open_vectors(path)
+    mean, log_variance, own = open_vectors(path, copy_on_write=True)
     if log_var is not None:
         if log_variance is not None:
             raise ValueError(f"{file}: holds log variances already; leave out {log_var}")
@@ -64,16 +65,18 @@ def read_embeddings(
     return result, own
 
 
-def open_vectors(path: str | Path) -> tuple[Tensor, Tensor | None, list[str] | None]:
+def open_vectors(path: str | Path, *, copy_on_write: bool = False) -> tuple[Tensor, Tensor | None, list[str] | None]:
     """Open a file of embeddings without a look at their values.
 
     Args:
         path: as for :func:`read_embeddings`. Of a .parquet file it is the column of lists of floating point numbers;
             PATH.parquet:NAME selects one of several.
+        copy_on_write: map a .npy file so that the tensor may be changed, which never reaches the file. Without it the
+            tensor must not be changed, and the file may be larger than the memory.
 
     Returns:
-        ((n, d) means, (n, d) log variances or None, ids or None if the file has none). The arrays of .npy and
-        .safetensors files are memory-mapped copy-on-write; a .parquet file is read.
+        ((n, d) means, (n, d) log variances or None, ids or None if the file has none). .npy and .safetensors files are
+        memory-mapped; a .parquet file is read.
 
     Raises:
         FileNotFoundError: the file is missing.
@@ -85,7 +88,7 @@ def open_vectors(path: str | Path) -> tuple[Tensor, Tensor | None, list[str] | N
     if file.suffix == ".npy":
         if name is not None:
             raise ValueError(f"{path}: a .npy file holds one array and no names; leave out :{name}")
-        return _read_array(file), None, None
+        return _read_array(file, copy_on_write=copy_on_write), None, None
     if file.suffix == ".parquet":
         return _read_column(file, name), None, None
     if file.suffix == ".safetensors":
@@ -153,10 +156,9 @@ def _split(path: str | Path) -> tuple[Path, str | None]:
     return Path(path), None
 
 
-def _read_array(path: Path) -> Tensor:
+def _read_array(path: Path, *, copy_on_write: bool = True) -> Tensor:
     try:
-        # Copy on write, because torch needs writable memory; the file is never changed.
-        array = np.load(path, mmap_mode="c", allow_pickle=False)
+        array = np.load(path, mmap_mode="c" if copy_on_write else "r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         if _pickled(path) or "Object arrays" in str(error) or "Python objects" in str(error):
             raise ValueError(
@@ -173,7 +175,9 @@ def _read_array(path: Path) -> Tensor:
         )
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    return torch.from_numpy(array if array.size else np.array(array))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # Torch warns of memory that cannot be written.
+        return torch.from_numpy(array if array.size else np.array(array))
 
 
 def _read_tensors(path: Path, name: str | None) -> tuple[Tensor, Tensor | None]:

@@ -92,7 +92,7 @@ class EmbeddingTable:
             finite = values.isfinite().all(1)
             found |= dict.fromkeys(some[(~finite).numpy()].tolist(), "holds NaN or infinity")
             found |= dict.fromkeys(some[(finite & ~values.any(1)).numpy()].tolist(), "holds zeros alone")
-        return found
+        return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True, slots=True)
