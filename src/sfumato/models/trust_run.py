@@ -83,10 +83,7 @@ def trust_model(
     if len(estimators) < len(usable_estimators()):
         notes.append("estimators that need variances are left out: some embeddings are points")
     model = retrieval_model.model
-    for direction, name, tower in (("i2t", "images", model.image), ("t2i", "texts", model.text)):
-        features = features_read(tower)
-        if features and n_corrupted and direction in DIRECTIONS[queries]:
-            notes.append(f"{name} are not corrupted: the model reads {features}, which cannot be corrupted")
+    notes += _not_corrupted(model, DIRECTIONS[queries]) if n_corrupted else []
     many = _many_to_many(relevance)
     proxies = {} if many else _proxies(texts, prepared.data, relevance)
     directions: dict[str, DirectionTrust] = {}
@@ -143,10 +140,20 @@ def _proxies(texts: GaussianEmbedding, data: PairData, relevance: Relevance) -> 
     return {"caption_distance": caption_distance(texts, relevance)} | words
 
 
+def _not_corrupted(model: DualEncoder, directions: Sequence[str]) -> list[str]:
+    """Notes on the sides without corrupted queries: features cannot be corrupted."""
+    sides = {"i2t": ("images", model.image), "t2i": ("texts", model.text)}
+    return [
+        f"{name} are not corrupted: the model reads {features}, which cannot be corrupted"
+        for direction, (name, tower) in sides.items()
+        if direction in directions and (features := features_read(tower))
+    ]
+
+
 def _corrupted(
     model: DualEncoder, data: PairData, ground_truth: Relevance, of_text: bool, n: int, seed: int
 ) -> list[Corrupted]:
-    """Corrupted queries; features cannot be corrupted."""
+    """Corrupted queries; none of features."""
     if features_read(model.text if of_text else model.image):
         return []
     corrupt = corrupted_texts if of_text else corrupted_images
