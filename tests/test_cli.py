@@ -679,7 +679,7 @@ def test_who_interrupts_is_told_what_is_left(sfumato, monkeypatch):
         (["train", "{recipe}", "train.epoch=3"], "unknown key 'train.epoch'; did you mean 'train.epochs'?"),
         (["train", "{recipe}", "train.epochs=no"], "with its overrides: train.epochs"),
         (["train", "{recipe}", "loss.name=daaa"], "loss.name: unknown 'daaa'; did you mean 'daa'?"),
-        (["train", "{recipe}", "model.text.kind=9"], "known: clip, frozen, gru, small"),
+        (["train", "{recipe}", "model.text.kind=9"], "known: clip, embeddings, frozen, gru, small"),
         (["train", "flickr8k-daas"], "did you mean 'flickr8k-daa'?"),
         (["train", "{recipe}", "train.device=abacus", "--out", "{new}"], "train.device='abacus' is not available"),
         (["train", "{recipe}", "data.path=nowhere", "--out", "{new}2"], "there is no nowhere"),

@@ -157,11 +157,13 @@ FLOORS: dict[str, list[str]] = {
     "data": [
         "augment embedding_files transforms",
         "images",
+        "embedding_tables",
         "pairs",
         "emoji karpathy noise region_features shards",
         "captioned",
         "cub folder manifest",
-        "listings sources",
+        "embedding_pairs listings",
+        "sources",
     ],
     "encoders": [
         "features package_weights",
@@ -169,6 +171,7 @@ FLOORS: dict[str, list[str]] = {
         "clip_transformers dual processors",
         "clip efficientnet gru regions resnet small",
         "frozen",
+        "embeddings",
         "encoder_registry",
     ],
     "losses": [

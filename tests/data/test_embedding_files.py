@@ -193,7 +193,7 @@ def test_files_that_do_not_fit(tmp_path):
     with pytest.raises(ValueError, match="not a complete .safetensors file"):
         read_embeddings(tmp_path / "cut.safetensors")
     (tmp_path / "a.csv").write_text("1,2\n")
-    with pytest.raises(ValueError, match=r"unknown kind of file '.csv'; expected .npy or .safetensors"):
+    with pytest.raises(ValueError, match=r"unknown kind of file '.csv'; expected .npy, .safetensors or .parquet"):
         read_embeddings(tmp_path / "a.csv")
     for path in ("none.npy", "none.safetensors", "none.safetensors:x"):
         with pytest.raises(FileNotFoundError, match=r"no embeddings at .*none.(npy|safetensors)$"):

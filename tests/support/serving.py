@@ -129,7 +129,7 @@ class SlowModel(torch.nn.Module):
         self.model, self.seconds = model, seconds
         self.go, self.sizes, self.waiting = threading.Event(), [], 0
         self.go.set()
-        self.image = model.image
+        self.image, self.text = model.image, model.text
 
     def embed_texts(self, texts):
         self.waiting += 1

@@ -150,7 +150,10 @@ class ModelOnData:
     def same_data(self) -> bool:
         """Whether the data are those that the run was trained on, by whatever recipe they are named."""
         own = None if self.run is None else self.run.recipe.data
-        return own is not None and (self.data.source, self.data.path) == (own.source, own.path)
+        # The pairs of embeddings may be in no file.
+        return own is not None and (self.data.source, self.data.path, self.data.texts) == (
+            own.source, own.path, own.texts,
+        )  # fmt: skip
 
     def folder(self, out: Path | None, name: str) -> Path:
         """Where results go.

@@ -224,7 +224,7 @@ def model(
 
 
 ImageEmbeddings = Annotated[
-    str | None, typer.Option(help="Image embeddings: .npy, .safetensors or FILE.safetensors:TENSOR.")
+    str | None, typer.Option(help="Image embeddings: .npy, .parquet, .safetensors or FILE.safetensors:TENSOR.")
 ]
 TextEmbeddings = Annotated[str | None, typer.Option(help="Text embeddings, in the same formats.")]
 ImageIds = Annotated[

@@ -134,6 +134,9 @@ def search(
     folder: Annotated[Path, typer.Argument(metavar="INDEX", help="Folder of an index or a collection.")],
     query: Annotated[list[str] | None, typer.Argument(metavar="TEXT", help="Texts to search for.")] = None,
     image: Annotated[list[Path] | None, typer.Option(help="Image to search for; may be given several times.")] = None,
+    item: Annotated[
+        list[str] | None, typer.Option("--id", help="Item of the index to search by; may be given several times.")
+    ] = None,
     k: Annotated[int, typer.Option("-k", min=1, help="Number of results per query.")] = 10,
     min_probability: MinProbability = None,
     coverage: Coverage = None,
@@ -154,19 +157,19 @@ def search(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Search an index or a collection by text or image.
+    """Search an index or a collection by text, image or item.
 
     Prints ids, distances, match probabilities and uncertainties.
     """
     from sfumato.models.galleries import search_index
     from sfumato.reports.console import print_search
 
-    if not query and not image:
-        raise UserError("nothing to search for: give a text, or --image FILE")
+    if not query and not image and not item:
+        raise UserError("nothing to search for: give a text, --image FILE or --id ITEM")
     if any(not text.strip() for text in query or []):
         raise UserError("a text to search for is empty; leave it out")
     results = search_index(
-        folder, query or [], image or [], k=k, run=run, store=store, min_probability=min_probability,
+        folder, query or [], image or [], k=k, ids=item or [], run=run, store=store, min_probability=min_probability,
         coverage=coverage, max_risk=abstain,
     )  # fmt: skip
     if as_json:

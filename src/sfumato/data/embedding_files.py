@@ -1,11 +1,14 @@
-"""Reading of embeddings of any model from .npy and .safetensors files, with their ids; plain vectors become points.
+"""Reading of embeddings of any model from .npy, .safetensors and .parquet files, with their ids; plain vectors become
+points.
 
 No code from a file is executed: pickled arrays are refused. Large .npy files are memory-mapped. The module gaussian.py
 reads Sfumato's own files; this module adds the formats of other programs.
 """
 
 import json
+import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +30,8 @@ def read_embeddings(
 
     Args:
         path: a .npy file of (n, d) means, or a .safetensors file: either written by Sfumato, or with a tensor "mean" or
-            "embeddings", (n, d), and optionally "log_var". PATH.safetensors:NAME selects the tensor with that name.
+            "embeddings", (n, d), and optionally "log_var". PATH.safetensors:NAME selects the tensor with that name. Or
+            a .parquet file with a column of vectors, see :func:`open_vectors`.
         ids: file of n distinct ids, see :func:`read_ids`; a file of Sfumato contains its ids.
         log_var: .npy file of (n, d) natural logarithms of variances; without log variances, vectors are points.
 
@@ -39,29 +43,8 @@ def read_embeddings(
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged, has an unknown format, is pickled, or does not fit the others.
     """
-    file, name = _split(path)
-    own: list[str] | None = None
-    if not file.is_file():
-        raise FileNotFoundError(f"no embeddings at {file}")
-    if file.suffix == ".npy":
-        if name is not None:
-            raise ValueError(f"{path}: a .npy file holds one array and no names; leave out :{name}")
-        mean, log_variance = _read_array(file), None
-    elif file.suffix == ".safetensors":
-        if name is None and is_embeddings_file(file):
-            embeddings, own = load_embeddings(file)
-            mean, log_variance = embeddings.mean, embeddings.log_var
-        else:
-            mean, log_variance = _read_tensors(file, name)
-    else:
-        raise ValueError(
-            f"{file}: unknown kind of file {file.suffix!r}; expected .npy or .safetensors"
-            + (
-                " (a pickle can run code when it is read: save with numpy.save or safetensors)"
-                if _pickled(file)
-                else ""
-            )
-        )
+    file = _split(path)[0]
+    mean, log_variance, own = open_vectors(path, copy_on_write=True)
     if log_var is not None:
         if log_variance is not None:
             raise ValueError(f"{file}: holds log variances already; leave out {log_var}")
@@ -80,6 +63,41 @@ def read_embeddings(
     if own is not None and len(own) != result.n:
         raise ValueError(f"{ids}: {len(own)} ids for {result.n} embeddings in {file}; give one id for each")
     return result, own
+
+
+def open_vectors(path: str | Path, *, copy_on_write: bool = False) -> tuple[Tensor, Tensor | None, list[str] | None]:
+    """Open a file of embeddings without a look at their values.
+
+    Args:
+        path: as for :func:`read_embeddings`. Of a .parquet file it is the column of lists of floating point numbers;
+            PATH.parquet:NAME selects one of several.
+        copy_on_write: map a .npy file so that the tensor may be changed, which never reaches the file. Without it the
+            tensor must not be changed, and the file may be larger than the memory.
+
+    Returns:
+        ((n, d) means, (n, d) log variances or None, ids or None if the file has none). .npy and .safetensors files are
+        memory-mapped; a .parquet file is read.
+
+    Raises:
+        FileNotFoundError: the file is missing.
+        ValueError: the file is damaged, has an unknown format, or is pickled.
+    """
+    file, name = _split(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"no embeddings at {file}")
+    if file.suffix == ".npy":
+        if name is not None:
+            raise ValueError(f"{path}: a .npy file holds one array and no names; leave out :{name}")
+        return _read_array(file, copy_on_write=copy_on_write), None, None
+    if file.suffix == ".parquet":
+        return _read_column(file, name), None, None
+    if file.suffix == ".safetensors":
+        if name is None and is_embeddings_file(file):
+            embeddings, ids = load_embeddings(file)
+            return embeddings.mean, embeddings.log_var, ids
+        return *_read_tensors(file, name), None
+    pickle = " (a pickle can run code when it is read: save with numpy.save or safetensors)" if _pickled(file) else ""
+    raise ValueError(f"{file}: unknown kind of file {file.suffix!r}; expected .npy, .safetensors or .parquet{pickle}")
 
 
 def read_ids(path: str | Path) -> list[str]:
@@ -131,17 +149,16 @@ def read_ids(path: str | Path) -> list[str]:
 
 
 def _split(path: str | Path) -> tuple[Path, str | None]:
-    """(file, name of the tensor or None) of FILE or FILE.safetensors:NAME."""
+    """(file, name of the tensor or column, or None) of FILE or FILE:NAME."""
     before, mark, name = str(path).rpartition(":")
-    if mark and name and before.endswith((".safetensors", ".npy")) and not Path(path).exists():
+    if mark and name and before.endswith((".safetensors", ".npy", ".parquet")) and not Path(path).exists():
         return Path(before), name
     return Path(path), None
 
 
-def _read_array(path: Path) -> Tensor:
+def _read_array(path: Path, *, copy_on_write: bool = True) -> Tensor:
     try:
-        # Copy on write, because torch needs writable memory; the file is never changed.
-        array = np.load(path, mmap_mode="c", allow_pickle=False)
+        array = np.load(path, mmap_mode="c" if copy_on_write else "r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         if _pickled(path) or "Object arrays" in str(error) or "Python objects" in str(error):
             raise ValueError(
@@ -158,7 +175,9 @@ def _read_array(path: Path) -> Tensor:
         )
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    return torch.from_numpy(array if array.size else np.array(array))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # Torch warns of memory that cannot be written.
+        return torch.from_numpy(array if array.size else np.array(array))
 
 
 def _read_tensors(path: Path, name: str | None) -> tuple[Tensor, Tensor | None]:
@@ -186,6 +205,40 @@ def _read_tensors(path: Path, name: str | None) -> tuple[Tensor, Tensor | None]:
             f" the same"
         )
     return mean, None if log_variance is None else log_variance.to(mean.dtype)
+
+
+def _read_column(path: Path, name: str | None) -> Tensor:
+    """The vectors in a column of a Parquet file."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(f"{path}: Parquet files need pyarrow: pip install 'sfumato[parquet]'") from error
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            lists = [c.name for c in file.schema_arrow if _is_list_of_floats(c.type)]
+            chosen = name or (lists[0] if len(lists) == 1 else None)
+            if chosen not in lists:
+                found = f"no column {name!r} of vectors" if name else f"{len(lists)} columns of vectors"
+                raise ValueError(
+                    f"{path}: {found}; lists of floating point numbers are in {', '.join(lists) or 'none'}:"
+                    f" choose one with {path.name}:NAME"
+                )
+            chunks = file.read(columns=[chosen]).column(0).chunks
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: not a complete Parquet file ({error})") from error
+    n = sum(map(len, chunks))
+    lengths = {length for chunk in chunks for length in chunk.value_lengths().unique().to_pylist()}
+    values = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks]
+    if len(lengths) != 1 or None in lengths:
+        raise ValueError(f"{path}: the vectors of column {chosen!r} differ in length, or some are missing")
+    return torch.from_numpy(np.concatenate(values).reshape(n, -1))
+
+
+def _is_list_of_floats(kind: Any) -> bool:
+    return str(kind).startswith(("list<", "large_list<", "fixed_size_list<")) and any(
+        str(kind.value_type) == name for name in ("halffloat", "float", "double")
+    )
 
 
 def _minus_infinity(mean: Tensor) -> Tensor:

@@ -65,11 +65,9 @@ def read_manifest(
     """
     check_fractions(val_fraction, test_fraction)
     path = Path(path)
-    read = _row_reader(path)
+    rows = read_rows(path, problems, ("image", "captions"))
     root = Path(image_root) if image_root is not None else path.parent
-    found = (
-        _check_row(location, values, root, problems) for location, values in read(path, problems, ("image", "captions"))
-    )
+    found = (_check_row(location, values, root, problems) for location, values in rows)
     return splits_of_rows((row for row in found if row), path, problems, val_fraction, test_fraction)
 
 
@@ -106,9 +104,9 @@ def list_images(path: str | Path, *, image_root: str | Path | None = None) -> It
         UserError: the file is missing, of an unknown kind, or lacks the column image.
     """
     path = Path(path)
-    read = _row_reader(path)
     root = Path(image_root) if image_root is not None else path.parent
     problems, n_reported = Problems(), 0
+    rows = read_rows(path, problems, ("image",))
     seen: dict[str, str] = {}
 
     def malformed() -> Iterator[ListedImage]:
@@ -117,7 +115,7 @@ def list_images(path: str | Path, *, image_root: str | Path | None = None) -> It
             yield ListedImage(problem.location, "", "", problem.reason)
         n_reported = len(problems)
 
-    for location, values in read(path, problems, ("image",)):
+    for location, values in rows:
         yield from malformed()
         image = values.get("image")
         if not isinstance(image, str) or not image.strip():
@@ -134,13 +132,28 @@ def list_images(path: str | Path, *, image_root: str | Path | None = None) -> It
     yield from malformed()
 
 
-def _row_reader(path: Path) -> Callable[[Path, Problems, Sequence[str]], Iterator[tuple[str, dict[str, Any]]]]:
+def read_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a manifest as they stand in the file.
+
+    Args:
+        path: a .jsonl, .csv or .parquet file.
+        problems: receives malformed lines.
+        needed: columns that must be there.
+
+    Returns:
+        An iterator over (file and line, column -> value). Columns that no reader of this package uses may be missing.
+
+    Raises:
+        UserError: the file is missing or of an unknown kind; while the rows are read, the file lacks a column or is
+            damaged.
+    """
     if not path.is_file():
         raise UserError(f"there is no manifest {path}")
+    readers: dict[str, Callable[[Path, Problems, Sequence[str]], Iterator[tuple[str, dict[str, Any]]]]]
     readers = dict(zip(MANIFEST_SUFFIXES, (_jsonl_rows, _csv_rows, _parquet_rows), strict=True))
     if path.suffix.lower() not in readers:
         raise UserError(f"{path}: unknown kind of manifest {path.suffix!r}; expected {', '.join(readers)}")
-    return readers[path.suffix.lower()]
+    return readers[path.suffix.lower()](path, problems, needed)
 
 
 def _jsonl_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -219,7 +232,7 @@ def _parquet_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iter
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = file.schema_arrow.names
             _check_columns(path, columns, needed)
-            for batch in file.iter_batches(columns=[name for name in _COLUMNS if name in columns]):
+            for batch in file.iter_batches(columns=[name for name in columns if name in {*_COLUMNS, *needed}]):
                 for values in batch.to_pylist():
                     number += 1
                     yield f"{path}:row {number}", values

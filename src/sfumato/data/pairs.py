@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from sfumato.data.embedding_tables import EmbeddingRow
 from sfumato.data.images import ImageSource
 from sfumato.metrics.relevance import Relevance
 
@@ -26,6 +27,7 @@ class PairData:
         pairs: (p, 2) int64 (image index, text index), one for each match; sorted, each once.
         groups: (n,) int64; images of the same concept (in two drawing styles, for example) have one group. By default
             each image has its own group.
+        text_rows: m embeddings that the text encoder reads instead of the strings; empty if it reads the strings.
 
     Raises:
         ValueError: lengths do not fit, an id occurs twice, or a pair points outside.
@@ -38,6 +40,7 @@ class PairData:
     text_kinds: tuple[str, ...]
     pairs: np.ndarray
     groups: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    text_rows: tuple[EmbeddingRow, ...] = ()
 
     def __post_init__(self) -> None:
         n, m = len(self.image_ids), len(self.text_ids)
@@ -47,6 +50,8 @@ class PairData:
                 f" {len(self.texts)} texts and"
                 f" {len(self.text_kinds)} kinds; the numbers must be equal"
             )
+        if len(self.text_rows) not in (0, m):
+            raise ValueError(f"PairData: got {len(self.text_rows)} text rows for {m} texts; give one for each or none")
         for what, ids in (("image", self.image_ids), ("text", self.text_ids)):
             if len(set(ids)) != len(ids):
                 seen: set[str] = set()
@@ -117,6 +122,7 @@ class PairData:
             tuple(self.text_kinds[i] for i in texts),
             np.stack([pairs[:, 0], renumbered], axis=1),
             self.groups[index],
+            tuple(self.text_rows[i] for i in texts) if self.text_rows else (),
         )
 
 
@@ -363,7 +369,10 @@ def merge_equal_texts(data: PairData) -> PairData:
         text.
     """
     number: dict[str, int] = {}
-    merged = np.array([number.setdefault(normal_wording(text), len(number)) for text in data.texts], dtype=np.int64)
+    # An embedding without a wording has its id instead, in which upper and lower case differ.
+    unworded = [bool(data.text_rows) and text == i for text, i in zip(data.texts, data.text_ids, strict=True)]
+    wordings = [text if own else normal_wording(text) for text, own in zip(data.texts, unworded, strict=True)]
+    merged = np.array([number.setdefault(wording, len(number)) for wording in wordings], dtype=np.int64)
     if len(number) == len(data.texts):
         return data
     first = np.unique(merged, return_index=True)[1]
@@ -373,6 +382,7 @@ def merge_equal_texts(data: PairData) -> PairData:
         texts=tuple(data.texts[i] for i in first),
         text_kinds=tuple(data.text_kinds[i] for i in first),
         pairs=np.stack([data.pairs[:, 0], merged[data.pairs[:, 1]]], axis=1),
+        text_rows=tuple(data.text_rows[i] for i in first) if data.text_rows else (),
     )
 
 

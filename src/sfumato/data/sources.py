@@ -1,6 +1,6 @@
 """Sources of data: section ``data`` of a recipe, and SOURCES, the registry of what ``data.source`` can name.
 
-A source is a function that reads the splits of some data, see :class:`ReadSource`. The package brings seven; another is
+A source is a function that reads the splits of some data, see :class:`ReadSource`. The package brings eight; another is
 registered with :func:`register_source` and then works in every recipe.
 """
 
@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from sfumato.data.cub import CubOptions, read_cub
+from sfumato.data.embedding_pairs import read_embedding_pairs
 from sfumato.data.emoji import Style, load_emoji
 from sfumato.data.folder import read_image_folder
 from sfumato.data.images import Problems
@@ -33,8 +34,9 @@ from sfumato.data.region_features import read_scan
 from sfumato.data.shards import expand_shards, read_shards
 from sfumato.errors import UserError
 
-Inputs = Literal["images", "regions", "either"]
-"""What a source has for a model to look at: encoded images, region features, or one or the other."""
+Inputs = Literal["images", "regions", "either", "embeddings"]
+"""What a source has for a model to look at: encoded images, region features, one or the other, or embeddings on both
+sides."""
 
 
 class DataConfig(BaseModel):
@@ -44,13 +46,14 @@ class DataConfig(BaseModel):
 
     source: str = Field(
         "emoji",
-        description="name in SOURCES: emoji, manifest, folder, karpathy, shards, scan, cub, or a registered source",
+        description="name in SOURCES: emoji, manifest, folder, karpathy, shards, scan, cub, embeddings, or a"
+        " registered source",
     )
     path: str = Field(
         "",
         description="manifest (.jsonl, .csv, .parquet), image folder, Karpathy JSON, folder of region features (scan),"
-        " folder of CUB-200-2011, or the training shards (folder, glob or braces: cc3m-{00000..00331}.tar); not used by"
-        " emoji",
+        " folder of CUB-200-2011, or the training shards (folder, glob or braces: cc3m-{00000..00331}.tar); embeddings:"
+        " the pairs (.csv, .jsonl, .json, .parquet), row i with row i without it; not used by emoji",
     )
     val_path: str = Field("", description="shards: the validation shards, read as a whole; none by default")
     samples_per_epoch: PositiveInt = Field(1_000_000, description="shards: number of pairs per epoch")
@@ -58,8 +61,10 @@ class DataConfig(BaseModel):
     images: str = Field(
         "",
         description="manifest, karpathy: folder of the images; by default the folder of data.path. karpathy: also an"
-        " uncompressed .tar file",
+        " uncompressed .tar file. embeddings: those of the images (.npy, .safetensors, .parquet, or a folder of shards;"
+        " a.npy+b.npy puts channels side by side)",
     )
+    texts: str = Field("", description="embeddings: those of the texts, as data.images")
     epoch_over: EpochOver = Field(
         "images",
         description="what an epoch visits once: each image with one of its texts, or each pair. groups: batches with"
@@ -145,6 +150,14 @@ class DataConfig(BaseModel):
         source = get_source(self.source)
         if source.needs_path and not self.path:
             raise ValueError(f"data.path must name the {self.source} to read, e.g. data.path=my/data")
+        embeddings = source.inputs == "embeddings"
+        if embeddings and not (self.images and self.texts):
+            raise ValueError(
+                "data.source='embeddings' needs data.images and data.texts, e.g. data.images=images.npy"
+                " data.texts=texts.npy"
+            )
+        if self.texts and not embeddings:
+            raise ValueError(f"data.texts is for data.source=embeddings, not {self.source!r}; leave it out")
         if self.noise_rate and self.noise_file:
             raise ValueError("give either data.noise_rate or data.noise_file, not both")
         if self.leave_out:
@@ -191,7 +204,7 @@ class Source:
         read: reads the splits.
         options: pydantic model of ``data.options``; None if the source has no options of its own.
         needs_path: whether ``data.path`` must be given.
-        inputs: type of the image inputs: "images", "regions" or "either".
+        inputs: type of the inputs: "images", "regions" or "either" of these on the image side; or "embeddings".
         streamed: whether the training pairs are a stream of the shards at ``data.path``, and ``read`` gives "val"
             alone.
     """
@@ -238,7 +251,8 @@ def register_source(
         read: reads the splits.
         options: pydantic model that checks ``data.options``; None if there are none.
         needs_path: whether ``data.path`` must be given.
-        inputs: type of ``PairData.images``: "images" (encoded files), "regions" (.npy features), or "either".
+        inputs: type of ``PairData.images``: "images" (encoded files), "regions" (.npy features), or "either"; or
+            "embeddings", rows of a table there and in ``PairData.text_rows``.
 
     Raises:
         ValueError: the name is taken.
@@ -323,6 +337,17 @@ def _cub(config: DataConfig, problems: Problems) -> dict[str, PairData]:
     )
 
 
+def _embeddings(config: DataConfig, problems: Problems) -> dict[str, PairData]:
+    return read_embedding_pairs(
+        config.images,
+        config.texts,
+        problems,
+        pairs=_existing(config) if config.path else None,
+        val_fraction=config.val_fraction,
+        test_fraction=config.test_fraction,
+    )
+
+
 def _existing(config: DataConfig) -> Path:
     path = Path(config.path)
     if not path.exists():
@@ -340,5 +365,6 @@ SOURCES: dict[str, Source] = {
     "shards": Source(_shards, streamed=True),
     "scan": Source(_scan, inputs="regions"),
     "cub": Source(_cub, CubOptions),
+    "embeddings": Source(_embeddings, needs_path=False, inputs="embeddings"),
 }
 """Sources of data by name."""

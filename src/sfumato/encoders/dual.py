@@ -126,11 +126,11 @@ class DualEncoder(nn.Module):
         store, _ = self.image.processor.read([_constant(image) for image in images])
         return self.image.embed(store, batch_size=batch_size)
 
-    def embed_texts(self, texts: Sequence[str], *, batch_size: int = 256) -> GaussianEmbedding:
+    def embed_texts(self, texts: Sequence[str] | Sequence[bytes], *, batch_size: int = 256) -> GaussianEmbedding:
         """Embed texts.
 
         Args:
-            texts: n texts.
+            texts: n texts; of a model that reads embeddings the bytes of n .npy files.
             batch_size: number of texts at a time.
 
         Returns:

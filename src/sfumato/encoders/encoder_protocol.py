@@ -206,12 +206,14 @@ class EncoderConfig(BaseModel):
         needs_description: whether an encoder is built again from :attr:`Encoder.description`, so that run folders need
             it.
         path_fields: the keys that may contain a local path of the training machine.
+        reads_embeddings: whether items are embeddings of another model (data.source=embeddings).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     has_blocks: ClassVar[bool] = False
     needs_description: ClassVar[bool] = False
     path_fields: ClassVar[tuple[str, ...]] = ()
+    reads_embeddings: ClassVar[bool] = False
 
     kind: str = Field(description="kind of the encoder; it determines the other keys")
 
@@ -303,7 +305,8 @@ class BuildContext:
             for encoders that drop tokens themselves.
         cache: folder for features of frozen backbones.
         tokenizer: of a text encoder that reads tokens; None for others.
-        description: of the same encoder in a saved model, see :attr:`Encoder.description`; None for a new one.
+        description: of the same encoder in a saved model, see :attr:`Encoder.description`; of a new one what its data
+            say, else None.
         trained: whether trained weights will be loaded; then no pre-trained weights are needed.
     """
 

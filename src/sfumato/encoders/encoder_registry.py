@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 
 from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, build_clip_image, build_clip_text, clip_tokenizer
 from sfumato.encoders.efficientnet import EfficientNetImageConfig, build_efficientnet
+from sfumato.encoders.embeddings import EmbeddingImageConfig, EmbeddingTextConfig, build_embeddings
 from sfumato.encoders.encoder_protocol import (
     BuildContext,
     Encoder,
@@ -38,12 +39,14 @@ ENCODERS: dict[Side, dict[str, EncoderEntry]] = {
         "resnet": EncoderEntry(ResNetImageConfig, build_resnet),
         "clip": EncoderEntry(ClipImageConfig, build_clip_image),
         "regions": EncoderEntry(RegionImageConfig, build_regions),
+        "embeddings": EncoderEntry(EmbeddingImageConfig, build_embeddings),
     },
     "text": {
         "small": EncoderEntry(SmallTextConfig, build_small_text, small_tokenizer),
         "gru": EncoderEntry(WordTextConfig, build_word_text, words_of_texts),
         "frozen": EncoderEntry(FrozenTextConfig, build_frozen_text),
         "clip": EncoderEntry(ClipTextConfig, build_clip_text, clip_tokenizer),
+        "embeddings": EncoderEntry(EmbeddingTextConfig, build_embeddings),
     },
 }
 """Every kind of encoder by its side and by the name that ``model.image.kind`` and ``model.text.kind`` give it."""

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from sfumato.data.augment import drop_regions
 from sfumato.data.region_features import regions_from_bytes, regions_to_bytes
-from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.dual import Tower
 from sfumato.encoders.encoder_protocol import (
     BuildContext,
     EncoderModule,
@@ -105,15 +105,44 @@ class RegionStore:
         return stacked(found, self.channels).batch(np.arange(len(found)))
 
 
-class RegionProcessor:
+class FeatureProcessor:
+    """Base of the processors whose items are .npy files of features instead of images or texts.
+
+    Args:
+        channels: c of the features.
+
+    Attributes:
+        reads: what the items are, for messages.
+    """
+
+    reads: ClassVar[str] = "features"
+
+    def __init__(self, channels: int) -> None:
+        self.channels = channels
+
+    def features(self, data: bytes | str) -> np.ndarray:
+        """Read an item.
+
+        Args:
+            data: the bytes of a .npy file of (r, c) numbers, or (c,) for r = 1.
+
+        Returns:
+            (r, c) float32.
+
+        Raises:
+            ValueError: the file is damaged, or has another number of channels.
+        """
+        return regions_from_bytes(data if isinstance(data, bytes) else data.encode(), self.channels)
+
+
+class RegionProcessor(FeatureProcessor):
     """Checks region features once and leaves them on disk; each batch is read when it is needed.
 
     Args:
         channels: c of the features.
     """
 
-    def __init__(self, channels: int) -> None:
-        self.channels = channels
+    reads: ClassVar[str] = "region features"
 
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
@@ -122,7 +151,7 @@ class RegionProcessor:
         kept = []
         for position, item in enumerate(items):
             try:
-                regions_from_bytes(item_bytes(item), self.channels)
+                self.features(item())
                 kept.append(position)
             except (ValueError, OSError) as error:
                 if on_error is None:
@@ -296,33 +325,32 @@ class RegionEncoder(EncoderModule):
         return TokenFeatures(mean, None if self.recurrent else mask, log_var)
 
 
-def uses_regions(model: DualEncoder) -> bool:
-    """Whether a model reads region features instead of images.
+def features_read(tower: Tower) -> str:
+    """What a side of a model reads instead of image files or texts.
 
     Args:
-        model: the dual encoder.
+        tower: the side.
 
     Returns:
-        True if its inputs are region features, so that there are no image files to embed or display.
+        "region features" or "embeddings", of which there are no image files or texts to embed, corrupt or display; ""
+        for a side that reads images or texts.
     """
-    return isinstance(model.image.processor, RegionProcessor)
+    return tower.processor.reads if isinstance(tower.processor, FeatureProcessor) else ""
 
 
-def blank_features(model: DualEncoder) -> bytes | None:
-    """A file of region features with a single region of zeros, to test a model.
+def blank_features(tower: Tower) -> bytes | None:
+    """A file of features with a single row of zeros, to test a model.
 
     Args:
-        model: the dual encoder.
+        tower: a side of it.
 
     Returns:
-        The bytes of an .npy file; None for a model that reads images.
+        The bytes of an .npy file; None for a side that reads images or texts.
     """
-    processor = model.image.processor
-    return (
-        regions_to_bytes(np.zeros((1, processor.channels), np.float32))
-        if isinstance(processor, RegionProcessor)
-        else None
-    )
+    processor = tower.processor
+    if not isinstance(processor, FeatureProcessor):
+        return None
+    return regions_to_bytes(np.zeros((1, processor.channels), np.float32))
 
 
 def build_regions(config: RegionImageConfig, context: BuildContext) -> tuple[RegionProcessor, RegionEncoder]:

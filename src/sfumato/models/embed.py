@@ -12,9 +12,10 @@ import torch
 from tokenizers import Tokenizer
 
 from sfumato.calibration.calibrator import Calibration
+from sfumato.data.embedding_tables import EmbeddingRow
 from sfumato.data.images import FileImage, ImageSource, Problems
 from sfumato.data.pairs import PairData, merge_equal_texts
-from sfumato.data.region_features import REGION_ENDINGS, regions_from_bytes
+from sfumato.data.region_features import REGION_ENDINGS
 from sfumato.data.sources import DataConfig, get_source
 from sfumato.data.transforms import IMAGE_ENDINGS, check_image, decode_image
 from sfumato.distances import Distance, get_distance
@@ -23,7 +24,7 @@ from sfumato.encoders.encoder_protocol import Item
 from sfumato.encoders.features import PixelStore, RaggedStore, Store
 from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.encoders.processors import ImageFileProcessor, PixelProcessor
-from sfumato.encoders.regions import RegionProcessor, stacked, uses_regions
+from sfumato.encoders.regions import FeatureProcessor, features_read, stacked
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmarks import plan_ranks
 from sfumato.evaluation.embedded_input import EmbeddedSet, Measured
@@ -73,12 +74,9 @@ def prepare_split(
     Raises:
         UserError: no usable pair is left.
     """
-    items: list[Item] = [source.read_bytes for source in data.images]
+    items = [source if isinstance(source, EmbeddingRow) else source.read_bytes for source in data.images]
     if process_group is not None and process_group.size > 1:
-        for processor, source in (
-            (model.image.processor, items),
-            (model.text.processor, [_text(t) for t in data.texts]),
-        ):
+        for processor, source in ((model.image.processor, items), (model.text.processor, _text_items(data))):
             if isinstance(processor, FrozenProcessor):
                 processor.read([source[i] for i in process_group.part(len(source))], on_error=lambda i, error: None)
         process_group.wait()
@@ -90,7 +88,7 @@ def prepare_split(
         data = data.keep_images(kept)
     if not len(data.image_ids) or not len(data.text_ids):
         raise UserError(f"split {name!r} has no usable pair left:\n{problems.summary()}")
-    texts, _ = model.text.processor.read([_text(t) for t in data.texts])
+    texts, _ = model.text.processor.read(_text_items(data))
     return PreparedSplit(data, images, texts)
 
 
@@ -156,8 +154,8 @@ def _embed_part(tower: Tower, store: Store, process_group: ProcessGroup) -> Gaus
     return process_group.gather_embeddings(mine, process_group.counts(len(own)))
 
 
-def _text(value: str) -> Item:
-    return lambda: value
+def _text_items(data: PairData) -> Sequence[Item]:
+    return data.text_rows or [partial(str, text) for text in data.texts]
 
 
 def load_splits(config: DataConfig, problems: Problems) -> dict[str, PairData]:
@@ -182,7 +180,7 @@ def load_splits(config: DataConfig, problems: Problems) -> dict[str, PairData]:
 
 
 def file_endings(model: DualEncoder) -> frozenset[str]:
-    """File name endings of what a model embeds on its image side: images, or region features.
+    """File name endings of what a model embeds on its image side: images, or .npy files of features.
 
     Args:
         model: images and texts to Gaussians.
@@ -190,7 +188,7 @@ def file_endings(model: DualEncoder) -> frozenset[str]:
     Returns:
         The endings in lower case, with the dot.
     """
-    return REGION_ENDINGS if uses_regions(model) else IMAGE_ENDINGS
+    return REGION_ENDINGS if features_read(model.image) else IMAGE_ENDINGS
 
 
 def model_digest(model: DualEncoder) -> str:
@@ -232,8 +230,16 @@ def embedding_steps(
     Returns:
         (prepare, encode). ``prepare``, for worker threads, converts the bytes of an image, or a text, to the input of
         the encoder; ``encode`` converts a list of n inputs to (n, d) embeddings.
+
+    Raises:
+        UserError: the model reads embeddings instead of texts.
     """
     processor = tower.processor
+    if modality == "texts" and features_read(tower):
+        raise UserError(
+            f"this model reads {features_read(tower)} and has no encoder for texts; embed texts with the model that"
+            " made the embeddings, and index a split of them: `sfumato index RUN --split NAME`"
+        )
     if isinstance(processor, FrozenProcessor):
         backbone = processor.backbone
 
@@ -245,13 +251,13 @@ def embedding_steps(
 
         return _checked if modality == "images" else _same, features
 
-    if isinstance(processor, RegionProcessor):
+    if isinstance(processor, FeatureProcessor):
         channels = processor.channels
 
         def regions(values: list[Any]) -> GaussianEmbedding:
             return tower.embed(stacked(values, channels), batch_size=len(values))
 
-        return partial(_regions, channels), regions
+        return processor.features, regions
 
     def texts(values: list[Any]) -> GaussianEmbedding:
         store, _ = processor.read([partial(_same, value) for value in values])
@@ -268,11 +274,6 @@ def embedding_steps(
         return store.batch(np.zeros(1, np.int64)).values[0].numpy()
 
     return (_same, texts) if modality == "texts" else (decoded, pixels)
-
-
-def _regions(channels: int, data: bytes | str) -> np.ndarray:
-    assert isinstance(data, bytes)
-    return regions_from_bytes(data, channels)
 
 
 def _checked(data: bytes | str) -> bytes | str:
@@ -320,7 +321,7 @@ class RetrievalModel(Protocol):
 
 
 def embed_folder(retrieval_model: RetrievalModel, folder: Path) -> tuple[GaussianEmbedding, list[str], Problems]:
-    """Embed every image below a folder; for a model that reads region features, every .npy file.
+    """Embed every image below a folder; for a model that reads features, every .npy file.
 
     Args:
         retrieval_model: the model.

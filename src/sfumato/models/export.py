@@ -186,7 +186,7 @@ def model_card(run: Run) -> str:
     data = recipe.data.source + (f" ({Path(recipe.data.path).name})" if recipe.data.path else "")
     sides = (model.image, model.text)
     bases = _shown_once(side.base_model for side in sides)
-    photo = "regions-of-a-photo.npy" if model.image.reads_regions else "photo.jpg"
+    example = _example(model)
     backbones = _shown_once(side.frozen_backbone for side in sides)
     needs = [f"- Frozen backbone, loaded by its name: `{name}`" for name in backbones]
     return "\n".join(
@@ -216,8 +216,8 @@ def model_card(run: Run) -> str:
             "from sfumato.models.export import load_model",
             "",
             'published = load_model(".")  # this folder, or its name on the hub',
-            f'images = published.model.embed_images([open("{photo}", "rb").read()])',
-            'texts = published.model.embed_texts(["a giraffe", "two people on a bench"])',
+            f"images = published.model.embed_images([{example[0]}])",
+            f"texts = published.model.embed_texts([{example[1]}])",
             "distances = get_distance(published.distance).matrix(images, texts)",
             "print(match_probability(distances, published.logit_scale, published.logit_bias))",
             "```",
@@ -230,6 +230,14 @@ def model_card(run: Run) -> str:
             "",
         ]
     )
+
+
+def _example(model: ModelConfig) -> tuple[str, str]:
+    """An image and a text for the example of a model card."""
+    if model.text.reads_embeddings:
+        return 'open("embedding-of-a-photo.npy", "rb").read()', 'open("embedding-of-a-text.npy", "rb").read()'
+    photo = "regions-of-a-photo.npy" if model.image.reads_regions else "photo.jpg"
+    return f'open("{photo}", "rb").read()', '"a giraffe", "two people on a bench"'
 
 
 def _scores(folder: Path) -> list[str]:

@@ -10,9 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sfumato.data.emoji import emoji_names
 from sfumato.data.images import Problems
 from sfumato.direction import Direction
+from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.regions import features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import RetrievalModel, embed_folder, embed_split_images, model_digest, read_lines
@@ -34,19 +38,21 @@ def search_index(
     images: Sequence[Path],
     *,
     k: int,
+    ids: Sequence[str] = (),
     run: str | Path | None = None,
     store: str | None = None,
     min_probability: float | None = None,
     coverage: float | None = None,
     max_risk: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Search a saved index by texts and images with the model that it was built with.
+    """Search a saved index by texts and images with the model that it was built with, or by its own items.
 
     Args:
         folder: of the index or collection.
-        texts: the text queries.
+        texts: the text queries; of a model that reads embeddings, .npy files of one vector each.
         images: files of the image queries.
         k: number of results of each query.
+        ids: items of the index to search by, which needs no model.
         run: folder or name of the model, if it has moved.
         store: URL of a collection's store, if it has moved.
         min_probability: see :meth:`Gallery.search`; only for queries of the other modality than the gallery's.
@@ -54,40 +60,62 @@ def search_index(
         max_risk: as min_probability.
 
     Returns:
-        For each query the dictionary of :func:`describe`, texts first.
+        For each query the dictionary of :func:`describe`, texts first, then images, then items.
 
     Raises:
-        UserError: the model is missing, an image cannot be used, or a guarantee is asked for a modality without one.
+        UserError: the model or an item is missing, an image cannot be used, or a guarantee is asked for a modality
+            without one.
         ValueError: see :meth:`Gallery.search`.
     """
     with contextlib.closing(open_gallery(folder, store)) as gallery:
         native, foreign = ("texts", images) if gallery.scorer.direction == "t2i" else ("images", texts)
-        if foreign and not (min_probability is coverage is max_risk is None):
+        if (foreign or ids) and not (min_probability is coverage is max_risk is None):
             raise UserError(
                 f"this index has calibrated probabilities, coverages and risks for {native} as queries only;"
                 f" search by"
                 f" {native} alone, or leave these options out"
             )
-        loaded = load_retrieval_model(gallery, folder, run)
-        results = []
-        if texts:
-            queries = loaded.model.embed_texts(texts)
-            results += describe(
-                gallery, texts, queries, k, min_probability=min_probability, coverage=coverage, max_risk=max_risk
-            )
-        for path in images:
-            if not path.is_file():
-                raise UserError(f"there is no image {path}")
-            try:
-                query = loaded.model.embed_images([path.read_bytes()])
-            except ValueError as error:
-                raise UserError(f"{path}: {error}") from error
-            results += describe(
-                gallery, [str(path)], query, k, min_probability=min_probability, coverage=coverage, max_risk=max_risk
-            )
+        results: list[dict[str, Any]] = []
+        if texts or images:
+            model = load_retrieval_model(gallery, folder, run).model
+            guarantees = {"min_probability": min_probability, "coverage": coverage, "max_risk": max_risk}
+            for names, query in _queries(model, texts, images):
+                results += describe(gallery, names, query, k, **guarantees)
+        if ids:
+            found = gallery.get(ids)
+            if missing := [i for i in ids if i not in found.ids]:
+                raise UserError(f"{folder} has no item {missing[0]!r} to search by")
+            rows = torch.tensor([found.ids.index(i) for i in ids])
+            results += describe(gallery, ids, found.embeddings[rows], k)
     # The logits were fitted on pairs of an image and a text: within one modality they are not calibrated.
-    uncalibrated = range(len(texts), len(results)) if native == "texts" else range(len(texts))
-    return [r | {"calibrated": False} if i in uncalibrated else r for i, r in enumerate(results)]
+    calibrated = range(len(texts)) if native == "texts" else range(len(texts), len(texts) + len(images))
+    return [r if i in calibrated else r | {"calibrated": False} for i, r in enumerate(results)]
+
+
+def _queries(
+    model: DualEncoder, texts: Sequence[str], images: Sequence[Path]
+) -> Iterator[tuple[Sequence[str], GaussianEmbedding]]:
+    """The embedded queries with their names: all texts, then each image."""
+    if texts:
+        yield texts, model.embed_texts(_vector_files(texts) if features_read(model.text) else texts)
+    for path in images:
+        if not path.is_file():
+            raise UserError(f"there is no image {path}")
+        try:
+            yield [str(path)], model.embed_images([path.read_bytes()])
+        except ValueError as error:
+            raise UserError(f"{path}: {error}") from error
+
+
+def _vector_files(paths: Sequence[str]) -> list[bytes]:
+    """The bytes of .npy files, for a model without an encoder for texts."""
+    for path in paths:
+        if not Path(path).is_file():
+            raise UserError(
+                f"this index is of a model that reads embeddings, which has no encoder for {path!r}: give a .npy file"
+                " of one vector instead of a text, or search by an item with --id"
+            )
+    return [Path(path).read_bytes() for path in paths]
 
 
 def describe(

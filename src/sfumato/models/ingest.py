@@ -152,14 +152,14 @@ def embed_collection(
     for name, value in (("workers", workers), ("batch_size", batch_size)):
         if value < 1:
             raise ValueError(f"embed_collection: {name} must be at least 1, got {value}")
+    tower = retrieval_model.model.image if listing.modality == "images" else retrieval_model.model.text
+    prepare, encode = embedding_steps(tower, listing.modality)
     out = Path(out)
     manifest = _manifest(retrieval_model, listing, model_source)
     begin(out, manifest)
     write_job(out, job, of, {"finished": False})
     _remove_unfinished(out, job, of)
     state = _JobState(listing, out, manifest.identity, job, of, max_problem_fraction)
-    tower = retrieval_model.model.image if listing.modality == "images" else retrieval_model.model.text
-    prepare, encode = embedding_steps(tower, listing.modality)
     in_shards = listing.kind == "shards"
     start, there = time.perf_counter(), state.usable
     try:

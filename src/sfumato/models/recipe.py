@@ -444,6 +444,12 @@ class Recipe(_Section):
         self.model.text.check("model.text")
         regions = self.model.image.reads_regions
         inputs = get_source(self.data.source).inputs
+        for side, section in (("image", self.model.image), ("text", self.model.text)):
+            if (inputs == "embeddings") != section.reads_embeddings:
+                raise ValueError(
+                    f"model.{side}.kind={section.kind!r} does not fit data.source={self.data.source!r}: embeddings in"
+                    " files need data.source=embeddings and the kind embeddings on both sides"
+                )
         if regions and inputs == "images":
             raise ValueError(
                 f"model.image.kind={self.model.image.kind!r} reads features, and data.source={self.data.source!r} has"

@@ -16,7 +16,7 @@ from sfumato.data.sources import DataConfig
 from sfumato.data.transforms import IMAGE_CORRUPTIONS, TEXT_CORRUPTIONS
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.regions import uses_regions
+from sfumato.encoders.regions import features_read
 from sfumato.errors import UserError
 from sfumato.evaluation.estimators import FailurePredictor, Matching, usable_estimators
 from sfumato.evaluation.trust import (
@@ -82,9 +82,8 @@ def trust_model(
     estimators = usable_estimators(images, texts)
     if len(estimators) < len(usable_estimators()):
         notes.append("estimators that need variances are left out: some embeddings are points")
-    regions = uses_regions(retrieval_model.model)
-    if regions and n_corrupted and "i2t" in DIRECTIONS[queries]:
-        notes.append("images are not corrupted: the model reads region features, and only image files can be corrupted")
+    model = retrieval_model.model
+    notes += _not_corrupted(model, DIRECTIONS[queries]) if n_corrupted else []
     many = _many_to_many(relevance)
     proxies = {} if many else _proxies(texts, prepared.data, relevance)
     directions: dict[str, DirectionTrust] = {}
@@ -102,7 +101,7 @@ def trust_model(
             estimators=own,
             multiplicity=many,
             proxies=values,
-            corrupted=_corrupted(retrieval_model.model, prepared.data, ground_truth, of_text, n_corrupted, seed),
+            corrupted=_corrupted(model, prepared.data, ground_truth, of_text, n_corrupted, seed),
             groups=groups,
             n_resamples=n_resamples,
             level=_LEVEL,
@@ -136,17 +135,26 @@ def _check_options(queries: str, n_resamples: int, n_corrupted: int, seed: int) 
 
 def _proxies(texts: GaussianEmbedding, data: PairData, relevance: Relevance) -> dict[str, np.ndarray]:
     """Ambiguity of an image by its captions, for data with one image for each text."""
-    return {
-        "caption_distance": caption_distance(texts, relevance),
-        "caption_words": caption_words(data.texts, relevance),
-    }
+    worded = not data.text_rows or data.texts != data.text_ids
+    words = {"caption_words": caption_words(data.texts, relevance)} if worded else {}
+    return {"caption_distance": caption_distance(texts, relevance)} | words
+
+
+def _not_corrupted(model: DualEncoder, directions: Sequence[str]) -> list[str]:
+    """Notes on the sides without corrupted queries: features cannot be corrupted."""
+    sides = {"i2t": ("images", model.image), "t2i": ("texts", model.text)}
+    return [
+        f"{name} are not corrupted: the model reads {features}, which cannot be corrupted"
+        for direction, (name, tower) in sides.items()
+        if direction in directions and (features := features_read(tower))
+    ]
 
 
 def _corrupted(
     model: DualEncoder, data: PairData, ground_truth: Relevance, of_text: bool, n: int, seed: int
 ) -> list[Corrupted]:
-    """Corrupted queries; region features cannot be corrupted."""
-    if not of_text and uses_regions(model):
+    """Corrupted queries; none of features."""
+    if features_read(model.text if of_text else model.image):
         return []
     corrupt = corrupted_texts if of_text else corrupted_images
     return corrupt(model, data, ground_truth.counts > 0, n, seed)

@@ -6,7 +6,7 @@ from typing import Any
 from sfumato import __version__
 from sfumato.data.images import Problems, thumbnail
 from sfumato.data.sources import DataConfig
-from sfumato.encoders.regions import uses_regions
+from sfumato.encoders.regions import features_read
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import MatchingLogits
@@ -89,7 +89,7 @@ def _report(
             analysis_image=lambda name: None if run is None else read_image(run.folder / f"analysis-{split}", name),
             recipe="" if run is None else (run.folder / RECIPE).read_text(encoding="utf-8"),
             log=[] if run is None else read_log(run.folder / LOG),
-            notes=_notes(len(problems), uses_regions(retrieval_model.model)),
+            notes=_notes(len(problems), features_read(retrieval_model.model.image)),
             version=__version__,
         )
     )
@@ -97,9 +97,9 @@ def _report(
     return report
 
 
-def _notes(left_out: int, features: bool) -> list[str]:
+def _notes(left_out: int, features: str) -> list[str]:
     notes = [f"{left_out} items could not be used and were left out."] if left_out else []
-    return notes + (["The images are region features: there are no image files to show."] if features else [])
+    return notes + ([f"The images are {features}: there are no image files to show."] if features else [])
 
 
 def _on_host(embeddings: GaussianEmbedding) -> GaussianEmbedding:

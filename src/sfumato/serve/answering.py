@@ -11,7 +11,7 @@ import torch
 
 from sfumato.data.images import Problems
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.regions import uses_regions
+from sfumato.encoders.regions import features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embed_split, load_split, load_splits
@@ -182,7 +182,7 @@ def _from_gallery(folder: Path, run: str | None, store: str | None) -> Sources:
                 f" {retrieval_model.distance}; give the model that the index was built with"
             )
         location = str(run or gallery.metadata["run"])
-        shown = kind(gallery) == "images" and not uses_regions(retrieval_model.model)
+        shown = kind(gallery) == "images" and not features_read(retrieval_model.model.image)
         served = ServedGallery(gallery, _images(gallery, location) if shown else None)
         return Sources(retrieval_model.model, Path(location).name, {kind(gallery): served})
     except BaseException:
@@ -214,7 +214,7 @@ def _from_run(run: Run, folder: Path, split: str, *, images_alone: bool) -> Sour
         "texts": GalleryPart(texts, data.text_ids, data.texts),
     }
     shown = SplitImages(dict(zip(data.image_ids, data.images, strict=True)))
-    files = None if uses_regions(run.model) else shown
+    files = None if features_read(run.model.image) else shown
     galleries: dict[GalleryName, ServedGallery] = {
         name: ServedGallery(build_index(run, source, model_source=folder), files if name == "images" else None)
         for name, source in sources.items()

@@ -9,13 +9,13 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from PIL import Image
 
 from sfumato import __version__
-from sfumato.encoders.regions import blank_features, uses_regions
+from sfumato.encoders.regions import blank_features, features_read
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.gallery import Gallery, GalleryRecords
 from sfumato.serve.answering import (
@@ -174,6 +174,23 @@ class Service:
                 raise one
         return SearchResponse(gallery=options.gallery, answers=[one for one in found if isinstance(one, Answer)])
 
+    def refuse_features(self, side: Literal["image", "text"], where: Sequence[str]) -> None:
+        """Refuse the images or texts of a request if the model reads features instead of them.
+
+        Args:
+            side: "image" or "text".
+            where: their locations in the request; none are not refused.
+
+        Raises:
+            Refusal: 422, there are some, and the model has no encoder for them.
+        """
+        model = self.sources.model
+        features = features_read(model.image if side == "image" else model.text)
+        if where and features:
+            ways = "by item" if features_read(model.text) else "by text or by item"
+            reason = f"{where[0]}: the model of this service reads {features}, not {side}s; search {ways}"
+            raise Refusal(422, reason, errors=[(where[0], reason)])
+
     async def check_images(self, images: Sequence[tuple[str, bytes]]) -> list[str]:
         """Check the image files of a request, see :func:`~sfumato.serve.image_files.check_image`.
 
@@ -184,12 +201,9 @@ class Service:
             Their formats.
 
         Raises:
-            Refusal: a file is not an image, together they have too many pixels, or the model reads region features.
+            Refusal: a file is not an image, together they have too many pixels, or the model reads features.
         """
-        if images and uses_regions(self.sources.model):
-            where = images[0][0]
-            reason = f"{where}: the model of this service reads region features, not images; search by text or by item"
-            raise Refusal(422, reason, errors=[(where, reason)])
+        self.refuse_features("image", [where for where, _ in images])
         most, pixels = self.settings.max_upload_bytes, self.settings.max_pixels
 
         def check() -> list[str]:
@@ -376,6 +390,7 @@ class Service:
             found = await self.embedder.embed_images([asked[i].image for i in images])
             rows |= dict(zip(images, good(found, [asked[i].where for i in images]), strict=True))
         if texts := by_kind["text"]:
+            self.refuse_features("text", [asked[i].where for i in texts])
             found = await self.embedder.embed_texts([asked[i].text for i in texts])
             rows |= dict(zip(texts, good(found, [asked[i].where for i in texts]), strict=True))
         return [rows[i].to(torch.float32) for i in range(len(asked))]
@@ -402,11 +417,10 @@ class Service:
         file = io.BytesIO()
         Image.new("RGB", (64, 64), "white").save(file, "PNG")
         try:
-            queries = [
-                *await self.embedder.embed_texts(["ready"]),
-                *await self.embedder.embed_images([blank_features(self.sources.model) or file.getvalue()]),
-            ]
-            rows = GaussianEmbedding.cat(good(queries, ["text", "image"]))
+            queries = await self.embedder.embed_images([blank_features(self.sources.model.image) or file.getvalue()])
+            if not features_read(self.sources.model.text):
+                queries += await self.embedder.embed_texts(["ready"])
+            rows = GaussianEmbedding.cat(good(queries, ["image", "text"][: len(queries)]))
             if rows.d != self.sources.d:
                 raise ValueError(
                     f"the model has {rows.d} dimensions and the galleries have {self.sources.d}; they were built with"

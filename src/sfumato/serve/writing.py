@@ -76,6 +76,7 @@ class Writer:
             if served.uploads is not None:
                 files = await self._re_encoded(images, formats)
         else:
+            self.service.refuse_features("text", [f"{one.where}.text" for one in items])
             found = await self.service.embedder.embed_texts([one.text or "" for one in items])
             rows = good(found, [f"{one.where}.text" for one in items])
 

@@ -16,7 +16,7 @@ from sfumato.data.images import MemoryImage, thumbnail
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.direction import Direction
-from sfumato.encoders.regions import uses_regions
+from sfumato.encoders.regions import features_read
 from sfumato.errors import UserError
 from sfumato.evaluation.estimators import ESTIMATORS, Estimator, Matching
 from sfumato.gaussian import GaussianEmbedding
@@ -151,8 +151,8 @@ class _Split:
         """The reason why a study cannot be done on this data with any embeddings; None if it can."""
         options, data = self.options, self.data
         if study == "sets":
-            if uses_regions(self.retrieval_model.model):
-                return "set algebra needs image files, but this model reads region features"
+            if features := features_read(self.retrieval_model.model.image):
+                return f"set algebra needs image files, but this model reads {features}"
             n_pairs = len(choose_pairs(data.groups, options.n_pairs, options.seed))
             if n_pairs < LEAST_PAIRS:
                 return (
@@ -336,8 +336,8 @@ def _corruption(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
     estimator = scene.estimator()
     for side, (queries, gallery, ground_truth, matching) in scene.sides().items():
         corrupt = corrupted_images if side == "image" else corrupted_texts
-        if side == "image" and uses_regions(model):
-            scene.notes.append("corrupted images are left out: this model reads region features")
+        if features := features_read(model.image if side == "image" else model.text):
+            scene.notes.append(f"corrupted {side}s are left out: this model reads {features}")
             continue
         corrupted = corrupt(model, scene.data, ground_truth.counts > 0, options.n_corrupted, options.seed)
         curves = corruption_curves(

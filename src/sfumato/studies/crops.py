@@ -19,12 +19,13 @@ import numpy as np
 import torch
 
 from sfumato.data.images import Problems
-from sfumato.data.transforms import IMAGE_ENDINGS, decode_image, encode_png
+from sfumato.data.transforms import decode_image, encode_png
 from sfumato.distances import get_distance
+from sfumato.encoders.regions import features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
-from sfumato.models.embed import RetrievalModel, embedding_steps, file_endings
+from sfumato.models.embed import RetrievalModel, embedding_steps
 from sfumato.progress import progress_bar
 from sfumato.studies.phrase_boxes import BoxedImage, read_boxed_images
 
@@ -402,15 +403,15 @@ def study_crops(
         (the figures, some example triplets, the items left out).
 
     Raises:
-        UserError: the model reads region features, the files cannot be used, or no image has enough boxes.
+        UserError: the model reads no image files, the files cannot be used, or no image has enough boxes.
         ValueError: a number is out of range, or the uncertainty is unknown.
     """
     if uncertainty not in get_args(Uncertainty):
         raise ValueError(f"--uncertainty {uncertainty}: unknown; known: {', '.join(get_args(Uncertainty))}")
     if not thresholds or not all(0 < t <= 1 for t in thresholds) or len(set(thresholds)) < len(thresholds):
         raise ValueError(f"thresholds must be different fractions in (0, 1], got {', '.join(map(str, thresholds))}")
-    if file_endings(retrieval_model.model) != IMAGE_ENDINGS:
-        raise UserError("the model reads region features, but the crop study cuts crops out of image files")
+    if features := features_read(retrieval_model.model.image):
+        raise UserError(f"the model reads {features}, but the crop study cuts crops out of image files")
     problems = Problems()
     pictures = read_boxed_images(regions, images, problems, sample=sample, seed=seed)
     embedder = _Crops(retrieval_model)

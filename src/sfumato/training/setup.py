@@ -11,6 +11,7 @@ from sfumato.data.pairs import Grades, PairData, PairSampler, parse_part, withou
 from sfumato.data.shards import ShardStream, expand_shards
 from sfumato.data.sources import DataConfig
 from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.embeddings import described_by
 from sfumato.errors import UserError
 from sfumato.models.embed import load_splits, prepare_split
 from sfumato.models.process_group import ProcessGroup, alone
@@ -126,7 +127,8 @@ def new_or_resumed_model(
         return build_model(recipe.model, load_assets(folder, recipe), recipe.augment).to(process_group.device)
     if process_group.main:
         tokenizer = fresh_tokenizer(recipe.model, _training_texts(recipe, splits))
-        model = build_model(recipe.model, Assets(tokenizer), recipe.augment)
+        described = described_by(splits["train"]) if "train" in splits else {}
+        model = build_model(recipe.model, Assets(tokenizer, described), recipe.augment)
         save_assets(folder, tokenizer, model)
     process_group.wait()
     if not process_group.main:

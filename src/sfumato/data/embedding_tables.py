@@ -1,0 +1,239 @@
+"""Tables of embeddings that some model has computed: one file, a folder of shards, or several side by side.
+
+A table is opened without a look at its values, and a batch reads its own rows alone. Ids and wordings of the rows come
+from files beside the table. What the rows mean, and which of them match, is not known here.
+"""
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sfumato.data.embedding_files import open_vectors, read_ids
+from sfumato.errors import UserError
+
+_BLOCK = 4096
+"""Rows that are checked at a time."""
+
+
+class EmbeddingTable:
+    """n embeddings of c channels, in files.
+
+    Args:
+        name: of the table, for messages.
+        blocks: the arrays. Those of one block stand one below the other, (n_1, c_b), (n_2, c_b) and so on with n rows
+            in all; the blocks stand side by side.
+
+    Attributes:
+        n: number of rows.
+        channels: c.
+
+    Raises:
+        ValueError: there is no array, or the sizes do not fit.
+
+    Example:
+        >>> table = EmbeddingTable("mine", [[torch.zeros(2, 3), torch.ones(1, 3)], [torch.zeros(3, 1)]])
+        >>> table.rows(np.array([2, 0]))
+        tensor([[1., 1., 1., 0.],
+                [0., 0., 0., 0.]])
+    """
+
+    def __init__(self, name: str, blocks: Sequence[Sequence[Tensor]]) -> None:
+        if not blocks or not all(blocks):
+            raise ValueError(f"{name}: holds no array of embeddings")
+        for parts in blocks:
+            widths = list(dict.fromkeys(part.shape[1] for part in parts))
+            if len(widths) > 1:
+                raise ValueError(f"{name}: its files have {' and '.join(map(str, widths))} channels; give equal ones")
+        heights = list(dict.fromkeys(sum(map(len, parts)) for parts in blocks))
+        if len(heights) > 1:
+            raise ValueError(f"{name}: {' and '.join(map(str, heights))} rows side by side; give equal numbers")
+        self.name, self._blocks = name, blocks
+        self.n, self.channels = heights[0], sum(parts[0].shape[1] for parts in blocks)
+        self._starts = [np.cumsum([0, *map(len, parts)])[:-1] for parts in blocks]
+
+    def rows(self, index: np.ndarray) -> Tensor:
+        """Some rows.
+
+        Args:
+            index: (k,) int64 positions in [0, n).
+
+        Returns:
+            (k, c) float32.
+        """
+        values, column = torch.empty(len(index), self.channels), 0
+        for parts, starts in zip(self._blocks, self._starts, strict=True):
+            of_block = values[:, column : column + parts[0].shape[1]]
+            column += of_block.shape[1]
+            part_of = np.searchsorted(starts, index, side="right") - 1
+            for part in np.unique(part_of):
+                own = np.flatnonzero(part_of == part)
+                of_block[torch.from_numpy(own)] = parts[part][torch.from_numpy(index[own] - starts[part])].float()
+        return values
+
+    def errors(self, index: np.ndarray) -> dict[int, str]:
+        """The rows among some that no model can use.
+
+        Args:
+            index: (k,) positions, in the order in which they are read.
+
+        Returns:
+            position -> what is wrong with the row: NaN or infinity (in float32), or zeros alone.
+        """
+        found: dict[int, str] = {}
+        for start in range(0, len(index), _BLOCK):
+            some = index[start : start + _BLOCK]
+            values = self.rows(some)
+            finite = values.isfinite().all(1)
+            found |= dict.fromkeys(some[(~finite).numpy()].tolist(), "holds NaN or infinity")
+            found |= dict.fromkeys(some[(finite & ~values.any(1)).numpy()].tolist(), "holds zeros alone")
+        return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRow:
+    """A row of a table: an item of a data set, of images or of texts.
+
+    Attributes:
+        table: the table.
+        row: its position.
+    """
+
+    table: EmbeddingTable
+    row: int
+
+    @property
+    def location(self) -> str:
+        """table[row]."""
+        return f"{self.table.name}[{self.row}]"
+
+    def read_bytes(self) -> bytes:
+        """See :class:`~sfumato.data.images.ImageSource`; a .npy file of (1, c)."""
+        file = io.BytesIO()
+        np.save(file, self.table.rows(np.array([self.row])).numpy(), allow_pickle=False)
+        return file.getvalue()
+
+    def __call__(self) -> bytes:
+        """The same, so that a row is an :data:`~sfumato.encoders.encoder_protocol.Item`."""
+        return self.read_bytes()
+
+
+@dataclass(frozen=True, eq=False)
+class NamedTable:
+    """A table with the names of its rows.
+
+    Attributes:
+        table: the table.
+        ids: n distinct ids; None if no file has any.
+        captions: n wordings; None if no file has any.
+    """
+
+    table: EmbeddingTable
+    ids: Sequence[str] | None = None
+    captions: Sequence[str] | None = None
+
+
+def open_table(paths: str) -> NamedTable:
+    """Open a table of embeddings.
+
+    The ids of table.npy stand in the file table_ids.txt, .json or .npy beside it (see
+    :func:`~sfumato.data.embedding_files.read_ids`), its wordings in table.txt, one a line. A folder of shards has them
+    under its own name, or in the files ../metadata/\\*.parquet that clip-retrieval writes (``image_path``,
+    ``caption``).
+
+    Args:
+        paths: a .npy, .safetensors or .parquet file, see :func:`~sfumato.data.embedding_files.open_vectors`; or a
+            folder of such files, which are read in the order of the numbers in their names. Several with "+" between
+            them give their channels side by side.
+
+    Returns:
+        The table.
+
+    Raises:
+        UserError: a file is missing or damaged, or sizes do not fit.
+    """
+    parts = paths.split("+") if "+" in paths and not Path(paths).exists() else [paths]
+    ids: Sequence[str] | None = None
+    captions: Sequence[str] | None = None
+    blocks = []
+    try:
+        for part in parts:
+            opened = [open_vectors(file) for file in _files(part)]
+            blocks.append([mean for mean, _, _ in opened])
+            own = [i for _, _, of_file in opened for i in of_file or ()]
+            ids = ids or own or _ids_beside(Path(part))
+            captions = captions or _captions_beside(Path(part))
+        table = EmbeddingTable(paths, blocks)
+        if Path(parts[0]).is_dir() and (ids is None or captions is None):
+            image_paths, wordings = _metadata(Path(parts[0]).parent / "metadata")
+            ids, captions = ids or image_paths, captions or wordings
+    except (ValueError, OSError) as error:
+        raise UserError(str(error)) from error
+    for what, names in (("ids", ids), ("captions", captions)):
+        if names is not None and len(names) != table.n:
+            raise UserError(f"{paths}: {len(names)} {what} for {table.n} rows; give one for each")
+    return NamedTable(table, ids, captions)
+
+
+def _files(part: str) -> list[str]:
+    """The file, or the files of a folder in the order of their numbers."""
+    folder = Path(part)
+    if not folder.is_dir():
+        return [part]
+    found = [p for p in folder.iterdir() if p.suffix in (".npy", ".safetensors", ".parquet")]
+    if len({p.suffix for p in found}) != 1:
+        raise UserError(f"{folder}: expected a folder of .npy files, or of .safetensors or .parquet files alone")
+    return [str(p) for p in sorted(found, key=_numbers)]
+
+
+def _numbers(path: Path) -> list[tuple[int, str]]:
+    """A key by which part_10 comes after part_9."""
+    return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in re.split(r"(\d+)", path.name)]
+
+
+def _ids_beside(path: Path) -> list[str] | None:
+    stem = path.with_suffix("")
+    beside = [Path(f"{stem}_ids{ending}") for ending in (".txt", ".json", ".npy")]
+    return next((read_ids(file) for file in beside if file.is_file()), None)
+
+
+def _captions_beside(path: Path) -> list[str] | None:
+    beside = path.with_suffix(".txt")
+    if not beside.is_file():
+        return None
+    try:
+        return beside.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{beside}: not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def _metadata(folder: Path) -> tuple[list[str] | None, list[str] | None]:
+    """(distinct image_path values, caption values) of the Parquet files of a folder; None where there are none."""
+    files = sorted(folder.glob("*.parquet"), key=_numbers)
+    if not files:
+        return None, None
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(
+            f"{folder}: Parquet metadata need pyarrow: pip install 'sfumato[parquet]', or move the folder away to"
+            " use row numbers as ids"
+        ) from error
+    columns: dict[str, list[str]] = {"image_path": [], "caption": []}
+    try:
+        for file in files:
+            with pyarrow.parquet.ParquetFile(file) as opened:
+                present = [name for name in columns if name in opened.schema_arrow.names]
+                read = opened.read(columns=present)
+                for name in present:
+                    columns[name] += ["" if value is None else str(value) for value in read.column(name).to_pylist()]
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{folder}: damaged metadata ({error})") from error
+    paths = columns["image_path"]
+    return paths if paths and len(set(paths)) == len(paths) else None, columns["caption"] or None

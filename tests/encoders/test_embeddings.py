@@ -1,0 +1,88 @@
+"""Embeddings as inputs: rows of a table or .npy files; texts and other sizes are refused in one line."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+
+from sfumato.data.embedding_tables import EmbeddingRow, EmbeddingTable
+from sfumato.data.pairs import PairData, make_pair_data
+from sfumato.encoders.embeddings import (
+    EmbeddingImageConfig,
+    EmbeddingProcessor,
+    EmbeddingTextConfig,
+    build_embeddings,
+    described_by,
+)
+from sfumato.encoders.encoder_protocol import BuildContext
+from sfumato.errors import UserError
+
+VALUES = torch.randn(20, 6, generator=torch.Generator().manual_seed(0)).half()
+TABLE = EmbeddingTable("mine.npy", [[VALUES]])
+
+
+def npy(values):
+    file = io.BytesIO()
+    np.save(file, values)
+    return file.getvalue()
+
+
+def context(tmp_path, description=None):
+    return BuildContext(8, False, 0.25, 0.0, tmp_path, description=description)
+
+
+def test_rows_go_into_batches_as_one_token_each():
+    store, kept = EmbeddingProcessor(6).read([EmbeddingRow(TABLE, row) for row in (3, 19, 0, 7)])
+    assert len(store) == 4 and kept.tolist() == [0, 1, 2, 3]
+    inputs = store.batch(np.array([2, 0, 0]))
+    assert inputs.mask is None and inputs.values.dtype == torch.float32
+    torch.testing.assert_close(inputs.values, VALUES[[0, 3, 3]].float().unsqueeze(1), rtol=0, atol=0)
+
+
+def test_files_of_one_vector_are_read_too():
+    items = [lambda: npy(np.arange(6.0)), EmbeddingRow(TABLE, 5), lambda: npy(np.ones((1, 6), np.float32))]
+    store, kept = EmbeddingProcessor(6).read(items)
+    expected = torch.stack([torch.arange(6.0), VALUES[5].float(), torch.ones(6)]).unsqueeze(1)
+    torch.testing.assert_close(store.batch(np.arange(3)).values, expected, rtol=0, atol=0)
+    problems = {}
+    store, kept = EmbeddingProcessor(6).read(
+        [lambda: npy(np.ones(5)), lambda: npy(np.ones((2, 6))), items[0], lambda: b"no"], on_error=problems.__setitem__
+    )
+    assert kept.tolist() == [2] and sorted(problems) == [0, 1, 3]
+    assert "holds 1 x 5 numbers; this model reads one embedding of 6" in str(problems[0])
+    with pytest.raises(ValueError, match="holds 2 x 6 numbers"):
+        EmbeddingProcessor(6).read([lambda: npy(np.ones((2, 6)))])
+
+
+def test_texts_and_other_tables_are_refused():
+    with pytest.raises(UserError, match="reads embeddings and has no encoder for 'a dog': give a .npy file of 6"):
+        EmbeddingProcessor(6).read([lambda: "a dog"], on_error=lambda i, error: None)
+    with pytest.raises(UserError, match=r"mine.npy: has 6 channels, and this model reads 7"):
+        EmbeddingProcessor(7).read([EmbeddingRow(TABLE, 0)])
+
+
+@pytest.mark.parametrize("config", [EmbeddingImageConfig(whiten=0), EmbeddingTextConfig(whiten=0)])
+def test_the_encoder_whitens_and_describes_itself(tmp_path, config):
+    processor, encoder = build_embeddings(config, context(tmp_path, {"channels": 6}))
+    assert processor.channels == encoder.channels == 6 and encoder.description == {"channels": 6}
+    store, _ = processor.read([EmbeddingRow(TABLE, row) for row in range(20)])
+    encoder.eval().fit(store)
+    out = encoder(store.batch(np.arange(20))).mean[:, 0]
+    values = VALUES.double()
+    expected = (values - values.mean(0)) / values.std(0, unbiased=False)
+    torch.testing.assert_close(out, expected.float(), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="has the channels of its data; none are given"):
+        build_embeddings(config, context(tmp_path))
+
+
+def test_data_say_how_many_channels_they_have():
+    rows = tuple(EmbeddingRow(TABLE, row) for row in range(2))
+    wide = tuple(EmbeddingRow(EmbeddingTable("w", [[VALUES, VALUES], [torch.ones(40, 1)]]), row) for row in range(2))
+    data = PairData(
+        ("a", "b"), rows, ("c", "d"), ("c", "d"), ("caption",) * 2, np.array([[0, 0], [1, 1]]), text_rows=wide
+    )
+    assert described_by(data) == {"image": {"channels": 6}, "text": {"channels": 7}}
+    assert described_by(make_pair_data([], [], [])) == {}
+    with pytest.raises(ValueError, match="got 1 text rows for 2 texts"):
+        PairData(("a",), rows[:1], ("c", "d"), ("c", "d"), ("caption",) * 2, np.array([[0, 0]]), text_rows=wide[:1])

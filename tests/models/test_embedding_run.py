@@ -1,0 +1,160 @@
+"""A run on embeddings: trained, opened without its data, and taken by every command, as a user would."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+from support.serving import served
+
+from sfumato.distances import get_distance
+from sfumato.encoders.features import Inputs
+from sfumato.models.export import load_model
+from sfumato.models.recipe import find_recipe, load_recipe
+from sfumato.models.run import load_run
+from sfumato.serve.answering import open_sources
+from sfumato.training.loop import fit
+
+N, PER_IMAGE = 48, 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Images of 6 and texts of 5 channels that are linear maps of one hidden vector; two texts an image."""
+    folder = tmp_path_factory.mktemp("embeddings")
+    random = np.random.default_rng(0)
+    hidden = random.standard_normal((N, 4))
+    images = hidden @ random.standard_normal((4, 6)) + 3
+    texts = np.repeat(hidden, PER_IMAGE, axis=0) @ random.standard_normal((4, 5)) - 2
+    texts[7] = np.nan
+    np.save(folder / "images.npy", images.astype(np.float16))
+    np.save(folder / "texts.npy", texts.astype(np.float32))
+    np.save(folder / "images_ids.npy", np.array([f"photo-{i}" for i in range(N)]))
+    with (folder / "pairs.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["image", "text", "split"])
+        for text in range(N * PER_IMAGE):
+            image = text // PER_IMAGE
+            writer.writerow([f"photo-{image}", text, "train" if image < 32 else ("val", "test")[image % 2]])
+    np.save(folder / "query.npy", texts[2 * 33])
+    return folder
+
+
+SMALL = "model.dim=8", "model.hidden=16", "train.batch_size=16", "train.epochs=12", "optim.lr=1e-2", "train.device=cpu"
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    files = {"images": "images.npy", "texts": "texts.npy", "path": "pairs.csv"}
+    data = [f"data.{key}={folder / name}" for key, name in files.items()]
+    fit(load_recipe(find_recipe("embeddings"), [*SMALL, *data]), folder / "run")
+    return folder / "run"
+
+
+def inputs(row):
+    return Inputs(torch.from_numpy(row).view(1, 1, -1))
+
+
+def test_training_leaves_out_the_bad_row_and_learns(folder, run):
+    (problem,) = map(json.loads, (run / "problems.jsonl").read_text().splitlines())
+    assert problem == {"place": f"{folder / 'texts.npy'}[7]", "reason": "text '7' holds NaN or infinity"}
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["loss"] < log[0]["loss"] / 2
+
+
+def test_a_run_opens_without_its_data(folder, run, sfumato):
+    described = json.loads((run / "encoders.json").read_text())
+    assert described == {"image": {"channels": 6}, "text": {"channels": 5}}
+    moved = folder / "images.npy", folder / "elsewhere.npy"
+    moved[0].rename(moved[1])
+    try:
+        assert load_run(run).model.image.processor.channels == 6
+        status, _, err = sfumato("evaluate", "run", run)
+        assert status == 2 and "images.npy" in err and "no embeddings at" in err
+    finally:
+        moved[1].rename(moved[0])
+
+
+def test_evaluate_calibrate_and_the_other_commands(folder, run, sfumato):
+    status, out, err = sfumato("evaluate", "run", run, "--json")
+    assert status == 0, err
+    images, texts = np.load(folder / "images.npy").astype(np.float32), np.load(folder / "texts.npy")
+    model = load_run(run).model
+    chosen = [i for i in range(32, N) if i % 2]
+    own = [t for i in chosen for t in (2 * i, 2 * i + 1)]
+    with torch.no_grad():
+        a, b = (
+            torch.stack([tower.head(tower.encoder(inputs(row))).mean[0] for row in rows])
+            for tower, rows in ((model.image, images[chosen]), (model.text, texts[own]))
+        )
+    first = torch.cdist(b, a).argmin(1).tolist()
+    hits = np.mean([k == text // 2 for text, k in enumerate(first)])
+    assert json.loads(out)["t2i"]["recall@1"] == pytest.approx(hits) and hits > 1 / len(chosen)
+    for command in (
+        ("calibrate", run),
+        ("trust", run, "--bootstrap", "10", "--corrupted", "2"),
+        ("report", run),
+        ("audit", "--run", run, "--split", "test"),
+        ("analyse", run, "--bootstrap", "10"),
+        ("export", run, folder / "exported"),
+    ):
+        status, out, err = sfumato(*command)
+        assert status == 0, (command, err)
+    notes = json.loads((run / "trust-test.json").read_text())["notes"]
+    assert any("texts are not corrupted: the model reads embeddings" in note for note in notes)
+    exported = load_model(folder / "exported")
+    query = (folder / "query.npy").read_bytes()
+    assert torch.equal(exported.model.embed_texts([query]).mean, model.embed_texts([query]).mean)
+
+
+def test_index_and_search(folder, run, sfumato):
+    index = folder / "index"
+    status, _, err = sfumato("index", run, "--split", "test", "--out", index)
+    assert status == 0, err
+    status, out, err = sfumato("search", index, "--id", "photo-33", "--id", "photo-35", "-k", "3", "--json")
+    assert status == 0, err
+    first, second = json.loads(out)
+    assert first["hits"][0]["id"] == "photo-33" and second["hits"][0]["id"] == "photo-35"
+    assert first["hits"][0]["distance"] == pytest.approx(0, abs=1e-5) and first["calibrated"] is False
+    status, out, err = sfumato("search", index, folder / "query.npy", "-k", "2", "--json")
+    assert status == 0, err
+    model = load_run(run).model
+    query = model.embed_texts([(folder / "query.npy").read_bytes()])
+    images = np.load(folder / "images.npy").astype(np.float32)
+    with torch.no_grad():
+        rows = {i: model.image.head(model.image.encoder(inputs(images[i]))) for i in range(33, N, 2)}
+    distance = {i: get_distance("squared_l2").matrix(query, row).item() for i, row in rows.items()}
+    nearest = sorted(distance, key=distance.__getitem__)[:2]
+    assert [hit["id"] for hit in json.loads(out)[0]["hits"]] == [f"photo-{i}" for i in nearest]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("search", "index", "a dog"), "no encoder for 'a dog': give a .npy file of one vector instead of a text"),
+        (("search", "index", "--id", "nobody"), "has no item 'nobody' to search by"),
+        (("search", "index", "--id", "photo-33", "--coverage", "0.9"), "texts as queries only"),
+        (("search", "index", "--image", "query.npy"), "holds 1 x 5 numbers; this model reads one embedding of 6"),
+        (("embed", "run", "--texts", "pairs.csv", "--out", "e"), "reads embeddings and has no encoder for texts"),
+        (("index", "run", "--texts", "pairs.csv", "--out", "e"), "reads embeddings and has no encoder for 'image,text"),
+        (("search", "index"), "give a text, --image FILE or --id ITEM"),
+    ],
+)
+def test_what_needs_an_encoder_says_so_in_one_line(folder, run, sfumato, monkeypatch, words, message):
+    monkeypatch.chdir(folder)
+    if not (folder / "index").exists():
+        sfumato("index", "run", "--split", "test", "--out", "index")
+    status, out, err = sfumato(*words)
+    assert status == 2 and not out and message in err and len(err.strip().splitlines()) == 1
+    assert not (folder / "e").exists()
+
+
+def test_the_service_searches_by_item_and_refuses_texts(run):
+    with served(open_sources(run)) as client:
+        found = client.post("/v1/search", json={"queries": [{"id": "photo-33"}]})
+        assert found.status_code == 200, found.text
+        assert found.json()["answers"][0]["hits"][0]["id"] == "photo-33"
+        refused = client.get("/v1/search", params={"q": "a dog"})
+        assert refused.status_code == 422
+        assert "the model of this service reads embeddings, not texts; search by item" in refused.text
