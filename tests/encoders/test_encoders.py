@@ -326,3 +326,23 @@ def test_a_head_of_several_embeddings_is_a_loop_over_their_attention():
             torch.testing.assert_close(embedding.mean[i, 5 * k : 5 * k + 5], one / one.norm())
     with pytest.raises(ValueError, match="embeddings must be 1, or more with variance=False; got 2, variance=True"):
         GaussianHead(8, 5, HeadOptions(embeddings=2))
+
+
+def test_the_small_text_encoder_is_a_convolution_over_each_text_alone():
+    """The reference convolves text by text with zeros around it; padding and neighbours in the batch change nothing."""
+    torch.manual_seed(0)
+    encoder = SmallTextEncoder(50, 8, dropout=0.5).double().eval()
+    texts = [[3, 1, 4, 1, 5], [9], [2, 6]]
+    mask = torch.tensor([[k < len(ids) for k in range(7)] for ids in texts])
+    ids = torch.zeros(3, 7, dtype=torch.int64)
+    for row, text in zip(ids, texts, strict=True):
+        row[: len(text)] = torch.tensor(text)
+    found = encoder(Inputs(ids, mask)).mean
+    for row, text in zip(found, texts, strict=True):
+        embedded = encoder.embedding.weight[text]
+        context = encoder.neighbours(embedded.T.unsqueeze(0))[0].T
+        expected = encoder.norm(embedded + torch.nn.functional.gelu(context))
+        torch.testing.assert_close(row[: len(text)], expected)
+        assert not row[len(text) :].any()
+    alone = encoder(Inputs(ids[:1, :5])).mean
+    torch.testing.assert_close(alone[0], found[0, :5])

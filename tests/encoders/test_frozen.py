@@ -5,8 +5,16 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from sfumato.data.emoji import load_emoji
 from sfumato.encoders.features import RaggedStore, TokenFeatures
-from sfumato.encoders.frozen import FeatureInput, FrozenImageConfig, FrozenTextConfig, SideBySide, text_backbone
+from sfumato.encoders.frozen import (
+    FeatureInput,
+    FrozenImageConfig,
+    FrozenTextConfig,
+    SideBySide,
+    image_backbone,
+    text_backbone,
+)
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.errors import UserError
 
@@ -140,3 +148,31 @@ def test_the_hidden_network_reads_the_average_token():
         HeadOptions(hidden=-1)
     with pytest.raises(ValueError, match="hidden_dropout must be in"):
         HeadOptions(hidden_dropout=1.0)
+
+
+def test_folded_batch_norms_change_only_the_rounding():
+    pytest.importorskip("efficientnet_lite_pytorch", reason="needs the extra offline")
+    from sfumato.encoders.efficientnet import efficientnet_lite, fold_batch_norms
+
+    torch.manual_seed(0)
+    pixels = torch.randn(2, 3, 64, 64)
+    with torch.inference_mode():
+        plain = efficientnet_lite().eval().extract_features(pixels)
+        folded = fold_batch_norms(efficientnet_lite().eval())
+        assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in folded._blocks.modules())
+        torch.testing.assert_close(folded.extract_features(pixels), plain, rtol=1e-3, atol=1e-4)
+
+
+def test_bfloat16_features_are_near_those_of_float32_and_have_a_cache_of_their_own():
+    pytest.importorskip("efficientnet_lite_pytorch", reason="needs the extra offline")
+    images = [image.read_bytes() for image in load_emoji()["val"].images[:4]]
+    exact, low, auto = (
+        image_backbone("efficientnet-lite0", size=128, grid=1, precision=precision)
+        for precision in ("float32", "bfloat16", "auto")
+    )
+    one, other = (np.stack(backbone(images))[:, 0].astype(float) for backbone in (exact, low))
+    assert 0 < np.linalg.norm(one - other) < 0.1 * np.linalg.norm(one)
+    assert low.fingerprint == f"{exact.fingerprint} bfloat16" and auto.fingerprint in (
+        exact.fingerprint,
+        low.fingerprint,
+    )
