@@ -14,6 +14,7 @@ import uvicorn
 from PIL import Image
 
 from sfumato.calibration.calibrator import Calibration, QueryScores
+from sfumato.distances import csd_matrix
 from sfumato.models.embed import embed_folder
 from sfumato.models.galleries import GalleryPart, build_index, create_collection
 from sfumato.models.recipe import load_recipe
@@ -60,21 +61,26 @@ def embedded(run, pictures):
     return GalleryPart(embeddings, ids, images={"folder": str(pictures)})
 
 
-def calibration():
-    """One that can vouch for much: of held-out queries whose matches are clearly closer than the rest."""
+def calibration(texts, images):
+    """One that can vouch for much: of queries whose matches lie at the near end of these distances, the rest far.
+
+    So the probabilities of a search spread over the whole range, whatever the tiny run has learnt.
+    """
+    near, far = csd_matrix(texts, images).flatten().quantile(torch.tensor([0.1, 0.9]))
     generator = torch.Generator().manual_seed(5)
     match = torch.nn.functional.one_hot(torch.arange(400) % 48, 48)
-    distance = torch.where(match == 1, 1.2, 2.2) + 0.25 * torch.randn(400, 48, generator=generator)
+    distance = torch.where(match == 1, near, far) + (far - near) / 4 * torch.randn(400, 48, generator=generator)
     scores = QueryScores.fit(distance, match)
     return Calibration.fit(distance, match, t2i=scores, i2t=scores)
 
 
 def read_only(run_folder, pictures):
     """Sources of two indices in memory: the folder of pictures, and texts."""
-    run = replace(load_run(run_folder), calibration=calibration())
+    run = load_run(run_folder)
     images = embedded(run, pictures)
     texts = [f"a {c} {s}" for c in ("red", "green", "blue") for s in ("circle", "square", "cross")]
     lines = GalleryPart(run.model.embed_texts(texts), [str(i) for i in range(len(texts))], texts)
+    run = replace(run, calibration=calibration(lines.embeddings, images.embeddings))
     galleries = {
         "images": ServedGallery(build_index(run, images, model_source=run_folder), FolderImages(pictures)),
         "texts": ServedGallery(build_index(run, lines, model_source=run_folder)),

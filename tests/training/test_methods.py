@@ -31,6 +31,7 @@ CLIP = [
     'model.text={ kind = "clip", architecture = "ViT-Ti/16", blocks = 1, max_tokens = 8 }',
     "optim.name=adamp",
     "optim.layer_decay=0.7",
+    "optim.text_lr_multiplier=1",
     "optim.freeze_image_epochs=1",
     "optim.warmup_epochs=0",
     "augment.image_tokens=0.2",
