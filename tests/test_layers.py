@@ -166,7 +166,7 @@ FLOORS: dict[str, list[str]] = {
         "sources",
     ],
     "encoders": [
-        "features package_weights",
+        "features package_weights precision",
         "encoder_protocol heads",
         "clip_transformers dual processors",
         "clip efficientnet gru regions resnet small",

@@ -47,8 +47,7 @@ class Tower(nn.Module):
             if present is None:
                 present = torch.ones(tokens.mean.shape[:2], dtype=torch.bool, device=tokens.mean.device)
             tokens = replace(tokens, mask=drop_tokens(present, rate=self.token_dropout))
-        with torch.autocast(tokens.mean.device.type, enabled=False):
-            embedding: GaussianEmbedding = self.head(tokens.float())
+        embedding: GaussianEmbedding = self.head(tokens.float())
         return embedding
 
     @torch.no_grad()

@@ -36,6 +36,7 @@ from sfumato.encoders.package_weights import (
     package_folder,
     pretrained_tokenizer,
 )
+from sfumato.encoders.precision import Precision, number_format
 from sfumato.errors import UserError
 
 _FITTED, _BLOCK = 50_000, 1024
@@ -62,8 +63,6 @@ Whiten = Annotated[
     ),
 ]
 
-
-Precision = Literal["float32", "bfloat16", "auto"]
 
 ComputesIn = Annotated[
     Precision,
@@ -347,13 +346,6 @@ def text_backbone(
     return TransformersText(name, max_tokens=max_tokens, pooled=pooled, precision=precision)
 
 
-def _number_format(precision: Precision) -> torch.dtype:
-    if precision == "auto":
-        has: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-        return torch.bfloat16 if has.get("avx512_bf16") or has.get("amx_bf16") else torch.float32
-    return torch.bfloat16 if precision == "bfloat16" else torch.float32
-
-
 def _in_fingerprint(dtype: torch.dtype) -> str:
     """What a fingerprint says of the number format; nothing of float32, so that older caches stay valid."""
     return "" if dtype == torch.float32 else f" {str(dtype).removeprefix('torch.')}"
@@ -415,7 +407,7 @@ class EfficientNetLite:
         if size < 32:
             raise ValueError(f"EfficientNetLite: size must be at least 32 pixels, got {size}")
         _check_grid(grid, math.ceil(size / 32))
-        self.size, self.grid, self.channels, dtype = size, grid, CHANNELS, _number_format(precision)
+        self.size, self.grid, self.channels, dtype = size, grid, CHANNELS, number_format(precision)
         self.fingerprint = (
             f"{name} {_sha256(weights_file(name))} size={size} squash (x-127)/128 tokens={grid or 'last-map'}"
             f"{_in_fingerprint(dtype)}"
@@ -452,7 +444,7 @@ class TransformersImage:
         transformers = import_transformers()
         self._processor = from_pretrained(transformers.AutoImageProcessor, name)
         model = from_pretrained(transformers.AutoModel, name)
-        self._name, self._side, dtype = name, size, _number_format(precision)
+        self._name, self._side, dtype = name, size, number_format(precision)
         self._size = {} if size is None else _processor_sizes(self._processor, size)
         forward = getattr(model, "vision_model", model).forward
         codes = size is not None and "interpolate_pos_encoding" in signature(forward).parameters
@@ -508,7 +500,7 @@ class TransformersText:
         transformers = import_transformers()
         self._tokenizer = pretrained_tokenizer(name)
         model = from_pretrained(transformers.AutoModel, name)
-        dtype, self.max_tokens, self.pooled = _number_format(precision), max_tokens, pooled
+        dtype, self.max_tokens, self.pooled = number_format(precision), max_tokens, pooled
         options = f"{' pooled' if pooled else ''}{_in_fingerprint(dtype)}"
         self.fingerprint = f"transformers text {_model_hash(model, name)} max_tokens={max_tokens}{options}"
         self._model = getattr(model, "text_model", model).eval().to(dtype)

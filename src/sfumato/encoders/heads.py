@@ -180,10 +180,12 @@ class _Branch(nn.Module):
         if isinstance(self.pool, FirstToken | LastToken):  # One token only: the others need no projection.
             features, mask = self.pool(features, mask).unsqueeze(1), None
         present = features if mask is None else features[mask]
-        projected = self.linear(present)
+        # The bias is added in float32: log variances differ by less than bfloat16 resolves at their common value.
+        projected = functional.linear(present, self.linear.weight).to(present.dtype) + self.linear.bias
         if self.mlp is not None:
             projected = projected + self.mlp(present)
-        pooled: Tensor = self.pool(projected if mask is None else padded(projected, mask), mask)
+        with torch.autocast(features.device.type, enabled=False):
+            pooled: Tensor = self.pool(projected if mask is None else padded(projected, mask), mask)
         return pooled
 
 
@@ -203,7 +205,7 @@ class _LocalAttention(nn.Module):
         scores = self.attention(features)  # (n, t, K)
         if mask is not None:
             scores = scores.masked_fill(~mask.unsqueeze(-1), -torch.inf)
-        local: Tensor = self.linear(scores.softmax(1).transpose(1, 2) @ features)
+        local: Tensor = self.linear(scores.softmax(1).transpose(1, 2) @ features).to(features.dtype)
         return local.sigmoid() if self.squash else local
 
 
@@ -322,6 +324,8 @@ class GaussianHead(nn.Module):
     usual size. Each branch is a linear map followed by pooling. The papers state no initial value; with log variance 0
     a total variance of d exceeds every distance between unit means (docs/concepts/encoders.md has the measurements).
 
+    Under autocast the linear maps compute in its format; what they give, pooling and the embeddings have float32.
+
     Args:
         channels: c of the token features.
         dim: d of the embedding.
@@ -383,7 +387,7 @@ class GaussianHead(nn.Module):
         """
         mean = self.mean(tokens.mean, tokens.mask)
         if self.hidden is not None:
-            mean = mean + self.hidden(AveragePool()(tokens.mean, tokens.mask))
+            mean = mean + self.hidden(AveragePool()(tokens.mean, tokens.mask)).to(mean.dtype)
         if self.local is not None:
             mean = self.local_norm(mean.unsqueeze(1) + self.local(*_attended(tokens, tokens.mean, tokens.mask)))
         if self.normalize:

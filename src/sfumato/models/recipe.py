@@ -37,6 +37,7 @@ from sfumato.data.sources import DataConfig, get_source
 from sfumato.distances import get_distance
 from sfumato.encoders.encoder_protocol import ImageEncoderConfig, Side, TextEncoderConfig
 from sfumato.encoders.encoder_registry import ENCODERS, encoder_entry, encoder_section
+from sfumato.encoders.precision import Precision
 from sfumato.encoders.small import SmallImageConfig, SmallTextConfig
 from sfumato.errors import UserError
 from sfumato.files import write_atomically
@@ -272,8 +273,10 @@ class TrainConfig(_Section):
     evaluate_every: PositiveInt = Field(
         1, description="number of epochs between validations; the last epoch is always validated"
     )
-    precision: Literal["float32", "bfloat16"] = Field(
-        "float32", description="precision of the encoders below the heads; heads and distances have float32"
+    precision: Precision = Field(
+        "float32",
+        description="number format of encoders and heads while they train: float32, bfloat16, or auto: bfloat16 where"
+        " the processor is fast with it. Weights, embeddings, distances and every use of the model have float32",
     )
     ema_decay: float = Field(
         0.0, ge=0, lt=1, description="validate and keep an exponential moving average of the weights; 0 for none"

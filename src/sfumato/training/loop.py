@@ -22,6 +22,7 @@ from sfumato.data.pairs import PairData
 from sfumato.distances import Distance
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Store
+from sfumato.encoders.precision import number_format
 from sfumato.errors import UserError
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import write_atomically
@@ -302,7 +303,7 @@ def _train_step(training: _Training, batch: TrainBatch, epoch: int) -> dict[str,
         batch,
         training.process_group,
         epoch=epoch,
-        low_precision=recipe.train.precision == "bfloat16",
+        low_precision=number_format(recipe.train.precision, training.process_group.device) == torch.bfloat16,
         micro_batch=recipe.train.micro_batch,
     )
     norm = clip_gradients([p for group in optimiser.param_groups for p in group["params"]], recipe.optim.clip_norm)

@@ -61,7 +61,7 @@ def forward_backward(
         batch: this process's part.
         process_group: the processes of the run.
         epoch: 0-based.
-        low_precision: encode in bfloat16 below the heads.
+        low_precision: compute encoders and the linear maps of the heads in bfloat16.
         micro_batch: pairs encoded at a time; 0 for all. With fewer, each pair is encoded twice: once for all
             embeddings, and again with the same random numbers for the gradients. (Batch norms then see the
             micro-batches, each twice.)
