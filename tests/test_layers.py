@@ -150,8 +150,8 @@ FLOORS: dict[str, list[str]] = {
         "retrieval selective",
     ],
     "calibration": [
-        "platt query_scores",
-        "abstention",
+        "logistic query_scores",
+        "abstention conditional platt",
         "calibrator",
     ],
     "data": [

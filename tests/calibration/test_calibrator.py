@@ -11,6 +11,7 @@ import torch
 from scipy import stats
 
 from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.conditional import ConditionalLogits
 from sfumato.calibration.platt import fit_logits
 from sfumato.calibration.query_scores import N_STEPS, QueryScores, growth_by_halving
 from sfumato.errors import UserError
@@ -115,7 +116,7 @@ def test_growth_is_what_halves_show():
 
 def test_platt_is_fit_logits():
     calibration = Calibration.fit(DISTANCE, MATCH)
-    assert (calibration.logit_scale, calibration.logit_bias) == fit_logits(DISTANCE, MATCH)
+    assert (calibration.logit_scale, calibration.logit_bias) == pytest.approx(fit_logits(DISTANCE, MATCH), rel=1e-12)
     assert calibration.match_fraction == pytest.approx(4 / 12)
     expected = 1 / (1 + torch.exp(calibration.logit_scale * DISTANCE - calibration.logit_bias))
     torch.testing.assert_close(calibration.probability(DISTANCE), expected)
@@ -363,13 +364,14 @@ def test_there_and_back(tmp_path):
     match[:, 0] = 1
     every = QueryScores.fit(distance[:, :1], match[:, :1])
     assert every.closest_other[0] == math.inf
-    calibration = Calibration(
-        1.25, -0.5, 0.1, ((0.5, 1.0), (0.75, -1.0)), QueryScores.fit(distance, match), every, {"split": "val"}
-    )
+    scores = QueryScores.fit(distance, match)
+    hits = ConditionalLogits(1.5, 0.25, (0.5,) * 7, (-1.0,) * 7, (2.0,) * 7, "planted", 64, (11, 22))
+    knots, about = ((0.5, 1.0), (0.75, -1.0)), {"split": "val"}
+    calibration = Calibration(1.25, -0.5, 0.1, knots, scores, every, about, {"t2i": hits}, {"t2i": scores})
     calibration.save(tmp_path / "calibration.json")
     assert Calibration.load(tmp_path / "calibration.json") == calibration
     text = (tmp_path / "calibration.json").read_text()
-    assert "Infinity" not in text and "NaN" not in text and len(text.splitlines()) == 10
+    assert "Infinity" not in text and "NaN" not in text and len(text.splitlines()) == 12
     assert Calibration.from_json(json.loads(json.dumps(calibration.to_json()))) == calibration
     for alpha, direction in itertools.product((0.1, 0.37), ("i2t", "t2i")):
         radius = calibration.conformal_radius(alpha, direction=direction)

@@ -50,6 +50,69 @@ def test_it_is_the_fit_of_all_pairs(distance):
     assert got.metadata | {"split": "val", "distance": distance, "method": "platt", "pairs": 2100} == got.metadata
 
 
+def crowded(n=160, seed=0, d=8):
+    """Images in pairs that look alike, every other pair far from the rest; each has one text near it.
+
+    A text of a lonely pair has two candidates, one of the crowd has many: equal distances, different probabilities.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    mean = 0.6 * torch.randn(n, d, generator=generator)
+    mean[::2] += 6 * torch.nn.functional.normalize(torch.randn(n // 2, d, generator=generator), dim=1)
+    texts = mean + 0.5 * torch.randn(n, d, generator=generator)
+    log_var = torch.full((n, d), -4.0)
+    names = tuple(str(i) for i in range(n))
+    images = tuple(MemoryImage(name, b"") for name in names)
+    pairs = np.stack([np.arange(n)] * 2, axis=1)
+    data = PairData(names, images, names, names, ("caption",) * n, pairs)
+    return (GaussianEmbedding(mean, log_var), GaussianEmbedding(texts, log_var)), data
+
+
+@pytest.mark.parametrize("method", ["platt", "isotonic"])
+def test_first_hits_have_the_stated_probability_where_the_distance_alone_errs(method):
+    embedded, data = crowded()
+    fitted = calibrate_split(embedded, data, "csd", split="val", method=method)
+    assert set(fitted.conditional) == set(fitted.hits) == {"i2t", "t2i"}
+    (images, texts), n = crowded(n=1200, seed=1)[0], 1200
+    distance = get_distance("csd").for_direction("t2i").matrix(texts, images)
+    nearest, place = distance.topk(50, largest=False)
+    right = (place[:, 0] == torch.arange(n)).double()
+    given = fitted.hit_probability(nearest[:, :1], nearest, n_gallery=n)[:, 0]
+    alone = fitted.probability(nearest[:, 0], n_gallery=n)
+
+    def brier(p):
+        return float((p.double() - right).square().mean())
+
+    assert brier(given) < brier(alone) - 0.02
+    assert abs(float(given.double().mean() - right.mean())) < 0.1  # a gallery 7 times as large
+    # What is certified holds in a gallery of the size of the fit.
+    (images, texts) = crowded(n=160, seed=2)[0]
+    distance = get_distance("csd").for_direction("t2i").matrix(texts, images)
+    nearest, place = distance.topk(50, largest=False)
+    answered = ~fitted.abstains(nearest, 0.3, n_gallery=160)
+    wrong = place[answered, 0] != torch.arange(160)[answered]
+    assert answered.sum() > 50 and float(wrong.double().mean()) < 0.4
+
+
+def test_the_population_is_kept_and_independent_queries_match_less():
+    embedded, data = crowded()
+    both = {p: calibrate_split(embedded, data, "csd", split="val", population=p) for p in ("planted", "independent")}
+    assert all(c.metadata["queries"] == p and c.conditional["t2i"].population == p for p, c in both.items())
+    distance = get_distance("csd").for_direction("t2i").matrix(embedded[1], embedded[0])[:, :80]
+    nearest = distance.topk(50, largest=False).values
+    p = {name: float(c.hit_probability(nearest[:, :1], nearest, n_gallery=80).mean()) for name, c in both.items()}
+    assert p["independent"] < p["planted"]
+
+
+def test_few_queries_leave_the_probability_of_random_pairs():
+    embedded, data = scene()
+    fitted = calibrate_split(embedded, data, "csd", split="val")
+    assert not fitted.conditional and not fitted.hits
+    distance = torch.tensor([[0.5, 1.0]])
+    assert torch.equal(
+        fitted.hit_probability(distance, distance, n_gallery=9), fitted.probability(distance, n_gallery=9)
+    )
+
+
 def test_of_a_large_split_a_part_is_taken_with_the_whole_gallery():
     embedded, data = scene()
     got = calibrate_split(embedded, data, "csd", split="val", max_pairs=840, max_queries=25)

@@ -2,12 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from sfumato.calibration import Calibration, QueryScores
+from sfumato.calibration.conditional import ConditionalLogits
 from sfumato.distances import csd_matrix
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
@@ -81,6 +83,33 @@ def test_answers_as_the_index_does(tmp_path, distance):
         assert_same(made.search(queries.to(torch.float64), 400), index.search(queries, 400))
         assert made.search(queries[:0], 3) == []
         assert made.expected_matches(queries) == pytest.approx(index.expected_matches(queries), rel=1e-4)
+
+
+def conditional_of(calibration):
+    """The calibration with logits of hits that depend on every feature."""
+    weights = (0.3, -0.2, 0.4, -0.5, 0.05, 0.02, -0.1)
+    hits = ConditionalLogits(1.4, -0.3, weights, (-60.0,) * 7, (60.0,) * 7, "planted", 50, (10, 20))
+    return replace(calibration, conditional={"t2i": hits}, hits={"t2i": calibration.t2i})
+
+
+@pytest.mark.parametrize("wanted", [None, Filter({"colour": ("r", "b")})])
+def test_probabilities_given_the_nearest_items(tmp_path, wanted):
+    calibration = conditional_of(calibration_of(gaussians(157, 0)))
+    index, made = both(tmp_path, calibration=calibration)
+    queries = gaussians(7, 3)
+    accepted = [wanted is None or wanted.accepts(index.get([i]).payloads[0], 0.0) for i in index.ids]
+    distance = csd_matrix(queries, index.embeddings)[:, accepted].double()
+    nearest = distance.sort(1).values[:, :50]
+    n = distance.shape[1]
+    slow = calibration.hit_probability(distance, nearest, n_gallery=n)
+    assert not torch.allclose(slow, calibration.probability(distance, n_gallery=n), atol=0.01)
+    with made:
+        for gallery in (index, made):
+            found = gallery.search(queries, 9, filter=wanted)
+            for hits, p in zip(found, slow.sort(1, descending=True).values.tolist(), strict=True):
+                assert [h.match_probability for h in hits] == pytest.approx(p[:9], abs=1e-4)
+            assert gallery.expected_matches(queries, wanted) == pytest.approx(slow.sum(1).tolist(), rel=1e-3)
+            assert gallery.expected_matches(queries, Filter({"colour": ("mauve",)})) == [0.0] * 7
 
 
 def test_promises_are_the_same(tmp_path):

@@ -1,10 +1,11 @@
 r"""The calibration of a model on held-out pairs: match probabilities, thresholds, abstention and conformal sets.
 
-It has two parts. The probability of a match is a function of the distance (Platt or isotonic) and of how rare matches
-are, so it changes with the size of the gallery. The guarantees (a wanted precision, a risk among answered queries, a
-set that contains a match) use only the scores of single held-out queries (:class:`QueryScores`), and no fitted values.
-docs/concepts/calibration.md derives them and states for which queries they hold. The inputs are distances and labels of
-any source.
+It has three parts. The probability of a random pair is a function of the distance (Platt or isotonic) and of how rare
+matches are, so it changes with the size of the gallery. The probability of a hit also depends on the nearest items of
+its query (:class:`~sfumato.calibration.conditional.ConditionalLogits`); searches show it. The guarantees (a wanted
+precision, a risk among answered queries, a set that contains a match) use only the scores of single held-out queries
+(:class:`QueryScores`), and no fitted values. docs/concepts/calibration.md derives them and states for which queries
+they hold. The inputs are distances and labels of any source.
 """
 
 import json
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sfumato.calibration.abstention import answer_limit, answered_fraction, conformal_radius, precision_limit
+from sfumato.calibration.conditional import N_NEAREST, ConditionalLogits
 from sfumato.calibration.platt import Knots, fit_knots, fit_logits, knots_logit, log_odds
 from sfumato.calibration.query_scores import QueryScores
 from sfumato.direction import Direction
@@ -27,7 +29,7 @@ from sfumato.matching import match_logit
 METHODS = ("platt", "isotonic")
 """Ways to fit the probability."""
 
-_VERSION = 1
+_VERSION = 2
 _FIT_AGAIN = "; fit again on held-out pairs, a run's with: sfumato calibrate RUN"
 
 
@@ -41,6 +43,11 @@ class Calibration:
         knots: of an isotonic fit, (distance, logit) by ascending distance; the logit is linear between them, and falls
             with slope -logit_scale outside of them. None is Platt.
         i2t, t2i: scores of held-out queries in either direction; None if there were none.
+        conditional: by direction, the logits of hits given the nearest items of their query; without those of older
+            versions, and of directions with too few held-out queries.
+        hits: by direction, the scores of held-out queries by negated logits of hits in place of distances, for the
+            directions of `conditional`. Precision and risk are certified with them; sets use distances, because these
+            stay as they are when the gallery grows.
         metadata: JSON values that were given to the fit.
     """
 
@@ -51,6 +58,8 @@ class Calibration:
     i2t: QueryScores | None = None
     t2i: QueryScores | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    conditional: Mapping[Direction, ConditionalLogits] = field(default_factory=dict)
+    hits: Mapping[Direction, QueryScores] = field(default_factory=dict)
 
     @classmethod
     def fit(
@@ -61,6 +70,8 @@ class Calibration:
         method: str = "platt",
         i2t: QueryScores | None = None,
         t2i: QueryScores | None = None,
+        conditional: Mapping[Direction, ConditionalLogits] | None = None,
+        hits: Mapping[Direction, QueryScores] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> "Calibration":
         """Fit on held-out pairs, never on those of training.
@@ -72,6 +83,8 @@ class Calibration:
                 the extra `calibration`.
             i2t, t2i: scores of held-out queries; without them there are only the fitted probabilities, and no
                 guarantees.
+            conditional, hits: see :class:`Calibration`, for the same directions; without them the probability of a hit
+                is that of a random pair.
             metadata: JSON values to keep with it.
 
         Returns:
@@ -94,7 +107,7 @@ class Calibration:
         fraction = float(match.double().mean())
         knots = fit_knots(distance, match) if method == "isotonic" else None
         notes = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
-        return cls(scale, bias, fraction, knots, i2t, t2i, notes)
+        return cls(scale, bias, fraction, knots, i2t, t2i, notes, dict(conditional or {}), dict(hits or {}))
 
     def logit(
         self,
@@ -146,6 +159,44 @@ class Calibration:
         """
         logit = self.logit(distance, n_gallery=n_gallery, match_fraction=match_fraction, direction=direction)
         return torch.sigmoid(logit).to(distance.dtype)
+
+    def hit_probability(
+        self, distance: Tensor, nearest: Tensor, *, n_gallery: int, direction: Direction = "t2i"
+    ) -> Tensor:
+        """Probability that a hit of a search matches its query, given the nearest items of the query.
+
+        Args:
+            distance: (..., c) distances of c hits of each query.
+            nearest: (..., k) distances of its nearest items, ascending, infinite where there is none. Of the first
+                :data:`~sfumato.calibration.conditional.N_NEAREST` items all that there are.
+            n_gallery: number of items in the gallery.
+            direction: of the query.
+
+        Returns:
+            (..., c) probabilities of the dtype of distance, falling with the distance. Without logits given the nearest
+            items for this direction, those of :meth:`probability`.
+
+        Raises:
+            ValueError: see :meth:`prior_shift`.
+        """
+        logit = self.hit_logit(distance, nearest, n_gallery=n_gallery, direction=direction)
+        return torch.sigmoid(logit).to(distance.dtype)
+
+    def hit_logit(self, distance: Tensor, nearest: Tensor, *, n_gallery: int, direction: Direction = "t2i") -> Tensor:
+        """Logarithm of the odds of :meth:`hit_probability`.
+
+        Args:
+            distance, nearest, n_gallery, direction: see :meth:`hit_probability`.
+
+        Returns:
+            (..., c) logits in float64.
+
+        Raises:
+            ValueError: see :meth:`prior_shift`.
+        """
+        if (conditional := self.conditional.get(direction)) is None:
+            return self.logit(distance, n_gallery=n_gallery, direction=direction)
+        return conditional.logit(self.logit(distance), self.logit(nearest), n_gallery)
 
     def prior_shift(
         self, *, n_gallery: int | None = None, match_fraction: float | None = None, direction: Direction = "t2i"
@@ -212,13 +263,14 @@ class Calibration:
                 same kind.
 
         Returns:
-            A probability in (0, 1), in the scale of :meth:`probability` for the gallery of the fit; report items above
-            it.
+            A probability in (0, 1); report items above it. It is a :meth:`hit_probability` if the calibration has
+            logits given the nearest items, else a :meth:`probability` for the gallery of the fit.
 
         Raises:
             ValueError: no limit can be certified, or an argument is outside of (0, 1).
         """
-        return self._probability_at(precision_limit(self.scores(direction), precision, confidence=confidence))
+        limit = precision_limit(self._guaranteed(direction), precision, confidence=confidence)
+        return self._probability_at(limit, direction)
 
     def abstain_below(
         self,
@@ -241,17 +293,17 @@ class Calibration:
                 :func:`~sfumato.calibration.abstention.answer_limit`.
 
         Returns:
-            A probability in (0, 1), in the scale of :meth:`probability` for the gallery of the fit.
+            A probability in (0, 1), in the scale of :meth:`threshold`.
 
         Raises:
             ValueError: no limit can be certified, or an argument is out of range.
         """
-        scores = self.scores(direction)
-        return self._probability_at(answer_limit(scores, risk, confidence=confidence, absent=absent, seed=seed))
+        limit = answer_limit(self._guaranteed(direction), risk, confidence=confidence, absent=absent, seed=seed)
+        return self._probability_at(limit, direction)
 
     def abstains(
         self,
-        distance: Tensor,
+        nearest: Tensor,
         risk: float,
         *,
         n_gallery: int | None = None,
@@ -263,8 +315,9 @@ class Calibration:
         """Which queries should not be answered: closest item at or below the probability of :meth:`abstain_below`.
 
         Args:
-            distance: (n,) of each query to its closest item.
-            n_gallery: see :meth:`probability`. In a larger gallery than that of the fit, the same distance has a lower
+            nearest: (n, k) distances of the nearest items of each query, see :meth:`hit_probability`; (n,) those of the
+                closest item are enough without logits given the nearest items.
+            n_gallery: size of the gallery; that of the fit if None. In a larger gallery the same distance has a lower
                 probability.
             risk, direction, confidence, absent, seed: see :meth:`abstain_below`.
 
@@ -274,9 +327,19 @@ class Calibration:
         Raises:
             ValueError: see :meth:`abstain_below`.
         """
-        limit = answer_limit(self.scores(direction), risk, confidence=confidence, absent=absent, seed=seed)
+        scores = self._guaranteed(direction)
+        limit = answer_limit(scores, risk, confidence=confidence, absent=absent, seed=seed)
+        if direction in self.hits:
+            if nearest.ndim != 2:
+                raise ValueError(
+                    f"Calibration: this calibration needs (n, k) distances of the {N_NEAREST} nearest items of each"
+                    f" query, got {tuple(nearest.shape)}"
+                )
+            n = scores.n_gallery if n_gallery is None else n_gallery
+            return -self.hit_logit(nearest[:, :1], nearest, n_gallery=n, direction=direction)[:, 0] >= limit
+        closest = nearest if nearest.ndim == 1 else nearest[:, 0]
         worst = self.logit(torch.tensor(limit, dtype=torch.float64))
-        return self.logit(distance, n_gallery=n_gallery, direction=direction) <= worst.to(distance.device)
+        return self.logit(closest, n_gallery=n_gallery, direction=direction) <= worst.to(closest.device)
 
     def answered_fraction(
         self,
@@ -298,7 +361,7 @@ class Calibration:
         Raises:
             ValueError: see :meth:`abstain_below`.
         """
-        scores = self.scores(direction)
+        scores = self._guaranteed(direction)
         limit = answer_limit(scores, risk, confidence=confidence, absent=absent, seed=seed)
         return answered_fraction(scores, limit, absent=absent, seed=seed)
 
@@ -334,6 +397,8 @@ class Calibration:
             "share_of_matches": self.match_fraction,
             "knots": None if self.knots is None else [list(knot) for knot in self.knots],
             "about": self.metadata,
+            "conditional": {key: value.to_json() for key, value in self.conditional.items()},
+            "hits": {key: value.to_json() for key, value in self.hits.items()},
             "i2t": None if self.i2t is None else self.i2t.to_json(),
             "t2i": None if self.t2i is None else self.t2i.to_json(),
         }
@@ -353,6 +418,7 @@ class Calibration:
         """
         try:
             version, knots = values.get("version", 0), values.get("knots")
+            found, hits = values.get("conditional", {}), values.get("hits", {})
             if version > _VERSION:
                 raise ValueError(
                     f"version {version} was written by a newer sfumato; upgrade sfumato: this one reads"
@@ -372,6 +438,8 @@ class Calibration:
                 i2t,
                 t2i,
                 dict(values.get("about", {})),
+                {d: ConditionalLogits.from_json(found[d]) for d in get_args(Direction) if d in found},
+                {d: QueryScores.from_json(hits[d]) for d in get_args(Direction) if d in hits},
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a calibration, or a damaged one ({error!r}); calibrate again") from error
@@ -411,5 +479,10 @@ class Calibration:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
-    def _probability_at(self, limit: float) -> float:
-        return float(self.probability(torch.tensor(limit, dtype=torch.float64)))
+    def _guaranteed(self, direction: Direction) -> QueryScores:
+        """The scores that precision and risk are certified with."""
+        return self.hits[direction] if direction in self.hits else self.scores(direction)
+
+    def _probability_at(self, limit: float, direction: Direction) -> float:
+        value = torch.tensor(limit, dtype=torch.float64)
+        return float(torch.sigmoid(-value) if direction in self.hits else self.probability(value))

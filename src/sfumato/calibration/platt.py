@@ -5,16 +5,15 @@ import math
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from sfumato.calibration.logistic import fit_logistic
 from sfumato.errors import UserError
-from sfumato.matching import match_logit
 
 
 def fit_logits(distance: Tensor, match: Tensor, *, weight: Tensor | None = None) -> tuple[float, float]:
     """The (logit_scale, logit_bias) that maximise the likelihood of known matches (Platt scaling).
 
-    A convex problem in two numbers, solved by L-BFGS in float64. Fit on held-out pairs, never on the training pairs.
+    A convex problem in two numbers, solved in float64. Fit on held-out pairs, never on the training pairs.
     The probabilities are valid for pairs from the same distribution; with another fraction of matches they need a
     shift.
 
@@ -52,27 +51,10 @@ def fit_logits(distance: Tensor, match: Tensor, *, weight: Tensor | None = None)
         )
     # Standardised distances make the problem well scaled; a weak prior keeps separable data finite.
     centre, deviation = distance.mean(), distance.std(correction=0).clamp_min(1e-12)
-    z, total = (distance - centre) / deviation, weight.sum()
-    prior = (positive.sum() / negative.sum()).log()
-    parameters = torch.stack([torch.ones_like(prior), prior]).requires_grad_()
-    optimiser = torch.optim.LBFGS(
-        [parameters], max_iter=200, tolerance_grad=1e-10, tolerance_change=1e-14, line_search_fn="strong_wolfe"
-    )
-
-    def closure() -> Tensor:
-        optimiser.zero_grad()
-        logit = match_logit(z, parameters[0], parameters[1])
-        losses = functional.binary_cross_entropy_with_logits(logit, match, reduction="none")
-        objective = (weight * losses).sum() / total + 1e-9 * parameters[0].square()
-        objective.backward()
-        return objective
-
-    with torch.enable_grad():
-        optimiser.step(closure)
-    scale, bias = (
-        (parameters.detach()[0] / deviation).item(),
-        (parameters[1] + parameters[0] * centre / deviation).item(),
-    )
+    z = (distance - centre) / deviation
+    slope, intercept = fit_logistic(-z.unsqueeze(1), match, weight=weight, penalty=2e-9)
+    scale = float(slope / deviation)
+    bias = intercept + scale * float(centre)
     if not scale > 0:
         raise ValueError(
             "fit_logits: the best scale is not positive; the distances do not separate matches from non-matches"

@@ -1,7 +1,9 @@
 """Calibrating a model on a split that it was not trained on, and describing the result."""
 
+import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.conditional import N_NEAREST, ConditionalLogits, NearestItems, Population
 from sfumato.calibration.query_scores import QueryScores
 from sfumato.data.pairs import PairData
 from sfumato.direction import Direction
@@ -23,6 +26,80 @@ from sfumato.models.run import CALIBRATION, load_run
 from sfumato.search.exact import distance_blocks
 
 
+@dataclass(frozen=True)
+class _HeldOut:
+    """q held-out queries of one direction.
+
+    Attributes:
+        blocks: gives (distance, match) of a few queries at a time to all m items.
+        half: (q,) bool, the half that each query belongs to; queries of one image are in one half.
+        galleries: (m,) which items are in a gallery, and (q,) which queries it is asked.
+    """
+
+    blocks: Callable[[], Iterator[tuple[Tensor, Tensor]]]
+    half: np.ndarray
+    galleries: Sequence[tuple[np.ndarray, np.ndarray]]
+
+    def with_half(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(half, distance, match) of a few queries at a time."""
+        start = 0
+        for distance, match in self.blocks():
+            yield torch.from_numpy(self.half[start : start + len(distance)]), distance, match
+            start += len(distance)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """An embedded split, its pairs and its distance."""
+
+    images: GaussianEmbedding
+    texts: GaussianEmbedding
+    data: PairData
+    distance: str
+
+    def of_images(self, chosen: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
+        """(distance, match) of a few of the chosen images at a time to all texts."""
+        every_text = np.arange(self.texts.n)
+        for start, block in distance_blocks(self.images[torch.from_numpy(chosen)], self.texts, self.distance):
+            rows = chosen[start : start + len(block)]
+            yield block, torch.from_numpy(self.data.match(rows, every_text))
+
+    def of_texts(self, chosen: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
+        """(distance, match) of a few of the chosen texts at a time to all images."""
+        every_image, distance = np.arange(self.images.n), get_distance(self.distance).for_direction("t2i")
+        for start, block in distance_blocks(self.texts[torch.from_numpy(chosen)], self.images, distance):
+            rows = chosen[start : start + len(block)]
+            yield block, torch.from_numpy(self.data.match(every_image, rows)).T
+
+    def queries(
+        self, images: np.ndarray, texts: np.ndarray, population: Population, seed: int
+    ) -> dict[Direction, _HeldOut]:
+        """The chosen images and texts as held-out queries, with galleries of several sizes.
+
+        Galleries are all images, and the images dealt at random into 2, 4 and 8 parts, each with its texts. Independent
+        queries need galleries without the images of some queries, so never all.
+        """
+        rng, every_image, every_text = np.random.default_rng(seed), np.arange(self.images.n), np.arange(self.texts.n)
+        deals = [
+            part
+            for n_parts in ((1, 2, 4, 8) if population == "planted" else (2, 4, 8))
+            for part in np.array_split(rng.permutation(every_image), n_parts)
+            if len(part) > 1
+        ]
+        half = rng.permutation(self.images.n) % 2 == 0
+        own_image = np.argmax(self.data.match(every_image, texts), axis=0)
+        beside = [np.any(self.data.match(part, every_text), axis=0) for part in deals]
+        asked = [np.isin(images, part) for part in deals]
+        return {
+            "i2t": _HeldOut(lambda: self.of_images(images), half[images], list(zip(beside, asked, strict=True))),
+            "t2i": _HeldOut(
+                lambda: self.of_texts(texts),
+                half[own_image],
+                [(np.isin(every_image, part), np.ones(len(texts), bool)) for part in deals],
+            ),
+        }
+
+
 def calibrate_split(
     embedded: tuple[GaussianEmbedding, GaussianEmbedding],
     data: PairData,
@@ -33,12 +110,15 @@ def calibrate_split(
     learnt: tuple[float, float] | None = None,
     max_pairs: int = 4_000_000,
     max_queries: int = 5_000,
+    population: Population = "planted",
     seed: int = 0,
 ) -> Calibration:
     """Fit match probabilities on the pairs of a split, and store the scores of its queries in both directions.
 
     A large split is sampled. The fit uses the pairs of random images with all texts. The scores use random queries of
-    both sides, each with the whole other side as gallery.
+    both sides, each with the whole other side as gallery. The logits of hits use the same queries with galleries of
+    all images, a half, a quarter and an eighth of them, and the texts of these. The queries are halved by image, and
+    the scores of each half are those of logits that were fitted on the other.
 
     Args:
         embedded: (images, texts) of the split.
@@ -49,7 +129,9 @@ def calibrate_split(
         learnt: (logit_scale, logit_bias) of the loss, for comparison; None if it learns none.
         max_pairs: largest number of pairs in the fit.
         max_queries: largest number of queries of either side whose scores are kept.
-        seed: seed of the random choice of images and queries.
+        population: the queries that probabilities of hits are for. "planted": those with a match in their gallery.
+            "independent": all queries, also those whose matches are not in the gallery.
+        seed: seed of the random choice of images, queries and galleries.
 
     Returns:
         The calibration. In its `metadata`, "expected_calibration_error" is measured on the pairs of the fit, and
@@ -59,32 +141,22 @@ def calibrate_split(
     Raises:
         ValueError: nothing can be fitted; see :func:`~sfumato.calibration.platt.fit_logits`.
     """
-    images, texts = (side.to("cpu") for side in embedded)
-    every_image, every_text = np.arange(images.n), np.arange(texts.n)
-
-    def of_images(chosen: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
-        for start, block in distance_blocks(images[torch.from_numpy(chosen)], texts, distance):
-            rows = chosen[start : start + len(block)]
-            yield block, torch.from_numpy(data.match(rows, every_text))
-
-    def of_texts(chosen: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
-        for start, block in distance_blocks(
-            texts[torch.from_numpy(chosen)], images, get_distance(distance).for_direction("t2i")
-        ):
-            rows = chosen[start : start + len(block)]
-            yield block, torch.from_numpy(data.match(every_image, rows)).T
-
-    blocks = list(of_images(_some(images.n, max(1, max_pairs // texts.n), seed)))
-    d, match = (torch.cat(parts) for parts in zip(*blocks, strict=True))
-    some_images, some_texts = _some(images.n, max_queries, seed), _some(texts.n, max_queries, seed)
-    calibration = Calibration.fit(
-        d,
-        match,
-        method=method,
-        i2t=QueryScores.from_blocks(lambda: of_images(some_images), growth=0.0),
-        t2i=QueryScores.from_blocks(lambda: of_texts(some_texts)),
-    )
-    about = {"split": split, "method": method, "distance": distance, "pairs": match.numel()}
+    whole = _Split(embedded[0].to("cpu"), embedded[1].to("cpu"), data, distance)
+    n, m = whole.images.n, whole.texts.n
+    pairs = whole.of_images(_some(n, max(1, max_pairs // m), seed))
+    d, match = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    base = Calibration.fit(d, match, method=method)
+    queries = whole.queries(_some(n, max_queries, seed), _some(m, max_queries, seed), population, seed)
+    scores = {
+        direction: QueryScores.from_blocks(held_out.blocks, growth=0.0 if direction == "i2t" else None)
+        for direction, held_out in queries.items()
+    }
+    of_hits, conditional = dict[Direction, QueryScores](), dict[Direction, ConditionalLogits]()
+    for direction, held_out in queries.items():
+        with contextlib.suppress(ValueError):  # Too few queries: hits keep the probability of random pairs.
+            of_hits[direction], conditional[direction] = _hits(held_out, base.logit, population, scores[direction])
+    calibration = replace(base, i2t=scores["i2t"], t2i=scores["t2i"], conditional=conditional, hits=of_hits)
+    about = {"split": split, "method": method, "distance": distance, "pairs": match.numel(), "queries": population}
     errors = {"expected_calibration_error": calibration.probability(d)}
     if learnt is not None:
         errors["expected_calibration_error_before"] = match_probability(d, *learnt)
@@ -93,13 +165,62 @@ def calibrate_split(
     return calibration
 
 
+def _hits(
+    queries: _HeldOut, logit: Callable[[Tensor], Tensor], population: Population, of_distances: QueryScores
+) -> tuple[QueryScores, ConditionalLogits]:
+    """The logits of hits given the nearest items, and the scores by them of each half by the fit on the other."""
+    halves = [_nearest_items(queries, half, logit, population) for half in (False, True)]
+    sizes = [int((queries.half == half).sum()) for half in (False, True)]
+    of_false, of_true = (
+        ConditionalLogits.fit(items, n_queries=n, population=population) for items, n in zip(halves, sizes, strict=True)
+    )
+    fitted = ConditionalLogits.fit([*halves[0], *halves[1]], n_queries=sum(sizes), population=population)
+
+    def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+        for half, distance, match in queries.with_half():
+            z = logit(distance)
+            nearest = z.topk(min(N_NEAREST, z.shape[1]), dim=1).values
+            by_false, by_true = (fit.logit(z, nearest, z.shape[1]) for fit in (of_false, of_true))
+            yield -torch.where(half.unsqueeze(1), by_false, by_true).float(), match
+
+    return QueryScores.from_blocks(blocks, growth=of_distances.growth), fitted
+
+
+def _nearest_items(
+    queries: _HeldOut, half: bool, logit: Callable[[Tensor], Tensor], population: Population
+) -> list[NearestItems]:
+    """The nearest items of the queries of one half in each of their galleries."""
+    found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in queries.galleries]
+    start = 0
+    for of_half, distance, match in queries.with_half():
+        z, ours = logit(distance), (of_half == half).numpy()
+        for parts, (items, asked) in zip(found, queries.galleries, strict=True):
+            rows, columns = torch.from_numpy(asked[start : start + len(z)] & ours), torch.from_numpy(items)
+            own, true = z[rows][:, columns], match[rows][:, columns]
+            if population == "planted":
+                has = true.bool().any(1)
+                own, true = own[has], true[has]
+            nearest, place = own.topk(min(N_NEAREST, own.shape[1]), dim=1)
+            parts.append((nearest, true.gather(1, place)))
+        start += len(z)
+    return [
+        NearestItems(torch.cat([z for z, _ in parts]), torch.cat([y for _, y in parts]), int(items.sum()))
+        for parts, (items, _) in zip(found, queries.galleries, strict=True)
+    ]
+
+
 def _some(n: int, most: int, seed: int) -> np.ndarray:
     """A sorted random sample of n positions, of at most the given size."""
     return np.sort(np.random.default_rng(seed).permutation(n)[:most])
 
 
 def calibrate_run(
-    folder: str | Path, split: str = "val", *, method: str = "platt", device: torch.device | str = "cpu"
+    folder: str | Path,
+    split: str = "val",
+    *,
+    method: str = "platt",
+    population: Population = "planted",
+    device: torch.device | str = "cpu",
 ) -> Calibration:
     """Calibrate a run on a split of its data that it was not trained on, and write calibration.json into its folder.
 
@@ -107,6 +228,7 @@ def calibrate_run(
         folder: folder of the run.
         split: name of the split.
         method: see :meth:`Calibration.fit`.
+        population: see :func:`calibrate_split`.
         device: device that embeds.
 
     Returns:
@@ -124,7 +246,13 @@ def calibrate_run(
     prepared = load_split(run.model, run.recipe.data, split)
     embedded = embed_split(run.model, prepared)
     calibration = calibrate_split(
-        embedded, prepared.data, run.distance, split=split, method=method, learnt=run.loss.match_logits()
+        embedded,
+        prepared.data,
+        run.distance,
+        split=split,
+        method=method,
+        learnt=run.loss.match_logits(),
+        population=population,
     )
     calibration.save(run.folder / CALIBRATION)
     return calibration

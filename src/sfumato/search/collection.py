@@ -361,32 +361,43 @@ class GaussianCollection(Gallery):
         return found
 
     @torch.no_grad()
-    def match_estimates(self, queries: GaussianEmbedding) -> list[MatchEstimate]:
+    def match_estimates(self, queries: GaussianEmbedding, filter: Filter | None = None) -> list[MatchEstimate]:
         """See :meth:`Gallery.match_estimates`, with n_exact and n_sample of this collection.
 
         The sample takes a scan of the store at the first call, and again when a hundredth of the items has changed.
 
         Args:
             queries: (n, d) embeddings.
+            filter: which items count; all if None.
 
         Returns:
             n estimates.
         """
-        queries, n = self.checked(queries), self.size
+        queries, size = self.checked(queries), self.size
+        n = size if filter is None else self.count(filter)
         if n == 0:
             return [MatchEstimate.exact(0.0)] * queries.n
-        taken = self._sampler.sample(self.n_sample, size=n, changed=self._changed)
-        sample = taken.records
+        taken = self._sampler.sample(self.n_sample, size=size, changed=self._changed)
+        sample, scorer = taken.records, self.scorer
+        if filter is not None:
+            told = enumerate(zip(sample.payloads, sample.uncertainty.tolist(), strict=True))
+            sample = sample.take([i for i, (payload, variance) in told if filter.accepts(payload, variance)])
         rest = self._distances(queries, sample, products=True)
-        probability = self.scorer.match_probability(rest, n)
         if len(sample) >= n and taken.changed == self._changed:
+            probability = scorer.match_probability(rest, n, scorer.nearest(rest))
             return [MatchEstimate.exact(total) for total in probability.sum(1).tolist()]
         position, outside = {i: j for j, i in enumerate(sample.ids)}, torch.ones_like(rest, dtype=torch.bool)
-        head = torch.zeros(queries.n, self.n_exact)
-        for i, near in enumerate(self._candidates(queries, self.n_exact, None)):
-            outside[i, [position[key] for key in near.ids if key in position]] = False
-            head[i, : len(near.ids)] = self.scorer.match_probability(near.distance, n)
+        head, probability = torch.zeros(queries.n, self.n_exact), torch.zeros_like(rest)
+        for i, found in enumerate(self._candidates(queries, self.n_exact, filter)):
+            near = scorer.nearest(found.distance)
+            outside[i, [position[key] for key in found.ids if key in position]] = False
+            head[i, : len(found.ids)] = scorer.match_probability(found.distance, n, near)
+            probability[i] = scorer.match_probability(rest[i], n, near)
         return MatchEstimate.of(head, probability, outside, n)
+
+    def count(self, filter: Filter) -> int:
+        """See :meth:`Gallery.count`."""
+        return self.store.count(filter)
 
     def get(self, ids: Sequence[str]) -> GalleryRecords:
         """See :meth:`Gallery.get`."""

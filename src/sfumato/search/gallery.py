@@ -14,8 +14,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.conditional import N_NEAREST
 from sfumato.direction import Direction
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.matching import match_probability
@@ -212,16 +214,40 @@ class Scorer:
             return 0.0
         return calibration.prior_shift(n_gallery=max(1, n_gallery), direction=self.direction)
 
-    def match_probability(self, distance: Tensor, n_gallery: int) -> Tensor:
-        """Probability that an item at this distance from a query matches it.
+    @property
+    def n_nearest(self) -> int:
+        """Number of nearest items of a query that its probabilities depend on; 1 if they depend on distances alone."""
+        conditional = {} if self.calibration is None else self.calibration.conditional
+        return N_NEAREST if self.direction in conditional else 1
+
+    def nearest(self, distance: Tensor) -> Tensor:
+        """The nearest items, as the other methods take them.
 
         Args:
-            distance: any shape.
-            n_gallery: number of items in the gallery.
+            distance: (..., c) distances of a query's closest items, or of the whole gallery, in any order.
 
         Returns:
-            Probabilities in [0, 1] of the same shape.
+            (..., n_nearest) the smallest of them, ascending, infinite where there are fewer.
         """
+        found = distance.topk(min(self.n_nearest, distance.shape[-1]), largest=False).values
+        return functional.pad(found, (0, self.n_nearest - found.shape[-1]), value=torch.inf)
+
+    def match_probability(self, distance: Tensor, n_gallery: int, nearest: Tensor | None = None) -> Tensor:
+        """Probability that items at these distances from a query match it.
+
+        Args:
+            distance: (..., c) distances of c items from each query.
+            n_gallery: number of items in the gallery.
+            nearest: (..., k) distances of the nearest items of each query, of :meth:`nearest`. None gives the
+                probability of random pairs at these distances.
+
+        Returns:
+            (..., c) probabilities in [0, 1].
+        """
+        if nearest is not None and self.n_nearest > 1 and self.calibration is not None:
+            return self.calibration.hit_probability(
+                distance, nearest, n_gallery=max(1, n_gallery), direction=self.direction
+            )
         shift = self.prior_shift(n_gallery)
         if self.calibration is None or self.calibration.knots is None:
             return match_probability(distance, self.logit_scale, self.logit_bias + shift)
@@ -247,7 +273,8 @@ class Scorer:
         """The queries that should not be answered at a given risk.
 
         Args:
-            nearest: (n,) distance of each query to its closest item; infinite if there is none.
+            nearest: (n, k) distances of the nearest items of each query, of :meth:`nearest`; infinite where there is
+                none.
             max_risk: largest fraction of wrong answers among the answered queries, in (0, 1).
             n_gallery: number of items in the gallery.
 
@@ -259,10 +286,10 @@ class Scorer:
         """
         calibration = self._calibration_for("abstention (max_risk)")
         n = max(1, n_gallery) if calibration.match_fraction is not None else None
-        unanswered = calibration.abstains(
-            nearest.nan_to_num(posinf=torch.finfo(nearest.dtype).max), max_risk, n_gallery=n, direction=self.direction
-        )
-        return (unanswered | nearest.isinf()).tolist()
+        found = nearest[:, 0].isfinite()
+        answered = torch.zeros_like(found)
+        answered[found] = ~calibration.abstains(nearest[found], max_risk, n_gallery=n, direction=self.direction)
+        return (~answered).tolist()
 
     def _calibration_for(self, wanted: str) -> Calibration:
         if self.calibration is None:
@@ -334,19 +361,31 @@ class Gallery(ABC):
             n lists of candidates.
         """
 
-    def expected_matches(self, queries: GaussianEmbedding) -> list[float]:
+    @abstractmethod
+    def count(self, filter: Filter) -> int:
+        """Number of items that a search with a filter may find.
+
+        Args:
+            filter: the filter.
+
+        Returns:
+            The number.
+        """
+
+    def expected_matches(self, queries: GaussianEmbedding, filter: Filter | None = None) -> list[float]:
         """The expected number of matches of each query: the sum of the match probabilities over the gallery.
 
         Args:
             queries: (n, d) embeddings.
+            filter: which items count; all if None.
 
         Returns:
             n sums, exact up to N_WHOLE items and estimated beyond, see :meth:`match_estimates`.
         """
-        return [estimate.expected for estimate in self.match_estimates(queries)]
+        return [estimate.expected for estimate in self.match_estimates(queries, filter)]
 
     @abstractmethod
-    def match_estimates(self, queries: GaussianEmbedding) -> list[MatchEstimate]:
+    def match_estimates(self, queries: GaussianEmbedding, filter: Filter | None = None) -> list[MatchEstimate]:
         """The expected number of matches of each query with its interval.
 
         Up to N_WHOLE items the sum is exact. In a larger gallery the closest items that the engine finds are added up,
@@ -355,6 +394,7 @@ class Gallery(ABC):
 
         Args:
             queries: (n, d) embeddings.
+            filter: which items count; all if None.
 
         Returns:
             n estimates.
@@ -422,7 +462,7 @@ class Gallery(ABC):
             max_risk: also report for each query whether to abstain, so that at most this fraction of the answers is
                 wrong, see :meth:`Calibration.abstain_below`. Records and set are returned in either case.
             max_set: largest number of items in the set; the result says whether it was cut.
-            filter: items that may be found. The probabilities are still computed for the whole gallery.
+            filter: items that may be found. The probabilities are those in a gallery of these items alone.
 
         Returns:
             n results in the order of the queries.
@@ -438,39 +478,40 @@ class Gallery(ABC):
             )
         if min_probability is not None and not 0 <= min_probability <= 1:
             raise ValueError(f"search: min_probability must be between 0 and 1, got {min_probability}")
-        radius = None if coverage is None else self.scorer.radius(coverage)
-        queries = self.checked(queries, k)
-        n = self.size
-        found = self.closest(queries, k, filter)
+        queries, scorer = self.checked(queries, k), self.scorer
+        radius = None if coverage is None else scorer.radius(coverage)
+        n = self.size if filter is None else self.count(filter)
+        found = self.closest(queries, max(k, scorer.n_nearest), filter)
+        near = torch.stack([scorer.nearest(each.distance) for each in found]) if found else torch.empty(0, 1)
         abstained: list[bool] | list[None] = [None] * queries.n
         if max_risk is not None:
-            nearest = torch.tensor([float(f.distance[0]) if f.ids else torch.inf for f in found])
-            abstained = self.scorer.abstains(nearest, max_risk, n)
+            abstained = scorer.abstains(near, max_risk, n)
         limit = None if max_set is None else max_set + 1
         sets = [None] * queries.n if radius is None else self.within(queries, radius, most=limit)
         results = []
         for i, total_variance in enumerate(queries.total_variance.tolist()):
-            records = self._records(found[i], n)
+            records = self._records(found[i].first(k), n, near[i])
             best = records[0].match_probability if records else 0.0
             if min_probability is not None:
                 records = tuple(record for record in records if record.match_probability >= min_probability)
             inside, cut = sets[i], False
             if inside is not None and max_set is not None:
                 cut, inside = len(inside.ids) > max_set, inside.first(max_set)
-            whole = None if inside is None else self._records(inside, n)
+            whole = None if inside is None else self._records(inside, n, near[i])
             results.append(SearchResult(total_variance, records, best, abstained[i], whole, cut))
         return results
 
-    def match_probability(self, distance: Tensor) -> Tensor:
-        """Probability that an item of this gallery at this distance from a query matches it.
+    def match_probability(self, distance: Tensor, nearest: Tensor | None = None) -> Tensor:
+        """Probability that items of this gallery at these distances from a query match it.
 
         Args:
-            distance: any shape, in the distance of the gallery.
+            distance: (..., c) distances of c items from each query, in the distance of the gallery.
+            nearest: (..., k) distances of the nearest items of each query, see :meth:`Scorer.match_probability`.
 
         Returns:
-            Probabilities of the same shape, from the calibration at the size of this gallery, or from the logits.
+            (..., c) probabilities, from the calibration at the size of this gallery, or from the logits.
         """
-        return self.scorer.match_probability(distance, self.size)
+        return self.scorer.match_probability(distance, self.size, nearest)
 
     def checked(self, queries: GaussianEmbedding, k: int = 1) -> GaussianEmbedding:
         """Check queries, and convert them to float32 on the CPU.
@@ -494,8 +535,8 @@ class Gallery(ABC):
         check_finite(queries, "search")
         return queries.detach().to("cpu").to(torch.float32)
 
-    def _records(self, found: Candidates, n_gallery: int) -> tuple[SearchRecord, ...]:
-        probability = self.scorer.match_probability(found.distance, n_gallery)
+    def _records(self, found: Candidates, n_gallery: int, nearest: Tensor) -> tuple[SearchRecord, ...]:
+        probability = self.scorer.match_probability(found.distance, n_gallery, nearest)
         columns = (column.tolist() for column in (found.distance, probability, found.uncertainty))
         return tuple(
             SearchRecord(i, rank, d, p, u, dict(payload))

@@ -169,16 +169,23 @@ class GaussianIndex(Gallery):
         if filter is None:
             distance, position = self._nearest(queries, k)
         else:
-            fitting = self._fitting(filter)
-            if not len(fitting):
-                return [self._found(torch.empty(0), fitting)] * queries.n
-            if self._lifts:
-                distance, position = self._screen.among(fitting).closest(queries, k)
-            else:
-                _, place = top_k(queries, self.embeddings[fitting], with_margin(k), self.oriented_distance)
-                distance, position = (found[:, :k] for found in self._anew(queries, fitting[place]))
-            distance = distance.float()
+            distance, position = self._closest_of(queries, k, self._fitting(filter))
         return [self._found(d, p) for d, p in zip(distance, position, strict=True)]
+
+    def _closest_of(self, queries: GaussianEmbedding, k: int, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """The k closest of the items at some positions: ((n, k) float32 distances, (n, k) positions)."""
+        if not len(chosen):
+            return torch.empty(queries.n, 0), chosen.expand(queries.n, 0)
+        if self._lifts:
+            distance, position = self._screen.among(chosen).closest(queries, k)
+        else:
+            _, place = top_k(queries, self.embeddings[chosen], with_margin(k), self.oriented_distance)
+            distance, position = (found[:, :k] for found in self._anew(queries, chosen[place]))
+        return distance.float(), position
+
+    def count(self, filter: Filter) -> int:
+        """See :meth:`Gallery.count`."""
+        return len(self._fitting(filter))
 
     def within(self, queries: GaussianEmbedding, radius: float, *, most: int | None = None) -> list[Candidates]:
         """See :meth:`Gallery.within`; by a scan, so it is exact for every engine."""
@@ -196,22 +203,31 @@ class GaussianIndex(Gallery):
         return found
 
     @torch.no_grad()
-    def match_estimates(self, queries: GaussianEmbedding) -> list[MatchEstimate]:
-        """See :meth:`Gallery.match_estimates`; the sample is drawn once, with seed 0."""
-        queries, found = self.checked(queries), list[MatchEstimate]()
-        sample, part = self._sample
+    def match_estimates(self, queries: GaussianEmbedding, filter: Filter | None = None) -> list[MatchEstimate]:
+        """See :meth:`Gallery.match_estimates`; the sample of the whole gallery is drawn once, with seed 0."""
+        queries, found, fitting = self.checked(queries), list[MatchEstimate](), None
+        if filter is None:
+            n, (sample, part) = len(self), self._sample
+        else:
+            fitting = self._fitting(filter)
+            n, (sample, part) = len(fitting), self._sampled(fitting)
+        if n == 0:
+            return [MatchEstimate.exact(0.0)] * queries.n
         for start, block in self._blocks(queries, part):
-            probability = self.match_probability(block)
-            if len(sample) == len(self):
+            if len(sample) == n:
+                probability = self.scorer.match_probability(block, n, self.scorer.nearest(block))
                 found += [MatchEstimate.exact(total) for total in probability.sum(1).tolist()]
                 continue
-            distance, position = self._head(queries[start : start + len(block)], _HEAD)
-            head = self.match_probability(distance).masked_fill(position < 0, 0)
+            some = queries[start : start + len(block)]
+            distance, position = self._head(some) if fitting is None else self._closest_of(some, _HEAD, fitting)
+            near = self.scorer.nearest(distance)
+            probability = self.scorer.match_probability(block, n, near)
+            head = self.scorer.match_probability(distance, n, near).masked_fill(position < 0, 0)
             place = torch.searchsorted(sample, position.contiguous()).clamp_max(len(sample) - 1)
             query, nearest = (sample[place] == position).nonzero(as_tuple=True)
             outside = torch.ones_like(probability, dtype=torch.bool)
             outside[query, place[query, nearest]] = False
-            found += MatchEstimate.of(head, probability, outside, len(self))
+            found += MatchEstimate.of(head, probability, outside, n)
         return found
 
     def get(self, ids: Sequence[str]) -> GalleryRecords:
@@ -250,11 +266,11 @@ class GaussianIndex(Gallery):
             return ordered_candidates(queries, self.embeddings, self.oriented_distance, candidates)
         return closest_candidates(queries, self.embeddings, candidates, self.oriented_distance)
 
-    def _head(self, queries: GaussianEmbedding, c: int) -> tuple[Tensor, Tensor]:
+    def _head(self, queries: GaussianEmbedding) -> tuple[Tensor, Tensor]:
         """About the c closest items by the engine, with its own distances: ((n, c) distances, (n, c) positions)."""
         if self.store is None:
-            return self._nearest(queries, c)
-        squared, found = self.store.search(lift_queries(queries, self.distance, centre=self.centre), c)
+            return self._nearest(queries, _HEAD)
+        squared, found = self.store.search(lift_queries(queries, self.distance, centre=self.centre), _HEAD)
         distance = squared.clamp_min(0) + query_constant(queries, self.distance).unsqueeze(1)
         return distance.masked_fill(found < 0, torch.inf), found
 
@@ -397,10 +413,15 @@ class GaussianIndex(Gallery):
 
     @cached_property
     def _sample(self) -> tuple[Tensor, LiftedGallery | GaussianEmbedding]:
-        """Ascending positions of all items or of a sample, and these prepared for distances by products."""
-        chosen = torch.arange(len(self))
-        if len(self) > N_WHOLE:
-            chosen = torch.randperm(len(self), generator=torch.Generator().manual_seed(0))[:_SAMPLE].sort().values
+        """:meth:`_sampled` of all items."""
+        return self._sampled(torch.arange(len(self)))
+
+    def _sampled(self, positions: Tensor) -> tuple[Tensor, LiftedGallery | GaussianEmbedding]:
+        """All the ascending positions or a sample of them, and their items prepared for distances by products."""
+        chosen, n = positions, len(positions)
+        if n > N_WHOLE:
+            order = torch.randperm(n, generator=torch.Generator().manual_seed(0))[:_SAMPLE].sort().values
+            chosen = positions[order]
         part = self.embeddings[chosen]
         return chosen, LiftedGallery.of(part, self.distance, self.centre) if self._lifts else part
 

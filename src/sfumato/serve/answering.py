@@ -301,7 +301,7 @@ def check_guarantees(gallery: Gallery, asked: Sequence[Asked], options: SearchOp
         if options.coverage is not None:
             gallery.scorer.radius(options.coverage)
         if options.abstain is not None:
-            gallery.scorer.abstains(torch.zeros(1), options.abstain, len(gallery))
+            gallery.scorer.abstains(torch.zeros(1, gallery.scorer.n_nearest), options.abstain, 1)
     except ValueError as error:
         raise Refusal(422, str(error)) from error
 
@@ -340,7 +340,7 @@ def answered(
         max_set=max_set,
         filter=wanted,
     )
-    expected_matches = gallery.expected_matches(queries)
+    expected_matches = gallery.expected_matches(queries, wanted)
     positions: list[Position | None] = [None] * len(asked)
     if plane is not None:
         positions = [Position(**ellipse_of(one).model_dump(), version=plane.version) for one in plane.ellipses(queries)]
@@ -421,7 +421,7 @@ def info_of(served: ServedGallery) -> GalleryInfo:
         writable=served.writable is not None,
         pictures=served.images is not None,
         calibrated=served.gallery.calibrated,
-        risks=[r for r in RISKS if _can_guarantee(partial(scorer.abstains, torch.zeros(1), r, 1))],
+        risks=[r for r in RISKS if _can_guarantee(partial(scorer.abstains, torch.zeros(1, scorer.n_nearest), r, 1))],
         coverages=[c for c in COVERAGES if _can_guarantee(partial(scorer.radius, c))],
         fields=sorted({name for payload in some.payloads for name in handed_out(payload)}),
     )

@@ -1,0 +1,60 @@
+"""Logistic regression against scikit-learn and against its own optimality conditions."""
+
+import pytest
+import torch
+
+from sfumato.calibration.logistic import fit_logistic
+
+
+def data(seed=0, n=400, f=3):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, f, generator=generator, dtype=torch.float64)
+    logit = x @ torch.linspace(-1, 2, f, dtype=torch.float64) - 0.7
+    return x, (torch.rand(n, generator=generator) < torch.sigmoid(logit)).double()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_it_is_that_of_scikit_learn(weighted):
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    x, y = data()
+    weight = torch.rand(len(y), dtype=torch.float64) + 0.1 if weighted else torch.ones(len(y), dtype=torch.float64)
+    ours, bias = fit_logistic(x, y, weight=weight, penalty=0.02)
+    # scikit-learn: ||w||^2 / 2 + C sum(weight * loss)
+    c = 1 / (0.02 * float(weight.sum()))
+    theirs = linear_model.LogisticRegression(C=c, tol=1e-10, max_iter=1000).fit(x, y, sample_weight=weight)
+    assert ours.tolist() == pytest.approx(theirs.coef_[0].tolist(), abs=1e-6)
+    assert bias == pytest.approx(float(theirs.intercept_[0]), abs=1e-6)
+
+
+def test_the_gradient_vanishes_with_soft_labels():
+    x, y = data(1)
+    y = 0.8 * y + 0.1
+    w, b = fit_logistic(x, y)
+    error = torch.sigmoid(x @ w + b) - y
+    assert abs(float(error.mean())) < 1e-7 and float((x.T @ error / len(y)).abs().max()) < 1e-7
+
+
+def test_a_penalty_keeps_separable_rows_finite():
+    x = torch.linspace(-1, 1, 50, dtype=torch.float64).unsqueeze(1)
+    w, b = fit_logistic(x, (x[:, 0] > 0).double(), penalty=1e-6)
+    assert 10 < float(w) < 1e4 and abs(b) < 1
+
+
+def test_features_that_are_equal_share_their_weight():
+    x, y = data(2, f=1)
+    once, b = fit_logistic(x, y, penalty=1e-9)
+    twice, c = fit_logistic(torch.cat([x, x], 1), y, penalty=1e-9)
+    assert float(twice.sum()) == pytest.approx(float(once), abs=1e-5) and b == pytest.approx(c, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "x, y, weight, words",
+    [
+        (torch.zeros(3), torch.zeros(3), None, "expected"),
+        (torch.zeros(3, 2), torch.zeros(4), None, "expected"),
+        (torch.zeros(3, 2), torch.zeros(3), torch.zeros(3), "add up to 0"),
+    ],
+)
+def test_bad_input_is_named(x, y, weight, words):
+    with pytest.raises(ValueError, match=words):
+        fit_logistic(x, y, weight=weight)
