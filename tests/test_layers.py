@@ -111,7 +111,6 @@ PARTS: dict[str, set[str]] = {
         "evaluation",
         "files",
         "gaussian",
-        "matching",
         "metrics",
         "models",
         "reports",

@@ -14,7 +14,6 @@ from sfumato.data.pairs import PairData
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval, table_rows
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.matching import match_probability
 from sfumato.metrics.uncertainty import balanced_spearman, spearman
 from sfumato.models.embed import embed_split, evaluate_run, load_split
 from sfumato.models.galleries import GalleryPart, build_index, describe
@@ -25,7 +24,7 @@ from sfumato.reports.console import print_evaluation, print_search
 from sfumato.reports.formatting import percent, probability, signed
 from sfumato.reports.page_files import data_url, render_page
 from sfumato.search.exact import top_k
-from sfumato.search.gallery import MANY, verdict
+from sfumato.search.gallery import MANY, Scorer, verdict
 from sfumato.search.index import GaussianIndex
 from sfumato.training.loop import fit
 
@@ -156,7 +155,6 @@ def _card(result: dict[str, Any], data: PairData, pictures: dict[str, str]) -> d
         "expected": f"{expected:.0f}" if vague else f"{expected:.1f}",
         "truth": len(true),
         "top": probability(best),
-        "uncertainty": f"{result['uncertainty']:.3g}",
         "hits": [
             {
                 "src": pictures[hit["id"]],
@@ -179,16 +177,17 @@ def _described(
     run: Run, data: PairData, images: GaussianEmbedding, texts: GaussianEmbedding, pictures: dict[str, str]
 ) -> list[dict[str, Any]]:
     names, described = emoji_names(), []
+    scorer = Scorer(run.logit_scale, run.logit_bias, run.calibration, "i2t")
     for code in PICTURES:
         position = next((i for i, image in enumerate(data.image_ids) if image.startswith(f"{code}/")), None)
         if position is None:
             continue
-        distance, closest = top_k(images[position : position + 1], texts, 8, run.loss.distance.name)
-        probabilities = match_probability(distance, run.logit_scale, run.logit_bias)[0].tolist()
+        distance, closest = top_k(images[position : position + 1], texts, scorer.n_nearest + 8, run.distance)
+        probabilities = scorer.match_probability(distance, texts.n, scorer.nearest(distance))[0, :8].tolist()
         true = set(data.pairs[data.pairs[:, 0] == position, 1].tolist())
         rows = [
             {"text": data.texts[t], "kind": data.text_kinds[t], "pct": probability(p), "true": t in true}
-            for t, p in zip(closest[0].tolist(), probabilities, strict=True)
+            for t, p in zip(closest[0].tolist(), probabilities, strict=False)
         ]
         described.append({"src": pictures[data.image_ids[position]], "label": names[code], "texts": rows})
     return described

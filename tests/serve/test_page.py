@@ -321,7 +321,7 @@ def test_map(visit, service):
     whole = canvas.screenshot()
     canvas.focus()
     page.keyboard.press("ArrowRight")
-    expect(tip).to_contain_text("uncertainty")
+    expect(tip).to_contain_text("total variance")
     name = tip.locator("b").inner_text()
     page.keyboard.press("ArrowRight")
     assert tip.locator("b").inner_text() != name

@@ -109,6 +109,13 @@ def calibrate(
     method: Annotated[
         str, typer.Option(help="How to fit: platt, or isotonic (needs the extra calibration).")
     ] = "platt",
+    queries: Annotated[
+        str,
+        typer.Option(
+            help="Queries that the probabilities of hits are for: planted (they have a match in the gallery), or"
+            " independent (some have none)."
+        ),
+    ] = "planted",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -120,7 +127,8 @@ def calibrate(
     from sfumato.models.run import choose_device
     from sfumato.reports.console import print_calibration
 
-    result = describe_calibration(calibrate_run(run, split, method=method, device=choose_device(device)))
+    fitted = calibrate_run(run, split, method=method, population=queries, device=choose_device(device))
+    result = describe_calibration(fitted)
     if as_json:
         print(json.dumps(result))
         return

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -219,7 +219,7 @@ def calibrate_run(
     split: str = "val",
     *,
     method: str = "platt",
-    population: Population = "planted",
+    population: str = "planted",
     device: torch.device | str = "cpu",
 ) -> Calibration:
     """Calibrate a run on a split of its data that it was not trained on, and write calibration.json into its folder.
@@ -235,13 +235,15 @@ def calibrate_run(
         The calibration.
 
     Raises:
-        UserError: it is not a run, or the data have no such split.
+        UserError: it is not a run, the data have no such split, or there is no such population.
         ValueError: nothing can be fitted; see :func:`~sfumato.calibration.platt.fit_logits`.
     """
     if split == "train":
         raise UserError(
             "a run cannot be calibrated on the split that it was trained on; give another split, such as val"
         )
+    if population not in get_args(Population):
+        raise UserError(f"unknown queries {population!r}; known: {', '.join(get_args(Population))}")
     run = load_run(folder, device=device)
     prepared = load_split(run.model, run.recipe.data, split)
     embedded = embed_split(run.model, prepared)
@@ -252,7 +254,7 @@ def calibrate_run(
         split=split,
         method=method,
         learnt=run.loss.match_logits(),
-        population=population,
+        population=cast(Population, population),
     )
     calibration.save(run.folder / CALIBRATION)
     return calibration

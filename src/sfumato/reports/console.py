@@ -263,11 +263,11 @@ def print_search(result: dict[str, Any]) -> None:
     Args:
         result: of :func:`~sfumato.models.galleries.describe`.
     """
-    expected = f"about {result['expected_matches']:.1f} matches expected"
-    print(f"{result['query']}   uncertainty {digits(result['uncertainty'], 3)}, {expected}")
-    if not result["calibrated"]:
-        print("  (the probabilities are not calibrated for such queries: only their order is meaningful)")
-    print(f"  {result['verdict']}")
+    print(f"{result['query']}   about {result['expected_matches']:.1f} matches expected")
+    if result["calibrated"]:
+        print(f"  {result['verdict']}")
+    else:
+        print("  The probabilities are not calibrated for such queries: only their order is meaningful.")
     _print_hits(result["hits"], result["distance"])
     if not result["hits"]:
         print("  no item reaches this probability")
@@ -281,10 +281,7 @@ def print_search(result: dict[str, Any]) -> None:
 def _print_hits(hits: list[dict[str, Any]], distance: str) -> None:
     for hit in hits:
         label = f"  {hit['label']}" if hit.get("label") else ""
-        print(
-            f"  {hit['match_probability']:7.1%}  {distance} {hit['distance']:.4f}"
-            f"  uncertainty {digits(hit['uncertainty'], 3)}  {hit['id']}{label}"
-        )
+        print(f"  {hit['match_probability']:7.1%}  {distance} {hit['distance']:.4f}  {hit['id']}{label}")
 
 
 _SET_SHOWN = 20

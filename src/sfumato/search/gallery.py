@@ -556,10 +556,10 @@ def with_margin(k: int) -> int:
     return k + max(8, k // 4)
 
 
-MANY = 10
-"""With this many expected matches or more, a query could mean many things."""
+MANY = 5
+"""With this many expected matches or more, a search has found many matches."""
 
-_UNSURE, _SURE, _ONE = 0.15, 0.5, 1.7
+_CLEAR, _FEW, _UNSURE = 0.75, 3, 0.25
 
 
 @dataclass(frozen=True)
@@ -578,6 +578,9 @@ class Verdict:
 def verdict(expected_matches: float, best_probability: float, abstained: bool | None = None) -> Verdict:
     """Put a search result into words.
 
+    The limits were chosen on validation data; docs/concepts/calibration.md has the precision and the recall of each
+    verdict.
+
     Args:
         expected_matches: sum of the match probabilities over the gallery.
         best_probability: match probability of the closest item; 0 if there is none.
@@ -593,12 +596,13 @@ def verdict(expected_matches: float, best_probability: float, abstained: bool | 
     if abstained:
         return Verdict("abstained", "No confident match: an answer would exceed the risk that you allow")
     if expected_matches >= MANY:
-        return Verdict("many", f"This could mean many things: about {expected_matches:.0f} matches expected")
-    if best_probability < _UNSURE or (expected_matches < _ONE and best_probability < _SURE):
-        return Verdict("unsure", f"No clear match: the best result has a probability of {_percent(best_probability)}")
-    if expected_matches < _ONE:
+        return Verdict("many", f"Many matches: about {expected_matches:.0f}")
+    if best_probability >= _CLEAR and expected_matches < _FEW:
         return Verdict("clear", "One clear match")
-    return Verdict("few", f"Few matches: about {expected_matches:.0f} expected")
+    found = f"the first result is right with a probability of {_percent(best_probability)}"
+    if best_probability < _UNSURE:
+        return Verdict("unsure", f"No clear match: {found}")
+    return Verdict("few", f"Likely among the first results: {found}")
 
 
 def _percent(p: float) -> str:

@@ -255,13 +255,13 @@ function result(slot, query, answer) {
   const inSet = new Set(set?.hits.map(({ id }) => id));
   return h("section", { class: `card ${TONES[answer.verdict.kind]}`, "aria-label": `Answer to ${titleOf(query)}` },
     h("header", {}, thumbnailOf(query), h("div", {}, h("h2", {}, titleOf(query)), h("p", { class: "verdict" }, answer.verdict.text))),
-    h("div", { class: "facts" }, fact(about(answer.expected_matches), "matches expected"), fact(percent(best), "best result"), fact(figure(answer.uncertainty), "total variance")),
+    h("div", { class: "facts" }, fact(about(answer.expected_matches), "matches expected"), fact(percent(best), "first result is right")),
     !answer.calibrated && h("p", { class: "guess" }, calibrated
       ? `These probabilities are not calibrated: the calibration was fitted on ${gallery === "images" ? "texts against images" : "images against texts"}, and this search compares two ${gallery === "images" ? "images" : "texts"}.`
       : "These probabilities are not calibrated: the model has no calibration."),
     h("details", {}, h("summary", {}, "What do these numbers mean?"),
-      h("p", {}, h("b", {}, "Matches expected. "), `Each of the ${things(gallery, n)} has a match probability, computed from its distance (${answer.distance}) to your query. The probabilities add up to ${about(answer.expected_matches)}: that many true matches are expected. A vague query has many expected matches, a precise one few.`),
-      h("p", {}, h("b", {}, "Total variance. "), `For the model, your query is a Gaussian in ${count(info.dimensions)} dimensions, and this is its total variance. Compare it only with other queries to the same model.`)),
+      h("p", {}, h("b", {}, "Matches expected. "), `Each of the ${things(gallery, n)} has a match probability, computed from its distance (${answer.distance}) to your query and from the distances of the closest results: one clear result is more probable than the same distance among many. The probabilities add up to ${about(answer.expected_matches)}: that many true matches are expected. A vague query has many expected matches, a precise one few.`),
+      h("p", {}, h("b", {}, "First result is right. "), "The match probability of the closest result.")),
     set && h("p", { class: "count" }, set.complete ? `The framed set of ${things(gallery, set.hits.length)}: for queries like those of the calibration it holds a match with a probability of ${percent(set.coverage)}.` : `The framed set was cut at ${things(gallery, set.hits.length)}, so its coverage of ${percent(set.coverage)} is not guaranteed.`),
     h("p", { class: "count", "data-count": "" }),
     h("ul", { class: `grid ${gallery}` }, answer.hits.map((hit) => card(slot, hit, inSet.has(hit.id)))),
@@ -277,7 +277,7 @@ function card(slot, hit, inSet) {
       hit.picture ? image(hit.picture) : state.gallery === "images" && h("i", { class: "blank" }),
       h("span", { class: "name" }, name),
       h("span", { class: "bar" }, bar),
-      h("span", { class: "figures" }, h("span", { class: "quiet" }, "match probability "), h("b", {}, percent(hit.match_probability)), h("span", { class: "soft", title: "uncertainty: total variance of this item" }, `σ² ${figure(hit.uncertainty, 2).replace(/^0\./, ".")}`))),
+      h("span", { class: "figures" }, h("span", { class: "quiet" }, "match probability "), h("b", {}, percent(hit.match_probability)), h("span", { class: "soft", title: "total variance of this item" }, `σ² ${figure(hit.uncertainty, 2).replace(/^0\./, ".")}`))),
     h("button", { type: "button", class: "more", "aria-label": `Details of ${name}`, onclick: () => details(slot, hit) }, "⋯"));
 }
 
@@ -319,7 +319,7 @@ function details(slot, hit) {
   $("h2", dialog).textContent = nameOf(hit);
   $(".problem", dialog).hidden = true;
   $(".about", dialog).replaceChildren(...(hit.picture ? [image(hit.picture, nameOf(hit), 1024)] : []),
-    h("dl", {}, row("Match probability", percent(hit.match_probability)), row("Rank", hit.rank), row("Distance", figure(hit.distance)), row("Uncertainty", figure(hit.uncertainty)), row("Id", hit.id),
+    h("dl", {}, row("Match probability", percent(hit.match_probability)), row("Rank", hit.rank), row("Distance", figure(hit.distance)), row("Total variance", figure(hit.uncertainty)), row("Id", hit.id),
       Object.entries(hit.payload).map(([name, value]) => row(name, value))));
   $(".main", dialog).onclick = () => (dialog.close(), ask(slot, { kind: "id", value: hit.id }));
   const remove = $(".delete", dialog);
@@ -417,7 +417,7 @@ function list(points, marks) {
     $("ul", details).replaceChildren(
       ...marks.filter(({ ellipse }) => ellipse).map(({ label, ellipse }) => h("li", {}, h("b", {}, label), ` ${at(ellipse)}, ± ${figure(ellipse.a)} by ${figure(ellipse.b)}`)),
       ...[...points].sort((one, other) => hit(other) - hit(one)).map((point) => h("li", {},
-        h("button", { type: "button", onclick: () => ask(0, { kind: "id", value: point.id }) }, nameOf(point)), ` ${hit(point) ? "(result) " : ""}${at(point)}, uncertainty ${figure(point.uncertainty)}`)));
+        h("button", { type: "button", onclick: () => ask(0, { kind: "id", value: point.id }) }, nameOf(point)), ` ${hit(point) ? "(result) " : ""}${at(point)}, total variance ${figure(point.uncertainty)}`)));
   };
   details.ontoggle = fill;
   fill();
@@ -425,7 +425,7 @@ function list(points, marks) {
 
 const tip = (point) => {
   const probability = SLOTS.map((slot) => shown[slot]?.answer.hits.find(({ id }) => id === point.id)).filter(Boolean);
-  return [point.picture && image(point.picture), h("div", {}, h("b", {}, nameOf(point)), ...probability.map((hit) => h("div", {}, `match probability ${percent(hit.match_probability)}`)), h("div", { class: "soft" }, `uncertainty ${figure(point.uncertainty)}`))].filter(Boolean);
+  return [point.picture && image(point.picture), h("div", {}, h("b", {}, nameOf(point)), ...probability.map((hit) => h("div", {}, `match probability ${percent(hit.match_probability)}`)), h("div", { class: "soft" }, `total variance ${figure(point.uncertainty)}`))].filter(Boolean);
 };
 
 // ---- the page around them
