@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sfumato.calibration.calibrator import METHODS, Calibration
+from sfumato.calibration.conditional import N_NEAREST
 from sfumato.calibration.query_scores import N_STEPS, QueryScores
 from sfumato.direction import Direction
 from sfumato.distances import get_distance
@@ -86,7 +87,7 @@ def answers(calibration: Calibration, direction: Direction, distance: Tensor, ma
     """Risk and share of answered queries, in a gallery of the size that distance has; precision above thresholds."""
     has = match.any(1)
     distance, match = distance[has], match[has]
-    nearest, place = distance.min(1)
+    nearest, place = distance.topk(min(N_NEAREST, distance.shape[1]), largest=False)
     right = match.gather(1, place[:, None])[:, 0]
     n = distance.shape[1]
     result: dict[str, Any] = {"risk of answering all": float((~right).double().mean())}
@@ -102,7 +103,7 @@ def answers(calibration: Calibration, direction: Direction, distance: Tensor, ma
             limit = calibration.threshold(precision, direction=direction)
         except ValueError:
             continue
-        above = calibration.probability(distance.double(), n_gallery=n, direction=direction) > limit
+        above = calibration.hit_probability(distance.double(), nearest, n_gallery=n, direction=direction) > limit
         some = above.any(1)
         each = (above & match).sum(1)[some] / above.sum(1)[some]
         result[f"precision {precision}"] = {

@@ -34,6 +34,7 @@ PARTS: dict[str, set[str]] = {
         "progress",
     },
     "evaluation": {
+        "calibration",
         "data",
         "direction",
         "distances",
@@ -188,7 +189,7 @@ FLOORS: dict[str, list[str]] = {
         "stores.rerank",
     ],
     "evaluation": [
-        "estimators ground_truth protocols published",
+        "estimators ground_truth hits protocols published",
         "benchmark_ground_truths trust",
         "benchmarks",
         "per_query strategies",

@@ -112,6 +112,53 @@ def brier_score(probability: Tensor, match: Tensor) -> float:
     return float((probability.double() - match.double()).square().mean())
 
 
+def log_loss(probability: Tensor, match: Tensor) -> float:
+    """Mean negative logarithm of the probability of what happened, in nats; predictions of 0 and 1 count as 1e-12.
+
+    Args:
+        probability: (k,) predictions in [0, 1].
+        match: (k,) labels in [0, 1].
+
+    Returns:
+        A number, at least 0; 0 is perfect.
+
+    Raises:
+        ValueError: shapes differ, or there are no predictions.
+    """
+    if probability.shape != match.shape or probability.ndim != 1 or not len(probability):
+        raise ValueError(
+            f"log_loss: got {tuple(probability.shape)} probabilities for {tuple(match.shape)} labels; both must be"
+            " (k,), k >= 1"
+        )
+    p, y = probability.double().clamp(1e-12, 1 - 1e-12), match.double()
+    return float(-(y * p.log() + (1 - y) * (1 - p).log()).mean())
+
+
+def calibration_error_by_chance(
+    probability: Tensor, *, n_bins: int = 15, binning: Binning = "count", n_samples: int = 100, seed: int = 0
+) -> float:
+    """The ECE that perfect predictions would show: the mean over outcomes that are drawn from the predictions.
+
+    With few predictions in a bin, even perfect ones differ from what is observed. An ECE is to be compared with this.
+
+    Args:
+        probability: (k,) predictions in [0, 1].
+        n_bins, binning: see :func:`reliability_curve`.
+        n_samples: number of drawn sets of outcomes.
+        seed: of the outcomes.
+
+    Returns:
+        A number in [0, 1], near 0 for many predictions.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    p = probability.double()
+    errors = [
+        expected_calibration_error(p, torch.bernoulli(p, generator=generator), n_bins=n_bins, binning=binning)
+        for _ in range(n_samples)
+    ]
+    return sum(errors) / n_samples
+
+
 def compare_calibration(
     probability: Mapping[str, Tensor], match: Tensor, *, n_bins: int = 15
 ) -> dict[str, dict[str, Any]]:

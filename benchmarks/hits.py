@@ -1,0 +1,72 @@
+"""The probabilities beside the hits of runs, in galleries of several sizes, beside those of the distance alone.
+
+    python benchmarks/hits.py RUN [RUN ...] [--split test] [--sizes 100 356] [--json FILE]
+
+Each run has a calibration that was fitted on another split. Figures are means over the runs.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from sfumato.calibration.conditional import Population
+from sfumato.distances import get_distance
+from sfumato.evaluation.hits import HitFigures, measure_hits, without_nearest
+from sfumato.models.calibrate import calibrate_split
+from sfumato.models.embed import embed_split, load_split
+from sfumato.models.run import load_run
+
+COLUMNS = ("rate", "mean_probability", "ece", "ece_by_chance", "log_loss", "brier_skill", "auroc")
+
+
+def of_run(folder: str, split: str, sizes: list[int], population: Population) -> dict[str, list[HitFigures]]:
+    """The figures of a run by the name of the probability."""
+    run = load_run(folder)
+    sides = {}
+    for name in ("val", split):
+        prepared = load_split(run.model, run.recipe.data, name)
+        sides[name] = prepared.data, embed_split(run.model, prepared)
+    data, (images, texts) = sides[split]
+    distance = get_distance(run.distance).matrix(images, texts)
+    match = torch.from_numpy(data.match(np.arange(images.n), np.arange(texts.n)))
+    held_out, embedded = sides["val"]
+    fitted = calibrate_split(embedded, held_out, run.distance, split="val", population=population)
+    kinds = {"given the nearest": fitted, "distance and size": without_nearest(fitted)}
+    return {
+        name: measure_hits(calibration, distance, match, sizes=sizes, population=population)
+        for name, calibration in kinds.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("runs", nargs="+")
+    parser.add_argument("--split", default="test")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[100, 356])
+    parser.add_argument("--population", choices=get_args(Population), default="planted")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found = [of_run(run, options.split, options.sizes, options.population) for run in options.runs]
+    rows: list[dict[str, Any]] = []
+    print(f"| direction | images | hits | probability | {' | '.join(COLUMNS)} |")
+    print(f"| --- | ---: | ---: | --- | {' | '.join('---:' for _ in COLUMNS)} |")
+    names = list(found[0])
+    for i, first in enumerate(found[0][names[0]]):
+        for name in names:
+            figures = [run[name][i].to_json() for run in found]
+            means = {key: fmean(each[key] for each in figures) for key in COLUMNS}
+            about = {"direction": first.direction, "images": first.n_gallery, "hits": first.hits, "by": name}
+            rows.append(about | means)
+            cells = " | ".join(f"{means[key]:.3f}" for key in COLUMNS)
+            print(f"| {first.direction} | {first.n_gallery} | {first.hits} | {name} | {cells} |")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The quality of the probabilities beside the hits of a search: proper scores at the first hit and at the first ten.
+
+All pairs of a gallery say nothing: nearly all of them are non-matches, which a constant predicts well. What a person
+reads is the probability beside a hit. So these figures take the hits of searches, in galleries of several sizes, and
+stand beside those of the distance alone and of a constant.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.conditional import N_NEAREST
+from sfumato.direction import Direction
+from sfumato.metrics.reliability import (
+    brier_score,
+    calibration_error_by_chance,
+    expected_calibration_error,
+    log_loss,
+)
+from sfumato.metrics.selective import auroc
+
+N_BINS = 15
+"""Bins with equally many hits, of every calibration error here."""
+
+
+@dataclass(frozen=True)
+class HitFigures:
+    """The probabilities of hits against what they are.
+
+    Attributes:
+        direction: "t2i" if texts search among images.
+        n_gallery: number of images of the gallery, or whose texts are the gallery; the mean over several galleries.
+        hits: number of hits of each query that count: 1, or the first 10.
+        n: number of hits.
+        rate: fraction of hits that match.
+        mean_probability: mean probability of the hits.
+        ece: expected calibration error over N_BINS bins of equally many hits.
+        ece_by_chance: what perfect probabilities of these hits would show.
+        log_loss: mean, in nats.
+        brier_skill: 1 - Brier score / that of the constant `rate`; 0 is the constant, 1 is perfect.
+        auroc: of matches against other hits by the probability; None if there is only one kind.
+    """
+
+    direction: Direction
+    n_gallery: int
+    hits: int
+    n: int
+    rate: float
+    mean_probability: float
+    ece: float
+    ece_by_chance: float
+    log_loss: float
+    brier_skill: float
+    auroc: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures as plain values.
+
+        Returns:
+            JSON values.
+        """
+        return asdict(self)
+
+
+def measure_hits(
+    calibration: Calibration,
+    distance: Tensor,
+    match: Tensor,
+    *,
+    sizes: Sequence[int] = (100, 356),
+    n_galleries: int = 5,
+    population: str = "planted",
+    seed: int = 0,
+) -> list[HitFigures]:
+    """Measure the probabilities of hits, in both directions, at the first hit and the first ten.
+
+    A gallery is a random set of images, or the texts that match one of them. Its queries are the texts of the split, or
+    these images.
+
+    Args:
+        calibration: of the model, not fitted on these queries.
+        distance: (n images, m texts) of a split.
+        match: (n, m) 0 and 1.
+        sizes: numbers of images of the galleries; all images of the split come in addition.
+        n_galleries: number of random galleries of each size.
+        population: "planted" for queries with a match in their gallery, "independent" for all.
+        seed: of the galleries.
+
+    Returns:
+        Figures by direction, size and number of hits.
+    """
+    figures = []
+    n = len(distance)
+    for direction in ("t2i", "i2t"):
+        for size in [*sorted({size for size in sizes if size < n}), n]:
+            rng = np.random.default_rng(seed)
+            parts = [
+                _hits(calibration, asked, direction, population)
+                for asked in _galleries(distance, match, direction, size, n_galleries if size < n else 1, rng)
+            ]
+            for hits in (1, 10):
+                p, y = (torch.cat([part[k][:, :hits].flatten() for part in parts]).double() for k in (0, 1))
+                figures.append(_figures(p, y, direction, size, hits))
+    return figures
+
+
+def without_nearest(calibration: Calibration) -> Calibration:
+    """The calibration by the distance and the size of the gallery alone: the baseline.
+
+    Args:
+        calibration: of a model.
+
+    Returns:
+        The same without logits given the nearest items.
+    """
+    return replace(calibration, conditional={}, hits={})
+
+
+def _galleries(
+    distance: Tensor, match: Tensor, direction: Direction, size: int, n: int, rng: np.random.Generator
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(distance, match) of queries and the items of a gallery."""
+    for _ in range(n):
+        images = torch.from_numpy(np.sort(rng.permutation(len(distance))[:size]))
+        d, y = distance[images], match[images]
+        if direction == "t2i":
+            yield d.T, y.T
+        else:
+            beside = y.bool().any(0)
+            yield d[:, beside], y[:, beside]
+
+
+def _hits(
+    calibration: Calibration, asked: tuple[Tensor, Tensor], direction: Direction, population: str
+) -> tuple[Tensor, Tensor]:
+    """((q, 10) probabilities, (q, 10) matches) of the first hits."""
+    distance, match = asked
+    if population == "planted":
+        has = match.bool().any(1)
+        distance, match = distance[has], match[has]
+    nearest, place = distance.topk(min(N_NEAREST, distance.shape[1]), largest=False)
+    first = nearest[:, :10]
+    p = calibration.hit_probability(first, nearest, n_gallery=distance.shape[1], direction=direction)
+    return p, match.gather(1, place[:, :10])
+
+
+def _figures(p: Tensor, y: Tensor, direction: Direction, n_gallery: int, hits: int) -> HitFigures:
+    rate = float(y.mean())
+    constant = rate * (1 - rate)
+    return HitFigures(
+        direction=direction,
+        n_gallery=n_gallery,
+        hits=hits,
+        n=len(p),
+        rate=rate,
+        mean_probability=float(p.mean()),
+        ece=expected_calibration_error(p, y, n_bins=N_BINS, binning="count"),
+        ece_by_chance=calibration_error_by_chance(p, n_bins=N_BINS),
+        log_loss=log_loss(p, y),
+        brier_skill=1 - brier_score(p, y) / constant if constant else 0.0,
+        auroc=auroc(p.numpy(), y.bool().numpy()) if constant else None,
+    )

@@ -1,0 +1,83 @@
+"""Figures of hits on queries whose probabilities are known."""
+
+import numpy as np
+import pytest
+import torch
+
+from sfumato.calibration.calibrator import Calibration
+from sfumato.evaluation.hits import measure_hits, without_nearest
+from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error, log_loss
+
+
+class OfDistance(Calibration):
+    """A calibration that does not depend on the size of the gallery."""
+
+    def prior_shift(self, **_):
+        return 0.0
+
+
+def pairs(n=300, seed=0):
+    """Distances of n images and n texts with outcomes drawn from sigmoid(2 - 2 distance)."""
+    generator = torch.Generator().manual_seed(seed)
+    distance = 3.5 + torch.randn(n, n, generator=generator)
+    return distance, torch.bernoulli(torch.sigmoid(2 - 2 * distance), generator=generator)
+
+
+def test_a_loop_over_queries_has_the_same_figures():
+    distance, match = pairs(n=40)
+    found = {(f.direction, f.hits): f for f in measure_hits(OfDistance(2.0, 2.0), distance, match, sizes=())}
+    p, y = [], []
+    for t in range(40):
+        if match[:, t].any():
+            order = distance[:, t].argsort()[:10]
+            p += torch.sigmoid(2 - 2 * distance[order, t]).tolist()
+            y += match[order, t].tolist()
+    figures, p, y = found["t2i", 10], np.array(p), np.array(y)
+    assert figures.n == len(p) and figures.n_gallery == 40
+    assert figures.rate == pytest.approx(y.mean()) and figures.mean_probability == pytest.approx(p.mean(), abs=1e-6)
+    slow = -np.mean(y * np.log(p) + (1 - y) * np.log(1 - p))
+    assert figures.log_loss == pytest.approx(slow, abs=1e-5)
+    assert figures.brier_skill == pytest.approx(1 - np.mean((p - y) ** 2) / (y.mean() * (1 - y.mean())), abs=1e-5)
+    higher = p[y == 1][:, None] - p[y == 0][None, :]
+    assert figures.auroc == pytest.approx((higher > 0).mean() + (higher == 0).mean() / 2, abs=1e-6)
+
+
+def test_true_probabilities_have_the_error_of_chance_and_wrong_ones_a_larger_one():
+    distance, match = pairs(n=900)
+    true, wrong = (
+        {(f.direction, f.hits): f for f in measure_hits(c, distance, match, sizes=(), population="independent")}
+        for c in (OfDistance(2.0, 2.0), OfDistance(2.0, 3.5))
+    )
+    for key in (("t2i", 10), ("i2t", 10)):
+        # 9,000 hits in bins of 600: chance gives about .015, with a standard deviation of .003.
+        assert true[key].ece < true[key].ece_by_chance + 0.012
+        assert wrong[key].ece > 0.1 and wrong[key].log_loss > true[key].log_loss
+        assert wrong[key].auroc == pytest.approx(true[key].auroc, abs=1e-9)
+
+
+def test_sizes_and_populations():
+    distance, match = pairs(n=120)
+    calibration = OfDistance(2.0, 2.0)
+    planted = measure_hits(calibration, distance, match, sizes=(30, 60, 5000), n_galleries=2)
+    assert [(f.direction, f.n_gallery, f.hits) for f in planted] == [
+        (d, n, h) for d in ("t2i", "i2t") for n in (30, 60, 120) for h in (1, 10)
+    ]
+    every = measure_hits(calibration, distance, match, sizes=(30,), population="independent")
+    assert every[0].n > planted[0].n and every[0].rate < planted[0].rate
+    assert without_nearest(calibration) == calibration
+
+
+def test_error_by_chance_is_that_of_perfect_predictions():
+    p = torch.rand(3000, generator=torch.Generator().manual_seed(1)).double()
+    drawn = [
+        expected_calibration_error(p, torch.bernoulli(p, generator=torch.Generator().manual_seed(s)), binning="count")
+        for s in range(200, 230)
+    ]
+    assert calibration_error_by_chance(p) == pytest.approx(float(np.mean(drawn)), abs=0.002)
+    assert calibration_error_by_chance(p[:60]) > 3 * calibration_error_by_chance(p)
+
+
+def test_log_loss_by_hand():
+    assert log_loss(torch.tensor([0.5, 0.25]), torch.tensor([1, 0])) == pytest.approx(-(np.log(0.5) + np.log(0.75)) / 2)
+    with pytest.raises(ValueError, match="log_loss"):
+        log_loss(torch.zeros(0), torch.zeros(0))
