@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.calibration.abstention import conformal_radius
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import N_NEAREST, ConditionalLogits, NearestItems, Population
 from sfumato.calibration.query_scores import QueryScores
@@ -19,11 +20,14 @@ from sfumato.direction import Direction
 from sfumato.distances import get_distance
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.matching import match_probability
-from sfumato.metrics.reliability import expected_calibration_error
+from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error
+from sfumato.metrics.selective import auroc
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import CALIBRATION, load_run
 from sfumato.search.exact import distance_blocks
+
+PRECISIONS, RISKS, COVERAGES = (0.5, 0.8, 0.9), (0.5, 0.3, 0.2, 0.1), (0.8, 0.9, 0.95)
+"""Common levels of the guarantees."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,6 @@ def calibrate_split(
     *,
     split: str,
     method: str = "platt",
-    learnt: tuple[float, float] | None = None,
     max_pairs: int = 4_000_000,
     max_queries: int = 5_000,
     population: Population = "planted",
@@ -126,7 +129,6 @@ def calibrate_split(
         distance: name in DISTANCES.
         split: name of the split, kept with the calibration.
         method: see :meth:`Calibration.fit`.
-        learnt: (logit_scale, logit_bias) of the loss, for comparison; None if it learns none.
         max_pairs: largest number of pairs in the fit.
         max_queries: largest number of queries of either side whose scores are kept.
         population: the queries that probabilities of hits are for. "planted": those with a match in their gallery.
@@ -134,9 +136,9 @@ def calibrate_split(
         seed: seed of the random choice of images, queries and galleries.
 
     Returns:
-        The calibration. In its `metadata`, "expected_calibration_error" is measured on the pairs of the fit, and
-        "expected_calibration_error_before" with the logits of the loss. For i2t the growth is 0, because a larger
-        gallery of texts has more images and not more texts for an image; for t2i it is measured.
+        The calibration. In its `metadata`, "set_sizes" has by direction and coverage the median number of items within
+        the radius of held-out queries. For i2t the growth is 0, because a larger gallery of texts has more images and
+        not more texts for an image; for t2i it is measured.
 
     Raises:
         ValueError: nothing can be fitted; see :func:`~sfumato.calibration.platt.fit_logits`.
@@ -157,12 +159,17 @@ def calibrate_split(
             of_hits[direction], conditional[direction] = _hits(held_out, base.logit, population, scores[direction])
     calibration = replace(base, i2t=scores["i2t"], t2i=scores["t2i"], conditional=conditional, hits=of_hits)
     about = {"split": split, "method": method, "distance": distance, "pairs": match.numel(), "queries": population}
-    errors = {"expected_calibration_error": calibration.probability(d)}
-    if learnt is not None:
-        errors["expected_calibration_error_before"] = match_probability(d, *learnt)
-    found = {name: expected_calibration_error(p.flatten(), match.flatten()) for name, p in errors.items()}
-    calibration.metadata.update(about | found)
+    sizes = {d: _set_sizes(held_out, scores[d]) for d, held_out in queries.items()}
+    calibration.metadata.update(about | {"set_sizes": sizes})
     return calibration
+
+
+def _set_sizes(queries: _HeldOut, scores: QueryScores) -> dict[str, float]:
+    """By coverage, the median number of items within the radius of a set, over the queries."""
+    radii = torch.tensor([conformal_radius(scores, 1 - c) for c in COVERAGES])
+    counts = [(distance.unsqueeze(2) <= radii).sum(1) for distance, _ in queries.blocks()]
+    medians = torch.cat(counts).double().quantile(0.5, dim=0)
+    return {str(c): size for c, size in zip(COVERAGES, medians.tolist(), strict=True)}
 
 
 def _hits(
@@ -253,7 +260,6 @@ def calibrate_run(
         run.distance,
         split=split,
         method=method,
-        learnt=run.loss.match_logits(),
         population=cast(Population, population),
     )
     calibration.save(run.folder / CALIBRATION)
@@ -268,8 +274,10 @@ def describe_calibration(calibration: Calibration) -> dict[str, Any]:
 
     Returns:
         Its `metadata`, and for "t2i" and "i2t" {"n_queries", "n_gallery", "matches_per_query", "growth", "precision":
-        {0.5, 0.8, 0.9: threshold}, "risk": {0.2, 0.1, 0.05: {"abstain_below", "answered"}}, "coverage": {0.8, 0.9,
-        0.95: radius}}; null if the held-out queries do not support a guarantee.
+        {level: threshold}, "risk": {level: {"abstain_below", "answered"}}, "coverage": {level: {"radius", "size"}}} at
+        the levels PRECISIONS, RISKS and COVERAGES; null if the held-out queries do not support a guarantee. With logits
+        of hits also "first_hit": {"rate", "mean_probability", "ece", "ece_by_chance", "auroc", "auroc_of_distance"} of
+        held-out queries, each half by the fit on the other.
     """
     result: dict[str, Any] = dict(calibration.metadata)
     for direction in get_args(Direction):
@@ -289,14 +297,37 @@ def describe_calibration(calibration: Calibration) -> dict[str, Any]:
             "n_gallery": scores.n_gallery,
             "matches_per_query": scores.matches_per_query,
             "growth": scores.growth,
-            "precision": {str(p): at(calibration.threshold, p) for p in (0.5, 0.8, 0.9)},
+            "precision": {str(p): at(calibration.threshold, p) for p in PRECISIONS},
             "risk": {
                 str(r): {
                     "abstain_below": at(calibration.abstain_below, r),
                     "answered": at(calibration.answered_fraction, r),
                 }
-                for r in (0.2, 0.1, 0.05)
+                for r in RISKS
             },
-            "coverage": {str(c): at(calibration.conformal_radius, 1 - c) for c in (0.8, 0.9, 0.95)},
+            "coverage": {
+                str(c): {
+                    "radius": at(calibration.conformal_radius, 1 - c),
+                    "size": calibration.metadata.get("set_sizes", {}).get(direction, {}).get(str(c)),
+                }
+                for c in COVERAGES
+            },
         }
+        if direction in calibration.hits:
+            result[direction]["first_hit"] = _first_hit(calibration.hits[direction], scores)
     return result
+
+
+def _first_hit(of_hits: QueryScores, of_distances: QueryScores) -> dict[str, float | None]:
+    """The probability of the first hit of held-out queries against what it is."""
+    p = torch.sigmoid(-torch.from_numpy(of_hits.nearest).double())
+    right = np.array(of_hits.closest_match) < np.array(of_hits.closest_other)
+    y, both = torch.from_numpy(right).double(), bool(right.any() and not right.all())
+    return {
+        "rate": float(y.mean()),
+        "mean_probability": float(p.mean()),
+        "ece": expected_calibration_error(p, y, binning="count"),
+        "ece_by_chance": calibration_error_by_chance(p),
+        "auroc": auroc(p.numpy(), right) if both else None,
+        "auroc_of_distance": auroc(-of_distances.nearest, right) if both else None,
+    }

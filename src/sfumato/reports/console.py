@@ -293,11 +293,7 @@ def print_calibration(result: dict[str, Any]) -> None:
     Args:
         result: of :func:`~sfumato.models.calibrate.describe_calibration`.
     """
-    before = result.get("expected_calibration_error_before")
-    print(
-        f"{result['method']} on {result['pairs']} pairs of split {result['split']}: expected calibration error"
-        f" {result['expected_calibration_error']:.5f}" + (f", before {before:.5f}" if before is not None else "")
-    )
+    print(f"{result['method']} on {result['pairs']} pairs of split {result['split']}, {result['queries']} queries")
     for key, name in (("t2i", "text -> image"), ("i2t", "image -> text")):
         if (found := result.get(key)) is None:
             continue
@@ -306,14 +302,26 @@ def print_calibration(result: dict[str, Any]) -> None:
             f" {found['matches_per_query']:.2f} matches per query,"
             f" growing with the gallery to the power {found['growth']:.2f}"
         )
+        if (first := found.get("first_hit")) is not None:
+            print(
+                f"  first hit: {first['mean_probability']:.1%} probable on average, right in {first['rate']:.1%};"
+                f" calibration error {first['ece']:.3f}, by chance {first['ece_by_chance']:.3f}"
+            )
+            if first["auroc"] is not None:
+                print(
+                    f"    right against wrong first hits: AUROC {first['auroc']:.3f}, by the distance alone"
+                    f" {first['auroc_of_distance']:.3f}"
+                )
         for level, threshold in found["precision"].items():
             print(f"  precision {float(level):.0%}: " + _or_none(threshold, "report above a probability of {:.3f}"))
         for level, values in found["risk"].items():
             answered = "" if values["answered"] is None else f"; {values['answered']:.0%} of the queries are answered"
             limit = _or_none(values["abstain_below"], "abstain up to a probability of {:.3f}")
             print(f"  risk {float(level):.0%}: {limit}{answered}")
-        for level, radius in found["coverage"].items():
-            print(f"  coverage {float(level):.0%}: " + _or_none(radius, "all within a distance of {:.4f}"))
+        for level, values in found["coverage"].items():
+            size = "" if values["size"] is None else f"; half of the queries have at most {values['size']:.0f} items"
+            within = _or_none(values["radius"], "all within a distance of {:.4f}")
+            print(f"  coverage {float(level):.0%}: {within}{size}")
 
 
 def _or_none(value: float | None, text: str) -> str:

@@ -602,7 +602,9 @@ def verdict(expected_matches: float, best_probability: float, abstained: bool | 
     found = f"the first result is right with a probability of {_percent(best_probability)}"
     if best_probability < _UNSURE:
         return Verdict("unsure", f"No clear match: {found}")
-    return Verdict("few", f"Likely among the first results: {found}")
+    if expected_matches >= _FEW:
+        return Verdict("few", f"A few matches: about {expected_matches:.0f}")
+    return Verdict("few", f"A likely match: {found}")
 
 
 def _percent(p: float) -> str:

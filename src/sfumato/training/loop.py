@@ -467,7 +467,7 @@ def calibrate(
         folder: of the run.
     """
     try:
-        calibration = calibrate_split(embedded, data, loss.distance.name, split="val", learnt=loss.match_logits())
+        calibration = calibrate_split(embedded, data, loss.distance.name, split="val")
     except ValueError as error:
         say(f"match probabilities are not calibrated: {error}")
         return
