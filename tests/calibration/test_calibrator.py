@@ -4,16 +4,18 @@ import itertools
 import json
 import math
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
+from sfumato.calibration.abstention import answer_limit, conformal_radius
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import ConditionalLogits
 from sfumato.calibration.platt import fit_logits
-from sfumato.calibration.query_scores import N_STEPS, QueryScores, growth_by_halving
+from sfumato.calibration.query_scores import N_STEPS, QueryScores, _mean_of_groups, growth_by_halving
 from sfumato.errors import UserError
 
 # Three queries, four items; the third query has two matches, and its closest item is none of them.
@@ -276,6 +278,87 @@ def test_abstention_by_hand():
         False,
         True,
     ]
+
+
+def captions(random, n_images, correlation, slope=0.0):
+    """Five captions an image whose distances and outcomes share a part: ((5 n,) distance, right, image).
+
+    About 10.5 % are wrong; with a slope the farther ones more often.
+    """
+    image = np.repeat(np.arange(n_images), 5)
+    shared = random.standard_normal((2, n_images))[:, image]
+    own = random.standard_normal((2, 5 * n_images))
+    distance, luck = math.sqrt(correlation) * shared + math.sqrt(1 - correlation) * own
+    right = luck < 1.255 * math.sqrt(1 + slope**2) - slope * distance
+    return distance, right, image
+
+
+def broken(correlation, *, grouped, slope=0.0, risk=0.1, n_sets=200):
+    """Of held-out sets of 150 images, the fraction whose limit allows more than the risk, and that is certified."""
+    random = np.random.default_rng(int(100 * correlation))
+    distance, right, _ = captions(random, 200_000, correlation, slope)
+    above = certified = 0
+    for _ in range(n_sets):
+        d, y, image = captions(random, 150, correlation, slope)
+        closest, other = np.where(y, d, d + 9), np.where(y, d + 9, d)
+        group = tuple(image.tolist()) if grouped else ()
+        scores = QueryScores(9, 0, 1.0, 0.0, tuple(closest), tuple(closest), tuple(other), (0.0,) * N_STEPS, group)
+        try:
+            limit = answer_limit(scores, risk)
+        except ValueError:
+            continue
+        certified += 1
+        above += (~right[distance < limit]).mean() > risk
+    return above / n_sets, certified / n_sets
+
+
+# 90 % confidence: of 200 sets 20 are expected to break the risk at most. 34 of 200 have a probability of .001.
+@pytest.mark.parametrize("slope", [0.0, 1.0])
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8])
+def test_the_risk_holds_with_five_captions_an_image(correlation, slope):
+    assert broken(correlation, grouped=True, slope=slope)[0] < 0.17
+
+
+def test_a_lower_risk_is_certified_with_groups_too():
+    assert broken(0.5, grouped=True, slope=1.0)[1] > 0.8
+
+
+def test_captions_that_are_taken_for_independent_break_the_risk():
+    assert broken(0.8, grouped=False)[0] > 0.1
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.8])
+def test_sets_cover_a_caption_of_a_new_image(correlation):
+    random, inside = np.random.default_rng(8), []
+    for _ in range(400):
+        d, _, image = captions(random, 60, correlation)
+        scores = QueryScores(9, 0, 1.0, 0.0, tuple(d), tuple(d), tuple(d + 9), (0.0,) * N_STEPS, tuple(image.tolist()))
+        new, _, _ = captions(random, 40, correlation)
+        inside.append((new <= conformal_radius(scores, 0.1)).mean())
+    error = np.std(inside) / 20
+    assert 0.9 - 4.5 * error < np.mean(inside) < 0.93
+
+
+def test_groups_by_hand():
+    scores = replace(scores_of([0.1, 0.2, 0.3, 0.4]), group=(7, 7, 3, 5))
+    # Three groups and the new one: weights .5 .5 1 1 of 4. Half of 4 is reached by the third, 3 of 4 by the last.
+    assert conformal_radius(scores, 0.5) == pytest.approx(0.3)
+    assert conformal_radius(scores, 0.25) == pytest.approx(0.4)
+    assert conformal_radius(scores, 0.2) == math.inf
+    assert conformal_radius(scores, 0.8) == pytest.approx(0.2)
+
+
+def test_a_precision_of_groups_is_the_mean_of_their_means():
+    distance = torch.tensor([[0.1, 5.0], [0.1, 0.2], [0.1, 0.2]])
+    match = torch.tensor([[1, 0], [1, 0], [1, 0]])
+    alone = QueryScores.fit(distance, match)
+    together = QueryScores.fit(distance + 0.0, match, group=np.array([4, 9, 9]))
+    assert alone.groups.tolist() == [0, 1, 2] and together.groups.tolist() == [0, 1, 1]
+    wide = _mean_of_groups(np.array([[1.0], [0.5], [0.5], [np.nan]]), np.array([0, 1, 1, 2]))
+    assert wide.tolist() == [0.75]
+    assert QueryScores.from_json(json.loads(json.dumps(together.to_json()))) == together
+    with pytest.raises(ValueError, match="got 2 groups for 3 queries"):
+        QueryScores.fit(distance, match, group=np.zeros(2))
 
 
 def test_absent_matches_make_it_more_careful():

@@ -10,14 +10,15 @@ from typing import Literal
 import numpy as np
 
 from sfumato.calibration.query_scores import QueryScores, limits_of
-from sfumato.metrics.reliability import binomial_tail, mean_loss_p_value
+from sfumato.metrics.reliability import betting_p_value, binomial_tail, mean_loss_p_value
 
 
 def conformal_radius(scores: QueryScores, alpha: float, *, contains: Literal["any", "all"] = "any") -> float:
     """Distance within which a query's match lies with a probability of at least 1 - alpha.
 
     Split conformal prediction: the ceil((q + 1)(1 - alpha))-th smallest of q held-out scores. The probability is over
-    the held-out queries and the new one, which must be exchangeable; equal scores only raise it.
+    the held-out queries and the new one, which must be exchangeable; equal scores only raise it. With groups of queries
+    the groups must be exchangeable, and the queries within a group; each group counts once, a query of it in part.
 
     Args:
         scores: of q held-out queries.
@@ -30,22 +31,27 @@ def conformal_radius(scores: QueryScores, alpha: float, *, contains: Literal["an
     Raises:
         ValueError: alpha is outside of (0, 1), or contains is neither.
 
-    Paper: Vovk, Gammerman and Shafer, "Algorithmic learning in a random world", 2005; Papadopoulos et al., ECML 2002.
+    Paper: Vovk, Gammerman and Shafer, "Algorithmic learning in a random world", 2005; Papadopoulos et al., ECML 2002;
+        groups: Lee, Barber and Willett, "Distribution-free inference with hierarchical data", 2023.
     """
     if not 0 < alpha < 1:
         raise ValueError(f"conformal_radius: alpha must be between 0 and 1, got {alpha}")
     if contains not in ("any", "all"):
         raise ValueError(f"conformal_radius: contains must be 'any' or 'all', got {contains!r}")
-    values = np.sort(scores.closest_match if contains == "any" else scores.farthest_match)
-    rank = math.ceil((len(values) + 1) * (1 - alpha) - 1e-9)
-    return float(values[rank - 1]) if rank <= len(values) else math.inf
+    values, groups = np.array(scores.closest_match if contains == "any" else scores.farthest_match), scores.groups
+    order, sizes = np.argsort(values, kind="stable"), np.bincount(groups)
+    # Each group has the weight 1, and the new query's group too, at infinity.
+    weight = np.cumsum(1 / sizes[groups[order]])
+    rank = int(np.searchsorted(weight, (len(sizes) + 1) * (1 - alpha) - 1e-9))
+    return float(values[order[rank]]) if rank < len(values) else math.inf
 
 
 def precision_limit(scores: QueryScores, precision: float, *, confidence: float = 0.9) -> float:
     """The loosest distance below which items have the wanted precision.
 
     The precision is the mean, over the queries with an item below the limit, of the fraction of true matches among
-    their items below the limit. A limit passes with a Hoeffding-Bentkus p-value.
+    their items below the limit; with groups of queries the mean over the groups. A limit passes with a
+    Hoeffding-Bentkus p-value.
 
     Args:
         scores: of held-out queries.
@@ -61,11 +67,11 @@ def precision_limit(scores: QueryScores, precision: float, *, confidence: float 
     """
     _check_open("precision", precision)
     _check_open("confidence", confidence)
-    answered = _below(scores.nearest, scores.limits)
+    answered = [len(np.unique(scores.groups[scores.nearest < limit])) for limit in scores.limits]
     level = (1 - confidence) / len(answered)
     passing = [
         limit
-        for limit, n, value in zip(scores.limits.tolist(), answered.tolist(), scores.precision, strict=True)
+        for limit, n, value in zip(scores.limits.tolist(), answered, scores.precision, strict=True)
         if mean_loss_p_value(1 - value, n, 1 - precision) <= level
     ]
     if not passing:
@@ -82,8 +88,9 @@ def answer_limit(
     """The loosest distance of the closest item below which queries can be answered.
 
     Risk is the fraction of answered queries whose closest item is no match. A limit passes with an exact binomial
-    p-value. A query whose closest item is farther than that of every held-out query is never answered, because no
-    held-out query gives evidence for it.
+    p-value; with groups of queries, where the groups are independent and count alike, with the p-value of a bet on
+    their means (:func:`~sfumato.metrics.reliability.betting_p_value`). A query whose closest item is farther than
+    that of every held-out query is never answered, because no held-out query gives evidence for it.
 
     Args:
         scores: of held-out queries.
@@ -104,12 +111,9 @@ def answer_limit(
     _check_open("confidence", confidence)
     nearest, right = _with_absent(scores, absent, seed)
     limits = limits_of(nearest)
-    answered, wrong = _below(nearest, limits), _below(nearest[~right], limits)
     level = (1 - confidence) / len(limits)
     passing = [
-        limit
-        for limit, n, errors in zip(limits.tolist(), answered.tolist(), wrong.tolist(), strict=True)
-        if binomial_tail(errors, n, risk) <= level
+        limit for limit in limits.tolist() if _risk_p_value(nearest < limit, ~right, risk, scores.groups) <= level
     ]
     if not passing:
         raise ValueError(
@@ -132,6 +136,16 @@ def answered_fraction(scores: QueryScores, limit: float, *, absent: float = 0.0,
     """
     nearest, _ = _with_absent(scores, absent, seed)
     return float(_below(nearest, np.array([limit]))[0]) / len(nearest)
+
+
+def _risk_p_value(answered: np.ndarray, wrong: np.ndarray, risk: float, groups: np.ndarray) -> float:
+    """The p-value of "the risk of the answered queries exceeds the allowed one"."""
+    sizes = np.bincount(groups)
+    if len(sizes) == len(groups):
+        return binomial_tail(int((answered & wrong).sum()), int(answered.sum()), risk)
+    # Of each group: the fraction of wrong answers minus the allowed one, raised by risk, so in [0, 1].
+    excess = np.bincount(groups, np.where(answered, wrong - risk, 0.0)) / sizes
+    return betting_p_value(excess + risk, risk)
 
 
 def _below(values: np.ndarray, limits: np.ndarray) -> np.ndarray:

@@ -31,7 +31,8 @@ class QueryScores:
         closest_match, farthest_match: (q,) distance of each query to its closest and its farthest true match.
         closest_other: (q,) distance to the closest item that is no match; infinite if all are.
         precision: (N_STEPS,) for each of :attr:`limits` the mean, over the queries with an item below it, of the
-            fraction of true matches among the items below it.
+            fraction of true matches among the items below it. With groups the mean over the groups of their means.
+        group: (q,) queries with equal numbers are not independent, like the captions of one image; empty if all are.
     """
 
     n_gallery: int
@@ -42,15 +43,19 @@ class QueryScores:
     farthest_match: tuple[float, ...]
     closest_other: tuple[float, ...]
     precision: tuple[float, ...]
+    group: tuple[int, ...] = ()
 
     @classmethod
-    def fit(cls, distance: Tensor, match: Tensor, *, growth: float | None = None) -> "QueryScores":
+    def fit(
+        cls, distance: Tensor, match: Tensor, *, growth: float | None = None, group: np.ndarray | None = None
+    ) -> "QueryScores":
         """Scores from all distances between some queries and a gallery.
 
         Args:
             distance: (q, m) smaller is closer; kept in float32.
             match: (q, m) bool, or 0 and 1.
             growth: see :class:`QueryScores`; None measures it by halving the gallery in expectation.
+            group: (q,) see :class:`QueryScores`; None if all queries are independent.
 
         Returns:
             The scores of the queries with a match.
@@ -58,17 +63,21 @@ class QueryScores:
         Raises:
             ValueError: shapes differ, a distance is not finite, labels are not 0 and 1, or no query has a match.
         """
-        return cls.from_blocks(lambda: [(distance, match)], growth=growth)
+        return cls.from_blocks(lambda: [(distance, match)], growth=growth, group=group)
 
     @classmethod
     def from_blocks(
-        cls, blocks: Callable[[], Iterable[tuple[Tensor, Tensor]]], *, growth: float | None = None
+        cls,
+        blocks: Callable[[], Iterable[tuple[Tensor, Tensor]]],
+        *,
+        growth: float | None = None,
+        group: np.ndarray | None = None,
     ) -> "QueryScores":
         """Scores from distances that do not fit into memory, see :meth:`fit`.
 
         Args:
             blocks: called twice; gives (distance, match) of a few queries at a time, always to the whole gallery.
-            growth: see :meth:`fit`.
+            growth, group: see :meth:`fit`.
 
         Returns:
             The scores of the queries with a match.
@@ -89,13 +98,13 @@ class QueryScores:
         if not kept.shape[1]:
             raise ValueError("QueryScores: no query has a match in the gallery")
         m = sizes.pop()
+        if group is not None and len(group) != len(count):
+            raise ValueError(f"QueryScores: got {len(group)} groups for {len(count)} queries; give one for each")
+        together = np.arange(len(count)) if group is None else np.unique(group, return_inverse=True)[1]
+        together = together[count > 0]
         limits = limits_of(np.minimum(kept[1], kept[3]))
-        answered, total = np.zeros(len(limits)), np.zeros(len(limits))
-        for distance, match in blocks():
-            distance, match = _checked(distance, match)
-            has = match.any(1)
-            a, t = _precision_sums(distance[has], match[has], limits)
-            answered, total = answered + a, total + t
+        checked = (_checked(distance, match) for distance, match in blocks())
+        precision = np.concatenate([_precision(d[y.any(1)], y[y.any(1)], limits) for d, y in checked])
         return cls(
             n_gallery=m,
             n_left_out=int((count == 0).sum()),
@@ -104,13 +113,22 @@ class QueryScores:
             closest_match=tuple(kept[1].tolist()),
             farthest_match=tuple(kept[2].tolist()),
             closest_other=tuple(kept[3].tolist()),
-            precision=tuple((total / np.maximum(answered, 1)).tolist()),
+            precision=tuple(_mean_of_groups(precision, together).tolist()),
+            group=() if group is None else tuple(together.tolist()),
         )
 
     @cached_property
     def nearest(self) -> np.ndarray:
         """(q,) distance of each query to its closest item."""
         return np.minimum(self.closest_match, self.closest_other)
+
+    @cached_property
+    def groups(self) -> np.ndarray:
+        """(q,) number of the group of each query, from 0 on; each its own if all queries are independent."""
+        found: np.ndarray = (
+            np.unique(self.group, return_inverse=True)[1] if self.group else np.arange(len(self.nearest))
+        )
+        return found
 
     @cached_property
     def limits(self) -> np.ndarray:
@@ -123,7 +141,7 @@ class QueryScores:
         Returns:
             JSON values; infinite distances become null.
         """
-        values = {name: getattr(self, name) for name in _PLAIN}
+        values = {name: getattr(self, name) for name in (*_PLAIN, "group")}
         return values | {name: [_shortest(x) for x in getattr(self, name)] for name in _PER_QUERY}
 
     @classmethod
@@ -135,11 +153,18 @@ class QueryScores:
 
         Returns:
             The scores.
+
+        Raises:
+            ValueError: the number of groups is not that of the queries.
         """
         read: dict[str, Any] = {name: values[name] for name in _PLAIN}
-        read["precision"] = tuple(values["precision"])
+        read["precision"], read["group"] = tuple(values["precision"]), tuple(values.get("group", ()))
         for name in _PER_QUERY:
             read[name] = tuple(math.inf if x is None else float(np.float32(x)) for x in values[name])
+        if len(read["group"]) not in (0, len(read["closest_match"])):
+            raise ValueError(
+                f"QueryScores: got {len(read['group'])} groups for {len(read['closest_match'])} queries; calibrate again"
+            )
         return cls(**read)
 
 
@@ -211,15 +236,25 @@ def _scores_of(distance: Tensor, match: Tensor) -> tuple[int, np.ndarray]:
     return distance.shape[1], torch.stack(rows).numpy()
 
 
-def _precision_sums(distance: Tensor, match: Tensor, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each limit the number of queries with an item below it, and the sum of their precisions."""
-    answered, total = [], []
+def _precision(distance: Tensor, match: Tensor, limits: np.ndarray) -> np.ndarray:
+    """(q, limits) fraction of matches among the items of each query below each limit; NaN where there is none."""
+    columns = []
     for limit in limits.tolist():
         below = distance < limit
-        n = below.sum(1)
-        answered.append(float((n > 0).sum()))
-        total.append(float(((below & match).sum(1) / n.clamp_min(1)).double().sum()))
-    return np.array(answered), np.array(total)
+        columns.append((below & match).sum(1).double() / below.sum(1))
+    return torch.stack(columns, dim=1).numpy()
+
+
+def _mean_of_groups(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """(limits,) mean over groups of the means of their values that are not NaN; 0 where there are none."""
+    n = int(groups.max()) + 1
+    means = []
+    for column in values.T:
+        known = ~np.isnan(column)
+        count = np.bincount(groups[known], minlength=n)
+        total = np.bincount(groups[known], column[known], minlength=n)
+        means.append((total[count > 0] / count[count > 0]).mean() if known.any() else 0.0)
+    return np.array(means)
 
 
 def _shortest(x: float) -> float | None:

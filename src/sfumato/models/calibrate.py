@@ -36,13 +36,15 @@ class _HeldOut:
 
     Attributes:
         blocks: gives (distance, match) of a few queries at a time to all m items.
-        half: (q,) bool, the half that each query belongs to; queries of one image are in one half.
+        half: (q,) bool, the half that each query belongs to; queries of one group are in one half.
         galleries: (m,) which items are in a gallery, and (q,) which queries it is asked.
+        group: (q,) queries of images of one concept have one number.
     """
 
     blocks: Callable[[], Iterator[tuple[Tensor, Tensor]]]
     half: np.ndarray
     galleries: Sequence[tuple[np.ndarray, np.ndarray]]
+    group: np.ndarray
 
     def with_half(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(half, distance, match) of a few queries at a time."""
@@ -90,16 +92,20 @@ class _Split:
             for part in np.array_split(rng.permutation(every_image), n_parts)
             if len(part) > 1
         ]
-        half = rng.permutation(self.images.n) % 2 == 0
+        group = np.unique(self.data.groups, return_inverse=True)[1]
+        half = (rng.permutation(int(group.max()) + 1) % 2 == 0)[group]
         own_image = np.argmax(self.data.match(every_image, texts), axis=0)
         beside = [np.any(self.data.match(part, every_text), axis=0) for part in deals]
         asked = [np.isin(images, part) for part in deals]
         return {
-            "i2t": _HeldOut(lambda: self.of_images(images), half[images], list(zip(beside, asked, strict=True))),
+            "i2t": _HeldOut(
+                lambda: self.of_images(images), half[images], list(zip(beside, asked, strict=True)), group[images]
+            ),
             "t2i": _HeldOut(
                 lambda: self.of_texts(texts),
                 half[own_image],
                 [(np.isin(every_image, part), np.ones(len(texts), bool)) for part in deals],
+                group[own_image],
             ),
         }
 
@@ -150,7 +156,9 @@ def calibrate_split(
     base = Calibration.fit(d, match, method=method)
     queries = whole.queries(_some(n, max_queries, seed), _some(m, max_queries, seed), population, seed)
     scores = {
-        direction: QueryScores.from_blocks(held_out.blocks, growth=0.0 if direction == "i2t" else None)
+        direction: QueryScores.from_blocks(
+            held_out.blocks, growth=0.0 if direction == "i2t" else None, group=held_out.group
+        )
         for direction, held_out in queries.items()
     }
     of_hits, conditional = dict[Direction, QueryScores](), dict[Direction, ConditionalLogits]()
@@ -190,7 +198,7 @@ def _hits(
             by_false, by_true = (fit.logit(z, nearest, z.shape[1]) for fit in (of_false, of_true))
             yield -torch.where(half.unsqueeze(1), by_false, by_true).float(), match
 
-    return QueryScores.from_blocks(blocks, growth=of_distances.growth), fitted
+    return QueryScores.from_blocks(blocks, growth=of_distances.growth, group=queries.group), fitted
 
 
 def _nearest_items(

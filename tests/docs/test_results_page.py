@@ -1,0 +1,48 @@
+"""The page Results and the README's family table are what benchmarks/results_page.py makes of the result files."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("results_page", ROOT / "benchmarks" / "results_page.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["results_page"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_that_of_the_files(script):
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(script.all_results())
+
+
+def test_the_readme_has_the_table_of_the_files(script):
+    readme = script.README.read_text(encoding="utf-8")
+    assert script.with_family(readme, script.all_results()) == readme
+    assert readme.count(script.BEGIN) == readme.count(script.END) == 1
+
+
+def test_a_changed_figure_changes_page_and_table(script):
+    results = script.all_results()
+    changed = json.loads(json.dumps(results))
+    figures = next(iter(changed["emoji"]["table"].values()))["figures"]
+    figures["t2i recall@1"]["mean"] += 1
+    assert script.page(changed) != script.page(results)
+    assert script.readme_table(changed) != script.readme_table(results)
+
+
+def test_every_method_of_a_file_has_a_name_and_every_figure_a_baseline(script):
+    for family, result in script.all_results().items():
+        assert result["seeds"] == [0, 1, 2] and result["commit"]
+        for recipe, row in result["table"].items():
+            assert script.method(recipe)
+            assert set(row["validation scores"]) == {f"{rate:g}" for rate in result["rates"]}
+            main = next(iter(script.COLUMNS[family].values()))
+            assert row["chance"][main] > 0 and row["figures"][main]["mean"] > 0
