@@ -1,7 +1,8 @@
 """Calibrated probabilities from distances: Platt scaling, isotonic regression, abstention and conformal sets."""
 
 from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.conditional import ConditionalLogits
 from sfumato.calibration.platt import fit_logits
 from sfumato.calibration.query_scores import QueryScores
 
-__all__ = ["Calibration", "QueryScores", "fit_logits"]
+__all__ = ["Calibration", "ConditionalLogits", "QueryScores", "fit_logits"]

@@ -163,7 +163,8 @@ class QueryScores:
             read[name] = tuple(math.inf if x is None else float(np.float32(x)) for x in values[name])
         if len(read["group"]) not in (0, len(read["closest_match"])):
             raise ValueError(
-                f"QueryScores: got {len(read['group'])} groups for {len(read['closest_match'])} queries; calibrate again"
+                f"QueryScores: got {len(read['group'])} groups for {len(read['closest_match'])} queries;"
+                " calibrate again"
             )
         return cls(**read)
 
