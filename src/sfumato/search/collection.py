@@ -380,8 +380,8 @@ class GaussianCollection(Gallery):
         taken = self._sampler.sample(self.n_sample, size=size, changed=self._changed)
         sample, scorer = taken.records, self.scorer
         if filter is not None:
-            told = enumerate(zip(sample.payloads, sample.uncertainty.tolist(), strict=True))
-            sample = sample.take([i for i, (payload, variance) in told if filter.accepts(payload, variance)])
+            columns = zip(sample.payloads, sample.uncertainty.tolist(), strict=True)
+            sample = sample.take([i for i, (payload, u) in enumerate(columns) if filter.accepts(payload, u)])
         rest = self._distances(queries, sample, products=True)
         if len(sample) >= n and taken.changed == self._changed:
             probability = scorer.match_probability(rest, n, scorer.nearest(rest))
