@@ -509,7 +509,8 @@ def write_at_random(url, run):
 def test_what_was_acknowledged_survives_kill_9(engine, tmp_path):
     if engine != "flat":
         pytest.importorskip("faiss", reason="needs the extra faiss")
-    url = f"{tmp_path}/store?engine={engine}&exact_below=100"
+    every_list = "" if engine == "flat" else "&n_probe=10000"  # What is searched must be found, so in all lists.
+    url = f"{tmp_path}/store?engine={engine}&exact_below=100{every_list}"
     create_store(url, 3, FINGERPRINT).close()
     chance, expected, steps = random.Random(4), {}, 0
     for run in range(4):
