@@ -263,25 +263,27 @@ def print_search(result: dict[str, Any]) -> None:
     Args:
         result: of :func:`~sfumato.models.galleries.describe`.
     """
-    print(f"{result['query']}   about {result['expected_matches']:.1f} matches expected")
-    if result["calibrated"]:
+    calibrated = result["calibrated"]
+    if calibrated:
+        print(f"{result['query']}   about {result['expected_matches']:.1f} matches expected")
         print(f"  {result['verdict']}")
     else:
-        print("  The probabilities are not calibrated for such queries: only their order is meaningful.")
-    _print_hits(result["hits"], result["distance"])
+        print(f"{result['query']}   (by distance: match probabilities are not calibrated for such queries)")
+    _print_hits(result["hits"], result["distance"], calibrated)
     if not result["hits"]:
         print("  no item reaches this probability")
     if (found := result["conformal_set"]) is not None:
         print(f"  conformal set of the requested coverage: {len(found)} items")
-        _print_hits(found[:_SET_SHOWN], result["distance"])
+        _print_hits(found[:_SET_SHOWN], result["distance"], calibrated)
         if len(found) > _SET_SHOWN:
             print(f"  ... and {len(found) - _SET_SHOWN} more; --json prints all")
 
 
-def _print_hits(hits: list[dict[str, Any]], distance: str) -> None:
+def _print_hits(hits: list[dict[str, Any]], distance: str, calibrated: bool) -> None:
     for hit in hits:
         label = f"  {hit['label']}" if hit.get("label") else ""
-        print(f"  {hit['match_probability']:7.1%}  {distance} {hit['distance']:.4f}  {hit['id']}{label}")
+        probability = f"  {hit['match_probability']:7.1%}" if calibrated else ""
+        print(f"{probability}  {distance} {hit['distance']:.4f}  {hit['id']}{label}")
 
 
 _SET_SHOWN = 20
