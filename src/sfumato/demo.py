@@ -187,7 +187,7 @@ def _described(
         true = set(data.pairs[data.pairs[:, 0] == position, 1].tolist())
         rows = [
             {"text": data.texts[t], "kind": data.text_kinds[t], "pct": probability(p), "true": t in true}
-            for t, p in zip(closest[0].tolist(), probabilities, strict=False)
+            for t, p in zip(closest[0, :8].tolist(), probabilities, strict=True)
         ]
         described.append({"src": pictures[data.image_ids[position]], "label": names[code], "texts": rows})
     return described

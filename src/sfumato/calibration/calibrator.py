@@ -3,9 +3,10 @@ r"""The calibration of a model on held-out pairs: match probabilities, threshold
 It has three parts. The probability of a random pair is a function of the distance (Platt or isotonic) and of how rare
 matches are, so it changes with the size of the gallery. The probability of a hit also depends on the nearest items of
 its query (:class:`~sfumato.calibration.conditional.ConditionalLogits`); searches show it. The guarantees (a wanted
-precision, a risk among answered queries, a set that contains a match) use only the scores of single held-out queries
-(:class:`QueryScores`), and no fitted values. docs/concepts/calibration.md derives them and states for which queries
-they hold. The inputs are distances and labels of any source.
+precision, a risk among answered queries, a set that contains a match) count held-out queries by their scores
+(:class:`QueryScores`): distances for sets, logits of hits for precision and risk, each half of the queries scored by
+the fit on the other. docs/concepts/calibration.md derives them and states for which queries they hold. The inputs are
+distances and labels of any source.
 """
 
 import json
@@ -288,7 +289,8 @@ class Calibration:
             direction: of the queries.
             confidence: lower limit of the probability over held-out sets that the risk holds on new queries of the same
                 kind.
-            absent: expected fraction of queries without any match in the gallery.
+            absent: expected fraction of queries without any match in the gallery. With logits of hits the matches of
+                these queries still count among their nearest items, so the guarantee is approximate.
             seed: seed of the random choice of held-out queries that represent these, see
                 :func:`~sfumato.calibration.abstention.answer_limit`.
 

@@ -105,11 +105,7 @@ def brier_score(probability: Tensor, match: Tensor) -> float:
     Raises:
         ValueError: shapes differ, or there are no predictions.
     """
-    if probability.shape != match.shape or probability.ndim != 1 or not len(probability):
-        raise ValueError(
-            f"brier_score: got {tuple(probability.shape)} probabilities for {tuple(match.shape)} labels;"
-            " both must be (k,), k >= 1"
-        )
+    _check_predictions("brier_score", probability, match)
     return float((probability.double() - match.double()).square().mean())
 
 
@@ -126,11 +122,7 @@ def log_loss(probability: Tensor, match: Tensor) -> float:
     Raises:
         ValueError: shapes differ, or there are no predictions.
     """
-    if probability.shape != match.shape or probability.ndim != 1 or not len(probability):
-        raise ValueError(
-            f"log_loss: got {tuple(probability.shape)} probabilities for {tuple(match.shape)} labels; both must be"
-            " (k,), k >= 1"
-        )
+    _check_predictions("log_loss", probability, match)
     p, y = probability.double().clamp(1e-12, 1 - 1e-12), match.double()
     return float(-(y * p.log() + (1 - y) * (1 - p).log()).mean())
 
@@ -328,6 +320,14 @@ def betting_p_value(values: np.ndarray, limit: float, *, seed: int = 0) -> float
     stake = np.minimum(lead / (squares + lead**2), 0.75 / (1 - limit))
     capital = np.cumsum(np.log1p(stake * (limit - x)))
     return float(np.exp(-max(0.0, float(capital.max(initial=0.0)))))
+
+
+def _check_predictions(who: str, probability: Tensor, match: Tensor) -> None:
+    if probability.shape != match.shape or probability.ndim != 1 or not len(probability):
+        raise ValueError(
+            f"{who}: got {tuple(probability.shape)} probabilities for {tuple(match.shape)} labels;"
+            " both must be (k,), k >= 1"
+        )
 
 
 def _check_confidence(who: str, confidence: float) -> None:

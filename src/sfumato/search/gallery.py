@@ -578,8 +578,8 @@ class Verdict:
 def verdict(expected_matches: float, best_probability: float, abstained: bool | None = None) -> Verdict:
     """Put a search result into words.
 
-    The limits were chosen on validation data; docs/concepts/calibration.md has the precision and the recall of each
-    verdict.
+    The limits were chosen on validation data; docs/experiments/2026-11-22-hits.md has the precision and the recall of
+    "many" and "clear".
 
     Args:
         expected_matches: sum of the match probabilities over the gallery.

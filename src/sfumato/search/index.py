@@ -267,7 +267,7 @@ class GaussianIndex(Gallery):
         return closest_candidates(queries, self.embeddings, candidates, self.oriented_distance)
 
     def _head(self, queries: GaussianEmbedding) -> tuple[Tensor, Tensor]:
-        """About the c closest items by the engine, with its own distances: ((n, c) distances, (n, c) positions)."""
+        """About the _HEAD closest items by the engine, with its own distances: ((n, c) distances, (n, c) positions)."""
         if self.store is None:
             return self._nearest(queries, _HEAD)
         squared, found = self.store.search(lift_queries(queries, self.distance, centre=self.centre), _HEAD)
