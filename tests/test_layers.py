@@ -63,7 +63,9 @@ PARTS: dict[str, set[str]] = {
         "search",
     },
     "training": {
+        "calibration",
         "data",
+        "direction",
         "distances",
         "encoders",
         "errors",
@@ -74,6 +76,7 @@ PARTS: dict[str, set[str]] = {
         "metrics",
         "models",
         "progress",
+        "search",
     },
     "studies": {
         "data",
@@ -191,7 +194,7 @@ FLOORS: dict[str, list[str]] = {
     "evaluation": [
         "estimators ground_truth hits protocols published",
         "benchmark_ground_truths trust",
-        "benchmarks",
+        "ambiguity benchmarks",
         "per_query strategies",
         "embedded_input",
         "compare",
@@ -205,7 +208,7 @@ FLOORS: dict[str, list[str]] = {
     ],
     "training": [
         "optim step",
-        "batches",
+        "batches variance_stage",
         "setup",
         "loop",
         "ablation",

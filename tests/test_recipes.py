@@ -134,7 +134,7 @@ def test_published_figures_stand_in_the_paper(name, shared):
         ("train.batch_size=1", "train.batch_size"),
         ("loss.name=foo", "loss.name: unknown 'foo'; known: daa, infonce, pcme, pcmepp"),
         ("model.variance=false", "loss.beta must be 0 when model.variance=false"),
-        ("spread.epochs=1", "loss.distance='csd' ranks by them; use squared_l2"),
+        ("loss.distance=csd", "loss.distance='csd' ranks by them; use squared_l2"),
         ("model.variance_bounds=[0.1, 10]", "must lie between model.variance_bounds, 0.1 and 10 each; e.g. "),
         ("model.mlp_width=64", "model.mlp_width needs model.mlp or model.variance_mlp"),
         ("model.local_attention_of=mean", "model.local_attention_of='mean' needs model.local_attention=true"),

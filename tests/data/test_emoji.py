@@ -10,6 +10,7 @@ import pytest
 
 from sfumato.data.emoji import KINDS, emoji_names, load_emoji
 from sfumato.data.pairs import PairSampler
+from sfumato.data.sources import DataConfig
 from sfumato.data.transforms import decode_image
 
 FOLDER = resources.files("sfumato.data") / "emoji_set"
@@ -54,6 +55,43 @@ def test_a_concepts_part_depends_on_nothing_but_itself(splits):
     assert set(load_emoji(val_fraction=0.1)["val"].image_ids) < set(splits["val"].image_ids)
     other = {concept_of(i) for i in load_emoji(held_out_style="noto")["val"].image_ids}
     assert {concept_of(i) for i in splits["val"].image_ids} <= other
+
+
+def test_held_out_wordings_are_in_no_training_pair_and_each_is_held_out_once(splits):
+    parts = [load_emoji(held_out_wordings=f"{k}/5") for k in range(5)]
+    times = Counter()
+    for part in parts:
+        new = set(part["wordings"].texts)
+        assert not new & set(part["train"].texts) and len(part["train"].image_ids) == len(splits["train"].image_ids)
+        assert part["test"].texts == splits["test"].texts and part["val"].texts == splits["val"].texts
+        missing = set(splits["train"].texts) - set(part["train"].texts)
+        assert new == missing & set(splits["test"].texts)
+        times.update(missing)
+    assert set(times) == set(splits["train"].texts) and set(times.values()) == {1}
+    kinds = [Counter(part["wordings"].text_kinds) for part in parts]
+    counts = [np.bincount(part["wordings"].pairs[:, 1]) for part in parts]
+    for kind in KINDS:  # Parts are alike: a random deal would differ by more.
+        assert max(k[kind] for k in kinds) - min(k[kind] for k in kinds) < 0.1 * sum(k[kind] for k in kinds) / 5 + 9
+    assert max(map(len, counts)) - min(map(len, counts)) < 30
+
+
+def test_held_out_concepts_are_absent_in_all_styles_with_their_own_names(splits):
+    part = load_emoji(held_out_concepts="3/10")
+    new = {concept_of(i) for i in part["concepts"].image_ids}
+    assert 170 < len(new) < 200 and not new & {concept_of(i) for i in part["train"].image_ids}
+    assert {i.split("/")[1] for i in part["concepts"].image_ids} == {"fluent3d"}
+    everyone = {concept_of(i) for i in splits["train"].image_ids}
+    missing = everyone - {concept_of(i) for i in part["train"].image_ids}
+    assert new == missing & {concept_of(i) for i in splits["style"].image_ids} and 185 < len(missing) < 197
+    names = {t for t, kind in zip(part["concepts"].texts, part["concepts"].text_kinds, strict=True) if kind == "name"}
+    assert len(names - set(part["train"].texts)) > 100
+
+
+def test_a_part_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="expected a part I/K"):
+        load_emoji(held_out_wordings="5/5")
+    with pytest.raises(ValueError, match=r"data\.options\.held_out_concepts: .*expected a part I/K"):
+        DataConfig(options={"held_out_concepts": "10"})
 
 
 def test_names_and_tags_are_true_of_exactly_the_concepts_that_carry_them(splits, concepts):

@@ -85,8 +85,8 @@ def test_options_pass_the_model_of_the_source(toy, options, message):
 
 
 def test_options_of_a_source_that_has_none():
-    with pytest.raises(ValidationError, match="data.source='emoji' takes no options; leave out n out"):
-        DataConfig(source="emoji", options={"n": 1})
+    with pytest.raises(ValidationError, match="data.source='folder' takes no options; leave out n "):
+        DataConfig(source="folder", path="data", options={"n": 1})
 
 
 def test_an_unknown_source_lists_the_known_ones(tmp_path):

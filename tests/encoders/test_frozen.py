@@ -131,6 +131,18 @@ def test_a_pooled_text_is_the_average_of_its_tokens():
         np.testing.assert_allclose(average[0], of_tokens.astype(float).mean(0), atol=2e-3)
 
 
+def test_layers_stand_side_by_side_and_the_last_is_the_usual_one():
+    texts = ["a red fox", "dog"]
+    usual, both = (text_backbone("minilm-l6-v2", pooled=True, layers=layers) for layers in ((), (0, 6)))
+    assert (usual.channels, both.channels) == (384, 768) and usual.fingerprint != both.fingerprint
+    for alone, beside in zip(usual(texts), both(texts), strict=True):
+        assert beside.shape == (1, 768)
+        np.testing.assert_allclose(beside[:, 384:], alone, atol=2e-3)
+        assert np.abs(beside[:, :384] - alone).max() > 0.1
+    with pytest.raises(UserError, match=r"model\.text\.layers: .* has the layers 0 to 6, got 7"):
+        text_backbone("minilm-l6-v2", layers=(7,))
+
+
 def test_the_hidden_network_reads_the_average_token():
     torch.manual_seed(0)
     head = GaussianHead(5, 4, HeadOptions(pooling="average", hidden=7, normalize=False, variance=False)).eval()

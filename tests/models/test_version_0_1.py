@@ -66,7 +66,7 @@ def test_its_recipe_is_read_unchanged(run):
     assert recipe.data.equal_texts == "separate" == load_run(run).recipe.data.equal_texts
     assert load_recipe(run / "recipe.toml").data.equal_texts == "merged", "a recipe that nobody has run yet"
     assert (recipe.model.image.kind, recipe.model.image.width, recipe.model.text.vocabulary) == ("small", 2, 48)
-    assert (recipe.data.source, recipe.data.path, recipe.spread.epochs) == ("folder", "data", 0)
+    assert (recipe.data.source, recipe.data.path, recipe.variance_stage.epochs) == ("folder", "data", 0)
     assert (recipe.train.epochs, recipe.optim.lr, recipe.model.pooling) == (40, 1e-2, "average")
 
 

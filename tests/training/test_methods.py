@@ -89,7 +89,7 @@ METHODS = {
     ),
     "local attention on small towers": ("emoji-pcmepp", ["model.local_attention=true"]),
     "prolip": ("emoji-pcmepp", ["loss.name=prolip", "loss.inclusion_weight=1e-7"]),
-    "pcmepp with a second stage": ("emoji-ambiguity", ["spread.epochs=1"]),
+    "pcmepp with a second stage": ("emoji-ambiguity", ["variance_stage.epochs=1"]),
     "noisy pcmepp": ("emoji-pcmepp", ["data.noise_rate=0.2"]),
     "clip towers": ("emoji-pcmepp", CLIP),
     "clip towers with unc": (

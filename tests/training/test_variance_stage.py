@@ -6,12 +6,18 @@ import torch
 from safetensors.torch import load_file
 from support.toy import make_toy
 
+from sfumato.calibration.platt import fit_logits
 from sfumato.encoders.dual import Tower
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.processors import TokenProcessor, train_tokenizer
 from sfumato.encoders.small import SmallTextEncoder
+from sfumato.errors import UserError
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.uncertainty import spearman
 from sfumato.models.recipe import VarianceStageConfig, load_recipe
-from sfumato.training.loop import fit, fit_variance_stage
+from sfumato.training.loop import fit
+from sfumato.training.variance_stage import fit_variance_stage, teacher_values
 
 WORDS = [f"{a} {b}" for a in ("red", "green", "blue", "pink") for b in ("circle", "square", "cross", "bar", "ring")]
 SPREAD = torch.linspace(0, 0.9, len(WORDS))[torch.randperm(len(WORDS), generator=torch.Generator().manual_seed(0))]
@@ -70,6 +76,65 @@ def test_points_are_refused():
         fit_variance_stage(built, store, SPREAD, np.arange(len(WORDS)), CONFIG, seed=0)
 
 
+def related(seed=0, n=120, m=80):
+    """Texts with 1 to 20 matching images: their means are near the mean of these."""
+    random = np.random.default_rng(seed)
+    images = torch.from_numpy(random.normal(size=(m, 16))).float()
+    lists = [random.choice(m, size=k, replace=False) for k in random.integers(1, 20, size=n)]
+    means = torch.stack([images[torch.from_numpy(own)].sum(0) / len(own) ** 0.5 for own in lists])
+    relevance = Relevance.from_lists(lists, n_gallery=m)
+    return GaussianEmbedding.point(means), GaussianEmbedding.point(images), relevance
+
+
+def test_listed_matches_are_their_scaled_logarithm():
+    texts, images, relevance = related()
+    found = teacher_values(VarianceStageConfig(teacher="listed_matches"), texts, images, relevance, "t2i").numpy()
+    log = np.log(relevance.counts)
+    low, high = np.quantile(log, [0.01, 0.99])
+    np.testing.assert_allclose(found, np.clip((log - low) / (high - low), 0, 1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("teacher", ["expected_matches", "match_entropy"])
+def test_an_estimator_teaches_its_value_over_the_training_gallery(teacher):
+    texts, images, relevance = related()
+    found = teacher_values(VarianceStageConfig(teacher=teacher), texts, images, relevance, "t2i").numpy()
+    distance = torch.cdist(texts.mean.double(), images.mean.double()).square()
+    scale, bias = fit_logits(distance, torch.from_numpy(relevance.to_dense()))
+    logit = bias - scale * distance
+    slow = {
+        "expected_matches": torch.sigmoid(logit).sum(1).log(),
+        "match_entropy": -(logit.softmax(1) * logit.log_softmax(1)).sum(1),
+    }[teacher].numpy()
+    low, high = np.quantile(slow, [0.01, 0.99])
+    np.testing.assert_allclose(found, np.clip((slow - low) / (high - low), 0, 1), atol=1e-4)
+
+
+def test_a_teacher_can_leave_the_own_matches_out_and_see_a_part_of_the_gallery():
+    texts, images, relevance = related()
+    whole, without, part = (
+        teacher_values(VarianceStageConfig(teacher="top1_mismatch", **o), texts, images, relevance, "t2i", seed=1)
+        for o in ({}, {"without_own": True}, {"n_gallery": 50})
+    )
+    assert not torch.equal(whole, without) and not torch.equal(whole, part)
+    assert spearman(whole.numpy(), part.numpy()) > 0.3
+
+
+@pytest.mark.parametrize("name", ["total_variance", "inclusion", "best"])
+def test_only_estimators_that_look_at_a_gallery_can_teach(name):
+    with pytest.raises(UserError, match="known: dispersion, listed_matches, expected_matches, match_entropy,"):
+        teacher_values(VarianceStageConfig(teacher=name), *related(), "t2i")
+
+
+def test_the_hidden_network_learns_what_was_taught():
+    built, store = tower(variance_hidden=32, hidden_dropout=0.2)
+    config = VarianceStageConfig(epochs=200, batch_size=5, lr=2e-3, weight_decay=0.01, floor=0.1)
+    before = built.embed(store).mean
+    state = torch.get_rng_state()
+    rank = fit_variance_stage(built, store, SPREAD, np.arange(len(WORDS)), config, seed=0)
+    assert rank > 0.9 and torch.equal(built.embed(store).mean, before)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
     return make_toy(tmp_path_factory.mktemp("toy"))
@@ -77,7 +142,7 @@ def toy(tmp_path_factory):
 
 def test_a_run_with_a_second_stage_differs_in_variances_alone_and_has_it_once(toy, capsys):
     files, own = [], ["data.equal_texts=separate", "loss.distance=squared_l2"]
-    for name, changes in {"plain": [], "spread": ["spread.epochs=3"]}.items():
+    for name, changes in {"plain": [], "spread": ["variance_stage.epochs=3"]}.items():
         folder = toy.parent / name
         recipe = load_recipe(toy, [*own, "loss.beta=0", "model.variance_mlp=true", *changes])
         fit(recipe, folder)
@@ -87,7 +152,7 @@ def test_a_run_with_a_second_stage_differs_in_variances_alone_and_has_it_once(to
     differing = {key for key in plain if not torch.equal(plain[key], spread[key])}
     assert differing and all(".head.log_var." in key for key in differing)
     said = capsys.readouterr().err
-    assert "fitted to the dispersion of their matches" in said and "each item has a single match" in said
+    assert "fitted to dispersion" in said and "as with a single match" in said
     fit(recipe, folder)  # A finished run: nothing happens again.
     again = load_file(folder / "model.safetensors")
     assert all(torch.equal(spread[key], again[key]) for key in spread)
@@ -95,7 +160,13 @@ def test_a_run_with_a_second_stage_differs_in_variances_alone_and_has_it_once(to
 
 
 def test_a_run_without_validation_has_it_too(toy):
-    changes = ["loss.distance=squared_l2", "loss.beta=0", "spread.epochs=2", "data.val_share=0", "train.epochs=1"]
+    changes = [
+        "loss.distance=squared_l2",
+        "loss.beta=0",
+        "variance_stage.epochs=2",
+        "data.val_share=0",
+        "train.epochs=1",
+    ]
     fit(load_recipe(toy, changes), toy.parent / "none")
     last, model = (load_file(toy.parent / "none" / f"{name}.safetensors") for name in ("last", "model"))
     differing = {key for key in model if not torch.equal(model[key], last[key])}

@@ -2,7 +2,8 @@
 
 Its ground truth is known and many-to-many: a name matches one concept, a tag matches all concepts with this tag, and a
 subgroup or group matches tens to hundreds of concepts. Training uses two drawing styles of all concepts. Validation and
-test use the third style, on disjoint parts of the concepts. Licences and sources lie beside the data in ``emoji_set``;
+test use the third style, on disjoint parts of the concepts. Wordings and concepts can be held out of training too, so
+that a figure can be that of new words and new things. Licences and sources lie beside the data in ``emoji_set``;
 scripts/build_emoji.py rebuilds it.
 """
 
@@ -14,9 +15,10 @@ from importlib import resources
 from typing import Any, Literal, get_args
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from sfumato.data.images import ZipImage
-from sfumato.data.pairs import PairData, normal_wording
+from sfumato.data.pairs import PairData, normal_wording, parse_part
 
 Style = Literal["noto", "twemoji", "fluent3d"]
 EmojiClasses = Literal["group", "subgroup"]
@@ -41,7 +43,33 @@ _SUBGROUPS = {
 }
 
 
-def load_emoji(*, held_out_style: Style = "fluent3d", val_fraction: float = 0.2) -> dict[str, PairData]:
+class EmojiOptions(BaseModel):
+    """Section ``data.options`` of the source "emoji"."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    held_out_wordings: str = Field(
+        "", description="I/K, e.g. 0/5: train without part I of K of the wordings; split wordings has these alone"
+    )
+    held_out_concepts: str = Field(
+        "", description="I/K, e.g. 0/10: train without part I of K of the concepts; split concepts has these alone"
+    )
+
+    @field_validator("held_out_wordings", "held_out_concepts")
+    @classmethod
+    def _part(cls, value: str) -> str:
+        if value:
+            parse_part(value)
+        return value
+
+
+def load_emoji(
+    *,
+    held_out_style: Style = "fluent3d",
+    val_fraction: float = 0.2,
+    held_out_wordings: str = "",
+    held_out_concepts: str = "",
+) -> dict[str, PairData]:
     """The splits of the emoji set.
 
     Equal wordings are one text: the tag "fox" and the name "fox" are one text, which matches all concepts with this tag
@@ -51,13 +79,23 @@ def load_emoji(*, held_out_style: Style = "fluent3d", val_fraction: float = 0.2)
         held_out_style: the drawing style of validation and test.
         val_fraction: fraction of the concepts in "val"; the rest are in "test". The split of a concept depends on its
             code point alone.
+        held_out_wordings: part I/K of the texts that training lacks, or "". The K parts are alike in kinds of texts and
+            in their numbers of matches.
+        held_out_concepts: part I/K of the concepts that training lacks, with the texts that match nothing else, or "".
 
     Returns:
         "train": the two other styles, where groups are concepts; "val" and "test": the held-out style on disjoint
-        concepts, with the texts that match at least one of them; "style": all concepts in the held-out style.
+        concepts, with the texts that match at least one of them; "style": all concepts in the held-out style. With
+        held_out_wordings "wordings": the split "test" with these texts alone. With held_out_concepts "concepts": these
+        concepts in the held-out style. "val", "test" and "style" have everything that is held out too.
 
     Raises:
-        ValueError: the style is unknown, or the fraction is not in (0, 1).
+        ValueError: the style is unknown, the fraction is not in (0, 1), or a part is not I/K.
+
+    Example:
+        >>> splits = load_emoji(held_out_wordings="0/5")
+        >>> set(splits["wordings"].texts) & set(splits["train"].texts)
+        set()
     """
     if held_out_style not in get_args(Style):
         raise ValueError(f"load_emoji: unknown style {held_out_style!r}; known: {', '.join(get_args(Style))}")
@@ -67,11 +105,19 @@ def load_emoji(*, held_out_style: Style = "fluent3d", val_fraction: float = 0.2)
     texts, kinds, pairs = _texts(concepts)
     archive = _archive()
 
-    def split(styles: list[str], chosen: list[int]) -> PairData:
+    new_text = np.zeros(len(texts), bool)
+    if held_out_wordings:
+        new_text = _wordings_of_part(texts, kinds, np.bincount(pairs[:, 1]), *parse_part(held_out_wordings))
+    new_concept = np.zeros(len(concepts), bool)
+    if held_out_concepts:
+        new_concept = _concepts_of_part([c["hexcode"] for c in concepts], *parse_part(held_out_concepts))
+
+    def split(styles: list[str], chosen: list[int], kept: np.ndarray | None = None) -> PairData:
         drawn = [(c, style) for c in chosen for style in styles if style in concepts[c]["styles"]]
         own = np.array([c for c, _ in drawn])
-        starts = np.searchsorted(pairs[:, 0], np.arange(len(concepts) + 1))
-        rows = [pairs[starts[c] : starts[c + 1], 1] for c in own]
+        of_kept = pairs if kept is None else pairs[kept[pairs[:, 1]]]
+        starts = np.searchsorted(of_kept[:, 0], np.arange(len(concepts) + 1))
+        rows = [of_kept[starts[c] : starts[c + 1], 1] for c in own]
         everything = PairData(
             tuple(f"{concepts[c]['hexcode']}/{style}" for c, style in drawn),
             tuple(ZipImage(archive, f"{style}/{concepts[c]['hexcode']}.png") for c, style in drawn),
@@ -87,12 +133,17 @@ def load_emoji(*, held_out_style: Style = "fluent3d", val_fraction: float = 0.2)
     val = [c for c in everyone if _uniform(concepts[c]["hexcode"]) < val_fraction]
     test = [c for c in everyone if _uniform(concepts[c]["hexcode"]) >= val_fraction]
     seen = [style for style in get_args(Style) if style != held_out_style]
-    return {
-        "train": split(seen, everyone),
+    splits = {
+        "train": split(seen, [c for c in everyone if not new_concept[c]], ~new_text),
         "val": split([held_out_style], val),
         "test": split([held_out_style], test),
         "style": split([held_out_style], everyone),
     }
+    if held_out_wordings:
+        splits["wordings"] = split([held_out_style], test, new_text)
+    if held_out_concepts:
+        splits["concepts"] = split([held_out_style], np.flatnonzero(new_concept).tolist())
+    return splits
 
 
 def emoji_names() -> dict[str, str]:
@@ -153,9 +204,27 @@ def _group_text(key: str) -> str:
     return key.replace("-", " & ")
 
 
-def _uniform(hexcode: str) -> float:
-    """A number in [0, 1) that depends on the concept alone."""
-    return int.from_bytes(hashlib.sha256(hexcode.encode()).digest()[:6], "big") / 2**48
+def _wordings_of_part(texts: list[str], kinds: list[str], counts: np.ndarray, part: int, of: int) -> np.ndarray:
+    """(m,) bool, the texts of a part: dealt by a hash within each kind and power of two of the number of matches."""
+    order = sorted(
+        range(len(texts)), key=lambda t: (kinds[t], int(counts[t]).bit_length(), _uniform("text " + texts[t]))
+    )
+    chosen = np.zeros(len(texts), bool)
+    chosen[order[part::of]] = True
+    return chosen
+
+
+def _concepts_of_part(hexcodes: list[str], part: int, of: int) -> np.ndarray:
+    """(n,) bool, the concepts of a part."""
+    order = sorted(range(len(hexcodes)), key=lambda c: _uniform("concept " + hexcodes[c]))
+    chosen = np.zeros(len(hexcodes), bool)
+    chosen[order[part::of]] = True
+    return chosen
+
+
+def _uniform(key: str) -> float:
+    """A number in [0, 1) that depends on the key alone, such as the code point of a concept."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "big") / 2**48
 
 
 @cache

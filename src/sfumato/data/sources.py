@@ -24,7 +24,7 @@ from pydantic import (
 
 from sfumato.data.cub import CubOptions, read_cub
 from sfumato.data.embedding_pairs import read_embedding_pairs
-from sfumato.data.emoji import Style, load_emoji
+from sfumato.data.emoji import EmojiOptions, Style, load_emoji
 from sfumato.data.folder import read_image_folder
 from sfumato.data.images import Problems
 from sfumato.data.karpathy import read_karpathy
@@ -128,7 +128,7 @@ class DataConfig(BaseModel):
         description="stop if a larger fraction of the training and validation images is unusable; up to three unusable"
         " images never stop a run",
     )
-    options: dict[str, Any] = Field(default={}, description="options of cub, or of a source from outside")
+    options: dict[str, Any] = Field(default={}, description="options of emoji, cub, or a source from outside")
 
     @model_validator(mode="before")
     @classmethod
@@ -227,7 +227,7 @@ class Source:
         """
         if self.options is None:
             if values:
-                raise ValueError(f"data.options: data.source={name!r} takes no options; leave out {min(values)} out")
+                raise ValueError(f"data.options: data.source={name!r} takes no options; leave out {min(values)}")
             return
         try:
             self.options.model_validate(values)
@@ -295,7 +295,8 @@ def get_source(name: str) -> Source:
 
 
 def _emoji(config: DataConfig, problems: Problems) -> dict[str, PairData]:
-    return load_emoji(held_out_style=config.held_out_style)
+    options = EmojiOptions.model_validate(config.options)
+    return load_emoji(held_out_style=config.held_out_style, **options.model_dump())
 
 
 def _manifest(config: DataConfig, problems: Problems) -> dict[str, PairData]:
@@ -358,7 +359,7 @@ def _existing(config: DataConfig) -> Path:
 
 
 SOURCES: dict[str, Source] = {
-    "emoji": Source(_emoji, needs_path=False),
+    "emoji": Source(_emoji, EmojiOptions, needs_path=False),
     "manifest": Source(_manifest, inputs="either"),
     "folder": Source(_folder),
     "karpathy": Source(_karpathy),

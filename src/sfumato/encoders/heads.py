@@ -248,6 +248,10 @@ class HeadOptions:
             code that its configurations leave off).
         variance_mlp: add a two-layer network to the linear map of the log variance; it starts with equally small
             weights.
+        variance_hidden: width of a network like ``hidden`` that is added to the log variance; 0 for none. It starts
+            with small weights.
+        item_offset: add a learnt number of each item, never negative, to all its squared distances. It is what the
+            total variance is under csd, so that a variance can mean something else; see :class:`GaussianHead`.
         init_total_variance: sum of the variances of an embedding at the start.
         covariance: "ellipsoidal": a variance for each dimension. One variance for all dimensions: "spherical-average",
             the average of those, or "spherical-one", the only output of the branch.
@@ -282,6 +286,8 @@ class HeadOptions:
     variance: bool = True
     variance_norm: bool = False
     variance_mlp: bool = False
+    variance_hidden: int = 0
+    item_offset: bool = False
     init_total_variance: float = 0.1
     covariance: Covariance = "ellipsoidal"
     variance_bounds: tuple[float, float] | None = None
@@ -291,8 +297,8 @@ class HeadOptions:
     variance_sigmoid: bool = False
 
     def __post_init__(self) -> None:
-        for name, width in (("mlp_width", self.mlp_width), ("hidden", self.hidden)):
-            if width < 0:
+        for name in ("mlp_width", "hidden", "variance_hidden"):
+            if (width := getattr(self, name)) < 0:
                 raise ValueError(f"GaussianHead: {name} must be at least 0, got {width}")
         if not 0 <= self.hidden_dropout < 1:
             raise ValueError(f"GaussianHead: hidden_dropout must be in [0, 1), got {self.hidden_dropout}")
@@ -314,6 +320,8 @@ class HeadOptions:
                 f"GaussianHead: embeddings must be 1, or more with variance=False; got {self.embeddings},"
                 f" variance={self.variance}"
             )
+        if self.embeddings > 1 and self.item_offset:
+            raise ValueError(f"GaussianHead: item_offset is for one embedding, got embeddings={self.embeddings}")
 
 
 class GaussianHead(nn.Module):
@@ -326,10 +334,15 @@ class GaussianHead(nn.Module):
 
     Under autocast the linear maps compute in its format; what they give, pooling and the embeddings have float32.
 
+    With ``item_offset`` the embeddings have d + 2 dimensions. The mean of an image is (m, sqrt(c), 0), that of a text
+    (m, 0, sqrt(c)), so that their squared distance is ||m_image - m_text||^2 + c_image + c_text: csd with the offsets
+    c > 0 as total variances. Stores and searches need to know nothing of it.
+
     Args:
         channels: c of the token features.
         dim: d of the embedding.
         options: see :class:`HeadOptions`.
+        side: whose head this is: the offsets of images and of texts have a dimension each.
         local_channels: width of the features for local attention, if an encoder has separate features for it; c if
             None.
 
@@ -339,13 +352,20 @@ class GaussianHead(nn.Module):
     """
 
     def __init__(
-        self, channels: int, dim: int, options: HeadOptions | None = None, *, local_channels: int | None = None
+        self,
+        channels: int,
+        dim: int,
+        options: HeadOptions | None = None,
+        *,
+        side: Literal["image", "text"] = "image",
+        local_channels: int | None = None,
     ) -> None:
         super().__init__()
         options = options or HeadOptions()
         if channels < 1 or dim < 1:
             raise ValueError(f"GaussianHead: channels and dim must be positive, got {channels}, {dim}")
-        self.normalize, self.dim, self.covariance = options.normalize, dim, options.covariance
+        self.normalize, self.covariance, self._side = options.normalize, options.covariance, side
+        self.dim = dim + 2 * options.item_offset
         variance, attended = options.variance, local_channels or channels
         of_mean = options.embeddings > 1 or (options.local_attention and options.local_attention_of != "variance")
         of_variance = variance and options.local_attention and options.local_attention_of != "mean"
@@ -353,26 +373,31 @@ class GaussianHead(nn.Module):
         self.local_norm = nn.LayerNorm(dim) if of_mean else nn.Identity()
         self.bounds = None if options.variance_bounds is None else _LogBounds(*options.variance_bounds)
         self.mean = _Branch(channels, dim, options.pooling, options.mlp, options.mlp_width or dim)
-        self.hidden = _hidden_network(channels, dim, options) if options.hidden else None
-        outputs = 1 if options.covariance == "spherical-one" else dim
+        self.hidden = _hidden_network(channels, dim, options.hidden, options.hidden_dropout)
+        self.offset = _Branch(channels, 1, options.pooling, False, 1) if options.item_offset else None
+        if self.offset is not None:
+            _start_near(self.offset.linear, math.log(options.init_total_variance))
+        outputs = 1 if options.covariance == "spherical-one" else self.dim
         width = options.mlp_width or outputs
         self.log_var = _Branch(channels, outputs, options.pooling, options.variance_mlp, width) if variance else None
+        of_hidden = options.variance_hidden if variance else 0
+        self.log_var_hidden = _hidden_network(channels, outputs, of_hidden, options.hidden_dropout)
         squash = options.variance_sigmoid
         self.log_var_local = _LocalAttention(attended, outputs, 1, squash=squash) if of_variance else None
         self.log_var_norm = nn.LayerNorm(outputs) if variance and options.variance_norm else nn.Identity()
         if self.log_var is not None:
-            self._start(self.log_var, math.log(options.init_total_variance / dim))
+            self._start(self.log_var, math.log(options.init_total_variance / self.dim))
 
     @torch.no_grad()
     def _start(self, log_var: _Branch, start: float) -> None:
         """Initialise the log variances near one value."""
         last = self.log_var_norm if isinstance(self.log_var_norm, nn.LayerNorm) else log_var.linear
-        last.weight.mul_(0.01)
-        last.bias.fill_(start if self.bounds is None else self.bounds.inverse(start))
+        _start_near(last, start if self.bounds is None else self.bounds.inverse(start))
         if last is log_var.linear and self.log_var_local is not None and self.log_var_local.squash:
             last.bias.sub_(0.5)  # The sigmoid of nearly 0, which is added.
         beside = [] if log_var.mlp is None else [log_var.mlp[-1]]
         beside += [] if self.log_var_local is None else [self.log_var_local.linear]
+        beside += [] if self.log_var_hidden is None else [self.log_var_hidden[-1]]
         for parameter in (p for module in beside for p in module.parameters()):
             parameter.mul_(0.01)
 
@@ -383,7 +408,7 @@ class GaussianHead(nn.Module):
             tokens: of n items.
 
         Returns:
-            (n, d) embeddings; points without ``variance``.
+            (n, d) embeddings, (n, d + 2) with ``item_offset``; points without ``variance``.
         """
         mean = self.mean(tokens.mean, tokens.mask)
         if self.hidden is not None:
@@ -393,6 +418,9 @@ class GaussianHead(nn.Module):
         if self.normalize:
             mean = functional.normalize(mean, dim=-1)
         mean = mean.flatten(1)
+        if self.offset is not None:
+            root, none = (self.offset(tokens.mean, tokens.mask) / 2).exp(), mean.new_zeros(len(mean), 1)
+            mean = torch.cat([mean, *((root, none) if self._side == "image" else (none, root))], dim=1)
         if self.log_var is None:
             return GaussianEmbedding.point(mean)
         return GaussianEmbedding(mean, self.log_variance(tokens))
@@ -413,6 +441,8 @@ class GaussianHead(nn.Module):
             raise ValueError("GaussianHead: log_variance needs variances, but the head was built with variance=False")
         features, mask = tokens.for_log_var()
         log_var: Tensor = self.log_var(features, mask)
+        if self.log_var_hidden is not None:
+            log_var = log_var + self.log_var_hidden(AveragePool()(features, mask)).to(log_var.dtype)
         if self.log_var_local is not None:
             log_var = log_var + self.log_var_local(*_attended(tokens, features, mask)).squeeze(1)
         log_var = self.log_var_norm(log_var)
@@ -423,11 +453,19 @@ class GaussianHead(nn.Module):
         return log_var.expand(-1, self.dim)
 
 
-def _hidden_network(channels: int, dim: int, options: HeadOptions) -> nn.Sequential:
-    """The network of an item's average token."""
-    width = options.hidden
-    layers = nn.Linear(channels, width), nn.LayerNorm(width), nn.GELU(), nn.Dropout(options.hidden_dropout)
+def _hidden_network(channels: int, dim: int, width: int, dropout: float) -> nn.Sequential | None:
+    """The network of an item's average token; None of width 0."""
+    if not width:
+        return None
+    layers = nn.Linear(channels, width), nn.LayerNorm(width), nn.GELU(), nn.Dropout(dropout)
     return nn.Sequential(*layers, nn.Linear(width, dim))
+
+
+@torch.no_grad()
+def _start_near(layer: nn.Linear | nn.LayerNorm, value: float) -> None:
+    """Make a layer give nearly one value, with weights of a hundredth of their usual size."""
+    layer.weight.mul_(0.01)
+    layer.bias.fill_(value)
 
 
 def _attended(tokens: TokenFeatures, features: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -77,6 +77,14 @@ class ModelConfig(BaseModel):
     variance: bool = Field(True, description="embeddings have variances; false: points, the deterministic baselines")
     variance_norm: bool = Field(False, description="a layer norm on the log variance")
     variance_mlp: bool = Field(False, description="add a two-layer network to the linear map of the log variance")
+    variance_hidden: int = Field(
+        0, ge=0, description="width of a network like model.hidden that is added to the log variance; 0 for none"
+    )
+    item_offset: bool = Field(
+        False,
+        description="add a learnt number of each item to all its squared distances, in two more dimensions of the mean:"
+        " what the total variance is under csd, so that a variance stage can teach it something else",
+    )
     init_total_variance: PositiveFloat = Field(0.1, description="sum of an embedding's variances at the start")
     covariance: Literal["ellipsoidal", "spherical-average", "spherical-one"] = Field(
         "ellipsoidal",
@@ -121,6 +129,10 @@ class ModelConfig(BaseModel):
             raise ValueError("model.embeddings above 1 is for points; set model.variance=false")
         if self.embeddings > 1 and self.local_attention:
             raise ValueError("model.embeddings above 1 come from local attention; leave out model.local_attention")
+        if self.embeddings > 1 and self.item_offset:
+            raise ValueError("model.item_offset is for one embedding of an item; leave out model.embeddings")
+        if self.variance_hidden and not self.variance:
+            raise ValueError("model.variance_hidden is for variances, but model.variance=false")
         if self.mlp_width and not (self.mlp or self.variance_mlp):
             raise ValueError("model.mlp_width needs model.mlp or model.variance_mlp; leave it out")
         if self.local_attention_of != "both" and not (self.local_attention and self.variance):
@@ -304,15 +316,30 @@ class TrainConfig(_Section):
 
 
 class VarianceStageConfig(_Section):
-    """A second stage that trains only log variances, on the dispersion of each item's listed matches."""
+    """A second stage that trains only log variances: the total variance of an item learns what a teacher says of it."""
 
     epochs: int = Field(0, ge=0, description="number of passes over the items; 0 for no second stage")
+    teacher: str = Field(
+        "dispersion",
+        description="what total variance learns. dispersion: that of an item's listed matches; listed_matches: their"
+        " number; or an estimator of `sfumato trust` that looks at a gallery, such as expected_matches or"
+        " match_entropy, computed over the training items of the other side, without labels",
+    )
     sides: Literal["both", "images", "texts"] = Field("both", description="the sides whose variances learn")
     whiten: bool = Field(
-        True, description="measure angles between the whitened means of the matches, instead of the means themselves"
+        True,
+        description="dispersion: measure angles between the whitened means of the matches, instead of the means"
+        " themselves",
     )
-    floor: PositiveFloat = Field(0.02, description="total variance of an item with a single match")
+    without_own: bool = Field(
+        False, description="an estimator as teacher: leave an item's own listed matches out of the gallery"
+    )
+    n_gallery: int = Field(
+        5000, ge=50, description="an estimator as teacher: largest number of items in the gallery, drawn at random"
+    )
+    floor: PositiveFloat = Field(0.02, description="smallest total variance: that of an item with a single match")
     lr: PositiveFloat = Field(1e-2, description="learning rate")
+    weight_decay: NonNegativeFloat = Field(0.0, description="weight decay")
     batch_size: PositiveInt = Field(256, description="number of items in a batch")
 
 
@@ -368,7 +395,9 @@ class Recipe(_Section):
     augment: AugmentConfig = AugmentConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
-    spread: VarianceStageConfig = VarianceStageConfig()
+    variance_stage: VarianceStageConfig = Field(
+        VarianceStageConfig(), validation_alias=AliasChoices("variance_stage", "spread")
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
@@ -405,14 +434,20 @@ class Recipe(_Section):
 
     def _check_variance_stage(self) -> None:
         """Refuse a second stage that cannot learn variances."""
-        if self.spread.epochs and not self.model.variance:
-            raise ValueError("spread.epochs must be 0 when model.variance=false: points have no variance to fit")
-        if self.spread.epochs and get_source(self.data.source).streamed:
-            raise ValueError("spread.epochs needs all pairs in memory, but shards are read as a stream; set it to 0")
-        if self.spread.epochs and self.loss.distance != "squared_l2":
+        if not self.variance_stage.epochs:
+            return
+        if not self.model.variance:
             raise ValueError(
-                f"spread.epochs changes variances after training, and loss.distance={self.loss.distance!r} ranks by"
-                " them; use squared_l2"
+                "variance_stage.epochs must be 0 when model.variance=false: points have no variance to fit"
+            )
+        if get_source(self.data.source).streamed:
+            raise ValueError(
+                "variance_stage.epochs needs all pairs in memory, but shards are read as a stream; set it to 0"
+            )
+        if self.loss.distance != "squared_l2":
+            raise ValueError(
+                f"variance_stage.epochs changes variances after training, and loss.distance={self.loss.distance!r}"
+                " ranks by them; use squared_l2, with model.item_offset=true for what variances did"
             )
 
     def _check_augmentation(self) -> None:

@@ -13,27 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import filelock
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from sfumato.calibration.calibrator import Calibration
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.distances import Distance
-from sfumato.encoders.dual import DualEncoder, Tower
-from sfumato.encoders.features import Store
+from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.precision import number_format
 from sfumato.errors import UserError
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding, check_finite
-from sfumato.losses import MatchLoss, dispersion_loss, match_dispersion
+from sfumato.losses import MatchLoss
 from sfumato.metrics.relevance import Relevance
-from sfumato.metrics.uncertainty import spearman
 from sfumato.models.calibrate import calibrate_split
 from sfumato.models.embed import PreparedSplit, embed_split, prepare_split
 from sfumato.models.process_group import ProcessGroup, join_process_group
-from sfumato.models.recipe import Recipe, VarianceStageConfig
+from sfumato.models.recipe import Recipe
 from sfumato.models.run import (
     CALIBRATION,
     LAST,
@@ -58,65 +56,12 @@ from sfumato.training.optim import (
 )
 from sfumato.training.setup import LOCK, claim_folder, new_or_resumed_model, training_batches, training_splits
 from sfumato.training.step import DivergedError, TrainBatch, forward_backward
+from sfumato.training.variance_stage import teach_variances
 
 _LARGEST_GRADIENT = 2.0
 
 _SECONDS_BETWEEN_SAVES = 15.0
 """Epochs that end sooner after the last saved one are not saved; an interrupted run repeats them bit for bit."""
-
-
-def fit_variance_stage(
-    tower: Tower, store: Store, dispersion: Tensor, index: np.ndarray, config: VarianceStageConfig, *, seed: int
-) -> float:
-    """Fit a tower's log variances to the dispersions of items; its means do not change by a bit.
-
-    Args:
-        tower: a tower with variances; its training mode is restored afterwards.
-        store: its training inputs.
-        dispersion: (n,) of all items, >= 0, in squared units of the means.
-        index: (k,) positions of the items to learn from.
-        config: section ``spread`` of the recipe.
-        seed: of the order of the items.
-
-    Returns:
-        Rank correlation of total variance with dispersion over the k items; NaN if all are equal.
-
-    Raises:
-        ValueError: the tower has no variances.
-    """
-    branches = [tower.head.log_var, tower.head.log_var_local, tower.head.log_var_norm]
-    learnt = [p for branch in branches if branch is not None for p in branch.parameters()]
-    if not learnt:
-        raise ValueError(
-            "fit_variance_stage: the tower has no log variance to fit; build the model with model.variance=true"
-        )
-    training, device = tower.training, next(tower.parameters()).device
-    tower.eval()  # No dropout and no running statistics: only log variances change.
-    random = np.random.default_rng([seed, len(index)])
-    optimiser = torch.optim.Adam(learnt, lr=config.lr)
-    batches = math.ceil(len(index) / config.batch_size)
-    steps = config.epochs * batches
-    with progress_bar("fitting variances", steps) as advance:
-        for step in range(steps):
-            if step % batches == 0:
-                order = random.permutation(index)
-            chosen = order[step % batches :: batches]
-            for group in optimiser.param_groups:
-                group["lr"] = config.lr * min(1.0, (step + 1) / batches) * (1 + math.cos(math.pi * step / steps)) / 2
-            with torch.no_grad():
-                tokens = tower.encoder(store.batch(chosen).to(device)).float()
-            loss = dispersion_loss(
-                tower.head.log_variance(tokens), dispersion[torch.from_numpy(chosen)].to(device), floor=config.floor
-            )
-            optimiser.zero_grad(set_to_none=True)
-            loss.backward()
-            clip_gradients(learnt, _LARGEST_GRADIENT)
-            optimiser.step()
-            advance(1)
-    optimiser.zero_grad(set_to_none=True)
-    tower.train(training)
-    total_variance = tower.embed(store, index).total_variance
-    return spearman(total_variance.numpy(), dispersion[torch.from_numpy(index)].numpy())
 
 
 @dataclass
@@ -354,7 +299,7 @@ def _save_epoch(training: _Training, epoch: int) -> None:
 
 
 def _finish(training: _Training) -> None:
-    """Keep the last weights if there was no validation, train the second stage, and calibrate."""
+    """Keep the last weights if there was no validation, calibrate, and teach the variances."""
     group, folder, val, epochs = training.process_group, training.folder, training.val, training.recipe.train.epochs
     if val is None:
         say(
@@ -365,44 +310,36 @@ def _finish(training: _Training) -> None:
         with averaged(training.model, training.average):
             if group.main:
                 save_state(folder / MODEL, training.weights, None, {"epoch": epochs - 1})
-    second_stage = training.recipe.spread.epochs
-    if val is not None or second_stage:
-        group.wait()
-        about = load_state(folder / MODEL, training.weights)
-        group.wait()  # Before the first process writes it again.
-        if second_stage and not about.get("spread"):
-            _fit_variances(training)
-            if group.main:
-                save_state(folder / MODEL, training.weights, None, about | {"spread": True})
+    second_stage = training.recipe.variance_stage.epochs
+    if val is None and not second_stage:
+        return
+    group.wait()
+    about, calibration = load_state(folder / MODEL, training.weights), None
+    group.wait()  # Before the first process writes it again.
     if val is not None:
         embedded = embed_split(training.model, val, group)
+        calibration = calibrate(embedded, val.data, training.loss, folder) if group.main else None
+    if second_stage and not about.get("variance_stage", about.get("spread")):
+        _fit_variances(training, calibration)
         if group.main:
-            calibrate(embedded, val.data, training.loss, folder)
+            save_state(folder / MODEL, training.weights, None, about | {"variance_stage": True})
     group.wait()
 
 
-def _fit_variances(training: _Training) -> None:
-    """Run the second stage, equal on all processes: each side's log variances learn the dispersion of its matches."""
-    batches, model, config = training.batches, training.model, training.recipe.spread
+def _fit_variances(training: _Training, calibration: Calibration | None) -> None:
+    """Run the variance stage, equal on all processes. It changes no distance, so the calibration stays valid."""
+    batches, recipe, group = training.batches, training.recipe, training.process_group
     assert isinstance(batches, IndexedBatches)  # The recipe was checked for this.
-    data, stores = batches.sampler.data, (batches.images, batches.texts)
-    image, text = (tower.embed(store) for tower, store in zip((model.image, model.text), stores, strict=True))
-    of_image, of_text = torch.from_numpy(data.pairs).T
-    sides = {
-        "images": (model.image, batches.images, text.mean, of_image, of_text),
-        "texts": (model.text, batches.texts, image.mean, of_text, of_image),
-    }
-    for name, (tower, store, partners, item, partner) in sides.items():
-        if config.sides not in ("both", name):
-            continue
-        dispersion, count = match_dispersion(partners, item, partner, len(store), whiten=config.whiten)
-        if count.max() < 2:
-            say(f"variances of {name} stay as they are: each item has a single match, which has no dispersion")
-            continue
-        index = count.nonzero()[:, 0].numpy()
-        rank = fit_variance_stage(tower, store, dispersion, index, config, seed=training.recipe.train.seed)
-        say(f"variances of {len(index)} {name} fitted to the dispersion of their matches: rank correlation {rank:.3f}")
-    training.process_group.copy_from_main(model)
+    if group.main:
+        teach_variances(
+            training.model,
+            (batches.images, batches.texts),
+            batches.sampler.data,
+            recipe.variance_stage,
+            logits=None if calibration is None else (calibration.logit_scale, calibration.logit_bias),
+            seed=recipe.train.seed,
+        )
+    group.copy_from_main(training.model)
 
 
 def validate(
@@ -457,7 +394,7 @@ def selected_by(select: str, relevance: Relevance) -> str:
 
 def calibrate(
     embedded: tuple[GaussianEmbedding, GaussianEmbedding], data: PairData, loss: MatchLoss, folder: Path
-) -> None:
+) -> Calibration | None:
     """Calibrate on the embeddings of the validation split, and write calibration.json into the run folder.
 
     Args:
@@ -465,13 +402,17 @@ def calibrate(
         data: the matches of the split.
         loss: the loss, with its distance and learnt logits.
         folder: of the run.
+
+    Returns:
+        The calibration; None if nothing can be fitted, which is said.
     """
     try:
         calibration = calibrate_split(embedded, data, loss.distance.name, split="val")
     except ValueError as error:
         say(f"match probabilities are not calibrated: {error}")
-        return
+        return None
     calibration.save(folder / CALIBRATION)
+    return calibration
 
 
 def _summary(evaluation: Evaluation, score: float) -> dict[str, float]:

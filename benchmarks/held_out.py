@@ -1,0 +1,168 @@
+"""Does the total variance mean ambiguity, for wordings that no training saw? Five folds, teachers and baselines.
+
+    python benchmarks/held_out.py RUNS [--seeds 0 1 2] [--folds 5] [--recipe emoji-demo] [--json FILE] [--only S/F]
+
+Every fifth of the wordings and a tenth of the concepts are held out of a training, and of its variance stage, once.
+Runs and their scores are kept in the folder RUNS, so that the command resumes.
+"""
+
+import argparse
+import copy
+import json
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from sfumato.data.emoji import load_emoji
+from sfumato.direction import Direction
+from sfumato.encoders.frozen import text_backbone
+from sfumato.evaluation.ambiguity import FIGURES, baselines, measure_ambiguity
+from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncertainty
+from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.retrieval import per_query_metrics
+from sfumato.metrics.selective import auroc
+from sfumato.metrics.uncertainty import average_ranks, recall_by_uncertainty
+from sfumato.models.calibrate import calibrate_split
+from sfumato.models.embed import embed_split, load_split
+from sfumato.models.recipe import load_recipe
+from sfumato.models.run import load_run
+from sfumato.search.exact import rank_relevant
+from sfumato.training.loop import fit
+from sfumato.training.variance_stage import teach_variances
+
+TEACHERS = ("listed_matches", "expected_matches", "match_entropy", "match_entropy without own")
+GALLERY = ("expected_matches", "match_entropy", "top1_mismatch")
+
+
+def run_of(folder: Path, recipe: str, seed: int, fold: int, n_folds: int) -> Path:
+    """Train the fold, or take it if it is there, and write the scores of its test split."""
+    run, scores = folder / f"seed{seed}-fold{fold}", folder / f"seed{seed}-fold{fold}.npz"
+    if scores.exists():
+        return scores
+    held_out = [f"held_out_wordings={fold}/{n_folds}", f"held_out_concepts={fold}/10"]
+    changes = [*(f"data.options.{option}" for option in held_out), f"train.seed={seed}", "variance_stage.epochs=0"]
+    fit(load_recipe(recipe, changes), run)
+    stage = load_recipe(recipe, []).variance_stage
+    loaded = load_run(run)
+    train, val, test = (load_split(loaded.model, loaded.recipe.data, name) for name in ("train", "val", "test"))
+    weights = copy.deepcopy(loaded.model.state_dict())
+    calibration = calibrate_split(embed_split(loaded.model, val), val.data, loaded.distance, split="val")
+    found: dict[str, Any] = {"texts": np.array(test.data.texts), "images": np.array(test.data.image_ids)}
+    found["seen"] = np.isin(found["texts"], train.data.texts)
+    images, texts = embed_split(loaded.model, test)
+    relevance = test.data.relevance()
+    for direction in get_args(Direction):
+        sides = (images, texts, relevance) if direction == "i2t" else (texts, images, relevance.transpose())
+        queries, gallery, truth = sides
+        matching = Matching(loaded.distance, calibration.logit_scale, calibration.logit_bias, direction)
+        chosen = {name: ESTIMATORS[name] for name in GALLERY}
+        of_gallery = estimate_uncertainty(queries, gallery, matching, estimators=chosen)
+        found |= {f"{direction}/gallery {name}": values for name, values in of_gallery.items()}
+        metrics = per_query_metrics(rank_relevant(queries, gallery, truth, matching.oriented_distance), truth)
+        found |= {f"{direction}/hit": metrics["recall@1"], f"{direction}/map": metrics["map@r"]}
+    for teacher in TEACHERS:
+        loaded.model.load_state_dict(weights)
+        name, without_own = teacher.removesuffix(" without own"), teacher.endswith(" without own")
+        changed = {"teacher": name, "without_own": without_own, "epochs": stage.epochs or 10}
+        config = stage.model_copy(update=changed)
+        logits = calibration.logit_scale, calibration.logit_bias
+        teach_variances(loaded.model, (train.images, train.texts), train.data, config, logits=logits, seed=seed)
+        taught = embed_split(loaded.model, test)
+        assert torch.equal(taught[1].mean, texts.mean)
+        found |= {f"i2t/taught {teacher}": taught[0].total_variance.numpy()}
+        found |= {f"t2i/taught {teacher}": taught[1].total_variance.numpy()}
+    backbone = text_backbone("minilm-l6-v2", max_tokens=32, pooled=True)
+    embedded = [np.concatenate(backbone(list(part.data.texts))) for part in (test, train)]
+    counts = train.data.relevance().transpose().counts
+    found |= {
+        f"t2i/{name}": values
+        for name, values in baselines(test.data.texts, embedded[0], train.data.texts, embedded[1], counts).items()
+    }
+    np.savez(scores, **found)
+    return scores
+
+
+def pooled(files: list[Path], truth: Relevance, n_resamples: int) -> dict[str, Any]:
+    """The figures of one seed, its folds pooled."""
+    folds = [dict(np.load(file)) for file in files]
+    assert all((each["texts"] == folds[0]["texts"]).all() for each in folds)
+    names = [
+        key.removeprefix("t2i/") for key in folds[0] if key.startswith("t2i/") and not key.endswith(("/hit", "/map"))
+    ]
+    result: dict[str, Any] = {"map@r": {}, "recall@1": {}, "wrong": {}}
+    for wordings in ("seen", "unseen"):
+        rows, which = [], []
+        for each in folds:
+            own = np.flatnonzero(each["seen"] == (wordings == "seen"))
+            rows.append(own)
+            which.append({name: each[f"t2i/{name}"][own] for name in names})
+        scores = {name: np.concatenate([part[name] for part in which]) for name in names}
+        relevance = truth.select_queries(np.concatenate(rows))
+        figures = measure_ambiguity(scores, relevance, n_resamples=n_resamples if wordings == "unseen" else 0)
+        result[wordings] = {name: {f: vars(figures[name][f]) for f in FIGURES} for name in names}
+    for direction in ("t2i", "i2t"):
+        result["map@r"][direction] = fmean(float(np.nanmean(each[f"{direction}/map"])) for each in folds)
+        result["recall@1"][direction] = fmean(float(np.nanmean(each[f"{direction}/hit"])) for each in folds)
+        for name in [key for key in folds[0] if key.startswith((f"{direction}/taught", f"{direction}/gallery"))]:
+            errors = [(each[name], each[f"{direction}/hit"]) for each in folds]
+            errors = [(u[~np.isnan(hit)], hit[~np.isnan(hit)]) for u, hit in errors]
+            result["wrong"][name] = {
+                "auroc": fmean(auroc(u, hit == 0) for u, hit in errors),
+                "deciles": fmean(recall_by_uncertainty(average_ranks(u), hit)["correlation"] for u, hit in errors),
+            }
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--recipe", default="emoji-demo")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--folds", type=int, default=5)
+    parser.add_argument("--resamples", type=int, default=200)
+    parser.add_argument("--only", help="S/F: train and score this seed and fold, without figures")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    options.runs.mkdir(parents=True, exist_ok=True)
+    if options.only:
+        seed, fold = map(int, options.only.split("/"))
+        run_of(options.runs, options.recipe, seed, fold, options.folds)
+        return
+    truth = load_emoji()["test"].relevance().transpose()
+    found = []
+    for seed in options.seeds:
+        files = [run_of(options.runs, options.recipe, seed, fold, options.folds) for fold in range(options.folds)]
+        found.append(pooled(files, truth, options.resamples if seed == options.seeds[0] else 0))
+    print_tables(found)
+    if options.json:
+        options.json.write_text(json.dumps({"recipe": options.recipe, "seeds": found}, indent=1) + "\n")
+
+
+def print_tables(found: list[dict[str, Any]]) -> None:
+    """The tables of docs/concepts/trust.md."""
+    columns = [(wordings, figure) for wordings in ("seen", "unseen") for figure in FIGURES]
+    print("| predictor of the number of matches | " + " | ".join(f"{w}: {f}" for w, f in columns) + " |")
+    print("| --- |" + " ---: |" * len(columns))
+    for name in found[0]["unseen"]:
+        cells = [_mean([seed[w][name][f]["value"] for seed in found]) for w, f in columns]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+    print("\n| predictor of a wrong first hit | AUROC | deciles and recall@1 |\n| --- | ---: | ---: |")
+    for name in found[0]["wrong"]:
+        cells = [_mean([seed["wrong"][name][f] for seed in found]) for f in ("auroc", "deciles")]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+    for metric in ("map@r", "recall@1"):
+        print(metric, {d: _mean([seed[metric][d] for seed in found]) for d in ("t2i", "i2t")})
+
+
+def _mean(values: list[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return "–"
+    return f"{fmean(known):.2f}" + (f" ± {stdev(known):.2f}" if len(known) > 1 else "")
+
+
+if __name__ == "__main__":
+    main()

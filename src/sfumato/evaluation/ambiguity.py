@@ -1,0 +1,119 @@
+"""Does a number of a query say how many things it could mean? Rank correlations with the true number of matches.
+
+Every figure should stand beside :func:`baselines`: an estimator that a lookup of the training counts beats has learnt
+no ambiguity, and one that is not tried on wordings that training lacked may be such a lookup.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from sfumato.evaluation.trust import words_of
+from sfumato.metrics.bootstrap import Interval, percentile_interval
+from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.uncertainty import balanced_spearman, spearman
+
+FIGURES = ("balanced", "balanced_below_16", "all")
+"""Spearman correlations with the number of matches: over sets of queries balanced over powers of two, the same of
+queries with fewer than 16 matches, and over all queries."""
+
+
+def measure_ambiguity(
+    scores: Mapping[str, np.ndarray],
+    relevance: Relevance,
+    *,
+    n_resamples: int = 200,
+    level: float = 0.95,
+    seed: int = 0,
+) -> dict[str, dict[str, Interval]]:
+    """Correlate numbers of queries with their true number of matches.
+
+    Intervals resample queries and, independently, the items of the gallery, which changes the numbers of matches.
+
+    Args:
+        scores: by name, (n,) numbers that should rise with the number of matches.
+        relevance: query -> its true items; queries without any are left out.
+        n_resamples: number of bootstrap resamples; 0 for none.
+        level: coverage of the intervals.
+        seed: of the resamples.
+
+    Returns:
+        By name and by figure of FIGURES the interval; its value is None where it is undefined, as of a constant.
+
+    Raises:
+        ValueError: a name has another number of queries.
+
+    Example:
+        >>> relevance = Relevance.from_lists([[0], [1, 2], [0, 1, 2, 3]], n_gallery=4)
+        >>> found = measure_ambiguity({"mine": np.array([0.1, 0.2, 0.3])}, relevance, n_resamples=0)
+        >>> found["mine"]["all"].value
+        1.0
+    """
+    for name, values in scores.items():
+        if len(values) != relevance.n_queries:
+            raise ValueError(f"measure_ambiguity: {relevance.n_queries} queries, but {name!r} has {len(values)} values")
+    whole = {name: _figures(values, relevance.counts, seed) for name, values in scores.items()}
+    random = np.random.default_rng(seed)
+    resampled = {name: np.full((n_resamples, len(FIGURES)), np.nan) for name in scores}
+    query = relevance.query_of_item
+    for k in range(n_resamples):
+        weight = np.bincount(
+            random.integers(relevance.n_gallery, size=relevance.n_gallery), minlength=relevance.n_gallery
+        )
+        counts = np.bincount(query, weights=weight[relevance.indices], minlength=relevance.n_queries).astype(int)
+        chosen = random.integers(relevance.n_queries, size=relevance.n_queries)
+        for name, values in scores.items():
+            resampled[name][k] = _figures(values[chosen], counts[chosen], seed)
+    return {
+        name: {
+            figure: percentile_interval(whole[name][i], resampled[name][:, i], level)
+            for i, figure in enumerate(FIGURES)
+        }
+        for name in scores
+    }
+
+
+def _figures(values: np.ndarray, counts: np.ndarray, seed: int) -> list[float]:
+    """The FIGURES of the queries with a match."""
+    values, counts = values[counts > 0], counts[counts > 0]
+    few = counts < 16
+    return [
+        balanced_spearman(values, counts, n_sets=50, seed=seed),
+        balanced_spearman(values[few], counts[few], n_sets=50, seed=seed),
+        spearman(values, counts) if len(values) > 1 else float("nan"),
+    ]
+
+
+def baselines(
+    texts: Sequence[str],
+    features: np.ndarray,
+    training_texts: Sequence[str],
+    training_features: np.ndarray,
+    training_counts: np.ndarray,
+    *,
+    n_nearest: int = 5,
+) -> dict[str, np.ndarray]:
+    """Trivial predictors of the number of matches of texts, which need no model of images.
+
+    Args:
+        texts: n texts.
+        features: (n, c) features of them from a text model.
+        training_texts: m texts of the training.
+        training_features: (m, c).
+        training_counts: (m,) numbers of matches in the training.
+        n_nearest: number of nearest training texts.
+
+    Returns:
+        (n,) numbers by name. "lookup": the logarithm of the text's own training count, 0 for texts that are not in the
+        training. "nearest texts": the mean logarithm of the counts of the nearest training texts by cosine, the text
+        itself included. "few words": the number of words, negated.
+    """
+    log_count = np.log(np.maximum(training_counts, 1))
+    own = dict(zip(training_texts, log_count.tolist(), strict=True))
+    a, b = (x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12) for x in (features, training_features))
+    nearest = np.argpartition(-(a @ b.T), n_nearest, axis=1)[:, :n_nearest]
+    return {
+        "lookup": np.array([own.get(text, 0.0) for text in texts]),
+        "nearest texts": log_count[nearest].mean(1),
+        "few words": -np.array([float(len(words_of(text))) for text in texts]),
+    }

@@ -1,0 +1,219 @@
+"""The variance stage: after training, the total variance of an item learns what a teacher says of it.
+
+Under csd a total variance acts as the prior of a match and can mean nothing else (docs/concepts/uncertainty.md). So the
+stage is for models that rank by means, and changes variances alone. What is costly to compute for a query, because it
+looks at a gallery, thereby becomes one number of the query itself, also for queries that the training never saw.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sfumato.calibration.platt import fit_logits
+from sfumato.data.pairs import PairData
+from sfumato.direction import Direction
+from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.features import Store
+from sfumato.errors import UserError
+from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncertainty
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.losses import dispersion_loss, match_dispersion
+from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.uncertainty import spearman
+from sfumato.models.recipe import VarianceStageConfig
+from sfumato.progress import progress_bar, say
+from sfumato.search.exact import distance_blocks
+from sfumato.training.optim import clip_gradients
+
+_LARGEST_GRADIENT = 2.0
+_SAME = 1e-6
+"""Values of a teacher that differ by less are equal, up to rounding."""
+
+_N_CALIBRATING = 500
+"""Number of items whose pairs with the gallery calibrate the match logits of a teacher."""
+
+
+def teach_variances(
+    model: DualEncoder,
+    stores: tuple[Store, Store],
+    data: PairData,
+    config: VarianceStageConfig,
+    *,
+    logits: tuple[float, float] | None = None,
+    seed: int,
+) -> None:
+    """Fit the log variances of each side to what the teacher says of its training items.
+
+    Args:
+        model: ranks by its means; only its log variances change.
+        stores: training inputs of (images, texts).
+        data: the training pairs.
+        config: section ``variance_stage`` of the recipe.
+        logits: (scale, bias) of the match logits of an estimator, best those calibrated on held-out pairs: a model is
+            too sure of the pairs that it was trained on. None fits them on these.
+        seed: of all random choices.
+
+    Raises:
+        UserError: the teacher is unknown, or the data are too small for it.
+    """
+    image, text = (tower.embed(store) for tower, store in zip((model.image, model.text), stores, strict=True))
+    relevance = data.relevance()
+    sides: dict[str, tuple[Tower, Store, GaussianEmbedding, GaussianEmbedding, Relevance, Direction]] = {
+        "images": (model.image, stores[0], image, text, relevance, "i2t"),
+        "texts": (model.text, stores[1], text, image, relevance.transpose(), "t2i"),
+    }
+    for name, (tower, store, items, partners, matches, direction) in sides.items():
+        if config.sides not in ("both", name):
+            continue
+        taught = teacher_values(config, items, partners, matches, direction, logits=logits, seed=seed)
+        index = np.flatnonzero(matches.counts > 0)
+        if float(taught[index].max() - taught[index].min()) < _SAME:
+            say(f"variances of {name} stay as they are: {config.teacher} is the same for all, as with a single match")
+            continue
+        rank = fit_variance_stage(tower, store, taught, index, config, seed=seed)
+        say(f"variances of {len(index)} {name} fitted to {config.teacher}: rank correlation {rank:.3f}")
+
+
+def teacher_values(
+    config: VarianceStageConfig,
+    items: GaussianEmbedding,
+    partners: GaussianEmbedding,
+    matches: Relevance,
+    direction: Direction,
+    *,
+    logits: tuple[float, float] | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """What the teacher says of every item, as a total variance in [0, 1].
+
+    The dispersion is what it is. Of the number of listed or expected matches it is the logarithm. All others than the
+    dispersion are scaled so that 0 and 1 are their quantiles .01 and .99, and cut there.
+
+    Args:
+        config: section ``variance_stage`` of the recipe.
+        items: (n, d) embeddings.
+        partners: (m, d) embeddings of the other side.
+        matches: item -> its listed partners.
+        direction: "i2t" if the items are images.
+        logits: see :func:`teach_variances`.
+        seed: of the gallery of an estimator.
+
+    Returns:
+        (n,) numbers.
+
+    Raises:
+        UserError: there is no such teacher, or there are too few partners for an estimator.
+    """
+    if config.teacher == "dispersion":
+        item, partner = (torch.from_numpy(index) for index in (matches.query_of_item, matches.indices))
+        return match_dispersion(partners.mean, item, partner, items.n, whiten=config.whiten)[0]
+    if config.teacher == "listed_matches":
+        values = np.log(np.maximum(matches.counts, 1))
+    else:
+        values = _estimated(config, items, partners, matches, direction, logits, seed)
+    low, high = np.quantile(values[matches.counts > 0], (0.01, 0.99))
+    scaled = (values - low) / (high - low) if high > low else np.zeros(len(values))
+    return torch.from_numpy(np.clip(scaled, 0, 1)).float()
+
+
+def _estimated(
+    config: VarianceStageConfig,
+    items: GaussianEmbedding,
+    partners: GaussianEmbedding,
+    matches: Relevance,
+    direction: Direction,
+    logits: tuple[float, float] | None,
+    seed: int,
+) -> np.ndarray:
+    """(n,) values of the estimator, over a random gallery of partners."""
+    estimator = ESTIMATORS.get(config.teacher)
+    if estimator is None or not estimator.needs_gallery or estimator.needs_variance:
+        known = [name for name, e in ESTIMATORS.items() if e.needs_gallery and not e.needs_variance]
+        raise UserError(
+            f"unknown variance_stage.teacher {config.teacher!r}; known: dispersion, listed_matches, {', '.join(known)}"
+        )
+    random = np.random.default_rng([seed, items.n])
+    chosen = np.sort(random.permutation(partners.n)[: config.n_gallery])
+    gallery, known_matches = partners[torch.from_numpy(chosen)], matches.select_gallery(chosen)
+    calibrating = np.sort(random.permutation(items.n)[:_N_CALIBRATING])
+    try:
+        scale, bias = logits or _logits(items, gallery, known_matches, calibrating, direction)
+        values = estimate_uncertainty(
+            items,
+            gallery,
+            Matching("squared_l2", scale, bias, direction),
+            estimators={estimator.name: estimator},
+            without=known_matches if config.without_own else None,
+            seed=seed,
+        )[estimator.name]
+    except ValueError as error:
+        raise UserError(f"variance_stage.teacher={config.teacher!r} cannot be computed: {error}") from error
+    return np.log(np.maximum(values, 1e-9)) if config.teacher == "expected_matches" else values
+
+
+def _logits(
+    items: GaussianEmbedding, gallery: GaussianEmbedding, matches: Relevance, chosen: np.ndarray, direction: Direction
+) -> tuple[float, float]:
+    """Match logits of the pairs of some items with the gallery."""
+    distance = Matching("squared_l2", direction=direction).oriented_distance
+    found = torch.cat([block for _, block in distance_blocks(items[torch.from_numpy(chosen)], gallery, distance)])
+    return fit_logits(found, torch.from_numpy(matches.select_queries(chosen).to_dense()))
+
+
+def fit_variance_stage(
+    tower: Tower, store: Store, taught: Tensor, index: np.ndarray, config: VarianceStageConfig, *, seed: int
+) -> float:
+    """Fit a tower's log variances to given total variances of items; its means do not change by a bit.
+
+    Args:
+        tower: a tower with variances; its training mode is restored afterwards.
+        store: its training inputs.
+        taught: (n,) total variances of all items without the floor, >= 0.
+        index: (k,) positions of the items to learn from.
+        config: section ``variance_stage`` of the recipe.
+        seed: of the order of the items and of dropout.
+
+    Returns:
+        Rank correlation of total variance with what was taught over the k items; NaN if all are equal.
+
+    Raises:
+        ValueError: the tower has no variances.
+    """
+    head = tower.head
+    branches = [head.log_var, head.log_var_hidden, head.log_var_local, head.log_var_norm]
+    learnt = [p for branch in branches if branch is not None for p in branch.parameters()]
+    if not learnt:
+        raise ValueError(
+            "fit_variance_stage: the tower has no log variance to fit; build the model with model.variance=true"
+        )
+    training, device = tower.training, next(tower.parameters()).device
+    tower.eval()  # No running statistics, and dropout only inside of what learns.
+    if head.log_var_hidden is not None:
+        head.log_var_hidden.train()
+    random = np.random.default_rng([seed, len(index)])
+    optimiser = torch.optim.AdamW(learnt, lr=config.lr, weight_decay=config.weight_decay)
+    batches = math.ceil(len(index) / config.batch_size)
+    steps = config.epochs * batches
+    with progress_bar("fitting variances", steps) as advance, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for step in range(steps):
+            if step % batches == 0:
+                order = random.permutation(index)
+            chosen = order[step % batches :: batches]
+            for group in optimiser.param_groups:
+                group["lr"] = config.lr * min(1.0, (step + 1) / batches) * (1 + math.cos(math.pi * step / steps)) / 2
+            with torch.no_grad():
+                tokens = tower.encoder(store.batch(chosen).to(device)).float()
+            wanted = taught[torch.from_numpy(chosen)].to(device)
+            loss = dispersion_loss(head.log_variance(tokens), wanted, floor=config.floor)
+            optimiser.zero_grad(set_to_none=True)
+            loss.backward()
+            clip_gradients(learnt, _LARGEST_GRADIENT)
+            optimiser.step()
+            advance(1)
+    optimiser.zero_grad(set_to_none=True)
+    tower.train(training)
+    total_variance = tower.embed(store, index).total_variance
+    return spearman(total_variance.numpy(), taught[torch.from_numpy(index)].numpy())
