@@ -200,7 +200,7 @@ FLOORS: dict[str, list[str]] = {
         "compare",
     ],
     "models": [
-        "pretrained_tensors process_group recipe",
+        "pretrained_tensors process_group recipe unfamiliar",
         "pretrained_pcme run",
         "embed pretrained",
         "calibrate export extract_regions ingest trust_run",

@@ -36,11 +36,6 @@ PAIRS = (("flag", "black flag"), ("game", "pool 8 ball"), ("clock", "mantelpiece
 PICTURES = ("1F98A", "1F34E", "1F692", "1F47B")
 """Images to describe: fox, red apple, fire engine, ghost."""
 
-_VARIANCE_NOTE = (
-    "So use expected matches, not the variance, to measure how ambiguous a text is:"
-    " the variance also depends on how many other items are near."
-)
-
 _COLOURS = {"name": FIRST, "tag": FAMILIES[1], "subgroup": SECOND, "group": FAMILIES[2]}
 
 
@@ -130,7 +125,6 @@ def _page(
         "expected_balanced": signed(balanced[0]),
         "variance_spearman": signed(spearman(variance, counts)),
         "variance_balanced": signed(balanced[1]),
-        "variance_note": _VARIANCE_NOTE if abs(balanced[0]) > abs(balanced[1]) else "",
         "distance": index.distance,
         "chart": _expected_chart(data, expected, counts),
         "table": [

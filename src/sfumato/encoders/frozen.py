@@ -552,6 +552,19 @@ class TransformersText:
             return list(((hidden * weights).sum(1, keepdim=True) / weights.sum(1, keepdim=True)).half().numpy())
         return [h[m].numpy() for h, m in zip(hidden.half(), mask, strict=True)]
 
+    def pieces(self, words: Sequence[str]) -> list[int]:
+        """The number of subword pieces of each word.
+
+        Args:
+            words: n words.
+
+        Returns:
+            n numbers.
+        """
+        return (
+            [len(ids) for ids in self._tokenizer(list(words), add_special_tokens=False)["input_ids"]] if words else []
+        )
+
 
 def _processor_sizes(processor: Any, size: int) -> dict[str, dict[str, int]]:
     """The sizes with which an image processor of transformers makes squares of size x size pixels."""

@@ -416,6 +416,23 @@ class TokenProcessor:
             progress(len(items))
         return store, np.arange(len(items))
 
+    def pieces(self, words: Sequence[str]) -> list[int]:
+        """The number of subword pieces of each word; a letter that the tokenizer does not have is a piece.
+
+        Args:
+            words: n words.
+
+        Returns:
+            n numbers.
+        """
+        unknown = getattr(self.tokenizer.model, "unk_token", None)
+        result = []
+        for word in words:
+            found = self.tokenizer.encode(word, add_special_tokens=False)
+            known = [of for token, of in zip(found.tokens, found.offsets, strict=True) if token != unknown]
+            result.append(len(known) + max(0, len(word) - sum(end - start for start, end in known)))
+        return result
+
 
 def single_spaces(text: str) -> str:
     """Replace HTML entities (also those escaped twice) by characters, and white space by single spaces.

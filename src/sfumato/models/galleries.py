@@ -23,6 +23,7 @@ from sfumato.models.embed import RetrievalModel, embed_folder, embed_split_image
 from sfumato.models.export import load_model
 from sfumato.models.pretrained import PretrainedModel
 from sfumato.models.run import Run
+from sfumato.models.unfamiliar import unfamiliar_texts
 from sfumato.progress import progress_bar
 from sfumato.search.collection import GaussianCollection, check_empty, copy_gallery
 from sfumato.search.gallery import Gallery, SearchRecord, verdict
@@ -77,10 +78,11 @@ def search_index(
             )
         results: list[dict[str, Any]] = []
         if texts or images:
-            model = load_retrieval_model(gallery, folder, run).model
+            loaded = load_retrieval_model(gallery, folder, run)
             guarantees = {"min_probability": min_probability, "coverage": coverage, "max_risk": max_risk}
-            for names, query in _queries(model, texts, images):
-                results += describe(gallery, names, query, k, **guarantees)
+            for names, query in _queries(loaded.model, texts, images):
+                judged = unfamiliar_texts(loaded, names) if names is texts else None
+                results += describe(gallery, names, query, k, **guarantees, unfamiliar=judged)
         if ids:
             found = gallery.get(ids)
             if missing := [i for i in ids if i not in found.ids]:
@@ -127,6 +129,7 @@ def describe(
     min_probability: float | None = None,
     coverage: float | None = None,
     max_risk: float | None = None,
+    unfamiliar: Sequence[bool] | None = None,
 ) -> list[dict[str, Any]]:
     """Search a gallery, and describe the certainty of each answer.
 
@@ -138,6 +141,7 @@ def describe(
         min_probability: see :meth:`Gallery.search`.
         coverage: see :meth:`Gallery.search`.
         max_risk: see :meth:`Gallery.search`.
+        unfamiliar: for each query, whether it is a text that does not look like words; None for none.
 
     Returns:
         For each query {"query", "distance" (its name), "calibrated" (whether the probabilities were fitted on held-out
@@ -155,11 +159,13 @@ def describe(
             "uncertainty": result.uncertainty,
             "expected_matches": expected,
             "abstained": result.abstained,
-            "verdict": verdict(expected, result.best_probability, result.abstained).text,
+            "verdict": verdict(expected, result.best_probability, result.abstained, unfamiliar=strange).text,
             "hits": [_hit(h) for h in result],
             "conformal_set": None if result.conformal_set is None else [_hit(h) for h in result.conformal_set],
         }
-        for name, result, expected in zip(names, found, index.expected_matches(queries), strict=True)
+        for name, result, expected, strange in zip(
+            names, found, index.expected_matches(queries), unfamiliar or [False] * len(names), strict=True
+        )
     ]
 
 

@@ -30,6 +30,7 @@ from sfumato.errors import UserError, first_line
 from sfumato.files import write_atomically, write_json
 from sfumato.losses import LOSSES, MatchLoss
 from sfumato.models.recipe import AugmentConfig, ModelConfig, Recipe, load_recipe
+from sfumato.models.unfamiliar import UnfamiliarTexts, piece_counter
 
 
 def cache_folder() -> Path:
@@ -160,7 +161,7 @@ RECIPE, MODEL, LAST, LOG = "recipe.toml", "model.safetensors", "last.safetensors
 
 TOKENIZER, CALIBRATION, PROBLEMS = "tokenizer.json", "calibration.json", "problems.jsonl"
 
-ENCODERS, NOISE = "encoders.json", "noise.npy"
+ENCODERS, NOISE, WORDS = "encoders.json", "noise.npy", "words.json"
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,7 @@ class Run:
         logit_scale, logit_bias: match probability = sigmoid(logit_bias - logit_scale * distance).
         calibrated: whether these two were fitted on held-out pairs; otherwise they are the loss's own.
         calibration: everything that was fitted on held-out pairs; None if nothing was.
+        unfamiliar: tells texts of words from made-up ones; None if the training had no texts, or too few.
     """
 
     folder: Path
@@ -185,6 +187,7 @@ class Run:
     logit_bias: float
     calibrated: bool
     calibration: Calibration | None = None
+    unfamiliar: UnfamiliarTexts | None = None
 
     @property
     def distance(self) -> str:
@@ -224,7 +227,10 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
         calibration = Calibration.load(folder / CALIBRATION)
         scale, bias = calibration.logit_scale, calibration.logit_bias
     calibrated = calibration is not None
-    return Run(folder, recipe, model.to(device).eval(), loss.to(device).eval(), scale, bias, calibrated, calibration)
+    words = folder / WORDS
+    judge = UnfamiliarTexts.load(words) if words.is_file() and piece_counter(model) else None
+    model, loss = model.to(device).eval(), loss.to(device).eval()
+    return Run(folder, recipe, model, loss, scale, bias, calibrated, calibration, judge)
 
 
 def save_assets(folder: Path, tokenizer: Tokenizer | None, model: DualEncoder) -> None:

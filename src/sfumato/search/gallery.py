@@ -571,11 +571,13 @@ class Verdict:
         text: one sentence.
     """
 
-    kind: Literal["clear", "few", "many", "unsure", "abstained"]
+    kind: Literal["clear", "few", "many", "unsure", "abstained", "unfamiliar"]
     text: str
 
 
-def verdict(expected_matches: float, best_probability: float, abstained: bool | None = None) -> Verdict:
+def verdict(
+    expected_matches: float, best_probability: float, abstained: bool | None = None, *, unfamiliar: bool = False
+) -> Verdict:
     """Put a search result into words.
 
     The limits were chosen on validation data; docs/experiments/2026-11-22-hits.md has the precision and the recall of
@@ -585,6 +587,7 @@ def verdict(expected_matches: float, best_probability: float, abstained: bool | 
         expected_matches: sum of the match probabilities over the gallery.
         best_probability: match probability of the closest item; 0 if there is none.
         abstained: whether the query should not be answered at the requested risk; None if no risk was requested.
+        unfamiliar: whether the query is a text that does not look like words.
 
     Returns:
         The verdict.
@@ -593,6 +596,8 @@ def verdict(expected_matches: float, best_probability: float, abstained: bool | 
         >>> verdict(1.2, 0.9).text
         'One clear match'
     """
+    if unfamiliar:
+        return Verdict("unfamiliar", "These do not look like words: the results are guesses")
     if abstained:
         return Verdict("abstained", "No confident match: an answer would exceed the risk that you allow")
     if expected_matches >= MANY:

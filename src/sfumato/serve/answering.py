@@ -1,7 +1,7 @@
 """The model and the galleries of a service, and the conversion of embedded queries to answers with guarantees."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -17,6 +17,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embed_split, load_split, load_splits
 from sfumato.models.galleries import GalleryPart, build_index, load_retrieval_model, open_gallery
 from sfumato.models.run import RECIPE, Run, load_run
+from sfumato.models.unfamiliar import unfamiliar_texts
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
 from sfumato.search.gallery import Gallery, SearchRecord, verdict
 from sfumato.search.stores.protocol import Filter
@@ -71,6 +72,7 @@ class Sources:
         model: embeds the queries and new items.
         name: name of the model, for display.
         galleries: galleries by the kind of their items.
+        unfamiliar: says which texts do not look like words.
 
     Raises:
         UserError: the galleries differ in their dimensions or their distance.
@@ -79,6 +81,7 @@ class Sources:
     model: DualEncoder
     name: str
     galleries: dict[GalleryName, ServedGallery] = field(default_factory=dict)
+    unfamiliar: Callable[[Sequence[str]], list[bool]] = lambda texts: [False] * len(texts)
 
     def __post_init__(self) -> None:
         for what in ("d", "distance"):
@@ -153,7 +156,7 @@ def open_sources(
                 f"the galleries were made by different models, {' and '.join(sorted(models))}; if they are the same"
                 " model in a new location, give the location with --run"
             )
-        return Sources(served.model, served.name, {**served.galleries, "texts": ServedGallery(beside)})
+        return replace(served, galleries={**served.galleries, "texts": ServedGallery(beside)})
     except UserError:
         beside.close()
         served.close()
@@ -184,7 +187,8 @@ def _from_gallery(folder: Path, run: str | None, store: str | None) -> Sources:
         location = str(run or gallery.metadata["run"])
         shown = kind(gallery) == "images" and not features_read(retrieval_model.model.image)
         served = ServedGallery(gallery, _images(gallery, location) if shown else None)
-        return Sources(retrieval_model.model, Path(location).name, {kind(gallery): served})
+        judge = partial(unfamiliar_texts, retrieval_model)
+        return Sources(retrieval_model.model, Path(location).name, {kind(gallery): served}, judge)
     except BaseException:
         gallery.close()
         raise
@@ -220,7 +224,7 @@ def _from_run(run: Run, folder: Path, split: str, *, images_alone: bool) -> Sour
         for name, source in sources.items()
         if name == "images" or not images_alone
     }
-    return Sources(run.model, folder.name, galleries)
+    return Sources(run.model, folder.name, galleries, partial(unfamiliar_texts, run))
 
 
 RISKS, COVERAGES = (0.5, 0.3, 0.2, 0.1, 0.05), (0.5, 0.8, 0.9, 0.95)
@@ -314,6 +318,7 @@ def answered(
     *,
     max_set: int,
     plane: Projection | None = None,
+    unfamiliar: Sequence[bool] | None = None,
 ) -> list[Answer]:
     """Search by several queries with the same options.
 
@@ -324,6 +329,7 @@ def answered(
         options: checked by :func:`check_guarantees`.
         max_set: largest number of items in a conformal set.
         plane: projection of the map, if the positions of the queries are wanted.
+        unfamiliar: for each query, whether it is a text that does not look like words; None for none.
 
     Returns:
         n answers.
@@ -345,8 +351,12 @@ def answered(
     if plane is not None:
         positions = [Position(**ellipse_of(one).model_dump(), version=plane.version) for one in plane.ellipses(queries)]
     answers = []
-    for one, result, expected, position in zip(asked, results, expected_matches, positions, strict=True):
-        words, whole = verdict(expected, result.best_probability, result.abstained), None
+    judged = unfamiliar or [False] * len(asked)
+    for one, result, expected, position, strange in zip(
+        asked, results, expected_matches, positions, judged, strict=True
+    ):
+        words = verdict(expected, result.best_probability, result.abstained, unfamiliar=strange)
+        whole = None
         if result.conformal_set is not None and options.coverage is not None:
             whole = ConformalSet(
                 coverage=options.coverage,
@@ -375,6 +385,7 @@ def search_together(
     searches: Sequence[Search],
     served_of: Callable[[GalleryName], ServedGallery],
     plane_of: Callable[[GalleryName], Projection | None],
+    unfamiliar_of: Callable[[Sequence[str]], list[bool]],
     *,
     max_set: int,
 ) -> list[Answer | Exception]:
@@ -384,6 +395,7 @@ def search_together(
         searches: n searches.
         served_of: gallery by name.
         plane_of: projection of the map by name of the gallery.
+        unfamiliar_of: says which texts do not look like words.
         max_set: largest number of items in a conformal set.
 
     Returns:
@@ -399,7 +411,8 @@ def search_together(
         try:
             plane = plane_of(options.gallery) if options.position else None
             served, asked = served_of(options.gallery), [one.asked for one in some]
-            answers = answered(served, asked, queries, options, max_set=max_set, plane=plane)
+            judged = unfamiliar_of([one.text for one in asked])  # "" of other kinds of queries, which has no word.
+            answers = answered(served, asked, queries, options, max_set=max_set, plane=plane, unfamiliar=judged)
             results |= dict(zip(places, answers, strict=True))
         except Exception as error:
             results |= dict.fromkeys(places, error)

@@ -113,7 +113,7 @@ class ConformalSet(_Model):
 class VerdictText(_Model):
     """The answer in words."""
 
-    kind: Literal["clear", "few", "many", "unsure", "abstained"]
+    kind: Literal["clear", "few", "many", "unsure", "abstained", "unfamiliar"]
     text: str
 
 

@@ -396,7 +396,9 @@ class Service:
         return [rows[i].to(torch.float32) for i in range(len(asked))]
 
     def _search(self, searches: list[Search]) -> list[Answer | Exception]:
-        return search_together(searches, self.gallery, self._projection, max_set=self.settings.max_results)
+        return search_together(
+            searches, self.gallery, self._projection, self.sources.unfamiliar, max_set=self.settings.max_results
+        )
 
     def _projection(self, name: GalleryName) -> Projection | None:
         """The projection of a gallery, fitted again when a quarter of its items has changed; None if it is empty.

@@ -3,9 +3,11 @@
 All random choices in an epoch depend only on (seed, epoch), so the state after an epoch is sufficient for resuming.
 """
 
+import contextlib
 import json
 import math
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,11 +40,13 @@ from sfumato.models.run import (
     LOG,
     MODEL,
     PROBLEMS,
+    WORDS,
     build_loss,
     choose_device,
     load_state,
     save_state,
 )
+from sfumato.models.unfamiliar import UnfamiliarTexts, piece_counter
 from sfumato.progress import progress_bar, say
 from sfumato.training.batches import Batches, IndexedBatches, epoch_seed, prefetch
 from sfumato.training.optim import (
@@ -311,6 +315,8 @@ def _finish(training: _Training) -> None:
             if group.main:
                 save_state(folder / MODEL, training.weights, None, {"epoch": epochs - 1})
     second_stage = training.recipe.variance_stage.epochs
+    if group.main and isinstance(training.batches, IndexedBatches):
+        _remember_words(training.model, training.batches.sampler.data.texts, folder)
     if val is None and not second_stage:
         return
     group.wait()
@@ -324,6 +330,13 @@ def _finish(training: _Training) -> None:
         if group.main:
             save_state(folder / MODEL, training.weights, None, about | {"variance_stage": True})
     group.wait()
+
+
+def _remember_words(model: DualEncoder, texts: Sequence[str], folder: Path) -> None:
+    """Write what tells texts of words from made-up ones, if the model reads subwords and there are enough texts."""
+    if counter := piece_counter(model):
+        with contextlib.suppress(ValueError):
+            UnfamiliarTexts.fit(texts, counter).save(folder / WORDS)
 
 
 def _fit_variances(training: _Training, calibration: Calibration | None) -> None:

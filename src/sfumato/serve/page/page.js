@@ -17,7 +17,7 @@ const h = (tag, attributes = {}, ...children) => {
 };
 
 const SLOTS = [0, 1];
-const TONES = { clear: "sure", few: "sure", many: "vague", unsure: "none", abstained: "none" };
+const TONES = { clear: "sure", few: "sure", many: "vague", unsure: "none", abstained: "none", unfamiliar: "none" };
 const HITS = 24;
 const files = new Map(); // key -> picture that was asked with
 const blobs = new Map(); // path -> promise of a URL of a picture of the collection

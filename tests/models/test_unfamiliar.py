@@ -1,0 +1,84 @@
+"""Texts that do not look like words: against real words that the fit never saw, and where users meet them."""
+
+import json
+
+import numpy as np
+import pytest
+from support.toy import make_toy
+
+from sfumato.data.emoji import load_emoji
+from sfumato.encoders.frozen import text_backbone
+from sfumato.encoders.processors import TokenProcessor, train_tokenizer
+from sfumato.errors import UserError
+from sfumato.metrics.selective import auroc
+from sfumato.models.recipe import load_recipe
+from sfumato.models.run import WORDS, load_run
+from sfumato.models.unfamiliar import UnfamiliarTexts, nonsense, piece_counter, unfamiliar_texts
+from sfumato.search.gallery import verdict
+from sfumato.training.loop import fit
+
+
+@pytest.fixture(scope="module")
+def splits():
+    return load_emoji(held_out_wordings="0/5", held_out_concepts="0/10")
+
+
+@pytest.fixture(scope="module")
+def pieces():
+    return text_backbone("minilm-l6-v2").pieces
+
+
+@pytest.fixture(scope="module")
+def judge(splits, pieces):
+    return UnfamiliarTexts.fit(splits["train"].texts, pieces)
+
+
+def test_pieces_are_those_of_the_tokenizer(pieces):
+    assert pieces(["dog", "giraffe", "qxzvkw"])[0] == 1 and pieces(["qxzvkw"])[0] >= 4 and pieces([]) == []
+    tokenizer = train_tokenizer(["red fox", "red dog"] * 20, 60)
+    own = TokenProcessor(tokenizer, 8).pieces(["red", "zebra"])
+    assert own[0] == 1 < own[1]
+
+
+def test_new_words_and_made_up_ones_are_told_apart(judge, pieces, splits):
+    known = set(splits["train"].texts)
+    new = [text for text in splits["test"].texts if text not in known]
+    made_up = nonsense(600, seed=99)
+    for texts, least in ((made_up[::2], 0.97), (made_up[1::2], 0.92)):
+        score = judge.score([*new, *texts], pieces)
+        assert auroc(score, np.arange(len(score)) >= len(new)) > least
+    assert np.mean(judge.of(new, pieces)) < 0.05 < 0.6 < np.mean(judge.of(made_up[::2], pieces))
+
+
+def test_what_training_knows_or_has_no_word_is_never_unfamiliar(judge, pieces, splits):
+    assert not any(judge.of(splits["train"].texts, pieces))
+    assert judge.of(["", "?!", "Clock", "asdfgh qwrtzp"], pieces) == [False, False, False, True]
+
+
+def test_a_file_has_what_was_saved_and_a_damaged_one_is_named(judge, tmp_path):
+    judge.save(tmp_path / WORDS)
+    assert UnfamiliarTexts.load(tmp_path / WORDS) == judge
+    (tmp_path / WORDS).write_text(json.dumps({"weights": [1.0]}))
+    with pytest.raises(UserError, match=r"words\.json is damaged .*; delete it"):
+        UnfamiliarTexts.load(tmp_path / WORDS)
+
+
+def test_few_texts_are_refused():
+    with pytest.raises(ValueError, match="needs 100 texts with words, got 2"):
+        UnfamiliarTexts.fit(["a", "b", "?"], lambda words: [1] * len(words))
+
+
+def test_a_verdict_says_it_first():
+    found = verdict(40.0, 0.9, True, unfamiliar=True)
+    assert found.kind == "unfamiliar" and "do not look like words" in found.text
+
+
+def test_a_run_remembers_its_words_and_models_without_texts_judge_nothing(tmp_path, judge):
+    recipe = load_recipe(make_toy(tmp_path), ["train.epochs=1"])
+    fit(recipe, tmp_path / "run")
+    run = load_run(tmp_path / "run")
+    assert run.unfamiliar is None and unfamiliar_texts(run, ["qxzvkw"]) == [False]  # Fewer than 100 texts.
+    judge.save(tmp_path / "run" / WORDS)
+    run = load_run(tmp_path / "run")
+    assert piece_counter(run.model) and unfamiliar_texts(run, ["clock", "qxzvkw vvkkqx"]) == [False, True]
+    assert unfamiliar_texts(object(), ["qxzvkw"]) == [False]
