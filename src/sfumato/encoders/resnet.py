@@ -119,6 +119,10 @@ class ResNetEncoder(EncoderModule):
         super().__init__()
         self.network = network
         self.channels = int(network.config.hidden_sizes[-1])
+        # torch 2 corrupts memory in the gradient of strided 1 x 1 convolutions of 4 channels in channels_last, on CPUs
+        # without AVX-512.
+        narrow = min(network.config.embedding_size, *network.config.hidden_sizes) < 8
+        self._memory_format = torch.contiguous_format if narrow else torch.channels_last
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(3, 1, 1), persistent=False)
         self.register_buffer("pixel_std", torch.tensor(pixel_std).view(3, 1, 1), persistent=False)
 
@@ -142,7 +146,7 @@ class ResNetEncoder(EncoderModule):
         """
         pixels = inputs.values
         pixels = pixels.to(self.pixel_mean.dtype) / 255 if pixels.dtype == torch.uint8 else pixels
-        normal = ((pixels - self.pixel_mean) / self.pixel_std).contiguous(memory_format=torch.channels_last)
+        normal = ((pixels - self.pixel_mean) / self.pixel_std).contiguous(memory_format=self._memory_format)
         return TokenFeatures(self.network(normal).last_hidden_state.flatten(2).transpose(1, 2))
 
 

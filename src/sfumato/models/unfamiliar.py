@@ -58,7 +58,7 @@ class UnfamiliarTexts:
 
     @classmethod
     def fit(
-        cls, texts: Sequence[str], pieces: Pieces, *, false_alarms: float = 0.02, seed: int = 0
+        cls, texts: Sequence[str], pieces: Pieces, *, false_alarms: float = 0.05, seed: int = 0
     ) -> "UnfamiliarTexts":
         """Fit on training texts against as many made-up ones, half of random letters and half pronounceable.
 
