@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -598,3 +599,16 @@ def test_threads_do_not_change_the_answer(sources):
     torch.manual_seed(0)
     with served(sources, threads=2, workers=4) as two, served(sources) as one:
         assert search(one, {"text": "a"})[0]["hits"] == search(two, {"text": "a"})[0]["hits"]
+
+
+def test_a_text_that_is_no_word_is_said_to_be_none(sources):
+    judged = replace(sources, unfamiliar=lambda texts: [text == "qxzvkw" for text in texts])
+    with served(judged) as client:
+        found = search(client, {"text": "qxzvkw"}, {"text": "a red circle"}, {"id": sources_first_id(sources)})
+    kinds = [answer["verdict"]["kind"] for answer in found]
+    assert kinds[0] == "unfamiliar" and "unfamiliar" not in kinds[1:]
+    assert "do not look like words" in found[0]["verdict"]["text"] and found[0]["hits"]
+
+
+def sources_first_id(sources):
+    return sources.galleries["images"].gallery.ids[0]
