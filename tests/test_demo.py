@@ -13,9 +13,10 @@ TINY = [
     "model.image.kind=small",
     "model.image.size=16",
     "model.image.width=4",
-    "model.text.width=16",
+    'model.text={ kind = "small", width = 16 }',
     "model.dim=16",
     "train.epochs=1",
+    "variance_stage.epochs=1",
 ]
 
 
@@ -37,7 +38,7 @@ def test_demo_makes_a_self_contained_page(tmp_path, capsys, monkeypatch):
     assert page.count("data:image/png;base64,") >= 12 * 2 * len(PAIRS)
     assert all(f"“{query}”" in page for pair in PAIRS for query in pair)
     assert "+nan" not in page and "None" not in page
-    assert json.loads((tmp_path / "demo" / "run" / "evaluation-test-csd.json").read_text()) == result["test"]
+    assert json.loads((tmp_path / "demo" / "run" / "evaluation-test-squared_l2.json").read_text()) == result["test"]
     assert [s["query"] for s in result["searches"]] == [q for pair in PAIRS for q in pair]
     assert all(len(s["hits"]) == 12 for s in result["searches"])
     again = run_demo(tmp_path / "demo", TINY)

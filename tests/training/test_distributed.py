@@ -15,9 +15,13 @@ from sfumato.models.process_group import PeerLostError, ProcessGroup, _answered,
 
 
 def succeed(size, function, *arguments):
+    """What the processes said."""
+    everything = []
     for process in process_group(size, function, *arguments):
         status, said = process.finish()
         assert status == 0, said
+        everything.append(said)
+    return everything
 
 
 SIZES = [8, 7, 3, 2]  # Uneven parts, and fewer pairs than processes.
@@ -76,10 +80,11 @@ def test_a_run_of_two_processes_evaluates_and_resumes_like_one(tmp_path):
     """Frozen random features would do; here batch norms see half batches, so only the kind of result is compared."""
     recipe = make_toy(tmp_path)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    succeed(2, command, "train", recipe, "--out", whole, *POINTS)
+    said = succeed(2, command, "train", recipe, "--out", whole, *POINTS)
     lines = [json.loads(line) for line in (whole / "log.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == list(range(12)) and lines[1]["val/score"] > 0
-    assert (whole / "calibration.json").exists()
+    # On some processors the tiny model has learnt too little to be calibrated, and says so, once.
+    assert (whole / "calibration.json").exists() != any("are not calibrated" in each for each in said)
     # Evaluated by one process, by two and by three, whose parts are uneven: the same file.
     written = []
     for size in (1, 2, 3):
