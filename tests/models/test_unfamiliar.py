@@ -11,6 +11,7 @@ from sfumato.encoders.frozen import text_backbone
 from sfumato.encoders.processors import TokenProcessor, train_tokenizer
 from sfumato.errors import UserError
 from sfumato.metrics.selective import auroc
+from sfumato.models.export import load_model
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import WORDS, load_run
 from sfumato.models.unfamiliar import UnfamiliarTexts, nonsense, piece_counter, unfamiliar_texts
@@ -82,3 +83,5 @@ def test_a_run_remembers_its_words_and_models_without_texts_judge_nothing(tmp_pa
     run = load_run(tmp_path / "run")
     assert piece_counter(run.model) and unfamiliar_texts(run, ["clock", "qxzvkw vvkkqx"]) == [False, True]
     assert unfamiliar_texts(object(), ["qxzvkw"]) == [False]
+    loaded = load_model(tmp_path / "run")  # As searches and the service load it.
+    assert unfamiliar_texts(loaded, ["clock", "qxzvkw vvkkqx"]) == [False, True]

@@ -163,6 +163,7 @@ def load_model(
             f"{folder} (a run of sfumato, {run.recipe.name})",
             calibrated=run.calibrated,
             calibration=run.calibration,
+            unfamiliar=run.unfamiliar,
         )
     if not folder.exists():
         folder = download(str(name_or_folder))

@@ -55,6 +55,7 @@ from sfumato.models.pretrained_tensors import (
     vision_sizes,
     without,
 )
+from sfumato.models.unfamiliar import UnfamiliarTexts
 
 CLIP_TOKENIZER = "openai/clip-vit-base-patch16"
 """Hub name of the tokenizer of CLIP and of all PCME++ models."""
@@ -394,6 +395,7 @@ class PretrainedModel:
         source: origin and description of the model.
         calibrated: whether the logits were fitted on held-out pairs; logits learnt by a loss were not.
         calibration: everything that was fitted on held-out pairs; None for models of other authors.
+        unfamiliar: tells texts of words from made-up ones; None but for runs.
     """
 
     model: DualEncoder
@@ -403,6 +405,7 @@ class PretrainedModel:
     source: str
     calibrated: bool = False
     calibration: Calibration | None = None
+    unfamiliar: UnfamiliarTexts | None = None
 
 
 def load_pretrained(
