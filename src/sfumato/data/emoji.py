@@ -10,6 +10,7 @@ scripts/build_emoji.py rebuilds it.
 import hashlib
 import json
 import zipfile
+from collections.abc import Callable
 from functools import cache
 from importlib import resources
 from typing import Any, Literal, get_args
@@ -105,12 +106,18 @@ def load_emoji(
     texts, kinds, pairs = _texts(concepts)
     archive = _archive()
 
-    new_text = np.zeros(len(texts), bool)
-    if held_out_wordings:
-        new_text = _wordings_of_part(texts, kinds, np.bincount(pairs[:, 1]), *parse_part(held_out_wordings))
-    new_concept = np.zeros(len(concepts), bool)
+    counts = np.bincount(pairs[:, 1])
+    new_text, new_concept = np.zeros(len(texts), bool), np.zeros(len(concepts), bool)
+    if held_out_wordings:  # Parts are alike: dealt within each kind and power of two of the number of matches.
+        new_text = _dealt(
+            len(texts),
+            lambda t: (kinds[t], int(counts[t]).bit_length(), _uniform("text " + texts[t])),
+            *parse_part(held_out_wordings),
+        )
     if held_out_concepts:
-        new_concept = _concepts_of_part([c["hexcode"] for c in concepts], *parse_part(held_out_concepts))
+        new_concept = _dealt(
+            len(concepts), lambda c: _uniform("concept " + concepts[c]["hexcode"]), *parse_part(held_out_concepts)
+        )
 
     def split(styles: list[str], chosen: list[int], kept: np.ndarray | None = None) -> PairData:
         drawn = [(c, style) for c in chosen for style in styles if style in concepts[c]["styles"]]
@@ -204,21 +211,10 @@ def _group_text(key: str) -> str:
     return key.replace("-", " & ")
 
 
-def _wordings_of_part(texts: list[str], kinds: list[str], counts: np.ndarray, part: int, of: int) -> np.ndarray:
-    """(m,) bool, the texts of a part: dealt by a hash within each kind and power of two of the number of matches."""
-    order = sorted(
-        range(len(texts)), key=lambda t: (kinds[t], int(counts[t]).bit_length(), _uniform("text " + texts[t]))
-    )
-    chosen = np.zeros(len(texts), bool)
-    chosen[order[part::of]] = True
-    return chosen
-
-
-def _concepts_of_part(hexcodes: list[str], part: int, of: int) -> np.ndarray:
-    """(n,) bool, the concepts of a part."""
-    order = sorted(range(len(hexcodes)), key=lambda c: _uniform("concept " + hexcodes[c]))
-    chosen = np.zeros(len(hexcodes), bool)
-    chosen[order[part::of]] = True
+def _dealt(n: int, order: Callable[[int], Any], part: int, of: int) -> np.ndarray:
+    """(n,) bool, every of-th of n items in an order, from the part on."""
+    chosen = np.zeros(n, bool)
+    chosen[sorted(range(n), key=order)[part::of]] = True
     return chosen
 
 

@@ -597,7 +597,7 @@ def verdict(
         'One clear match'
     """
     if unfamiliar:
-        return Verdict("unfamiliar", "These do not look like words: the results are guesses")
+        return Verdict("unfamiliar", "To the model these do not look like words: the results are guesses")
     if abstained:
         return Verdict("abstained", "No confident match: an answer would exceed the risk that you allow")
     if expected_matches >= MANY:
