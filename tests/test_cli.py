@@ -357,8 +357,12 @@ def test_exported_models_embed_index_and_search(work, sfumato, tmp_path):
 
 def test_trust_prints_tables_and_writes_json(work, sfumato):
     status, out, _ = sfumato("trust", work / "run", "--bootstrap", 10, "--corrupted", 4)
+    assert status == 0 and len(out.splitlines()) < 25 and "erased" not in out
+    for word in ("whether the first hit is wrong", "calibration error", "-> ", "--details"):
+        assert word in out
+    status, out, _ = sfumato("trust", work / "run", "--bootstrap", 10, "--corrupted", 4, "--details")
     assert status == 0
-    for word in ("text -> image", "image -> text", "expected_matches", "AUROC", "erased", "dropped_words", "rises"):
+    for word in ("Brier skill", "text -> image", "image -> text", "expected_matches", "AUROC", "erased", "dropped_words", "rises"):
         assert word in out
     written = json.loads((work / "run" / "trust-test.json").read_text())
     status, out, _ = sfumato("trust", work / "run", "--bootstrap", 10, "--corrupted", 4, "--json")

@@ -221,6 +221,7 @@ FLOORS: dict[str, list[str]] = {
     "reports": [
         "charts formatting page_files",
         "console report_charts study_pages",
+        "console_trust",
         "report",
         "model_report",
     ],

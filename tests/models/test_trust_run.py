@@ -132,3 +132,33 @@ def test_bad_options_are_named(run):
         trust_model(run, run.recipe.data, "test", queries="all")
     with pytest.raises(ValueError, match="must not be negative, got 5, -1 and 0"):
         trust_model(run, run.recipe.data, "test", n_resamples=5, n_corrupted=-1)
+
+
+def test_probabilities_of_hits_are_those_that_a_search_shows(run):
+    """One gallery of all images: figures by hand from the search's own probabilities."""
+    report = trust_model(run, run.recipe.data, "test", queries="text", **QUICK)
+    data, queries, gallery, ground_truth, missed = embedded(run, "test", True)
+    assert {f.direction for kind in report.hits.values() for f in kind} == {"t2i"}
+    served, alone = (next(f for f in report.hits[kind] if f.hits == 1) for kind in ("served", "distance"))
+    d = get_distance(run.distance).matrix(queries, gallery).sort(dim=1).values
+    p = run.calibration.hit_probability(d[:, :1], d[:, :50], n_gallery=gallery.n, direction="t2i").double()
+    assert served.n_gallery == gallery.n and served.n == len(missed)
+    assert served.mean_probability == pytest.approx(float(p.mean()), abs=1e-6)
+    assert served.rate == alone.rate == pytest.approx(1 - missed.mean())
+    of_constant = served.rate * (1 - served.rate)
+    assert served.brier_skill == pytest.approx(
+        1 - float((p[:, 0] - torch.from_numpy(1 - missed)).square().mean()) / of_constant, abs=1e-6
+    )
+
+
+def test_probabilities_of_hits_are_left_out_on_the_split_that_calibrated(run):
+    report = trust_model(run, run.recipe.data, "val", queries="text", n_resamples=0, n_corrupted=0)
+    assert report.hits == {}
+    assert any("fitted on val" in note for note in report.notes)
+
+
+def test_probabilities_of_hits_in_a_large_split_are_those_of_some_images(run, monkeypatch):
+    monkeypatch.setattr(trust, "_HIT_IMAGES", 5)
+    report = trust_model(run, run.recipe.data, "test", queries="text", n_resamples=0, n_corrupted=0)
+    assert {f.n_gallery for f in report.hits["served"]} == {5}
+    assert "the probabilities of hits are those among 5 random images" in report.notes

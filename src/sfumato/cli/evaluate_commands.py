@@ -503,16 +503,19 @@ def trust(
     bootstrap: Bootstrap = 1000,
     corrupted: Annotated[int, typer.Option(min=0, help="Number of queries to corrupt in each way; 0 for none.")] = 200,
     seed: Seed = 0,
+    details: Annotated[
+        bool, typer.Option("--details", help="Print the tables of all figures instead of the summary.")
+    ] = False,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Measure what each estimator of uncertainty predicts.
+    """Measure the probabilities beside hits, and what each estimator of uncertainty predicts.
 
-    The tables show how well each predicts failure, ambiguity, absence and corruption. For a run on its own data,
-    writes trust-SPLIT.json into its folder.
+    The summary says what to rely on. The tables of --details show how well each estimator predicts failure, ambiguity,
+    absence and corruption. For a run on its own data, writes trust-SPLIT.json into its folder.
     """
     from sfumato.models.trust_run import trust_model, trust_run
-    from sfumato.reports.console import print_trust
+    from sfumato.reports.console_trust import print_trust, print_trust_summary
 
     opened = open_model_on_data(model, data, overrides, split, device, purpose="measure it on")
     path = None
@@ -527,6 +530,8 @@ def trust(
     if as_json:
         print(json.dumps(report.to_json()))
         return
-    print_trust(report, f"{model} on {split}, by {report.distance}")
+    (print_trust if details else print_trust_summary)(report, f"{model} on {split}, by {report.distance}")
+    if not details:
+        print("--details prints all estimators, corrupted queries and galleries of other sizes.")
     if path is not None:
         print(f"written to {path}")

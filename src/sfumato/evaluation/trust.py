@@ -5,7 +5,7 @@ an input of an estimator.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from sfumato.evaluation.estimators import ESTIMATORS, NEAREST, Estimator, Matching, estimate_uncertainty
+from sfumato.evaluation.hits import HitFigures
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import (
     Interval,
@@ -185,6 +186,8 @@ class TrustReport:
         estimators: by name {"estimates": formula, "kind", "cost"}.
         directions: figures by "t2i" and "i2t", or by one of them.
         notes: omitted parts, with reasons.
+        hits: the probabilities beside hits, "served" as searches show them and "distance" by the distance and the size
+            of the gallery alone, the baseline; empty without a calibration of other data.
     """
 
     split: str
@@ -198,6 +201,7 @@ class TrustReport:
     estimators: dict[str, dict[str, str]]
     directions: dict[str, DirectionTrust]
     notes: list[str]
+    hits: dict[str, list[HitFigures]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values.

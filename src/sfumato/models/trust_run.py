@@ -19,6 +19,7 @@ from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.regions import features_read
 from sfumato.errors import UserError
 from sfumato.evaluation.estimators import FailurePredictor, Matching, usable_estimators
+from sfumato.evaluation.hits import HitFigures, measure_hits, without_nearest
 from sfumato.evaluation.trust import (
     Corrupted,
     DirectionTrust,
@@ -43,6 +44,9 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {"text": ("t2i",), "image": ("i2t",), "
 """Directions by what the queries are."""
 
 _LEVEL = 0.95
+
+_HIT_IMAGES, _HIT_PAIRS = 5_000, 50_000_000
+"""Largest number of images, and of pairs with all texts, in which the probabilities of hits are measured."""
 
 
 def trust_model(
@@ -107,6 +111,7 @@ def trust_model(
             level=_LEVEL,
             seed=seed,
         )
+    hits, unmeasured = _hits(retrieval_model, images, texts, prepared.data, split, DIRECTIONS[queries], seed)
     return TrustReport(
         split=split,
         distance=retrieval_model.distance,
@@ -120,8 +125,38 @@ def trust_model(
             estimators | {predictor.estimator().name: predictor.estimator() for predictor in predictors.values()}
         ),
         directions=directions,
-        notes=notes,
+        notes=[*notes, *unmeasured],
+        hits=hits,
     )
+
+
+def _hits(
+    retrieval_model: RetrievalModel,
+    images: GaussianEmbedding,
+    texts: GaussianEmbedding,
+    data: PairData,
+    split: str,
+    directions: Sequence[str],
+    seed: int,
+) -> tuple[dict[str, list[HitFigures]], list[str]]:
+    """The probabilities beside hits, by what they are computed from, and notes on those left out."""
+    calibration = retrieval_model.calibration
+    if calibration is None:
+        return {}, ["the probabilities of hits are left out: the model has no calibration"]
+    if calibration.metadata.get("split") == split:
+        return {}, [f"the probabilities of hits are left out: they were fitted on {split}, the split that is measured"]
+    n, m = images.n, texts.n
+    chosen = _chosen(np.arange(n), min(_HIT_IMAGES, n, max(2, _HIT_PAIRS // m)), seed)
+    match = torch.from_numpy(data.match(chosen, np.arange(m)))
+    beside = torch.ones(m, dtype=torch.bool) if len(chosen) == n else match.bool().any(0)
+    distance = get_distance(retrieval_model.distance).matrix(_rows(images, chosen), texts[beside])
+    kinds = {"served": calibration, "distance": without_nearest(calibration)}
+    figures = {
+        name: [f for f in measure_hits(kind, distance.cpu(), match[:, beside], seed=seed) if f.direction in directions]
+        for name, kind in kinds.items()
+    }
+    some = [] if len(chosen) == n else [f"the probabilities of hits are those among {len(chosen)} random images"]
+    return figures, some
 
 
 def _check_options(queries: str, n_resamples: int, n_corrupted: int, seed: int) -> None:

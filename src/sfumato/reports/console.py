@@ -11,13 +11,11 @@ from sfumato.evaluation.compare import MoreResults, OverSeeds
 from sfumato.evaluation.embedded_input import Measured
 from sfumato.evaluation.protocols import Evaluation, table_rows
 from sfumato.evaluation.published import common_figures
-from sfumato.evaluation.trust import DirectionTrust, TrustReport
 from sfumato.metrics.bootstrap import Interval
 from sfumato.metrics.retrieval import RANK_METRICS
 from sfumato.reports.formatting import (
     MISSING,
     compact_interval,
-    compact_number,
     digits,
     interval,
     number,
@@ -328,83 +326,6 @@ def print_calibration(result: dict[str, Any]) -> None:
 
 def _or_none(value: float | None, text: str) -> str:
     return "no value can be guaranteed from these queries" if value is None else text.format(value)
-
-
-def print_trust(report: TrustReport, title: str) -> None:
-    """Print tables of the figures of each estimator of uncertainty, with confidence intervals.
-
-    Args:
-        report: the figures.
-        title: start of each table's title.
-    """
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    names = {"t2i": "text -> image", "i2t": "image -> text"}
-    for key, direction in report.directions.items():
-        found = {figure for values in direction.estimators.values() for figure in values}
-        for heading, columns in _TRUST_TABLES.items():
-            shown = {figure: label for figure, label in columns.items() if figure in found}
-            if shown:
-                table = Table(title=f"{title}, {names[key]}: {heading}", title_justify="left")
-                table.add_column("estimator", no_wrap=True)
-                for label in shown.values():
-                    table.add_column(label, justify="right")
-                for name, figures in direction.estimators.items():
-                    table.add_row(name, *[compact_interval(figures.get(figure)) for figure in shown])
-                console.print(table)
-        if direction.corruptions:
-            _print_corruptions(wide_console(), direction)
-        chance = None if direction.recall.value is None else 1 - direction.recall.value
-        print(
-            f"{direction.n_queries} queries, {direction.n_gallery} items,"
-            f" recall@1 {compact_interval(direction.recall)};"
-            f" AURC of chance {compact_number(chance)}, of a perfect order {compact_interval(direction.risk_best)};"
-            f" match probability of true against random pairs, AUROC {compact_interval(direction.right_pairs)}"
-        )
-    print(
-        f"Higher is less certain. In brackets: {report.level:.0%} intervals"
-        f" from {report.n_resamples} bootstrap resamples of the queries."
-    )
-    for note in report.notes:
-        print(f"note: {note}")
-
-
-_TRUST_TABLES = {
-    "is the best item wrong?": {
-        "wrong_auroc": "AUROC",
-        "wrong_aurc": "AURC",
-        "wrong_gain": "PRR",
-        "deciles": "deciles of recall",
-    },
-    "ambiguity and absence": {
-        "multiplicity": "true number, Spearman",
-        "multiplicity_balanced": "balanced",
-        "caption_distance": "caption distance",
-        "caption_words": "caption words",
-        "out_of_gallery": "unanswerable, AUROC",
-    },
-}
-
-
-def _print_corruptions(console: Console, direction: DirectionTrust) -> None:
-    table = Table(
-        title="do corrupted queries become less certain? Spearman with strength, fraction that rises",
-        title_justify="left",
-    )
-    table.add_column("estimator", no_wrap=True)
-    for name in direction.corruptions:
-        table.add_column(f"{name}: Spearman", justify="right")
-        table.add_column("rises", justify="right")
-    for estimator in direction.estimators:
-        cells = []
-        for corruption in direction.corruptions.values():
-            found = corruption.estimators.get(estimator, {})
-            cells += [compact_interval(found.get("spearman")), compact_interval(found.get("rises"))]
-        table.add_row(estimator, *cells)
-    console.print(table)
-    for name, corruption in direction.corruptions.items():
-        recall = " ".join(f"{r:.0%}" for r in corruption.recall)
-        strengths = " ".join(f"{s:g}" for s in corruption.strengths)
-        print(f"{name}, {corruption.n} queries: recall@1 {recall} at strength {strengths}")
 
 
 def print_crops(study: Mapping[str, Any]) -> None:
