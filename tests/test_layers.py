@@ -22,6 +22,7 @@ PARTS: dict[str, set[str]] = {
     "data": {"errors", "files", "gaussian", "metrics"},
     "encoders": {"data", "errors", "files", "gaussian", "progress"},
     "losses": {"distances", "gaussian", "inclusion", "matching"},
+    "posthoc": {"calibration", "files", "gaussian"},
     "search": {
         "calibration",
         "direction",
@@ -182,6 +183,12 @@ FLOORS: dict[str, list[str]] = {
         "base tiles",
         "infonce pcme prolip triplet",
         "daa pcmepp pvse",
+    ],
+    "posthoc": [
+        "evidence method",
+        "curvature top1 whitened",
+        "laplace margins",
+        "method_registry",
     ],
     "search": [
         "atomic_folder exact lifting parts screening stores stores.faiss stores.nearest stores.protocol",

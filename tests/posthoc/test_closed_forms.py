@@ -1,0 +1,235 @@
+"""Top-1 distance, margins and the whitened norm, against the released numbers and against slow loops."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from posthoc.fixtures import fixture
+from torch.nn import functional
+
+from sfumato.matching import match_probability
+from sfumato.posthoc.margins import AdversarialMargin, CosineMargin, iterative_change, linear_change, shortest_change
+from sfumato.posthoc.method import FrozenPairs
+from sfumato.posthoc.top1 import Top1Distance, fit_hit_logits
+from sfumato.posthoc.whitened import WhitenedNorm, Whitening
+
+DIRECTIONS = ("t2i", "i2t")
+SIDE = {"t2i": "text", "i2t": "image"}
+
+
+def items(n, d, seed, dtype=torch.float64):
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 3 + 0.5
+
+
+def some_pairs(n=40, d=6):
+    return FrozenPairs(items(n, d, 1), items(n, d, 2), torch.arange(n).repeat(2, 1).T)
+
+
+def uclip(direction):
+    described, t = fixture("uclip_confidence")
+    text, image = t["inputs/txt"][0], t["inputs/img"][0]
+    return described, t, *((text, image) if direction == "t2i" else (image, text))
+
+
+# ---------------------------------------------------------------- parity
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-10), (torch.float32, 1e-6)])
+def test_parity_top1_and_margins(direction, dtype, rtol):
+    _, t, queries, gallery = uclip(direction)
+    q, g, side = queries.to(dtype), gallery.to(dtype), SIDE[direction]
+
+    def same(found, wanted):
+        torch.testing.assert_close(found, wanted.to(dtype), rtol=rtol, atol=0 if dtype == torch.float64 else 1e-6)
+
+    same(1 - Top1Distance().uncertainty(side, q, g), t[f"top1similarity/{direction}"])
+    same(-CosineMargin().uncertainty(side, q, g), t[f"ours/margin/{direction}"])
+    same(-AdversarialMargin().uncertainty(side, q, g), t[f"ours/exact_unit/{direction}"])
+    unit = functional.normalize(g, dim=1)
+    same(shortest_change(q, unit), t[f"ours/exact/{direction}"])
+    same(-AdversarialMargin("linear").uncertainty(side, q, g), t[f"adversarial_lin/{direction}"])
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_parity_iterative_margin(direction):
+    described, t, q, g = uclip(direction)
+    cases, unit = described["cases"], functional.normalize(g, dim=1)
+    found = iterative_change(q, unit, step_size=cases["step_size"], max_steps=cases["max_iter"])
+    torch.testing.assert_close(found, t[f"adversarial_raw/{direction}"], rtol=1e-10, atol=0)
+    found = -AdversarialMargin("iterative").uncertainty(SIDE[direction], q, g)
+    torch.testing.assert_close(found, t[f"adversarial/{direction}"], rtol=1e-10, atol=0)
+    fine = iterative_change(q, unit, step_size=cases["fine"]["step_size"], max_steps=cases["fine"]["max_iter"])
+    torch.testing.assert_close(fine, t[f"adversarial_fine_raw/{direction}"], rtol=1e-10, atol=0)
+    assert (shortest_change(q, unit) <= fine + cases["fine"]["step_size"]).all()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_parity_duplicates_have_no_margin(direction):
+    _, t = fixture("uclip_confidence")
+    q, g = (t["dup/txt"], t["dup/img"]) if direction == "t2i" else (t["dup/img"], t["dup/txt"])
+    linear = linear_change(q, functional.normalize(g, dim=1)).tanh()
+    torch.testing.assert_close(linear, t[f"dup/lin_f64/{direction}"], rtol=1e-10, atol=1e-12)
+    for dtype in (torch.float64, torch.float32, torch.float16):
+        exact = AdversarialMargin().uncertainty(SIDE[direction], q.to(dtype), g.to(dtype))
+        assert torch.isfinite(exact).all()
+        zero = t[f"dup/lin_f64/{direction}"] < 1e-12
+        assert zero.any() and (exact[zero].abs() < 1e-6).all() and (exact[~zero] < -1e-4).all()
+
+
+def test_parity_whitening():
+    _, t = fixture("wclip")
+    own = Whitening.fit(t["inputs/train"], shrinkage=0)
+    close = lambda found, wanted, rtol=1e-10: torch.testing.assert_close(found, wanted, rtol=rtol, atol=0)
+    close(own.mean, t["plain/mean"])
+    close(own.whitened(t["inputs/test"]).square().sum(1), t["plain/sq_norm"])
+    close(own.whitened(t["inputs/test"]).square().sum(1), t["ours/mahalanobis_sq"])
+    close(own.log_density(t["inputs/test"]), t["ours/log_density"])
+    # The released constant log(2 pi) is rounded to float32.
+    close(own.log_likelihood(t["inputs/test"]), t["plain/log_like"], rtol=5e-8)
+    columns = own.whitened(t["inputs/train"]).flip(1)
+    close(columns.abs(), t["plain/whitened"].abs(), rtol=1e-8)
+
+
+def test_parity_whitening_of_correlated_features():
+    _, t = fixture("wclip")
+    # The script replaces features after it has taken the mean.
+    replaced = replace(Whitening.fit(t["corr/features_used"], shrinkage=0), mean=t["corr/mean"])
+    torch.testing.assert_close(replaced.log_likelihood(t["corr/test"]), t["corr/log_like"], rtol=5e-8, atol=0)
+    plain = WhitenedNorm.fit(
+        FrozenPairs(t["corr/train"], t["corr/test"], torch.zeros(1, 2, dtype=torch.long)), wclip_official=True
+    )
+    found = plain.uncertainty("image", t["corr/test"])
+    torch.testing.assert_close(found, t["ours/corr/mahalanobis_sq"], rtol=1e-9, atol=0)
+
+
+# ---------------------------------------------------------------- independent checks
+@pytest.mark.parametrize("m", [2, 3, 31, 32, 33, 700])
+def test_the_shortest_change_is_that_of_all_items(m):
+    queries, gallery = (functional.normalize(items(n, 5, s), dim=1) for n, s in ((50, 3), (m, 4)))
+    gallery[-1] = gallery[0]
+    wanted = []
+    for q in queries:
+        first = int((gallery @ q).argmax())
+        planes = [float(q @ (gallery[first] - g)) / float((gallery[first] - g).norm() or 1) for g in gallery]
+        wanted.append(min(v for j, v in enumerate(planes) if j != first))
+    torch.testing.assert_close(
+        shortest_change(queries, gallery), torch.tensor(wanted, dtype=torch.float64), rtol=1e-9, atol=1e-12
+    )
+
+
+def test_some_query_is_nearest_to_a_third_item_and_the_change_flips_it():
+    """The runner-up's plane is not always the nearest, and a change of that length along its normal is enough."""
+    queries, gallery = (functional.normalize(items(n, 4, s), dim=1) for n, s in ((300, 5), (60, 6)))
+    values, index = (queries @ gallery.T).topk(2, dim=1)
+    runner_up = (values[:, 0] - values[:, 1]) / (gallery[index[:, 0]] - gallery[index[:, 1]]).norm(dim=1)
+    change = shortest_change(queries, gallery)
+    assert (change < runner_up - 1e-6).any() and (change <= runner_up + 1e-12).all()
+    normal = gallery.unsqueeze(0) - gallery[index[:, 0]].unsqueeze(1)
+    normal = functional.normalize(normal, dim=2)
+    for size, flips in ((0.999, False), (1.001, True)):
+        moved = queries.unsqueeze(1) + size * change[:, None, None] * normal
+        best = (moved @ gallery.T).argmax(2)
+        assert bool((best != index[:, :1]).any(1).all()) is flips or not flips
+        assert flips or not (best != index[:, :1]).any()
+
+
+def test_the_visit_does_not_end_too_early():
+    """A gallery in which the nearest plane belongs to an item of small cosine: it is opposite to the best one."""
+    q = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64)
+    crowd = functional.normalize(torch.tensor([[1.0, 0.001 * k, 0.0] for k in range(1, 200)]).double(), dim=1)
+    first = functional.normalize(torch.tensor([[1.0, 0.0, 0.0]]).double(), dim=1)
+    far = functional.normalize(torch.tensor([[0.2, 0.0, -1.0]]).double(), dim=1)
+    gallery = torch.cat([first, crowd, far])
+    planes = (q @ (first - gallery[1:]).T).squeeze(0) / (first - gallery[1:]).norm(dim=1)
+    torch.testing.assert_close(shortest_change(q, gallery), planes.min().unsqueeze(0))
+
+
+def test_the_linear_margin_is_a_tangent_and_the_exact_one_a_sine():
+    angle = 0.3
+    two = torch.tensor([[1.0, 0.0], [-1.0, 0.0]]).double()
+    q = 2.5 * torch.tensor([[torch.sin(torch.tensor(angle)), torch.cos(torch.tensor(angle))]]).double()
+    torch.testing.assert_close(shortest_change(q, two), 2.5 * torch.tensor([angle]).sin().double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(linear_change(q, two), 2.5 * torch.tensor([angle]).tan().double(), rtol=1e-6, atol=0)
+
+
+def test_uncertainties_do_not_depend_on_the_length_of_embeddings():
+    q, g = items(7, 5, 7), items(11, 5, 8)
+    for method in (Top1Distance(), CosineMargin(), AdversarialMargin()):
+        torch.testing.assert_close(method.uncertainty("text", 3 * q, 0.1 * g), method.uncertainty("text", q, g))
+
+
+def test_the_whitened_norm_is_the_distance_of_mahalanobis():
+    pairs = some_pairs()
+    method = WhitenedNorm.fit(pairs, shrinkage=0)
+    x = pairs.texts
+    inverse = torch.linalg.inv(torch.cov(x.T))
+    wanted = torch.stack([(row - x.mean(0)) @ inverse @ (row - x.mean(0)) for row in x])
+    torch.testing.assert_close(method.uncertainty("text", x), wanted)
+    assert not torch.allclose(method.uncertainty("image", x), wanted)
+    assert method.uncertainty("text", x).mean() == pytest.approx(x.shape[1] * (len(x) - 1) / len(x))
+
+
+def test_shrinkage_makes_few_items_enough():
+    few = items(4, 9, 9)
+    with pytest.raises(ValueError, match="singular"):
+        Whitening.fit(few, shrinkage=0)
+    own = Whitening.fit(few)
+    covariance = 0.99 * torch.cov(few.T) + 0.01 * torch.cov(few.T).trace() / 9 * torch.eye(9)
+    wanted = torch.linalg.inv(covariance)
+    torch.testing.assert_close(own.vectors / own.values @ own.vectors.T, wanted)
+
+
+def test_platt_scaling_of_an_uncertainty():
+    u = torch.linspace(0, 1, 200)
+    hit = (torch.rand(200, generator=torch.Generator().manual_seed(0)) > u).long()
+    scale, bias = fit_hit_logits(u, hit)
+    p = match_probability(u.double(), scale, bias)
+    n_hits = int(hit.sum())
+    targets = torch.where(hit > 0, (n_hits + 1) / (n_hits + 2), 1 / (200 - n_hits + 2)).double()
+    # At the maximum of the likelihood both gradients vanish.
+    assert float((p - targets).sum()) == pytest.approx(0, abs=1e-6)
+    assert float(((p - targets) * u).sum()) == pytest.approx(0, abs=1e-6)
+    separable = fit_hit_logits(u, (u < 0.5).long())
+    assert all(torch.isfinite(torch.tensor(separable)))
+
+
+def test_bad_input_is_refused_by_name():
+    q, g = items(3, 4, 1), items(5, 4, 2)
+    bad = q.clone()
+    bad[1, 2] = torch.nan
+    for method in (Top1Distance(), CosineMargin(), AdversarialMargin()):
+        with pytest.raises(ValueError, match="looks at the gallery"):
+            method.uncertainty("text", q)
+        with pytest.raises(ValueError, match="row 1 of queries holds NaN"):
+            method.uncertainty("text", bad, g)
+        with pytest.raises(ValueError, match=r"gallery must be \(n, 4\), got \(5, 3\)"):
+            method.uncertainty("text", q, g[:, :3])
+        with pytest.raises(ValueError, match="unknown side 'caption'"):
+            method.uncertainty("caption", q, g)
+        with pytest.raises(ValueError, match="has no distribution of an item"):
+            method.embed("text", q)
+    with pytest.raises(ValueError, match="at least 2 items, got 1"):
+        CosineMargin().uncertainty("text", q, g[:1])
+    with pytest.raises(ValueError, match="unknown search 'quick'; known: exact, linear, iterative"):
+        AdversarialMargin("quick")
+    with pytest.raises(ValueError, match="needs hits and misses"):
+        fit_hit_logits(torch.rand(4), torch.ones(4))
+    with pytest.raises(ValueError, match=r"shrinkage must lie in \[0, 1\], got 2"):
+        Whitening.fit(q, shrinkage=2)
+
+
+def test_pairs_are_checked():
+    x, index = items(4, 3, 1), torch.arange(4).repeat(2, 1).T
+    with pytest.raises(ValueError, match=r"texts must be \(n, 3\), got \(4, 2\)"):
+        FrozenPairs(x, x[:, :2], index)
+    with pytest.raises(ValueError, match=r"pairs name text 0 .. 4, but there are 4"):
+        FrozenPairs(x, x, torch.tensor([[0, 0], [0, 4]]))
+    with pytest.raises(ValueError, match=r"pairs must be \(p, 2\) integers"):
+        FrozenPairs(x, x, index.double())
+    with pytest.raises(ValueError, match="row 2 of images is zero"):
+        FrozenPairs(x * (torch.arange(4) != 2).unsqueeze(1), x, index)
+    with pytest.raises(ValueError, match="give exp"):
+        FrozenPairs(x, x, index, logit_scale=-1.0)
+    with pytest.raises(ValueError, match=r"image_hidden must be \(4, d\), got \(3, 3\)"):
+        FrozenPairs(x, x, index, image_hidden=x[:3])
+    with pytest.raises(ValueError, match=r"text_projection must be \(d, P\) = \(3, 3\), got \(2, 3\)"):
+        FrozenPairs(x, x, index, text_hidden=x, text_projection=x[:2])
