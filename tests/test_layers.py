@@ -22,7 +22,7 @@ PARTS: dict[str, set[str]] = {
     "data": {"errors", "files", "gaussian", "metrics"},
     "encoders": {"data", "errors", "files", "gaussian", "progress"},
     "losses": {"distances", "gaussian", "inclusion", "matching"},
-    "posthoc": {"calibration", "files", "gaussian"},
+    "posthoc": {"calibration", "files", "gaussian", "losses"},
     "search": {
         "calibration",
         "direction",
@@ -185,9 +185,9 @@ FLOORS: dict[str, list[str]] = {
         "daa pcmepp pvse",
     ],
     "posthoc": [
-        "evidence method",
-        "curvature top1 whitened",
-        "laplace margins",
+        "evidence method spherical",
+        "adapter_networks curvature top1 whitened",
+        "asymvlm laplace margins probvlm variance_adapters",
         "method_registry",
     ],
     "search": [

@@ -168,6 +168,7 @@ class PosthocMethod(ABC):
         per_item: whether :meth:`embed` gives a Gaussian for each item.
         needs_gallery: whether :meth:`uncertainty` looks at the gallery.
         needs_hidden: whether it needs the inputs of the projection layer (``hidden``).
+        sides: modalities that have an uncertainty.
     """
 
     name: ClassVar[str]
@@ -175,6 +176,7 @@ class PosthocMethod(ABC):
     per_item: ClassVar[bool] = False
     needs_gallery: ClassVar[bool] = False
     needs_hidden: ClassVar[bool] = False
+    sides: ClassVar[tuple[Side, ...]] = ("image", "text")
 
     @classmethod
     @abstractmethod

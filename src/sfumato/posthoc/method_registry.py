@@ -6,10 +6,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as safetensors_bytes
 
 from sfumato.files import write_atomically
+from sfumato.posthoc.asymvlm import AsymVLM
 from sfumato.posthoc.laplace import LaplaceProjections
 from sfumato.posthoc.margins import AdversarialMargin, CosineMargin
 from sfumato.posthoc.method import PosthocMethod
+from sfumato.posthoc.probvlm import ProbVLM
 from sfumato.posthoc.top1 import Top1Distance
+from sfumato.posthoc.variance_adapters import PCMEPPAdapter, PFEAdapter, ProLIPAdapter
 from sfumato.posthoc.whitened import WhitenedNorm
 
 METHODS: dict[str, type[PosthocMethod]] = {
@@ -20,6 +23,11 @@ METHODS: dict[str, type[PosthocMethod]] = {
         AdversarialMargin,
         WhitenedNorm,
         LaplaceProjections,
+        ProbVLM,
+        AsymVLM,
+        PFEAdapter,
+        PCMEPPAdapter,
+        ProLIPAdapter,
     )
 }
 """Every method by its name."""

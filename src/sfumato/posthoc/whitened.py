@@ -64,7 +64,7 @@ class Whitening:
                 f"{who}: the covariance of {len(x)} items in {x.shape[1]} dimensions is singular; give more items, or"
                 " a shrinkage above 0"
             )
-        return cls(mean, vectors, values)
+        return cls(mean, vectors.contiguous(), values)
 
     def whitened(self, x: Tensor) -> Tensor:
         """Whitened embeddings.

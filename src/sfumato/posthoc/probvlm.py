@@ -1,0 +1,443 @@
+r"""ProbVLM: a generalised Gaussian in every dimension around the reconstruction of a frozen embedding.
+
+A network gives mu, 1/alpha and beta. The density of an element x of the embedding is
+beta / (2 alpha Gamma(1/beta)) exp(-(|mu - x| / alpha)^beta), its variance alpha^2 Gamma(3/beta) / Gamma(1/beta).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar, Literal, NamedTuple, Self, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.posthoc.adapter_networks import (
+    MIN_PAIRS,
+    AdapterTraining,
+    PairBatches,
+    checked_items,
+    initialise,
+    load_weights,
+    network_state,
+    own_randomness,
+    scaled_inputs,
+    start_at,
+    train,
+    weights_of,
+)
+from sfumato.posthoc.method import (
+    FrozenPairs,
+    PosthocMethod,
+    Side,
+    check_side,
+    pack_options,
+    point_variance,
+    unpack_options,
+)
+
+LossForm = Literal["power", "product"]
+"""The printed negative log-likelihood, or the released one with a product in place of the power."""
+
+TextOrder = Literal["variance", "inverted"]
+"""Texts by their variance, or by its inverse as the released code sorts them."""
+
+VarianceForm = Literal["exact", "clipped"]
+"""The variance of the density, or the released one of shifted and clipped parameters."""
+
+T1, T2, CROSS = 1.0, 0.05, 1e-4
+"""Published weights of the absolute error, of the likelihood, and of the terms across modalities."""
+
+_EPS, _SMALLEST, _LARGEST = 1e-4, 1e-4, 1e3
+
+
+class GeneralisedGaussian(NamedTuple):
+    """The outputs of the network.
+
+    Attributes:
+        mean: (n, d) mu.
+        one_over_alpha: (n, d) inverse of the scale.
+        beta: (n, d) shape; 2 is a normal distribution, 1 a Laplace distribution.
+    """
+
+    mean: Tensor
+    one_over_alpha: Tensor
+    beta: Tensor
+
+
+def generalised_gaussian_loss(found: GeneralisedGaussian, target: Tensor, *, form: LossForm = "power") -> Tensor:
+    r"""Negative log-likelihood of each element, without log 2.
+
+        (|mu - x| / alpha)^beta - log(beta / alpha) + lgamma(1 / beta)
+
+    1e-4 is added to 1/alpha and beta, and the first term is clamped to [1e-4, 1e3], as in the released code.
+
+    Args:
+        found: outputs of the network.
+        target: (n, d) x.
+        form: "product" replaces the power by beta |mu - x| / alpha. That is the likelihood of a Laplace distribution of
+            scale alpha / beta, and takes beta to 0.684 for any data.
+
+    Returns:
+        (n, d) values in nats.
+
+    Raises:
+        ValueError: an unknown form.
+
+    Paper: Upadhyay et al., "ProbVLM: probabilistic adapter for frozen vision-language models", ICCV 2023, Eq. 3.
+    """
+    if form not in get_args(LossForm):
+        raise ValueError(f"unknown form of the loss {form!r}; known: {', '.join(get_args(LossForm))}")
+    inverse, beta = found.one_over_alpha + _EPS, found.beta + _EPS
+    scaled = (found.mean - target).abs() * inverse
+    if form == "product":
+        residual = scaled * beta
+    else:
+        # A logarithm, because the derivative of 0^beta is infinite for beta < 1.
+        residual = (beta * scaled.clamp_min(torch.finfo(scaled.dtype).tiny).log()).exp()
+    return residual.clamp(_SMALLEST, _LARGEST) - inverse.log() - beta.log() + torch.lgamma(1 / beta)
+
+
+def probvlm_loss(
+    image: GeneralisedGaussian,
+    text: GeneralisedGaussian,
+    targets: tuple[Tensor, Tensor],
+    *,
+    form: LossForm = "power",
+    t1: float = T1,
+    t2: float = T2,
+    cross: float = CROSS,
+) -> Tensor:
+    """The loss of matching rows: each modality explains itself and, weakly, the other.
+
+    Args:
+        image, text: outputs of the networks for n matching pairs.
+        targets: (n, d) image and (n, d) text embeddings.
+        form: see :func:`generalised_gaussian_loss`.
+        t1: weight of the mean absolute error.
+        t2: weight of the likelihood.
+        cross: weight of the terms across modalities.
+
+    Returns:
+        () loss.
+    """
+
+    def one(found: GeneralisedGaussian, target: Tensor) -> Tensor:
+        error = (found.mean - target).abs().mean()
+        return t1 * error + t2 * generalised_gaussian_loss(found, target, form=form).mean()
+
+    own = one(image, targets[0]) + one(text, targets[1])
+    return own + cross * (one(image, targets[1]) + one(text, targets[0])) if cross else own
+
+
+def generalised_gaussian_variance(found: GeneralisedGaussian, *, form: VarianceForm = "exact") -> Tensor:
+    """The variance of every element, alpha^2 Gamma(3 / beta) / Gamma(1 / beta).
+
+    Args:
+        found: outputs of the network.
+        form: "clipped" takes alpha = 1 / (output + 1e-5) within [1e-4, 5] and beta = output + 0.1 within [0.1, 5].
+
+    Returns:
+        (n, d) variances.
+
+    Raises:
+        ValueError: an unknown form.
+    """
+    if form not in get_args(VarianceForm):
+        raise ValueError(f"unknown form of the variance {form!r}; known: {', '.join(get_args(VarianceForm))}")
+    inverse, beta = found.one_over_alpha, found.beta
+    if form == "clipped":
+        inverse = (1 / (inverse + 1e-5)).clamp(1e-4, 5).reciprocal()
+        beta = (beta + 0.1).clamp(0.1, 5)
+    return (torch.lgamma(3 / beta) - torch.lgamma(1 / beta) - 2 * inverse.log()).exp()
+
+
+def dropout_uncertainty(
+    passes: GeneralisedGaussian, *, official: bool = False, form: VarianceForm = "clipped"
+) -> tuple[Tensor, Tensor]:
+    """Aleatoric and epistemic variance from passes with dropout.
+
+    Args:
+        passes: (k, n, d) outputs of k passes.
+        official: the released epistemic part, the geometric mean of var(mu) with the variance of the aleatoric part
+            over passes and items, which depends on the other items.
+        form: see :func:`generalised_gaussian_variance`.
+
+    Returns:
+        ((n, d) mean variance over the passes, (n, d) variance of mu over them).
+    """
+    own = generalised_gaussian_variance(passes, form=form)
+    spread = passes.mean.var(0)
+    return own.mean(0), (own.flatten(0, 1).var(0) * spread).sqrt() if official else spread
+
+
+class ProbVLMNetwork(nn.Module):
+    """The adapter of one modality: h = x + MLP(x), and a head for each of mu, 1/alpha and beta.
+
+    Args:
+        d: width of the embeddings.
+        width: of the two hidden layers; 256 as published.
+        head_width: of the hidden layer of a head; d as published.
+        dropout: after the second hidden layer.
+        relu: end 1/alpha and beta in ReLU, as the released network does, in place of softplus; exact zeros then occur.
+    """
+
+    def __init__(
+        self, d: int, *, width: int = 256, head_width: int | None = None, dropout: float = 0.0, relu: bool = False
+    ) -> None:
+        super().__init__()
+        inner, self.relu = head_width or d, relu
+        self.mod = nn.Sequential(
+            nn.Linear(d, width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(width, d),
+        )
+        self.block_mu, self.block_alpha, self.block_beta = (
+            nn.Sequential(nn.Linear(d, inner), nn.ReLU(), nn.Linear(inner, d)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> GeneralisedGaussian:
+        """The distributions of embeddings.
+
+        Args:
+            x: (n, d) embeddings.
+
+        Returns:
+            Its three outputs.
+        """
+        return self.heads(x + self.mod(x))
+
+    def heads(self, h: Tensor) -> GeneralisedGaussian:
+        """The distributions from the hidden features.
+
+        Args:
+            h: (n, d) features, x + mod(x).
+
+        Returns:
+            The three outputs.
+        """
+        inverse, beta = self.block_alpha(h), self.block_beta(h)
+        positive = functional.relu if self.relu else functional.softplus
+        return GeneralisedGaussian(self.block_mu(h), positive(inverse), positive(beta))
+
+
+class ProbVLM(PosthocMethod):
+    """The variances of generalised Gaussians. The means stay the frozen unit embeddings, not mu.
+
+    Both modalities are scaled to length sqrt(d) for the networks, and variances back to unit length. (The released
+    training has unit images times 100 and unit texts.)
+
+    Args:
+        image, text: networks.
+        variance_form: see :data:`VarianceForm`; "clipped" clips in the units of the networks.
+        text_order: see :data:`TextOrder`; it has an effect on :meth:`uncertainty` alone.
+
+    Raises:
+        ValueError: an unknown form or order.
+
+    Paper: Upadhyay et al., "ProbVLM: probabilistic adapter for frozen vision-language models", ICCV 2023.
+    """
+
+    name = "probvlm"
+    summary = "mean variance of the generalised Gaussian around the embedding, squared units of unit embeddings"
+    per_item = True
+    default: ClassVar[AdapterTraining] = AdapterTraining((256,), 6, 512, 1e-3, "adam", 0.0)
+    published: ClassVar[AdapterTraining] = AdapterTraining((256,), 100, 64, 1e-4, "adam", 0.0)
+
+    def __init__(
+        self,
+        image: ProbVLMNetwork,
+        text: ProbVLMNetwork,
+        *,
+        variance_form: VarianceForm = "exact",
+        text_order: TextOrder = "variance",
+    ) -> None:
+        for what, value, known in (
+            ("variance", variance_form, get_args(VarianceForm)),
+            ("text_order", text_order, get_args(TextOrder)),
+        ):
+            if value not in known:
+                raise ValueError(f"{self.name}: unknown {what} {value!r}; known: {', '.join(known)}")
+        self.image, self.text = image.eval(), text.eval()
+        self.variance_form: VarianceForm = variance_form
+        self.text_order: TextOrder = text_order
+
+    @classmethod
+    def fit(
+        cls,
+        pairs: FrozenPairs,
+        *,
+        seed: int = 0,
+        loss: LossForm = "power",
+        variance: VarianceForm = "exact",
+        text_order: TextOrder = "variance",
+        t1: float = T1,
+        t2: float = T2,
+        head_width: int | None = 128,
+        dropout: float = 0.0,
+        training: AdapterTraining | None = None,
+    ) -> Self:
+        """Train on the pairs.
+
+        Args:
+            pairs: at least 32.
+            seed: of the initial weights, the dropout and the order of the pairs.
+            loss: see :data:`LossForm`.
+            variance: see :data:`VarianceForm`.
+            text_order: see :data:`TextOrder`.
+            t1, t2: weights of the absolute error and of the likelihood; 1 and 0.05 or 1e-4 as published.
+            head_width: of the hidden layer of a head; None for d, as published.
+            dropout: after the second hidden layer, in training.
+            training: ``cls.default`` if None; ``widths`` is the width of the two hidden layers.
+
+        Returns:
+            The fitted method.
+
+        Raises:
+            ValueError: too few pairs, an unknown option, or more than one width.
+        """
+        training = training or cls.default
+        if len(training.widths) != 1 or not 0 <= dropout < 1:
+            raise ValueError(f"{cls.name}: needs one width and a dropout in [0, 1), got {training.widths}, {dropout}")
+        index = PairBatches(pairs.at_least(MIN_PAIRS, cls.name)).index
+        generator = torch.Generator().manual_seed(seed)
+        networks = []
+        for x in (pairs.images, pairs.texts):
+            with own_randomness():
+                network = ProbVLMNetwork(pairs.d, width=training.widths[0], head_width=head_width, dropout=dropout)
+            initialise(network, generator)
+            for head in (network.block_alpha, network.block_beta):
+                last = head[-1]
+                assert isinstance(last, nn.Linear)
+                start_at(last, math.log(math.expm1(1.0)))  # A Laplace distribution of scale 1.
+            networks.append(network.to(x.device))
+        inputs = [scaled_inputs(x).float() for x in (pairs.images, pairs.texts)]
+
+        def loss_of(rows: Tensor) -> Tensor:
+            image, text = (x[k] for x, k in zip(inputs, index[rows].T, strict=True))
+            return probvlm_loss(networks[0](image), networks[1](text), (image, text), form=loss, t1=t1, t2=t2)
+
+        method = cls(*networks, variance_form=variance, text_order=text_order)
+        for network in networks:
+            network.train()
+        with own_randomness():  # Dropout has no generator of its own.
+            torch.manual_seed(seed)
+            learnt = [*networks[0].parameters(), *networks[1].parameters()]
+            train(learnt, loss_of, len(index), training, generator=generator)
+        for network in networks:
+            network.eval()
+        return method
+
+    def _network(self, side: Side) -> ProbVLMNetwork:
+        check_side(side)
+        return self.image if side == "image" else self.text
+
+    @torch.no_grad()
+    def distribution(self, side: Side, x: Tensor) -> GeneralisedGaussian:
+        """The generalised Gaussians of items, in the units of the networks: unit length times sqrt(d).
+
+        Args:
+            side: "image" or "text".
+            x: (n, d) raw embeddings.
+
+        Returns:
+            The outputs of the network.
+        """
+        network = self._network(side)
+        found: GeneralisedGaussian = network(scaled_inputs(checked_items(self.name, side, x, network)))
+        return found
+
+    def variance(self, side: Side, x: Tensor) -> Tensor:
+        """The variances of items.
+
+        Args:
+            side: "image" or "text".
+            x: (n, d) raw embeddings.
+
+        Returns:
+            (n, d) variances in squared units of unit embeddings.
+        """
+        return generalised_gaussian_variance(self.distribution(side, x), form=self.variance_form) / x.shape[1]
+
+    def embed(self, side: Side, x: Tensor, *, hidden: Tensor | None = None) -> GaussianEmbedding:
+        """See :meth:`PosthocMethod.embed`; unit embeddings as means, variances in their squared units."""
+        return point_variance(x, self.variance(side, x))
+
+    def uncertainty(
+        self, side: Side, queries: Tensor, gallery: Tensor | None = None, *, hidden: Tensor | None = None
+    ) -> Tensor:
+        """See :meth:`PosthocMethod.uncertainty`; mean variance over dimensions, of texts inverted on demand."""
+        mean = self.variance(side, queries).mean(1)
+        return mean.reciprocal() if side == "text" and self.text_order == "inverted" else mean
+
+    @torch.no_grad()
+    def dropout_variance(
+        self, side: Side, x: Tensor, *, n_passes: int = 15, dropout: float = 0.3, seed: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Aleatoric and epistemic variance from passes with dropout; use an adapter that was trained with dropout.
+
+        Args:
+            side: "image" or "text".
+            x: (n, d) raw embeddings.
+            n_passes: number of passes, at least 2.
+            dropout: its probability, 0.3 as published.
+            seed: of the dropout.
+
+        Returns:
+            ((n, d) aleatoric, (n, d) epistemic) in squared units of unit embeddings.
+
+        Raises:
+            ValueError: fewer than two passes, or a dropout outside of (0, 1).
+        """
+        if n_passes < 2 or not 0 < dropout < 1:
+            raise ValueError(f"{self.name}: needs two passes and a dropout in (0, 1), got {n_passes} and {dropout}")
+        network = self._network(side)
+        scaled = scaled_inputs(checked_items(self.name, side, x, network))
+        found = []
+        with own_randomness():
+            torch.manual_seed(seed)
+            for _ in range(n_passes):
+                hidden = functional.dropout(network.mod[:4](scaled), dropout)
+                found.append(network.heads(scaled + network.mod[5](hidden)))
+        passes = GeneralisedGaussian(*(torch.stack(parts) for parts in zip(*found, strict=True)))
+        own, spread = dropout_uncertainty(passes, form=self.variance_form)
+        return own / x.shape[1], spread / x.shape[1]
+
+    def state(self) -> dict[str, Tensor]:
+        """See :meth:`PosthocMethod.state`."""
+        options = {"variance_form": self.variance_form, "text_order": self.text_order, "relu": self.image.relu}
+        return {**network_state({"image": self.image, "text": self.text}), "options": pack_options(options)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
+        """See :meth:`PosthocMethod.from_state`."""
+        options = unpack_options(state, cls.name)
+        relu = options.pop("relu")
+        networks = [probvlm_network(weights_of(state, side, cls.name), relu=relu) for side in get_args(Side)]
+        return cls(*networks, **options)
+
+
+def probvlm_network(weights: Mapping[str, Tensor], *, relu: bool = False) -> ProbVLMNetwork:
+    """An adapter with given weights, also those of the released code.
+
+    Args:
+        weights: "mod.0.weight", "block_mu.0.weight", ...
+        relu: see :class:`ProbVLMNetwork`.
+
+    Returns:
+        The network in evaluation mode, in the dtype of the weights.
+
+    Raises:
+        ValueError: weights are missing or do not fit.
+    """
+    if not {"mod.0.weight", "block_mu.0.weight"} <= set(weights):
+        raise ValueError(f"probvlm: these are no weights of an adapter: {', '.join(sorted(weights))}")
+    first, head = weights["mod.0.weight"], weights["block_mu.0.weight"]
+    with own_randomness():
+        network = ProbVLMNetwork(first.shape[1], width=len(first), head_width=len(head), relu=relu).to(first.dtype)
+    load_weights(network, weights, "probvlm")
+    return network.eval()

@@ -1,0 +1,335 @@
+"""Networks that give frozen embeddings a variance in every dimension: PFE, PCME++ and ProLIP.
+
+The means stay the unit embeddings, so ranking stays that of the frozen model. The three differ in their loss alone.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Literal, Self, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.losses import PCMEPPLoss, PCMEPPOptions, ProLIPLoss, ProLIPOptions, prolip_loss, vib_loss
+from sfumato.posthoc.adapter_networks import (
+    MIN_PAIRS,
+    AdapterTraining,
+    PairBatches,
+    checked_items,
+    initialise,
+    mlp,
+    mlp_of,
+    network_state,
+    own_randomness,
+    scaled_inputs,
+    start_at,
+    train,
+    weights_of,
+)
+from sfumato.posthoc.method import (
+    FrozenPairs,
+    PosthocMethod,
+    Side,
+    check_side,
+    pack_options,
+    point_variance,
+    unit,
+    unpack_options,
+)
+
+Units = Literal["unit", "raw"]
+"""The embeddings that an adapter works on: of unit length, or as the frozen model gives them."""
+
+PROLIP_BOTTLENECK = 1e-5
+"""Published weight of ProLIP's information bottleneck in an adapter."""
+
+
+class VarianceAdapter(PosthocMethod):
+    """Base of the adapters: a network for each modality, from frozen embeddings to what makes their variances.
+
+    Args:
+        image, text: networks (n, d) -> (n, d).
+        units: see :data:`Units`; what :meth:`uncertainty` is measured in.
+
+    Raises:
+        ValueError: unknown units.
+    """
+
+    per_item = True
+    default: ClassVar[AdapterTraining] = AdapterTraining()
+    published: ClassVar[AdapterTraining] = AdapterTraining((1024, 1024, 1024), 200, 2048, 5e-4, "adamw", 1e-4)
+
+    def __init__(self, image: nn.Module, text: nn.Module, *, units: Units = "unit") -> None:
+        if units not in get_args(Units):
+            raise ValueError(f"{self.name}: unknown units {units!r}; known: {', '.join(get_args(Units))}")
+        self.image, self.text = image.eval(), text.eval()
+        self.units: Units = units
+
+    @staticmethod
+    @abstractmethod
+    def log_variance(output: Tensor) -> Tensor:
+        """Log variances from the output of a network.
+
+        Args:
+            output: (n, d).
+
+        Returns:
+            (n, d) natural logarithms of variances.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def output_at(variance: float) -> float:
+        """The output of a network that means a variance.
+
+        Args:
+            variance: positive.
+
+        Returns:
+            The inverse of :meth:`log_variance`.
+        """
+
+    @classmethod
+    def _fit(
+        cls,
+        pairs: FrozenPairs,
+        loss_of: Callable[[GaussianEmbedding, GaussianEmbedding, Tensor], Tensor],
+        parameters: list[nn.Parameter],
+        *,
+        seed: int,
+        training: AdapterTraining | None,
+        units: Units = "unit",
+        rowwise: bool = False,
+    ) -> Self:
+        """Train both networks; the loss gets images, texts and labels, or matching rows and no labels."""
+        training = training or cls.default
+        batches = PairBatches(pairs.at_least(MIN_PAIRS, cls.name))
+        generator = torch.Generator().manual_seed(seed)
+        networks, means, inputs = [], [], []
+        for x in (pairs.images, pairs.texts):
+            mean = (unit(x) if units == "unit" else x).float()
+            with own_randomness():
+                network = mlp(pairs.d, training.widths, pairs.d)
+            initialise(network, generator)
+            last = network[-1]
+            assert isinstance(last, nn.Linear)
+            # A total variance of the squared length of an embedding at first.
+            start_at(last, cls.output_at(float(mean.square().mean())))
+            networks.append(network.to(x.device))
+            means.append(mean)
+            inputs.append(scaled_inputs(x).float() if units == "unit" else mean)
+        method = cls(*networks, units=units)
+
+        def loss_of_rows(rows: Tensor) -> Tensor:
+            if rowwise:
+                (i, t), match = batches.index[rows].T, torch.empty(0)
+            else:
+                i, t, match = batches.items(rows)
+            image, text = (
+                GaussianEmbedding(mean[k], cls.log_variance(network(x[k])))
+                for network, x, mean, k in zip(networks, inputs, means, (i, t), strict=True)
+            )
+            return loss_of(image, text, match)
+
+        learnt = [*networks[0].parameters(), *networks[1].parameters(), *parameters]
+        train(learnt, loss_of_rows, len(batches), training, generator=generator)
+        return method
+
+    @torch.no_grad()
+    def variance(self, side: Side, x: Tensor) -> Tensor:
+        """The variances of items in the units of the fit.
+
+        Args:
+            side: "image" or "text".
+            x: (n, d) raw embeddings.
+
+        Returns:
+            (n, d) variances.
+        """
+        check_side(side)
+        network = self.image if side == "image" else self.text
+        x = checked_items(self.name, side, x, network)
+        return self.log_variance(network(scaled_inputs(x) if self.units == "unit" else x)).exp()
+
+    def embed(self, side: Side, x: Tensor, *, hidden: Tensor | None = None) -> GaussianEmbedding:
+        """See :meth:`PosthocMethod.embed`; unit embeddings as means, variances in their squared units."""
+        var = self.variance(side, x)
+        return point_variance(x, var if self.units == "unit" else var / x.to(var).square().sum(1, keepdim=True))
+
+    def uncertainty(
+        self, side: Side, queries: Tensor, gallery: Tensor | None = None, *, hidden: Tensor | None = None
+    ) -> Tensor:
+        """See :meth:`PosthocMethod.uncertainty`; the mean variance over dimensions."""
+        return self.variance(side, queries).mean(1)
+
+    def state(self) -> dict[str, Tensor]:
+        """See :meth:`PosthocMethod.state`."""
+        networks = network_state({"image": self.image, "text": self.text})
+        return {**networks, "options": pack_options({"units": self.units})}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
+        """See :meth:`PosthocMethod.from_state`."""
+        networks = [mlp_of(weights_of(state, side, cls.name), cls.name) for side in get_args(Side)]
+        return cls(*networks, **unpack_options(state, cls.name))
+
+
+class _LogVarianceAdapter(VarianceAdapter):
+    """The network gives the log variance itself."""
+
+    @staticmethod
+    def log_variance(output: Tensor) -> Tensor:
+        return output
+
+    @staticmethod
+    def output_at(variance: float) -> float:
+        return float(torch.tensor(variance).log())
+
+
+def pfe_loss(image: GaussianEmbedding, text: GaussianEmbedding) -> Tensor:
+    """The mutual likelihood of matching pairs, mean over pairs of sum[(m_i - m_t)^2 / (v_i + v_t) + log(v_i + v_t)].
+
+    Args:
+        image, text: (n, d) Gaussians; row i of one matches row i of the other. No other pairs enter.
+
+    Returns:
+        () loss in nats, without its factor 1/2 and its constant.
+
+    Paper: Shi and Jain, "Probabilistic face embeddings", ICCV 2019.
+    """
+    var = image.var + text.var
+    return ((image.mean - text.mean).square() / var + var.log()).sum(1).mean()
+
+
+class PFEAdapter(VarianceAdapter):
+    """Variances = softplus(network) that explain the distance between the two embeddings of a pair.
+
+    Paper: Shi and Jain, "Probabilistic face embeddings", ICCV 2019; as an adapter in the AsymVLM repository.
+    """
+
+    name = "pfe"
+    summary = "mean variance that explains the distances of matching pairs, squared units of unit embeddings"
+    published = AdapterTraining((1024, 1024, 1024), 200, 2048, 1e-3, "sgd", 0.0)
+
+    @classmethod
+    def fit(
+        cls, pairs: FrozenPairs, *, seed: int = 0, units: Units = "unit", training: AdapterTraining | None = None
+    ) -> Self:
+        """Train on the pairs.
+
+        Args:
+            pairs: at least 32.
+            seed: of the initial weights and the order of the pairs.
+            units: "raw" as published, for embeddings that are not normalised.
+            training: ``cls.default`` if None.
+
+        Returns:
+            The fitted method.
+        """
+
+        def loss_of(image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor) -> Tensor:
+            return pfe_loss(image, text)
+
+        return cls._fit(pairs, loss_of, [], seed=seed, training=training, units=units, rowwise=True)
+
+    @staticmethod
+    def log_variance(output: Tensor) -> Tensor:
+        """See :meth:`VarianceAdapter.log_variance`: the logarithm of softplus."""
+        return functional.softplus(output).clamp_min(torch.finfo(output.dtype).tiny).log()
+
+    @staticmethod
+    def output_at(variance: float) -> float:
+        """See :meth:`VarianceAdapter.output_at`."""
+        return float(torch.tensor(variance, dtype=torch.float64).expm1().log())
+
+
+class PCMEPPAdapter(_LogVarianceAdapter):
+    """Log variances by the match loss of PCME++ on csd, without pseudo-positives and bottleneck.
+
+    Scale and bias of the match logits are learnt from 5 and 5.
+
+    Paper: Chun, ICLR 2024, arXiv 2305.18171; as an adapter in the AsymVLM repository.
+    """
+
+    name = "pcmepp"
+    summary = "mean variance learnt by the match loss of PCME++, squared units of unit embeddings"
+
+    @classmethod
+    def fit(cls, pairs: FrozenPairs, *, seed: int = 0, training: AdapterTraining | None = None) -> Self:
+        """Train on the pairs.
+
+        Args:
+            pairs: at least 32.
+            seed: of the initial weights and the order of the pairs.
+            training: ``cls.default`` if None.
+
+        Returns:
+            The fitted method.
+        """
+        loss = PCMEPPLoss(PCMEPPOptions(alpha=0.0, beta=0.0)).to(pairs.images.device)
+        return cls._fit(
+            pairs, lambda i, t, m: loss(i, t, m).total, list(loss.parameters()), seed=seed, training=training
+        )
+
+
+class ProLIPAdapter(_LogVarianceAdapter):
+    """Log variances by the pairwise sigmoid loss of ProLIP.
+
+    By default scale and bias of the logits are learnt, from ProLIP's 10 and -10. With ``frozen_scale`` they stay 1 and
+    0, as in the AsymVLM repository; then the variance is the only way to lower the logits of the negatives, and its
+    level measures the batch size: half the total variance of a pair grows to about log(batch - 1).
+
+    Paper: Chun et al., "Probabilistic language-image pre-training", ICLR 2025; as an adapter in the AsymVLM repository,
+    which does not say its optimiser apart from the others.
+    """
+
+    name = "prolip"
+    summary = "mean variance learnt by the sigmoid loss of ProLIP, squared units of unit embeddings"
+
+    @classmethod
+    def fit(
+        cls,
+        pairs: FrozenPairs,
+        *,
+        seed: int = 0,
+        frozen_scale: bool = False,
+        training: AdapterTraining | None = None,
+    ) -> Self:
+        """Train on the pairs.
+
+        Args:
+            pairs: at least 32.
+            seed: of the initial weights and the order of the pairs.
+            frozen_scale: the loss of the released adapter, :func:`released_prolip_loss`.
+            training: ``cls.default`` if None.
+
+        Returns:
+            The fitted method.
+        """
+        if frozen_scale:
+            return cls._fit(pairs, released_prolip_loss, [], seed=seed, training=training)
+        loss = ProLIPLoss(ProLIPOptions(beta=PROLIP_BOTTLENECK)).to(pairs.images.device)
+        return cls._fit(
+            pairs, lambda i, t, m: loss(i, t, m).total, list(loss.parameters()), seed=seed, training=training
+        )
+
+
+def released_prolip_loss(image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor) -> Tensor:
+    """ProLIP's loss with scale 1 and bias 0, and the released bottleneck, which halves the log variances.
+
+    Args:
+        image: (n, d) Gaussians with unit means.
+        text: (m, d) likewise.
+        match: (n, m) labels.
+
+    Returns:
+        () loss.
+
+    Source: the ProLIP adapter of the AsymVLM repository.
+    """
+    # On unit means a scale of 1/2 and a bias of 1 on csd are ProLIP's scale 1 and bias 0.
+    matched = prolip_loss(image, text, match, ProLIPOptions(beta=0.0), logit_scale=0.5, logit_bias=1.0).total
+    halved = [vib_loss(GaussianEmbedding(x.mean, x.log_var / 2)) for x in (image, text)]
+    return matched + PROLIP_BOTTLENECK * (halved[0] + halved[1])

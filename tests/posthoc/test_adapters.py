@@ -1,0 +1,464 @@
+"""Networks on frozen embeddings: losses, variances and distributions against released numbers; training."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from posthoc.fixtures import fixture
+from scipy import special, stats
+from torch.nn import functional
+
+from sfumato.distances import csd_matrix
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.losses import PCMEPPLoss, PCMEPPOptions, pcmepp_loss
+from sfumato.posthoc import METHODS, AdapterTraining, AsymVLM, FrozenPairs, PCMEPPAdapter, PFEAdapter, ProbVLM
+from sfumato.posthoc.adapter_networks import PairBatches, mlp, mlp_of, scaled_inputs, train
+from sfumato.posthoc.asymvlm import asymvlm_loss, direction_and_kappa
+from sfumato.posthoc.probvlm import (
+    GeneralisedGaussian,
+    dropout_uncertainty,
+    generalised_gaussian_loss,
+    generalised_gaussian_variance,
+    probvlm_loss,
+    probvlm_network,
+)
+from sfumato.posthoc.spherical import log_likelihoods, log_normaliser, mean_length
+from sfumato.posthoc.variance_adapters import ProLIPAdapter, pfe_loss, released_prolip_loss
+
+NAMES = {"vmf": "vmf", "psd": "power_spherical"}
+FAST = AdapterTraining((24,), 30, 64, 3e-3)
+
+
+def close(found, wanted, rtol=1e-10, atol=0.0):
+    """Float32 is compared in units of the largest value: a sum has the rounding of its terms."""
+    if found.dtype == torch.float32 or wanted.dtype == torch.float32:
+        atol = max(atol, 1e-6 * float(wanted.detach().abs().max()))
+    torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol, check_dtype=False)
+
+
+def below(tensors, prefix):
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+# ---------------------------------------------------------------- AsymVLM
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-10), (torch.float32, 1e-6)])
+def test_parity_asymvlm_likelihood_and_loss(name, dtype, rtol):
+    described, t = fixture("asymvlm")
+    for temperature in described["cases"]["temperatures"]:
+        eta, x = (t[f"inputs/{key}"].to(dtype).clone().requires_grad_() for key in ("eta", "x"))
+        factor = torch.tensor(temperature, dtype=dtype, requires_grad=True)
+        ll = log_likelihoods(functional.normalize(x, dim=1), *direction_and_kappa(eta), NAMES[name])
+        close(ll, t[f"{name}/ll"].to(dtype), rtol)
+        loss = asymvlm_loss(ll, torch.eye(len(x), dtype=dtype), factor)
+        prefix = f"{name}/loss_t{temperature}"
+        close(loss, t[prefix].to(dtype), rtol)
+        loss.backward()
+        atol = 1e-14
+        for key, found in (("eta", eta), ("x", x), ("temperature", factor)):
+            close(found.grad, t[f"{prefix}/grad_{key}"].to(dtype), rtol, atol)
+    points = functional.normalize(t["inputs/x_rect"], dim=1)
+    close(log_likelihoods(points, *direction_and_kappa(t["inputs/eta"]), NAMES[name]), t[f"{name}/ll_rect"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parity_asymvlm_network(name):
+    _, t = fixture("asymvlm")
+    network = mlp_of(below(t, "net/param/"), "asymvlm")
+    direction, kappa = direction_and_kappa(network(t["net/z_txt"]))
+    close(direction, t[f"{name}/net/mu"])
+    close(1 / kappa, t[f"{name}/net/uncertainty"])
+    points = functional.normalize(t["inputs/x"], dim=1)
+    close(log_likelihoods(points, direction, kappa, NAMES[name]), t[f"{name}/net/log_likelihood"])
+
+
+@pytest.mark.parametrize("d", [10, 512, 768])
+def test_parity_normalisers_and_mean_lengths(d):
+    described, t = fixture("asymvlm")
+    kappa = t["ln_c/kappa"]
+    close(log_normaliser(kappa, d, "power_spherical"), t[f"ln_c/d{d}/psd"])
+    approximate = log_normaliser(kappa, d, "vmf")
+    close(approximate, t[f"ln_c/d{d}/vmf_approx"])
+    spread = approximate - t[f"ours/ln_c/d{d}/vmf_exact"]
+    assert float(spread.max() - spread.min()) == pytest.approx(described["cases"]["ln_c_spread"][f"d{d}"], rel=1e-9)
+    close(mean_length(kappa, d, "vmf"), t[f"ours/moment/d{d}/vmf"])
+    close(mean_length(kappa, d, "power_spherical"), t[f"ours/moment/d{d}/psd"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parity_csd_of_the_sphere(name):
+    """The Gaussian mean = R mu, total variance 1 - R^2, has the csd E ||X - x||^2 = 2 - 2 R mu . x to a unit point."""
+    _, t = fixture("asymvlm")
+    direction, kappa = direction_and_kappa(t["inputs/eta"])
+    d = direction.shape[1]
+    length = mean_length(kappa, d, NAMES[name]).unsqueeze(1)
+    text = GaussianEmbedding(length * direction, ((1 - length.square()) / d).log().expand_as(direction))
+    image = GaussianEmbedding.point(functional.normalize(t["inputs/x"], dim=1))
+    close(csd_matrix(image, text), t[f"ours/csd_unit/{name}"])
+
+
+@pytest.mark.parametrize("d", [3, 10, 512])
+@pytest.mark.parametrize("kappa", [1e-3, 0.7, 30.0, 2e3, 1e5])
+def test_mean_length_is_a_ratio_of_bessel_functions(d, kappa):
+    found = mean_length(torch.tensor([kappa], dtype=torch.float64), d, "vmf")
+    above, below_ = special.ive(d / 2, kappa), special.ive(d / 2 - 1, kappa)
+    if above > 1e-290:  # Otherwise scipy underflows.
+        assert float(found) == pytest.approx(above / below_, rel=1e-11)
+    assert 0 < float(found) < 1
+
+
+def test_mean_length_of_the_power_spherical_by_quadrature():
+    d, kappa = 7, 5.0
+    cosine = torch.linspace(-1, 1, 200_001).double()
+    density = (1 + cosine) ** kappa * (1 - cosine.square()) ** ((d - 3) / 2)
+    close(mean_length(torch.tensor(kappa), d, "power_spherical"), (density * cosine).sum() / density.sum(), rtol=1e-6)
+
+
+def test_asymvlm_loss_shares_several_matches():
+    ll = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()
+    match = torch.tensor([[1.0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]).double()
+    rows = [-(ll[i] - ll[i].logsumexp(0))[match[i] > 0].mean() for i in range(3)]
+    columns = [-(ll[:, j] - ll[:, j].logsumexp(0))[match[:, j] > 0].mean() for j in range(4)]
+    close(asymvlm_loss(ll, match, 1.0), (torch.stack(rows).mean() + torch.stack(columns).mean()) / 2)
+
+
+# ---------------------------------------------------------------- ProbVLM
+FORMS = {"product": "product", "ours/power": "power"}
+
+
+def found_inputs(t, dtype=torch.float64):
+    names = ("mean", "one_over_alpha", "beta")
+    return GeneralisedGaussian(*(t[f"inputs/{name}"].to(dtype).clone().requires_grad_() for name in names))
+
+
+@pytest.mark.parametrize("prefix", FORMS)
+@pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-10), (torch.float32, 1e-6)])
+def test_parity_probvlm_loss(prefix, dtype, rtol):
+    _, t = fixture("probvlm")
+    inputs, target = found_inputs(t, dtype), t["inputs/target"].to(dtype)
+    loss = generalised_gaussian_loss(inputs, target, form=FORMS[prefix])
+    atol = 1e-13
+    close(loss, t[f"{prefix}/elementwise"].to(dtype), rtol, atol)
+    close(loss.mean(), t[f"{prefix}/mean"].to(dtype), rtol)
+    loss.mean().backward()
+    for name, found in inputs._asdict().items():
+        assert torch.isfinite(found.grad).all()
+        if dtype == torch.float64:
+            close(found.grad, t[f"{prefix}/grad/{name}"], rtol, 1e-13)
+
+
+def test_parity_exact_density():
+    _, t = fixture("probvlm")
+    inputs, target = found_inputs(t), t["inputs/target"]
+    loss = generalised_gaussian_loss(inputs, target).detach()
+    inverse, beta = inputs.one_over_alpha.detach() + 1e-4, inputs.beta.detach() + 1e-4
+    residual = ((inputs.mean.detach() - target).abs() * inverse) ** beta
+    free = (residual > 1e-4) & (residual < 1e3)
+    assert free.any() and not free.all()
+    close(loss[free] + math.log(2), t["ours/gennorm_nll"][free], atol=1e-13)
+    scipy = -stats.gennorm.logpdf(target, beta, loc=inputs.mean.detach(), scale=1 / inverse)
+    np.testing.assert_allclose(t["ours/gennorm_nll"], scipy, rtol=1e-9)
+
+
+@pytest.mark.parametrize("t2", ["0.0001", "0.05"])
+def test_parity_probvlm_combined_loss(t2):
+    _, t = fixture("probvlm")
+    inputs, target = found_inputs(t), t["inputs/target"]
+    both = probvlm_loss(inputs, inputs, (target, target), form="product", t2=float(t2), cross=0.0) / 2
+    close(both, t[f"comb/1_{t2}/loss"])
+    both.backward()
+    for name, found in inputs._asdict().items():
+        close(found.grad, t[f"comb/1_{t2}/grad/{name}"], atol=1e-13)
+
+
+def test_parity_probvlm_total_loss():
+    described, t = fixture("probvlm")
+    cases = described["cases"]["total"]
+    text = GeneralisedGaussian(*(t[f"total/txt_{name}"] for name in ("mean", "one_over_alpha", "beta")))
+    targets = t["inputs/target"], t["total/txt_target"]
+    weights = {"t1": cases["T1"], "t2": cases["T2"], "cross": cases["cross_modal_lambda"]}
+    close(probvlm_loss(found_inputs(t), text, targets, form="product", **weights), t["total/loss"])
+
+
+@pytest.mark.parametrize("kind", ["relu", "softplus"])
+def test_parity_probvlm_network(kind):
+    described, t = fixture("probvlm")
+    network = probvlm_network(below(t, "net/param/"), relu=kind == "relu")
+    assert network.mod[0].out_features == described["cases"]["net"]["hid_dim"]
+    for name, found in zip(("mu", "one_over_alpha", "beta"), network(t["net/x"]), strict=True):
+        close(found, t[f"net/{kind}/{name}"], atol=1e-14)
+
+
+def test_parity_probvlm_variance():
+    _, t = fixture("probvlm")
+    grid = GeneralisedGaussian(torch.zeros(()), t["var/one_over_alpha"], t["var/beta"])
+    clipped = generalised_gaussian_variance(grid, form="clipped")
+    close(clipped, t["var/official"])
+    close(1 / clipped.mean(1), t["var/asymvlm_uncertainty"])
+    positive = GeneralisedGaussian(torch.zeros(()), grid.one_over_alpha[1:, 3:], grid.beta[1:, 3:])
+    close(generalised_gaussian_variance(positive), t["ours/var"])
+    scipy = stats.gennorm.var(positive.beta, scale=1 / positive.one_over_alpha)
+    np.testing.assert_allclose(generalised_gaussian_variance(positive), scipy, rtol=1e-8)
+
+
+@pytest.mark.parametrize("side", ["img", "txt"])
+def test_parity_probvlm_dropout(side):
+    _, t = fixture("probvlm")
+    passes = GeneralisedGaussian(*(t[f"mc/{side}/{name}"] for name in ("mu", "one_over_alpha", "beta")))
+    aleatoric, epistemic = dropout_uncertainty(passes)
+    close(aleatoric, t[f"ours/mc/{side}/aleatoric"])
+    close(epistemic, t[f"ours/mc/{side}/epistemic"])
+    close(dropout_uncertainty(passes, official=True)[1], t[f"mc/{side}/v"])
+    for name, found in zip(("mu", "alpha", "beta"), passes, strict=True):
+        close(found.mean(0), t[f"mc/{side}/{name}_mean"])
+
+
+def test_parity_probvlm_order_of_texts():
+    """The released order of texts begins with the most certain one."""
+    _, t = fixture("probvlm")
+    close(t["sort/u_img"].mean(1).argsort(descending=True), t["sort/img_order"])
+    close(t["sort/u_txt"].mean(1).reciprocal().argsort(descending=True), t["sort/txt_order"])
+    pairs = toy_pairs()
+    usual, inverted = (
+        ProbVLM.fit(pairs, text_order=order, training=AdapterTraining((8,), 1, 64))
+        for order in ("variance", "inverted")
+    )
+    u, v = (m.uncertainty("text", pairs.texts) for m in (usual, inverted))
+    close(u.argsort(), v.argsort(descending=True))
+    close(usual.uncertainty("image", pairs.images), inverted.uncertainty("image", pairs.images))
+
+
+def test_the_product_form_forgets_the_shape():
+    """With the product the best beta is 0.684167 for any data; with the power it is that of the data."""
+    noise = torch.randn(4000, 1, generator=torch.Generator().manual_seed(0)).double()
+    best = {}
+    for form in ("power", "product"):
+        raw = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+        optimiser = torch.optim.LBFGS([raw], max_iter=300, line_search_fn="strong_wolfe")
+
+        def closure(raw=raw, optimiser=optimiser, form=form):
+            optimiser.zero_grad()
+            found = GeneralisedGaussian(torch.zeros_like(noise), *raw.exp().expand(len(noise), 2).split(1, 1))
+            loss = generalised_gaussian_loss(found, noise, form=form).mean()
+            loss.backward()
+            return loss
+
+        optimiser.step(closure)
+        best[form] = float(raw[1].detach().exp())
+    assert best["product"] == pytest.approx(0.684167, abs=1e-3)
+    assert best["power"] == pytest.approx(2.0, abs=0.15)
+
+
+# ---------------------------------------------------------------- PFE, PCME++, ProLIP
+def gaussians(t, shift, *, unit=True):
+    heads = [t[f"inputs/head_{s}"].clone().requires_grad_() for s in "it"]
+    means = [functional.normalize(t[f"inputs/mean_{s}"], dim=1) if unit else t[f"inputs/mean_{s}"] for s in "it"]
+    log_vars = [h + shift for h in heads]
+    for log_var in log_vars:
+        log_var.retain_grad()
+    return [GaussianEmbedding(m, v) for m, v in zip(means, log_vars, strict=True)], heads, log_vars
+
+
+def test_parity_pfe():
+    _, t = fixture("frozen_adapters")
+    heads = [t[f"inputs/head_{s}"].clone().requires_grad_() for s in "it"]
+    both = [
+        GaussianEmbedding(t[f"inputs/mean_{s}"], PFEAdapter.log_variance(h)) for s, h in zip("it", heads, strict=True)
+    ]
+    loss = pfe_loss(*both)
+    close(loss, t["pfe/loss"])
+    loss.backward()
+    for s, head in zip("it", heads, strict=True):
+        close(head.grad, t[f"pfe/grad_head_{s}"], atol=1e-14)
+    close(both[1].var.mean(1), t["pfe/uncertainty_t"])
+
+
+def test_parity_pcmepp():
+    described, t = fixture("frozen_adapters")
+    match = torch.eye(len(t["inputs/head_i"]), dtype=torch.float64)
+    for case in described["cases"]["pcmepp"]["cases"]:
+        scale, shift = (torch.tensor(float(x[1:]), dtype=torch.float64, requires_grad=True) for x in case.split("_"))
+        both, _, log_vars = gaussians(t, -3)
+        options = PCMEPPOptions(alpha=0.0, beta=0.0)
+        loss = pcmepp_loss(*both, match, options, logit_scale=scale, logit_bias=shift).total
+        close(loss, t[f"pcmepp/{case}/loss"])
+        loss.backward()
+        for s, log_var in zip("it", log_vars, strict=True):
+            close(log_var.grad, t[f"pcmepp/{case}/grad_log_var_{s}"], atol=1e-14)
+        close(scale.grad, t[f"pcmepp/{case}/grad_scale"][0])
+        close(shift.grad, t[f"pcmepp/{case}/grad_shift"][0])
+    both, _, _ = gaussians(t, -3)
+    module = PCMEPPLoss(PCMEPPOptions(alpha=0.0, beta=0.0)).double()
+    close(module(*both, match).total, t["pcmepp/s5.0_b5.0/loss"], rtol=1e-7)
+
+
+def test_parity_prolip():
+    _, t = fixture("frozen_adapters")
+    both, _, log_vars = gaussians(t, -1)
+    loss = released_prolip_loss(*both, torch.eye(len(log_vars[0]), dtype=torch.float64))
+    close(loss, t["prolip/loss"])
+    loss.backward()
+    for s, log_var in zip("it", log_vars, strict=True):
+        close(log_var.grad, t[f"prolip/grad_log_var_{s}"], atol=1e-14)
+
+
+def test_parity_adapter_networks():
+    _, t = fixture("frozen_adapters")
+    network = mlp_of(below(t, "net/param/"), "adapter")
+    close(PFEAdapter.log_variance(network(t["net/x"])).exp(), t["net/pfe_var"])
+    mean = functional.normalize(t["net/x"], dim=1)
+    close(mean, t["net/pcmepp_mean"])
+    close(PCMEPPAdapter.log_variance(network(mean)), t["net/pcmepp_log_var"])
+
+
+# ---------------------------------------------------------------- training
+def toy_pairs(n=600, d=8, seed=0, dtype=torch.float32):
+    """Pairs whose noise depends on the first entry of the image, which both embeddings show."""
+    g = torch.Generator().manual_seed(seed)
+    clean = torch.randn(n, d, generator=g)
+    noise = torch.where(clean[:, :1] > 0, 1.0, 0.1)
+    images, texts = (clean + noise * torch.randn(n, d, generator=g) for _ in range(2))
+    for x in (images, texts):
+        x[:, 0] = 2 * clean[:, 0].sign()
+    return FrozenPairs(images.to(dtype), texts.to(dtype), torch.arange(n).repeat(2, 1).T)
+
+
+@pytest.mark.parametrize("units", ["unit", "raw"])
+def test_pfe_learns_where_pairs_differ(units):
+    method = PFEAdapter.fit(toy_pairs(), units=units, training=FAST)
+    held_out = toy_pairs(seed=1)
+    for side, x in (("image", held_out.images), ("text", held_out.texts)):
+        u, noisy = method.uncertainty(side, x), held_out.images[:, 0] > 0
+        assert u[noisy].mean() > 1.5 * u[~noisy].mean()
+
+
+def test_probvlm_learns_the_reconstruction_error():
+    """Trained on itself the error is small; the variance must then be near the squared error of the network."""
+    pairs = toy_pairs()
+    method = ProbVLM.fit(pairs, t2=1.0, training=AdapterTraining((32,), 40, 64, 3e-3, "adam", 0.0))
+    found = method.distribution("image", pairs.images)
+    error = (found.mean - scaled_inputs(pairs.images)).square().mean()
+    ratio = float(generalised_gaussian_variance(found).mean() / error)
+    assert 0.3 < ratio < 3
+
+
+def test_the_match_losses_make_pairs_that_differ_uncertain():
+    for kind in (PCMEPPAdapter, ProLIPAdapter):
+        method, held_out = kind.fit(toy_pairs(), training=FAST), toy_pairs(seed=1)
+        assert torch.isfinite(method.uncertainty("text", held_out.texts)).all()
+        assert float(method.uncertainty("text", held_out.texts).std()) > 0
+
+
+def test_frozen_scale_measures_the_batch_size():
+    """With ProLIP's scale at 1 the variance has to do the work of the bias: it grows towards log(batch - 1)."""
+    pairs, training = toy_pairs(), AdapterTraining((16,), 60, 128, 1e-2)
+    total = {}
+    for frozen in (False, True):
+        method = ProLIPAdapter.fit(pairs, frozen_scale=frozen, training=training)
+        total[frozen] = float(
+            sum(method.embed(s, pairs.embeddings(s)).total_variance.mean() for s in ("image", "text"))
+        )
+    assert total[True] / 2 > 2 and total[False] < total[True]
+
+
+def test_asymvlm_kappa_falls_where_pairs_differ():
+    pairs, held_out = toy_pairs(), toy_pairs(seed=1)
+    for distribution in NAMES.values():
+        method = AsymVLM.fit(pairs, distribution=distribution, training=FAST)
+        u, noisy = method.uncertainty("text", held_out.texts), held_out.texts[:, 0] > 0
+        assert u[noisy].mean() > u[~noisy].mean()
+
+
+def test_asymvlm_embeddings():
+    pairs = toy_pairs()
+    kept, learnt = (
+        AsymVLM.fit(pairs, keep_mean=keep, training=AdapterTraining((16,), 2, 64)) for keep in (True, False)
+    )
+    unit = functional.normalize(pairs.texts, dim=1)
+    embedding = kept.embed("text", pairs.texts)
+    close(embedding.mean, unit)
+    length = mean_length(1 / kept.uncertainty("text", pairs.texts), 8, "vmf").float()
+    close(embedding.total_variance, 1 - length.square(), rtol=1e-4)
+    embedding = learnt.embed("text", pairs.texts)
+    close(embedding.mean.square().sum(1) + embedding.total_variance, torch.ones(len(unit)), rtol=1e-5)
+    assert not torch.allclose(functional.normalize(embedding.mean, dim=1), unit, atol=0.1)
+    image = kept.embed("image", pairs.images)
+    close(image.mean, functional.normalize(pairs.images, dim=1))
+    assert image.total_variance.max() == 0
+    with pytest.raises(ValueError, match="images are points"):
+        kept.uncertainty("image", pairs.images)
+
+
+def test_batches_know_all_matches():
+    """Images with several texts and texts with several images, against a loop."""
+    g = torch.Generator().manual_seed(0)
+    index = torch.stack([torch.randint(0, 7, (30,), generator=g), torch.randint(0, 11, (30,), generator=g)], 1).unique(
+        dim=0
+    )
+    pairs = FrozenPairs(torch.randn(7, 3), torch.randn(11, 3), index[torch.randperm(len(index), generator=g)])
+    batches, known = PairBatches(pairs), {tuple(row) for row in index.tolist()}
+    for rows in torch.randperm(len(batches), generator=g).split(6):
+        images, texts, match = batches.items(rows)
+        assert images.tolist() == sorted({int(pairs.pairs[r, 0]) for r in rows})
+        assert texts.tolist() == sorted({int(pairs.pairs[r, 1]) for r in rows})
+        wanted = [[float((int(i), int(t)) in known) for t in texts] for i in images]
+        assert match.tolist() == wanted
+
+
+def test_dropout_passes_need_dropout_and_shrink_with_it():
+    pairs = toy_pairs()
+    method = ProbVLM.fit(pairs, dropout=0.1, training=AdapterTraining((16,), 2, 64))
+    x = pairs.images[:9]
+    few, many = (method.dropout_variance("image", x, dropout=p, n_passes=60)[1].mean() for p in (0.05, 0.5))
+    assert 0 < few < many
+    close(method.dropout_variance("image", x)[1], method.dropout_variance("image", x)[1])
+    with pytest.raises(ValueError, match="two passes"):
+        method.dropout_variance("image", x, n_passes=1)
+
+
+@pytest.mark.parametrize("name", ["probvlm", "asymvlm", "pfe", "pcmepp", "prolip"])
+def test_bad_input_of_adapters(name):
+    kind, pairs = METHODS[name], toy_pairs(40)
+    training = AdapterTraining((8,), 1, 16)
+    with pytest.raises(ValueError, match=f"{name}: needs at least 32 pairs to fit, got 31"):
+        kind.fit(FrozenPairs(pairs.images, pairs.texts, pairs.pairs[:31]), training=training)
+    method = kind.fit(pairs, training=training)
+    with pytest.raises(ValueError, match=r"text embeddings must be \(n, 8\), got \(40, 7\)"):
+        method.uncertainty("text", pairs.texts[:, :7])
+    bad = pairs.texts.clone()
+    bad[3, 0] = torch.inf
+    with pytest.raises(ValueError, match="row 3 of text embeddings holds NaN or infinity"):
+        method.embed("text", bad)
+    with pytest.raises(ValueError, match="unknown side"):
+        method.embed("caption", pairs.texts)
+
+
+def test_options_are_checked():
+    for options in ({"optimiser": "lion"}, {"epochs": 0}, {"batch_size": 1}, {"lr": 0.0}, {"widths": (0,)}):
+        with pytest.raises(ValueError, match="AdapterTraining"):
+            AdapterTraining(**options)
+    pairs, training = toy_pairs(40), AdapterTraining((8,), 1, 16)
+    for name, options in (
+        ("probvlm", {"loss": "sum"}),
+        ("probvlm", {"variance": "none"}),
+        ("probvlm", {"text_order": "none"}),
+        ("asymvlm", {"distribution": "normal"}),
+        ("pfe", {"units": "metres"}),
+    ):
+        with pytest.raises(ValueError, match="unknown .*; known:"):
+            METHODS[name].fit(pairs, training=training, **options)
+    with pytest.raises(ValueError, match="one width"):
+        ProbVLM.fit(pairs, training=AdapterTraining((8, 8), 1, 16))
+
+
+def test_a_diverging_adapter_is_an_error():
+    network = mlp(2, (), 1)
+    with pytest.raises(ArithmeticError, match="lower the learning rate"):
+        train(
+            network.parameters(),
+            lambda rows: network(torch.ones(1, 2)).sum() * math.inf,
+            4,
+            AdapterTraining((1,), 1, 2),
+            generator=torch.Generator(),
+        )
