@@ -122,7 +122,7 @@ PARTS: dict[str, set[str]] = {
         "search",
         "training",
     },
-    "serve": {"data", "encoders", "errors", "files", "gaussian", "models", "search", "studies"},
+    "serve": {"calibration", "data", "encoders", "errors", "files", "gaussian", "models", "search", "studies"},
     "cli": {
         "data",
         "demo",
@@ -155,7 +155,7 @@ FLOORS: dict[str, list[str]] = {
     ],
     "calibration": [
         "logistic query_scores",
-        "abstention conditional platt",
+        "abstention conditional drift platt",
         "calibrator",
     ],
     "data": [

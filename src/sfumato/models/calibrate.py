@@ -127,7 +127,8 @@ def calibrate_split(
     A large split is sampled. The fit uses the pairs of random images with all texts. The scores use random queries of
     both sides, each with the whole other side as gallery. The logits of hits use the same queries with galleries of
     all images, a half, a quarter and an eighth of them, and the texts of these. The queries are halved by image, and
-    the scores of each half are those of logits that were fitted on the other.
+    the scores of each half are those of logits that were fitted on the other. The same galleries give the shift of
+    the nearest distance with the size of the gallery.
 
     Args:
         embedded: (images, texts) of the split.
@@ -161,6 +162,7 @@ def calibrate_split(
         )
         for direction, held_out in queries.items()
     }
+    scores = {direction: _with_smaller(held_out, scores[direction]) for direction, held_out in queries.items()}
     of_hits, conditional = dict[Direction, QueryScores](), dict[Direction, ConditionalLogits]()
     for direction, held_out in queries.items():
         with contextlib.suppress(ValueError):  # Too few queries: hits keep the probability of random pairs.
@@ -178,6 +180,23 @@ def _set_sizes(queries: _HeldOut, scores: QueryScores) -> dict[str, float]:
     counts = [(distance.unsqueeze(2) <= radii).sum(1) for distance, _ in queries.blocks()]
     medians = torch.cat(counts).double().quantile(0.5, dim=0)
     return {str(c): size for c, size in zip(COVERAGES, medians.tolist(), strict=True)}
+
+
+def _with_smaller(queries: _HeldOut, scores: QueryScores) -> QueryScores:
+    """The scores with the shift of the nearest distance, from the queries with a match in each smaller gallery."""
+    found: list[list[Tensor]] = [[] for _ in queries.galleries]
+    start = 0
+    for distance, match in queries.blocks():
+        for parts, (items, asked) in zip(found, queries.galleries, strict=True):
+            rows = torch.from_numpy(asked[start : start + len(distance)])
+            columns = torch.from_numpy(items)
+            has = match[rows][:, columns].bool().any(1)
+            parts.append(distance[rows][has][:, columns].amin(1))
+        start += len(distance)
+    return scores.with_smaller(
+        (int(items.sum()), torch.cat(parts).double().numpy())
+        for parts, (items, _) in zip(found, queries.galleries, strict=True)
+    )
 
 
 def _hits(

@@ -6,6 +6,7 @@
 """
 
 import hashlib
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,6 +58,7 @@ class SearchResult:
         abstained: True if the query should not be answered at the requested risk; None if no risk was requested.
         conformal_set: the items within the radius of the requested coverage, closest first; None if none was requested.
         conformal_set_cut: True if max_set cut the set. The coverage guarantee does not hold for a cut set.
+        best_distance: distance of the closest item, as best_probability; infinite for an empty gallery.
     """
 
     uncertainty: float
@@ -65,6 +67,7 @@ class SearchResult:
     abstained: bool | None = None
     conformal_set: tuple[SearchRecord, ...] | None = None
     conformal_set_cut: bool = False
+    best_distance: float = math.inf
 
     @property
     def hits(self) -> tuple[SearchRecord, ...]:
@@ -492,13 +495,14 @@ class Gallery(ABC):
         for i, total_variance in enumerate(queries.total_variance.tolist()):
             records = self._records(found[i].first(k), n, near[i])
             best = records[0].match_probability if records else 0.0
+            closest = records[0].distance if records else math.inf
             if min_probability is not None:
                 records = tuple(record for record in records if record.match_probability >= min_probability)
             inside, cut = sets[i], False
             if inside is not None and max_set is not None:
                 cut, inside = len(inside.ids) > max_set, inside.first(max_set)
             whole = None if inside is None else self._records(inside, n, near[i])
-            results.append(SearchResult(total_variance, records, best, abstained[i], whole, cut))
+            results.append(SearchResult(total_variance, records, best, abstained[i], whole, cut, closest))
         return results
 
     def match_probability(self, distance: Tensor, nearest: Tensor | None = None) -> Tensor:

@@ -1,5 +1,6 @@
 """The model and the galleries of a service, and the conversion of embedded queries to answers with guarantees."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -9,6 +10,7 @@ from urllib.parse import quote
 
 import torch
 
+from sfumato.calibration.drift import DriftMonitor
 from sfumato.data.images import Problems
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.regions import features_read
@@ -19,7 +21,7 @@ from sfumato.models.galleries import GalleryPart, build_index, load_retrieval_mo
 from sfumato.models.run import RECIPE, Run, load_run
 from sfumato.models.unfamiliar import unfamiliar_texts
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
-from sfumato.search.gallery import Gallery, SearchRecord, verdict
+from sfumato.search.gallery import Gallery, SearchRecord, SearchResult, verdict
 from sfumato.search.stores.protocol import Filter
 from sfumato.serve.image_files import FolderImages, Images, SplitImages, UploadedImages, handed_out
 from sfumato.serve.schemas import (
@@ -29,12 +31,15 @@ from sfumato.serve.schemas import (
     GalleryInfo,
     GalleryName,
     Position,
+    QueryDrift,
     Refusal,
     ResultRecord,
     SearchOptions,
     VerdictText,
 )
 from sfumato.studies.maps import Projection
+
+_LOG = logging.getLogger("sfumato.serve")
 
 
 @dataclass(eq=False)
@@ -46,12 +51,19 @@ class ServedGallery:
         images: images of its items; None if there are none, or their location is unknown.
         version: number of writes by this service.
         written: number of items that this service has stored or removed.
+        drift: compares its queries with those of its calibration; None without held-out queries.
     """
 
     gallery: Gallery
     images: Images | None = None
     version: int = 0
     written: int = 0
+    drift: DriftMonitor | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        scorer = self.gallery.scorer
+        scores = None if scorer.calibration is None else getattr(scorer.calibration, scorer.direction)
+        self.drift = DriftMonitor(scores) if scores is not None and self.gallery.calibrated else None
 
     @property
     def writable(self) -> GaussianCollection | None:
@@ -335,6 +347,7 @@ def answered(
         n answers.
     """
     gallery, given, wanted = served.gallery, options.filter, None
+    guaranteed = options.abstain is not None or options.coverage is not None
     if given is not None:
         wanted = Filter({name: tuple(values) for name, values in given.where.items()}, given.max_uncertainty)
     results = gallery.search(
@@ -346,6 +359,9 @@ def answered(
         max_set=max_set,
         filter=wanted,
     )
+    if wanted is None:
+        watch(served, asked, results)
+    differs = served.drift is not None and served.drift.state.differs
     expected_matches = gallery.expected_matches(queries, wanted)
     positions: list[Position | None] = [None] * len(asked)
     if plane is not None:
@@ -371,7 +387,8 @@ def answered(
                 calibrated=gallery.calibrated and one.kind == native(gallery),
                 uncertainty=result.uncertainty,
                 expected_matches=expected,
-                verdict=VerdictText(kind=words.kind, text=words.text),
+                verdict=VerdictText(kind=words.kind, text=words.text + (_DIFFERS if differs and guaranteed else "")),
+                queries_differ=differs and one.kind == native(gallery),
                 abstained=result.abstained,
                 hits=[_record(served, record) for record in result],
                 conformal_set=whole,
@@ -379,6 +396,34 @@ def answered(
             )
         )
     return answers
+
+
+_DIFFERS = ". Recent queries differ from those of the calibration: its guarantees may not hold"
+
+
+def watch(served: ServedGallery, asked: Sequence[Asked], results: Sequence[SearchResult]) -> None:
+    """Compare new queries with those of the calibration, and log when they begin or cease to differ.
+
+    Args:
+        served: the gallery that was searched, all of it.
+        asked: n queries; those of another kind than :func:`native` are left out.
+        results: n results.
+    """
+    if served.drift is None:
+        return
+    wanted = native(served.gallery)
+    own = [i for i, one in enumerate(asked) if one.kind == wanted]
+    nearest, names = [results[i].best_distance for i in own], [asked[i].text or asked[i].image for i in own]
+    for state in served.drift.add(nearest, n_gallery=served.gallery.size, names=names):
+        found = f"{kind(served.gallery)}, last {served.drift.window} queries, D = {state.statistic or 0:.2f}"
+        if state.differs:
+            _LOG.warning(
+                "Queries differ from those of the calibration (%s): probabilities and guarantees may not hold;"
+                " calibrate on queries like these",
+                found,
+            )
+        else:
+            _LOG.info("Queries no longer differ from those of the calibration (%s)", found)
 
 
 def search_together(
@@ -426,7 +471,7 @@ def info_of(served: ServedGallery) -> GalleryInfo:
         served: the gallery.
 
     Returns:
-        The description, with n = 0 for the caller to fill in.
+        The description, with n = 0 and queries = None for the caller to fill in.
     """
     some, scorer = served.gallery.sample(_LOOKED_AT), served.gallery.scorer
     return GalleryInfo(
@@ -437,7 +482,22 @@ def info_of(served: ServedGallery) -> GalleryInfo:
         risks=[r for r in RISKS if _can_guarantee(partial(scorer.abstains, torch.zeros(1, scorer.n_nearest), r, 1))],
         coverages=[c for c in COVERAGES if _can_guarantee(partial(scorer.radius, c))],
         fields=sorted({name for payload in some.payloads for name in handed_out(payload)}),
+        queries=None,
     )
+
+
+def query_drift(served: ServedGallery) -> QueryDrift | None:
+    """How the queries of a gallery compare with those of its calibration, for the interface.
+
+    Args:
+        served: the gallery.
+
+    Returns:
+        The values; None without a monitor, or if its calibration does not cover the size of the gallery.
+    """
+    if served.drift is None or not served.drift.scores.covers(served.gallery.size):
+        return None
+    return QueryDrift(window=served.drift.window, **vars(served.drift.state))
 
 
 def image_path(served: ServedGallery, id: str, payload: Mapping[str, str]) -> str | None:

@@ -6,20 +6,27 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sfumato.serve.schemas import Refusal, busy
+from sfumato.serve.schemas import QueryDrift, Refusal, busy
 from sfumato.serve.settings import Settings
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _LATENCIES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+_DRIFT = {
+    "n_queries": "Queries compared with those of the calibration.",
+    "n_windows": "Complete windows of such queries.",
+    "statistic": "Largest difference of the distribution functions, in the last complete window.",
+    "p_value": "p-value of that window.",
+    "differs": "1 if the queries differ from those of the calibration.",
+}
 
 
 class Metrics:
@@ -48,6 +55,14 @@ class Metrics:
             registry=self.registry,
         )
         self._items = Gauge("sfumato_items", "Items of a gallery.", ("gallery",), registry=self.registry)
+        self._abstentions = Counter(
+            "sfumato_abstentions", "Answers to queries with abstain, by whether the answer is to abstain.",
+            ("gallery", "abstained"), registry=self.registry,
+        )  # fmt: skip
+        self._drift = {
+            name: Gauge(f"sfumato_drift_{name.removeprefix('n_')}", text, ("gallery",), registry=self.registry)
+            for name, text in _DRIFT.items()
+        }
         self._ready = Gauge("sfumato_ready", "1 if the service answers searches.", registry=self.registry)
 
     def request(self, method: str, route: str, status: int, seconds: float) -> None:
@@ -73,12 +88,24 @@ class Metrics:
         """
         return self._batch.labels(kind).observe
 
-    def text(self, waiting: dict[str, int], items: dict[str, int], ready: bool) -> bytes:
+    def abstention(self, gallery: str, abstained: bool) -> None:
+        """Count an answer to a query with abstain.
+
+        Args:
+            gallery: name of the gallery.
+            abstained: whether the answer is to abstain.
+        """
+        self._abstentions.labels(gallery, "yes" if abstained else "no").inc()
+
+    def text(
+        self, waiting: dict[str, int], items: dict[str, int], drift: Mapping[str, QueryDrift], ready: bool
+    ) -> bytes:
         """All metrics, for GET /metrics.
 
         Args:
             waiting: number of waiting items by kind.
             items: number of items by gallery.
+            drift: by gallery, how its queries compare with those of its calibration.
             ready: whether the service answers searches.
 
         Returns:
@@ -88,6 +115,11 @@ class Metrics:
             self._waiting.labels(kind).set(n)
         for gallery, n in items.items():
             self._items.labels(gallery).set(n)
+        for name, gauge in self._drift.items():
+            gauge.clear()
+            for gallery, state in drift.items():
+                if (value := getattr(state, name)) is not None:
+                    gauge.labels(gallery).set(value)
         self._ready.set(ready)
         return generate_latest(self.registry)
 

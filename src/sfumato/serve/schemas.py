@@ -146,6 +146,10 @@ class Answer(_Model):
         " between two images or two texts they are not calibrated"
     )
     uncertainty: float = Field(description="total variance of the query")
+    queries_differ: bool = Field(
+        description="whether recent queries of this kind differ from those of the calibration; then probabilities and"
+        " guarantees may not hold"
+    )
     expected_matches: float = Field(
         description="sum of the match probabilities over the gallery; estimated beyond 20,000 items"
     )
@@ -225,6 +229,17 @@ class DeleteResponse(_Model):
     n: int = Field(description="items in the gallery now")
 
 
+class QueryDrift(_Model):
+    """How recent queries compare with those of the calibration, by the distance of their first hit."""
+
+    window: int = Field(description="number of queries that are compared together")
+    n_queries: int = Field(description="queries since the start, but for those with a filter and repeated ones")
+    n_windows: int = Field(description="complete windows; the other values are of the last one")
+    statistic: float | None = Field(description="largest difference of the distribution functions; null before")
+    p_value: float | None = Field(description="of a difference that does not matter; null before")
+    differs: bool = Field(description="whether probabilities and guarantees may not hold for these queries")
+
+
 class GalleryInfo(_Model):
     """A gallery of the service."""
 
@@ -235,6 +250,9 @@ class GalleryInfo(_Model):
     risks: list[float] = Field(description="usual values of abstain that the calibration can guarantee")
     coverages: list[float] = Field(description="usual values of coverage that the calibration can guarantee")
     fields: list[str] = Field(description="payload fields of its items")
+    queries: QueryDrift | None = Field(
+        description="null without a calibration, or if it does not cover the size of the gallery"
+    )
 
 
 class Limits(_Model):

@@ -27,6 +27,7 @@ from sfumato.serve.answering import (
     ellipse_of,
     image_path,
     info_of,
+    query_drift,
     search_together,
 )
 from sfumato.serve.batching import Batcher, Closed, Embedder, submitted
@@ -41,6 +42,7 @@ from sfumato.serve.schemas import (
     Limits,
     Map,
     MapPoint,
+    QueryDrift,
     Refusal,
     SearchOptions,
     SearchResponse,
@@ -347,7 +349,9 @@ class Service:
             "image": self.embedder.decoding + len(self.embedder.images),
             "search": len(self.searches),
         }
-        return self.metrics.text(waiting, items, self.ready.is_set())
+        found = {name: await self.in_thread(query_drift, served) for name, served in self.sources.galleries.items()}
+        drift: dict[str, QueryDrift] = {name: state for name, state in found.items() if state is not None}
+        return self.metrics.text(waiting, items, drift, self.ready.is_set())
 
     def changed(self, served: ServedGallery, items: int) -> None:
         """Record a write to a gallery.
@@ -364,7 +368,7 @@ class Service:
         kept = self._infos.get(name)
         if kept is None or kept[0] != served.version:
             self._infos[name] = kept = served.version, info_of(served)
-        return kept[1].model_copy(update={"n": len(served.gallery)})
+        return kept[1].model_copy(update={"n": len(served.gallery), "queries": query_drift(served)})
 
     @staticmethod
     def _items(served: ServedGallery, ids: list[str]) -> GalleryRecords:
@@ -396,9 +400,13 @@ class Service:
         return [rows[i].to(torch.float32) for i in range(len(asked))]
 
     def _search(self, searches: list[Search]) -> list[Answer | Exception]:
-        return search_together(
+        answers = search_together(
             searches, self.gallery, self._projection, self.sources.unfamiliar, max_set=self.settings.max_results
         )
+        for one, answer in zip(searches, answers, strict=True):
+            if isinstance(answer, Answer) and answer.abstained is not None:
+                self.metrics.abstention(one.options.gallery, answer.abstained)
+        return answers
 
     def _projection(self, name: GalleryName) -> Projection | None:
         """The projection of a gallery, fitted again when a quarter of its items has changed; None if it is empty.
