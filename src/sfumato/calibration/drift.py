@@ -49,10 +49,11 @@ class DriftMonitor:
     (:meth:`~sfumato.calibration.query_scores.QueryScores.nearest_in`).
 
     Each window is tested once, when it is complete, and windows share no query. So for queries like the held-out ones,
-    independent of each other, a window alarms with a probability of at most `level`: at .001 and 200 queries one false
-    alarm in 200,000 queries on average. Distributions that differ by less than `tolerance` count as alike. Held-out
-    queries of one group count as one, which is safe. Equal queries in one window count once, so that a client who
-    repeats itself raises no alarm. An alarm lasts until a window has a p-value of at least .05.
+    independent of each other, a window alarms with a probability of at most `level`, over held-out sets and windows: at
+    .001 and 200 queries one false alarm in 200,000 queries. Distributions that differ by less than `tolerance` count as
+    alike; in a gallery of another size that also has to cover the error of the moved distances. Held-out queries of one
+    group count as one, which is safe. Equal queries in one window count once, so that a client who repeats itself
+    raises no alarm. An alarm lasts until a window has a p-value of at least .05.
 
     A query costs constant time and a window one sort; memory is that of the held-out distances and one window. Threads
     may share a monitor.
