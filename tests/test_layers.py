@@ -22,7 +22,7 @@ PARTS: dict[str, set[str]] = {
     "data": {"errors", "files", "gaussian", "metrics"},
     "encoders": {"data", "errors", "files", "gaussian", "progress"},
     "losses": {"distances", "gaussian", "inclusion", "matching"},
-    "posthoc": {"calibration", "files", "gaussian", "losses"},
+    "posthoc": {"calibration", "distances", "files", "gaussian", "losses"},
     "search": {
         "calibration",
         "direction",

@@ -24,7 +24,7 @@ from sfumato.posthoc.probvlm import (
     probvlm_network,
 )
 from sfumato.posthoc.spherical import log_likelihoods, log_normaliser, mean_length
-from sfumato.posthoc.variance_adapters import ProLIPAdapter, pfe_loss, released_prolip_loss
+from sfumato.posthoc.variance_adapters import ProLIPAdapter, first_logits, pfe_loss, released_prolip_loss
 
 NAMES = {"vmf": "vmf", "psd": "power_spherical"}
 FAST = AdapterTraining((24,), 30, 64, 3e-3)
@@ -343,7 +343,7 @@ def test_probvlm_learns_the_reconstruction_error():
     assert 0.3 < ratio < 3
 
 
-def test_the_match_losses_make_pairs_that_differ_uncertain():
+def test_the_match_losses_give_variances_that_differ():
     for kind in (PCMEPPAdapter, ProLIPAdapter):
         method, held_out = kind.fit(toy_pairs(), training=FAST), toy_pairs(seed=1)
         assert torch.isfinite(method.uncertainty("text", held_out.texts)).all()
@@ -351,15 +351,27 @@ def test_the_match_losses_make_pairs_that_differ_uncertain():
 
 
 def test_frozen_scale_measures_the_batch_size():
-    """With ProLIP's scale at 1 the variance has to do the work of the bias: it grows towards log(batch - 1)."""
-    pairs, training = toy_pairs(), AdapterTraining((16,), 60, 128, 1e-2)
-    total = {}
-    for frozen in (False, True):
-        method = ProLIPAdapter.fit(pairs, frozen_scale=frozen, training=training)
-        total[frozen] = float(
-            sum(method.embed(s, pairs.embeddings(s)).total_variance.mean() for s in ("image", "text"))
-        )
-    assert total[True] / 2 > 2 and total[False] < total[True]
+    """With ProLIP's scale at 1 the variance has to do the work of the bias: half of a pair's is log(batch - 1)."""
+    pairs = toy_pairs()
+    for batch in (16, 128):
+        training = AdapterTraining((16,), 80, batch, 1e-2)
+        method = ProLIPAdapter.fit(pairs, frozen_scale=True, training=training)
+        total = sum(method.embed(s, pairs.embeddings(s)).total_variance.mean() for s in ("image", "text"))
+        assert float(total) / 2 == pytest.approx(math.log(batch - 1), abs=0.8)
+    learnt = ProLIPAdapter.fit(pairs, training=training)
+    assert 0.2 < float(learnt.embed("text", pairs.texts).total_variance.mean()) < 2
+
+
+def test_first_logits_fit_the_frozen_pairs():
+    """Platt scaling by hand: at the maximum of the likelihood the mean of p - y vanishes, also weighted by distance."""
+    pairs = toy_pairs(200)
+    scale, bias = first_logits(pairs, seed=0)
+    cosine = functional.normalize(pairs.images, dim=1).double() @ functional.normalize(pairs.texts, dim=1).double().T
+    distance = 2 - 2 * cosine + 2
+    error = torch.sigmoid(bias - scale * distance) - torch.eye(200)
+    assert abs(float(error.sum())) < 1e-3 and abs(float((error * distance).sum())) < 1e-3
+    reversed_pairs = FrozenPairs(pairs.images, -pairs.texts, pairs.pairs)
+    assert first_logits(reversed_pairs, seed=0) == (5.0, 5.0)
 
 
 def test_asymvlm_kappa_falls_where_pairs_differ():

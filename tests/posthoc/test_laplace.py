@@ -70,7 +70,9 @@ def test_parity_curvature_and_factors(side, dtype, rtol):
     inputs = [t[f"inputs/{name}"].to(dtype) for name in (f"{own}_emb", f"{own}_act", f"{other}_emb")]
     if side == "image":
         first = inputs[0][: cases["batch"]], inputs[2][: cases["num_classes"]]
-        close(summed_curvature(*first, logit_scale=scale), t["clip/H_infonce"].to(dtype), rtol)
+        found = summed_curvature(*first, logit_scale=scale).to(dtype)
+        # The rounding of float32 inputs is multiplied by the logit scale.
+        close(found, t["clip/H_infonce"], rtol, 0.0 if dtype == torch.float64 else 5e-6)
     for name, batch in (("divisible", None), ("remainder", cases["batch_size_remainder"])):
         a, b = kronecker_factors(*inputs, logit_scale=scale, class_batch=cases["num_classes"], official_batch=batch)
         close(a.to(dtype), t[f"clip/{name}/A_{own}"], rtol)

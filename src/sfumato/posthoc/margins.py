@@ -168,7 +168,7 @@ def _shortest_of_block(queries: Tensor, gallery: Tensor) -> Tensor:
             change = _changes(q, gallery[own[:, :1]], gallery[own[:, 1:]])
             best[open_rows[rows]] = torch.minimum(best[open_rows[rows]], change.amin(1))
         # Rounding of the cosines must not end the visit too early.
-        slack = 8 * torch.finfo(cosine.dtype).eps * values[:, 0].abs()
+        slack = 8 * torch.finfo(cosine.dtype).eps * queries[open_rows].norm(dim=1)
         unfinished = values[:, 0] - values[:, -1] - slack < 2 * best[open_rows]
         open_rows = open_rows[unfinished & (k < m)]
         k = min(4 * k, m)

@@ -1,6 +1,11 @@
 """Networks that give frozen embeddings a variance in every dimension: PFE, PCME++ and ProLIP.
 
-The means stay the unit embeddings, so ranking stays that of the frozen model. The three differ in their loss alone.
+The means stay the unit embeddings, so ranking by them stays that of the frozen model. The three differ in their loss.
+
+PFE sees matching pairs alone, and only the sum of the two variances of a pair: a level may go from one modality to the
+other. PCME++ and ProLIP see all pairs, and there a total variance acts as the prior of a match (as under csd in every
+model): among items with one match each, a noisy item needs a small variance to keep its match likely, and may come out
+as certain. Measure a method on held-out queries before its numbers are trusted.
 """
 
 from abc import abstractmethod
@@ -11,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sfumato.calibration.platt import fit_logits
+from sfumato.distances import squared_l2_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import PCMEPPLoss, PCMEPPOptions, ProLIPLoss, ProLIPOptions, prolip_loss, vib_loss
 from sfumato.posthoc.adapter_networks import (
@@ -41,6 +48,9 @@ from sfumato.posthoc.method import (
 
 Units = Literal["unit", "raw"]
 """The embeddings that an adapter works on: of unit length, or as the frozen model gives them."""
+
+_N_LOGITS = 1024
+"""Number of pairs that give the first scale and bias of match logits."""
 
 PROLIP_BOTTLENECK = 1e-5
 """Published weight of ProLIP's information bottleneck in an adapter."""
@@ -245,10 +255,33 @@ class PFEAdapter(VarianceAdapter):
         return float(torch.tensor(variance, dtype=torch.float64).expm1().log())
 
 
+def first_logits(pairs: FrozenPairs, *, seed: int) -> tuple[float, float]:
+    """Scale and bias of the match logits that fit the first csd, when every item has a total variance of 1.
+
+    The published starts, 5 and 5 or 10 and -10 in ProLIP's way of writing, are far from those of a frozen model, whose
+    cosines lie close together. The variances would do the work of the bias: they vanish, or measure the batch size.
+
+    Args:
+        pairs: at least one.
+        seed: of the choice of 1024 pairs.
+
+    Returns:
+        (logit_scale, logit_bias) as functions of csd; (5, 5) if matches are not closer than other pairs.
+    """
+    batches = PairBatches(pairs)
+    rows = torch.randperm(len(batches), generator=torch.Generator().manual_seed(seed))[:_N_LOGITS]
+    images, texts, match = batches.items(rows)
+    points = (GaussianEmbedding.point(unit(x)) for x in (pairs.images[images], pairs.texts[texts]))
+    try:
+        return fit_logits(squared_l2_matrix(*points) + 2, match)
+    except ValueError:
+        return 5.0, 5.0
+
+
 class PCMEPPAdapter(_LogVarianceAdapter):
     """Log variances by the match loss of PCME++ on csd, without pseudo-positives and bottleneck.
 
-    Scale and bias of the match logits are learnt from 5 and 5.
+    Scale and bias of the match logits are learnt, from :func:`first_logits` or, as published, from 5 and 5.
 
     Paper: Chun, ICLR 2024, arXiv 2305.18171; as an adapter in the AsymVLM repository.
     """
@@ -257,18 +290,28 @@ class PCMEPPAdapter(_LogVarianceAdapter):
     summary = "mean variance learnt by the match loss of PCME++, squared units of unit embeddings"
 
     @classmethod
-    def fit(cls, pairs: FrozenPairs, *, seed: int = 0, training: AdapterTraining | None = None) -> Self:
+    def fit(
+        cls,
+        pairs: FrozenPairs,
+        *,
+        seed: int = 0,
+        logits: tuple[float, float] | None = None,
+        training: AdapterTraining | None = None,
+    ) -> Self:
         """Train on the pairs.
 
         Args:
             pairs: at least 32.
             seed: of the initial weights and the order of the pairs.
+            logits: first scale and bias of the match logits, (5, 5) as published; :func:`first_logits` if None.
             training: ``cls.default`` if None.
 
         Returns:
             The fitted method.
         """
-        loss = PCMEPPLoss(PCMEPPOptions(alpha=0.0, beta=0.0)).to(pairs.images.device)
+        scale, bias = logits or first_logits(pairs.at_least(MIN_PAIRS, cls.name), seed=seed)
+        options = PCMEPPOptions(alpha=0.0, beta=0.0, logit_scale=scale, logit_bias=bias)
+        loss = PCMEPPLoss(options).to(pairs.images.device)
         return cls._fit(
             pairs, lambda i, t, m: loss(i, t, m).total, list(loss.parameters()), seed=seed, training=training
         )
@@ -277,7 +320,7 @@ class PCMEPPAdapter(_LogVarianceAdapter):
 class ProLIPAdapter(_LogVarianceAdapter):
     """Log variances by the pairwise sigmoid loss of ProLIP.
 
-    By default scale and bias of the logits are learnt, from ProLIP's 10 and -10. With ``frozen_scale`` they stay 1 and
+    By default scale and bias of the logits are learnt, from :func:`first_logits`. With ``frozen_scale`` they stay 1 and
     0, as in the AsymVLM repository; then the variance is the only way to lower the logits of the negatives, and its
     level measures the batch size: half the total variance of a pair grows to about log(batch - 1).
 
@@ -295,6 +338,7 @@ class ProLIPAdapter(_LogVarianceAdapter):
         *,
         seed: int = 0,
         frozen_scale: bool = False,
+        logits: tuple[float, float] | None = None,
         training: AdapterTraining | None = None,
     ) -> Self:
         """Train on the pairs.
@@ -303,6 +347,8 @@ class ProLIPAdapter(_LogVarianceAdapter):
             pairs: at least 32.
             seed: of the initial weights and the order of the pairs.
             frozen_scale: the loss of the released adapter, :func:`released_prolip_loss`.
+            logits: first scale and bias as functions of csd, (5, 0) for ProLIP's 10 and -10; :func:`first_logits` if
+                None. Without effect on frozen_scale.
             training: ``cls.default`` if None.
 
         Returns:
@@ -310,7 +356,9 @@ class ProLIPAdapter(_LogVarianceAdapter):
         """
         if frozen_scale:
             return cls._fit(pairs, released_prolip_loss, [], seed=seed, training=training)
-        loss = ProLIPLoss(ProLIPOptions(beta=PROLIP_BOTTLENECK)).to(pairs.images.device)
+        scale, bias = logits or first_logits(pairs.at_least(MIN_PAIRS, cls.name), seed=seed)
+        options = ProLIPOptions(beta=PROLIP_BOTTLENECK, logit_scale=scale, logit_bias=bias)
+        loss = ProLIPLoss(options).to(pairs.images.device)
         return cls._fit(
             pairs, lambda i, t, m: loss(i, t, m).total, list(loss.parameters()), seed=seed, training=training
         )
