@@ -333,6 +333,16 @@ def test_pfe_learns_where_pairs_differ(units):
         assert u[noisy].mean() > 1.5 * u[~noisy].mean()
 
 
+@pytest.mark.parametrize("units", ["unit", "raw"])
+def test_embedded_variances_are_in_units_of_unit_embeddings(units):
+    pairs = toy_pairs()
+    method = PFEAdapter.fit(pairs, units=units, training=AdapterTraining((8,), 1, 64))
+    x = pairs.texts
+    scale = x.square().sum(1, keepdim=True) if units == "raw" else torch.ones(len(x), 1)
+    close(method.embed("text", x).var, method.variance("text", x) / scale, rtol=1e-5)
+    close(method.uncertainty("text", x), method.variance("text", x).mean(1), rtol=1e-6)
+
+
 def test_probvlm_learns_the_reconstruction_error():
     """Trained on itself the error is small; the variance must then be near the squared error of the network."""
     pairs = toy_pairs()
@@ -341,6 +351,10 @@ def test_probvlm_learns_the_reconstruction_error():
     error = (found.mean - scaled_inputs(pairs.images)).square().mean()
     ratio = float(generalised_gaussian_variance(found).mean() / error)
     assert 0.3 < ratio < 3
+    # The same in units of unit embeddings, which the method gives.
+    reconstructed = found.mean / math.sqrt(8) - functional.normalize(pairs.images, dim=1)
+    assert 0.3 < float(method.variance("image", pairs.images).mean() / reconstructed.square().mean()) < 3
+    close(method.embed("image", pairs.images).var, method.variance("image", pairs.images), rtol=1e-5)
 
 
 def test_the_match_losses_give_variances_that_differ():

@@ -133,14 +133,14 @@ def test_some_query_is_nearest_to_a_third_item_and_the_change_flips_it():
 
 
 def test_the_visit_does_not_end_too_early():
-    """A gallery in which the nearest plane belongs to an item of small cosine: it is opposite to the best one."""
+    """A hundred items lie beside the best one, and the nearest plane is that of an item behind them, opposite to it."""
     q = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64)
-    crowd = functional.normalize(torch.tensor([[1.0, 0.001 * k, 0.0] for k in range(1, 200)]).double(), dim=1)
-    first = functional.normalize(torch.tensor([[1.0, 0.0, 0.0]]).double(), dim=1)
-    far = functional.normalize(torch.tensor([[0.2, 0.0, -1.0]]).double(), dim=1)
-    gallery = torch.cat([first, crowd, far])
-    planes = (q @ (first - gallery[1:]).T).squeeze(0) / (first - gallery[1:]).norm(dim=1)
-    torch.testing.assert_close(shortest_change(q, gallery), planes.min().unsqueeze(0))
+    first, far = ([c, sign * (1 - c * c) ** 0.5, 0.0] for c, sign in ((0.5, 1), (0.29, -1)))
+    crowd = [[0.3, 0.95, 0.0009 * k] for k in range(100)]
+    gallery = functional.normalize(torch.tensor([first, *crowd, far], dtype=torch.float64), dim=1)
+    planes = (q @ (gallery[0] - gallery[1:]).T).squeeze(0) / (gallery[0] - gallery[1:]).norm(dim=1)
+    assert int((gallery @ q[0]).argsort(descending=True)[-1]) == 101 and int(planes.argmin()) == 100
+    torch.testing.assert_close(shortest_change(q, gallery), planes[-1:])
 
 
 def test_the_linear_margin_is_a_tangent_and_the_exact_one_a_sine():
