@@ -17,7 +17,7 @@ import torch
 from sfumato.calibration.conditional import Population
 from sfumato.distances import get_distance
 from sfumato.evaluation.hits import HitFigures, measure_hits, without_nearest
-from sfumato.models.calibrate import calibrate_split
+from sfumato.models.calibrate import calibrate_split, embed_reference
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import load_run
 
@@ -35,10 +35,17 @@ def of_run(folder: str, split: str, sizes: list[int], population: Population) ->
     distance = get_distance(run.distance).matrix(images, texts)
     match = torch.from_numpy(data.match(np.arange(images.n), np.arange(texts.n)))
     held_out, embedded = sides["val"]
-    fitted = calibrate_split(embedded, held_out, run.distance, split="val", population=population)
-    kinds = {"given the nearest": fitted, "distance and size": without_nearest(fitted)}
+    with_reference, fitted = (
+        calibrate_split(embedded, held_out, run.distance, split="val", population=population, reference=reference)
+        for reference in (embed_reference(run.model, run.recipe.data), None)
+    )
+    kinds = {
+        "nearest items and reference queries": with_reference,
+        "nearest items": fitted,
+        "distance and size": without_nearest(fitted),
+    }
     return {
-        name: measure_hits(calibration, distance, match, sizes=sizes, population=population)
+        name: measure_hits(calibration, distance, match, embedded=(images, texts), sizes=sizes, population=population)
         for name, calibration in kinds.items()
     }
 

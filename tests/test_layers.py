@@ -18,7 +18,7 @@ PARTS: dict[str, set[str]] = {
     "inclusion": {"gaussian"},
     "matching": {"distances", "gaussian"},
     "metrics": set(),
-    "calibration": {"direction", "errors", "files", "matching", "metrics"},
+    "calibration": {"direction", "distances", "errors", "files", "gaussian", "matching", "metrics"},
     "data": {"errors", "files", "gaussian", "metrics"},
     "encoders": {"data", "errors", "files", "gaussian", "progress"},
     "losses": {"distances", "gaussian", "inclusion", "matching"},
@@ -154,7 +154,7 @@ FLOORS: dict[str, list[str]] = {
         "retrieval selective",
     ],
     "calibration": [
-        "logistic query_scores",
+        "logistic query_scores reference",
         "abstention conditional drift platt",
         "calibrator",
     ],

@@ -1,12 +1,14 @@
 """The demonstration: all steps on the embedded emoji set, and a page that shows what uncertainty is useful for."""
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from markupsafe import Markup
+from torch import Tensor
 
 from sfumato import __version__
 from sfumato.data.emoji import emoji_names
@@ -177,7 +179,8 @@ def _described(
         if position is None:
             continue
         distance, closest = top_k(images[position : position + 1], texts, scorer.n_nearest + 8, run.distance)
-        probabilities = scorer.match_probability(distance, texts.n, scorer.nearest(distance))[0, :8].tolist()
+        context = scorer.context(distance, images[position : position + 1], partial(_items, texts, closest))
+        probabilities = scorer.match_probability(distance, texts.n, context)[0, :8].tolist()
         true = set(data.pairs[data.pairs[:, 0] == position, 1].tolist())
         rows = [
             {"text": data.texts[t], "kind": data.text_kinds[t], "pct": probability(p), "true": t in true}
@@ -185,6 +188,11 @@ def _described(
         ]
         described.append({"src": pictures[data.image_ids[position]], "label": names[code], "texts": rows})
     return described
+
+
+def _items(texts: GaussianEmbedding, position: Tensor, column: Tensor) -> GaussianEmbedding:
+    """The texts at some columns of (1, c) positions."""
+    return texts[position[0, column]]
 
 
 def _expected_chart(data: PairData, expected: np.ndarray, counts: np.ndarray) -> Markup:

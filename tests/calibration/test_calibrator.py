@@ -454,7 +454,7 @@ def test_there_and_back(tmp_path):
     calibration.save(tmp_path / "calibration.json")
     assert Calibration.load(tmp_path / "calibration.json") == calibration
     text = (tmp_path / "calibration.json").read_text()
-    assert "Infinity" not in text and "NaN" not in text and len(text.splitlines()) == 12
+    assert "Infinity" not in text and "NaN" not in text and len(text.splitlines()) == 13
     assert Calibration.from_json(json.loads(json.dumps(calibration.to_json()))) == calibration
     for alpha, direction in itertools.product((0.1, 0.37), ("i2t", "t2i")):
         radius = calibration.conformal_radius(alpha, direction=direction)

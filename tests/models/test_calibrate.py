@@ -9,6 +9,7 @@ from sfumato.calibration.drift import largest_difference
 from sfumato.data.images import MemoryImage
 from sfumato.data.pairs import PairData
 from sfumato.distances import get_distance
+from sfumato.evaluation.hits import measure_hits
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.calibrate import calibrate_split
 
@@ -138,3 +139,45 @@ def test_the_nearest_distance_in_a_smaller_gallery(direction, population):
     nearest = torch.cat(found).numpy()
     moved, as_they_were = (largest_difference(nearest, x) for x in (scores.nearest_in(40), scores.nearest))
     assert moved < 0.07 and moved < as_they_were / 2
+
+
+def with_hubs(n, seed, d=24, n_hubs=20):
+    """Images, some of which are near many texts without a match, and texts of the others; with a training set."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def unit(*shape):
+        return torch.nn.functional.normalize(torch.randn(*shape, generator=generator), dim=1)
+
+    hubs = unit(n_hubs, d) * 0.4
+    images = torch.cat([hubs, unit(n, d)])
+    texts = torch.nn.functional.normalize(images[n_hubs:] + 0.3 * torch.randn(n, d, generator=generator), dim=1)
+    names = tuple(f"i{k}" for k in range(n + n_hubs))
+    pairs = np.stack([np.arange(n) + n_hubs, np.arange(n)], axis=1)
+    sources = tuple(MemoryImage(name, b"") for name in names)
+    captions = tuple(f"t{k}" for k in range(n))
+    data = PairData(names, sources, captions, captions, ("caption",) * n, pairs)
+    training = unit(800, d)
+    return (GaussianEmbedding.point(images), GaussianEmbedding.point(texts)), data, GaussianEmbedding.point(training)
+
+
+def test_reference_queries_tell_hubs_from_matches():
+    embedded, data, training = with_hubs(500, 0)
+    plain = calibrate_split(embedded, data, "squared_l2", split="val")
+    seen = calibrate_split(embedded, data, "squared_l2", split="val", reference=(training, training))
+    assert "t2i" in seen.reference and not plain.reference
+    (images, texts), new, _ = with_hubs(500, 1)
+    distance = get_distance("squared_l2").matrix(images, texts)
+    match = torch.from_numpy(new.match(np.arange(images.n), np.arange(texts.n)))
+    losses = {}
+    for name, calibration in (("plain", plain), ("seen", seen)):
+        figures = measure_hits(calibration, distance, match, embedded=(images, texts), sizes=())
+        losses[name] = next(f.log_loss for f in figures if f.direction == "t2i" and f.hits == 1)
+    assert losses["seen"] < losses["plain"] - 0.02
+    with pytest.raises(ValueError, match="embedded"):
+        measure_hits(seen, distance, match, sizes=())
+
+
+def test_too_few_reference_queries_are_left_out():
+    embedded, data, training = with_hubs(120, 2)
+    few = training[:150]
+    assert not calibrate_split(embedded, data, "squared_l2", split="val", reference=(few, few)).reference

@@ -137,7 +137,7 @@ def test_bad_options_are_named(run):
 def test_probabilities_of_hits_are_those_that_a_search_shows(run):
     """One gallery of all images: figures by hand from the search's own probabilities."""
     report = trust_model(run, run.recipe.data, "test", queries="text", **QUICK)
-    data, queries, gallery, ground_truth, missed = embedded(run, "test", True)
+    _, queries, gallery, _, missed = embedded(run, "test", True)
     assert {f.direction for kind in report.hits.values() for f in kind} == {"t2i"}
     served, alone = (next(f for f in report.hits[kind] if f.hits == 1) for kind in ("served", "distance"))
     d = get_distance(run.distance).matrix(queries, gallery).sort(dim=1).values

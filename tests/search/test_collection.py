@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from sfumato.calibration import Calibration, QueryScores
-from sfumato.calibration.conditional import ConditionalLogits
+from sfumato.calibration.conditional import ConditionalLogits, FirstHit
+from sfumato.calibration.reference import ReferenceQueries
 from sfumato.distances import csd_matrix
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
@@ -92,16 +93,29 @@ def conditional_of(calibration):
     return replace(calibration, conditional={"t2i": hits}, hits={"t2i": calibration.t2i})
 
 
+def referenced(calibration):
+    """The same with reference queries, which change the first hit."""
+    first = FirstHit(0.9, 0.4, (0.3, -0.2), (0.0, 0.0), (90.0, 90.0))
+    hits = replace(calibration.conditional["t2i"], first=first)
+    reference = ReferenceQueries.of(gaussians(60, 17), "csd", "t2i")
+    return replace(calibration, conditional={"t2i": hits}, reference={"t2i": reference})
+
+
+@pytest.mark.parametrize("with_reference", [False, True])
 @pytest.mark.parametrize("wanted", [None, Filter({"colour": ("r", "b")})])
-def test_probabilities_given_the_nearest_items(tmp_path, wanted):
+def test_probabilities_given_the_nearest_items(tmp_path, wanted, with_reference):
     calibration = conditional_of(calibration_of(gaussians(157, 0)))
+    calibration = referenced(calibration) if with_reference else calibration
     index, made = both(tmp_path, calibration=calibration)
     queries = gaussians(7, 3)
     accepted = [wanted is None or wanted.accepts(index.get([i]).payloads[0], 0.0) for i in index.ids]
     distance = csd_matrix(queries, index.embeddings)[:, accepted].double()
     nearest = distance.sort(1).values[:, :50]
-    n = distance.shape[1]
-    slow = calibration.hit_probability(distance, nearest, n_gallery=n)
+    n, features = distance.shape[1], None
+    if with_reference:
+        first = index.embeddings[torch.tensor(accepted)][distance.argmin(1)]
+        features = calibration.reference["t2i"].features(queries, first)
+    slow = calibration.hit_probability(distance, nearest, n_gallery=n, reference=features)
     assert not torch.allclose(slow, calibration.probability(distance, n_gallery=n), atol=0.01)
     with made:
         for gallery in (index, made):

@@ -17,14 +17,19 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file as read_safetensors
+from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
 from sfumato.calibration.abstention import answer_limit, answered_fraction, conformal_radius, precision_limit
 from sfumato.calibration.conditional import N_NEAREST, ConditionalLogits
 from sfumato.calibration.platt import Knots, fit_knots, fit_logits, knots_logit, log_odds
 from sfumato.calibration.query_scores import QueryScores
+from sfumato.calibration.reference import ReferenceQueries
 from sfumato.direction import Direction
 from sfumato.files import write_atomically
+from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_logit
 
 METHODS = ("platt", "isotonic")
@@ -49,6 +54,7 @@ class Calibration:
         hits: by direction, the scores of held-out queries by negated logits of hits in place of distances, for the
             directions of `conditional`. Precision and risk are certified with them; sets use distances, because these
             stay as they are when the gallery grows.
+        reference: by direction, the reference queries that `conditional` reads; searches compute their features.
         metadata: JSON values that were given to the fit.
     """
 
@@ -61,6 +67,7 @@ class Calibration:
     metadata: dict[str, Any] = field(default_factory=dict)
     conditional: Mapping[Direction, ConditionalLogits] = field(default_factory=dict)
     hits: Mapping[Direction, QueryScores] = field(default_factory=dict)
+    reference: Mapping[Direction, ReferenceQueries] = field(default_factory=dict)
 
     @classmethod
     def fit(
@@ -162,7 +169,13 @@ class Calibration:
         return torch.sigmoid(logit).to(distance.dtype)
 
     def hit_probability(
-        self, distance: Tensor, nearest: Tensor, *, n_gallery: int, direction: Direction = "t2i"
+        self,
+        distance: Tensor,
+        nearest: Tensor,
+        *,
+        n_gallery: int,
+        direction: Direction = "t2i",
+        reference: Tensor | None = None,
     ) -> Tensor:
         """Probability that a hit of a search matches its query, given the nearest items of the query.
 
@@ -172,22 +185,32 @@ class Calibration:
                 :data:`~sfumato.calibration.conditional.N_NEAREST` items all that there are.
             n_gallery: number of items in the gallery.
             direction: of the query.
+            reference: (..., 2) features of each query by the :attr:`reference` queries of this direction, if it has
+                any.
 
         Returns:
             (..., c) probabilities of the dtype of distance, falling with the distance. Without logits given the nearest
             items for this direction, those of :meth:`probability`.
 
         Raises:
-            ValueError: see :meth:`prior_shift`.
+            ValueError: the features of the reference queries are missing; or see :meth:`prior_shift`.
         """
-        logit = self.hit_logit(distance, nearest, n_gallery=n_gallery, direction=direction)
+        logit = self.hit_logit(distance, nearest, n_gallery=n_gallery, direction=direction, reference=reference)
         return torch.sigmoid(logit).to(distance.dtype)
 
-    def hit_logit(self, distance: Tensor, nearest: Tensor, *, n_gallery: int, direction: Direction = "t2i") -> Tensor:
+    def hit_logit(
+        self,
+        distance: Tensor,
+        nearest: Tensor,
+        *,
+        n_gallery: int,
+        direction: Direction = "t2i",
+        reference: Tensor | None = None,
+    ) -> Tensor:
         """Logarithm of the odds of :meth:`hit_probability`.
 
         Args:
-            distance, nearest, n_gallery, direction: see :meth:`hit_probability`.
+            distance, nearest, n_gallery, direction, reference: see :meth:`hit_probability`.
 
         Returns:
             (..., c) logits in float64.
@@ -197,7 +220,7 @@ class Calibration:
         """
         if (conditional := self.conditional.get(direction)) is None:
             return self.logit(distance, n_gallery=n_gallery, direction=direction)
-        return conditional.logit(self.logit(distance), self.logit(nearest), n_gallery)
+        return conditional.logit(self.logit(distance), self.logit(nearest), n_gallery, reference)
 
     def prior_shift(
         self, *, n_gallery: int | None = None, match_fraction: float | None = None, direction: Direction = "t2i"
@@ -313,6 +336,7 @@ class Calibration:
         confidence: float = 0.9,
         absent: float = 0.0,
         seed: int = 0,
+        reference: Tensor | None = None,
     ) -> Tensor:
         """Which queries should not be answered: closest item at or below the probability of :meth:`abstain_below`.
 
@@ -322,6 +346,7 @@ class Calibration:
             n_gallery: size of the gallery; that of the fit if None. In a larger gallery the same distance has a lower
                 probability.
             risk, direction, confidence, absent, seed: see :meth:`abstain_below`.
+            reference: (n, 2), see :meth:`hit_probability`.
 
         Returns:
             (n,) bool.
@@ -338,7 +363,8 @@ class Calibration:
                     f" query, got {tuple(nearest.shape)}"
                 )
             n = scores.n_gallery if n_gallery is None else n_gallery
-            return -self.hit_logit(nearest[:, :1], nearest, n_gallery=n, direction=direction)[:, 0] >= limit
+            logit = self.hit_logit(nearest[:, :1], nearest, n_gallery=n, direction=direction, reference=reference)
+            return -logit[:, 0] >= limit
         closest = nearest if nearest.ndim == 1 else nearest[:, 0]
         worst = self.logit(torch.tensor(limit, dtype=torch.float64))
         return self.logit(closest, n_gallery=n_gallery, direction=direction) <= worst.to(closest.device)
@@ -401,16 +427,18 @@ class Calibration:
             "about": self.metadata,
             "conditional": {key: value.to_json() for key, value in self.conditional.items()},
             "hits": {key: value.to_json() for key, value in self.hits.items()},
+            "reference": {key: value.distance for key, value in self.reference.items()},
             "i2t": None if self.i2t is None else self.i2t.to_json(),
             "t2i": None if self.t2i is None else self.t2i.to_json(),
         }
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Calibration":
+    def from_json(cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> "Calibration":
         """Make a calibration from plain values; those of older versions have only a scale and a bias.
 
         Args:
             values: output of :meth:`to_json`.
+            tensors: output of :meth:`tensors`, if there are reference queries.
 
         Returns:
             The calibration.
@@ -442,9 +470,22 @@ class Calibration:
                 dict(values.get("about", {})),
                 {d: ConditionalLogits.from_json(found[d]) for d in get_args(Direction) if d in found},
                 {d: QueryScores.from_json(hits[d]) for d in get_args(Direction) if d in hits},
+                _reference_queries(values.get("reference", {}), tensors or {}),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a calibration, or a damaged one ({error!r}); calibrate again") from error
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The embeddings of the reference queries.
+
+        Returns:
+            "DIRECTION/mean" and "DIRECTION/log_var" -> (b, d) float16.
+        """
+        return {
+            f"{direction}/{name}": getattr(queries.embeddings, name).to(torch.float16).contiguous()
+            for direction, queries in self.reference.items()
+            for name in ("mean", "log_var")
+        }
 
     def to_text(self) -> str:
         """:meth:`to_json` as text.
@@ -456,11 +497,16 @@ class Calibration:
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     def save(self, path: str | Path) -> None:
-        """Write :meth:`to_text`, atomically.
+        """Write :meth:`to_text`, atomically; reference queries into a file of the same name beside it, .safetensors.
 
         Args:
             path: the file; its folder must exist.
         """
+        beside = Path(path).with_suffix(".safetensors")
+        if self.reference:
+            write_atomically(beside, safetensors_bytes(self.tensors()))
+        else:
+            beside.unlink(missing_ok=True)
         write_atomically(path, self.to_text())
 
     @classmethod
@@ -474,11 +520,14 @@ class Calibration:
             The calibration.
 
         Raises:
-            ValueError: it is not a calibration; the message names the file.
+            ValueError: it is not a calibration, or its reference queries are missing; the message names the file.
         """
+        beside = Path(path).with_suffix(".safetensors")
         try:
-            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-        except ValueError as error:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            tensors = read_safetensors(beside) if isinstance(values, dict) and values.get("reference") else {}
+            return cls.from_json(values, tensors)
+        except (ValueError, SafetensorError, FileNotFoundError) as error:
             raise ValueError(f"{path}: {error}") from error
 
     def _guaranteed(self, direction: Direction) -> QueryScores:
@@ -488,3 +537,14 @@ class Calibration:
     def _probability_at(self, limit: float, direction: Direction) -> float:
         value = torch.tensor(limit, dtype=torch.float64)
         return float(torch.sigmoid(-value) if direction in self.hits else self.probability(value))
+
+
+def _reference_queries(
+    distances: Mapping[str, str], tensors: Mapping[str, Tensor]
+) -> dict[Direction, ReferenceQueries]:
+    found: dict[Direction, ReferenceQueries] = {}
+    for direction in get_args(Direction):
+        if direction in distances:
+            mean, log_var = (tensors[f"{direction}/{name}"].float() for name in ("mean", "log_var"))
+            found[direction] = ReferenceQueries(GaussianEmbedding(mean, log_var), distances[direction], direction)
+    return found

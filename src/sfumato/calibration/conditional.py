@@ -11,14 +11,16 @@ docs/concepts/calibration.md derives the features; docs/experiments has what the
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sfumato.calibration.logistic import fit_logistic
+from sfumato.calibration.reference import REFERENCE_FEATURES, no_reference_error
 
 N_NEAREST = 50
 """Number of a query's nearest items that its bias is computed from."""
@@ -38,11 +40,14 @@ class NearestItems:
         logit: (q, k) match logits of the k nearest items of each query, descending.
         match: (q, k) 0 and 1.
         n_gallery: size of the gallery.
+        reference: (q, 2) what reference queries say of each query and its first item,
+            :meth:`~sfumato.calibration.reference.ReferenceQueries.features`; None without such queries.
     """
 
     logit: Tensor
     match: Tensor
     n_gallery: int
+    reference: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class ConditionalLogits:
         population: the queries that it holds for.
         n_queries: number of held-out queries of the fit.
         n_galleries: sizes of the galleries of the fit, ascending.
+        first: what reference queries change about the first hit; None if the fit had none.
     """
 
     slope: float
@@ -68,6 +74,7 @@ class ConditionalLogits:
     population: Population
     n_queries: int
     n_galleries: tuple[int, ...]
+    first: "FirstHit | None" = None
 
     @classmethod
     def fit(
@@ -113,7 +120,7 @@ class ConditionalLogits:
         slope, intercept = float(scaled[0]), bias - float(scaled @ centre)
         if not slope > 0:
             raise ValueError(f"ConditionalLogits: the slope of the match logit must be positive, got {slope:.4g}")
-        return cls(
+        plain = cls(
             slope,
             intercept,
             tuple(scaled[1:].tolist()),
@@ -123,8 +130,14 @@ class ConditionalLogits:
             n_queries,
             tuple(sorted(set(sizes))),
         )
+        return replace(plain, first=FirstHit.fit(plain, found))
 
-    def logit(self, match_logit: Tensor, nearest: Tensor, n_gallery: int) -> Tensor:
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the logits need the features of reference queries."""
+        return self.first is not None
+
+    def logit(self, match_logit: Tensor, nearest: Tensor, n_gallery: int, reference: Tensor | None = None) -> Tensor:
         """The logit of hits.
 
         Args:
@@ -132,15 +145,44 @@ class ConditionalLogits:
             nearest: (..., k) match logits of its nearest items in the gallery, descending; of the first 50 of these
                 all that there are, -inf in place of missing ones.
             n_gallery: size of the gallery.
+            reference: (..., 2) features of reference queries, if the fit had any.
 
         Returns:
             (..., c) logits in float64, in the order of the match logits.
+
+        Raises:
+            ValueError: the fit had reference queries, and their features are not given.
         """
         features = query_features(nearest.double()[..., :N_NEAREST], n_gallery)
         low, high, weights = (features.new_tensor(values) for values in (self.low, self.high, self.weights))
         inside = torch.cat([features.clamp(low, high)[..., :-1], features[..., -1:]], dim=-1)
-        bias = self.intercept + inside @ weights
-        return self.slope * match_logit.double() + bias.unsqueeze(-1)
+        bias = (self.intercept + inside @ weights).unsqueeze(-1)
+        logit = self.slope * match_logit.double() + bias
+        if self.first is None:
+            return logit
+        if reference is None:
+            raise no_reference_error("ConditionalLogits.logit")
+        closest = nearest[..., :1].double()
+        first = self.first.logit(self.slope * closest + bias, reference)
+        # The others stay as they are, but below the first.
+        return torch.where(match_logit.double() >= closest, first, torch.minimum(logit, first))
+
+    def first_hit_loss(self, galleries: Iterable[NearestItems]) -> float:
+        """Mean log loss of the first hits of other queries, all galleries with the same weight.
+
+        Args:
+            galleries: at least one with queries.
+
+        Returns:
+            The loss in nats.
+        """
+        losses = []
+        for items in galleries:
+            if len(items.logit):
+                logit = self.logit(items.logit[:, :1], items.logit, items.n_gallery, items.reference)[:, 0]
+                target = items.match[:, 0].double()
+                losses.append(float(functional.binary_cross_entropy_with_logits(logit, target)))
+        return sum(losses) / len(losses)
 
     def to_json(self) -> dict[str, Any]:
         """The logits as plain values.
@@ -148,7 +190,8 @@ class ConditionalLogits:
         Returns:
             JSON values.
         """
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
+        values = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
+        return values | {"first": None if self.first is None else self.first.to_json()}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "ConditionalLogits":
@@ -166,12 +209,115 @@ class ConditionalLogits:
         read: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
         }
+        if read.get("first") is not None:
+            read["first"] = FirstHit.from_json(read["first"])
         found = cls(**read)
         numbers = (found.slope, found.intercept, *found.weights, *found.low, *found.high)
         if {len(found.weights), len(found.low), len(found.high)} != {len(FEATURES)} or not (
             all(map(math.isfinite, numbers)) and found.slope > 0 and found.population in get_args(Population)
         ):
             raise ValueError("the logits given the nearest items are damaged; calibrate again")
+        return found
+
+
+@dataclass(frozen=True)
+class FirstHit:
+    """The logit of the first hit given what reference queries say of it and of the query.
+
+    Attributes:
+        slope: factor of the logit by the nearest items, positive.
+        intercept: added.
+        weights: one for each of REFERENCE_FEATURES.
+        low, high: range of each in the fit; values outside of it are set to its ends.
+    """
+
+    slope: float
+    intercept: float
+    weights: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+    @classmethod
+    def fit(cls, by_nearest: ConditionalLogits, galleries: Sequence[NearestItems]) -> "FirstHit | None":
+        """Fit on the first hits, all sizes of the gallery with the same weight.
+
+        Args:
+            by_nearest: the logits by the nearest items.
+            galleries: of its fit.
+
+        Returns:
+            The logit; None if some gallery has no features, or they say nothing.
+        """
+        sizes = [items.n_gallery for items in galleries]
+        rows, targets, weights = [], [], []
+        for items in galleries:
+            if items.reference is None:
+                return None
+            logit = by_nearest.logit(items.logit[:, :1], items.logit, items.n_gallery)
+            rows.append(torch.cat([logit, items.reference.double()], dim=1))
+            targets.append(items.match[:, 0].double())
+            share = 1 / len(logit) / sizes.count(items.n_gallery)
+            weights.append(torch.full((len(logit),), share, dtype=torch.float64))
+        x, y, w = torch.cat(rows), torch.cat(targets), torch.cat(weights)
+        finite = x.isfinite().all(1)
+        x, y, w = x[finite], y[finite], w[finite]
+        if len(x) == 0 or y.min() == y.max():
+            return None
+        centre, deviation = x.mean(0), x.std(0, correction=0).clamp_min(1e-9)
+        standard, bias = fit_logistic((x - centre) / deviation, y, weight=w, penalty=_PENALTY)
+        scaled = standard / deviation
+        if not scaled[0] > 0:
+            return None
+        low, high = x[:, 1:].amin(0), x[:, 1:].amax(0)
+        of_features = tuple(scaled[1:].tolist())
+        return cls(
+            float(scaled[0]), bias - float(scaled @ centre), of_features, tuple(low.tolist()), tuple(high.tolist())
+        )
+
+    def logit(self, by_nearest: Tensor, reference: Tensor) -> Tensor:
+        """The logit of the first hit.
+
+        Args:
+            by_nearest: (..., 1) logit by the nearest items.
+            reference: (..., 2) features of reference queries.
+
+        Returns:
+            (..., 1) logits in float64.
+        """
+        low, high, weights = (by_nearest.new_tensor(values) for values in (self.low, self.high, self.weights))
+        change = self.intercept + reference.to(by_nearest).clamp(low, high) @ weights
+        return self.slope * by_nearest + change.unsqueeze(-1)
+
+    def to_json(self) -> dict[str, Any]:
+        """The logit as plain values.
+
+        Returns:
+            JSON values.
+        """
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "FirstHit":
+        """Make the logit from plain values.
+
+        Args:
+            values: output of :meth:`to_json`.
+
+        Returns:
+            The logit.
+
+        Raises:
+            ValueError: a value does not fit.
+        """
+        read: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
+        }
+        found = cls(**read)
+        numbers = (found.slope, found.intercept, *found.weights, *found.low, *found.high)
+        if {len(found.weights), len(found.low), len(found.high)} != {len(REFERENCE_FEATURES)} or not (
+            all(map(math.isfinite, numbers)) and found.slope > 0
+        ):
+            raise ValueError("the logit of the first hit is damaged; calibrate again")
         return found
 
 

@@ -1,11 +1,12 @@
 """The dual encoder: an image tower and a text tower that embed into one space as Gaussians."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sfumato.data.augment import drop_tokens
 from sfumato.encoders.encoder_protocol import Encoder, Item, Processor, Progress
@@ -31,6 +32,23 @@ class Tower(nn.Module):
         super().__init__()
         self.processor, self.encoder, self.head = processor, encoder, head
         self.token_dropout = token_dropout
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its weights; the CPU if it has none."""
+        return self.new_zeros(0).device
+
+    def new_zeros(self, *shape: int) -> Tensor:
+        """Zeros on the device of the weights, in their dtype; without weights in float32 on the CPU.
+
+        Args:
+            *shape: of the tensor.
+
+        Returns:
+            The zeros.
+        """
+        weights = itertools.chain(self.parameters(), self.buffers())
+        return next(weights, torch.empty(0)).new_zeros(shape)
 
     def forward(self, inputs: Inputs) -> GaussianEmbedding:
         """Embed a batch.
@@ -76,7 +94,7 @@ class Tower(nn.Module):
         positions = np.arange(len(store)) if positions is None else positions
         if len(positions) == 0:
             raise ValueError("Tower.embed: got no items, nothing to embed")
-        training, device = self.training, next(self.parameters()).device
+        training, device = self.training, self.device
         self.eval()
         parts = []
         for start in range(0, len(positions), batch_size):

@@ -237,6 +237,8 @@ class HeadOptions:
 
     Attributes:
         pooling: name in POOLINGS; mean and log variance each have their own pooling.
+        identity: the mean is the average of an item's tokens, and nothing of it is learnt: for embeddings of another
+            model, whose ranking stays.
         mlp: add a two-layer network to the linear map of the mean.
         hidden: width of a network (linear, layer norm, GELU, dropout, linear) of the average of an item's tokens, which
             is added to the mean; 0 for none.
@@ -278,6 +280,7 @@ class HeadOptions:
     """
 
     pooling: str = "gpo"
+    identity: bool = False
     mlp: bool = False
     mlp_width: int = 0
     hidden: int = 0
@@ -320,8 +323,17 @@ class HeadOptions:
                 f"GaussianHead: embeddings must be 1, or more with variance=False; got {self.embeddings},"
                 f" variance={self.variance}"
             )
+        if self.identity and (self.mlp or self.hidden or self.embeddings > 1 or self._attends_for_mean):
+            raise ValueError(
+                "GaussianHead: identity leaves the mean as it is; leave out mlp, hidden, embeddings and local_attention"
+                " of the mean"
+            )
         if self.embeddings > 1 and self.item_offset:
             raise ValueError(f"GaussianHead: item_offset is for one embedding, got embeddings={self.embeddings}")
+
+    @property
+    def _attends_for_mean(self) -> bool:
+        return self.local_attention and self.local_attention_of != "variance"
 
 
 class GaussianHead(nn.Module):
@@ -364,15 +376,21 @@ class GaussianHead(nn.Module):
         options = options or HeadOptions()
         if channels < 1 or dim < 1:
             raise ValueError(f"GaussianHead: channels and dim must be positive, got {channels}, {dim}")
+        if options.identity and channels != dim:
+            raise ValueError(f"GaussianHead: identity needs dim = channels, got dim {dim} and {channels} channels")
         self.normalize, self.covariance, self._side = options.normalize, options.covariance, side
         self.dim = dim + 2 * options.item_offset
         variance, attended = options.variance, local_channels or channels
-        of_mean = options.embeddings > 1 or (options.local_attention and options.local_attention_of != "variance")
+        of_mean = options.embeddings > 1 or options._attends_for_mean
         of_variance = variance and options.local_attention and options.local_attention_of != "mean"
         self.local = _LocalAttention(attended, dim, options.embeddings, squash=True) if of_mean else None
         self.local_norm = nn.LayerNorm(dim) if of_mean else nn.Identity()
         self.bounds = None if options.variance_bounds is None else _LogBounds(*options.variance_bounds)
-        self.mean = _Branch(channels, dim, options.pooling, options.mlp, options.mlp_width or dim)
+        self.mean: nn.Module = (
+            AveragePool()
+            if options.identity
+            else _Branch(channels, dim, options.pooling, options.mlp, options.mlp_width or dim)
+        )
         self.hidden = _hidden_network(channels, dim, options.hidden, options.hidden_dropout)
         self.offset = _Branch(channels, 1, options.pooling, False, 1) if options.item_offset else None
         if self.offset is not None:

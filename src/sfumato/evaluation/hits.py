@@ -15,7 +15,9 @@ from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import N_NEAREST
+from sfumato.calibration.reference import no_reference_error
 from sfumato.direction import Direction
+from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.reliability import (
     brier_score,
     calibration_error_by_chance,
@@ -72,6 +74,7 @@ def measure_hits(
     distance: Tensor,
     match: Tensor,
     *,
+    embedded: tuple[GaussianEmbedding, GaussianEmbedding] | None = None,
     sizes: Sequence[int] = (100, 356),
     n_galleries: int = 5,
     population: str = "planted",
@@ -86,6 +89,7 @@ def measure_hits(
         calibration: of the model, not fitted on these queries.
         distance: (n images, m texts) of a split.
         match: (n, m) 0 and 1.
+        embedded: (images, texts), which a calibration with reference queries needs.
         sizes: numbers of images of the galleries; all images of the split come in addition.
         n_galleries: number of random galleries of each size.
         population: "planted" for queries with a match in their gallery, "independent" for all.
@@ -93,14 +97,19 @@ def measure_hits(
 
     Returns:
         Figures by direction, size and number of hits.
+
+    Raises:
+        ValueError: the calibration has reference queries, and the embeddings are not given.
     """
     figures = []
     n = len(distance)
-    for direction in ("t2i", "i2t"):
+    directions: tuple[Direction, ...] = ("t2i", "i2t")
+    for direction in directions:
+        seen = _Seen.by(calibration, embedded, direction)
         for size in [*sorted({size for size in sizes if size < n}), n]:
             rng = np.random.default_rng(seed)
             parts = [
-                _hits(calibration, asked, direction, population)
+                _hits(calibration, asked, direction, population, seen)
                 for asked in _galleries(distance, match, direction, size, n_galleries if size < n else 1, rng)
             ]
             for hits in (1, 10):
@@ -118,34 +127,71 @@ def without_nearest(calibration: Calibration) -> Calibration:
     Returns:
         The same without logits given the nearest items.
     """
-    return replace(calibration, conditional={}, hits={})
+    return replace(calibration, conditional={}, hits={}, reference={})
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """Queries and a gallery: (q, m) distances and matches, and their positions in the split."""
+
+    distance: Tensor
+    match: Tensor
+    queries: Tensor
+    items: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """All queries and items of a direction as reference queries see them."""
+
+    isolation: Tensor
+    hub: Tensor
+
+    @classmethod
+    def by(
+        cls,
+        calibration: Calibration,
+        embedded: tuple[GaussianEmbedding, GaussianEmbedding] | None,
+        direction: Direction,
+    ) -> "_Seen | None":
+        """None for a calibration without reference queries."""
+        if (reference := calibration.reference.get(direction)) is None:
+            return None
+        if embedded is None:
+            raise no_reference_error("measure_hits(..., embedded=...)")
+        items, queries = embedded if direction == "t2i" else embedded[::-1]
+        return cls(reference.isolation(queries), reference.hub(items))
 
 
 def _galleries(
     distance: Tensor, match: Tensor, direction: Direction, size: int, n: int, rng: np.random.Generator
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """(distance, match) of queries and the items of a gallery."""
+) -> Iterator[_Asked]:
     for _ in range(n):
         images = torch.from_numpy(np.sort(rng.permutation(len(distance))[:size]))
         d, y = distance[images], match[images]
         if direction == "t2i":
-            yield d.T, y.T
+            yield _Asked(d.T, y.T, torch.arange(distance.shape[1]), images)
         else:
-            beside = y.bool().any(0)
-            yield d[:, beside], y[:, beside]
+            beside = y.bool().any(0).nonzero().squeeze(1)
+            yield _Asked(d[:, beside], y[:, beside], images, beside)
 
 
 def _hits(
-    calibration: Calibration, asked: tuple[Tensor, Tensor], direction: Direction, population: str
+    calibration: Calibration, asked: _Asked, direction: Direction, population: str, seen: _Seen | None
 ) -> tuple[Tensor, Tensor]:
     """((q, 10) probabilities, (q, 10) matches) of the first hits."""
-    distance, match = asked
+    distance, match, queries = asked.distance, asked.match, asked.queries
     if population == "planted":
         has = match.bool().any(1)
-        distance, match = distance[has], match[has]
+        distance, match, queries = distance[has], match[has], queries[has]
     nearest, place = distance.topk(min(N_NEAREST, distance.shape[1]), largest=False)
     first = nearest[:, :10]
-    p = calibration.hit_probability(first, nearest, n_gallery=distance.shape[1], direction=direction)
+    reference = None
+    if seen is not None:
+        reference = torch.stack([seen.hub[asked.items[place[:, 0]]], seen.isolation[queries]], dim=1)
+    p = calibration.hit_probability(
+        first, nearest, n_gallery=distance.shape[1], direction=direction, reference=reference
+    )
     return p, match.gather(1, place[:, :10])
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -15,19 +15,26 @@ from sfumato.calibration.abstention import conformal_radius
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import N_NEAREST, ConditionalLogits, NearestItems, Population
 from sfumato.calibration.query_scores import QueryScores
+from sfumato.calibration.reference import N_REFERENCE, ReferenceQueries
+from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
+from sfumato.data.sources import DataConfig
 from sfumato.direction import Direction
 from sfumato.distances import get_distance
+from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error
 from sfumato.metrics.selective import auroc
-from sfumato.models.embed import embed_split, load_split
+from sfumato.models.embed import embed_split, load_split, load_splits, prepare_split
 from sfumato.models.run import CALIBRATION, load_run
 from sfumato.search.exact import distance_blocks
 
 PRECISIONS, RISKS, COVERAGES = (0.5, 0.8, 0.9), (0.5, 0.3, 0.2, 0.1), (0.8, 0.9, 0.95)
 """Common levels of the guarantees."""
+
+_FEWEST_REFERENCE = 200
+"""Fewer reference queries than this say too little."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +46,30 @@ class _HeldOut:
         half: (q,) bool, the half that each query belongs to; queries of one group are in one half.
         galleries: (m,) which items are in a gallery, and (q,) which queries it is asked.
         group: (q,) queries of images of one concept have one number.
+        isolation: (q,) of the queries, see :meth:`ReferenceQueries.isolation`; None without reference queries.
+        hub: (m,) of the items, see :meth:`ReferenceQueries.hub`.
     """
 
     blocks: Callable[[], Iterator[tuple[Tensor, Tensor]]]
     half: np.ndarray
     galleries: Sequence[tuple[np.ndarray, np.ndarray]]
     group: np.ndarray
+    isolation: Tensor | None = None
+    hub: Tensor | None = None
+
+    def reference(self, queries: Tensor, first: Tensor) -> Tensor | None:
+        """(k, 2) features of reference queries, given (k,) queries and their first items."""
+        if self.isolation is None or self.hub is None:
+            return None
+        return torch.stack([self.hub[first], self.isolation[queries]], dim=1)
+
+    def seen_by(
+        self, reference: ReferenceQueries | None, queries: GaussianEmbedding, items: GaussianEmbedding
+    ) -> "_HeldOut":
+        """The same with the view of reference queries, if there are any."""
+        if reference is None:
+            return self
+        return replace(self, isolation=reference.isolation(queries), hub=reference.hub(items))
 
     def with_half(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(half, distance, match) of a few queries at a time."""
@@ -78,7 +103,12 @@ class _Split:
             yield block, torch.from_numpy(self.data.match(every_image, rows)).T
 
     def queries(
-        self, images: np.ndarray, texts: np.ndarray, population: Population, seed: int
+        self,
+        images: np.ndarray,
+        texts: np.ndarray,
+        population: Population,
+        reference: Mapping[Direction, ReferenceQueries],
+        seed: int,
     ) -> dict[Direction, _HeldOut]:
         """The chosen images and texts as held-out queries, with galleries of several sizes.
 
@@ -100,13 +130,13 @@ class _Split:
         return {
             "i2t": _HeldOut(
                 lambda: self.of_images(images), half[images], list(zip(beside, asked, strict=True)), group[images]
-            ),
+            ).seen_by(reference.get("i2t"), self.images[torch.from_numpy(images)], self.texts),
             "t2i": _HeldOut(
                 lambda: self.of_texts(texts),
                 half[own_image],
                 [(np.isin(every_image, part), np.ones(len(texts), bool)) for part in deals],
                 group[own_image],
-            ),
+            ).seen_by(reference.get("t2i"), self.texts[torch.from_numpy(texts)], self.images),
         }
 
 
@@ -120,6 +150,7 @@ def calibrate_split(
     max_pairs: int = 4_000_000,
     max_queries: int = 5_000,
     population: Population = "planted",
+    reference: tuple[GaussianEmbedding, GaussianEmbedding] | None = None,
     seed: int = 0,
 ) -> Calibration:
     """Fit match probabilities on the pairs of a split, and store the scores of its queries in both directions.
@@ -140,6 +171,8 @@ def calibrate_split(
         max_queries: largest number of queries of either side whose scores are kept.
         population: the queries that probabilities of hits are for. "planted": those with a match in their gallery.
             "independent": all queries, also those whose matches are not in the gallery.
+        reference: (images, texts) of other data, best of the training, to be the reference queries of the logits of
+            hits; None for logits without them.
         seed: seed of the random choice of images, queries and galleries.
 
     Returns:
@@ -155,7 +188,8 @@ def calibrate_split(
     pairs = whole.of_images(_some(n, max(1, max_pairs // m), seed))
     d, match = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     base = Calibration.fit(d, match, method=method)
-    queries = whole.queries(_some(n, max_queries, seed), _some(m, max_queries, seed), population, seed)
+    seen_by = _reference_queries(reference, distance, seed)
+    queries = whole.queries(_some(n, max_queries, seed), _some(m, max_queries, seed), population, seen_by, seed)
     scores = {
         direction: QueryScores.from_blocks(
             held_out.blocks, growth=0.0 if direction == "i2t" else None, group=held_out.group
@@ -167,11 +201,30 @@ def calibrate_split(
     for direction, held_out in queries.items():
         with contextlib.suppress(ValueError):  # Too few queries: hits keep the probability of random pairs.
             of_hits[direction], conditional[direction] = _hits(held_out, base.logit, population, scores[direction])
-    calibration = replace(base, i2t=scores["i2t"], t2i=scores["t2i"], conditional=conditional, hits=of_hits)
+    calibration = replace(
+        base,
+        i2t=scores["i2t"],
+        t2i=scores["t2i"],
+        conditional=conditional,
+        hits=of_hits,
+        reference={d: queries for d, queries in seen_by.items() if d in conditional and conditional[d].reads_reference},
+    )
     about = {"split": split, "method": method, "distance": distance, "pairs": match.numel(), "queries": population}
     sizes = {d: _set_sizes(held_out, scores[d]) for d, held_out in queries.items()}
     calibration.metadata.update(about | {"set_sizes": sizes})
     return calibration
+
+
+def _reference_queries(
+    reference: tuple[GaussianEmbedding, GaussianEmbedding] | None, distance: str, seed: int
+) -> dict[Direction, ReferenceQueries]:
+    """By direction, if there are enough queries and the distance is not sampled."""
+    found = dict[Direction, ReferenceQueries]()
+    sides: dict[Direction, GaussianEmbedding] = {} if reference is None else {"i2t": reference[0], "t2i": reference[1]}
+    for direction, queries in sides.items():
+        if queries.n >= _FEWEST_REFERENCE and not get_distance(distance).sampled:
+            found[direction] = ReferenceQueries.of(queries, distance, direction, seed=seed)
+    return found
 
 
 def _set_sizes(queries: _HeldOut, scores: QueryScores) -> dict[str, float]:
@@ -209,12 +262,22 @@ def _hits(
         ConditionalLogits.fit(items, n_queries=n, population=population) for items, n in zip(halves, sizes, strict=True)
     )
     fitted = ConditionalLogits.fit([*halves[0], *halves[1]], n_queries=sum(sizes), population=population)
+    pairs = ((of_false, halves[1]), (of_true, halves[0]))
+    with_first, without = (
+        sum(fit.first_hit_loss(other) for fit, other in chosen)
+        for chosen in (pairs, [(replace(fit, first=None), other) for fit, other in pairs])
+    )
+    if with_first >= without:  # What reference queries say does not carry over from one half to the other.
+        of_false, of_true, fitted = (replace(fit, first=None) for fit in (of_false, of_true, fitted))
 
     def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+        start = 0
         for half, distance, match in queries.with_half():
             z = logit(distance)
-            nearest = z.topk(min(N_NEAREST, z.shape[1]), dim=1).values
-            by_false, by_true = (fit.logit(z, nearest, z.shape[1]) for fit in (of_false, of_true))
+            nearest, place = z.topk(min(N_NEAREST, z.shape[1]), dim=1)
+            seen = queries.reference(torch.arange(start, start + len(z)), place[:, 0])
+            by_false, by_true = (fit.logit(z, nearest, z.shape[1], seen) for fit in (of_false, of_true))
+            start += len(z)
             yield -torch.where(half.unsqueeze(1), by_false, by_true).float(), match
 
     return QueryScores.from_blocks(blocks, growth=of_distances.growth, group=queries.group), fitted
@@ -224,21 +287,26 @@ def _nearest_items(
     queries: _HeldOut, half: bool, logit: Callable[[Tensor], Tensor], population: Population
 ) -> list[NearestItems]:
     """The nearest items of the queries of one half in each of their galleries."""
-    found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in queries.galleries]
+    found: list[list[tuple[Tensor, Tensor, Tensor | None]]] = [[] for _ in queries.galleries]
     start = 0
     for of_half, distance, match in queries.with_half():
         z, ours = logit(distance), (of_half == half).numpy()
         for parts, (items, asked) in zip(found, queries.galleries, strict=True):
-            rows, columns = torch.from_numpy(asked[start : start + len(z)] & ours), torch.from_numpy(items)
-            own, true = z[rows][:, columns], match[rows][:, columns]
+            rows = torch.from_numpy(np.flatnonzero(asked[start : start + len(z)] & ours))
+            columns = torch.from_numpy(np.flatnonzero(items))
             if population == "planted":
-                has = true.bool().any(1)
-                own, true = own[has], true[has]
-            nearest, place = own.topk(min(N_NEAREST, own.shape[1]), dim=1)
-            parts.append((nearest, true.gather(1, place)))
+                rows = rows[match[rows][:, columns].bool().any(1)]
+            nearest, place = z[rows][:, columns].topk(min(N_NEAREST, len(columns)), dim=1)
+            seen = queries.reference(start + rows, columns[place[:, 0]])
+            parts.append((nearest, match[rows.unsqueeze(1), columns[place]], seen))
         start += len(z)
     return [
-        NearestItems(torch.cat([z for z, _ in parts]), torch.cat([y for _, y in parts]), int(items.sum()))
+        NearestItems(
+            torch.cat([z for z, _, _ in parts]),
+            torch.cat([y for _, y, _ in parts]),
+            int(items.sum()),
+            None if queries.hub is None else torch.cat([seen for _, _, seen in parts if seen is not None]),
+        )
         for parts, (items, _) in zip(found, queries.galleries, strict=True)
     ]
 
@@ -288,9 +356,34 @@ def calibrate_run(
         split=split,
         method=method,
         population=cast(Population, population),
+        reference=embed_reference(run.model, run.recipe.data),
     )
     calibration.save(run.folder / CALIBRATION)
     return calibration
+
+
+def embed_reference(
+    model: DualEncoder, config: DataConfig, *, split: str = "train", seed: int = 0
+) -> tuple[GaussianEmbedding, GaussianEmbedding] | None:
+    """Embed some images and texts of the training, which become the reference queries of a calibration.
+
+    Args:
+        model: images and texts to Gaussians.
+        config: section ``data`` of the recipe.
+        split: where the queries come from.
+        seed: of their choice.
+
+    Returns:
+        ((n, d) images, (m, d) texts), at most N_REFERENCE of each; None if there is no such split, as with shards.
+    """
+    problems = Problems()
+    data = load_splits(config, problems).get(split)
+    if data is None:
+        return None
+    some = data.keep_images(_some(len(data.image_ids), N_REFERENCE, seed))
+    prepared = prepare_split(model, some, problems, f"reference ({split})")
+    texts = _some(len(prepared.data.text_ids), N_REFERENCE, seed)
+    return model.image.embed(prepared.images), model.text.embed(prepared.texts, texts)
 
 
 def describe_calibration(calibration: Calibration) -> dict[str, Any]:

@@ -60,6 +60,11 @@ class ModelConfig(BaseModel):
         "gpo",
         description="how token features become one vector; token: the class token of images, the last token of texts",
     )
+    identity: bool = Field(
+        False,
+        description="the mean is the average of an item's features, unchanged but for model.normalize, and nothing of"
+        " it is learnt: for embeddings of another model; model.dim is their number of channels",
+    )
     mlp: bool = Field(False, description="add a two-layer network to the linear map of the mean")
     mlp_width: int = Field(
         0, ge=0, description="hidden width of the two-layer networks; 0: dim. VSE-infinity has half of dim"
@@ -129,6 +134,12 @@ class ModelConfig(BaseModel):
             raise ValueError("model.embeddings above 1 is for points; set model.variance=false")
         if self.embeddings > 1 and self.local_attention:
             raise ValueError("model.embeddings above 1 come from local attention; leave out model.local_attention")
+        attends = self.local_attention and self.local_attention_of != "variance"
+        if self.identity and (self.mlp or self.hidden or self.embeddings > 1 or attends):
+            raise ValueError(
+                "model.identity leaves the means as they are; leave out model.mlp, model.hidden, model.embeddings and"
+                " model.local_attention"
+            )
         if self.embeddings > 1 and self.item_offset:
             raise ValueError("model.item_offset is for one embedding of an item; leave out model.embeddings")
         if self.variance_hidden and not self.variance:

@@ -149,12 +149,14 @@ def _hits(
     chosen = _chosen(np.arange(n), min(_HIT_IMAGES, n, max(2, _HIT_PAIRS // m)), seed)
     match = torch.from_numpy(data.match(chosen, np.arange(m)))
     beside = torch.ones(m, dtype=torch.bool) if len(chosen) == n else match.bool().any(0)
-    distance = get_distance(retrieval_model.distance).matrix(_rows(images, chosen), texts[beside])
+    embedded = _rows(images, chosen), texts[beside]
+    distance = get_distance(retrieval_model.distance).matrix(*embedded)
     kinds = {"served": calibration, "distance": without_nearest(calibration)}
-    figures = {
-        name: [f for f in measure_hits(kind, distance.cpu(), match[:, beside], seed=seed) if f.direction in directions]
+    measured = {
+        name: measure_hits(kind, distance.cpu(), match[:, beside], embedded=embedded, seed=seed)
         for name, kind in kinds.items()
     }
+    figures = {name: [f for f in found if f.direction in directions] for name, found in measured.items()}
     some = [] if len(chosen) == n else [f"the probabilities of hits are those among {len(chosen)} random images"]
     return figures, some
 

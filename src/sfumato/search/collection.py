@@ -16,6 +16,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -384,15 +385,16 @@ class GaussianCollection(Gallery):
             sample = sample.take([i for i, (payload, u) in enumerate(columns) if filter.accepts(payload, u)])
         rest = self._distances(queries, sample, products=True)
         if len(sample) >= n and taken.changed == self._changed:
-            probability = scorer.match_probability(rest, n, scorer.nearest(rest))
+            context = scorer.context(rest, queries, lambda column: self._embeddings(sample)[column])
+            probability = scorer.match_probability(rest, n, context)
             return [MatchEstimate.exact(total) for total in probability.sum(1).tolist()]
         position, outside = {i: j for j, i in enumerate(sample.ids)}, torch.ones_like(rest, dtype=torch.bool)
         head, probability = torch.zeros(queries.n, self.n_exact), torch.zeros_like(rest)
         for i, found in enumerate(self._candidates(queries, self.n_exact, filter)):
-            near = scorer.nearest(found.distance)
+            context = self._context(queries[i : i + 1], [found])[0]
             outside[i, [position[key] for key in found.ids if key in position]] = False
-            head[i, : len(found.ids)] = scorer.match_probability(found.distance, n, near)
-            probability[i] = scorer.match_probability(rest[i], n, near)
+            head[i, : len(found.ids)] = scorer.match_probability(found.distance, n, context)
+            probability[i] = scorer.match_probability(rest[i], n, context)
         return MatchEstimate.of(head, probability, outside, n)
 
     def count(self, filter: Filter) -> int:
@@ -420,11 +422,19 @@ class GaussianCollection(Gallery):
     def _candidates(self, queries: GaussianEmbedding, c: int, filter: Filter | None) -> list[Candidates]:
         """The store's candidates with exact distances, closest first, equal distances by id."""
         return [
-            _ordered(
-                records.ids, self._distances(queries[i : i + 1], records)[0], records.uncertainty, records.payloads
-            )
+            self._with_closest(_ordered(records.ids, distance, records.uncertainty, records.payloads), records)
             for i, records in enumerate(self.store.search(self._lifted(queries), c, filter))
+            for distance in self._distances(queries[i : i + 1], records)
         ]
+
+    def _with_closest(self, found: Candidates, records: Records) -> Candidates:
+        """The candidates with the embedding of the closest, if the probabilities read it."""
+        if self.scorer.reference is None or not found.ids:
+            return found
+        return replace(found, closest=self._embeddings(records.take([records.ids.index(found.ids[0])])))
+
+    def _embeddings(self, records: Records) -> GaussianEmbedding:
+        return lowered(records.vectors, records.uncertainty, self.distance, self.centre)
 
     def _lifted(self, queries: GaussianEmbedding) -> Tensor:
         return lift_queries(queries, self.distance, centre=self.centre)
@@ -436,8 +446,7 @@ class GaussianCollection(Gallery):
         return squared + query_constant(queries, self.distance).unsqueeze(1)
 
     def _gallery_records(self, records: Records) -> GalleryRecords:
-        embeddings = lowered(records.vectors, records.uncertainty, self.distance, self.centre)
-        return GalleryRecords(records.ids, embeddings, records.payloads)
+        return GalleryRecords(records.ids, self._embeddings(records), records.payloads)
 
 
 def check_empty(folder: Path) -> None:

@@ -9,7 +9,7 @@ import hashlib
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import N_NEAREST
+from sfumato.calibration.reference import REFERENCE_FEATURES, ReferenceQueries
 from sfumato.direction import Direction
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.matching import match_probability
@@ -109,12 +110,14 @@ class Candidates:
         distance: (c,) distances, ascending.
         uncertainty: (c,) total variances.
         payloads: c dictionaries.
+        closest: (1, d) the closest of them; None if there is none, or the probabilities of the gallery do not read it.
     """
 
     ids: tuple[str, ...]
     distance: Tensor
     uncertainty: Tensor
     payloads: tuple[Mapping[str, str], ...]
+    closest: GaussianEmbedding | None = None
 
     def first(self, n: int) -> "Candidates":
         """The closest of the candidates.
@@ -125,7 +128,7 @@ class Candidates:
         Returns:
             min(n, c) candidates in the same order.
         """
-        return Candidates(self.ids[:n], self.distance[:n], self.uncertainty[:n], self.payloads[:n])
+        return Candidates(self.ids[:n], self.distance[:n], self.uncertainty[:n], self.payloads[:n], self.closest)
 
 
 N_WHOLE = 20_000
@@ -187,6 +190,23 @@ class MatchEstimate:
         ]
 
 
+@dataclass(frozen=True, eq=False)
+class QueryContext:
+    """What the probabilities of a query's hits depend on beside their own distances.
+
+    Attributes:
+        nearest: (..., k) distances of its nearest items, ascending, infinite where there are fewer.
+        reference: (..., 2) what the reference queries of the calibration say of it and its first hit; None if the
+            calibration has none.
+    """
+
+    nearest: Tensor
+    reference: Tensor | None = None
+
+    def __getitem__(self, index: int) -> "QueryContext":
+        return QueryContext(self.nearest[index], None if self.reference is None else self.reference[index])
+
+
 @dataclass(frozen=True)
 class Scorer:
     """Computes match probabilities, conformal sets and abstention from distances, for galleries of any size.
@@ -223,33 +243,54 @@ class Scorer:
         conditional = {} if self.calibration is None else self.calibration.conditional
         return N_NEAREST if self.direction in conditional else 1
 
-    def nearest(self, distance: Tensor) -> Tensor:
-        """The nearest items, as the other methods take them.
+    @property
+    def reference(self) -> ReferenceQueries | None:
+        """The reference queries that its probabilities depend on."""
+        return None if self.calibration is None else self.calibration.reference.get(self.direction)
+
+    def context(
+        self, distance: Tensor, queries: GaussianEmbedding, first: Callable[[Tensor], GaussianEmbedding]
+    ) -> QueryContext:
+        """What the other methods need to know of queries.
 
         Args:
-            distance: (..., c) distances of a query's closest items, or of the whole gallery, in any order.
+            distance: (n, c) distances of each query's closest items, or of the whole gallery, in any order; infinite
+                where there is none.
+            queries: (n, d) embeddings.
+            first: gives the (n, d) items of (n,) columns of `distance`; called only with reference queries.
 
         Returns:
-            (..., n_nearest) the smallest of them, ascending, infinite where there are fewer.
+            Their context.
         """
-        found = distance.topk(min(self.n_nearest, distance.shape[-1]), largest=False).values
-        return functional.pad(found, (0, self.n_nearest - found.shape[-1]), value=torch.inf)
+        nearest, place = distance.topk(min(self.n_nearest, distance.shape[-1]), largest=False)
+        nearest = functional.pad(nearest, (0, self.n_nearest - nearest.shape[-1]), value=torch.inf)
+        if self.reference is None:
+            return QueryContext(nearest)
+        found = nearest[:, 0].isfinite()
+        features = torch.zeros(len(nearest), len(REFERENCE_FEATURES), dtype=torch.float64)
+        if found.any():
+            items = first(place[:, 0] if place.shape[1] else place.new_zeros(len(place)))
+            features[found] = self.reference.features(queries[found], items[found])
+        return QueryContext(nearest, features)
 
-    def match_probability(self, distance: Tensor, n_gallery: int, nearest: Tensor | None = None) -> Tensor:
+    def match_probability(self, distance: Tensor, n_gallery: int, context: QueryContext | None = None) -> Tensor:
         """Probability that items at these distances from a query match it.
 
         Args:
             distance: (..., c) distances of c items from each query.
             n_gallery: number of items in the gallery.
-            nearest: (..., k) distances of the nearest items of each query, of :meth:`nearest`. None gives the
-                probability of random pairs at these distances.
+            context: of each query, of :meth:`context`. None gives the probability of random pairs at these distances.
 
         Returns:
             (..., c) probabilities in [0, 1].
         """
-        if nearest is not None and self.n_nearest > 1 and self.calibration is not None:
+        if context is not None and self.n_nearest > 1 and self.calibration is not None:
             return self.calibration.hit_probability(
-                distance, nearest, n_gallery=max(1, n_gallery), direction=self.direction
+                distance,
+                context.nearest,
+                n_gallery=max(1, n_gallery),
+                direction=self.direction,
+                reference=context.reference,
             )
         shift = self.prior_shift(n_gallery)
         if self.calibration is None or self.calibration.knots is None:
@@ -272,12 +313,24 @@ class Scorer:
             raise ValueError(f"search: coverage must be between 0 and 1, got {coverage}")
         return self._calibration_for("coverage").conformal_radius(1 - coverage, direction=self.direction)
 
-    def abstains(self, nearest: Tensor, max_risk: float, n_gallery: int) -> list[bool]:
+    def check_risk(self, max_risk: float) -> None:
+        """Raise the error that a search with this risk would raise.
+
+        Args:
+            max_risk: see :meth:`abstains`.
+
+        Raises:
+            ValueError: the calibration cannot guarantee this risk.
+        """
+        nearest = torch.zeros(1, self.n_nearest)
+        reference = None if self.reference is None else torch.zeros(1, len(REFERENCE_FEATURES))
+        self.abstains(QueryContext(nearest, reference), max_risk, 1)
+
+    def abstains(self, context: QueryContext, max_risk: float, n_gallery: int) -> list[bool]:
         """The queries that should not be answered at a given risk.
 
         Args:
-            nearest: (n, k) distances of the nearest items of each query, of :meth:`nearest`; infinite where there is
-                none.
+            context: of n queries, of :meth:`context`.
             max_risk: largest fraction of wrong answers among the answered queries, in (0, 1).
             n_gallery: number of items in the gallery.
 
@@ -289,9 +342,15 @@ class Scorer:
         """
         calibration = self._calibration_for("abstention (max_risk)")
         n = max(1, n_gallery) if calibration.match_fraction is not None else None
-        found = nearest[:, 0].isfinite()
+        found = context.nearest[:, 0].isfinite()
         answered = torch.zeros_like(found)
-        answered[found] = ~calibration.abstains(nearest[found], max_risk, n_gallery=n, direction=self.direction)
+        answered[found] = ~calibration.abstains(
+            context.nearest[found],
+            max_risk,
+            n_gallery=n,
+            direction=self.direction,
+            reference=None if context.reference is None else context.reference[found],
+        )
         return (~answered).tolist()
 
     def _calibration_for(self, wanted: str) -> Calibration:
@@ -485,15 +544,15 @@ class Gallery(ABC):
         radius = None if coverage is None else scorer.radius(coverage)
         n = self.size if filter is None else self.count(filter)
         found = self.closest(queries, max(k, scorer.n_nearest), filter)
-        near = torch.stack([scorer.nearest(each.distance) for each in found]) if found else torch.empty(0, 1)
+        context = self._context(queries, found)
         abstained: list[bool] | list[None] = [None] * queries.n
         if max_risk is not None:
-            abstained = scorer.abstains(near, max_risk, n)
+            abstained = scorer.abstains(context, max_risk, n)
         limit = None if max_set is None else max_set + 1
         sets = [None] * queries.n if radius is None else self.within(queries, radius, most=limit)
         results = []
         for i, total_variance in enumerate(queries.total_variance.tolist()):
-            records = self._records(found[i].first(k), n, near[i])
+            records = self._records(found[i].first(k), n, context[i])
             best = records[0].match_probability if records else 0.0
             closest = records[0].distance if records else math.inf
             if min_probability is not None:
@@ -501,21 +560,33 @@ class Gallery(ABC):
             inside, cut = sets[i], False
             if inside is not None and max_set is not None:
                 cut, inside = len(inside.ids) > max_set, inside.first(max_set)
-            whole = None if inside is None else self._records(inside, n, near[i])
+            whole = None if inside is None else self._records(inside, n, context[i])
             results.append(SearchResult(total_variance, records, best, abstained[i], whole, cut, closest))
         return results
 
-    def match_probability(self, distance: Tensor, nearest: Tensor | None = None) -> Tensor:
+    def _context(self, queries: GaussianEmbedding, found: Sequence[Candidates]) -> QueryContext:
+        """The context of queries by their closest items."""
+        widest = max((len(each.ids) for each in found), default=0)
+        padded = [functional.pad(each.distance, (0, widest - len(each.ids)), value=torch.inf) for each in found]
+        distance = torch.stack(padded) if padded else torch.empty(0, 0)
+
+        def first(columns: Tensor) -> GaussianEmbedding:
+            nothing = queries[:1]
+            return GaussianEmbedding.cat([each.closest if each.closest is not None else nothing for each in found])
+
+        return self.scorer.context(distance, queries, first)
+
+    def match_probability(self, distance: Tensor, context: QueryContext | None = None) -> Tensor:
         """Probability that items of this gallery at these distances from a query match it.
 
         Args:
             distance: (..., c) distances of c items from each query, in the distance of the gallery.
-            nearest: (..., k) distances of the nearest items of each query, see :meth:`Scorer.match_probability`.
+            context: of each query, see :meth:`Scorer.match_probability`.
 
         Returns:
             (..., c) probabilities, from the calibration at the size of this gallery, or from the logits.
         """
-        return self.scorer.match_probability(distance, self.size, nearest)
+        return self.scorer.match_probability(distance, self.size, context)
 
     def checked(self, queries: GaussianEmbedding, k: int = 1) -> GaussianEmbedding:
         """Check queries, and convert them to float32 on the CPU.
@@ -539,8 +610,8 @@ class Gallery(ABC):
         check_finite(queries, "search")
         return queries.detach().to("cpu").to(torch.float32)
 
-    def _records(self, found: Candidates, n_gallery: int, nearest: Tensor) -> tuple[SearchRecord, ...]:
-        probability = self.scorer.match_probability(found.distance, n_gallery, nearest)
+    def _records(self, found: Candidates, n_gallery: int, context: QueryContext) -> tuple[SearchRecord, ...]:
+        probability = self.scorer.match_probability(found.distance, n_gallery, context)
         columns = (column.tolist() for column in (found.distance, probability, found.uncertainty))
         return tuple(
             SearchRecord(i, rank, d, p, u, dict(payload))

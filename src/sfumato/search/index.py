@@ -33,6 +33,7 @@ from sfumato.search.gallery import (
     Gallery,
     GalleryRecords,
     MatchEstimate,
+    QueryContext,
     Scorer,
     with_margin,
 )
@@ -214,21 +215,30 @@ class GaussianIndex(Gallery):
         if n == 0:
             return [MatchEstimate.exact(0.0)] * queries.n
         for start, block in self._blocks(queries, part):
+            some = queries[start : start + len(block)]
             if len(sample) == n:
-                probability = self.scorer.match_probability(block, n, self.scorer.nearest(block))
+                context = self.scorer.context(block, some, lambda column: self.embeddings[sample[column]])
+                probability = self.scorer.match_probability(block, n, context)
                 found += [MatchEstimate.exact(total) for total in probability.sum(1).tolist()]
                 continue
-            some = queries[start : start + len(block)]
             distance, position = self._head(some) if fitting is None else self._closest_of(some, _HEAD, fitting)
-            near = self.scorer.nearest(distance)
-            probability = self.scorer.match_probability(block, n, near)
-            head = self.scorer.match_probability(distance, n, near).masked_fill(position < 0, 0)
+            context = self._context_of(some, distance, position)
+            probability = self.scorer.match_probability(block, n, context)
+            head = self.scorer.match_probability(distance, n, context).masked_fill(position < 0, 0)
             place = torch.searchsorted(sample, position.contiguous()).clamp_max(len(sample) - 1)
             query, nearest = (sample[place] == position).nonzero(as_tuple=True)
             outside = torch.ones_like(probability, dtype=torch.bool)
             outside[query, place[query, nearest]] = False
             found += MatchEstimate.of(head, probability, outside, n)
         return found
+
+    def _context_of(self, queries: GaussianEmbedding, distance: Tensor, position: Tensor) -> QueryContext:
+        """The context of queries by (n, c) distances of items at some positions."""
+
+        def first(column: Tensor) -> GaussianEmbedding:
+            return self.embeddings[position.gather(1, column.unsqueeze(1)).squeeze(1)]
+
+        return self.scorer.context(distance, queries, first)
 
     def get(self, ids: Sequence[str]) -> GalleryRecords:
         """See :meth:`Gallery.get`."""
@@ -375,6 +385,7 @@ class GaussianIndex(Gallery):
             distance,
             self._uncertainty[position],
             tuple({name: values[j] for name, values in self.payload.items()} for j in positions),
+            self.embeddings[position[:1]] if positions and self.scorer.reference is not None else None,
         )
 
     def _gallery_records(self, positions: list[int]) -> GalleryRecords:

@@ -317,7 +317,7 @@ def check_guarantees(gallery: Gallery, asked: Sequence[Asked], options: SearchOp
         if options.coverage is not None:
             gallery.scorer.radius(options.coverage)
         if options.abstain is not None:
-            gallery.scorer.abstains(torch.zeros(1, gallery.scorer.n_nearest), options.abstain, 1)
+            gallery.scorer.check_risk(options.abstain)
     except ValueError as error:
         raise Refusal(422, str(error)) from error
 
@@ -479,7 +479,7 @@ def info_of(served: ServedGallery) -> GalleryInfo:
         writable=served.writable is not None,
         pictures=served.images is not None,
         calibrated=served.gallery.calibrated,
-        risks=[r for r in RISKS if _can_guarantee(partial(scorer.abstains, torch.zeros(1, scorer.n_nearest), r, 1))],
+        risks=[r for r in RISKS if _can_guarantee(partial(scorer.check_risk, r))],
         coverages=[c for c in COVERAGES if _can_guarantee(partial(scorer.radius, c))],
         fields=sorted({name for payload in some.payloads for name in handed_out(payload)}),
         queries=None,

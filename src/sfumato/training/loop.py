@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import filelock
+import numpy as np
 import torch
 from torch import nn
 
 from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.reference import N_REFERENCE
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.distances import Distance
@@ -324,12 +326,26 @@ def _finish(training: _Training) -> None:
     group.wait()  # Before the first process writes it again.
     if val is not None:
         embedded = embed_split(training.model, val, group)
-        calibration = calibrate(embedded, val.data, training.loss, folder) if group.main else None
+        if group.main:
+            calibration = calibrate(embedded, val.data, training.loss, folder, reference=_reference(training))
     if second_stage and not about.get("variance_stage", about.get("spread")):
         _fit_variances(training, calibration)
         if group.main:
             save_state(folder / MODEL, training.weights, None, about | {"variance_stage": True})
     group.wait()
+
+
+def _reference(training: _Training) -> tuple[GaussianEmbedding, GaussianEmbedding] | None:
+    """Some embedded training items, the reference queries of the calibration; None of a stream."""
+    batches = training.batches
+    if not isinstance(batches, IndexedBatches):
+        return None
+    random = np.random.default_rng(training.recipe.train.seed)
+    image, text = (
+        tower.embed(store, np.sort(random.permutation(len(store))[:N_REFERENCE]))
+        for tower, store in ((training.model.image, batches.images), (training.model.text, batches.texts))
+    )
+    return image, text
 
 
 def _remember_words(model: DualEncoder, texts: Sequence[str], folder: Path) -> None:
@@ -406,7 +422,12 @@ def selected_by(select: str, relevance: Relevance) -> str:
 
 
 def calibrate(
-    embedded: tuple[GaussianEmbedding, GaussianEmbedding], data: PairData, loss: MatchLoss, folder: Path
+    embedded: tuple[GaussianEmbedding, GaussianEmbedding],
+    data: PairData,
+    loss: MatchLoss,
+    folder: Path,
+    *,
+    reference: tuple[GaussianEmbedding, GaussianEmbedding] | None = None,
 ) -> Calibration | None:
     """Calibrate on the embeddings of the validation split, and write calibration.json into the run folder.
 
@@ -415,12 +436,13 @@ def calibrate(
         data: the matches of the split.
         loss: the loss, with its distance and learnt logits.
         folder: of the run.
+        reference: (images, texts) of the training, see :func:`~sfumato.models.calibrate.calibrate_split`.
 
     Returns:
         The calibration; None if nothing can be fitted, which is said.
     """
     try:
-        calibration = calibrate_split(embedded, data, loss.distance.name, split="val")
+        calibration = calibrate_split(embedded, data, loss.distance.name, split="val", reference=reference)
     except ValueError as error:
         say(f"match probabilities are not calibrated: {error}")
         return None

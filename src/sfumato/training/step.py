@@ -131,7 +131,7 @@ def _leaves(model: DualEncoder, encoded: Sequence[_Pair], process_group: Process
     """The embeddings of the batch, detached from the networks; they collect gradients."""
     leaves = []
     for side, tower in enumerate((model.image, model.text)):
-        nothing = GaussianEmbedding.point(next(tower.head.parameters()).new_zeros(0, tower.head.dim))
+        nothing = GaussianEmbedding.point(tower.new_zeros(0, tower.head.dim))
         mine = GaussianEmbedding.cat([pair[side] for pair in encoded]) if encoded else nothing
         leaf = process_group.gather_embeddings(mine, counts)
         leaf.mean.requires_grad_()

@@ -188,7 +188,7 @@ def fit_variance_stage(
         raise ValueError(
             "fit_variance_stage: the tower has no log variance to fit; build the model with model.variance=true"
         )
-    training, device = tower.training, next(tower.parameters()).device
+    training, device = tower.training, tower.device
     tower.eval()  # No running statistics, and dropout only inside of what learns.
     if head.log_var_hidden is not None:
         head.log_var_hidden.train()
