@@ -80,6 +80,7 @@ PARTS: dict[str, set[str]] = {
         "search",
     },
     "studies": {
+        "calibration",
         "data",
         "direction",
         "distances",
@@ -90,8 +91,10 @@ PARTS: dict[str, set[str]] = {
         "gaussian",
         "inclusion",
         "losses",
+        "matching",
         "metrics",
         "models",
+        "posthoc",
         "progress",
         "search",
         "training",
@@ -151,7 +154,7 @@ FLOORS: dict[str, list[str]] = {
     ],
     "metrics": [
         "bootstrap relevance reliability uncertainty",
-        "retrieval selective",
+        "binned retrieval selective",
     ],
     "calibration": [
         "logistic query_scores reference",
@@ -221,12 +224,12 @@ FLOORS: dict[str, list[str]] = {
         "ablation",
     ],
     "studies": [
-        "audit corruption maps phrase_boxes toy words zeroshot",
-        "crops sets",
-        "analyse",
+        "audit corruption frozen_model maps phrase_boxes toy words zeroshot",
+        "contestants crops sets",
+        "analyse referee",
     ],
     "reports": [
-        "charts formatting page_files",
+        "charts formatting page_files referee_tables",
         "console report_charts study_pages",
         "console_trust",
         "report",

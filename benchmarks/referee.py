@@ -1,0 +1,152 @@
+"""Post-hoc uncertainties of frozen models: every method and baseline, three data sets, two models each, three seeds.
+
+    python benchmarks/referee.py WORK [--data FOLDER] [--seeds 0 1 2] [--only MODEL ...] [--json FILE] [--tables]
+
+emoji: heads on EfficientNet-Lite0 and MiniLM, a fifth of the wordings held out; splits test and wordings. flickr8k:
+heads on precomputed features, recipe `embeddings`. coco-captions: nothing is trained; the first caption of an image
+searches for its four others by MiniLM, last or third layer, and the seed decides who is in train, val and test. Heads
+are trained by InfoNCE and by triplets with semi-hard negatives.
+
+Models and figures are kept in WORK, so that the command resumes. FOLDER has flickr8k/ and coco5k_text/ and is
+$SFUMATO_SHARED/data unless given. --tables prints what WORK has, and computes nothing.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sfumato.encoders.frozen import text_backbone
+from sfumato.files import write_json
+from sfumato.models.recipe import find_recipe, load_recipe
+from sfumato.models.run import load_run
+from sfumato.posthoc import METHODS
+from sfumato.reports.referee_tables import referee_heading, referee_table
+from sfumato.studies.frozen_model import FrozenModel, FrozenSplit, freeze
+from sfumato.studies.referee import RefereeOptions, referee_model
+from sfumato.training.loop import fit
+
+TRIPLET = 'loss={name="triplet",mining="semi-hard",margin=0.4}'
+EMOJI_TEXT = 'model.text={kind="frozen",layers=[0,1,2,3,4,5,6],max_tokens=32,pooled=true,whiten=512}'
+EMOJI = ["data.options.held_out_wordings=0/5", EMOJI_TEXT, "optim.text_lr_multiplier=1", "train.epochs=25"]
+FLICKR8K = {"images": "efflite0_224_fp16.npy", "texts": "minilm_l6_v2_fp16.npy", "path": "dataset_flickr8k.json"}
+
+ADAPTER_EPOCHS = 4
+"""Passes over the pairs of an adapter; half of the default, so that the table takes less than two hours."""
+
+
+def trained(run: Path, recipe: str, changes: list[str], tests: tuple[str, ...]) -> FrozenModel:
+    """Heads of a recipe, trained unless they are there."""
+    if not (run / "model.safetensors").exists():
+        fit(load_recipe(find_recipe(recipe), changes), run)
+    loaded = load_run(run)
+    return freeze(loaded, loaded.recipe.data, tests, name=run.name.rpartition("-seed")[0])
+
+
+def emoji(work: Path, data: Path, seed: int, *, triplet: bool) -> FrozenModel:
+    more = [TRIPLET, "optim.lr=1.5e-3", "optim.logits_lr_multiplier=1"] if triplet else []
+    run = work / "runs" / f"emoji-{'triplet' if triplet else 'infonce'}-seed{seed}"
+    return trained(run, "emoji-infonce", [*EMOJI, *more, f"train.seed={seed}"], ("test", "wordings"))
+
+
+def flickr8k(work: Path, data: Path, seed: int, *, triplet: bool) -> FrozenModel:
+    more = [TRIPLET, "optim.lr=2e-3", "optim.logits_lr_multiplier=1"] if triplet else []
+    files = [f"data.{key}={data / 'flickr8k' / name}" for key, name in FLICKR8K.items()]
+    run = work / "runs" / f"flickr8k-{'triplet' if triplet else 'infonce'}-seed{seed}"
+    return trained(run, "embeddings", [*files, *more, f"train.seed={seed}"], ("test",))
+
+
+def coco_captions(work: Path, data: Path, seed: int, *, layer: int) -> FrozenModel:
+    """The first caption of an image in place of the image, its other four as texts."""
+    file = work / f"minilm-layer{layer}.npy"
+    if not file.exists():
+        backbone = text_backbone("minilm-l6-v2", pooled=True, layers=[] if layer == 6 else [layer])
+        captions = (data / "coco5k_text" / "testall_caps.txt").read_text(encoding="utf-8").splitlines()
+        np.save(file, np.concatenate([x for k in range(0, 25_000, 256) for x in backbone(captions[k : k + 256])]))
+    embedded = torch.from_numpy(np.load(file)).float()
+    ids = (data / "coco5k_text" / "testall_ids.txt").read_text().split()
+    assert len(ids) == len(embedded) == 25_000 and all(len(set(ids[k : k + 5])) == 1 for k in range(0, 25_000, 5))
+    images = torch.arange(0, 25_000, 5)
+    order = torch.randperm(5000, generator=torch.Generator().manual_seed(seed))
+    splits = []
+    for part in order.split([3000, 1000, 1000]):
+        first = images[part.sort().values]
+        others = (first[:, None] + torch.arange(1, 5)).flatten()
+        pairs = np.stack([np.repeat(np.arange(len(first)), 4), np.arange(len(others))], axis=1)
+        splits.append(FrozenSplit(embedded[first], embedded[others], pairs))
+    return FrozenModel(f"coco-captions-layer{layer}", splits[0], splits[1], {"test": splits[2]})
+
+
+MODELS: dict[str, Callable[[Path, Path, int], FrozenModel]] = {
+    "emoji-infonce": partial(emoji, triplet=False),
+    "emoji-triplet": partial(emoji, triplet=True),
+    "flickr8k-infonce": partial(flickr8k, triplet=False),
+    "flickr8k-triplet": partial(flickr8k, triplet=True),
+    "coco-captions-layer6": partial(coco_captions, layer=6),
+    "coco-captions-layer3": partial(coco_captions, layer=3),
+}
+
+
+def adapter_options() -> dict[str, dict[str, Any]]:
+    """Fewer epochs for the methods that train a network."""
+    defaults = {name: getattr(method, "default", None) for name, method in METHODS.items()}
+    return {
+        name: {"training": replace(default, epochs=ADAPTER_EPOCHS)}
+        for name, default in defaults.items()
+        if default is not None
+    }
+
+
+def about() -> dict[str, Any]:
+    """Commit and machine."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run(["git", "status", "--porcelain", "src"], capture_output=True, text=True).stdout.strip()
+    return {"commit": commit + ("+" if changed else ""), "cores": os.cpu_count(), "system": platform.system()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("work", type=Path)
+    shared = os.environ.get("SFUMATO_SHARED")
+    parser.add_argument("--data", type=Path, default=Path(shared) / "data" if shared else Path("data"))
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="*", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--tables", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    options.work.mkdir(parents=True, exist_ok=True)
+    files = {(name, seed): options.work / f"{name}-seed{seed}.json" for seed in options.seeds for name in options.only}
+    for (name, seed), path in {} if options.tables else files.items():
+        model = MODELS[name](options.work, options.data, seed)
+        chosen = RefereeOptions(fit=adapter_options(), seed=seed)
+        referee_model(model, chosen, path=path, about=about(), say=partial(print, flush=True))
+    found = {key: json.loads(path.read_text()) for key, path in files.items() if path.exists()}
+    for name in options.only:
+        reports = [report for (model, _), report in found.items() if model == name]
+        if reports:
+            print_tables(reports)
+    if options.json:
+        write_json(options.json, {f"{name}-seed{seed}": report for (name, seed), report in found.items()})
+
+
+def print_tables(reports: list[dict[str, Any]]) -> None:
+    """The tables of docs/experiments."""
+    for split in reports[0]["sizes"]:
+        if split not in ("train", "val"):
+            for direction in ("t2i", "i2t"):
+                print(f"\n**{referee_heading(reports, split, direction)}**\n")
+                print(referee_table(reports, split, direction))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The tables of the referee, one for each direction, as Markdown."""
+
+from collections.abc import Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+DIRECTION_NAMES = {"t2i": "text -> image", "i2t": "image -> text"}
+
+_LOWER, _HIGHER = min, max
+
+COLUMNS: dict[str, tuple[str, Any]] = {
+    "log_loss": ("log loss", _LOWER),
+    "ece": ("ECE", _LOWER),
+    "wrong_auroc": ("wrong: AUROC", _HIGHER),
+    "wrong_aurc": ("AURC", _LOWER),
+    "wrong_excess_aurc": ("E-AURC", _LOWER),
+    "wrong_gain": ("PRR", _HIGHER),
+    "count": ("-S·R² count", _HIGHER),
+    "width": ("-S·R² width", _HIGHER),
+    "absent_auroc": ("absent: AUROC", _HIGHER),
+    "ambiguity": ("ambiguity", _HIGHER),
+    "recall_csd": ("recall@1 by csd", _HIGHER),
+    "fit_seconds": ("fit, s", None),
+    "ms_per_query": ("ms a query", None),
+    "megabytes": ("MB", None),
+}
+"""Figure -> its title, and which value is best; None for costs, whose best is not marked."""
+
+
+def referee_table(reports: Sequence[dict[str, Any]], split: str, direction: str) -> str:
+    """One table: contestants by rows, ascending log loss of the first hit; the best of each column is bold.
+
+    Args:
+        reports: of :func:`~sfumato.studies.referee.referee_model`, of one model with several seeds, or a single one.
+        split: name of the measured split.
+        direction: "t2i" or "i2t".
+
+    Returns:
+        Markdown. A single report has 95 % intervals over queries in brackets; several have mean ± standard deviation
+        over reports. A dash: not defined. Contestants that are not available stand below, with the reason.
+    """
+    rows = {name: _row(reports, name, split, direction) for name in reports[0]["methods"]}
+    known = {name: row for name, row in rows.items() if row["log_loss"]}
+    shown = [key for key in COLUMNS if any(row[key] for row in known.values())]
+    best = {
+        key: COLUMNS[key][1](fmean(v[0] for v in row[key]) for row in known.values() if row[key])
+        for key in shown
+        if COLUMNS[key][1] is not None
+    }
+    lines = ["| method | " + " | ".join(COLUMNS[key][0] for key in shown) + " |"]
+    lines.append("| --- |" + " ---: |" * len(shown))
+    for name, row in sorted(known.items(), key=lambda item: fmean(v[0] for v in item[1]["log_loss"])):
+        cells = [_cell(row[key], best.get(key)) for key in shown]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    missing = {name: _reason(reports, name, direction) for name in rows if name not in known}
+    notes = [f"Not available: {name} ({reason})." for name, reason in missing.items()]
+    return "\n".join([*lines, *([""] if notes else []), *notes])
+
+
+def referee_heading(reports: Sequence[dict[str, Any]], split: str, direction: str) -> str:
+    """What a table is about.
+
+    Args:
+        reports, split, direction: see :func:`referee_table`.
+
+    Returns:
+        One line: the model, the split, the numbers of queries and items, recall@1 of the frozen cosine.
+    """
+    first, sizes = reports[0], reports[0]["sizes"][split]
+    recall = fmean(
+        next(iter(_known(report, split, direction)))["recall"]["value"]
+        for report in reports
+        if _known(report, split, direction)
+    )
+    seeds = f", mean ± standard deviation of {len(reports)} seeds" if len(reports) > 1 else ""
+    return (
+        f"{first['model']}, split {split}, {DIRECTION_NAMES[direction]}: {sizes['images']:,} images,"
+        f" {sizes['texts']:,} texts, recall@1 {recall:.1%}{seeds}"
+    )
+
+
+def _known(report: dict[str, Any], split: str, direction: str) -> list[dict[str, Any]]:
+    """The figures of all available contestants."""
+    return [m["tests"][split][direction] for m in report["methods"].values() if direction in _tests(m, split)]
+
+
+def _tests(method: dict[str, Any], split: str) -> dict[str, Any]:
+    found: dict[str, Any] = method.get("tests", {}).get(split, {})
+    return found
+
+
+def _row(reports: Sequence[dict[str, Any]], name: str, split: str, direction: str) -> dict[str, list[list[float]]]:
+    """By column, (value, low, high) or (value,) of each report; empty where a report lacks it."""
+    found: dict[str, list[list[float]]] = {key: [] for key in COLUMNS}
+    for report in reports:
+        method = report["methods"].get(name, {})
+        figures = _tests(method, split).get(direction)
+        if figures is None:
+            continue
+        values = figures | {
+            "fit_seconds": method["fit_seconds"],
+            "megabytes": method["bytes"] / 1e6,
+            **{binning: binned["score"] for binning, binned in figures["minus_s_r2"].items()},
+        }
+        for key, so_far in found.items():
+            value = values[key]
+            if isinstance(value, dict):
+                value = None if value["value"] is None else [value[k] for k in ("value", "low", "high")]
+            elif value is not None:
+                value = [value]
+            if value is not None:
+                so_far.append(value)
+    return {key: values if len(values) == len(reports) else [] for key, values in found.items()}
+
+
+def _cell(values: list[list[float]], best: float | None) -> str:
+    if not values:
+        return "–"
+    mean = fmean(v[0] for v in values)
+    text = _number(mean)
+    if best is not None and text == _number(best):
+        text = f"**{text}**"
+    if len(values) > 1:
+        spread = stdev(v[0] for v in values)
+        return text if best is None else f"{text} ± {_number(spread)}"
+    if len(values[0]) == 3 and values[0][1] is not None:
+        return f"{text} [{_number(values[0][1])}, {_number(values[0][2])}]"
+    return text
+
+
+def _number(value: float) -> str:
+    if abs(value) >= 10:
+        return f"{value:.0f}"
+    text = f"{value:.3f}"
+    return text.replace("0.", ".", 1) if abs(value) < 1 else f"{value:.2f}"
+
+
+def _reason(reports: Sequence[dict[str, Any]], name: str, direction: str) -> str:
+    for report in reports:
+        if reason := report["methods"].get(name, {}).get("unavailable"):
+            return str(reason)
+    return f"no uncertainty of {'images' if direction == 'i2t' else 'texts'}"

@@ -1,0 +1,345 @@
+"""What the referee of post-hoc methods sees of a model: raw embeddings of its splits, and the last linear layers.
+
+The module knows no method and no measure.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sfumato.data.images import FileImage
+from sfumato.data.pairs import PairData
+from sfumato.data.sources import DataConfig
+from sfumato.distances import get_distance
+from sfumato.encoders.dual import Tower
+from sfumato.encoders.features import Store, TokenFeatures
+from sfumato.encoders.heads import AveragePool, GaussianHead
+from sfumato.errors import UserError
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.relevance import Relevance
+from sfumato.models.embed import PreparedSplit, RetrievalModel, load_split
+from sfumato.models.trust_run import resampled_together
+from sfumato.posthoc import FrozenPairs, Side
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenSplit:
+    """A split, embedded by a frozen model.
+
+    Attributes:
+        images: (n, d) raw embeddings.
+        texts: (m, d) raw embeddings.
+        pairs: (p, 2) int64, the matches, rows (position of an image, position of a text).
+        groups: (n,) numbers; images of one concept have one number. Empty for one group an image.
+        image_hidden, text_hidden: (n, P), (m, P') inputs of the last linear layers; None where they are not known.
+
+    Raises:
+        ValueError: see :class:`~sfumato.posthoc.FrozenPairs`.
+    """
+
+    images: Tensor
+    texts: Tensor
+    pairs: np.ndarray
+    groups: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    image_hidden: Tensor | None = None
+    text_hidden: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        FrozenPairs(self.images, self.texts, torch.from_numpy(self.pairs))
+        if not len(self.groups):
+            object.__setattr__(self, "groups", np.arange(len(self.images)))
+
+    def embeddings(self, side: Side) -> Tensor:
+        """The raw embeddings of a side.
+
+        Args:
+            side: "image" or "text".
+
+        Returns:
+            (n, d) embeddings.
+        """
+        return self.images if side == "image" else self.texts
+
+    def hidden(self, side: Side) -> Tensor | None:
+        """The inputs of a side's last linear layer.
+
+        Args:
+            side: "image" or "text".
+
+        Returns:
+            (n, P) features, or None.
+        """
+        return self.image_hidden if side == "image" else self.text_hidden
+
+    def points(self, side: Side) -> GaussianEmbedding:
+        """The unit embeddings as points: their squared distance is 2 - 2 cosine.
+
+        Args:
+            side: "image" or "text".
+
+        Returns:
+            (n, d) points.
+        """
+        return GaussianEmbedding.point(torch.nn.functional.normalize(self.embeddings(side).float(), dim=1))
+
+    def relevance(self, side: Side) -> Relevance:
+        """The matches of the queries of a side.
+
+        Args:
+            side: of the queries.
+
+        Returns:
+            Query -> matching items of the other side.
+        """
+        of_images = Relevance.from_pairs(
+            self.pairs[:, 0], self.pairs[:, 1], n_queries=len(self.images), n_gallery=len(self.texts)
+        )
+        return of_images if side == "image" else of_images.transpose()
+
+    def resampled_together(self, side: Side) -> np.ndarray | None:
+        """The groups of queries that a bootstrap takes together.
+
+        Args:
+            side: of the queries.
+
+        Returns:
+            See :func:`~sfumato.models.trust_run.resampled_together`.
+        """
+        return resampled_together(self.relevance("image"), self.groups, side == "text")
+
+    def select_images(self, index: np.ndarray) -> "FrozenSplit":
+        """Some of the images, and the texts that match one of them.
+
+        Args:
+            index: (k,) positions of images, ascending.
+
+        Returns:
+            A split of k images.
+        """
+        kept = self.pairs[np.isin(self.pairs[:, 0], index)]
+        texts = np.unique(kept[:, 1])
+        pairs = np.stack([np.searchsorted(index, kept[:, 0]), np.searchsorted(texts, kept[:, 1])], axis=1)
+        hidden = (
+            None if x is None else x[torch.from_numpy(i)]
+            for x, i in zip((self.image_hidden, self.text_hidden), (index, texts), strict=True)
+        )
+        return FrozenSplit(
+            self.images[torch.from_numpy(index)],
+            self.texts[torch.from_numpy(texts)],
+            pairs,
+            self.groups[index],
+            *hidden,
+        )
+
+    def galleries(self, n_images: int, *, seed: int = 0) -> list["FrozenSplit"]:
+        """The split dealt at random into parts of about equal size.
+
+        Args:
+            n_images: wanted number of images of a part.
+            seed: of the deal.
+
+        Returns:
+            The split itself if it is not half as large again.
+        """
+        n = len(self.images)
+        n_parts = max(1, round(n / n_images))
+        if n_parts == 1:
+            return [self]
+        order = np.random.default_rng(seed).permutation(n)
+        return [self.select_images(np.sort(part)) for part in np.array_split(order, n_parts)]
+
+    @property
+    def many_to_many(self) -> bool:
+        """Whether texts match several images, so that the number of matches measures ambiguity."""
+        return self.resampled_together("text") is None
+
+    @cached_property
+    def data(self) -> PairData:
+        """The pairs alone; its images and texts are numbers that nothing reads."""
+        ids = [tuple(map(str, range(len(x)))) for x in (self.images, self.texts)]
+        sources = tuple(FileImage(Path(name)) for name in ids[0])
+        return PairData(ids[0], sources, ids[1], ids[1], ("caption",) * len(ids[1]), self.pairs, self.groups)
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenModel:
+    """A frozen two-tower model on its data.
+
+    Attributes:
+        name: of the model, for files and tables.
+        train: what methods are fitted on.
+        val: what probabilities are fitted on.
+        tests: what is measured, by the name of the split.
+        projections: by side, (matrix (d, P), bias (d,)) of the last linear layer; empty where it is not known.
+        notes: what a reader of the figures has to know.
+    """
+
+    name: str
+    train: FrozenSplit
+    val: FrozenSplit
+    tests: Mapping[str, FrozenSplit]
+    projections: Mapping[Side, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of all embeddings and pairs: figures of other embeddings are not those of this model."""
+        found = hashlib.sha256()
+        for name, split in {"train": self.train, "val": self.val, **self.tests}.items():
+            found.update(name.encode())
+            for f in fields(split):
+                value = getattr(split, f.name)
+                array = value.contiguous().numpy() if isinstance(value, Tensor) else value
+                found.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
+        return found.hexdigest()
+
+    def training_pairs(self, logit_scale: float | None = None) -> FrozenPairs:
+        """What post-hoc methods are fitted on.
+
+        Args:
+            logit_scale: factor of the cosine in the logit of a match.
+
+        Returns:
+            The pairs of the training split.
+        """
+        train, index = self.train, torch.from_numpy(self.train.pairs)
+        pairs = FrozenPairs(train.images, train.texts, index, logit_scale=logit_scale)
+        if not self.projections:
+            return pairs
+        (image, image_bias), (text, text_bias) = self.projections["image"], self.projections["text"]
+        return replace(
+            pairs,
+            image_hidden=train.image_hidden, image_projection=image, image_projection_bias=image_bias,
+            text_hidden=train.text_hidden, text_projection=text, text_projection_bias=text_bias,
+        )  # fmt: skip
+
+
+def freeze(
+    retrieval_model: RetrievalModel,
+    data: DataConfig,
+    tests: tuple[str, ...],
+    *,
+    name: str,
+    with_hidden: bool = True,
+) -> FrozenModel:
+    """The embeddings of a model that searches by the cosine of its means, as an outsider would see them.
+
+    Args:
+        retrieval_model: the model.
+        data: with splits "train" and "val".
+        tests: names of the splits that are measured.
+        name: of the model.
+        with_hidden: whether to keep the inputs of the last linear layers, where the heads have them.
+
+    Returns:
+        The means; the variances of the model, if it has any, are left out.
+
+    Raises:
+        UserError: the model does not search by the cosine of its means, or a split is missing.
+    """
+    _check_cosine(retrieval_model)
+    if {"train", "val"} & set(tests):
+        raise UserError(f"methods are fitted on train and val; measure another split than {', '.join(tests)}")
+    towers = retrieval_model.model.image, retrieval_model.model.text
+    layers = [last_layer(tower) if with_hidden else None for tower in towers]
+    prepared = {split: load_split(retrieval_model.model, data, split) for split in ("train", "val", *tests)}
+    image, text = layers
+    projections: dict[Side, tuple[Tensor, Tensor]] = {}
+    if image is not None and text is not None:
+        projections = {"image": image, "text": text}
+    splits = {split: _frozen(towers, found, projections) for split, found in prepared.items()}
+    for split, found in splits.items():
+        if not projections and not (_unit_length(found.images) and _unit_length(found.texts)):
+            raise UserError(
+                f"the means of split {split} are not of unit length, so the model does not search by their cosine;"
+                " the referee compares methods for models that do"
+            )
+    notes = ("its variances are left out: methods see the means",) if _has_variance(towers) else ()
+    return FrozenModel(name, splits["train"], splits["val"], {t: splits[t] for t in tests}, projections, notes)
+
+
+def _check_cosine(retrieval_model: RetrievalModel) -> None:
+    distance = get_distance(retrieval_model.distance)
+    if distance.sampled or distance.embeddings > 1 or distance.lift is None:
+        raise UserError(
+            f"the model searches by {retrieval_model.distance}, and not by the cosine of one mean an item; the referee"
+            " compares methods for frozen models that do (distances squared_l2, csd and wasserstein2)"
+        )
+
+
+def _unit_length(x: Tensor) -> bool:
+    return bool((x.norm(dim=1) - 1).abs().max() < 1e-3) if len(x) else True
+
+
+def _has_variance(towers: tuple[Tower, Tower]) -> bool:
+    return any(isinstance(t.head, GaussianHead) and t.head.log_var is not None for t in towers)
+
+
+def last_layer(tower: Tower) -> tuple[Tensor, Tensor] | None:
+    """The last linear layer of a tower: its mean is matrix @ inputs + bias, scaled to unit length.
+
+    A hidden network beside a linear map is one layer of the two inputs side by side.
+
+    Args:
+        tower: of images or texts.
+
+    Returns:
+        ((d, P) matrix, (d,) bias); None if the mean is not linear in the average of anything.
+    """
+    head = tower.head
+    if not isinstance(head, GaussianHead) or head.offset is not None or head.local is not None or not head.normalize:
+        return None
+    branch: Any = head.mean
+    if not isinstance(getattr(branch, "pool", None), AveragePool) or branch.mlp is not None:
+        return None
+    layers = [branch.linear, *([] if head.hidden is None else [head.hidden[-1]])]
+    matrix = torch.cat([layer.weight for layer in layers], dim=1)
+    bias = torch.stack([layer.bias for layer in layers]).sum(0)
+    return matrix.detach().float().cpu(), bias.detach().float().cpu()
+
+
+@torch.no_grad()
+def layer_inputs(tower: Tower, store: Store) -> Tensor:
+    """The inputs of :func:`last_layer`.
+
+    Args:
+        tower: one that has such a layer.
+        store: n items, ready for the tower.
+
+    Returns:
+        (n, P) float32.
+    """
+    found: list[Tensor] = []
+    head = tower.head
+
+    def keep(_: torch.nn.Module, given: tuple[TokenFeatures]) -> None:
+        pooled = AveragePool()(given[0].mean, given[0].mask)
+        hidden = [] if head.hidden is None else [head.hidden[:-1](pooled)]
+        found.append(torch.cat([pooled, *hidden], dim=1).float().cpu())
+
+    handle = head.register_forward_pre_hook(keep)
+    try:
+        tower.embed(store)
+    finally:
+        handle.remove()
+    return torch.cat(found)
+
+
+def _frozen(
+    towers: tuple[Tower, Tower], split: PreparedSplit, projections: Mapping[Side, tuple[Tensor, Tensor]]
+) -> FrozenSplit:
+    """The raw embeddings: before the scaling to unit length where the last layers are known."""
+    stores, pairs, groups = (split.images, split.texts), split.data.pairs, split.data.groups
+    if not projections:
+        image, text = (tower.embed(store).mean.float().cpu() for tower, store in zip(towers, stores, strict=True))
+        return FrozenSplit(image, text, pairs, groups)
+    hidden = [layer_inputs(tower, store) for tower, store in zip(towers, stores, strict=True)]
+    image, text = (x @ matrix.T + bias for x, (matrix, bias) in zip(hidden, projections.values(), strict=True))
+    return FrozenSplit(image, text, pairs, groups, image_hidden=hidden[0], text_hidden=hidden[1])

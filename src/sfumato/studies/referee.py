@@ -1,0 +1,418 @@
+"""The referee: post-hoc uncertainties of a frozen model against each other and against baselines, by one protocol.
+
+Methods are fitted on train pairs. Two numbers (Platt) turn their uncertainty into the probability that the first hit is
+right, fitted on validation with its own gallery. They hold for galleries of that size, so a larger test split is dealt
+into galleries of about as many images, and all their queries count. The test split is read once for each method and
+seed; nothing is chosen on it. The ranking is that of the frozen cosine for all. docs/guides/frozen-model.md says how to
+read the figures.
+"""
+
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sfumato.calibration.calibrator import Calibration
+from sfumato.evaluation.hits import N_BINS
+from sfumato.files import write_json
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.matching import match_probability
+from sfumato.metrics.binned import RecallBinning, binned_recall
+from sfumato.metrics.bootstrap import (
+    Interval,
+    Statistic,
+    bootstrap,
+    mean_statistic,
+    percentile_interval,
+    resampled_balanced_spearman,
+)
+from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error
+from sfumato.metrics.retrieval import per_query_metrics
+from sfumato.metrics.selective import (
+    aurc_statistic,
+    auroc,
+    auroc_statistic,
+    excess_aurc_statistic,
+    rejection_ratio_statistic,
+)
+from sfumato.metrics.uncertainty import balanced_spearman
+from sfumato.posthoc import Side, fit_hit_logits
+from sfumato.search.exact import rank_relevant
+from sfumato.studies.contestants import (
+    CONTESTANTS,
+    DIRECTION_OF,
+    OTHER_SIDE,
+    Contestant,
+    answerable_without,
+    fit_contestant,
+    pair_calibration,
+)
+from sfumato.studies.frozen_model import FrozenModel, FrozenSplit
+
+FORMAT = 1
+"""Version of the JSON files; files of another one are made anew."""
+
+BINNINGS: tuple[RecallBinning, ...] = ("count", "width")
+
+_SIDES: tuple[Side, ...] = ("text", "image")
+
+_SMALLEST = 1e-12
+
+
+@dataclass(frozen=True)
+class RefereeOptions:
+    """What is compared, and how it is measured.
+
+    Attributes:
+        methods: names in :data:`~sfumato.studies.contestants.CONTESTANTS`.
+        fit: options of the fit by method, e.g. {"pfe": {"training": AdapterTraining(epochs=4)}}.
+        n_resamples: number of bootstrap resamples of the intervals.
+        n_absent: largest number of queries of a direction whose matches are taken out of the gallery.
+        seed: of the fits and all random choices.
+
+    Raises:
+        ValueError: an unknown method, or a negative number.
+    """
+
+    methods: tuple[str, ...] = CONTESTANTS
+    fit: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    n_resamples: int = 200
+    n_absent: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in (*self.methods, *self.fit):
+            if name not in CONTESTANTS:
+                raise ValueError(f"referee: unknown method {name!r}; known: {', '.join(CONTESTANTS)}")
+        if min(self.n_resamples, self.n_absent, self.seed) < 0:
+            raise ValueError(
+                "referee: n_resamples, n_absent and seed must not be negative, got"
+                f" {self.n_resamples}, {self.n_absent} and {self.seed}"
+            )
+
+
+@dataclass(frozen=True)
+class ContestantFigures:
+    """The figures of a contestant for the queries of one direction; intervals over queries.
+
+    Attributes:
+        n_queries: number of queries with a match.
+        n_galleries: number of galleries that the split was dealt into.
+        recall: recall@1 of the frozen cosine.
+        recall_after: recall@1 by the cosine of the contestant's means; None without Gaussians.
+        recall_csd: recall@1 by csd of the contestant's Gaussians; None without.
+        wrong_auroc: AUROC of wrong against right first hits.
+        wrong_aurc, wrong_excess_aurc, wrong_gain: AURC, E-AURC and PRR of them, see :mod:`~sfumato.metrics.selective`.
+        log_loss: mean negative log probability of what the first hit is, in nats (NLPD).
+        ece: calibration error of this probability, in 15 bins of equally many hits.
+        ece_by_chance: what perfect probabilities of these hits would show.
+        platt: (scale, bias) that were fitted on validation; None for a contestant with a probability of its own, and
+            where the uncertainty had the wrong sign there: its probability is then the hit rate of validation.
+        absent_auroc: AUROC of queries without their true matches in the gallery against the same queries with them; .5
+            by construction for a contestant that does not look at the gallery.
+        ambiguity: balanced Spearman with the true number of matches in the whole split; None for data that does not
+            list them all.
+        minus_s_r2: by binning, see :class:`~sfumato.metrics.binned.BinnedRecall`.
+        ms_per_query: time of the uncertainties, the whole gallery at once.
+    """
+
+    n_queries: int
+    n_galleries: int
+    recall: Interval
+    recall_after: float | None
+    recall_csd: float | None
+    wrong_auroc: Interval
+    wrong_aurc: Interval
+    wrong_excess_aurc: Interval
+    wrong_gain: Interval
+    log_loss: Interval
+    ece: float
+    ece_by_chance: float
+    platt: tuple[float, float] | None
+    absent_auroc: float
+    ambiguity: Interval | None
+    minus_s_r2: dict[str, dict[str, Any]]
+    ms_per_query: float
+
+
+def referee_model(
+    model: FrozenModel,
+    options: RefereeOptions | None = None,
+    *,
+    path: Path | None = None,
+    about: Mapping[str, Any] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Fit and measure every contestant on one frozen model.
+
+    Args:
+        model: its embeddings.
+        options: see :class:`RefereeOptions`.
+        path: JSON file that is written after each contestant. Contestants that it already has for the same embeddings
+            and options are not computed again.
+        about: JSON values to keep, such as the commit.
+        say: told what is done.
+
+    Returns:
+        The JSON values: "model", "seed", "sizes", "notes", "machine", "about", and "methods": by name {"unavailable":
+        reason} or {"summary", "fit_seconds", "bytes", "needs_gallery", "tests": {split: {direction:
+        :class:`ContestantFigures`}}}.
+    """
+    options = options or RefereeOptions()
+    report = _kept(path, model, options) or _new_report(model, options)
+    report["about"] = dict(about or {})
+    missing = [name for name in options.methods if name not in report["methods"]]
+    if missing:
+        splits, n, seed = {"val": model.val, **model.tests}, len(model.val.images), options.seed
+        scenes = {split: {side: _Scene.of(x, side, n, seed) for side in _SIDES} for split, x in splits.items()}
+        validation = scenes.pop("val")
+        calibration = pair_calibration(model, reference=False)
+        for name in missing:
+            report["methods"][name] = _measured(name, model, options, calibration, validation, scenes)
+            say(f"{model.name}, seed {options.seed}: {name}, {report['methods'][name].get('fit_seconds', 0):.1f} s fit")
+            if path is not None:
+                write_json(path, report)
+    return report
+
+
+def _new_report(model: FrozenModel, options: RefereeOptions) -> dict[str, Any]:
+    splits = {"train": model.train, "val": model.val, **model.tests}
+    return {
+        "format": FORMAT,
+        "model": model.name,
+        "seed": options.seed,
+        "digest": model.digest,
+        "options": _described(options),
+        "sizes": {
+            name: {"images": len(x.images), "texts": len(x.texts), "pairs": len(x.pairs), "d": x.images.shape[1]}
+            for name, x in splits.items()
+        },
+        "notes": list(model.notes),
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "threads": torch.get_num_threads(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "sfumato": version("sfumato"),
+        },
+        "methods": {},
+    }
+
+
+def _described(options: RefereeOptions) -> dict[str, Any]:
+    """The options on which figures depend, as JSON values."""
+    fit = {name: {key: str(value) for key, value in given.items()} for name, given in options.fit.items()}
+    return {"fit": fit, "n_resamples": options.n_resamples, "n_absent": options.n_absent, "seed": options.seed}
+
+
+def _kept(path: Path | None, model: FrozenModel, options: RefereeOptions) -> dict[str, Any] | None:
+    """The report of an earlier call for the same embeddings and options."""
+    if path is None or not path.is_file():
+        return None
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    same = (report.get("format"), report.get("digest"), report.get("options"))
+    return report if same == (FORMAT, model.digest, _described(options)) else None
+
+
+@dataclass(frozen=True, eq=False)
+class _Gallery:
+    """The queries of one side that have a match in one gallery, and whether the frozen cosine finds one first."""
+
+    split: FrozenSplit
+    relevance: Relevance
+    kept: np.ndarray
+    hit: np.ndarray
+    groups: np.ndarray | None
+
+    @classmethod
+    def of(cls, split: FrozenSplit, side: Side) -> "_Gallery":
+        relevance = split.relevance(side)
+        hit = first_hits(split.points(side), split.points(OTHER_SIDE[side]), relevance)
+        kept = np.flatnonzero(~np.isnan(hit))
+        groups = split.resampled_together(side)
+        return cls(split, relevance, kept, hit[kept], None if groups is None else groups[kept])
+
+
+@dataclass(frozen=True, eq=False)
+class _Scene:
+    """The queries of one side of a split, in galleries of about the size of validation's."""
+
+    whole: FrozenSplit
+    side: Side
+    galleries: tuple[_Gallery, ...]
+
+    @classmethod
+    def of(cls, split: FrozenSplit, side: Side, n_images: int, seed: int) -> "_Scene":
+        return cls(split, side, tuple(_Gallery.of(part, side) for part in split.galleries(n_images, seed=seed)))
+
+    @property
+    def hit(self) -> np.ndarray:
+        return np.concatenate([gallery.hit for gallery in self.galleries])
+
+    @property
+    def groups(self) -> np.ndarray | None:
+        found, first = [], 0
+        for gallery in self.galleries:
+            if gallery.groups is None:
+                return None
+            found.append(gallery.groups + first)
+            first = int(found[-1].max(initial=first)) + 1
+        return np.concatenate(found)
+
+    def uncertainty(self, contestant: Contestant) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Of the queries with a match, and of all queries of each gallery."""
+        every = [contestant.uncertainty(gallery.split, self.side) for gallery in self.galleries]
+        return np.concatenate([u[g.kept] for u, g in zip(every, self.galleries, strict=True)]), every
+
+
+def first_hits(queries: GaussianEmbedding, gallery: GaussianEmbedding, relevance: Relevance) -> np.ndarray:
+    """Whether the closest item of each query matches, by the squared distance of the means.
+
+    Args:
+        queries: (n, d) points.
+        gallery: (m, d) points.
+        relevance: of the queries.
+
+    Returns:
+        (n,) 1 and 0; NaN for a query without a match.
+    """
+    return per_query_metrics(rank_relevant(queries, gallery, relevance, "squared_l2"), relevance)["recall@1"]
+
+
+def _measured(
+    name: str,
+    model: FrozenModel,
+    options: RefereeOptions,
+    calibration: Calibration,
+    validation: Mapping[Side, _Scene],
+    scenes: Mapping[str, Mapping[Side, _Scene]],
+) -> dict[str, Any]:
+    started = time.perf_counter()
+    try:
+        contestant = fit_contestant(name, model, calibration, seed=options.seed, options=options.fit.get(name))
+    except (ValueError, ArithmeticError) as error:
+        return {"unavailable": str(error)}
+    seconds = time.perf_counter() - started
+    tests: dict[str, dict[str, Any]] = {split: {} for split in scenes}
+    for side in contestant.sides:
+        platt, rate = _platt(contestant, validation[side])
+        for split, of_sides in scenes.items():
+            figures = _figures(contestant, of_sides[side], platt, rate, options)
+            tests[split][DIRECTION_OF[side]] = asdict(figures)
+    return {
+        "summary": contestant.summary,
+        "fit_seconds": seconds,
+        "bytes": contestant.n_bytes,
+        "needs_gallery": contestant.needs_gallery,
+        "tests": tests,
+    }
+
+
+def _platt(contestant: Contestant, scene: _Scene) -> tuple[tuple[float, float] | None, float]:
+    """The logits of the first hit on validation, if the uncertainty has the right sign; and the smoothed hit rate."""
+    hit = scene.hit
+    rate = (hit.sum() + 1) / (len(hit) + 2)
+    u, _ = scene.uncertainty(contestant)
+    if contestant.probability(u) is not None:
+        return None, rate
+    try:
+        return fit_hit_logits(torch.from_numpy(u), torch.from_numpy(hit)), rate
+    except ValueError:
+        return None, rate
+
+
+def _figures(
+    contestant: Contestant, scene: _Scene, platt: tuple[float, float] | None, rate: float, options: RefereeOptions
+) -> ContestantFigures:
+    started = time.perf_counter()
+    u, every = scene.uncertainty(contestant)
+    seconds = time.perf_counter() - started
+    hit, groups = scene.hit, scene.groups
+    p = contestant.probability(u)
+    if p is None:
+        p = np.full(len(u), rate)
+        if platt is not None:
+            p = match_probability(torch.from_numpy(u), *platt).numpy()
+    p = p.clip(_SMALLEST, 1 - _SMALLEST)
+    error = 1 - hit
+    statistics: dict[str, Statistic] = {
+        "recall": mean_statistic(hit),
+        "wrong_auroc": auroc_statistic(u, error),
+        "wrong_aurc": aurc_statistic(u, error),
+        "wrong_excess_aurc": excess_aurc_statistic(u, error),
+        "wrong_gain": rejection_ratio_statistic(u, error),
+        "log_loss": mean_statistic(-np.log(np.where(hit > 0, p, 1 - p))),
+    }
+    n, seed = options.n_resamples, options.seed
+    binned: dict[str, dict[str, Any]] = {
+        binning: binned_recall(u, hit, binning=binning, n_resamples=n, groups=groups, seed=seed).to_json()
+        for binning in BINNINGS
+    }
+    recall_after, recall_csd = _recall_of_gaussians(contestant, scene)
+    probability = torch.from_numpy(p)
+    return ContestantFigures(
+        n_queries=len(u),
+        n_galleries=len(scene.galleries),
+        **bootstrap(statistics, len(u), n_resamples=n, groups=groups, seed=seed),
+        recall_after=recall_after,
+        recall_csd=recall_csd,
+        ece=expected_calibration_error(probability, torch.from_numpy(hit), n_bins=N_BINS, binning="count"),
+        ece_by_chance=calibration_error_by_chance(probability, n_bins=N_BINS),
+        platt=platt,
+        absent_auroc=_absent(contestant, scene, every, options),
+        ambiguity=_ambiguity(contestant, scene, options),
+        minus_s_r2=binned,
+        ms_per_query=1000 * seconds / max(1, sum(map(len, every))),
+    )
+
+
+def _recall_of_gaussians(contestant: Contestant, scene: _Scene) -> tuple[float | None, float | None]:
+    """Recall@1 by the cosine of the contestant's means, and by csd of its Gaussians."""
+    after, by_csd = [], []
+    for part in scene.galleries:
+        queries = contestant.gaussians(part.split, scene.side)
+        gallery = contestant.gaussians(part.split, OTHER_SIDE[scene.side])
+        if queries is None or gallery is None:
+            return None, None
+        points = [GaussianEmbedding.point(torch.nn.functional.normalize(x.mean, dim=1)) for x in (queries, gallery)]
+        after.append(first_hits(points[0], points[1], part.relevance))
+        ranks = rank_relevant(queries, gallery, part.relevance, "csd")
+        by_csd.append(per_query_metrics(ranks, part.relevance)["recall@1"])
+    return float(np.nanmean(np.concatenate(after))), float(np.nanmean(np.concatenate(by_csd)))
+
+
+def _absent(contestant: Contestant, scene: _Scene, every: list[np.ndarray], options: RefereeOptions) -> float:
+    """AUROC of the same queries without and with their matches in the gallery."""
+    if not contestant.needs_gallery:
+        return 0.5
+    rng, present, absent = np.random.default_rng(options.seed), [], []
+    for part, u in zip(scene.galleries, every, strict=True):
+        usable = answerable_without(part.split, scene.side)
+        rows = np.sort(rng.permutation(usable)[: -(-options.n_absent // len(scene.galleries))])
+        if len(rows):
+            present.append(u[rows])
+            absent.append(contestant.without_matches(part.split, scene.side, rows))
+    if not present:
+        return 0.5
+    scores = np.concatenate([*present, *absent])
+    return auroc(scores, np.repeat([0, 1], len(scores) // 2))
+
+
+def _ambiguity(contestant: Contestant, scene: _Scene, options: RefereeOptions) -> Interval | None:
+    """Balanced Spearman with the true number of matches in the whole split, for data that lists many for one text."""
+    if not scene.whole.many_to_many:
+        return None
+    counts = scene.whole.relevance(scene.side).counts
+    kept = np.flatnonzero(counts)
+    u, counts = contestant.uncertainty(scene.whole, scene.side)[kept], counts[kept]
+    value = balanced_spearman(u, counts, seed=options.seed)
+    resampled = resampled_balanced_spearman({"u": u}, counts, n_resamples=options.n_resamples, seed=options.seed)
+    return percentile_interval(value, resampled["u"])
