@@ -17,7 +17,6 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,16 +28,18 @@ from sfumato.encoders.frozen import text_backbone
 from sfumato.files import write_json
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
-from sfumato.posthoc import METHODS
-from sfumato.reports.referee_tables import referee_heading, referee_table
+from sfumato.reports.referee_tables import referee_tables
 from sfumato.studies.frozen_model import FrozenModel, FrozenSplit, freeze
-from sfumato.studies.referee import RefereeOptions, referee_model
+from sfumato.studies.referee import RefereeOptions, adapter_epochs, referee_model
 from sfumato.training.loop import fit
 
 TRIPLET = 'loss={name="triplet",mining="semi-hard",margin=0.4}'
 EMOJI_TEXT = 'model.text={kind="frozen",layers=[0,1,2,3,4,5,6],max_tokens=32,pooled=true,whiten=512}'
 EMOJI = ["data.options.held_out_wordings=0/5", EMOJI_TEXT, "optim.text_lr_multiplier=1", "train.epochs=25"]
 FLICKR8K = {"images": "efflite0_224_fp16.npy", "texts": "minilm_l6_v2_fp16.npy", "path": "dataset_flickr8k.json"}
+
+LAYERS = (3, 6)
+"""Layers of MiniLM that are frozen models of captions; 6 is the last one."""
 
 ADAPTER_EPOCHS = 4
 """Passes over the pairs of an adapter; half of the default, so that the table takes less than two hours."""
@@ -65,13 +66,20 @@ def flickr8k(work: Path, data: Path, seed: int, *, triplet: bool) -> FrozenModel
     return trained(run, "embeddings", [*files, *more, f"train.seed={seed}"], ("test",))
 
 
+def embed_captions(work: Path, captions: list[str]) -> None:
+    """Averages of the tokens of both layers, in one pass."""
+    backbone = text_backbone("minilm-l6-v2", pooled=True, layers=LAYERS)
+    order = np.argsort([len(caption) for caption in captions])
+    found = np.concatenate([x for part in np.split(order, 100) for x in backbone([captions[k] for k in part])])
+    for layer, values in zip(LAYERS, np.split(found[np.argsort(order)], len(LAYERS), axis=1), strict=True):
+        np.save(work / f"minilm-layer{layer}.npy", values)
+
+
 def coco_captions(work: Path, data: Path, seed: int, *, layer: int) -> FrozenModel:
     """The first caption of an image in place of the image, its other four as texts."""
     file = work / f"minilm-layer{layer}.npy"
     if not file.exists():
-        backbone = text_backbone("minilm-l6-v2", pooled=True, layers=[] if layer == 6 else [layer])
-        captions = (data / "coco5k_text" / "testall_caps.txt").read_text(encoding="utf-8").splitlines()
-        np.save(file, np.concatenate([x for k in range(0, 25_000, 256) for x in backbone(captions[k : k + 256])]))
+        embed_captions(work, (data / "coco5k_text" / "testall_caps.txt").read_text(encoding="utf-8").splitlines())
     embedded = torch.from_numpy(np.load(file)).float()
     ids = (data / "coco5k_text" / "testall_ids.txt").read_text().split()
     assert len(ids) == len(embedded) == 25_000 and all(len(set(ids[k : k + 5])) == 1 for k in range(0, 25_000, 5))
@@ -96,16 +104,6 @@ MODELS: dict[str, Callable[[Path, Path, int], FrozenModel]] = {
 }
 
 
-def adapter_options() -> dict[str, dict[str, Any]]:
-    """Fewer epochs for the methods that train a network."""
-    defaults = {name: getattr(method, "default", None) for name, method in METHODS.items()}
-    return {
-        name: {"training": replace(default, epochs=ADAPTER_EPOCHS)}
-        for name, default in defaults.items()
-        if default is not None
-    }
-
-
 def about() -> dict[str, Any]:
     """Commit and machine."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
@@ -128,24 +126,15 @@ def main() -> None:
     files = {(name, seed): options.work / f"{name}-seed{seed}.json" for seed in options.seeds for name in options.only}
     for (name, seed), path in {} if options.tables else files.items():
         model = MODELS[name](options.work, options.data, seed)
-        chosen = RefereeOptions(fit=adapter_options(), seed=seed)
+        chosen = RefereeOptions(fit=adapter_epochs(ADAPTER_EPOCHS), seed=seed)
         referee_model(model, chosen, path=path, about=about(), say=partial(print, flush=True))
     found = {key: json.loads(path.read_text()) for key, path in files.items() if path.exists()}
     for name in options.only:
         reports = [report for (model, _), report in found.items() if model == name]
         if reports:
-            print_tables(reports)
+            print(referee_tables(reports))
     if options.json:
         write_json(options.json, {f"{name}-seed{seed}": report for (name, seed), report in found.items()})
-
-
-def print_tables(reports: list[dict[str, Any]]) -> None:
-    """The tables of docs/experiments."""
-    for split in reports[0]["sizes"]:
-        if split not in ("train", "val"):
-            for direction in ("t2i", "i2t"):
-                print(f"\n**{referee_heading(reports, split, direction)}**\n")
-                print(referee_table(reports, split, direction))
 
 
 if __name__ == "__main__":

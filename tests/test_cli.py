@@ -41,6 +41,7 @@ def test_help_is_quick_and_names_the_commands():
         "ablate",
         "analyse",
         "audit",
+        "referee",
         "zeroshot",
         "calibrate",
         "evaluate",

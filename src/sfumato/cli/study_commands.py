@@ -1,4 +1,4 @@
-"""The commands that study a model or its data: analyse, crops, zeroshot, audit; and report, which writes a page."""
+"""The commands that study a model or its data: analyse, crops, zeroshot, audit, referee; and report, a page."""
 
 import json
 from pathlib import Path
@@ -344,6 +344,73 @@ def audit(
         result = audit_model(opened.model, opened.data, split, name=name, seen=opened.same_data and split == "train")
     figures = write_audit(result, folder, top, __version__)
     print_result(figures | {"out": str(folder)}, as_json, f"{summary(figures)}\npage: {folder / AUDIT_PAGE}")
+
+
+RefereedRuns = Annotated[
+    list[Path],
+    typer.Argument(metavar="RUN", help="Folders of runs; each is a frozen model, and methods see its means."),
+]
+Methods = Annotated[
+    str,
+    typer.Option(help="Methods and baselines, separated by commas; all: every one of them. A wrong name lists them."),
+]
+Absent = Annotated[
+    int, typer.Option(min=0, help="Largest number of queries whose matches are taken out of the gallery, a direction.")
+]
+AdapterEpochs = Annotated[
+    int,
+    typer.Option(min=0, help="Passes over the training pairs of the methods that train a network; 0: their default."),
+]
+
+
+@app.command()
+def referee(
+    runs: RefereedRuns,
+    methods: Methods = "all",
+    split: Annotated[str, typer.Option(help="Splits to measure, separated by commas; not train or val.")] = "test",
+    epochs: AdapterEpochs = 0,
+    absent: Absent = 200,
+    bootstrap: Bootstrap = 200,
+    seed: Seed = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for RUN-seedN.json. Default: referee-SPLIT in the folder of each run.")
+    ] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Compare post-hoc uncertainties of a frozen model.
+
+    Fits every method on the training pairs, calibrates it on validation, and measures it on the test split: will the
+    first hit be wrong, how likely is it right, does nothing match, how many match? One table a direction, by ascending
+    log loss of the first hit. Finished methods are not computed again.
+    """
+    from sfumato.models.run import choose_device, load_run
+    from sfumato.progress import say
+    from sfumato.reports.referee_tables import referee_tables
+    from sfumato.studies.frozen_model import freeze
+    from sfumato.studies.referee import RefereeOptions, adapter_epochs, referee_model, wanted_methods
+
+    chosen = wanted_methods(parse_names(methods))
+    options = RefereeOptions(
+        methods=chosen, fit=adapter_epochs(epochs), n_resamples=bootstrap, n_absent=absent, seed=seed
+    )
+    reports = []
+    for run in runs:
+        if not is_run(run):
+            raise UserError(f"{run} is not a run folder; the referee fits methods on the training split of a run")
+        loaded = load_run(run, device=choose_device(device))
+        name = run.resolve().name
+        model = freeze(loaded, loaded.recipe.data, tuple(parse_names(split)), name=name)
+        folder = out or run / f"referee-{split.replace(',', '-')}"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{name}-seed{seed}.json"
+        report = referee_model(model, options, path=path, say=say)
+        reports.append(report | {"out": str(path)})
+        if not as_json:
+            print(referee_tables([report], chosen))
+            print(f"written to {path}")
+    if as_json:
+        print(json.dumps(reports, ensure_ascii=False))
 
 
 @app.command()

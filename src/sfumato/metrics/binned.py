@@ -85,7 +85,7 @@ def binned_recall(
         The figures; a constant uncertainty, or the same recall in all bins, has no score.
 
     Raises:
-        ValueError: shapes differ, a value is NaN, n_bins < 1, or an unknown binning.
+        ValueError: shapes differ, there are no queries, a value is NaN, n_bins < 1, or an unknown binning.
 
     Example:
         >>> found = binned_recall(np.arange(6.0), np.array([1, 1, 1, 0, 0, 0]), n_bins=3, n_resamples=0)
@@ -95,10 +95,12 @@ def binned_recall(
     Source: ProbVLM (ICCV 2023) and its issue 3; the released binnings of uCLIP, ProbVLM, GroVE and AsymVLM.
     """
     uncertainty, hit = _checked(uncertainty, hit, binning, n_bins)
+    if not len(hit):
+        raise ValueError("binned_recall: got no queries")
     order = np.argsort(uncertainty, kind="stable")
     members = _members(uncertainty[order], binning, n_bins)
     recall = np.array([hit[order][m].mean() for m in members if len(m)])
-    s, r2, _ = _score(recall)
+    s, r2 = (float("nan"),) * 2 if np.ptp(uncertainty) == 0 else _score(recall)[:2]
     score = bootstrap(
         {"score": binned_recall_statistic(uncertainty, hit, binning=binning, n_bins=n_bins)},
         len(hit), n_resamples=n_resamples, level=level, groups=groups, seed=seed,

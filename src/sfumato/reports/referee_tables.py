@@ -27,6 +27,27 @@ COLUMNS: dict[str, tuple[str, Any]] = {
 """Figure -> its title, and which value is best; None for costs, whose best is not marked."""
 
 
+def referee_tables(reports: Sequence[dict[str, Any]], methods: Sequence[str] = ()) -> str:
+    """All tables of a model, each below its heading.
+
+    Args:
+        reports: see :func:`referee_table`.
+        methods: those that are shown; all if none are named.
+
+    Returns:
+        Markdown.
+    """
+    if methods:
+        reports = [r | {"methods": {n: r["methods"][n] for n in methods if n in r["methods"]}} for r in reports]
+    parts = []
+    for split in reports[0]["sizes"]:
+        for direction in DIRECTION_NAMES:
+            if split not in ("train", "val") and any(_known(report, split, direction) for report in reports):
+                heading = referee_heading(reports, split, direction)
+                parts.append(f"**{heading}**\n\n{referee_table(reports, split, direction)}\n")
+    return "\n".join([*parts, *(f"Note: {note}." for note in reports[0]["notes"])])
+
+
 def referee_table(reports: Sequence[dict[str, Any]], split: str, direction: str) -> str:
     """One table: contestants by rows, ascending log loss of the first hit; the best of each column is bold.
 
@@ -67,15 +88,13 @@ def referee_heading(reports: Sequence[dict[str, Any]], split: str, direction: st
         One line: the model, the split, the numbers of queries and items, recall@1 of the frozen cosine.
     """
     first, sizes = reports[0], reports[0]["sizes"][split]
-    recall = fmean(
-        next(iter(_known(report, split, direction)))["recall"]["value"]
-        for report in reports
-        if _known(report, split, direction)
-    )
+    known = [figures[0] for report in reports if (figures := _known(report, split, direction))]
+    recall, n_galleries = fmean(f["recall"]["value"] for f in known), known[0]["n_galleries"]
+    parts = f" in {n_galleries} galleries" if n_galleries > 1 else ""
     seeds = f", mean ± standard deviation of {len(reports)} seeds" if len(reports) > 1 else ""
     return (
         f"{first['model']}, split {split}, {DIRECTION_NAMES[direction]}: {sizes['images']:,} images,"
-        f" {sizes['texts']:,} texts, recall@1 {recall:.1%}{seeds}"
+        f" {sizes['texts']:,} texts{parts}, recall@1 {recall:.1%}{seeds}"
     )
 
 

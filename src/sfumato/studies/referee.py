@@ -10,8 +10,8 @@ read the figures.
 import json
 import platform
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from sfumato.calibration.calibrator import Calibration
+from sfumato.errors import UserError
 from sfumato.evaluation.hits import N_BINS
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
@@ -44,7 +45,7 @@ from sfumato.metrics.selective import (
     rejection_ratio_statistic,
 )
 from sfumato.metrics.uncertainty import balanced_spearman
-from sfumato.posthoc import Side, fit_hit_logits
+from sfumato.posthoc import METHODS, AdapterTraining, Side, fit_hit_logits
 from sfumato.search.exact import rank_relevant
 from sfumato.studies.contestants import (
     CONTESTANTS,
@@ -141,6 +142,42 @@ class ContestantFigures:
     ambiguity: Interval | None
     minus_s_r2: dict[str, dict[str, Any]]
     ms_per_query: float
+
+
+def wanted_methods(names: Sequence[str]) -> tuple[str, ...]:
+    """The contestants of a list of names.
+
+    Args:
+        names: in CONTESTANTS; "all" for all of them.
+
+    Returns:
+        The names in the order of CONTESTANTS.
+
+    Raises:
+        UserError: an unknown name, or none.
+    """
+    if unknown := [name for name in names if name not in (*CONTESTANTS, "all")]:
+        raise UserError(f"unknown method {unknown[0]!r}; known: all, {', '.join(CONTESTANTS)}")
+    if not names:
+        raise UserError(f"no method is named; known: all, {', '.join(CONTESTANTS)}")
+    return CONTESTANTS if "all" in names else tuple(name for name in CONTESTANTS if name in names)
+
+
+def adapter_epochs(epochs: int) -> dict[str, dict[str, Any]]:
+    """Options of the fit of the methods that train a network.
+
+    Args:
+        epochs: passes over the pairs; 0 for the methods' own defaults.
+
+    Returns:
+        Options by method, for :class:`RefereeOptions`.
+    """
+    defaults = {name: getattr(method, "default", None) for name, method in METHODS.items()}
+    return {
+        name: {"training": replace(default, epochs=epochs)}
+        for name, default in defaults.items()
+        if epochs and isinstance(default, AdapterTraining)
+    }
 
 
 def referee_model(

@@ -1,0 +1,200 @@
+"""-S*R^2 in all binnings: the released numbers, a table by hand, slow loops, and what the score hides."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from scipy import stats
+
+from sfumato.metrics.binned import RecallBinning, binned_recall, binned_recall_statistic, minus_s_r2
+from sfumato.metrics.bootstrap import bootstrap
+from sfumato.metrics.reliability import expected_calibration_error, log_loss
+from sfumato.metrics.selective import auroc
+
+SHARED = Path(os.environ.get("SFUMATO_SHARED", Path(__file__).resolve().parents[2].parent / "shared"))
+BINNINGS = RecallBinning.__args__
+
+
+@pytest.fixture(scope="module")
+def released():
+    folder = SHARED / "parity" / "posthoc"
+    if not (folder / "uncertainty_metrics.json").is_file():
+        pytest.skip(f"no uncertainty_metrics in {folder}; set SFUMATO_SHARED to the folder of the reference values")
+    described = json.loads((folder / "uncertainty_metrics.json").read_text())
+    return described, load_file(folder / "uncertainty_metrics.safetensors")
+
+
+def queries(n=97, seed=0):
+    rng = np.random.default_rng(seed)
+    u = rng.gamma(2.0, size=n)
+    return u, (rng.random(n) > u / u.max()).astype(float)
+
+
+# ---------------------------------------------------------------- against released code
+@pytest.mark.parametrize("side", ["txt", "img"])
+@pytest.mark.parametrize("n_bins", [5, 10])
+@pytest.mark.parametrize(
+    ("binning", "key"),
+    [
+        ("count", "ours/{}/count"),
+        ("width", "ours/{}/width"),
+        ("probvlm_spacing", "probvlm/{}/spacing"),
+        ("probvlm_samples", "probvlm/{}/samples"),
+    ],
+)
+def test_bins_and_correlations_of_the_fixture(released, side, n_bins, binning, key):
+    _, t = released
+    found = binned_recall(t[f"inputs/u_{side}"], t[f"hits/{side}"], binning=binning, n_bins=n_bins, n_resamples=0)
+    prefix = f"{key.format(side)}_{n_bins}/"
+    np.testing.assert_array_equal(found.counts, t[f"{prefix}counts"])
+    np.testing.assert_allclose(found.recall, t[f"{prefix}recall"], rtol=1e-12)
+    s, r2 = float(t[f"{prefix}S"]), float(t[f"{prefix}R2"])
+    np.testing.assert_allclose([found.spearman, found.r_squared, found.score.value], [s, r2, -s * r2], rtol=1e-12)
+
+
+@pytest.mark.parametrize(("side", "direction"), [("txt", "t2i"), ("img", "i2t")])
+def test_uclip_and_asymvlm(released, side, direction):
+    """uCLIP's bins ascend in confidence, so that its S has the other sign; recalls are float32."""
+    described, t = released
+    u, hit = t[f"inputs/u_{side}"], t[f"hits/{side}"]
+    found = binned_recall(u, hit, binning="uclip", n_resamples=0)
+    np.testing.assert_allclose(found.recall[::-1], t[f"uclip/{direction}/recall"], rtol=1e-7)
+    np.testing.assert_allclose(found.spearman, -t[f"uclip/{direction}/S"], rtol=1e-12)
+    np.testing.assert_allclose(found.score.value, described["cases"]["uclip_score_minus_S_R2"][direction], rtol=1e-6)
+    own = t["asymvlm/u_i2t"] if direction == "i2t" else u
+    for n_bins in (5, 10):
+        found = binned_recall(own, hit, binning="asymvlm", n_bins=n_bins, n_resamples=0)
+        np.testing.assert_allclose(found.recall, t[f"asymvlm/{direction}_{n_bins}"], rtol=1e-12)
+        assert sum(found.counts) == len(u) - len(u) % n_bins
+
+
+def test_the_other_figures_of_the_fixture(released):
+    """Error AUROC by ranks, ECE of top-1 confidences in 20 bins, and NLPD, by the functions that we had before."""
+    _, t = released
+    wrong = 1 - t["hits/txt"].astype(float)
+    for case in ("plain", "tiny_float64", "tiny_float32", "large_float32"):
+        u = t[f"auroc/{case}/uncertainty"]
+        np.testing.assert_allclose(auroc(u, wrong), t[f"ours/auroc/{case}"], rtol=1e-12)
+    assert abs(float(t["auroc/tiny_float32/official"]) - 0.5) < 1e-9  # What a sigmoid in float32 leaves.
+    p, label = torch.from_numpy(t["cal/probs"]), torch.from_numpy(t["cal/labels"])
+    confidence, best = p.max(1)
+    ece = expected_calibration_error(confidence, (best == label).double(), n_bins=20)
+    np.testing.assert_allclose(ece, t["ours/cal/ece"], rtol=1e-12)
+    np.testing.assert_allclose(ece, t["cal/ece"], atol=1e-7)
+    of_label = p.gather(1, label[:, None])[:, 0]
+    np.testing.assert_allclose(log_loss(of_label, torch.ones_like(of_label)), t["cal/nlpd"], rtol=1e-6)
+
+
+def test_float64_confidences_on_float32_edges_lose_queries_as_released():
+    lost = {binning: 0 for binning in ("uclip", "width")}
+    for seed in range(200):
+        u = np.random.default_rng(seed).normal(size=50)
+        for binning in lost:
+            lost[binning] += 50 - sum(binned_recall(u, np.arange(50) % 2, binning=binning, n_resamples=0).counts)
+    assert lost["width"] == 0 and lost["uclip"] > 100
+
+
+# ---------------------------------------------------------------- by hand and by loops
+def test_a_table_by_hand():
+    u = np.array([5.0, 1, 2, 9, 3, 4, 8])
+    hit = np.array([0.0, 1, 1, 0, 1, 0, 1])
+    count = binned_recall(u, hit, n_bins=3, n_resamples=0)
+    assert count.counts == (3, 2, 2)  # 1 2 3 | 4 5 | 8 9
+    assert count.recall == (1.0, 0.0, 0.5)
+    # Ranks of the recalls are 3 1 2: S = -1/2. Pearson of (0, 1, 2) and (1, 0, 1/2) is -1/2, too.
+    assert (count.spearman, count.r_squared) == pytest.approx((-0.5, 0.25))
+    assert count.score.value == pytest.approx(0.125)
+    width = binned_recall(u, hit, n_bins=4, binning="width", n_resamples=0)
+    assert width.counts == (2, 2, 1, 2)  # [1, 3) [3, 5) [5, 7) [7, 9]
+    assert width.recall == (1.0, 0.5, 0.0, 0.5)
+
+
+def by_loops(u, hit, binning, n_bins):
+    """-S*R^2 of the two binnings that lose nothing, with the correlations of scipy."""
+    items = sorted(zip(u, hit, strict=True), key=lambda item: item[0])
+    bins = [[] for _ in range(n_bins)]
+    low, high = items[0][0], items[-1][0]
+    for k, (value, right) in enumerate(items):
+        if binning == "count":
+            sizes = [len(items) // n_bins + (b < len(items) % n_bins) for b in range(n_bins)]
+            b = next(b for b in range(n_bins) if k < sum(sizes[: b + 1]))
+        else:
+            edges = np.linspace(low, high, n_bins + 1)
+            b = next((b for b in range(n_bins) if value < edges[b + 1]), n_bins - 1)
+        bins[b].append(right)
+    recall = [np.mean(own) for own in bins if own]
+    number = np.arange(len(recall))
+    return -stats.spearmanr(number, recall)[0] * stats.pearsonr(number, recall)[0] ** 2
+
+
+@pytest.mark.parametrize("binning", ["count", "width"])
+@pytest.mark.parametrize("seed", range(4))
+def test_score_is_that_of_loops(binning, seed):
+    u, hit = queries(seed=seed)
+    found = minus_s_r2(u, hit, binning=binning, n_bins=7)
+    assert found == pytest.approx(by_loops(u, hit, binning, 7), abs=1e-12)
+    recall = np.array(binned_recall(u, hit, binning=binning, n_bins=7, n_resamples=0).recall)
+    number = np.arange(len(recall))
+    s, r = stats.spearmanr(number, recall)[0], stats.pearsonr(number, recall)[0]
+    assert abs(found + s * r) > 1e-3  # Not squared.
+    assert abs(found - s * r * r) > 1e-3  # The other sign.
+
+
+@pytest.mark.parametrize("binning", BINNINGS)
+def test_a_resample_is_binned_anew(binning):
+    u, hit = queries(n=61)
+    rng = np.random.default_rng(1)
+    picked = rng.integers(61, size=61)
+    counts = np.bincount(picked, minlength=61).astype(float)
+    statistic = binned_recall_statistic(u, hit, binning=binning, n_bins=5)
+    rows = np.sort(picked)
+    assert statistic(counts[None])[0] == pytest.approx(minus_s_r2(u[rows], hit[rows], binning=binning, n_bins=5))
+    found = binned_recall(u, hit, binning=binning, n_bins=5, n_resamples=50, seed=3).score
+    assert found == bootstrap({"x": statistic}, 61, n_resamples=50, seed=3)["x"]
+    assert found.low <= found.high
+
+
+def test_what_the_binning_and_the_score_hide():
+    u, hit = queries(n=500)
+    by_rank = stats.rankdata(u) ** 6
+    assert minus_s_r2(u, hit) == pytest.approx(minus_s_r2(by_rank, hit))
+    assert abs(minus_s_r2(u, hit, binning="width") - minus_s_r2(by_rank, hit, binning="width")) > 0.02
+    # A fall of a hundredth from bin to bin scores as a fall of a tenth does.
+    steep, flat = (np.repeat(np.arange(10.0), 100), np.tile(np.arange(100), 10))
+    for fall in (1, 9):
+        right = (flat < 95 - fall * steep).astype(float)
+        assert minus_s_r2(steep, right) == pytest.approx(1.0)
+    # Two bins that are not empty always score 1 or -1.
+    outlier = np.append(np.linspace(0, 1, 99), 1e3)
+    assert minus_s_r2(outlier, np.append(np.arange(99) % 2, 0), binning="width") == pytest.approx(1.0)
+
+
+def test_nothing_is_lost_and_undefined_is_none():
+    u, hit = queries(n=103)
+    for binning in ("count", "width"):
+        assert sum(binned_recall(u, hit, binning=binning, n_resamples=0).counts) == 103
+    for binning in BINNINGS:
+        constant = binned_recall(np.ones(20), np.arange(20) % 2, binning=binning, n_resamples=5)
+        assert constant.score.value is constant.spearman is constant.r_squared is None
+        json.dumps(constant.to_json(), allow_nan=False)
+    assert binned_recall(np.arange(20.0), np.ones(20), n_resamples=5).score.value is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"binning": "quantile"}, "unknown binning 'quantile'; known: count, width"),
+        ({"n_bins": 0}, "n_bins must be at least 1, got 0"),
+        ({"uncertainty": np.ones(0), "hit": np.ones(0)}, "got no queries"),
+        ({"hit": np.ones(3)}, r"got \(4,\) uncertainties for \(3,\) hits"),
+        ({"uncertainty": np.array([1, np.nan, 2, 3])}, "NaN"),
+    ],
+)
+def test_bad_input(options, message):
+    given = {"uncertainty": np.arange(4.0), "hit": np.array([1, 0, 1, 0])} | options
+    with pytest.raises(ValueError, match=message):
+        binned_recall(given.pop("uncertainty"), given.pop("hit"), **given)

@@ -1,0 +1,414 @@
+"""The referee on tiny frozen models: every figure against loops, files that resume, tables by hand, the command."""
+
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from support.toy import make_toy
+from torch.nn import functional
+
+from sfumato.errors import UserError
+from sfumato.metrics.reliability import log_loss
+from sfumato.models.recipe import find_recipe, load_recipe
+from sfumato.models.run import load_run
+from sfumato.posthoc import METHODS, AdapterTraining, fit_hit_logits
+from sfumato.reports.referee_tables import referee_heading, referee_table, referee_tables
+from sfumato.studies import referee as referee_module
+from sfumato.studies.contestants import BASELINES, CONTESTANTS, fit_contestant, pair_calibration
+from sfumato.studies.frozen_model import FrozenModel, FrozenSplit, freeze
+from sfumato.studies.referee import RefereeOptions, adapter_epochs, referee_model, wanted_methods
+from sfumato.training.loop import fit
+
+TINY = {name: {"training": AdapterTraining((8,) if name == "probvlm" else (8, 8), 2, 32)} for name in adapter_epochs(1)}
+QUICK = RefereeOptions(fit=TINY, n_resamples=10, n_absent=30)
+SIDES = {"t2i": "text", "i2t": "image"}
+
+
+def draw(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def split_of(n, seed, *, per_image=2, many=False, hidden=True):
+    """Noisy linear views of one latent vector; texts match one image, or also the next few images."""
+    latent = draw(n, 5, seed=seed)
+    inputs = [latent @ draw(5, p, seed=p) for p in (7, 8)]
+    inputs[1] = inputs[1].repeat_interleave(per_image, 0)
+    inputs = [x + 0.5 * draw(*x.shape, seed=seed + k + 50) for k, x in enumerate(inputs)]
+    images, texts = (x @ w.T + b for x, (w, b) in zip(inputs, PROJECTIONS.values(), strict=True))
+    pairs = [(text // per_image, text) for text in range(n * per_image)]
+    if many:
+        pairs += [
+            ((text // per_image + k) % n, text) for text in range(0, n * per_image, 3) for k in range(1, text % 5)
+        ]
+    return FrozenSplit(images, texts, np.array(pairs), np.arange(n), *(inputs if hidden else ()))
+
+
+def projection(p):
+    """A layer that finds the latent vector in its inputs, and a small bias."""
+    matrix = torch.linalg.pinv(draw(5, p, seed=p)) @ draw(5, 6, seed=1)
+    return matrix.T.contiguous(), 0.2 * draw(6, seed=2)
+
+
+PROJECTIONS = {"image": projection(7), "text": projection(8)}
+
+
+def model_of(**options):
+    tests = {"test": split_of(61, 12, **options)}
+    projections = PROJECTIONS if options.get("hidden", True) else {}
+    return FrozenModel("tiny", split_of(80, 10, **options), split_of(60, 11, **options), tests, projections)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return model_of()
+
+
+@pytest.fixture(scope="module")
+def report(model):
+    return referee_model(model, QUICK)
+
+
+def untimed(report):
+    """Without what differs between equal calls."""
+    text = json.dumps(report, sort_keys=True)
+    found = json.loads(text)
+    for method in found["methods"].values():
+        method.pop("fit_seconds", None)
+        for split in method.get("tests", {}).values():
+            for figures in split.values():
+                figures.pop("ms_per_query")
+    return found
+
+
+def by_loops(split, side):
+    """(cosine, matches) as lists of lists, rows are queries of the side."""
+    x, y = (split.images, split.texts) if side == "image" else (split.texts, split.images)
+    x, y = (functional.normalize(v.double(), dim=1) for v in (x, y))
+    truth = {(int(i), int(t)) for i, t in split.pairs}
+    match = [[((q, g) if side == "image" else (g, q)) in truth for g in range(len(y))] for q in range(len(x))]
+    return (x @ y.T).tolist(), match
+
+
+def first_hit(cosine, match):
+    return float(match[max(range(len(cosine)), key=lambda g: cosine[g])])
+
+
+def auroc_by_loops(low, high):
+    pairs = [(a, b) for a in low for b in high]
+    return sum((b > a) + 0.5 * (b == a) for a, b in pairs) / len(pairs)
+
+
+# ---------------------------------------------------------------- figures
+def test_every_contestant_is_there_for_every_direction(report):
+    assert list(report["methods"]) == list(CONTESTANTS) == [*BASELINES, *METHODS]
+    for name, method in report["methods"].items():
+        directions = ["t2i"] if name == "asymvlm" else ["t2i", "i2t"]
+        assert sorted(method["tests"]["test"]) == sorted(directions) and method["summary"]
+        for figures in method["tests"]["test"].values():
+            assert figures["n_galleries"] == 1 and math.isfinite(figures["log_loss"]["value"])
+            assert [figures["minus_s_r2"][b]["n_bins"] for b in ("count", "width")] == [10, 10]
+            assert all(sum(b["counts"]) == figures["n_queries"] for b in figures["minus_s_r2"].values())
+    json.dumps(report, allow_nan=False)
+
+
+@pytest.mark.parametrize("direction", SIDES)
+def test_recall_and_top1_are_those_of_loops(model, report, direction):
+    split, side = model.tests["test"], SIDES[direction]
+    cosine, match = by_loops(split, side)
+    hits = [first_hit(c, m) for c, m in zip(cosine, match, strict=True)]
+    figures = report["methods"]["top1"]["tests"]["test"][direction]
+    assert figures["recall"]["value"] == pytest.approx(np.mean(hits))
+    u = [1 - max(c) for c in cosine]
+    wrong, right = ([x for x, hit in zip(u, hits, strict=True) if hit == k] for k in (0, 1))
+    assert figures["wrong_auroc"]["value"] == pytest.approx(auroc_by_loops(right, wrong), abs=1e-3)
+
+    cosine, match = by_loops(model.val, side)
+    of_val = torch.tensor([1 - max(c) for c in cosine])
+    val_hits = torch.tensor([first_hit(c, m) for c, m in zip(cosine, match, strict=True)])
+    scale, bias = fit_hit_logits(of_val, val_hits)
+    assert figures["platt"] == pytest.approx([scale, bias], rel=1e-3)
+    p = [1 / (1 + math.exp(scale * x - bias)) for x in u]
+    expected = -np.mean([math.log(q if hit else 1 - q) for q, hit in zip(p, hits, strict=True)])
+    assert figures["log_loss"]["value"] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("direction", SIDES)
+@pytest.mark.parametrize("name", ["top1", "margin", "match_entropy", "sfumato"])
+def test_matches_are_taken_out_of_the_gallery_of_their_query(model, name, direction):
+    """Against a whole split of which this query's matches are deleted."""
+    split, side = model.tests["test"], SIDES[direction]
+    contestant = fit_contestant(name, model, pair_calibration(model, reference=False))
+    rows = np.arange(0, 60, 7)
+    found = contestant.without_matches(split, side, rows)
+    relevance = split.relevance(side)
+    assert np.abs(found - contestant.uncertainty(split, side)[rows]).max() > 1e-3
+    for k, row in enumerate(rows):
+        own = relevance.select_queries(np.array([row])).indices
+        kept = np.setdiff1d(np.arange(relevance.n_gallery), own)
+        other = split.texts if side == "image" else split.images
+        images, texts = (split.images, other[kept]) if side == "image" else (other[kept], split.texts)
+        smaller = FrozenSplit(images, texts, np.array([[0, 0]]))
+        expected = contestant.uncertainty(smaller, side)[row]
+        # The size of the gallery shifts sfumato's logits a little: here it stays that of the whole gallery.
+        assert found[k] == pytest.approx(expected, abs=0.1 if name == "sfumato" else 1e-5)
+
+
+def test_contestants_that_do_not_see_the_gallery_do_not_see_what_is_absent(report):
+    for name, method in report["methods"].items():
+        for figures in method["tests"]["test"].values():
+            assert method["needs_gallery"] == (figures["absent_auroc"] != 0.5), name
+            assert figures["absent_auroc"] > 0.6 or name != "top1"
+
+
+def test_the_constant_is_chance(report):
+    for direction in SIDES:
+        figures = report["methods"]["constant"]["tests"]["test"][direction]
+        assert figures["wrong_auroc"]["value"] == 0.5 and figures["wrong_gain"]["value"] == pytest.approx(0, abs=1e-12)
+        assert figures["platt"] is None and figures["minus_s_r2"]["count"]["score"]["value"] is None
+        assert figures["wrong_aurc"]["value"] == pytest.approx(1 - figures["recall"]["value"])
+
+
+def test_sfumato_is_the_probability_of_its_calibration(model, report):
+    """Its first-hit probabilities, by the public function of the calibration, query by query."""
+    calibration = pair_calibration(model, reference=False)
+    for direction, side in SIDES.items():
+        cosine, match = by_loops(model.tests["test"], side)
+        p = []
+        for row in cosine:
+            nearest = torch.tensor(sorted(2 - 2 * c for c in row)[:50])
+            p.append(calibration.hit_probability(nearest[:1], nearest, n_gallery=len(row), direction=direction))
+        hits = torch.tensor([first_hit(c, m) for c, m in zip(cosine, match, strict=True)])
+        figures = report["methods"]["sfumato_no_reference"]["tests"]["test"][direction]
+        assert figures["platt"] is None
+        assert figures["log_loss"]["value"] == pytest.approx(log_loss(torch.cat(p), hits), rel=1e-4)
+
+
+def test_a_method_with_the_wrong_sign_on_validation_gets_the_hit_rate(model, monkeypatch):
+    class Inverted(METHODS["top1"]):
+        def uncertainty(self, *args, **options):
+            return -super().uncertainty(*args, **options)
+
+    monkeypatch.setitem(METHODS, "top1", Inverted)
+    chosen = RefereeOptions(methods=("constant", "top1"), n_resamples=0, n_absent=0)
+    methods = referee_model(model, chosen)["methods"]
+    of = {name: methods[name]["tests"]["test"]["t2i"] for name in methods}
+    assert of["top1"]["platt"] is None and of["top1"]["wrong_auroc"]["value"] < 0.5
+    assert of["top1"]["log_loss"] == of["constant"]["log_loss"]
+
+
+def test_the_ranking_of_the_frozen_model_stays(report):
+    for name, method in report["methods"].items():
+        for direction, figures in method["tests"]["test"].items():
+            has = name in METHODS and METHODS[name].per_item
+            assert (figures["recall_after"] is not None) == has == (figures["recall_csd"] is not None)
+            if has:
+                assert figures["recall_after"] == pytest.approx(figures["recall"]["value"]), (name, direction)
+
+
+def test_without_projection_layers_laplace_says_why(model):
+    plain = model_of(hidden=False)
+    report = referee_model(plain, RefereeOptions(methods=("laplace", "top1"), n_resamples=0, n_absent=0))
+    assert "projection" in report["methods"]["laplace"]["unavailable"]
+    table = referee_table([report], "test", "t2i")
+    assert "Not available: laplace (laplace: the pairs have no image_hidden" in table
+
+
+def test_ambiguity_where_texts_have_many_matches(report):
+    assert all(f["ambiguity"] is None for m in report["methods"].values() for f in m["tests"]["test"].values())
+    many = referee_model(model_of(many=True), RefereeOptions(methods=("top1", "constant"), n_resamples=5, n_absent=5))
+    values = {n: m["tests"]["test"]["t2i"]["ambiguity"] for n, m in many["methods"].items()}
+    assert -1 <= values["top1"]["low"] <= values["top1"]["high"] <= 1 and values["constant"]["value"] is None
+
+
+# ---------------------------------------------------------------- galleries and splits
+def test_a_large_split_is_dealt_into_galleries_of_the_size_of_validation(model):
+    large = FrozenModel("tiny", model.train, split_of(20, 11), {"test": model.tests["test"]}, PROJECTIONS)
+    options = RefereeOptions(methods=("top1",), n_resamples=5, n_absent=9, seed=4)
+    found = referee_model(large, options)["methods"]["top1"]["tests"]["test"]
+    parts = model.tests["test"].galleries(20, seed=4)
+    assert [len(part.images) for part in parts] == [21, 20, 20]
+    for direction, side in SIDES.items():
+        hits = [first_hit(c, m) for part in parts for c, m in zip(*by_loops(part, side), strict=True)]
+        assert found[direction]["n_galleries"] == 3 and found[direction]["n_queries"] == len(hits)
+        assert found[direction]["recall"]["value"] == pytest.approx(np.mean(hits))
+
+
+def test_selected_images_keep_their_texts_and_matches():
+    split = split_of(9, 5, many=True)
+    index = np.array([1, 4, 5])
+    part = split.select_images(index)
+    texts = [t for t in range(18) if any((i, t) in {tuple(p) for p in split.pairs.tolist()} for i in index)]
+    expected = {(k, texts.index(t)) for i, t in split.pairs.tolist() for k in range(3) if index[k] == i}
+    assert {tuple(pair) for pair in part.pairs.tolist()} == expected
+    assert torch.equal(part.images, split.images[index]) and torch.equal(part.texts, split.texts[texts])
+    assert torch.equal(part.image_hidden, split.image_hidden[index])
+    assert torch.equal(part.text_hidden, split.text_hidden[texts])
+    assert split.many_to_many and not split_of(9, 5).many_to_many
+
+
+# ---------------------------------------------------------------- files
+def test_finished_contestants_are_not_computed_again(model, tmp_path, monkeypatch):
+    path = tmp_path / "tiny.json"
+    whole = referee_model(model, RefereeOptions(methods=("constant", "top1", "margin"), n_resamples=5, n_absent=5))
+    referee_model(model, RefereeOptions(methods=("top1",), n_resamples=5, n_absent=5), path=path)
+    asked = []
+    kept = referee_module.fit_contestant
+    monkeypatch.setattr(referee_module, "fit_contestant", lambda n, *a, **k: asked.append(n) or kept(n, *a, **k))
+    options = RefereeOptions(methods=("constant", "top1", "margin"), n_resamples=5, n_absent=5)
+    resumed = referee_model(model, options, path=path, about={"commit": "abc"})
+    assert asked == ["constant", "margin"] and resumed["about"] == {"commit": "abc"}
+    assert untimed(resumed)["methods"] == untimed(whole)["methods"]
+    assert json.loads(path.read_text()) == json.loads(json.dumps(resumed))
+    referee_model(model, options, path=path)
+    assert len(asked) == 2
+    changed = RefereeOptions(methods=("top1",), n_resamples=6, n_absent=5)
+    assert list(referee_model(model, changed, path=path)["methods"]) == ["top1"] and len(asked) == 3
+    other = FrozenModel("tiny", model.train, model.val, {"test": split_of(61, 13)}, PROJECTIONS)
+    referee_model(other, changed, path=path)
+    assert len(asked) == 4
+
+
+def test_equal_seeds_give_equal_figures(model):
+    options = RefereeOptions(methods=("pfe", "margin"), fit=TINY, n_resamples=5, n_absent=5, seed=2)
+    assert untimed(referee_model(model, options)) == untimed(referee_model(model, options))
+
+
+def test_bad_options():
+    with pytest.raises(ValueError, match="unknown method 'entropy'; known: constant"):
+        RefereeOptions(methods=("entropy",))
+    with pytest.raises(ValueError, match="must not be negative"):
+        RefereeOptions(n_absent=-1)
+    assert wanted_methods(["margin", "constant"]) == ("constant", "margin") and wanted_methods(["all"]) == CONTESTANTS
+    with pytest.raises(UserError, match="no method is named"):
+        wanted_methods([])
+    assert not adapter_epochs(0) and set(adapter_epochs(3)) == {"probvlm", "asymvlm", "pfe", "pcmepp", "prolip"}
+
+
+# ---------------------------------------------------------------- tables
+def made(values, seed=0):
+    interval = lambda v: {"value": v, "low": v - 0.1, "high": v + 0.1}
+    figures = {
+        name: {
+            "n_galleries": 1, "recall": interval(0.25), "recall_csd": None, "log_loss": interval(loss), "ece": 0.01,
+            "wrong_auroc": interval(auroc), "wrong_aurc": interval(0.5), "wrong_excess_aurc": interval(0.2),
+            "wrong_gain": interval(0.3), "absent_auroc": 0.5, "ambiguity": None, "ms_per_query": 1.5,
+            "minus_s_r2": {b: {"score": {"value": None, "low": None, "high": None}} for b in ("count", "width")},
+        }
+        for name, (loss, auroc) in values.items()
+    }  # fmt: skip
+    methods = {n: {"fit_seconds": 12.0, "bytes": 2e6, "tests": {"test": {"t2i": f}}} for n, f in figures.items()}
+    methods["laplace"] = {"unavailable": "no layers"}
+    sizes = {"train": {}, "val": {}, "test": {"images": 1000, "texts": 5000}}
+    return {"model": "tiny", "seed": seed, "sizes": sizes, "notes": ["a note"], "methods": methods}
+
+
+def test_a_table_by_hand():
+    reports = [made({"worse": (0.7, 0.6), "better": (0.5, 0.6)}), made({"worse": (0.9, 0.7), "better": (0.5, 0.6)}, 1)]
+    lines = referee_table(reports, "test", "t2i").splitlines()
+    assert lines[0].startswith("| method | log loss | ECE | wrong: AUROC | AURC |") and "S·R²" not in lines[0]
+    assert lines[2].startswith("| better | **.500** ± .000 | **.010** ± .000 | .600 ± .000 |")
+    assert lines[3].startswith("| worse | .800 ± .141 | **.010** ± .000 | **.650** ± .071 |")
+    assert lines[3].endswith("| 12 | 1.50 | 2.00 |")
+    assert lines[5] == "Not available: laplace (no layers)."
+    heading = referee_heading(reports, "test", "t2i")
+    assert heading == (
+        "tiny, split test, text -> image: 1,000 images, 5,000 texts, recall@1 25.0%, mean ± standard deviation of 2"
+        " seeds"
+    )
+    alone = referee_tables(reports[:1], ["better"])
+    assert "| better | **.500** [.400, .600] |" in alone and "worse" not in alone and "image -> text" not in alone
+    assert alone.endswith("Note: a note.")
+
+
+# ---------------------------------------------------------------- runs and the command
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Heads on made-up embeddings: 60 images for training, 30 each for validation and test, two texts an image."""
+    folder = tmp_path_factory.mktemp("referee")
+    latent = draw(120, 4, seed=0)
+    images = latent @ draw(4, 6, seed=1) + 0.3 * draw(120, 6, seed=2)
+    texts = latent.repeat_interleave(2, 0) @ draw(4, 5, seed=3) + 0.3 * draw(240, 5, seed=4)
+    np.save(folder / "images.npy", images.numpy())
+    np.save(folder / "texts.npy", texts.numpy())
+    with (folder / "pairs.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["image", "text", "split"])
+        for t in range(240):
+            writer.writerow([t // 2, t, "train" if t < 120 else ("val", "test")[t // 2 % 2]])
+    names = {"images": "images.npy", "texts": "texts.npy", "path": "pairs.csv"}
+    data = [f"data.{key}={folder / name}" for key, name in names.items()]
+    small = "model.dim=8", "model.hidden=16", "train.batch_size=16", "train.epochs=4", "train.device=cpu"
+    fit(load_recipe(find_recipe("embeddings"), [*small, *data]), folder / "run")
+    return folder / "run"
+
+
+def test_a_frozen_run_is_its_last_layer_on_its_inputs(run):
+    loaded = load_run(run)
+    frozen = freeze(loaded, loaded.recipe.data, ("test",), name="run")
+    outside = freeze(loaded, loaded.recipe.data, ("test",), name="run", with_hidden=False)
+    assert frozen.tests["test"].image_hidden.shape == (30, 6 + 16) and not outside.projections
+    for split, plain in ((frozen.train, outside.train), (frozen.tests["test"], outside.tests["test"])):
+        for side in ("image", "text"):
+            matrix, bias = frozen.projections[side]
+            by_layer = split.hidden(side) @ matrix.T + bias
+            torch.testing.assert_close(by_layer, split.embeddings(side))
+            torch.testing.assert_close(functional.normalize(by_layer, dim=1), plain.embeddings(side))
+            assert (by_layer.norm(dim=1) - 1).abs().max() > 0.01
+        assert np.array_equal(split.pairs, plain.pairs)
+    pairs = frozen.training_pairs(10.0)
+    assert pairs.logit_scale == 10 and torch.equal(pairs.text_hidden, frozen.train.text_hidden)
+    assert outside.training_pairs().image_projection is None and frozen.digest != outside.digest
+
+
+def test_the_command_prints_tables_writes_files_and_resumes(run, sfumato):
+    chosen = "--methods", "constant,sfumato,top1,margin,laplace,pfe", "--bootstrap", 5, "--absent", 5, "--epochs", 1
+    status, out, err = sfumato("referee", run, *chosen)
+    assert status == 0 and "run, seed 0: pfe" in err
+    tables = [line for line in out.splitlines() if line.startswith("**run, split test")]
+    assert len(tables) == 2 and "text -> image: 30 images, 60 texts" in tables[0]
+    assert all(f"\n| {name} |" in out for name in chosen[1].split(","))
+    path = run / "referee-test" / "run-seed0.json"
+    first = path.read_text()
+    status, out, err = sfumato("referee", run, *chosen, "--json")
+    (printed,) = json.loads(out)
+    assert status == 0 and "pfe" not in err and path.read_text() == first
+    assert printed == json.loads(first) | {"out": str(path)}
+    assert printed["options"]["fit"]["pfe"] == {"training": str(adapter_epochs(1)["pfe"]["training"])}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--methods", "entropy"), "unknown method 'entropy'; known: all, constant, match_entropy"),
+        (("--split", "val"), "methods are fitted on train and val"),
+        (("--split", "none"), "has no split 'none'"),
+    ],
+)
+def test_what_the_command_cannot_do_is_one_line(run, sfumato, arguments, message):
+    status, out, err = sfumato("referee", run, *arguments)
+    assert status == 2 and not out and message in err and "Traceback" not in err
+
+
+def test_other_models_and_other_distances_are_refused(sfumato, tmp_path):
+    status, _, err = sfumato("referee", tmp_path)
+    assert status == 2 and "is not a run folder" in err
+    recipe = make_toy(tmp_path / "toy")
+    fit(load_recipe(recipe, ["train.epochs=1"]), tmp_path / "csd")
+    status, out, err = sfumato("referee", tmp_path / "csd", "--methods", "top1,laplace", "--bootstrap", 5)
+    assert status == 0 and "Note: its variances are left out: methods see the means." in out
+    assert "Not available: laplace" in out
+    changes = ["train.epochs=1", "model.item_offset=true"]
+    fit(load_recipe(recipe, changes), tmp_path / "offset")
+    status, _, err = sfumato("referee", tmp_path / "offset")
+    assert status == 2 and "not of unit length, so the model does not search by their cosine" in err
+    run = load_run(tmp_path / "csd")
+    for name in ("average_l2", "kl"):
+
+        class Sampled:
+            model, distance = run.model, name
+
+        with pytest.raises(UserError, match=f"searches by {name}, and not by the cosine"):
+            freeze(Sampled(), run.recipe.data, ("test",), name="x")
