@@ -26,9 +26,10 @@ import torch
 
 from sfumato.encoders.frozen import text_backbone
 from sfumato.files import write_json
+from sfumato.metrics.uncertainty import spearman
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
-from sfumato.reports.referee_tables import referee_tables
+from sfumato.reports.referee_tables import referee_summary, referee_tables
 from sfumato.studies.frozen_model import FrozenModel, FrozenSplit, freeze
 from sfumato.studies.referee import RefereeOptions, adapter_epochs, referee_model
 from sfumato.training.loop import fit
@@ -129,12 +130,45 @@ def main() -> None:
         chosen = RefereeOptions(fit=adapter_epochs(ADAPTER_EPOCHS), seed=seed)
         referee_model(model, chosen, path=path, about=about(), say=partial(print, flush=True))
     found = {key: json.loads(path.read_text()) for key, path in files.items() if path.exists()}
-    for name in options.only:
-        reports = [report for (model, _), report in found.items() if model == name]
-        if reports:
-            print(referee_tables(reports))
+    models = [[report for (model, _), report in found.items() if model == name] for name in options.only]
+    print_all([reports for reports in models if reports])
     if options.json:
         write_json(options.json, {f"{name}-seed{seed}": report for (name, seed), report in found.items()})
+
+
+SHOWN = ("log_loss", "ece", "wrong_auroc", "wrong_gain", "count", "width", "absent_auroc", "ambiguity")
+COSTS = ("recall_csd", "fit_seconds", "ms_per_query", "megabytes")
+
+
+def print_all(models: list[list[dict[str, Any]]]) -> None:
+    """Everything that docs/experiments shows."""
+    for figure, title in (
+        ("skill", "Log loss of the first hit: fraction of the constant's that is saved"),
+        ("wrong_auroc", "AUROC of wrong first hits"),
+        ("count", "-S·R², ten bins of equal numbers"),
+        ("width", "-S·R², ten bins of equal widths"),
+    ):
+        print(f"## {title}\n\n{referee_summary(models, figure)}\n")
+    print_hidden(models)
+    for reports in models:
+        print(f"## {reports[0]['model']}\n\n{referee_tables(reports, columns=(*SHOWN, *COSTS))}")
+
+
+def print_hidden(models: list[list[dict[str, Any]]]) -> None:
+    """How -S*R^2 and AUROC disagree, over all contestants, models, seeds, splits and directions that have both."""
+    rows = [
+        [figures["wrong_auroc"]["value"], *(figures["minus_s_r2"][b]["score"]["value"] for b in ("count", "width")),
+         *(figures["minus_s_r2"]["count"]["score"][side] for side in ("low", "high"))]
+        for reports in models for report in reports for method in report["methods"].values()
+        for directions in method.get("tests", {}).values() for figures in directions.values()
+    ]  # fmt: skip
+    auroc, count, width, low, high = np.array([row for row in rows if None not in row]).T
+    print(f"{len(auroc)} cells with both binnings.")
+    print(f"-S·R² (count) >= .8 and AUROC < .65: {int(((count >= 0.8) & (auroc < 0.65)).sum())}")
+    print(f"count and width differ by more than .3: {int((abs(count - width) > 0.3).sum())}")
+    print(f"median width of the 95 % interval (count): {np.median(high - low):.2f}; largest {(high - low).max():.2f}")
+    of_ranks = {name: spearman(auroc, values) for name, values in (("count", count), ("width", width))}
+    print("Spearman with AUROC: " + ", ".join(f"{name} {value:.2f}" for name, value in of_ranks.items()) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from sfumato.metrics.reliability import log_loss
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
 from sfumato.posthoc import METHODS, AdapterTraining, fit_hit_logits
-from sfumato.reports.referee_tables import referee_heading, referee_table, referee_tables
+from sfumato.reports.referee_tables import referee_heading, referee_summary, referee_table, referee_tables
 from sfumato.studies import referee as referee_module
 from sfumato.studies.contestants import BASELINES, CONTESTANTS, fit_contestant, pair_calibration
 from sfumato.studies.frozen_model import FrozenModel, FrozenSplit, freeze
@@ -321,6 +321,22 @@ def test_a_table_by_hand():
     alone = referee_tables(reports[:1], ["better"])
     assert "| better | **.500** [.400, .600] |" in alone and "worse" not in alone and "image -> text" not in alone
     assert alone.endswith("Note: a note.")
+
+
+def test_a_summary_by_hand():
+    first = [made({"constant": (0.8, 0.5), "mine": (0.8, 0.7)}), made({"constant": (0.8, 0.5), "mine": (0.4, 0.7)}, 1)]
+    second = [made({"constant": (0.5, 0.5), "mine": (0.6, 0.9)}) | {"model": "other"}]
+    lines = referee_summary([first, second], "skill").splitlines()
+    assert lines[0] == "| method | tiny t2i | other t2i | tiny i2t | other i2t | mean |"
+    # 1 - .8 / .8 and 1 - .4 / .8: 0 and .5; 1 - .6 / .5 = -.2.
+    assert lines[2] == "| mine | **.250** | -.200 | – | – | .025 |"
+    assert lines[3] == "| constant | .000 | **.000** | – | – | .000 |" and len(lines) == 4
+    assert (
+        referee_summary([first, second], "wrong_auroc")
+        .splitlines()[2]
+        .endswith("| **.700** | **.900** | – | – | .800 |")
+    )
+    assert referee_table(first, "test", "t2i", ("ece", "log_loss")).startswith("| method | ECE | log loss |\n")
 
 
 # ---------------------------------------------------------------- runs and the command

@@ -27,12 +27,13 @@ COLUMNS: dict[str, tuple[str, Any]] = {
 """Figure -> its title, and which value is best; None for costs, whose best is not marked."""
 
 
-def referee_tables(reports: Sequence[dict[str, Any]], methods: Sequence[str] = ()) -> str:
+def referee_tables(reports: Sequence[dict[str, Any]], methods: Sequence[str] = (), columns: Sequence[str] = ()) -> str:
     """All tables of a model, each below its heading.
 
     Args:
         reports: see :func:`referee_table`.
         methods: those that are shown; all if none are named.
+        columns: see :func:`referee_table`.
 
     Returns:
         Markdown.
@@ -44,17 +45,60 @@ def referee_tables(reports: Sequence[dict[str, Any]], methods: Sequence[str] = (
         for direction in DIRECTION_NAMES:
             if split not in ("train", "val") and any(_known(report, split, direction) for report in reports):
                 heading = referee_heading(reports, split, direction)
-                parts.append(f"**{heading}**\n\n{referee_table(reports, split, direction)}\n")
+                parts.append(f"**{heading}**\n\n{referee_table(reports, split, direction, columns)}\n")
     return "\n".join([*parts, *(f"Note: {note}." for note in reports[0]["notes"])])
 
 
-def referee_table(reports: Sequence[dict[str, Any]], split: str, direction: str) -> str:
+def referee_summary(models: Sequence[Sequence[dict[str, Any]]], figure: str) -> str:
+    """One figure of every contestant on several models, split test; the best mean first.
+
+    Args:
+        models: reports of each model, one for each seed.
+        figure: "skill" for 1 - log loss / log loss of the constant, or a key of COLUMNS that is not a cost.
+
+    Returns:
+        Markdown: rows are contestants, columns models and directions, values means over seeds; the last column is the
+        mean over the columns where the contestant has a value.
+    """
+    places = [(reports, direction) for direction in DIRECTION_NAMES for reports in models]
+    names = list(dict.fromkeys(name for reports in models for name in reports[0]["methods"]))
+    rows = {name: [_mean_of(reports, name, direction, figure) for reports, direction in places] for name in names}
+    means = {name: fmean(known) for name, row in rows.items() if (known := [v for v in row if v is not None])}
+    sign = 1 if figure != "skill" and COLUMNS[figure][1] is _LOWER else -1
+    titles = [f"{reports[0]['model']} {direction}" for reports, direction in places]
+    best = [
+        min((sign * v for name in names if (v := rows[name][k]) is not None), default=0) for k in range(len(places))
+    ]
+    lines = ["| method | " + " | ".join(titles) + " | mean |", "| --- |" + " ---: |" * (len(titles) + 1)]
+    for name in sorted(means, key=lambda name: sign * means[name]):
+        cells = [
+            "–" if v is None else f"**{_number(v)}**" if sign * v == low else _number(v)
+            for v, low in zip(rows[name], best, strict=True)
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {_number(means[name])} |")
+    return "\n".join(lines)
+
+
+def _mean_of(reports: Sequence[dict[str, Any]], name: str, direction: str, figure: str) -> float | None:
+    """The mean of a figure over the reports of a model; None where one lacks it."""
+    found = _row(reports, name, "test", direction)["log_loss" if figure == "skill" else figure]
+    if not found:
+        return None
+    values = [v[0] for v in found]
+    if figure == "skill":
+        constant = _row(reports, "constant", "test", direction)["log_loss"]
+        values = [1 - v / c[0] for v, c in zip(values, constant, strict=True)]
+    return fmean(values)
+
+
+def referee_table(reports: Sequence[dict[str, Any]], split: str, direction: str, columns: Sequence[str] = ()) -> str:
     """One table: contestants by rows, ascending log loss of the first hit; the best of each column is bold.
 
     Args:
         reports: of :func:`~sfumato.studies.referee.referee_model`, of one model with several seeds, or a single one.
         split: name of the measured split.
         direction: "t2i" or "i2t".
+        columns: keys of COLUMNS that are shown; all that have a value if none are named.
 
     Returns:
         Markdown. A single report has 95 % intervals over queries in brackets; several have mean ± standard deviation
@@ -62,7 +106,7 @@ def referee_table(reports: Sequence[dict[str, Any]], split: str, direction: str)
     """
     rows = {name: _row(reports, name, split, direction) for name in reports[0]["methods"]}
     known = {name: row for name, row in rows.items() if row["log_loss"]}
-    shown = [key for key in COLUMNS if any(row[key] for row in known.values())]
+    shown = [key for key in columns or COLUMNS if any(row[key] for row in known.values())]
     best = {
         key: COLUMNS[key][1](fmean(v[0] for v in row[key]) for row in known.values() if row[key])
         for key in shown
