@@ -262,13 +262,15 @@ def test_finished_contestants_are_not_computed_again(model, tmp_path, monkeypatc
     assert asked == ["constant", "margin"] and resumed["about"] == {"commit": "abc"}
     assert untimed(resumed)["methods"] == untimed(whole)["methods"]
     assert json.loads(path.read_text()) == json.loads(json.dumps(resumed))
-    referee_model(model, options, path=path)
-    assert len(asked) == 2
+    assert referee_model(model, options, path=path) == json.loads(path.read_text()) and len(asked) == 2
     changed = RefereeOptions(methods=("top1",), n_resamples=6, n_absent=5)
     assert list(referee_model(model, changed, path=path)["methods"]) == ["top1"] and len(asked) == 3
     other = FrozenModel("tiny", model.train, model.val, {"test": split_of(61, 13)}, PROJECTIONS)
     referee_model(other, changed, path=path)
     assert len(asked) == 4
+    path.write_text("{")
+    referee_model(other, changed, path=path)
+    assert len(asked) == 5
 
 
 def test_equal_seeds_give_equal_figures(model):

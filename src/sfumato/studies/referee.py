@@ -195,7 +195,7 @@ def referee_model(
         options: see :class:`RefereeOptions`.
         path: JSON file that is written after each contestant. Contestants that it already has for the same embeddings
             and options are not computed again.
-        about: JSON values to keep, such as the commit.
+        about: JSON values to keep, such as the commit; those of the last call that computed something stay.
         say: told what is done.
 
     Returns:
@@ -205,9 +205,9 @@ def referee_model(
     """
     options = options or RefereeOptions()
     report = _kept(path, model, options) or _new_report(model, options)
-    report["about"] = dict(about or {})
     missing = [name for name in options.methods if name not in report["methods"]]
     if missing:
+        report["about"] = dict(about or {})
         splits, n, seed = {"val": model.val, **model.tests}, len(model.val.images), options.seed
         scenes = {split: {side: _Scene.of(x, side, n, seed) for side in _SIDES} for split, x in splits.items()}
         validation = scenes.pop("val")
@@ -233,6 +233,7 @@ def _new_report(model: FrozenModel, options: RefereeOptions) -> dict[str, Any]:
             for name, x in splits.items()
         },
         "notes": list(model.notes),
+        "about": {},
         "machine": {
             "processor": platform.processor() or platform.machine(),
             "threads": torch.get_num_threads(),
@@ -254,7 +255,10 @@ def _kept(path: Path | None, model: FrozenModel, options: RefereeOptions) -> dic
     """The report of an earlier call for the same embeddings and options."""
     if path is None or not path.is_file():
         return None
-    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # Damaged: made anew.
+        return None
     same = (report.get("format"), report.get("digest"), report.get("options"))
     return report if same == (FORMAT, model.digest, _described(options)) else None
 
