@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from statistics import fmean, stdev
+from textwrap import fill
 from typing import Any
 
 DIRECTION_NAMES = {"t2i": "text -> image", "i2t": "image -> text"}
 
 _LOWER, _HIGHER = min, max
+
+_WIDTH = 120
 
 COLUMNS: dict[str, tuple[str, Any]] = {
     "log_loss": ("log loss", _LOWER),
@@ -118,7 +121,7 @@ def referee_table(reports: Sequence[dict[str, Any]], split: str, direction: str,
         cells = [_cell(row[key], best.get(key)) for key in shown]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     missing = {name: _reason(reports, name, direction) for name in rows if name not in known}
-    notes = [f"Not available: {name} ({reason})." for name, reason in missing.items()]
+    notes = [fill(f"Not available: {name} ({reason}).", _WIDTH) for name, reason in missing.items()]
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
@@ -135,7 +138,7 @@ def referee_heading(reports: Sequence[dict[str, Any]], split: str, direction: st
     known = [figures[0] for report in reports if (figures := _known(report, split, direction))]
     recall, n_galleries = fmean(f["recall"]["value"] for f in known), known[0]["n_galleries"]
     parts = f" in {n_galleries} galleries" if n_galleries > 1 else ""
-    seeds = f", mean ± standard deviation of {len(reports)} seeds" if len(reports) > 1 else ""
+    seeds = f", ± over {len(reports)} seeds" if len(reports) > 1 else ""
     return (
         f"{first['model']}, split {split}, {DIRECTION_NAMES[direction]}: {sizes['images']:,} images,"
         f" {sizes['texts']:,} texts{parts}, recall@1 {recall:.1%}{seeds}"
