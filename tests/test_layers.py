@@ -177,6 +177,7 @@ FLOORS: dict[str, list[str]] = {
         "encoder_protocol heads",
         "clip_transformers dual processors",
         "clip efficientnet gru regions resnet small",
+        "joint",
         "frozen",
         "embeddings",
         "encoder_registry",
@@ -214,7 +215,7 @@ FLOORS: dict[str, list[str]] = {
         "pretrained_pcme run",
         "embed pretrained",
         "calibrate export extract_regions ingest trust_run",
-        "galleries",
+        "adopt galleries",
     ],
     "training": [
         "optim step",
@@ -238,7 +239,7 @@ FLOORS: dict[str, list[str]] = {
     "serve": [
         "settings",
         "schemas",
-        "guard image_files",
+        "guard image_files vectors",
         "answering batching",
         "service",
         "server writing",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.processes import Started, command
 from support.toy import make_toy
@@ -32,7 +33,7 @@ def blocks(language, text=README):
 
 
 def test_the_readme_is_short():
-    assert len(README.splitlines()) <= 110
+    assert len(README.splitlines()) <= 120
 
 
 @pytest.mark.parametrize("text", [README, FIVE_MINUTES], ids=["README", "five-minutes"])
@@ -67,13 +68,18 @@ def test_shell_blocks_run(tmp_path):
     """All lines in one process: they are plain commands, and torch is imported once."""
     make_toy(tmp_path)
     shutil.move(tmp_path / "data", tmp_path / "pictures")
+    rng = np.random.default_rng(0)
+    images = rng.standard_normal((200, 8)).astype(np.float32)
+    np.save(tmp_path / "images.npy", images)
+    np.save(tmp_path / "texts.npy", images + 0.3 * rng.standard_normal((200, 8)).astype(np.float32))
+    (tmp_path / "pairs.csv").write_text("image,text\n" + "".join(f"{i},{i}\n" for i in range(200)))
     lines = [line for line in "".join(blocks("sh")).splitlines() if line.strip() and not line.startswith("#")]
     process = Started(run_lines, tmp_path, lines, piped=True)
     printed = process.stdout.read()
     process.stdout.close()
     status, errors = process.finish()
     assert status == 0, errors
-    assert "matches expected" in printed and "recall@1" in printed
+    assert "matches expected" in printed and "recall@1" in printed and "200 images indexed" in printed
 
 
 def commands(document):

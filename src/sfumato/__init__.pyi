@@ -303,6 +303,15 @@ from .models.recipe import (
 from .models.recipe import (
     load_recipe as load_recipe,
 )
+from .models.adopt import (
+    AdoptedModel as AdoptedModel,
+)
+from .models.adopt import (
+    adopt as adopt,
+)
+from .models.adopt import (
+    adopt_encoders as adopt_encoders,
+)
 from .models.run import (
     Run as Run,
 )

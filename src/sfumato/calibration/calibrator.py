@@ -479,12 +479,13 @@ class Calibration:
         """The embeddings of the reference queries.
 
         Returns:
-            "DIRECTION/mean" and "DIRECTION/log_var" -> (b, d) float16.
+            "DIRECTION/mean" and, unless they are points, "DIRECTION/log_var" -> (b, d) float16.
         """
         return {
             f"{direction}/{name}": getattr(queries.embeddings, name).to(torch.float16).contiguous()
             for direction, queries in self.reference.items()
             for name in ("mean", "log_var")
+            if name == "mean" or not queries.embeddings.log_var.isneginf().all()
         }
 
     def to_text(self) -> str:
@@ -545,6 +546,7 @@ def _reference_queries(
     found: dict[Direction, ReferenceQueries] = {}
     for direction in get_args(Direction):
         if direction in distances:
-            mean, log_var = (tensors[f"{direction}/{name}"].float() for name in ("mean", "log_var"))
-            found[direction] = ReferenceQueries(GaussianEmbedding(mean, log_var), distances[direction], direction)
+            mean, log_var = tensors[f"{direction}/mean"].float(), tensors.get(f"{direction}/log_var")
+            queries = GaussianEmbedding.point(mean) if log_var is None else GaussianEmbedding(mean, log_var.float())
+            found[direction] = ReferenceQueries(queries, distances[direction], direction)
     return found

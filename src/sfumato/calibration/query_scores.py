@@ -300,11 +300,14 @@ def _scores_of(distance: Tensor, match: Tensor) -> tuple[int, np.ndarray]:
 
 def _precision(distance: Tensor, match: Tensor, limits: np.ndarray) -> np.ndarray:
     """(q, limits) fraction of matches among the items of each query below each limit; NaN where there is none."""
-    columns = []
-    for limit in limits.tolist():
-        below = distance < limit
-        columns.append((below & match).sum(1).double() / below.sum(1))
-    return torch.stack(columns, dim=1).numpy()
+    at = torch.tensor(limits, dtype=distance.dtype)
+    row, column = (distance < at[-1]).nonzero(as_tuple=True)  # Mostly few: the others are below no limit.
+    first = row * len(at) + torch.bucketize(distance[row, column], at, right=True)
+    right = first[match[row, column]]
+    below, matching = (
+        torch.bincount(which, minlength=len(distance) * len(at)).view(-1, len(at)).cumsum(1) for which in (first, right)
+    )
+    return (matching.double() / below).numpy()
 
 
 def _mean_of_groups(values: np.ndarray, groups: np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
-"""The commands that write features, embeddings and models to files: regions, embed, export."""
+"""The commands that write features, embeddings and models to files: regions, embed, export, adopt."""
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ from sfumato.cli.common import (
     Device,
     ModelName,
     RunFolder,
+    Seed,
     app,
     parse_names,
     print_result,
@@ -189,3 +191,99 @@ def export(
     written = export_run(run, out)
     size = sum(file.stat().st_size for file in written.iterdir())
     print_result({"out": str(written), "bytes": size}, as_json, f"exported {size / 1e6:.1f} MB: {written}")
+
+
+FrozenModel = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Hub name or folder of a CLIP or SigLIP model of transformers; with --data. Or give --images and --texts.",
+    ),
+]
+FrozenData = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH",
+        help="With MODEL: a manifest (.csv, .jsonl, .parquet), a folder of images with .txt files, or a Karpathy JSON"
+        " beside its images.",
+    ),
+]
+FrozenImages = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Embeddings of images: .npy, .safetensors (FILE:NAME), .parquet, or a folder of such files.",
+    ),
+]
+FrozenTexts = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Embeddings of texts by the same model, as --images.")
+]
+FrozenPairsFile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="True pairs: columns image and text (rows or ids), optionally split and caption. Default: row i of the"
+        " images with row i of the texts.",
+    ),
+]
+AdoptBy = Annotated[
+    str,
+    typer.Option(
+        help="What probabilities read: distance, nearest (also the nearest items), reference (also reference queries),"
+        " or auto, which compares them."
+    ),
+]
+Calibrating = Annotated[
+    float, typer.Option(min=0.01, max=0.98, help="Fraction of the images that calibrate, if the pairs have no split.")
+]
+Measuring = Annotated[
+    float, typer.Option(min=0, max=0.98, help="Fraction of the images that measure, if the pairs have no split.")
+]
+AskedBy = Annotated[
+    str,
+    typer.Option(
+        help="Queries that probabilities are for: planted have a match in the gallery, independent may have none."
+    ),
+]
+
+
+@app.command()
+def adopt(
+    model: FrozenModel = None,
+    data: FrozenData = None,
+    images: FrozenImages = None,
+    texts: FrozenTexts = None,
+    pairs: FrozenPairsFile = None,
+    out: Annotated[Path, typer.Option(help="Folder of the adopted model: new, or empty.")] = Path("runs/adopted"),
+    method: AdoptBy = "auto",
+    val_fraction: Calibrating = 0.5,
+    test_fraction: Measuring = 0.3,
+    queries: AskedBy = "planted",
+    force: Annotated[bool, typer.Option("--force", help="Replace an adopted model in the folder.")] = False,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Give a frozen model calibrated probabilities, by its embeddings or by its name.
+
+    No network is trained and the ranking stays. The folder is a run: index, search, serve, evaluate, trust, audit and
+    report take it.
+    """
+    from sfumato.models.adopt import adopt as adopt_embeddings
+    from sfumato.models.adopt import adopt_encoders
+    from sfumato.reports.console import print_adopted
+
+    options: dict[str, Any] = {
+        "method": method, "val_fraction": val_fraction, "test_fraction": test_fraction, "population": queries,
+        "force": force, "seed": seed,
+    }  # fmt: skip
+    if model is not None and data is not None and images is texts is pairs is None:
+        adopted = adopt_encoders(model, data, out, **options)
+    elif model is data is None and images is not None and texts is not None:
+        adopted = adopt_embeddings(images, texts, pairs, out, **options)
+    else:
+        raise UserError("give MODEL with --data, or --images and --texts with the embeddings of a model")
+    if as_json:
+        print(json.dumps(adopted.to_json()))
+        return
+    print_adopted(adopted)
+    print(f"{out} is a run: `sfumato index {out} --split all --out {out}-index`, then `sfumato serve {out}-index`")

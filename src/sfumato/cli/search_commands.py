@@ -10,8 +10,15 @@ import typer
 from sfumato.cli.common import AsJson, Device, ModelName, app, print_result, problems_suffix
 from sfumato.errors import UserError
 
-ImagesToIndex = Annotated[Path | None, typer.Option(help="Folder of images, with all its subfolders.")]
-SplitToIndex = Annotated[str | None, typer.Option(help="Or, for a run, the images of this split of its data.")]
+ImagesToIndex = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder of images, with all its subfolders; for a model that reads embeddings, a file or folder of them."
+    ),
+]
+SplitToIndex = Annotated[
+    str | None, typer.Option(help="Or, for a run, the images of this split of its data; all for all splits.")
+]
 TextsToIndex = Annotated[Path | None, typer.Option(help="Or a file with one text per line, to be searched by image.")]
 EmbeddingsToIndex = Annotated[Path | None, typer.Option(help="Or a folder that sfumato embed has written.")]
 IndexEngine = Annotated[

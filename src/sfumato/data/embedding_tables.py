@@ -180,6 +180,25 @@ def open_table(paths: str) -> NamedTable:
     return NamedTable(table, ids, captions)
 
 
+def resolved_table(paths: str) -> str:
+    """The same table with absolute paths, so that it is found from any folder.
+
+    Args:
+        paths: see :func:`open_table`.
+
+    Returns:
+        Its paths; those of a file that does not exist unchanged.
+    """
+    parts = paths.split("+") if "+" in paths and not Path(paths).exists() else [paths]
+    resolved = []
+    for part in parts:
+        file, colon, name = part.rpartition(":")
+        named = bool(colon) and not Path(part).exists() and Path(file).exists()
+        path = Path(file if named else part)
+        resolved.append((str(path.resolve()) if path.exists() else str(path)) + (f":{name}" if named else ""))
+    return "+".join(resolved)
+
+
 def _files(part: str) -> list[str]:
     """The file, or the files of a folder in the order of their numbers."""
     folder = Path(part)

@@ -92,11 +92,17 @@ class PairData:
         Returns:
             (b, c) float32, 1 where the data lists the pair, else 0.
         """
-        if not len(self._keys):
-            return np.zeros((len(image_index), len(text_index)), np.float32)
-        keys = image_index[:, None] * len(self.text_ids) + text_index
-        position = np.searchsorted(self._keys, keys).clip(max=len(self._keys) - 1)
-        found: np.ndarray = (self._keys[position] == keys).astype(np.float32)
+        found = np.zeros((len(image_index), len(text_index)), np.float32)
+        order = np.argsort(text_index, kind="stable")
+        ascending, m = text_index[order], len(self.text_ids)
+        start, end = (np.searchsorted(self._keys, (image_index + k) * m) for k in (0, 1))
+        row = np.repeat(np.arange(len(image_index)), end - start)
+        texts = self._keys[np.arange(len(row)) + np.repeat(end - np.cumsum(end - start), end - start)] % m
+        # A text may stand in several columns.
+        first, last = (np.searchsorted(ascending, texts, side=side) for side in ("left", "right"))
+        times = last - first
+        column = np.arange(times.sum()) + np.repeat(last - np.cumsum(times), times)
+        found[np.repeat(row, times), order[column]] = 1
         return found
 
     def keep_images(self, index: np.ndarray) -> "PairData":

@@ -201,8 +201,11 @@ class FrozenBackbone(Protocol):
     """Changes whenever the features of the same item would."""
 
     def __call__(self, items: Sequence[bytes] | Sequence[str]) -> list[np.ndarray]:
-        """Bytes of image files, or texts -> (t, c) float16 features of each."""
+        """Bytes of image files, or texts -> (t, c) features of each, in float16 or its ``feature_dtype``."""
         ...
+
+
+_DTYPES = {"float16": "<f2", "float32": "<f4"}
 
 
 class FeatureCache:
@@ -212,18 +215,20 @@ class FeatureCache:
         folder: folder of caches; a subfolder named after the fingerprint is made in it.
         fingerprint: of the backbone and its preprocessing.
         channels: c of the features.
+        dtype: of the features, "float16" or "float32".
 
     Raises:
         ValueError: the folder holds a cache of another layout.
     """
 
-    def __init__(self, folder: str | Path, fingerprint: str, channels: int) -> None:
-        self.channels = channels
+    def __init__(self, folder: str | Path, fingerprint: str, channels: int, dtype: str = "float16") -> None:
+        self.channels, self._dtype = channels, np.dtype(_DTYPES[dtype])
+        self._width = self._dtype.itemsize * channels
         self.folder = Path(folder) / hashlib.sha256(fingerprint.encode()).hexdigest()[:20]
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._rows, self._index = self.folder / "rows.f16", self.folder / "index.bin"
+        self._rows, self._index = self.folder / f"rows.f{8 * self._dtype.itemsize}", self.folder / "index.bin"
         self._lock = filelock.FileLock(self.folder / "lock")
-        expected = {"fingerprint": fingerprint, "channels": channels, "dtype": "float16"}
+        expected = {"fingerprint": fingerprint, "channels": channels, "dtype": dtype}
         about = self.folder / "about.json"
         if not about.exists():
             write_json(about, expected)
@@ -243,7 +248,7 @@ class FeatureCache:
             return {}
         whole = self._index.stat().st_size // _RECORD.itemsize
         records = np.fromfile(self._index, dtype=_RECORD, count=whole)
-        rows = self._rows.stat().st_size // (2 * self.channels) if self._rows.exists() else 0
+        rows = self._rows.stat().st_size // self._width if self._rows.exists() else 0
         fits = records["offset"] + records["length"] <= rows
         return {r["digest"].tobytes(): (int(r["offset"]), int(r["length"])) for r in records[fits]}
 
@@ -256,15 +261,15 @@ class FeatureCache:
         """
         with self._lock:
             _truncate(self._index, _RECORD.itemsize)
-            _truncate(self._rows, 2 * self.channels)
+            _truncate(self._rows, self._width)
             self._forget_lost_rows()
-            offset = self._rows.stat().st_size // (2 * self.channels)
+            offset = self._rows.stat().st_size // self._width
             records = np.empty(len(digests), dtype=_RECORD)
             for record, digest, item in zip(records, digests, features, strict=True):
                 record["digest"], record["offset"], record["length"] = np.void(digest), offset, len(item)
                 offset += len(item)
             for path, data in (
-                (self._rows, np.concatenate(features).astype("<f2").tobytes()),
+                (self._rows, np.concatenate(features).astype(self._dtype).tobytes()),
                 (self._index, records.tobytes()),
             ):
                 with path.open("ab") as file:
@@ -275,7 +280,7 @@ class FeatureCache:
     def _forget_lost_rows(self) -> None:
         """Remove records whose rows are missing (after a partial copy), before new rows are written there."""
         records = np.fromfile(self._index, dtype=_RECORD)
-        fits = records["offset"] + records["length"] <= self._rows.stat().st_size // (2 * self.channels)
+        fits = records["offset"] + records["length"] <= self._rows.stat().st_size // self._width
         if not fits.all():
             write_atomically(self._index, records[fits].tobytes())
 
@@ -290,9 +295,9 @@ class FeatureCache:
         """
         known = self.known()
         positions = np.array([known[digest] for digest in digests], dtype=np.int64).reshape(-1, 2)
-        rows: np.ndarray = np.empty((0, self.channels), "<f2")
+        rows: np.ndarray = np.empty((0, self.channels), self._dtype)
         if len(positions):
-            rows = np.memmap(self._rows, dtype="<f2", mode="r").reshape(-1, self.channels)
+            rows = np.memmap(self._rows, dtype=self._dtype, mode="r").reshape(-1, self.channels)
         return RaggedStore(rows, positions[:, 0], positions[:, 1])
 
 
@@ -322,7 +327,8 @@ def cached_features(
     Raises:
         ValueError, OSError: an item cannot be read or decoded, and there is no on_error.
     """
-    cache = FeatureCache(folder, backbone.fingerprint, backbone.channels)
+    dtype = getattr(backbone, "feature_dtype", "float16")
+    cache = FeatureCache(folder, backbone.fingerprint, backbone.channels, dtype)
     known = set(cache.known())
     digests: list[bytes] = []
     kept: list[int] = []

@@ -30,9 +30,11 @@ from sfumato.encoders.encoder_protocol import (
     TextEncoderConfig,
 )
 from sfumato.encoders.features import FrozenBackbone, Inputs, RaggedStore, Store, TokenFeatures, cached_features
+from sfumato.encoders.joint import JointImage, JointText
 from sfumato.encoders.package_weights import (
     from_pretrained,
     import_transformers,
+    model_hash,
     package_folder,
     pretrained_tokenizer,
 )
@@ -91,6 +93,11 @@ class FrozenImageConfig(ImageEncoderConfig):
         ge=1,
         description="average the map of a convolutional backbone to grid x grid tokens; all cells if left out",
     )
+    projected: bool = Field(
+        False,
+        description="the joint embedding of a CLIP or SigLIP model, after its projection, as its one token; with"
+        " model.identity the frozen model as it is",
+    )
     precision: ComputesIn = "float32"
     whiten: Whiten = None
 
@@ -130,6 +137,7 @@ class FrozenTextConfig(TextEncoderConfig):
         description="layers whose channels stand side by side, 0 for the token embeddings, e.g. [0, 2, 4, 6]; the last"
         " layer if left out",
     )
+    projected: bool = Field(False, description="as model.image.projected; other keys than backbone have no effect")
     precision: ComputesIn = "float32"
     whiten: Whiten = None
 
@@ -277,7 +285,11 @@ def build_frozen_image(config: FrozenImageConfig, context: BuildContext) -> tupl
     Raises:
         UserError: the backbone cannot be loaded.
     """
-    backbone = image_backbone(config.backbone, size=config.size, grid=config.grid, precision=config.precision)
+    backbone: FrozenBackbone
+    if config.projected:
+        backbone = JointImage(config.backbone, precision=config.precision)
+    else:
+        backbone = image_backbone(config.backbone, size=config.size, grid=config.grid, precision=config.precision)
     encoder = FeatureInput(backbone.channels, context.feature_dropout, whiten=config.whiten)
     return FrozenProcessor(backbone, context.cache), encoder
 
@@ -295,13 +307,17 @@ def build_frozen_text(config: FrozenTextConfig, context: BuildContext) -> tuple[
     Raises:
         UserError: the backbone cannot be loaded.
     """
-    backbone = text_backbone(
-        config.backbone,
-        max_tokens=config.max_tokens,
-        pooled=config.pooled,
-        layers=config.layers,
-        precision=config.precision,
-    )
+    backbone: FrozenBackbone
+    if config.projected:
+        backbone = JointText(config.backbone, precision=config.precision)
+    else:
+        backbone = text_backbone(
+            config.backbone,
+            max_tokens=config.max_tokens,
+            pooled=config.pooled,
+            layers=config.layers,
+            precision=config.precision,
+        )
     encoder = FeatureInput(backbone.channels, context.feature_dropout, whiten=config.whiten)
     return FrozenProcessor(backbone, context.cache), encoder
 
@@ -465,7 +481,7 @@ class TransformersImage:
         codes = size is not None and "interpolate_pos_encoding" in signature(forward).parameters
         self._options = {"interpolate_pos_encoding": True} if codes else {}
         self.fingerprint = (
-            f"transformers image {_model_hash(model, name)} size={size} grid={grid}"
+            f"transformers image {model_hash(model, name)} size={size} grid={grid}"
             f" processor={self._processor.to_json_string()}{f' {self._size}' if 'crop_size' in self._size else ''}"
             f"{_in_fingerprint(dtype)}"
         )
@@ -528,7 +544,7 @@ class TransformersText:
         dtype, self.max_tokens, self.pooled = number_format(precision), max_tokens, pooled
         of_layers = f" layers={','.join(map(str, layers))}" if layers else ""
         options = f"{' pooled' if pooled else ''}{of_layers}{_in_fingerprint(dtype)}"
-        self.fingerprint = f"transformers text {_model_hash(model, name)} max_tokens={max_tokens}{options}"
+        self.fingerprint = f"transformers text {model_hash(model, name)} max_tokens={max_tokens}{options}"
         self._model = getattr(model, "text_model", model).eval().to(dtype)
         depth = int(self._model.config.num_hidden_layers)
         if layers and max(layers) > depth:
@@ -578,19 +594,6 @@ def _processor_sizes(processor: Any, size: int) -> dict[str, dict[str, int]]:
     # The margin around the cut-out centre keeps its fraction of the image: 256 to 224 pixels, for example.
     ratio = (shortest or processor.size.get("height")) / processor.crop_size.get("height")
     return {"size": resized(round(size * ratio)), "crop_size": {"height": size, "width": size}}
-
-
-def _model_hash(model: torch.nn.Module, name: str) -> str:
-    """Hash of name and weights, so that a changed checkpoint of the same name has a separate cache."""
-    digest = hashlib.sha256(Path(name).name.encode())
-    for key, value in model.state_dict().items():
-        digest.update(key.encode())
-        digest.update(
-            value.detach().contiguous().view(torch.uint8).numpy().tobytes()
-            if value.ndim
-            else repr(value.item()).encode()
-        )
-    return digest.hexdigest()
 
 
 def _sha256(path: Path) -> str:

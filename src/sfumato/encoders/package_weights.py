@@ -1,8 +1,11 @@
 """Pre-trained weights and tokenizers: from transformers, or from installed packages (extra ``offline``)."""
 
+import hashlib
 import importlib.util
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from sfumato.errors import UserError
 
@@ -88,3 +91,24 @@ def from_pretrained(kind: Any, name: str) -> Any:
             f"cannot load {name!r} with {kind.__name__}: {first} Give a local folder of transformers, or a hub name"
             " with a network (HF_HUB_OFFLINE=1 answers at once from the local cache)"
         ) from error
+
+
+def model_hash(model: torch.nn.Module, name: str) -> str:
+    """Hash of name and weights, so that a changed checkpoint of the same name has a separate cache.
+
+    Args:
+        model: the network.
+        name: hub name or local folder.
+
+    Returns:
+        64 hexadecimal digits.
+    """
+    digest = hashlib.sha256(Path(name).name.encode())
+    for key, value in model.state_dict().items():
+        digest.update(key.encode())
+        digest.update(
+            value.detach().contiguous().view(torch.uint8).numpy().tobytes()
+            if value.ndim
+            else repr(value.item()).encode()
+        )
+    return digest.hexdigest()

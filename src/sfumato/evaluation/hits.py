@@ -118,6 +118,72 @@ def measure_hits(
     return figures
 
 
+@dataclass(frozen=True, eq=False)
+class FirstHits:
+    """The first hits of the queries of a split among all its items.
+
+    Attributes:
+        probability: (q,) of each.
+        match: (q,) whether it matches, 0 and 1.
+        queries: (q,) positions of the queries.
+        direction: of the queries.
+    """
+
+    probability: Tensor
+    match: Tensor
+    queries: Tensor
+    direction: Direction
+
+    def log_loss(self) -> np.ndarray:
+        """The log loss of each probability.
+
+        Returns:
+            (q,) in nats.
+        """
+        p = torch.where(self.match.bool(), self.probability, 1 - self.probability)
+        return -p.clamp_min(torch.finfo(torch.float64).tiny).log().numpy()
+
+    def image(self, match: Tensor) -> np.ndarray:
+        """The image that each query belongs to.
+
+        Args:
+            match: (n images, m texts) of the split.
+
+        Returns:
+            (q,) positions; of a text with several images the first.
+        """
+        images = self.queries if self.direction == "i2t" else match[:, self.queries].argmax(0)
+        return images.numpy()
+
+
+def first_hits(
+    calibration: Calibration,
+    distance: Tensor,
+    match: Tensor,
+    direction: Direction,
+    *,
+    embedded: tuple[GaussianEmbedding, GaussianEmbedding] | None = None,
+    population: str = "planted",
+) -> FirstHits:
+    """The probabilities of first hits in the whole of a split.
+
+    Args:
+        calibration, distance, match, embedded, population: see :func:`measure_hits`.
+        direction: of the queries.
+
+    Returns:
+        The first hits; with the population "planted" of the queries with a match.
+
+    Raises:
+        ValueError: see :func:`measure_hits`.
+    """
+    seen = _Seen.by(calibration, embedded, direction)
+    (asked,) = _galleries(distance, match, direction, len(distance), 1, np.random.default_rng(0))
+    p, y = _hits(calibration, asked, direction, population, seen)
+    queries = asked.queries[asked.match.bool().any(1)] if population == "planted" else asked.queries
+    return FirstHits(p[:, 0].double(), y[:, 0].double(), queries, direction)
+
+
 def without_nearest(calibration: Calibration) -> Calibration:
     """The calibration by the distance and the size of the gallery alone: the baseline.
 
@@ -128,6 +194,19 @@ def without_nearest(calibration: Calibration) -> Calibration:
         The same without logits given the nearest items.
     """
     return replace(calibration, conditional={}, hits={}, reference={})
+
+
+def without_reference(calibration: Calibration) -> Calibration:
+    """The calibration given the nearest items alone, without reference queries: a baseline for probabilities of hits.
+
+    Args:
+        calibration: of a model.
+
+    Returns:
+        The same without reference queries, and without the scores of hits that go with them.
+    """
+    plain = {direction: replace(logits, first=None) for direction, logits in calibration.conditional.items()}
+    return replace(calibration, conditional=plain, hits={}, reference={})
 
 
 @dataclass(frozen=True, eq=False)

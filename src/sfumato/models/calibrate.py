@@ -185,11 +185,12 @@ def calibrate_split(
     """
     whole = _Split(embedded[0].to("cpu"), embedded[1].to("cpu"), data, distance)
     n, m = whole.images.n, whole.texts.n
-    pairs = whole.of_images(_some(n, max(1, max_pairs // m), seed))
+    pairs = whole.of_images(some_positions(n, max(1, max_pairs // m), seed))
     d, match = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     base = Calibration.fit(d, match, method=method)
     seen_by = _reference_queries(reference, distance, seed)
-    queries = whole.queries(_some(n, max_queries, seed), _some(m, max_queries, seed), population, seen_by, seed)
+    asking = some_positions(n, max_queries, seed), some_positions(m, max_queries, seed)
+    queries = whole.queries(*asking, population, seen_by, seed)
     scores = {
         direction: QueryScores.from_blocks(
             held_out.blocks, growth=0.0 if direction == "i2t" else None, group=held_out.group
@@ -311,8 +312,17 @@ def _nearest_items(
     ]
 
 
-def _some(n: int, most: int, seed: int) -> np.ndarray:
-    """A sorted random sample of n positions, of at most the given size."""
+def some_positions(n: int, most: int, seed: int) -> np.ndarray:
+    """A sorted random sample of positions.
+
+    Args:
+        n: number of positions.
+        most: largest size of the sample.
+        seed: of the choice.
+
+    Returns:
+        (min(n, most),) positions, ascending.
+    """
     return np.sort(np.random.default_rng(seed).permutation(n)[:most])
 
 
@@ -380,9 +390,9 @@ def embed_reference(
     data = load_splits(config, problems).get(split)
     if data is None:
         return None
-    some = data.keep_images(_some(len(data.image_ids), N_REFERENCE, seed))
+    some = data.keep_images(some_positions(len(data.image_ids), N_REFERENCE, seed))
     prepared = prepare_split(model, some, problems, f"reference ({split})")
-    texts = _some(len(prepared.data.text_ids), N_REFERENCE, seed)
+    texts = some_positions(len(prepared.data.text_ids), N_REFERENCE, seed)
     return model.image.embed(prepared.images), model.text.embed(prepared.texts, texts)
 
 

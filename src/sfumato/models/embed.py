@@ -1,7 +1,7 @@
 """Use of a run or a published model: loading and embedding of splits, folders and files, and evaluation."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 from sfumato.calibration.calibrator import Calibration
-from sfumato.data.embedding_tables import EmbeddingRow
+from sfumato.data.embedding_tables import EmbeddingRow, open_table
 from sfumato.data.images import FileImage, ImageSource, Problems
 from sfumato.data.pairs import PairData, merge_equal_texts
 from sfumato.data.region_features import REGION_ENDINGS
@@ -117,11 +117,25 @@ def load_split(
     problems = Problems() if problems is None else problems
     splits = load_splits(config, problems)
     if name not in splits:
-        raise UserError(f"the data ({config.source}) has no split {name!r}; it has {', '.join(splits)}")
+        raise no_split_error(config, name, splits)
     prepared = prepare_split(model, splits[name], problems, name, process_group)
     if len(problems):
         say(f"{len(problems)} items left out:\n{problems.summary()}")
     return prepared
+
+
+def no_split_error(config: DataConfig, name: str, splits: Iterable[str]) -> UserError:
+    """The error of a split that is not there.
+
+    Args:
+        config: section ``data`` of the recipe.
+        name: of the split.
+        splits: those that the data has.
+
+    Returns:
+        The error.
+    """
+    return UserError(f"the data ({config.source}) has no split {name!r}; it has {', '.join(splits)}")
 
 
 def embed_split(
@@ -425,14 +439,50 @@ def embed_split_images(
     Args:
         retrieval_model: the model.
         data: where the split comes from.
-        split: its name.
+        split: its name; "all" for all splits, one after the other.
 
     Returns:
         ((n, d) embeddings, n ids, the items left out).
+
+    Raises:
+        UserError: the data has no such split.
     """
-    problems = Problems()
-    prepared = load_split(retrieval_model.model, data, split, problems)
-    return retrieval_model.model.image.embed(prepared.images), list(prepared.data.image_ids), problems
+    problems, model = Problems(), retrieval_model.model
+    splits = load_splits(data, problems)
+    names = list(splits) if split == "all" and "all" not in splits else [split]
+    if names == [split] and split not in splits:
+        raise no_split_error(data, split, splits)
+    prepared = [prepare_split(model, splits[name], problems, name) for name in names]
+    if len(problems):
+        say(f"{len(problems)} items left out:\n{problems.summary()}")
+    ids = [i for part in prepared for i in part.data.image_ids]
+    return GaussianEmbedding.cat([model.image.embed(part.images) for part in prepared]), ids, problems
+
+
+def embed_table(retrieval_model: RetrievalModel, paths: str) -> tuple[GaussianEmbedding, list[str], Problems]:
+    """Embed the rows of a table of image embeddings, for a model that reads such.
+
+    Args:
+        retrieval_model: the model.
+        paths: see :func:`~sfumato.data.embedding_tables.open_table`.
+
+    Returns:
+        ((n, d) embeddings, n ids: those beside the table, or row numbers; the rows left out).
+
+    Raises:
+        UserError: the table is missing or damaged, its width differs, or no row can be used.
+    """
+    named, problems = open_table(paths), Problems()
+    errors = named.table.errors(np.arange(named.table.n))
+    for row, error in errors.items():
+        problems.add(f"{named.table.name}[{row}]", error)
+    rows = [row for row in range(named.table.n) if row not in errors]
+    if not rows:
+        raise UserError(f"{paths} has no usable row:\n{problems.summary()}")
+    store, _ = retrieval_model.model.image.processor.read([EmbeddingRow(named.table, row) for row in rows])
+    with progress_bar("embedding images", len(rows)) as advance:
+        embeddings = retrieval_model.model.image.embed(store, progress=advance)
+    return embeddings, [str(row) if named.ids is None else named.ids[row] for row in rows], problems
 
 
 def ranking_distance(retrieval_model: RetrievalModel, name: str | None = None) -> Distance:

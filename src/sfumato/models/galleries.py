@@ -16,10 +16,18 @@ from sfumato.data.emoji import emoji_names
 from sfumato.data.images import Problems
 from sfumato.direction import Direction
 from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.embeddings import EmbeddingProcessor
 from sfumato.encoders.regions import features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.embed import RetrievalModel, embed_folder, embed_split_images, model_digest, read_lines
+from sfumato.models.embed import (
+    RetrievalModel,
+    embed_folder,
+    embed_split_images,
+    embed_table,
+    model_digest,
+    read_lines,
+)
 from sfumato.models.export import load_model
 from sfumato.models.pretrained import PretrainedModel
 from sfumato.models.run import Run
@@ -287,8 +295,9 @@ def embed_source(
 
     Args:
         retrieval_model: the model; for a split it must be a run.
-        images: folder of images.
-        split: name of a split of the run's data.
+        images: folder of images; or, for a model that reads embeddings, a table of them, see
+            :func:`~sfumato.data.embedding_tables.open_table`.
+        split: name of a split of the run's data, or "all".
         texts: text file, one text a line.
         parts: folder that :func:`~sfumato.models.ingest.embed_collection` has written with the same model.
 
@@ -300,7 +309,10 @@ def embed_source(
     """
     if parts is not None:
         return _embedded_parts(retrieval_model, parts), Problems()
-    if images is not None:
+    if images is not None and isinstance(retrieval_model.model.image.processor, EmbeddingProcessor):
+        embeddings, ids, problems = embed_table(retrieval_model, str(images))
+        source = GalleryPart(embeddings, ids)
+    elif images is not None:
         embeddings, ids, problems = embed_folder(retrieval_model, images)
         source = GalleryPart(embeddings, ids, images={"folder": str(images.resolve())})
     elif texts is not None:

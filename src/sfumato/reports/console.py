@@ -13,6 +13,7 @@ from sfumato.evaluation.protocols import Evaluation, table_rows
 from sfumato.evaluation.published import common_figures
 from sfumato.metrics.bootstrap import Interval
 from sfumato.metrics.retrieval import RANK_METRICS
+from sfumato.models.adopt import METHODS, AdoptedModel
 from sfumato.reports.formatting import (
     MISSING,
     compact_interval,
@@ -322,6 +323,39 @@ def print_calibration(result: dict[str, Any]) -> None:
             size = "" if values["size"] is None else f"; half of the queries have at most {values['size']:.0f} items"
             within = _or_none(values["radius"], "all within a distance of {:.4f}")
             print(f"  coverage {float(level):.0%}: {within}{size}")
+
+
+def print_adopted(adopted: AdoptedModel) -> None:
+    """Print what an adoption gave, and what its probabilities are worth beside their baselines.
+
+    Args:
+        adopted: the adopted model.
+    """
+    images, texts = sum(adopted.n_images.values()), sum(adopted.n_texts.values())
+    channels = adopted.run.recipe.model.dim
+    left_out = f"; {adopted.n_left_out} left out, see problems.jsonl" if adopted.n_left_out else ""
+    print(f"adopted {images:,} images and {texts:,} texts of {channels} channels in {adopted.seconds:.0f} s{left_out}")
+    if adopted.comparison:
+        print("log loss of first hits; fitted on half of the calibrating images, measured on the other half:")
+        for name, found in adopted.comparison.items():
+            worse = "kept" if name == adopted.method else f"{compact_interval(found.worse)} more"
+            print(f"  {name:<10} {found.log_loss:.3f}  {worse:<24} {METHODS[name]}")
+    if adopted.retrieval is None:
+        print("no split 'test': the probabilities are not measured; `sfumato trust` measures them on other pairs")
+        return
+    retrieval = adopted.retrieval
+    print(f"on {retrieval.n_images:,} other images and {retrieval.n_texts:,} texts:")
+    for key, name, metrics in (("t2i", "text -> image", retrieval.t2i), ("i2t", "image -> text", retrieval.i2t)):
+        served, alone = (
+            next(f for f in adopted.hits[kind] if f.direction == key and f.hits == 1) for kind in ("served", "distance")
+        )
+        chance = retrieval.chance[key]["recall@1"]
+        print(f"  {name}: recall@1 {metrics['recall@1']:.1%}, as the frozen model has it (chance {chance:.2%})")
+        print(
+            f"    first hit {served.mean_probability:.1%} probable on average, right in {served.rate:.1%};"
+            f" calibration error {served.ece:.3f}"
+        )
+        print(f"    (by the distance alone {alone.ece:.3f}, of perfect probabilities {served.ece_by_chance:.3f})")
 
 
 def _or_none(value: float | None, text: str) -> str:

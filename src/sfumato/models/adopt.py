@@ -1,0 +1,552 @@
+"""Adopting a frozen model: calibrated probabilities for embeddings or encoders that somebody already has.
+
+An adopted model is a run folder whose means are the frozen model's own embeddings, scaled to unit length. Nothing of
+its ranking is learnt or changed; what is fitted are the probabilities. So every command that takes a run takes it.
+"""
+
+import contextlib
+import csv
+import io
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import numpy as np
+import torch
+
+from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.conditional import Population
+from sfumato.data.embedding_tables import open_table, resolved_table
+from sfumato.data.images import Problems
+from sfumato.data.pairs import PairData
+from sfumato.direction import Direction
+from sfumato.distances import get_distance
+from sfumato.encoders.embeddings import described_by
+from sfumato.encoders.joint import JointImage, JointText
+from sfumato.errors import UserError
+from sfumato.evaluation.hits import HitFigures, first_hits, measure_hits, without_nearest, without_reference
+from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
+from sfumato.files import write_atomically, write_json
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap
+from sfumato.models.calibrate import calibrate_split, embed_reference, some_positions
+from sfumato.models.embed import embed_split, load_splits, prepare_split
+from sfumato.models.recipe import Recipe, check_recipe, save_recipe
+from sfumato.models.run import (
+    CALIBRATION,
+    MODEL,
+    PROBLEMS,
+    RECIPE,
+    WORDS,
+    Assets,
+    Run,
+    build_loss,
+    build_model,
+    load_run,
+    save_assets,
+    save_state,
+)
+from sfumato.models.unfamiliar import UnfamiliarTexts, piece_counter
+from sfumato.search.index import GaussianIndex
+
+ADOPTED = "adopted.json"
+"""File of a run folder with the figures of an adoption."""
+
+VAL_FRACTION, TEST_FRACTION = 0.5, 0.3
+"""Fractions of the images that calibrate and that measure, where the pairs name no splits."""
+
+METHODS: dict[str, str] = {
+    "reference": "distance, nearest items and reference queries",
+    "nearest": "distance and nearest items",
+    "distance": "distance and size of the gallery",
+}
+"""What the probability of each method but "auto" reads."""
+
+_MOST_CALIBRATING, _MOST_MEASURING = 5_000, 3_000
+"""Largest number of images, with their texts, that calibrate, and that measure."""
+
+_MOST_WORDED = 20_000
+"""Largest number of texts from which the model's subwords of words are learnt."""
+
+_MOST_QUERIES = 1_500
+"""Largest number of queries of either side whose hits and scores calibrate."""
+
+Array = np.ndarray | torch.Tensor
+
+Reference = tuple[GaussianEmbedding, GaussianEmbedding]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A method on the half of the calibrating images that it was not fitted on.
+
+    Attributes:
+        log_loss: mean over the first hits of both directions, in nats; each direction has the same weight.
+        worse: how much larger it is than that of the chosen method, with a 95 % interval by bootstrap over images.
+    """
+
+    log_loss: float
+    worse: Interval
+
+
+@dataclass(frozen=True)
+class AdoptedModel:
+    """A frozen model with calibrated probabilities; :func:`adopt` makes one, and ``run`` opens again by its folder.
+
+    Attributes:
+        run: its run folder, loaded.
+        method: what its probabilities read, one of METHODS.
+        comparison: by method, on the calibrating images; empty if the method was given.
+        retrieval: recalls of the frozen model on the images that measure.
+        hits: "served" and "distance": the probabilities of hits there, as searches show them and by the distance alone.
+        n_images, n_texts: by split.
+        n_left_out: number of rows that no model can use; problems.jsonl names them.
+        seconds: time of the adoption.
+    """
+
+    run: Run
+    method: str
+    comparison: Mapping[str, Comparison]
+    retrieval: Evaluation | None
+    hits: Mapping[str, Sequence[HitFigures]]
+    n_images: Mapping[str, int]
+    n_texts: Mapping[str, int]
+    n_left_out: int
+    seconds: float
+
+    def __repr__(self) -> str:
+        images, texts = sum(self.n_images.values()), sum(self.n_texts.values())
+        return f"AdoptedModel({str(self.run.folder)!r}, {images} images, {texts} texts, method={self.method!r})"
+
+    def embed(self, vectors: Array) -> GaussianEmbedding:
+        """Embeddings of the frozen model as queries or items.
+
+        Args:
+            vectors: (n, c) or (c,), images or texts.
+
+        Returns:
+            (n, c) points of unit length.
+
+        Raises:
+            ValueError: the width differs, or a vector is zero or not finite.
+        """
+        x = torch.as_tensor(vectors).detach().float()
+        x = x.unsqueeze(0) if x.ndim == 1 else x
+        channels = self.run.recipe.model.dim
+        if x.ndim != 2 or x.shape[1] != channels:
+            raise ValueError(f"embed: got {tuple(x.shape)} vectors; this model has {channels} channels")
+        if not (x.isfinite().all() and x.any(1).all()):
+            raise ValueError("embed: a vector is zero, or holds NaN or infinity")
+        return GaussianEmbedding.point(torch.nn.functional.normalize(x, dim=1))
+
+    def index(
+        self,
+        images: Array,
+        ids: Sequence[str] | None = None,
+        *,
+        engine: str = "exact",
+        payload: Mapping[str, Sequence[str]] | None = None,
+    ) -> GaussianIndex:
+        """An index of images that texts search, with calibrated probabilities.
+
+        Args:
+            images: (n, c) embeddings.
+            ids: n distinct strings; row numbers if None.
+            engine, payload: see :meth:`GaussianIndex.build`.
+
+        Returns:
+            The index.
+
+        Raises:
+            ValueError: see :meth:`embed` and :meth:`GaussianIndex.build`.
+        """
+        items = self.embed(images)
+        names = [str(i) for i in range(items.n)] if ids is None else list(ids)
+        return GaussianIndex.build(
+            items,
+            names,
+            distance=self.run.distance,
+            calibration=self.run.calibration,
+            engine=engine,
+            payload=payload,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures as plain values.
+
+        Returns:
+            JSON values.
+        """
+        return {
+            "method": self.method,
+            "comparison": {name: asdict(found) for name, found in self.comparison.items()},
+            "retrieval": None if self.retrieval is None else asdict(self.retrieval),
+            "hits": {name: [f.to_json() for f in found] for name, found in self.hits.items()},
+            "n_images": dict(self.n_images),
+            "n_texts": dict(self.n_texts),
+            "n_left_out": self.n_left_out,
+            "seconds": self.seconds,
+        }
+
+
+def adopt(
+    images: str | Path | Array,
+    texts: str | Path | Array,
+    pairs: str | Path | Sequence[tuple[int, int]] | None = None,
+    out: str | Path = "runs/adopted",
+    *,
+    method: str = "auto",
+    val_fraction: float = VAL_FRACTION,
+    test_fraction: float = TEST_FRACTION,
+    population: str = "planted",
+    force: bool = False,
+    seed: int = 0,
+) -> AdoptedModel:
+    """Give the embeddings of a frozen model calibrated match probabilities.
+
+    Args:
+        images: (n, c) embeddings of images, or a file of them, see
+            :func:`~sfumato.data.embedding_tables.open_table`. Arrays are written into the folder.
+        texts: (m, c) embeddings of texts, or a file of them.
+        pairs: (image row, text row) of true pairs; or a file, see
+            :func:`~sfumato.data.embedding_pairs.read_embedding_pairs`; None pairs row i with row i.
+        out: folder of the run, new or empty.
+        method: what probabilities read; "auto" fits all on one half of the calibrating images, and keeps the one whose
+            first hits have the smallest log loss on the other half.
+        val_fraction: fraction of the images that calibrate, where the pairs name no split "val".
+        test_fraction: fraction of the images that measure, where they name no split "test". The others are the
+            reference queries.
+        population: see :func:`~sfumato.models.calibrate.calibrate_split`.
+        force: replace an adopted model in the folder.
+        seed: of all random choices.
+
+    Returns:
+        The adopted model; it is written into the folder.
+
+    Raises:
+        UserError: a file is missing or damaged, sizes do not fit, nothing can be calibrated, or the folder is not
+            empty.
+        ValueError: an argument is out of range.
+    """
+    folder = _claim(Path(out), force)
+    image_file, text_file = (_named_file(value, folder, name) for value, name in ((images, "images"), (texts, "texts")))
+    pair_file = _pair_file(pairs, folder)
+    channels = [open_table(file).table.channels for file in (image_file, text_file)]
+    if channels[0] != channels[1]:
+        raise UserError(
+            f"images have {channels[0]} channels and texts {channels[1]}; embeddings of one frozen model have equally"
+            " many. To bring two models into one space, train heads: sfumato train embeddings"
+        )
+    values = {
+        "name": "adopted",
+        "data": {
+            "source": "embeddings",
+            "images": image_file,
+            "texts": text_file,
+            "path": pair_file,
+            "val_fraction": val_fraction,
+            "test_fraction": test_fraction,
+            "equal_texts": "separate",
+        },
+        "model": _frozen_model(channels[0]) | {"image": {"kind": "embeddings"}, "text": {"kind": "embeddings"}},
+        "loss": {"name": "infonce"},
+        "train": {"seed": seed},
+    }
+    return adopt_recipe(check_recipe(values, "adopt"), folder, method=method, population=population)
+
+
+def adopt_encoders(
+    model: str,
+    data: str | Path,
+    out: str | Path = "runs/adopted",
+    *,
+    method: str = "auto",
+    val_fraction: float = VAL_FRACTION,
+    test_fraction: float = TEST_FRACTION,
+    population: str = "planted",
+    force: bool = False,
+    seed: int = 0,
+) -> AdoptedModel:
+    """Give a CLIP or SigLIP model of transformers calibrated match probabilities on images and captions of yours.
+
+    Its embeddings are computed once, and cached by content: an interrupted adoption goes on where it was. Searches
+    then embed their queries with the model.
+
+    Args:
+        model: hub name or local folder, of transformers or of sentence-transformers (CLIP).
+        data: images with captions: a manifest (.csv, .jsonl, .parquet), a folder of images with .txt files, or a
+            Karpathy JSON beside its images.
+        out, method, val_fraction, test_fraction, population, force, seed: see :func:`adopt`.
+
+    Returns:
+        The adopted model; it is written into the folder.
+
+    Raises:
+        UserError: the model or the data are missing; or see :func:`adopt`.
+    """
+    path = Path(data)
+    if not path.exists():
+        raise UserError(f"no data at {path}; give a manifest (.csv, .jsonl), a folder of images, or a Karpathy JSON")
+    source = "karpathy" if path.suffix.lower() == ".json" else "folder"
+    images = {"images": str(path.resolve().parent)} if source == "karpathy" else {}
+    encoders = JointImage(model), JointText(model)
+    channels = {encoder.channels for encoder in encoders}
+    if len(channels) > 1:
+        raise UserError(f"{model!r} embeds images and texts with different numbers of channels; it has no joint space")
+    side = {"kind": "frozen", "backbone": _resolved_name(model), "projected": True}
+    values = {
+        "name": "adopted",
+        "data": {
+            "source": source,
+            "path": str(path.resolve()),
+            "val_fraction": val_fraction,
+            "test_fraction": test_fraction,
+            "equal_texts": "merged",
+        }
+        | images,
+        "model": _frozen_model(channels.pop()) | {"image": side, "text": side},
+        "loss": {"name": "infonce"},
+        "train": {"seed": seed},
+    }
+    return adopt_recipe(check_recipe(values, "adopt"), _claim(Path(out), force), method=method, population=population)
+
+
+def _resolved_name(model: str) -> str:
+    """A local folder by its absolute path; a hub name as it is."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
+
+
+def _frozen_model(channels: int) -> dict[str, Any]:
+    """Section ``model`` of a model whose means are its features."""
+    return {"dim": channels, "pooling": "average", "identity": True, "variance": False}
+
+
+def adopt_recipe(
+    recipe: Recipe,
+    folder: Path,
+    *,
+    method: str = "auto",
+    population: str = "planted",
+) -> AdoptedModel:
+    """Adopt the model and the data of a recipe, see :func:`adopt`.
+
+    Args:
+        recipe: with ``model.identity``.
+        folder: of the run, empty.
+        method, population: see :func:`adopt`.
+
+    Returns:
+        The adopted model.
+
+    Raises:
+        UserError: see :func:`adopt`.
+    """
+    if method != "auto" and method not in METHODS:
+        raise UserError(f"adopt: unknown method {method!r}; known: auto, {', '.join(METHODS)}")
+    if population not in get_args(Population):
+        raise UserError(f"adopt: unknown queries {population!r}; known: {', '.join(get_args(Population))}")
+    asked_by = cast(Population, population)
+    started, problems = time.monotonic(), Problems()
+    splits = load_splits(recipe.data, problems)
+    if "val" not in splits:
+        raise UserError(
+            f"the pairs have no split 'val' to calibrate on; they have {', '.join(splits)}. Leave the column split out,"
+            " or name some pairs val"
+        )
+    run, seed = _new_run(recipe, folder, splits), recipe.train.seed
+    calibrating = _embedded(run, splits["val"], problems, "val", _MOST_CALIBRATING)
+    reference = embed_reference(run.model, recipe.data, seed=seed)
+    comparison = dict[str, Comparison]()
+    try:
+        if method == "auto":
+            comparison = _compare(calibrating, reference, run.distance, asked_by, seed)
+        chosen = method if method != "auto" else min(comparison, key=lambda name: comparison[name].log_loss)
+        calibration = _calibrate(calibrating, reference, run.distance, asked_by, chosen)
+    except ValueError as error:
+        raise UserError(
+            f"cannot calibrate on the {calibrating.images.n} images of the split val: {error}. Either the pairs are"
+            " wrong, or they are too few, or the model does not bring the pairs closer together than others"
+        ) from error
+    calibration.save(folder / CALIBRATION)
+    measured = None
+    if "test" in splits:
+        measured = _measure(
+            run, _embedded(run, splits["test"], problems, "test", _MOST_MEASURING), calibration, population
+        )
+    problems.write(folder / PROBLEMS)
+    adopted = AdoptedModel(
+        run=load_run(folder),
+        method=chosen,
+        comparison=comparison,
+        retrieval=None if measured is None else measured[0],
+        hits={} if measured is None else measured[1],
+        n_images={name: len(data.image_ids) for name, data in splits.items()},
+        n_texts={name: len(data.text_ids) for name, data in splits.items()},
+        n_left_out=len(problems),
+        seconds=time.monotonic() - started,
+    )
+    write_json(folder / ADOPTED, adopted.to_json())
+    return adopted
+
+
+def _new_run(recipe: Recipe, folder: Path, splits: Mapping[str, PairData]) -> Run:
+    """Write the folder of a run whose means are the frozen model's, and load it."""
+    described = described_by(next(iter(splits.values())))
+    model, loss = build_model(recipe.model, Assets(None, described)), build_loss(recipe)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CALIBRATION).unlink(missing_ok=True)
+    save_assets(folder, None, model)
+    save_state(folder / MODEL, {"model": model.eval(), "loss": loss}, None, {"epoch": 0})
+    save_recipe(recipe, folder / RECIPE)
+    run = load_run(folder)
+    _remember_words(run, splits)
+    return run
+
+
+def _measure(
+    run: Run, split: "_Split", calibration: Calibration, population: str
+) -> tuple[Evaluation, dict[str, list[HitFigures]]]:
+    """The recalls of the frozen model on a split, and the probabilities of hits beside those by the distance alone."""
+    embedded = split.images, split.texts
+    retrieval = evaluate_retrieval(*embedded, split.data.relevance(), distance=run.distance)
+    d, match = split.pairs(run.distance)
+    kinds = {"served": calibration, "distance": without_nearest(calibration)}
+    return retrieval, {
+        name: measure_hits(kind, d, match, embedded=embedded, sizes=(), population=population)
+        for name, kind in kinds.items()
+    }
+
+
+def _remember_words(run: Run, splits: Mapping[str, PairData]) -> None:
+    """Write what tells texts of words from made-up ones, if the model reads subwords and there are enough texts."""
+    if counter := piece_counter(run.model):
+        with contextlib.suppress(ValueError):
+            texts = [text for data in splits.values() for text in data.texts]
+            UnfamiliarTexts.fit(texts[:_MOST_WORDED], counter).save(run.folder / WORDS)
+
+
+@dataclass(frozen=True, eq=False)
+class _Split:
+    """Some images of a split with their texts, embedded."""
+
+    images: GaussianEmbedding
+    texts: GaussianEmbedding
+    data: PairData
+
+    def part(self, images: np.ndarray) -> "_Split":
+        """Some of the images, with their texts."""
+        chosen = np.isin(self.data.pairs[:, 0], images)
+        texts = torch.from_numpy(np.unique(self.data.pairs[chosen, 1]))
+        return _Split(self.images[torch.from_numpy(images)], self.texts[texts], self.data.keep_images(images))
+
+    def pairs(self, distance: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """(n, m) distances and matches."""
+        match = torch.from_numpy(self.data.relevance().to_dense()).float()
+        return get_distance(distance).matrix(self.images, self.texts), match
+
+
+def _embedded(run: Run, data: PairData, problems: Problems, name: str, most: int) -> _Split:
+    """A random part of a split, of at most that many images."""
+    chosen = some_positions(len(data.image_ids), most, run.recipe.train.seed)
+    prepared = prepare_split(run.model, data.keep_images(chosen), problems, name)
+    images, texts = embed_split(run.model, prepared)
+    return _Split(images, texts, prepared.data)
+
+
+def _calibrate(
+    split: _Split, reference: Reference | None, distance: str, population: Population, method: str
+) -> Calibration:
+    """Fit the probabilities of a method."""
+    fitted = calibrate_split(
+        (split.images, split.texts),
+        split.data,
+        distance,
+        split="val",
+        max_queries=_MOST_QUERIES,
+        population=population,
+        reference=reference if method == "reference" else None,
+    )
+    return without_nearest(fitted) if method == "distance" else fitted
+
+
+def _compare(
+    split: _Split, reference: Reference | None, distance: str, population: Population, seed: int
+) -> dict[str, Comparison]:
+    """Fit every method on half of the images, and compare their first hits on the other half."""
+    groups = np.unique(split.data.groups, return_inverse=True)[1]
+    fitting = (np.random.default_rng(seed).permutation(int(groups.max()) + 1) % 2 == 0)[groups]
+    half, other = split.part(np.flatnonzero(fitting)), split.part(np.flatnonzero(~fitting))
+    d, match = other.pairs(distance)
+    fitted = _calibrate(half, reference, distance, population, "reference")
+    methods = {"nearest": without_reference(fitted), "distance": without_nearest(fitted)}
+    methods |= {"reference": fitted} if fitted.reference else {}
+    losses, weights, group = dict[str, np.ndarray](), np.empty(0), np.empty(0)
+    for name, calibration in methods.items():
+        found = [
+            first_hits(calibration, d, match, direction, embedded=(other.images, other.texts), population=population)
+            for direction in get_args(Direction)
+        ]
+        losses[name] = np.concatenate([hits.log_loss() for hits in found])
+        weights = np.concatenate([np.full(len(hits.queries), 1 / len(hits.queries)) for hits in found])
+        group = np.concatenate([hits.image(match) for hits in found])
+    best = min(methods, key=lambda name: float(weights @ losses[name]))
+    statistics = {name: _weighted_mean(losses[name] - losses[best], weights) for name in methods}
+    worse = bootstrap(statistics, len(weights), groups=group, seed=seed)
+    return {
+        name: Comparison(float(weights @ losses[name] / weights.sum()), worse[name])
+        for name in METHODS
+        if name in methods
+    }
+
+
+def _weighted_mean(values: np.ndarray, weights: np.ndarray) -> Statistic:
+    return lambda counts: (counts @ (weights * values)) / (counts @ weights)
+
+
+def _claim(folder: Path, force: bool) -> Path:
+    """A folder that may be written: new, empty, or with force an adopted model."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; give a folder with --out")
+    if folder.is_dir() and any(folder.iterdir()):
+        if not (folder / ADOPTED).is_file():
+            raise UserError(f"{folder} is not empty and holds no adopted model; give an empty or new folder with --out")
+        if not force:
+            raise UserError(f"{folder} holds an adopted model already; give --force to replace it, or another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {folder}: {error.strerror or error}") from error
+    return folder
+
+
+def _named_file(value: str | Path | Array, folder: Path, name: str) -> str:
+    """The absolute path of a table; an array is written into the folder."""
+    if isinstance(value, str | Path):
+        return resolved_table(str(value))
+    array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+    if array.ndim != 2 or not np.issubdtype(array.dtype, np.floating):
+        raise UserError(f"{name}: got an array of {array.shape} {array.dtype}; expected (n, c) floating numbers")
+    path = folder / f"{name}.npy"
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    write_atomically(path, buffer.getvalue())
+    return str(path.resolve())
+
+
+def _pair_file(pairs: str | Path | Sequence[tuple[int, int]] | None, folder: Path) -> str:
+    """The absolute path of the pairs; "" for row i with row i. Rows are written into the folder."""
+    if pairs is None:
+        return ""
+    if isinstance(pairs, str | Path):
+        return str(Path(pairs).resolve())
+    rows = np.asarray(pairs)
+    if rows.ndim != 2 or rows.shape[1] != 2 or not np.issubdtype(rows.dtype, np.integer):
+        raise UserError(f"pairs: got {rows.shape} {rows.dtype}; expected (p, 2) rows of an image and a text")
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(["image", "text"])
+    writer.writerows(rows.tolist())
+    write_atomically(folder / "pairs.csv", buffer.getvalue())
+    return str((folder / "pairs.csv").resolve())

@@ -1,0 +1,298 @@
+"""A frozen model, adopted: its ranking stays to the last tie, its probabilities hold, and every command takes it."""
+
+import csv
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import sfumato.models.adopt as adopting
+from sfumato.calibration.calibrator import Calibration
+from sfumato.cli import app
+from sfumato.errors import UserError
+from sfumato.models.adopt import ADOPTED, METHODS, adopt, adopt_encoders
+from sfumato.models.export import load_model
+from sfumato.models.run import load_run
+from sfumato.search.index import GaussianIndex
+
+N, PER_IMAGE, C = 400, 3, 24
+
+
+def frozen(seed=0, n=N, noise=0.35):
+    """Images, captions of them, and images that are near many captions; raw lengths differ."""
+    rng = np.random.default_rng(seed)
+    images = rng.standard_normal((n, C)) + 0.4
+    texts = np.repeat(images / np.linalg.norm(images, axis=1, keepdims=True), PER_IMAGE, axis=0)
+    texts = texts + noise * rng.standard_normal(texts.shape) * rng.uniform(0.3, 1.2, (len(texts), 1))
+    pairs = [(i // PER_IMAGE, i) for i in range(len(texts))]
+    return images.astype(np.float32), texts.astype(np.float32), pairs
+
+
+@pytest.fixture(scope="module")
+def adopted(tmp_path_factory):
+    return adopt(*frozen(), tmp_path_factory.mktemp("adopt") / "run")
+
+
+def test_embeddings_are_the_frozen_ones_at_unit_length(adopted):
+    images, texts, _ = frozen()
+    for array in (images, texts, torch.from_numpy(texts), texts[0]):
+        unit = torch.nn.functional.normalize(torch.as_tensor(array).reshape(-1, C), dim=1)
+        found = adopted.embed(array)
+        assert torch.equal(found.mean, unit) and found.log_var.isneginf().all()
+    stored = adopted.run.model.image.embed(adopted.run.model.image.processor.read([lambda: npy(images[3])])[0])
+    assert torch.equal(stored.mean, adopted.embed(images[3]).mean)
+
+
+def npy(vector):
+    buffer = io.BytesIO()
+    np.save(buffer, vector[None])
+    return buffer.getvalue()
+
+
+def test_searches_rank_as_the_cosine_does(adopted):
+    images, texts, _ = frozen()
+    index = adopted.index(images, [f"i{k}" for k in range(N)], payload={"k": [str(k) for k in range(N)]})
+    exact = texts[:200].astype(np.float64) @ images.astype(np.float64).T / np.linalg.norm(images, axis=1)
+    expected = np.argsort(-exact, axis=1, kind="stable")[:, :10]
+    for found, order in zip(index.search(adopted.embed(texts[:200]), k=10), expected.tolist(), strict=True):
+        assert [hit.payload["k"] for hit in found] == [str(k) for k in order]
+        p = [hit.match_probability for hit in found]
+        assert p == sorted(p, reverse=True) and 0 <= p[-1] <= p[0] <= 1
+
+
+def test_probabilities_of_first_hits_hold_on_new_data_and_beat_the_distance(adopted):
+    images, texts, pairs = frozen(seed=1)
+    found = adopted.index(images).search(adopted.embed(texts), k=1)
+    p = np.array([hits[0].match_probability for hits in found])
+    right = np.array([int(hits[0].id) == image for hits, (image, _) in zip(found, pairs, strict=True)])
+    # 1,200 captions of 400 images: a standard error of .02 for a third of them.
+    for part in np.array_split(np.argsort(p), 3):
+        assert abs(p[part].mean() - right[part].mean()) < 0.1
+    figures = {f.direction: f for f in adopted.hits["served"] if f.hits == 1}
+    alone = {f.direction: f for f in adopted.hits["distance"] if f.hits == 1}
+    assert figures["t2i"].log_loss < alone["t2i"].log_loss
+    assert figures["t2i"].rate == pytest.approx(adopted.retrieval.t2i["recall@1"])
+
+
+def test_auto_keeps_the_method_with_the_smallest_loss_and_says_by_how_much(adopted):
+    assert set(adopted.comparison) <= set(METHODS) and adopted.method in adopted.comparison
+    best = adopted.comparison[adopted.method]
+    assert best.log_loss == min(found.log_loss for found in adopted.comparison.values())
+    for found in adopted.comparison.values():
+        assert found.worse.low <= found.worse.value <= found.worse.high
+        assert found.worse.value == pytest.approx(found.log_loss - best.log_loss, abs=1e-9)
+
+
+def test_a_given_method_is_taken_and_not_compared(tmp_path):
+    for method, reads in (("distance", (False, False)), ("nearest", (True, False)), ("reference", (True, True))):
+        made = adopt(*frozen(n=1200), tmp_path / method, method=method, val_fraction=0.4, test_fraction=0.1)
+        calibration = made.run.calibration
+        assert (bool(calibration.conditional), bool(calibration.reference)) == reads
+        assert made.method == method and not made.comparison
+
+
+def test_the_folder_is_a_run_of_its_own_figures(adopted):
+    run = load_run(adopted.run.folder)
+    assert run.calibrated and run.distance == "squared_l2" and sum(p.numel() for p in run.model.parameters()) == 0
+    written = json.loads((run.folder / ADOPTED).read_text())
+    assert written["method"] == adopted.method and written["n_images"] == dict(adopted.n_images)
+    assert sum(written["n_images"].values()) == N and written["hits"]["served"][0]["direction"] == "t2i"
+    assert "AdoptedModel(" in repr(adopted) and "400 images" in repr(adopted)
+
+
+def test_every_command_takes_files(tmp_path, monkeypatch, capsys):
+    """The three commands of the guide, from the folder of the files; then from another folder."""
+    images, texts, pairs = frozen()
+    images[5, 2] = np.nan
+    np.save(tmp_path / "images.npy", images)
+    np.save(tmp_path / "texts.npy", texts.astype(np.float16))
+    with (tmp_path / "pairs.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("image", "text"), *pairs])
+    monkeypatch.chdir(tmp_path)
+    command = app_runner(capsys)
+    files = ("--images", "images.npy", "--texts", "texts.npy", "--pairs", "pairs.csv")
+    out = command("adopt", *files)
+    assert "1 left out" in out and "kept" in out and "runs/adopted is a run" in out
+    assert "images.npy[5]" in (tmp_path / "runs/adopted/problems.jsonl").read_text()
+    with pytest.raises(UserError, match="--force"):
+        command("adopt", *files)
+    assert json.loads(command("adopt", *files, "--force", "--method", "nearest", "--json"))["method"] == "nearest"
+    monkeypatch.chdir("/")
+    run, index = tmp_path / "runs/adopted", tmp_path / "index"
+    assert "399 images" in command("index", run, "--split", "all", "--out", index)
+    assert "399 images" in command("index", run, "--images", tmp_path / "images.npy", "--out", tmp_path / "index2")
+    assert sorted(GaussianIndex.load(index).ids) == sorted(GaussianIndex.load(tmp_path / "index2").ids)
+    np.save(tmp_path / "query.npy", texts[30])
+    (found,) = json.loads(command("search", index, tmp_path / "query.npy", "-k", "2", "--json"))
+    assert found["calibrated"] and found["hits"][0]["id"] == "10"
+    assert "calibration error" in command("trust", run, "--bootstrap", "5")
+    command("evaluate", "run", run)
+    command("calibrate", run)
+
+
+def app_runner(capsys):
+    def command(*arguments):
+        capsys.readouterr()
+        app([str(a) for a in arguments], standalone_mode=False)
+        return capsys.readouterr().out
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"texts": np.ones((9, C + 1), np.float32)}, "24 channels and texts 25"),
+        ({"images": np.ones((N, C), int)}, "floating"),
+        ({"pairs": [(0, 0, 0)]}, "expected \\(p, 2\\)"),
+        ({"pairs": None}, "400 rows and"),
+        ({"pairs": [(0, 99_999)]}, "is not a row number"),
+        ({"method": "best"}, "unknown method"),
+        ({"population": "wild"}, "unknown queries"),
+        ({"images": "nothing.npy"}, "nothing.npy"),
+    ],
+)
+def test_mistakes_are_named(change, message, tmp_path):
+    images, texts, pairs = frozen()
+    given = {"images": images, "texts": texts, "pairs": pairs} | change
+    with pytest.raises(UserError, match=message):
+        adopt(out=tmp_path / "run", **given)
+
+
+def test_folders_of_others_are_left_alone(tmp_path):
+    (tmp_path / "mine.txt").write_text("keep")
+    for force in (False, True):
+        with pytest.raises(UserError, match="holds no adopted model"):
+            adopt(*frozen(), tmp_path, force=force)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    with pytest.raises(UserError, match="is a file"):
+        adopt(*frozen(), tmp_path / "mine.txt")
+
+
+def test_vectors_that_cannot_be_embedded_are_named(adopted):
+    for bad, message in ((np.ones(3), "24 channels"), (np.zeros(C), "zero"), (np.full(C, math.inf), "infinity")):
+        with pytest.raises(ValueError, match=message):
+            adopted.embed(bad)
+
+
+WORDS = ["red", "green", "blue", "dark", "light", "square", "circle", "wide", "tall", "small"]
+
+
+def tiny(folder, kind):
+    """A CLIP or SigLIP model with random weights, a tokenizer of words and a processor of images."""
+    transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<end>", "<unk>", *WORDS, *map(str, range(100))])}
+    text = {**sizes, "vocab_size": len(vocabulary), "max_position_embeddings": 12, "eos_token_id": 1, "bos_token_id": 1}
+    vision = {**sizes, "image_size": 16, "patch_size": 8}
+    if kind == "clip":
+        config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+        model, processor = transformers.CLIPModel(config), transformers.CLIPImageProcessor
+    else:
+        config = transformers.SiglipConfig(text_config=text, vision_config=vision)
+        model, processor = transformers.SiglipModel(config), transformers.SiglipImageProcessor
+    model.save_pretrained(folder)
+    size = {"shortest_edge": 16} if kind == "clip" else {"height": 16, "width": 16}
+    crop = {"crop_size": {"height": 16, "width": 16}} if kind == "clip" else {}
+    processor(size=size, **crop).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    return model.eval()
+
+
+@pytest.fixture
+def photographs(tmp_path):
+    """A manifest of 60 images with a caption each."""
+    rng, lines = np.random.default_rng(0), []
+    (tmp_path / "photos").mkdir()
+    for i in range(60):
+        Image.fromarray(rng.integers(0, 255, (20, 24, 3), np.uint8)).save(tmp_path / f"photos/{i}.png")
+        lines.append({"image": f"photos/{i}.png", "caption": f"{WORDS[i % 10]} {WORDS[(i * 7) % 10]} {i}"})
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def random_model(monkeypatch, tmp_path):
+    """Random weights match nothing, so nothing could be fitted to them."""
+    monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(adopting, "calibrate_split", lambda *args, **options: Calibration(2.0, 1.0, 0.1))
+
+
+@pytest.mark.usefixtures("random_model")
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_a_model_by_its_folder_embeds_as_transformers_does(tmp_path, photographs, kind):
+    model = tiny(tmp_path / "model", kind)
+    made = adopt_encoders(str(tmp_path / "model"), photographs, tmp_path / "run", method="distance", test_fraction=0)
+    assert sum(made.n_images.values()) == 60 and made.run.calibration.logit_scale == 2
+    run = load_model(tmp_path / "run")
+    captions = ["red square 3", "blue"]
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    padding = "max_length" if kind == "siglip" else True
+    tokens = tokenizer(captions, padding=padding, max_length=12, truncation=True, return_tensors="pt")
+    with torch.inference_mode():
+        features = model.get_text_features(**{k: v for k, v in tokens.items() if k != "token_type_ids"})
+        data = (photographs.parent / "photos/4.png").read_bytes()
+        processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "model")
+        pixels = processor(images=[Image.open(io.BytesIO(data)).convert("RGB")], return_tensors="pt")
+        image = model.get_image_features(**pixels)
+    for found, expected in ((run.model.embed_texts(captions), features), (run.model.embed_images([data]), image)):
+        expected = expected if isinstance(expected, torch.Tensor) else expected.pooler_output
+        torch.testing.assert_close(found.mean, torch.nn.functional.normalize(expected, dim=1), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("random_model")
+def test_sentence_transformers_keep_their_model_in_a_folder_of_it(tmp_path, photographs):
+    tiny(tmp_path / "st" / "0_CLIPModel", "clip")
+    made = adopt_encoders(str(tmp_path / "st"), photographs, tmp_path / "run", method="distance", test_fraction=0)
+    assert made.retrieval is None and made.run.recipe.model.dim == 8
+
+
+def test_a_model_that_matches_nothing_is_named(tmp_path, photographs, monkeypatch):
+    monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path / "cache"))
+    tiny(tmp_path / "model", "clip")
+    with pytest.raises(UserError, match="does not bring the pairs"):
+        adopt_encoders(str(tmp_path / "model"), photographs, tmp_path / "run", method="distance")
+
+
+def test_models_and_data_that_cannot_be_adopted_are_named(tmp_path, photographs, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
+    with pytest.raises(UserError, match="no data at"):
+        adopt_encoders("openai/clip-vit-base-patch32", tmp_path / "nothing.jsonl", tmp_path / "run")
+    with pytest.raises(UserError, match="Give a local folder"):
+        adopt_encoders("nobody/nothing-at-all", photographs, tmp_path / "run")
+    config = transformers.BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
+    with pytest.raises(UserError, match="no joint embedding"):
+        adopt_encoders(str(tmp_path / "bert"), photographs, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_pairs_without_a_split_to_calibrate_on_are_named(tmp_path):
+    images, texts, pairs = frozen(n=60)
+    np.save(tmp_path / "i.npy", images)
+    np.save(tmp_path / "t.npy", texts)
+    with (tmp_path / "pairs.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("image", "text", "split"), *[(*pair, "train") for pair in pairs]])
+    with pytest.raises(UserError, match="no split 'val'"):
+        adopt(tmp_path / "i.npy", tmp_path / "t.npy", tmp_path / "pairs.csv", tmp_path / "run")
+
+
+def test_large_splits_are_sampled(tmp_path, monkeypatch):
+    monkeypatch.setattr(adopting, "_MOST_CALIBRATING", 80)
+    monkeypatch.setattr(adopting, "_MOST_MEASURING", 50)
+    made = adopt(*frozen(), tmp_path / "run")
+    assert made.retrieval.n_images == 50 and made.run.calibration.t2i.n_gallery == 80
