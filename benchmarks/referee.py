@@ -25,11 +25,12 @@ import numpy as np
 import torch
 
 from sfumato.encoders.frozen import text_backbone
-from sfumato.files import write_json
+from sfumato.files import write_atomically
 from sfumato.metrics.uncertainty import spearman
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
 from sfumato.reports.referee_tables import referee_summary, referee_tables
+from sfumato.studies.contestants import CONTESTANTS
 from sfumato.studies.frozen_model import FrozenModel, FrozenSplit, freeze
 from sfumato.studies.referee import RefereeOptions, adapter_epochs, referee_model
 from sfumato.training.loop import fit
@@ -130,10 +131,24 @@ def main() -> None:
         chosen = RefereeOptions(fit=adapter_epochs(ADAPTER_EPOCHS), seed=seed)
         referee_model(model, chosen, path=path, about=about(), say=partial(print, flush=True))
     found = {key: json.loads(path.read_text()) for key, path in files.items() if path.exists()}
+    found = {key: report for key, report in found.items() if len(report["methods"]) == len(CONTESTANTS)}
+    if unfinished := [f"{name} seed {seed}" for name, seed in files if (name, seed) not in found]:
+        print(f"Not finished, and left out: {', '.join(unfinished)}.\n")
     models = [[report for (model, _), report in found.items() if model == name] for name in options.only]
     print_all([reports for reports in models if reports])
     if options.json:
-        write_json(options.json, {f"{name}-seed{seed}": report for (name, seed), report in found.items()})
+        lines = [f'"{name}-seed{seed}": {compact(report)}' for (name, seed), report in found.items()]
+        write_atomically(options.json, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def compact(value: Any) -> str:
+    """JSON in one line, numbers with four digits, without the recall of each bin."""
+    digits = json.loads(
+        json.dumps(value),
+        parse_float=lambda text: float(f"{float(text):.4g}"),
+        object_hook=lambda found: {k: v for k, v in found.items() if k != "recall" or not isinstance(v, list)},
+    )
+    return json.dumps(digits, separators=(",", ":"), ensure_ascii=False)
 
 
 SHOWN = ("log_loss", "ece", "wrong_auroc", "wrong_gain", "count", "width", "absent_auroc", "ambiguity")

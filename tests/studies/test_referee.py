@@ -316,7 +316,7 @@ def test_a_table_by_hand():
     assert lines[3].endswith("| 12 | 1.50 | 2.00 |")
     assert lines[5] == "Not available: laplace (no layers)."
     heading = referee_heading(reports, "test", "t2i")
-    assert heading == "tiny, split test, text -> image: 1,000 images, 5,000 texts, recall@1 25.0%, ± over 2 seeds"
+    assert heading == "tiny, split test, text -> image: 1,000 images, 5,000 texts, recall@1 25.0%, 2 seeds"
     alone = referee_tables(reports[:1], ["better"])
     assert "| better | **.500** [.400, .600] |" in alone and "worse" not in alone and "image -> text" not in alone
     assert alone.endswith("Note: a note.")

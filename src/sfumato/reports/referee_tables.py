@@ -138,7 +138,7 @@ def referee_heading(reports: Sequence[dict[str, Any]], split: str, direction: st
     known = [figures[0] for report in reports if (figures := _known(report, split, direction))]
     recall, n_galleries = fmean(f["recall"]["value"] for f in known), known[0]["n_galleries"]
     parts = f" in {n_galleries} galleries" if n_galleries > 1 else ""
-    seeds = f", ± over {len(reports)} seeds" if len(reports) > 1 else ""
+    seeds = f", {len(reports)} seeds" if len(reports) > 1 else ""
     return (
         f"{first['model']}, split {split}, {DIRECTION_NAMES[direction]}: {sizes['images']:,} images,"
         f" {sizes['texts']:,} texts{parts}, recall@1 {recall:.1%}{seeds}"
