@@ -5,7 +5,17 @@ import shutil
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from support.serving import KEY, embedded, make_collection, make_run, picture, read_only, served
+from support.serving import (
+    KEY,
+    embedded,
+    embedding_sources,
+    make_collection,
+    make_embedding_run,
+    make_run,
+    picture,
+    read_only,
+    served,
+)
 
 from sfumato.models.galleries import build_index
 from sfumato.models.run import load_run
@@ -629,3 +639,83 @@ def test_small_probabilities_read_as_in_the_verdict(visit, service):
         expect(panel(page).locator(".figures b").first).to_have_text(said)
         if p > 0.001:
             expect(panel(page).locator(".verdict")).to_contain_text(f"a probability of {said}")
+
+
+@pytest.fixture(scope="module")
+def embeddings(tmp_path_factory):
+    """A service whose model reads embeddings: no text or image can be embedded, and there are no images to show."""
+    with served(embedding_sources(make_embedding_run(tmp_path_factory.mktemp("embeddings")))) as client:
+        yield client
+
+
+def test_without_a_text_encoder_the_page_searches_by_item(visit, embeddings):
+    page = visit(embeddings, "/?q=words+that+nothing+can+embed", allowed=["status of 404"])
+    expect(page.locator(".empty h2")).to_have_text("Search by item")
+    expect(page.locator("#words")).to_have_text(
+        "Searching by words needs the model that made the embeddings: POST /v1/search/vector and"
+        " sfumato search INDEX vector.npy take its vectors."
+    )
+    expect(page.get_by_role("searchbox")).to_have_accessible_name("Id of an item")
+    for hidden in (".file", "#abstain", "#coverage", "#promises", "#add-open"):
+        expect(page.locator(hidden).first).to_be_hidden()
+    picks = page.locator(".empty .pick")
+    expect(picks).to_have_count(12)
+    name = picks.nth(2).inner_text()
+    picks.nth(2).click()
+    answer = ask(embeddings, {"id": name})
+    expect(panel(page).locator("h2")).to_have_text(f"More like {name}")
+    expect(panel(page).locator(".pick .name")).to_have_text([hit["id"] for hit in answer["hits"]])
+    assert searched(page) == {"id": name} and page.locator(".blank").count() == 0
+    box = page.get_by_role("searchbox")
+    expect(box).to_have_value(name)
+    box.fill("photo-7")
+    page.keyboard.press("Enter")
+    expect(panel(page).locator("h2")).to_have_text("More like photo-7")
+    box.fill("nobody")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert").last).to_contain_text("There is no item 'nobody' to search by")
+    box.fill("")
+    page.keyboard.press("Enter")
+    expect(page.locator(".empty")).to_be_visible()
+
+
+def test_without_a_text_encoder_items_are_compared_and_images_ignored(visit, embeddings):
+    page = visit(embeddings, "/?id=photo-7")
+    page.get_by_label("Compare two").check()
+    expect(page.get_by_role("searchbox", name="Id of a second item")).to_be_focused()
+    page.keyboard.type("photo-9")
+    page.keyboard.press("Enter")
+    expect(page.locator("#answers h2")).to_have_text(["More like photo-7", "More like photo-9"])
+    page.evaluate(
+        """() => {
+            const data = new DataTransfer();
+            data.items.add(new File(["a"], "a.png", {type: "image/png"}));
+            const init = {bubbles: true, cancelable: true, dataTransfer: data};
+            document.querySelector("#answers").dispatchEvent(new DragEvent("drop", init));
+        }"""
+    )
+    page.get_by_text("Map", exact=True).click()
+    expect(page.locator("#legend")).to_contain_text("48 images")
+    assert searched(page) == {"id": "photo-7", "id2": "photo-9", "view": "map"}
+    page.goto("/?in=texts&id=photo-3")
+    expect(panel(page).locator(".pick .name").first).to_have_text("text 3")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_without_a_text_encoder_nothing_sticks_out(visit, embeddings, scheme):
+    page = visit(embeddings, color_scheme=scheme)
+    for path in ("/", "/?id=photo-7", "/?id=photo-7&id2=photo-8"):
+        page.goto(path)
+        expect(page.locator("#answers .pick").first).to_be_attached()
+        for width in (360, 390, 1280):
+            page.set_viewport_size({"width": width, "height": 800})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, (path, width)
+
+
+def test_with_a_text_encoder_nothing_is_said_about_vectors(visit, service):
+    page = visit(service)
+    expect(page.locator(".empty h2")).to_have_text("Search for anything")
+    expect(page.locator("#words")).to_be_hidden()
+    expect(page.get_by_role("searchbox", name="Search")).to_have_attribute(
+        "placeholder", "Describe it, or drop an image here"
+    )

@@ -9,6 +9,7 @@ import zlib
 from dataclasses import replace
 
 import httpx
+import numpy as np
 import torch
 import uvicorn
 from PIL import Image
@@ -17,7 +18,7 @@ from sfumato.calibration.calibrator import Calibration, QueryScores
 from sfumato.distances import csd_matrix
 from sfumato.models.embed import embed_folder
 from sfumato.models.galleries import GalleryPart, build_index, create_collection
-from sfumato.models.recipe import load_recipe
+from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
 from sfumato.serve.answering import ServedGallery, Sources
 from sfumato.serve.app import create_app
@@ -34,6 +35,43 @@ def make_run(folder):
     recipe = make_toy(folder)
     fit(load_recipe(recipe, ["train.epochs=2"]), folder / "run")
     return folder / "run"
+
+
+def make_embedding_run(folder):
+    """Trains heads on 48 images of 6 and texts of 5 channels, linear maps of one hidden vector; returns its folder."""
+    random = np.random.default_rng(0)
+    hidden = random.standard_normal((48, 4))
+    np.save(folder / "images.npy", (hidden @ random.standard_normal((4, 6)) + 1).astype(np.float32))
+    np.save(folder / "texts.npy", (hidden @ random.standard_normal((4, 5)) - 1).astype(np.float32))
+    (folder / "images_ids.txt").write_text("".join(f"photo-{i}\n" for i in range(48)))
+    data = [f"data.{side}={folder / side}.npy" for side in ("images", "texts")]
+    small = "model.dim=8", "model.hidden=16", "train.batch_size=16", "train.epochs=3", "train.device=cpu"
+    fit(load_recipe(find_recipe("embeddings"), [*small, *data]), folder / "run")
+    return folder / "run"
+
+
+def embedding_sources(run_folder):
+    """Sources of two calibrated indices of all 48 rows of such a run."""
+    run = load_run(run_folder)
+    tables = [np.load(run_folder.parent / f"{side}.npy") for side in ("images", "texts")]
+    images, texts = run.model.embed_images(npy_rows(tables[0])), run.model.embed_texts(npy_rows(tables[1]))
+    run = replace(run, calibrated=True, calibration=calibration(texts, images))
+    ids, words = [f"photo-{i}" for i in range(48)], [f"text {i % 5}" for i in range(48)]
+    galleries = {
+        "images": ServedGallery(build_index(run, GalleryPart(images, ids), model_source=run_folder)),
+        "texts": ServedGallery(build_index(run, GalleryPart(texts, ids, words), model_source=run_folder)),
+    }
+    return Sources(run.model, "run", galleries)
+
+
+def npy_rows(table):
+    """The bytes of a .npy file for each row."""
+    files = []
+    for row in table:
+        file = io.BytesIO()
+        np.save(file, row)
+        files.append(file.getvalue())
+    return files
 
 
 def picture(colour="red", size=(20, 14), format="PNG", **options):

@@ -250,11 +250,12 @@ class Asked:
     """A query.
 
     Attributes:
-        kind: what the query is.
-        name: name of the query in the answer: the text, the name of the image file, or the id.
+        kind: what the query is; of a vector, its modality.
+        name: name of the query in the answer: the text, the name of the image file or of the vector, or the id.
         where: its location in the request, e.g. "body.queries.0.text".
         text: the text, for kind "text".
         image: the bytes of the image file, for kind "image".
+        vector: float32 numbers as bytes, for a vector of kind "text" or "image"; None for others.
     """
 
     kind: Literal["text", "image", "id"]
@@ -262,6 +263,7 @@ class Asked:
     where: str
     text: str = ""
     image: bytes = b""
+    vector: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -413,7 +415,8 @@ def watch(served: ServedGallery, asked: Sequence[Asked], results: Sequence[Searc
         return
     wanted = native(served.gallery)
     own = [i for i, one in enumerate(asked) if one.kind == wanted]
-    nearest, names = [results[i].best_distance for i in own], [asked[i].text or asked[i].image for i in own]
+    nearest = [results[i].best_distance for i in own]
+    names = [asked[i].text or asked[i].image or asked[i].vector for i in own]
     for state in served.drift.add(nearest, n_gallery=served.gallery.size, names=names):
         found = f"{kind(served.gallery)}, last {served.drift.window} queries, D = {state.statistic or 0:.2f}"
         if state.differs:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from functools import cache
 from http import HTTPStatus
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jinja2
+import numpy as np
 from fastapi import FastAPI, Form, Request, params
 from fastapi import Query as Parameter
 from fastapi.exceptions import RequestValidationError
@@ -41,6 +42,7 @@ from sfumato.serve.schemas import (
     Info,
     Item,
     Map,
+    Modality,
     NewImage,
     NewItem,
     Problem,
@@ -50,6 +52,8 @@ from sfumato.serve.schemas import (
     SearchResponse,
     State,
     TextSearch,
+    VectorQuery,
+    VectorRequest,
     busy,
     invalid,
 )
@@ -127,8 +131,17 @@ def documented(app: FastAPI) -> dict[str, Any]:
             "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
         }
         document["security"] = [{}, {"bearer": []}, {"header": []}]
+        _fit_example(document, app.state.service.query_kinds().vector)
         app.openapi_schema = document
     return app.openapi_schema
+
+
+def _fit_example(document: dict[str, Any], lengths: Mapping[Modality, int]) -> None:
+    """Give the example of a search by vector the length of the model's vectors, so that it works."""
+    schema = document["components"]["schemas"]["VectorRequest"]
+    (example,) = schema["examples"]
+    for modality, length in list(lengths.items())[:1]:
+        schema["examples"] = [{**example, "queries": [{"vector": [0.1] * length, "modality": modality}]}]
 
 
 def page_of(document: dict[str, Any], address: str) -> str:
@@ -173,6 +186,11 @@ def _curl(method: str, url: str, operation: dict[str, Any], schemas: dict[str, A
     if "application/json" in content:
         (example, *_) = schemas[_type(content["application/json"]["schema"])]["examples"]
         words += ["--json", f"'{json.dumps(example, ensure_ascii=False)}'"]
+        if "vector" in url:  # Too long to be written out.
+            (query,) = example["queries"]
+            (some, *_), n, modality = query["vector"], len(query["vector"]), query["modality"]
+            made = f'{{"queries": [{{"vector": [{some}] * {n}, "modality": "{modality}"}}], "max_results": 5}}'
+            return f"python3 -c 'import json; print(json.dumps({made}))' | curl --json @- {url}"
     if "multipart/form-data" in content:
         words += ["-F image=@image.jpg"] + (["-F id=birds/red.jpg"] if "items" in url else [])
     where = url.replace("{id}", "birds/red.jpg")
@@ -215,7 +233,9 @@ class _CheckedRequest(Request):
             plain = len(body) - sum(image.end() - image.start() for image in _IMAGE.finditer(body))
             if plain > _MOST_PLAIN:
                 raise Refusal(
-                    413, f"The request has {plain} bytes beside its images, more than the limit of {_MOST_PLAIN}"
+                    413,
+                    f"The request has {plain} bytes beside its images, more than the limit of {_MOST_PLAIN};"
+                    " send fewer queries or items at a time",
                 )
         try:
             return from_json(body)
@@ -411,6 +431,21 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         name, data = (form.image.filename or "image")[:200], await form.image.read()
         return _json(await service.search([Asked("image", name, "form.image", image=data)], form.options()))
 
+    @app.post(
+        "/v1/search/vector",
+        response_model=SearchResponse,
+        tags=["search"],
+        responses=problems(404, 413, 415, 422, 503, 504),
+    )
+    async def search_vector(wanted: VectorRequest) -> Response:
+        """Search by embeddings that were made elsewhere.
+
+        A model that reads embeddings takes the vectors of the model that made them. For another model of points they
+        are its own embeddings, of as many numbers as the gallery has dimensions. A model of Gaussians refuses them.
+        """
+        asked = await service.in_thread(lambda: [_vector(query, i) for i, query in enumerate(wanted.queries)])
+        return _json(await service.search(asked, wanted))
+
     @app.get("/v1/map", response_model=Map, tags=["look"], responses=problems(404, 422, 503, 504))
     async def draw(
         gallery: _ItemGallery = "images",
@@ -491,6 +526,13 @@ def _asked(query: Query, i: int) -> Asked:
         return Asked("id", query.id, f"{where}.id")
     image = _decoded(query.image or "", f"{where}.image")
     return Asked("image", f"image {i + 1}", f"{where}.image", image=image)
+
+
+def _vector(query: VectorQuery, i: int) -> Asked:
+    with np.errstate(over="ignore"):  # What float32 cannot hold is refused as infinite.
+        vector = np.asarray(query.vector, np.float32).tobytes()
+    name = query.name or f"vector {i + 1}"
+    return Asked(query.modality, name, f"body.queries.{i}.vector", vector=vector)
 
 
 def _new(item: NewItem, i: int) -> New:

@@ -177,7 +177,7 @@ class Embedder:
     def __init__(self, model: DualEncoder, settings: Settings, metrics: Metrics) -> None:
         self.model = model
         self._thread = ThreadPoolExecutor(1, "model", torch.set_num_threads, (settings.threads,))
-        self.texts: Batcher[str, GaussianEmbedding] = Batcher(
+        self.texts: Batcher[str | bytes, GaussianEmbedding] = Batcher(
             self._embed_texts, self._thread, size=settings.batch_size, window=settings.batch_window,
             waiting=settings.max_waiting, observe=metrics.batch("text"),
         )  # fmt: skip
@@ -202,11 +202,11 @@ class Embedder:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._workers.shutdown(wait=False, cancel_futures=True)
 
-    async def embed_texts(self, texts: Sequence[str]) -> Embedded:
+    async def embed_texts(self, texts: Sequence[str | bytes]) -> Embedded:
         """Embed texts.
 
         Args:
-            texts: the texts.
+            texts: the texts; of a model that reads embeddings, the bytes of .npy files.
 
         Returns:
             (1, d) embedding of each, or its exception.
@@ -262,7 +262,7 @@ class Embedder:
             raise busy("The service is shutting down", 5)
         return found
 
-    def _embed_texts(self, texts: list[str]) -> list[GaussianEmbedding | Exception]:
+    def _embed_texts(self, texts: list[Any]) -> list[GaussianEmbedding | Exception]:
         return _rows(self.model.embed_texts(texts))
 
     def _embed_images(self, images: list[Any]) -> list[GaussianEmbedding | Exception]:

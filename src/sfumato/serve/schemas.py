@@ -7,12 +7,13 @@ from typing import Annotated, Any, Literal, Self
 
 from fastapi import UploadFile
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, Field, Json, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, Json, model_validator
 from starlette.exceptions import HTTPException
 
 from sfumato.serve.settings import MOST
 
 GalleryName = Literal["images", "texts"]
+Modality = Literal["text", "image"]
 ItemId = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00]*$", description="id of an item")]
 Text = Annotated[
     str, Field(min_length=1, max_length=2000, pattern=r"^[^\x00]*[^\s\x00][^\x00]*$", description="any text")
@@ -88,6 +89,29 @@ class SearchRequest(SearchOptions):
     queries: list[Query] = Field(min_length=1, max_length=MOST, description="up to the limit of the service")
 
 
+class VectorQuery(_Model):
+    """A query by an embedding that was made elsewhere."""
+
+    # Values that are not finite come through, for a refusal that names the query.
+    vector: Annotated[list[Annotated[float, Field(strict=True, allow_inf_nan=True)]], FailFast()] = Field(
+        description="the embedding; `query_kinds` of `/v1/info` has its length"
+    )
+    modality: Modality = Field("text", description="what it is the embedding of")
+    name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00]*$")] | None = Field(
+        None, description="name of the query in the answer; `vector 1` and so on if left out"
+    )
+
+
+class VectorRequest(SearchOptions):
+    """One or several embeddings, searched together."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"queries": [{"vector": [0.6, -0.8], "modality": "text"}], "max_results": 5}]}
+    )
+
+    queries: list[VectorQuery] = Field(min_length=1, max_length=MOST, description="up to the limit of the service")
+
+
 class ResultRecord(_Model):
     """One item that a search found."""
 
@@ -138,8 +162,8 @@ class Position(Ellipse):
 class Answer(_Model):
     """The answer to one query."""
 
-    query: str = Field(description="the text, the name of the image file, or the id")
-    kind: Literal["text", "image", "id"]
+    query: str = Field(description="the text, the name of the image file or of the vector, or the id")
+    kind: Literal["text", "image", "id"] = Field(description="of a vector, its modality")
     distance: str = Field(description="name of the distance, e.g. csd")
     calibrated: bool = Field(
         description="whether the probabilities were fitted on held-out pairs of this kind of query;"
@@ -264,6 +288,18 @@ class Limits(_Model):
     max_pixels: int
 
 
+class QueryKinds(_Model):
+    """The kinds of queries that the model of the service can answer."""
+
+    text: bool = Field(description="texts")
+    image: bool = Field(description="image files")
+    id: bool = Field(description="ids of items")
+    vector: dict[Modality, int] = Field(
+        description="by modality, the length of the vectors of `/v1/search/vector`; a modality that is not listed is"
+        " refused"
+    )
+
+
 class Info(_Model):
     """The service."""
 
@@ -271,6 +307,7 @@ class Info(_Model):
     model: str
     distance: str
     dimensions: int
+    query_kinds: QueryKinds
     galleries: dict[GalleryName, GalleryInfo]
     limits: Limits
 

@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeVar
 
+import numpy as np
 import torch
 from PIL import Image
 
 from sfumato import __version__
+from sfumato.data.region_features import regions_to_bytes
 from sfumato.encoders.regions import blank_features, features_read
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.gallery import Gallery, GalleryRecords
@@ -43,17 +45,20 @@ from sfumato.serve.schemas import (
     Map,
     MapPoint,
     QueryDrift,
+    QueryKinds,
     Refusal,
     SearchOptions,
     SearchResponse,
     busy,
 )
 from sfumato.serve.settings import Settings
+from sfumato.serve.vectors import vector_sides
 from sfumato.studies.maps import Projection, fit_map
 
 Done = TypeVar("Done")
 
 _ON_THE_MAP = 2000
+_BY_VECTOR = "by vector (POST /v1/search/vector)"
 _LOG = logging.getLogger("sfumato.serve")
 
 
@@ -71,6 +76,7 @@ class Service:
 
     def __init__(self, sources: Sources, settings: Settings) -> None:
         self.sources, self.settings, self.metrics = sources, settings, Metrics()
+        self.vector_sides = vector_sides(sources.model, sources.d)
         self.embedder = Embedder(sources.model, settings, self.metrics)
         self.ready = asyncio.Event()
         self.failed: str | None = None
@@ -189,7 +195,9 @@ class Service:
         model = self.sources.model
         features = features_read(model.image if side == "image" else model.text)
         if where and features:
-            ways = "by item" if features_read(model.text) else "by text or by item"
+            kinds = self.query_kinds()
+            ways = " or ".join(way for way, there in (("by text", kinds.text), (_BY_VECTOR, kinds.vector)) if there)
+            ways = f"{ways} or by item".removeprefix(" or ")
             reason = f"{where[0]}: the model of this service reads {features}, not {side}s; search {ways}"
             raise Refusal(422, reason, errors=[(where[0], reason)])
 
@@ -315,6 +323,20 @@ class Service:
 
         return await self.in_thread(draw)
 
+    def query_kinds(self) -> QueryKinds:
+        """The kinds of queries that the model can answer.
+
+        Returns:
+            The kinds.
+        """
+        model, sides = self.sources.model, self.vector_sides
+        return QueryKinds(
+            text=not features_read(model.text),
+            image=not features_read(model.image),
+            id=True,
+            vector={name: side.channels for name, side in sides.items() if side.channels is not None},
+        )
+
     async def info(self) -> Info:
         """Describe the service.
 
@@ -326,6 +348,7 @@ class Service:
             model=self.sources.name,
             distance=self.sources.distance,
             dimensions=self.sources.d,
+            query_kinds=self.query_kinds(),
             galleries={name: await self.in_thread(self._info_of, name) for name in self.sources.galleries},
             limits=Limits(
                 max_batch=self.settings.max_batch,
@@ -377,7 +400,9 @@ class Service:
     async def _embedded(self, asked: Sequence[Asked], gallery: Gallery) -> list[GaussianEmbedding]:
         """(1, d) embedding of each query."""
         rows: dict[int, GaussianEmbedding] = {}
-        by_kind = {k: [i for i, q in enumerate(asked) if q.kind == k] for k in ("text", "image", "id")}
+        by_kind = {
+            k: [i for i, q in enumerate(asked) if q.kind == k and q.vector is None] for k in ("text", "image", "id")
+        }
         if ids := by_kind["id"]:
             wanted = list(dict.fromkeys(asked[i].name for i in ids))
             items = await self.in_thread(gallery.get, wanted)
@@ -397,7 +422,29 @@ class Service:
             self.refuse_features("text", [asked[i].where for i in texts])
             found = await self.embedder.embed_texts([asked[i].text for i in texts])
             rows |= dict(zip(texts, good(found, [asked[i].where for i in texts]), strict=True))
+        if vectors := [i for i, q in enumerate(asked) if q.vector is not None]:
+            rows |= dict(zip(vectors, await self._embedded_vectors([asked[i] for i in vectors]), strict=True))
         return [rows[i].to(torch.float32) for i in range(len(asked))]
+
+    async def _embedded_vectors(self, asked: Sequence[Asked]) -> list[GaussianEmbedding]:
+        """(1, d) embedding of each query by vector."""
+        values = [np.frombuffer(one.vector or b"", np.float32) for one in asked]
+        sides = [self.vector_sides["image" if one.kind == "image" else "text"] for one in asked]
+        found = [side.reason or side.error(vector) for side, vector in zip(sides, values, strict=True)]
+        if wrong := [(one.where, error) for one, error in zip(asked, found, strict=True) if error]:
+            first, error = wrong[0]
+            raise Refusal(422, f"{first}: {error}", errors=wrong)
+        rows: dict[int, GaussianEmbedding] = {}
+        for modality, side in self.vector_sides.items():
+            chosen = [i for i, one in enumerate(sides) if one is side]
+            if chosen and side.reads:
+                files = [regions_to_bytes(values[i].reshape(1, -1)) for i in chosen]
+                embed = self.embedder.embed_texts if modality == "text" else self.embedder.embed_images
+                rows |= dict(zip(chosen, good(await embed(files), [asked[i].where for i in chosen]), strict=True))
+            elif chosen:
+                points = side.points([values[i] for i in chosen])
+                rows |= {i: points[k : k + 1] for k, i in enumerate(chosen)}
+        return [rows[i] for i in range(len(asked))]
 
     def _search(self, searches: list[Search]) -> list[Answer | Exception]:
         answers = search_together(
@@ -427,10 +474,10 @@ class Service:
         file = io.BytesIO()
         Image.new("RGB", (64, 64), "white").save(file, "PNG")
         try:
-            queries = await self.embedder.embed_images([blank_features(self.sources.model.image) or file.getvalue()])
-            if not features_read(self.sources.model.text):
-                queries += await self.embedder.embed_texts(["ready"])
-            rows = GaussianEmbedding.cat(good(queries, ["image", "text"][: len(queries)]))
+            model = self.sources.model
+            queries = await self.embedder.embed_images([blank_features(model.image) or file.getvalue()])
+            queries += await self.embedder.embed_texts([blank_features(model.text) or "ready"])
+            rows = GaussianEmbedding.cat(good(queries, ["image", "text"]))
             if rows.d != self.sources.d:
                 raise ValueError(
                     f"the model has {rows.d} dimensions and the galleries have {self.sources.d}; they were built with"

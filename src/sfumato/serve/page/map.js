@@ -24,13 +24,14 @@ export class CollectionMap {
   // picture(path, size) -> promise of a URL; describe(point) -> nodes for the tip; pick(point): it was chosen for good.
   constructor(canvas, tip, { picture, describe, pick }) {
     [this.#canvas, this.#tip, this.#picture, this.#describe, this.#pick] = [canvas, tip, picture, describe, pick];
-    canvas.addEventListener("pointerdown", (event) => this.#down(event));
-    canvas.addEventListener("pointermove", (event) => this.#move(event));
-    for (const end of ["pointerup", "pointercancel"]) canvas.addEventListener(end, (event) => this.#up(event));
-    canvas.addEventListener("pointerleave", ({ pointerType }) => pointerType === "mouse" && !this.#pointers.size && this.#choose(-1));
-    canvas.addEventListener("blur", () => this.#choose(-1));
-    canvas.addEventListener("keydown", (event) => this.#key(event));
-    canvas.addEventListener("wheel", (event) => {
+    const on = (type, act, options) => canvas.addEventListener(type, act, options);
+    on("pointerdown", (event) => this.#down(event));
+    on("pointermove", (event) => this.#move(event));
+    for (const end of ["pointerup", "pointercancel"]) on(end, (event) => this.#up(event));
+    on("pointerleave", ({ pointerType }) => pointerType === "mouse" && !this.#pointers.size && this.#choose(-1));
+    on("blur", () => this.#choose(-1));
+    on("keydown", (event) => this.#key(event));
+    on("wheel", (event) => {
       event.preventDefault();
       this.zoom(1.0015 ** -event.deltaY, this.#at(event));
     }, { passive: false });
@@ -49,7 +50,7 @@ export class CollectionMap {
 
   fit() {
     const all = [...this.#points, ...this.#marks.flatMap(({ ellipse }) => ellipse ?? [])];
-    const { clientWidth: width, clientHeight: height } = this.#canvas;
+    const [width, height] = this.#size;
     const range = (values) => values.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
     const [left, right] = range(all.flatMap(({ x, a }) => [x - a, x + a]));
     const [low, high] = range(all.flatMap(({ y, a }) => [y - a, y + a]));
@@ -59,7 +60,7 @@ export class CollectionMap {
   }
 
   // Keeps the place under the pointer where it is; a factor of 0 shows all.
-  zoom(factor, [px, py] = [this.#canvas.clientWidth / 2, this.#canvas.clientHeight / 2]) {
+  zoom(factor, [px, py] = this.#size.map((v) => v / 2)) {
     if (!factor) return this.fit();
     const before = this.#world(px, py);
     this.#scale *= factor;
@@ -73,28 +74,28 @@ export class CollectionMap {
     this.#frame = requestAnimationFrame(() => this.#paint());
   }
 
+  get #size() {
+    return [this.#canvas.clientWidth, this.#canvas.clientHeight];
+  }
+
   #screen({ x, y }) {
-    return [
-      (x - this.#centre[0]) * this.#scale + this.#canvas.clientWidth / 2,
-      (this.#centre[1] - y) * this.#scale + this.#canvas.clientHeight / 2,
-    ];
+    const [width, height] = this.#size;
+    return [(x - this.#centre[0]) * this.#scale + width / 2, (this.#centre[1] - y) * this.#scale + height / 2];
   }
 
   #world(px, py) {
-    return [
-      (px - this.#canvas.clientWidth / 2) / this.#scale + this.#centre[0],
-      this.#centre[1] - (py - this.#canvas.clientHeight / 2) / this.#scale,
-    ];
+    const [width, height] = this.#size;
+    return [(px - width / 2) / this.#scale + this.#centre[0], this.#centre[1] - (py - height / 2) / this.#scale];
   }
 
   #inside(point, margin = 0) {
     const [x, y] = this.#screen(point);
-    const { clientWidth: width, clientHeight: height } = this.#canvas;
+    const [width, height] = this.#size;
     return x > -margin && y > -margin && x < width + margin && y < height + margin;
   }
 
   #paint() {
-    const { clientWidth: width, clientHeight: height } = this.#canvas;
+    const [width, height] = this.#size;
     if (!width) return;
     const ratio = devicePixelRatio || 1;
     [this.#canvas.width, this.#canvas.height] = [width * ratio, height * ratio];
@@ -200,7 +201,7 @@ export class CollectionMap {
     if (point) {
       this.#tip.replaceChildren(...this.#describe(point));
       const [x, y] = this.#screen(point);
-      const { clientWidth: width, clientHeight: height } = this.#canvas;
+      const [width, height] = this.#size;
       const left = Math.max(6, Math.min(x + 16, width - this.#tip.offsetWidth - 6));
       const top = y + 16 + this.#tip.offsetHeight < height ? y + 16 : Math.max(6, y - 16 - this.#tip.offsetHeight);
       this.#tip.style.transform = `translate(${left}px, ${top}px)`;
@@ -273,7 +274,7 @@ export class CollectionMap {
 
   // To the nearest item in this direction, or to the one in the middle if none is chosen.
   #step([dx, dy]) {
-    const { clientWidth: width, clientHeight: height } = this.#canvas;
+    const [width, height] = this.#size;
     const from = this.#points[this.#chosen];
     let next = this.#nearest([width / 2, height / 2], Infinity);
     if (from) {

@@ -15,6 +15,7 @@ const h = (tag, attributes = {}, ...children) => {
   node.append(...children.flat(2).filter((child) => child != null && child !== false));
   return node;
 };
+const button = (attributes, ...children) => h("button", { type: "button", ...attributes }, ...children);
 
 const SLOTS = [0, 1];
 const TONES = { clear: "sure", few: "sure", many: "vague", unsure: "none", abstained: "none", unfamiliar: "none" };
@@ -108,6 +109,9 @@ const about = (n) => (n > 0 && n < 0.05 ? "<0.1" : n < 10 ? String(Number(n.toFi
 const nameOf = ({ id, payload }) => payload.label || payload.text || payload.name || id;
 const things = (gallery, n) => `${count(n)} ${gallery === "texts" ? (n === 1 ? "text" : "texts") : n === 1 ? "image" : "images"}`;
 
+const here = () => info.galleries[state.gallery];
+const native = () => (state.gallery === "images" ? "text" : "image"); // what promises are made for
+
 // ---- what is asked: the URL, and the pictures of this page
 
 function read() {
@@ -117,7 +121,7 @@ function read() {
     const suffix = slot ? "2" : "";
     const key = history.state?.pictures?.[slot];
     if (files.has(key)) return { kind: "image", value: key };
-    for (const [kind, name] of [["text", "q"], ["id", "id"]])
+    for (const [kind, name] of [...(info.query_kinds.text ? [["text", "q"]] : []), ["id", "id"]])
       if (get.get(name + suffix)?.trim()) return { kind, value: get.get(name + suffix).trim() };
     return null;
   });
@@ -159,6 +163,8 @@ function ask(slot, query) {
   scrollTo(0, 0);
 }
 
+const like = (slot, id) => ask(slot, { kind: "id", value: id });
+
 function askPicture(slot, file) {
   try {
     checkPicture(file);
@@ -174,8 +180,7 @@ function askPicture(slot, file) {
 
 async function answerOf(query, signal) {
   const { gallery, abstain, coverage } = state;
-  const crossed = (gallery === "images") === (query.kind === "text") && query.kind !== "id"; // what promises are made for
-  const options = { gallery, max_results: Math.min(wanted, info.limits.max_results), position: true, ...(crossed && { abstain, coverage }) };
+  const options = { gallery, max_results: Math.min(wanted, info.limits.max_results), position: true, ...(query.kind === native() && { abstain, coverage }) };
   const key = JSON.stringify([options, query]);
   if (!answers.has(key)) {
     const value = query.kind === "image" ? await base64(files.get(query.value).file) : query.value;
@@ -237,12 +242,12 @@ function panel(slot, node) {
 const skeleton = (query) =>
   h("section", { class: "card waiting", "aria-busy": "true", "aria-label": "Waiting for the answer" },
     h("header", {}, h("h2", {}, titleOf(query))),
-    h("div", { class: `grid ${state.gallery}` }, Array.from({ length: 12 }, () => h("div", { class: "pick" }, h("i", { class: "blank" }), h("i", { class: "line" })))));
+    h("div", { class: `grid ${state.gallery}` }, Array.from({ length: 12 }, () => h("div", { class: "pick" }, here().pictures && h("i", { class: "blank" }), h("i", { class: "line" })))));
 
 const refusal = ({ title, message, status }, again) =>
   h("section", { class: "card wrong", role: "alert" },
     h("h2", { class: "problem" }, title ?? "Error in this page"), h("p", {}, message),
-    ![404, 413, 422].includes(status) && h("p", { class: "after" }, h("button", { type: "button", onclick: again }, "Try again")));
+    ![404, 413, 422].includes(status) && h("p", { class: "after" }, button({ onclick: again }, "Try again")));
 
 const fail = (slot, error) => panel(slot, refusal(error, () => search(slot)));
 
@@ -257,28 +262,30 @@ function result(slot, query, answer) {
     h("header", {}, thumbnailOf(query), h("div", {}, h("h2", {}, titleOf(query)), h("p", { class: "verdict" }, answer.verdict.text))),
     h("div", { class: "facts" }, fact(about(answer.expected_matches), "matches expected"), fact(percent(best), "first result is right")),
     !answer.calibrated && h("p", { class: "guess" }, calibrated
-      ? `These probabilities are not calibrated: the calibration was fitted on ${gallery === "images" ? "texts against images" : "images against texts"}, and this search compares two ${gallery === "images" ? "images" : "texts"}.`
+      ? `These probabilities are not calibrated: the calibration was fitted on ${native()}s against ${gallery}, and this search compares two ${gallery}.`
       : "These probabilities are not calibrated: the model has no calibration."),
     h("details", {}, h("summary", {}, "What do these numbers mean?"),
-      h("p", {}, h("b", {}, "Matches expected. "), `Each of the ${things(gallery, n)} has a match probability, computed from its distance (${answer.distance}) to your query and from the distances of the closest results: one clear result is more probable than the same distance among many. The probabilities add up to ${about(answer.expected_matches)}: that many true matches are expected. A vague query has many expected matches, a precise one few.`),
+      h("p", {}, h("b", {}, "Matches expected. "), `Each of the ${things(gallery, n)} has a match probability, computed from its distance (${answer.distance}) to your query and from the distances of the closest results: one clear result is more probable than the same distance among many. The probabilities add up to ${about(answer.expected_matches)}: that many true matches are expected.`),
       h("p", {}, h("b", {}, "First result is right. "), "The match probability of the closest result.")),
     set && h("p", { class: "count" }, set.complete ? `The framed set of ${things(gallery, set.hits.length)}: for queries like those of the calibration it holds a match with a probability of ${percent(set.coverage)}.` : `The framed set was cut at ${things(gallery, set.hits.length)}, so its coverage of ${percent(set.coverage)} is not guaranteed.`),
     h("p", { class: "count", "data-count": "" }),
-    h("ul", { class: `grid ${gallery}` }, answer.hits.map((hit) => card(slot, hit, inSet.has(hit.id)))),
-    wanted < Math.min(n, info.limits.max_results) && answer.hits.length >= wanted && h("p", { class: "after", "data-probability": answer.hits.at(-1).match_probability }, h("button", { type: "button", onclick: () => { wanted *= 2; search(slot); } }, "More results")));
+    h("ul", { class: `grid ${state.gallery}` }, answer.hits.map((hit) => card(slot, hit, inSet.has(hit.id)))),
+    wanted < Math.min(n, info.limits.max_results) && answer.hits.length >= wanted && h("p", { class: "after", "data-probability": answer.hits.at(-1).match_probability }, button({ onclick: () => { wanted *= 2; search(slot); } }, "More results")));
 }
+
+const pick = (slot, item, ...children) =>
+  button({ class: "pick", title: "More like this", onclick: () => like(slot, item.id) },
+    item.picture ? image(item.picture) : here().pictures && h("i", { class: "blank" }), h("span", { class: "name" }, nameOf(item)), children);
 
 function card(slot, hit, inSet) {
   const name = nameOf(hit);
   const bar = h("i");
   bar.style.width = `${100 * hit.match_probability}%`;
   return h("li", { class: inSet ? "hit in-set" : "hit", "data-probability": hit.match_probability },
-    h("button", { type: "button", class: "pick", title: "More like this", onclick: () => ask(slot, { kind: "id", value: hit.id }) },
-      hit.picture ? image(hit.picture) : state.gallery === "images" && h("i", { class: "blank" }),
-      h("span", { class: "name" }, name),
+    pick(slot, hit,
       h("span", { class: "bar" }, bar),
       h("span", { class: "figures" }, h("span", { class: "quiet" }, "match probability "), h("b", {}, percent(hit.match_probability)), h("span", { class: "soft", title: "total variance of this item" }, `σ² ${figure(hit.uncertainty, 2).replace(/^0\./, ".")}`))),
-    h("button", { type: "button", class: "more", "aria-label": `Details of ${name}`, onclick: () => details(slot, hit) }, "⋯"));
+    button({ class: "more", "aria-label": `Details of ${name}`, onclick: () => details(slot, hit) }, "⋯"));
 }
 
 // Hides results below the probability of the slider, without a request.
@@ -298,17 +305,16 @@ function filter() {
 }
 
 const welcome = () => {
-  const { n } = info.galleries[state.gallery];
-  const grid = h("ul", { class: `grid ${state.gallery}` });
+  const { n } = here();
+  const { text, image } = info.query_kinds;
+  const some = h("ul", { class: `grid ${state.gallery}` });
   if (n) mapOf(state.gallery).then(({ points }) => {
     const step = Math.max(1, Math.floor(points.length / 12));
-    grid.append(...points.filter((_, i) => i % step === 0).slice(0, 12).map((point) => h("li", { class: "hit" },
-      h("button", { type: "button", class: "pick", title: "More like this", onclick: () => ask(0, { kind: "id", value: point.id }) },
-        point.picture && image(point.picture), h("span", { class: "name" }, nameOf(point))))));
+    some.append(...points.filter((_, i) => i % step === 0).slice(0, 12).map((point) => h("li", { class: "hit" }, pick(0, point))));
   }, () => {});
-  return h("section", { class: "card empty" }, h("h2", {}, "Search for anything"),
-    h("p", {}, "Every result has a probability that it matches. Every answer says how many matches to expect: many for a vague query, one for a precise one. Write a text, or drop or paste an image",
-      n ? ", or start from one of these." : ". This collection is still empty."), grid);
+  return h("section", { class: "card empty" }, h("h2", {}, text ? "Search for anything" : "Search by item"),
+    h("p", {}, "Every result has a probability that it matches. Every answer says how many matches to expect: many for a vague query, one for a precise one. ", text ? "Write a text" : "Write the id of an item", image && ", or drop or paste an image",
+      n ? ", or start from one of these." : ". This collection is still empty."), some);
 };
 
 // ---- details of a hit, deleting, adding
@@ -321,9 +327,9 @@ function details(slot, hit) {
   $(".about", dialog).replaceChildren(...(hit.picture ? [image(hit.picture, nameOf(hit), 1024)] : []),
     h("dl", {}, row("Match probability", percent(hit.match_probability)), row("Rank", hit.rank), row("Distance", figure(hit.distance)), row("Total variance", figure(hit.uncertainty)), row("Id", hit.id),
       Object.entries(hit.payload).map(([name, value]) => row(name, value))));
-  $(".main", dialog).onclick = () => (dialog.close(), ask(slot, { kind: "id", value: hit.id }));
+  $(".main", dialog).onclick = () => (dialog.close(), like(slot, hit.id));
   const remove = $(".delete", dialog);
-  remove.hidden = !info.galleries[state.gallery].writable;
+  remove.hidden = !here().writable;
   remove.textContent = "Delete…";
   remove.onclick = async () => {
     if (remove.textContent === "Delete…") return void (remove.textContent = "Delete permanently");
@@ -362,7 +368,7 @@ async function add(event) {
 }
 
 function changed(n, said, gone) {
-  info.galleries[state.gallery].n = n;
+  here().n = n;
   answers.clear();
   blobs.clear();
   maps.delete(state.gallery);
@@ -417,7 +423,7 @@ function list(points, marks) {
     $("ul", details).replaceChildren(
       ...marks.filter(({ ellipse }) => ellipse).map(({ label, ellipse }) => h("li", {}, h("b", {}, label), ` ${at(ellipse)}, ± ${figure(ellipse.a)} by ${figure(ellipse.b)}`)),
       ...[...points].sort((one, other) => hit(other) - hit(one)).map((point) => h("li", {},
-        h("button", { type: "button", onclick: () => ask(0, { kind: "id", value: point.id }) }, nameOf(point)), ` ${hit(point) ? "(result) " : ""}${at(point)}, total variance ${figure(point.uncertainty)}`)));
+        button({ onclick: () => like(0, point.id) }, nameOf(point)), ` ${hit(point) ? "(result) " : ""}${at(point)}, total variance ${figure(point.uncertainty)}`)));
   };
   details.ontoggle = fill;
   fill();
@@ -441,31 +447,37 @@ function box(slot) {
   return node;
 }
 
+const typed = () => (info.query_kinds.text ? "text" : "id"); // what the search box takes
+
 function syncAsk(slot) {
+  const { text, image } = info.query_kinds;
   const query = state.queries[slot];
   const node = $(`[data-ask="${slot}"]`);
   node.hidden = slot === 1 && !state.compare;
   const input = $("input[type=search]", node);
   const asked = JSON.stringify(query);
-  if (asked !== (node.dataset.asked ?? "null")) input.value = query?.kind === "text" ? query.value : ""; // else keep what is being written
+  if (asked !== (node.dataset.asked ?? "null")) input.value = query?.kind === typed() ? query.value : ""; // else keep what is being written
   node.dataset.asked = asked;
   const chip = $(".chip", node);
-  chip.hidden = !query || query.kind === "text";
-  input.placeholder = chip.hidden ? (slot ? "and something else to compare with" : "Describe it, or drop an image here") : "or describe it";
+  chip.hidden = !query || query.kind === typed();
+  $(".file", node).hidden = !image;
+  if (!text) input.ariaLabel = slot ? "Id of a second item" : "Id of an item";
+  input.placeholder = !text ? input.ariaLabel : !chip.hidden ? "or describe it" : slot ? "and something else to compare with" : image ? "Describe it, or drop an image here" : "Describe it";
   if (!chip.hidden)
-    chip.replaceChildren(...[thumbnailOf(query), h("span", {}, titleOf(query)), h("button", { type: "button", "aria-label": "Remove it", onclick: () => (ask(slot, null), input.focus()) }, "×")].filter(Boolean));
+    chip.replaceChildren(...[thumbnailOf(query), h("span", {}, titleOf(query)), button({ "aria-label": "Remove it", onclick: () => (ask(slot, null), input.focus()) }, "×")].filter(Boolean));
 }
 
 function choices(name, none) {
   const select = $(`#${name}`);
   const values = offers(name, state.gallery);
   select.disabled = !values.length;
+  select.parentNode.hidden = !info.query_kinds[native()];
   select.replaceChildren(h("option", { value: "" }, values.length ? none : "not available"), ...values.map((value) => h("option", { value }, name === "abstain" ? `at most ${percent(value)}` : `with ${percent(value)}`)));
   select.value = state[name] ?? "";
 }
 
 function render() {
-  const gallery = info.galleries[state.gallery];
+  const gallery = here();
   $("#about").textContent = `${things(state.gallery, gallery.n)} · model ${info.model} · ${info.distance}`;
   $(`[name=gallery][value=${state.gallery}]`).checked = true;
   $(`[name=view][value=${state.view}]`).checked = true;
@@ -474,11 +486,12 @@ function render() {
   $("#answers").classList.toggle("two", state.compare);
   $("#least").value = Math.round(100 * state.least);
   sayLeast();
-  $("#add-open").hidden = !gallery.writable;
+  $("#add-open").hidden = !(gallery.writable && info.query_kinds[state.gallery.slice(0, -1)]);
+  $("#words").hidden = info.query_kinds.text;
   choices("abstain", "any number");
   choices("coverage", "do not show");
   const missing = [!gallery.risks.length && "limit wrong answers", !gallery.coverages.length && "guarantee a match"].filter(Boolean);
-  $("#promises").hidden = !missing.length;
+  $("#promises").hidden = !missing.length || !info.query_kinds[native()];
   $("#promises").textContent = gallery.calibrated ? `The calibration of this model cannot guarantee any usual value of: ${missing.join(", ")}.` : "Limits and sets need a model that was calibrated on held-out pairs (sfumato calibrate).";
   document.title = [...state.queries.filter(Boolean).map(titleOf), "sfumato"].join(" · ");
   SLOTS.forEach(syncAsk);
@@ -511,7 +524,7 @@ function receive(event, data) {
     name(input);
   } else if (!$("dialog[open]")) {
     const aim = event.target.closest?.("[data-ask], [data-slot]")?.dataset ?? document.activeElement.closest("[data-ask]")?.dataset ?? {};
-    begun.then(() => askPicture(Number(aim.ask ?? aim.slot ?? 0), file));
+    begun.then(() => info.query_kinds.image && askPicture(Number(aim.ask ?? aim.slot ?? 0), file));
   }
 }
 
@@ -523,7 +536,7 @@ function listen() {
     const queries = state.queries.map((query, slot) => {
       const value = $(`#q${slot}`).value.trim();
       if (slot === 1 && !state.compare) return null;
-      return value ? { kind: "text", value } : query?.kind === "text" ? null : query;
+      return value ? { kind: typed(), value } : query?.kind === typed() ? null : query;
     });
     wanted = HITS;
     go({ queries });
@@ -581,7 +594,7 @@ async function start() {
   $("#galleries").hidden = Object.keys(info.galleries).length < 2;
   state = read();
   state.compare ||= $("#compare").checked;
-  map = new CollectionMap($("canvas"), $("#tip"), { picture: pictureURL, describe: tip, pick: ({ id }) => ask(0, { kind: "id", value: id }) });
+  map = new CollectionMap($("canvas"), $("#tip"), { picture: pictureURL, describe: tip, pick: ({ id }) => like(0, id) });
   begin();
   render();
   if (!state.queries[0]) $("#q0").focus({ preventScroll: true });

@@ -1,0 +1,316 @@
+"""Search by vector: the answers of the library and of the command, which models take which vectors, and refusals."""
+
+import concurrent.futures
+import html
+import json
+import re
+import shutil
+import subprocess
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from serve.test_faults import problem
+from serve.test_service import same
+from support.serving import (
+    SlowModel,
+    calibration,
+    embedded,
+    embedding_sources,
+    make_embedding_run,
+    npy_rows,
+    picture,
+    served,
+)
+from support.toy import make_toy
+
+from sfumato.encoders.features import Inputs
+from sfumato.models.galleries import build_index
+from sfumato.models.recipe import load_recipe
+from sfumato.models.run import load_run
+from sfumato.search.stores.protocol import Filter
+from sfumato.serve.answering import ServedGallery, Sources
+from sfumato.serve.vectors import vector_sides
+from sfumato.training.loop import fit
+
+
+@pytest.fixture(scope="module")
+def vector_run(tmp_path_factory):
+    return make_embedding_run(tmp_path_factory.mktemp("vectors"))
+
+
+@pytest.fixture(scope="module")
+def images(vector_run):
+    return np.load(vector_run.parent / "images.npy")
+
+
+@pytest.fixture(scope="module")
+def texts(vector_run):
+    return np.load(vector_run.parent / "texts.npy")
+
+
+@pytest.fixture(scope="module")
+def adopted(vector_run):
+    return embedding_sources(vector_run)
+
+
+@pytest.fixture(scope="module")
+def vectors(adopted):
+    """A client of a service of images and texts whose model reads embeddings."""
+    with served(adopted, max_results=40, max_batch=8) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def points(tmp_path_factory):
+    """Sources of a model of points with encoders of its own."""
+    folder = tmp_path_factory.mktemp("points")
+    changed = ["train.epochs=1", "model.variance=false", "loss.name=infonce"]
+    fit(load_recipe(make_toy(folder), changed), folder / "run")
+    run = load_run(folder / "run")
+    part = embedded(run, folder / "data")
+    run = replace(run, calibration=calibration(run.model.embed_texts(["a red circle", "a bar"]), part.embeddings))
+    return Sources(run.model, "points", {"images": ServedGallery(build_index(run, part, model_source=folder))})
+
+
+def query(vector, **rest):
+    return {"vector": np.asarray(vector).tolist(), **rest}
+
+
+def search(client, *queries, status=200, **options):
+    answer = client.post("/v1/search/vector", json={"queries": list(queries), **options})
+    assert answer.status_code == status, answer.text
+    return answer.json()["answers"] if status == 200 else problem(answer, status)
+
+
+# ---------------------------------------------------------------- answers
+
+
+def test_a_vector_finds_what_the_library_and_the_command_find(vectors, adopted, vector_run, texts, tmp_path, sfumato):
+    index = adopted.galleries["images"].gallery
+    queries = adopted.model.embed_texts(npy_rows(texts[[7]]))
+    (answer,) = search(vectors, query(texts[7], name="the seventh"), max_results=5)
+    same(answer, index.search(queries, 5)[0], index, queries)
+    assert answer["query"] == "the seventh" and answer["kind"] == "text" and answer["calibrated"]
+    np.save(tmp_path / "seven.npy", texts[7])
+    index.save(tmp_path / "index")
+    status, out, err = sfumato("search", tmp_path / "index", tmp_path / "seven.npy", "-k", 5, "--json")
+    assert status == 0, err
+    (command,) = json.loads(out)
+    assert command["verdict"] == answer["verdict"]["text"]
+    for ours, theirs in zip(answer["hits"], command["hits"], strict=True):
+        assert ours["id"] == theirs["id"]
+        assert ours["match_probability"] == pytest.approx(theirs["match_probability"], abs=1e-6)
+
+
+def test_the_distances_are_those_of_the_towers_by_hand(vectors, adopted, images, texts):
+    def mean(tower, row):
+        with torch.no_grad():
+            found = tower.head(tower.encoder(Inputs(torch.from_numpy(row).view(1, 1, -1)))).mean[0].double()
+        assert found.norm() == pytest.approx(1, abs=1e-6)
+        return found
+
+    own = mean(adopted.model.text, texts[11])
+    by_hand = [float(((own - mean(adopted.model.image, row)) ** 2).sum()) for row in images]
+    (answer,) = search(vectors, query(texts[11]), max_results=4)
+    nearest = np.argsort(by_hand)[:4]
+    assert [hit["id"] for hit in answer["hits"]] == [f"photo-{i}" for i in nearest]
+    assert [hit["distance"] for hit in answer["hits"]] == pytest.approx([by_hand[i] for i in nearest], abs=1e-5)
+    (scaled,) = search(vectors, query(2 * texts[11]), max_results=1)  # The tower sees the vector as it came.
+    assert scaled["hits"][0]["distance"] != pytest.approx(answer["hits"][0]["distance"], abs=1e-4)
+
+
+def test_modalities_may_be_mixed_and_keep_their_order(vectors, adopted, images, texts):
+    asked = [query(images[3], modality="image"), query(texts[4]), query(images[5], modality="image")]
+    answers = search(vectors, *asked, max_results=3)
+    model, index = adopted.model, adopted.galleries["images"].gallery
+    rows = [
+        model.embed_images(npy_rows(images[[3]])),
+        model.embed_texts(npy_rows(texts[[4]])),
+        model.embed_images(npy_rows(images[[5]])),
+    ]
+    for answer, row in zip(answers, rows, strict=True):
+        same(answer, index.search(row, 3)[0], index, row)
+    assert [a["query"] for a in answers] == ["vector 1", "vector 2", "vector 3"]
+    assert [a["calibrated"] for a in answers] == [False, True, False]
+    assert answers[0]["hits"][0]["id"] == "photo-3" and answers[0]["hits"][0]["distance"] == pytest.approx(0, abs=1e-5)
+    (among,) = search(vectors, asked[0], gallery="texts")
+    assert among["calibrated"]
+
+
+def test_guarantees_and_filters_are_those_of_the_other_searches(vectors, adopted, images, texts):
+    index, row = adopted.galleries["images"].gallery, adopted.model.embed_texts(npy_rows(texts[[9]]))
+    risk = vectors.get("/v1/info").json()["galleries"]["images"]["risks"][0]
+    options = {"coverage": 0.8, "min_probability": 0.01, "max_results": 40}
+    (answer,) = search(vectors, query(texts[9]), abstain=risk, **options)
+    (expected,) = index.search(row, 40, coverage=0.8, max_risk=risk, min_probability=0.01, max_set=40)
+    same(answer, expected, index, row)
+    assert [h["id"] for h in answer["conformal_set"]["hits"]] == [h.id for h in expected.conformal_set]
+    for name in ("abstain", "coverage", "min_probability"):
+        told = search(vectors, query(images[9], modality="image"), status=422, **{name: 0.5})
+        assert f"{name} works only with queries by text" in told["detail"]
+    row, index = adopted.model.embed_images(npy_rows(images[[9]])), adopted.galleries["texts"].gallery
+    where = {"where": {"text": ["text 1", "text 3"]}}
+    (answer,) = search(vectors, query(images[9], modality="image"), gallery="texts", filter=where)
+    chosen = Filter({"text": ("text 1", "text 3")})
+    same(answer, index.search(row, 10, filter=chosen)[0], index, row, filter=chosen)
+    assert {hit["payload"]["text"] for hit in answer["hits"]} == {"text 1", "text 3"}
+
+
+def test_drift_counts_vectors_once(vector_run, texts):
+    with served(embedding_sources(vector_run)) as client:
+        search(client, *[query(row) for row in texts[:20]])
+        search(client, *[query(row, name="again") for row in texts[:20]], query(texts[1] * 1.5))
+        state = client.get("/v1/info").json()["galleries"]["images"]["queries"]
+    assert state["n_queries"] == 21
+
+
+def test_vectors_of_several_requests_are_embedded_together(adopted, texts):
+    model = SlowModel(adopted.model)
+    with served(Sources(model, "slow", adopted.galleries), batch_size=8, batch_window=0.05) as client:
+        alone = [search(client, query(row))[0] for row in texts[:6]]
+        model.go.clear()
+        with concurrent.futures.ThreadPoolExecutor(7) as pool:
+            first = pool.submit(search, client, query(texts[20]))
+            while model.waiting == 0:
+                time.sleep(0.01)
+            asked = [pool.submit(search, client, query(row)) for row in texts[:6]]
+            while len(client.app.state.service.embedder.texts) < 6:
+                time.sleep(0.01)
+            model.sizes.clear()
+            model.go.set()
+            together = [one.result()[0] for one in asked]
+            first.result()
+    assert model.sizes == [1, 6]
+    for a, b in zip(alone, together, strict=True):
+        assert [h["id"] for h in a["hits"]] == [h["id"] for h in b["hits"]]
+
+
+# ---------------------------------------------------------------- other models
+
+
+def test_a_model_of_points_takes_its_own_embeddings(points):
+    row = points.model.embed_texts(["a red circle"])
+    assert row.mean.norm() == pytest.approx(1, abs=1e-6)
+    index = points.galleries["images"].gallery
+    with served(points) as client:
+        kinds = client.get("/v1/info").json()["query_kinds"]
+        assert kinds == {"text": True, "image": True, "id": True, "vector": {"text": 16, "image": 16}}
+        once, thrice = search(client, query(row.mean[0]), query(3 * row.mean[0]), max_results=5)
+        written = client.post("/v1/search", json={"queries": [{"text": "a red circle"}], "max_results": 5}).json()
+    same(once, index.search(row, 5)[0], index, row)
+    for answer in (once, thrice):  # Scaled to unit length, as the model does.
+        assert [h["id"] for h in answer["hits"]] == [h["id"] for h in written["answers"][0]["hits"]]
+        ours, theirs = ([h["distance"] for h in one["hits"]] for one in (answer, written["answers"][0]))
+        assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def test_a_model_without_unit_length_keeps_the_length(points):
+    points.model.text.head.normalize = False
+    try:
+        (side,) = [side for side in vector_sides(points.model, 16).values() if side.modality == "text"]
+    finally:
+        points.model.text.head.normalize = True
+    assert side.points([np.full(16, 2.0, np.float32)]).mean.norm() == pytest.approx(8)
+
+
+def test_a_model_of_gaussians_refuses_vectors(client):
+    assert client.get("/v1/info").json()["query_kinds"] == {"text": True, "image": True, "id": True, "vector": {}}
+    told = search(client, query(np.ones(16)), status=422)
+    assert "embeds each text with a variance, which a vector has not" in told["detail"]
+    assert told["errors"][0]["where"] == "body.queries.0.vector"
+    told = search(client, query(np.ones(16), modality="image"), status=422)
+    assert "search by the image itself, or by an item" in told["detail"]
+
+
+def test_texts_and_images_are_refused_with_the_way_out(vectors):
+    assert vectors.get("/v1/info").json()["query_kinds"] == {
+        "text": False, "image": False, "id": True, "vector": {"text": 5, "image": 6},
+    }  # fmt: skip
+    told = problem(vectors.post("/v1/search", json={"queries": [{"text": "a dog"}]}), 422)
+    assert "search by vector (POST /v1/search/vector) or by item" in told["detail"]
+    told = problem(vectors.post("/v1/search/image", files={"image": ("a", picture())}), 422)
+    assert "reads embeddings, not images; search by vector (POST /v1/search/vector) or by item" in told["detail"]
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("vector", "message"),
+    [
+        ("[]", "has 0 numbers, expected the 5 of an embedding of a text"),
+        ("[1, 2, 3, 4, 5, 6]", "has 6 numbers, expected the 5 of an embedding of a text"),
+        ("[1, 2, 1e999, 4, 5]", "number 2 (from 0) is inf in float32, expected finite numbers"),
+        ("[1, 2, 3, -1e39, 5]", "number 3 (from 0) is -inf in float32"),
+        ("[NaN, 2, 3, 4, 5]", "number 0 (from 0) is nan"),
+        ("[0, 0, 0, 0, -0.0]", "holds zeros alone"),
+        ("[1e-60, 0, 0, 0, 0]", "holds zeros alone"),
+        ("[1e-20, 0, 0, 0, 0]", "has the Euclidean length 1e-20, expected 1e-12 to 1e+18"),
+        ("[3e38, 3e38, 0, 0, 0]", "has the Euclidean length 4.24e+38, expected 1e-12 to 1e+18"),
+        ('["1", 2, 3, 4, 5]', "Input should be a valid number"),
+        ("[true, 2, 3, 4, 5]", "Input should be a valid number"),
+        ("[null, null, null, null, null]", "Input should be a valid number"),
+        ("[[1, 2, 3, 4, 5]]", "Input should be a valid number"),
+        ("[1" + 400 * "0" + ", 2, 3, 4, 5]", "Input should be a valid number"),
+        ("5", "Input should be a valid list"),
+    ],
+)
+def test_what_is_wrong_with_a_vector(vectors, vector, message):
+    body = f'{{"queries": [{{"vector": [1, 2, 3, 4, 5]}}, {{"vector": {vector}}}]}}'
+    told = problem(vectors.post("/v1/search/vector", content=body, headers={"Content-Type": "application/json"}), 422)
+    assert "body.queries.1.vector" in told["detail"] and message in told["detail"]
+    (error,) = told["errors"]
+    assert error["where"].startswith("body.queries.1.vector") and message in error["message"]
+
+
+def test_every_wrong_vector_is_named(vectors):
+    told = search(vectors, query(np.ones(6)), query(np.ones(5)), query(np.ones(5), modality="image"), status=422)
+    assert [error["where"] for error in told["errors"]] == ["body.queries.0.vector", "body.queries.2.vector"]
+    assert "expected the 6 of an embedding of a image" not in told["errors"][1]["message"]
+    assert "expected the 6 of an embedding of an image" in told["errors"][1]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "where", "message"),
+    [
+        ({"queries": []}, "body.queries", "at least 1 item"),
+        ({}, "body.queries", "Field required"),
+        ({"queries": [{"text": "a"}]}, "body.queries.0.vector", "Field required"),
+        ({"queries": [query(np.ones(5), modality="sound")]}, "body.queries.0.modality", "'text' or 'image'"),
+        ({"queries": [query(np.ones(5), name="")]}, "body.queries.0.name", "at least 1 character"),
+        ({"queries": [query(np.ones(5))], "limit": 3}, "body.limit", "Extra inputs"),
+        ({"queries": [query(np.ones(5))], "max_results": 41}, "max_results", "more than the limit of 40"),
+        ({"queries": [query(np.ones(5))] * 1025}, "body.queries", "at most 1024"),
+    ],
+)
+def test_what_is_wrong_with_a_request(vectors, body, where, message):
+    told = problem(vectors.post("/v1/search/vector", json=body), 422)
+    assert told["errors"][0]["where"] == where and message in told["errors"][0]["message"]
+
+
+def test_limits_of_a_request(vectors):
+    told = search(vectors, *[query(np.ones(5))] * 9, status=422)
+    assert "9 queries are more than the limit of 8" in told["detail"]
+    told = search(vectors, query(np.full(60_000, 0.1234567890123456)), status=413)
+    assert "more than the limit of 1000000; send fewer queries" in told["detail"]
+    assert vectors.post("/v1/search/vector", content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
+
+
+# ---------------------------------------------------------------- documentation
+
+
+def test_the_documentation_has_an_example_that_works(vectors, client, points):
+    schema = vectors.get("/openapi.json").json()["components"]["schemas"]["VectorRequest"]
+    (example,) = schema["examples"]
+    assert search(vectors, *example["queries"])[0]["hits"]
+    other = client.get("/openapi.json").json()["components"]["schemas"]["VectorRequest"]["examples"]
+    assert len(other[0]["queries"][0]["vector"]) == 2  # Its model takes none; the examples of two services are apart.
+    page = html.unescape(vectors.get("/docs").text)
+    (command,) = re.findall(r"<pre>(python3 .*/v1/search/vector)</pre>", page)
+    assert "[0.1] * 5" in command
+    if shutil.which("curl") and shutil.which("python3"):
+        done = subprocess.run(["bash", "-c", command.replace("curl ", "curl -s --noproxy '*' ")], capture_output=True)
+        assert len(json.loads(done.stdout)["answers"][0]["hits"]) == 5
