@@ -273,6 +273,18 @@ def test_every_wrong_vector_is_named(vectors):
     assert "expected the 6 of an embedding of an image" in told["errors"][1]["message"]
 
 
+def test_a_vector_that_the_model_cannot_embed(tmp_path, texts):
+    run = make_embedding_run(tmp_path, "train.epochs=1", "model.variance=true", "loss.name=pcmepp")
+    with served(embedding_sources(run)) as client:
+        (answer,) = search(client, query(texts[3]))
+        assert answer["uncertainty"] > 0 and answer["calibrated"]
+        huge = [1e17, -1e17, 1e17, 1e17, -1e17]
+        told = [search(client, query(texts[3]), query(sign * np.array(huge)), status=422) for sign in (1, -1)]
+    assert all(
+        "body.queries.1.vector: the embedding of this vector by the model is not finite" in t["detail"] for t in told
+    )
+
+
 @pytest.mark.parametrize(
     ("body", "where", "message"),
     [

@@ -37,7 +37,7 @@ def make_run(folder):
     return folder / "run"
 
 
-def make_embedding_run(folder):
+def make_embedding_run(folder, *changes):
     """Trains heads on 48 images of 6 and texts of 5 channels, linear maps of one hidden vector; returns its folder."""
     random = np.random.default_rng(0)
     hidden = random.standard_normal((48, 4))
@@ -46,7 +46,7 @@ def make_embedding_run(folder):
     (folder / "images_ids.txt").write_text("".join(f"photo-{i}\n" for i in range(48)))
     data = [f"data.{side}={folder / side}.npy" for side in ("images", "texts")]
     small = "model.dim=8", "model.hidden=16", "train.batch_size=16", "train.epochs=3", "train.device=cpu"
-    fit(load_recipe(find_recipe("embeddings"), [*small, *data]), folder / "run")
+    fit(load_recipe(find_recipe("embeddings"), [*small, *data, *changes]), folder / "run")
     return folder / "run"
 
 

@@ -444,6 +444,12 @@ class Service:
             elif chosen:
                 points = side.points([values[i] for i in chosen])
                 rows |= {i: points[k : k + 1] for k, i in enumerate(chosen)}
+        for i, one in enumerate(asked):
+            if not (rows[i].mean.square().sum() + rows[i].total_variance).isfinite():
+                reason = (
+                    "the embedding of this vector by the model is not finite; expected numbers like the model's data"
+                )
+                raise Refusal(422, f"{one.where}: {reason}", errors=[(one.where, reason)])
         return [rows[i] for i in range(len(asked))]
 
     def _search(self, searches: list[Search]) -> list[Answer | Exception]:
