@@ -253,6 +253,37 @@ def test_a_hub_name_without_a_network_is_one_clear_error(monkeypatch):
         image_backbone("nobody/nothing-at-all")
 
 
+def test_without_a_connection_nothing_is_retried(monkeypatch):
+    """The hub's own client tries for half a minute; here one refused connection decides."""
+    transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
+    from huggingface_hub import constants
+
+    from sfumato.encoders import package_weights
+
+    asked = []
+
+    def refuse(address, timeout):
+        asked.append((address, timeout))
+        raise OSError("no route to host")
+
+    def loads(name, *, local_files_only):
+        assert local_files_only
+        raise OSError("not in the cache")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(package_weights, "getproxies", dict)
+    monkeypatch.setattr(package_weights.socket, "create_connection", refuse)
+    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", loads)
+    package_weights.hub_reachable.cache_clear()
+    try:
+        for _ in range(2):
+            with pytest.raises(UserError, match="no connection to the hub.*Give a local folder"):
+                package_weights.from_pretrained(transformers.AutoModel, "nobody/nothing")
+    finally:
+        package_weights.hub_reachable.cache_clear()
+    assert [address[1] for address, _ in asked] == [443] and asked[0][1] <= 5
+
+
 def test_log_variance_bias_is_the_stated_formula():
     head = GaussianHead(4, 10, HeadOptions(init_total_variance=2.0))
     torch.testing.assert_close(head.log_var.linear.bias, torch.full((10,), math.log(0.2)))

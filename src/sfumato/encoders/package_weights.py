@@ -1,13 +1,19 @@
 """Pre-trained weights and tokenizers: from transformers, or from installed packages (extra ``offline``)."""
 
+import functools
 import hashlib
 import importlib.util
+import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 
 from sfumato.errors import UserError
+
+_CONNECT_SECONDS = 3.0
 
 
 def import_transformers() -> Any:
@@ -83,14 +89,38 @@ def from_pretrained(kind: Any, name: str) -> Any:
     Raises:
         UserError: it cannot be loaded.
     """
+    unreachable = not Path(name).exists() and not hub_reachable()
     try:
-        return kind.from_pretrained(name)
+        return kind.from_pretrained(name, local_files_only=unreachable)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
+        reason = "there is no connection to the hub, and no copy in its cache." if unreachable else first
         raise UserError(
-            f"cannot load {name!r} with {kind.__name__}: {first} Give a local folder of transformers, or a hub name"
-            " with a network (HF_HUB_OFFLINE=1 answers at once from the local cache)"
+            f"cannot load {name!r} with {kind.__name__}: {reason} Give a local folder of transformers, or a hub name"
+            " with a network"
         ) from error
+
+
+@functools.cache
+def hub_reachable() -> bool:
+    """Whether the Hugging Face hub answers, asked once; without a network its own client tries for half a minute.
+
+    Returns:
+        False if it is switched off (HF_HUB_OFFLINE) or no connection opens within seconds; True behind a proxy, which
+        is not asked.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if getproxies():
+        return True
+    address = urlsplit(constants.ENDPOINT)
+    try:
+        with socket.create_connection((address.hostname or "", address.port or 443), timeout=_CONNECT_SECONDS):
+            return True
+    except OSError:
+        return False
 
 
 def model_hash(model: torch.nn.Module, name: str) -> str:

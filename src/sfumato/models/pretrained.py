@@ -31,6 +31,7 @@ from sfumato.encoders.clip_transformers import (
 )
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.heads import GaussianHead, HeadOptions
+from sfumato.encoders.package_weights import hub_reachable
 from sfumato.encoders.processors import CLEANINGS, BilinearProcessor, ImageFileProcessor, SpecialTokenProcessor
 from sfumato.errors import UserError, first_line
 from sfumato.models.pretrained_pcme import is_pcme, pcme_training
@@ -380,6 +381,8 @@ def _clip_processor(find: TokenizerFinder, text: TextSizes) -> SpecialTokenProce
 
 
 CONFIG, WEIGHTS, TOKENIZER, CALIBRATION = "config.json", "model.safetensors", "tokenizer.json", "calibration.json"
+REFERENCE = "calibration.safetensors"
+"""Reference queries of the calibration, beside it."""
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -477,9 +480,11 @@ def download(name: str) -> Path:
     if not _HUB_NAME.fullmatch(name):
         raise UserError(f"there is no file or folder {name!r}, and a name on the hub has the form owner/model")
     return _from_hub(
-        lambda hub: hub.snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS, TOKENIZER, CALIBRATION]),
+        lambda hub, local: hub.snapshot_download(
+            name, allow_patterns=[CONFIG, WEIGHTS, TOKENIZER, CALIBRATION, REFERENCE], local_files_only=local
+        ),
         f"there is no folder {name!r}, and it cannot be downloaded from the Hugging Face hub",
-        "Give a local folder, or a network (HF_HUB_OFFLINE=1 answers at once from the local cache)",
+        "Give a local folder, or a network",
     )
 
 
@@ -563,7 +568,7 @@ def _finder(own: Tokenizer | None, folder: Path) -> TokenizerFinder:
             path = folder / TOKENIZER
             if not path.is_file():
                 path = _from_hub(
-                    lambda hub: hub.hf_hub_download(name, TOKENIZER),
+                    lambda hub, local: hub.hf_hub_download(name, TOKENIZER, local_files_only=local),
                     f"no {TOKENIZER} beside the weights, and that of {name!r} cannot be downloaded from the Hugging"
                     " Face hub",
                     f"Put the {TOKENIZER} of {name!r} beside the weights, or give it as tokenizer=",
@@ -575,12 +580,12 @@ def _finder(own: Tokenizer | None, folder: Path) -> TokenizerFinder:
     return named
 
 
-def _from_hub(get: Callable[[Any], str], failed: str, way_out: str) -> Path:
+def _from_hub(get: Callable[[Any, bool], str], failed: str, way_out: str) -> Path:
     try:
         import huggingface_hub
     except ImportError as error:
         raise UserError("the Hugging Face hub needs huggingface_hub: pip install 'sfumato[backbones]'") from error
     try:
-        return Path(get(huggingface_hub))
+        return Path(get(huggingface_hub, not hub_reachable()))
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
         raise UserError(f"{failed}: {first_line(error).rstrip('.')}. {way_out}") from error
