@@ -631,10 +631,10 @@ def with_margin(k: int) -> int:
     return k + max(8, k // 4)
 
 
-MANY = 5
+MANY = 7
 """With this many expected matches or more, a search has found many matches."""
 
-_CLEAR, _FEW, _UNSURE = 0.75, 3, 0.25
+_CLEAR, _SINGLE, _FEW, _UNSURE = 0.75, 2, 3, 0.25
 
 
 @dataclass(frozen=True)
@@ -677,7 +677,7 @@ def verdict(
         return Verdict("abstained", "No confident match: an answer would exceed the risk that you allow")
     if expected_matches >= MANY:
         return Verdict("many", f"Many matches: about {expected_matches:.0f}")
-    if best_probability >= _CLEAR and expected_matches < _FEW:
+    if best_probability >= _CLEAR and expected_matches < _SINGLE:
         return Verdict("clear", "One clear match")
     found = f"the first result is right with a probability of {_percent(best_probability)}"
     if best_probability < _UNSURE:
