@@ -279,6 +279,15 @@ from .matching import (
 from .metrics.relevance import (
     Relevance as Relevance,
 )
+from .models.adopt import (
+    AdoptedModel as AdoptedModel,
+)
+from .models.adopt import (
+    adopt as adopt,
+)
+from .models.adopt import (
+    adopt_encoders as adopt_encoders,
+)
 from .models.export import (
     export_run as export_run,
 )
@@ -302,15 +311,6 @@ from .models.recipe import (
 )
 from .models.recipe import (
     load_recipe as load_recipe,
-)
-from .models.adopt import (
-    AdoptedModel as AdoptedModel,
-)
-from .models.adopt import (
-    adopt as adopt,
-)
-from .models.adopt import (
-    adopt_encoders as adopt_encoders,
 )
 from .models.run import (
     Run as Run,
