@@ -33,13 +33,13 @@ def of_run(folder: str, split: str) -> dict[str, float]:
     for found, expected, true in zip(index.search(texts, k=1), index.expected_matches(texts), of_text, strict=True):
         kinds.append(verdict(expected, found.best_probability).kind)
         right.append(position[found[0].id] in true)
-    kind, hit, true = np.array(kinds), np.array(right), np.array([len(each) for each in of_text])
+    kind, hit, n_true = np.array(kinds), np.array(right), np.array([len(each) for each in of_text])
     many, clear = kind == "many", kind == "clear"
-    single = hit & (true == 1)
+    single = hit & (n_true == 1)
     return {
-        "many: recall": float(many[true >= MANY].mean()),
-        "many: precision": float((true[many] >= MANY).mean()),
-        "many: five or more": float((true[many] >= MANY // 2).mean()),
+        "many: recall": float(many[n_true >= MANY].mean()),
+        "many: precision": float((n_true[many] >= MANY).mean()),
+        "many: five or more": float((n_true[many] >= MANY // 2).mean()),
         "clear: recall": float(clear[single].mean()),
         "clear: precision": float(single[clear].mean()),
         "clear: right": float(hit[clear].mean()),
