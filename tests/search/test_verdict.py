@@ -19,6 +19,7 @@ from sfumato.search.gallery import verdict
         (0.9, 0.749, None, "few", "with a probability of 75%"),
         (0.1, 0.004, None, "unsure", "with a probability of 0.4%"),
         (0.0, 0.0009, None, "unsure", "with a probability of less than 0.1%"),
+        (2.4, 0.996, None, "few", "with a probability of more than 99%"),
         (212.4, 0.99, True, "abstained", "No confident match"),
     ],
 )

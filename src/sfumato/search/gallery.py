@@ -690,6 +690,8 @@ def verdict(
 def _percent(p: float) -> str:
     if p < 0.001:
         return "less than 0.1%"
+    if p > 0.995:
+        return "more than 99%"
     return f"{p:.0%}" if p >= 0.1 else f"{p:.1%}"
 
 
