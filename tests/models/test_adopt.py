@@ -296,3 +296,25 @@ def test_large_splits_are_sampled(tmp_path, monkeypatch):
     monkeypatch.setattr(adopting, "_MOST_MEASURING", 50)
     made = adopt(*frozen(), tmp_path / "run")
     assert made.retrieval.n_images == 50 and made.run.calibration.t2i.n_gallery == 80
+
+
+def test_a_failed_adoption_leaves_nothing_behind(tmp_path):
+    images, texts, _ = frozen(n=60)
+    shuffled = [(int(i), t) for i, t in zip(np.random.default_rng(3).permutation(180) // 3, range(180), strict=True)]
+    for folder in (tmp_path / "new", tmp_path / "empty"):
+        if folder.name == "empty":
+            folder.mkdir()
+        with pytest.raises(UserError, match=r"channels|calibrate|split"):
+            adopt(images, texts[:, :-1], shuffled, folder)
+    assert not (tmp_path / "new").exists() and not list((tmp_path / "empty").iterdir())
+
+
+def test_vectors_on_the_command_line_are_named(adopted, tmp_path, capsys):
+    command = app_runner(capsys)
+    command("index", adopted.run.folder, "--split", "test", "--out", tmp_path / "index")
+    np.save(tmp_path / "zero.npy", np.zeros(C, np.float32))
+    np.save(tmp_path / "short.npy", np.ones(3, np.float32))
+    for name, message in (("zero.npy", "zeros alone"), ("short.npy", "1 x 3 numbers"), ("no.npy", "there is no file")):
+        with pytest.raises(UserError, match=message) as error:
+            command("search", tmp_path / "index", tmp_path / name)
+        assert name in str(error.value)

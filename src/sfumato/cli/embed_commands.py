@@ -229,8 +229,8 @@ FrozenPairsFile = Annotated[
 AdoptBy = Annotated[
     str,
     typer.Option(
-        help="What probabilities read: distance, nearest (also the nearest items), reference (also reference queries),"
-        " or auto, which compares them."
+        help="What the probability of a hit is computed from: distance, nearest (also the nearest items), reference"
+        " (also reference queries), or auto, which compares them."
     ),
 ]
 Calibrating = Annotated[
@@ -242,7 +242,8 @@ Measuring = Annotated[
 AskedBy = Annotated[
     str,
     typer.Option(
-        help="Queries that probabilities are for: planted have a match in the gallery, independent may have none."
+        help="Queries that probabilities are for. planted: every query has a match in the gallery; independent: some"
+        " have none."
     ),
 ]
 

@@ -8,7 +8,7 @@ import contextlib
 import csv
 import io
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -231,6 +231,22 @@ def adopt(
         ValueError: an argument is out of range.
     """
     folder = _claim(Path(out), force)
+    with _nothing_left_behind(folder):
+        return _adopt_tables(images, texts, pairs, folder, (val_fraction, test_fraction), method, population, seed)
+
+
+def _adopt_tables(
+    images: str | Path | Array,
+    texts: str | Path | Array,
+    pairs: str | Path | Sequence[tuple[int, int]] | None,
+    folder: Path,
+    fractions: tuple[float, float],
+    method: str,
+    population: str,
+    seed: int,
+) -> AdoptedModel:
+    """See :func:`adopt`."""
+    folder.mkdir(parents=True, exist_ok=True)
     image_file, text_file = (_named_file(value, folder, name) for value, name in ((images, "images"), (texts, "texts")))
     pair_file = _pair_file(pairs, folder)
     channels = [open_table(file).table.channels for file in (image_file, text_file)]
@@ -246,8 +262,8 @@ def adopt(
             "images": image_file,
             "texts": text_file,
             "path": pair_file,
-            "val_fraction": val_fraction,
-            "test_fraction": test_fraction,
+            "val_fraction": fractions[0],
+            "test_fraction": fractions[1],
             "equal_texts": "separate",
         },
         "model": _frozen_model(channels[0]) | {"image": {"kind": "embeddings"}, "text": {"kind": "embeddings"}},
@@ -514,11 +530,24 @@ def _claim(folder: Path, force: bool) -> Path:
             raise UserError(f"{folder} is not empty and holds no adopted model; give an empty or new folder with --out")
         if not force:
             raise UserError(f"{folder} holds an adopted model already; give --force to replace it, or another folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make the folder {folder}: {error.strerror or error}") from error
     return folder
+
+
+@contextlib.contextmanager
+def _nothing_left_behind(folder: Path) -> Iterator[None]:
+    """Remove what was written into a folder if the block fails."""
+    before = {path.name for path in folder.iterdir()} if folder.is_dir() else None
+    try:
+        yield
+    except BaseException as error:
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if path.name not in (before or ()):
+                path.unlink()
+        if before is None and folder.is_dir():
+            folder.rmdir()
+        if isinstance(error, OSError):
+            raise UserError(f"cannot write into {folder}: {error.strerror or error}") from error
+        raise
 
 
 def _named_file(value: str | Path | Array, folder: Path, name: str) -> str:

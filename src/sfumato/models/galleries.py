@@ -107,7 +107,7 @@ def _queries(
 ) -> Iterator[tuple[Sequence[str], GaussianEmbedding]]:
     """The embedded queries with their names: all texts, then each image."""
     if texts:
-        yield texts, model.embed_texts(_vector_files(texts) if features_read(model.text) else texts)
+        yield texts, model.embed_texts(_vector_files(model, texts) if features_read(model.text) else texts)
     for path in images:
         if not path.is_file():
             raise UserError(f"there is no image {path}")
@@ -117,14 +117,23 @@ def _queries(
             raise UserError(f"{path}: {error}") from error
 
 
-def _vector_files(paths: Sequence[str]) -> list[bytes]:
+def _vector_files(model: DualEncoder, paths: Sequence[str]) -> list[bytes]:
     """The bytes of .npy files, for a model without an encoder for texts."""
     for path in paths:
+        if path.endswith(".npy") and not Path(path).is_file():
+            raise UserError(f"there is no file {path}")
         if not Path(path).is_file():
             raise UserError(
                 f"this index is of a model that reads embeddings, which has no encoder for {path!r}: give a .npy file"
                 " of one vector instead of a text, or search by an item with --id"
             )
+        if isinstance(processor := model.text.processor, EmbeddingProcessor):
+            try:
+                values = processor.features(Path(path).read_bytes())
+            except ValueError as error:
+                raise UserError(f"{path}: {error}") from error
+            if not values.any():
+                raise UserError(f"{path}: holds zeros alone; give an embedding")
     return [Path(path).read_bytes() for path in paths]
 
 

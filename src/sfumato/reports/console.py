@@ -325,6 +325,10 @@ def print_calibration(result: dict[str, Any]) -> None:
             print(f"  coverage {float(level):.0%}: {within}{size}")
 
 
+_ENOUGH = 100
+"""Number of images that calibrate, below which an adoption warns."""
+
+
 def print_adopted(adopted: AdoptedModel) -> None:
     """Print what an adoption gave, and what its probabilities are worth beside their baselines.
 
@@ -336,10 +340,15 @@ def print_adopted(adopted: AdoptedModel) -> None:
     left_out = f"; {adopted.n_left_out} left out, see problems.jsonl" if adopted.n_left_out else ""
     print(f"adopted {images:,} images and {texts:,} texts of {channels} channels in {adopted.seconds:.0f} s{left_out}")
     if adopted.comparison:
-        print("log loss of first hits; fitted on half of the calibrating images, measured on the other half:")
+        print(
+            "log loss of first hits (lower is better), fitted on half of the calibrating images, measured on the other"
+            " half;\nin brackets 95 % intervals:"
+        )
         for name, found in adopted.comparison.items():
             worse = "kept" if name == adopted.method else f"{compact_interval(found.worse)} more"
             print(f"  {name:<10} {found.log_loss:.3f}  {worse:<24} {METHODS[name]}")
+    if (n := adopted.n_images["val"]) < _ENOUGH:
+        print(f"warning: only {n} images calibrate; with fewer than {_ENOUGH} all of these figures are rough")
     if adopted.retrieval is None:
         print("no split 'test': the probabilities are not measured; `sfumato trust` measures them on other pairs")
         return

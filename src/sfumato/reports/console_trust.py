@@ -34,10 +34,7 @@ def print_trust_summary(report: TrustReport, title: str) -> None:
     """
     print(f"{title}: {report.n_images:,} images, {report.n_texts:,} texts")
     for key, direction in report.directions.items():
-        print(
-            f"{_NAMES[key]}: {direction.n_queries:,} queries, recall@1 {compact_interval(direction.recall)},"
-            f" by chance about {1 / direction.n_gallery:.1g}"
-        )
+        print(f"{_NAMES[key]}: {direction.n_queries:,} queries, recall@1 {compact_interval(direction.recall)}")
         served, baseline = (
             next((f for f in reversed(report.hits.get(kind, [])) if f.direction == key and f.hits == 1), None)
             for kind in ("served", "distance")
@@ -81,7 +78,8 @@ def _print_best(direction: DirectionTrust, figure: str, question: str, unit: str
     best = max(known, key=lambda name: known[name])
     other = "total_variance"
     beside = f"; {other} {compact_interval(found[other])}" if other in known and best != other else ""
-    print(f"  {question}: {best} says it best, {unit} {compact_interval(found[best])}{beside}")
+    chance = " (chance .5)" if unit == "AUROC" else ""
+    print(f"  {question}: best estimator {best}, {unit} {compact_interval(found[best])}{chance}{beside}")
 
 
 def print_trust(report: TrustReport, title: str) -> None:

@@ -170,7 +170,10 @@ def _summary(
     version = "after" if "after" in calibration["pairs"] else "before"
     which = "Calibrated match probabilities" if version == "after" else "Match probabilities without calibration"
     gaps = [f"{calibration[d.key][version]['ece']:.1%} ({DIRECTIONS[d.key]})" for d in directions]
-    sentences.append(f"{which} of first results are off by {' and '.join(gaps)} on average.")
+    sentences.append(
+        f"{which} by the distance alone are off by {' and '.join(gaps)} on average at first results. Searches also read"
+        " the nearest items and are closer, see `sfumato trust`."
+    )
     plausible = sum(m["plausible"] for m in mistakes.values())
     wrong = sum(m["wrong"] for m in mistakes.values())
     if wrong:
