@@ -87,7 +87,7 @@ def test_without_splits_a_hash_of_the_image_id_decides(arrays):
 def test_without_a_file_row_i_belongs_to_row_i(arrays):
     found = read_embedding_pairs("images.npy", "images.npy", Problems(), val_fraction=0, test_fraction=0)
     assert matches(found["train"])[0] == {(str(i), str(i)) for i in range(N)}
-    with pytest.raises(UserError, match="images.npy has 30 rows and texts.npy has 70; without data.path row i"):
+    with pytest.raises(UserError, match="images.npy has 30 rows and texts.npy has 70; without pairs row i"):
         read()
 
 
