@@ -1,6 +1,6 @@
 """The joint embeddings of CLIP and SigLIP models of transformers, as they are: after their projections."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class _Joint:
         self._model = model.eval().to(self._dtype)
         self.channels = 0
 
-    def _features(self, **inputs: Any) -> list[np.ndarray]:
+    def _features(self, inputs: Mapping[str, Tensor]) -> list[np.ndarray]:
         with torch.inference_mode():
             found = self._embed(**inputs)  # type: ignore[misc]
         # Newer versions of transformers return an output with the embedding as its pooled part.
@@ -65,7 +65,7 @@ class JointImage(_Joint):
 
     def _of(self, images: Sequence[Image.Image]) -> list[np.ndarray]:
         pixels = self._processor(images=list(images), return_tensors="pt")["pixel_values"]
-        return self._features(pixel_values=pixels.to(self._dtype))
+        return self._features({"pixel_values": pixels.to(self._dtype)})
 
 
 class JointText(_Joint):
@@ -93,7 +93,7 @@ class JointText(_Joint):
         tokens = self._tokenizer(
             list(items), padding=self._padding, truncation=True, max_length=self._length, return_tensors="pt"
         )
-        return self._features(**{k: v for k, v in tokens.items() if k in ("input_ids", "attention_mask")})
+        return self._features({k: v for k, v in tokens.items() if k in ("input_ids", "attention_mask")})
 
     def pieces(self, words: Sequence[str]) -> list[int]:
         """The number of subword pieces of each word.
