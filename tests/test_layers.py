@@ -174,6 +174,7 @@ FLOORS: dict[str, list[str]] = {
     ],
     "encoders": [
         "features package_weights precision",
+        "open_clip",
         "encoder_protocol heads",
         "clip_transformers dual processors",
         "clip efficientnet gru regions resnet small",

@@ -52,7 +52,7 @@ def test_the_block_about_stores_runs(tmp_path):
 
 
 def test_the_block_about_arrays_runs(tmp_path):
-    [block] = blocks("python", read("docs/guides/adopt.md"))
+    block = blocks("python", read("docs/guides/adopt.md"))[0]
     run = subprocess.run([sys.executable, "-c", block], check=True, capture_output=True, text=True, cwd=tmp_path)
     found = [line.split() for line in run.stdout.splitlines()]
     assert len(found) == 3 and found[0][0] == "3" and int(found[0][1].rstrip("%")) > 50  # Text 7 is of image 3.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
+from support.tiny_models import WORDS, tiny_clip
 
 import sfumato.models.adopt as adopting
 from sfumato.calibration.calibrator import Calibration
@@ -180,35 +180,6 @@ def test_vectors_that_cannot_be_embedded_are_named(adopted):
             adopted.embed(bad)
 
 
-WORDS = ["red", "green", "blue", "dark", "light", "square", "circle", "wide", "tall", "small"]
-
-
-def tiny(folder, kind):
-    """A CLIP or SigLIP model with random weights, a tokenizer of words and a processor of images."""
-    transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    vocabulary = {word: i for i, word in enumerate(["<pad>", "<end>", "<unk>", *WORDS, *map(str, range(100))])}
-    text = {**sizes, "vocab_size": len(vocabulary), "max_position_embeddings": 12, "eos_token_id": 1, "bos_token_id": 1}
-    vision = {**sizes, "image_size": 16, "patch_size": 8}
-    if kind == "clip":
-        config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
-        model, processor = transformers.CLIPModel(config), transformers.CLIPImageProcessor
-    else:
-        config = transformers.SiglipConfig(text_config=text, vision_config=vision)
-        model, processor = transformers.SiglipModel(config), transformers.SiglipImageProcessor
-    model.save_pretrained(folder)
-    size = {"shortest_edge": 16} if kind == "clip" else {"height": 16, "width": 16}
-    crop = {"crop_size": {"height": 16, "width": 16}} if kind == "clip" else {}
-    processor(size=size, **crop).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", unk_token="<unk>"
-    ).save_pretrained(folder)
-    return model.eval()
-
-
 @pytest.fixture
 def photographs(tmp_path):
     """A manifest of 60 images with a caption each."""
@@ -232,7 +203,7 @@ def random_model(monkeypatch, tmp_path):
 @pytest.mark.usefixtures("random_model")
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_a_model_by_its_folder_embeds_as_transformers_does(tmp_path, photographs, kind):
-    model = tiny(tmp_path / "model", kind)
+    model = tiny_clip(tmp_path / "model", kind)
     made = adopt_encoders(str(tmp_path / "model"), photographs, tmp_path / "run", method="distance", test_fraction=0)
     assert sum(made.n_images.values()) == 60 and made.run.calibration.logit_scale == 2
     run = load_model(tmp_path / "run")
@@ -255,14 +226,14 @@ def test_a_model_by_its_folder_embeds_as_transformers_does(tmp_path, photographs
 
 @pytest.mark.usefixtures("random_model")
 def test_sentence_transformers_keep_their_model_in_a_folder_of_it(tmp_path, photographs):
-    tiny(tmp_path / "st" / "0_CLIPModel", "clip")
+    tiny_clip(tmp_path / "st" / "0_CLIPModel")
     made = adopt_encoders(str(tmp_path / "st"), photographs, tmp_path / "run", method="distance", test_fraction=0)
     assert made.retrieval is None and made.run.recipe.model.dim == 8
 
 
 def test_a_model_that_matches_nothing_is_named(tmp_path, photographs, monkeypatch):
     monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path / "cache"))
-    tiny(tmp_path / "model", "clip")
+    tiny_clip(tmp_path / "model")
     with pytest.raises(UserError, match="does not bring the pairs"):
         adopt_encoders(str(tmp_path / "model"), photographs, tmp_path / "run", method="distance")
 
@@ -307,6 +278,23 @@ def test_a_failed_adoption_leaves_nothing_behind(tmp_path):
         with pytest.raises(UserError, match=r"channels|calibrate|split"):
             adopt(images, texts[:, :-1], shuffled, folder)
     assert not (tmp_path / "new").exists() and not list((tmp_path / "empty").iterdir())
+
+
+def test_a_replacement_that_fails_leaves_the_former_model(tmp_path):
+    images, texts, pairs = frozen(n=100)
+    adopt(images, texts, pairs, tmp_path / "run", method="distance")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    with pytest.raises(UserError, match="channels"):
+        adopt(images, texts[:, :-1], pairs, tmp_path / "run", force=True)
+    with pytest.raises(UserError, match=r"images\.npy lies in .*run, which would be replaced"):
+        adopt(tmp_path / "run" / "images.npy", texts, pairs, tmp_path / "run", force=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    (tmp_path / "run.replaced").mkdir()  # Of a replacement that was killed.
+    with pytest.raises(UserError, match="remove it, or rename it"):
+        adopt(images, texts, pairs, tmp_path / "run", force=True)
+    (tmp_path / "run.replaced").rmdir()
+    assert adopt(images, texts, pairs, tmp_path / "run", method="nearest", force=True).method == "nearest"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_vectors_on_the_command_line_are_named(adopted, tmp_path, capsys):

@@ -197,7 +197,8 @@ FrozenModel = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="Hub name or folder of a CLIP or SigLIP model of transformers; with --data. Or give --images and --texts.",
+        help="Hub name or folder of a CLIP or SigLIP model of transformers, or open_clip:ARCHITECTURE/TAG; with --data."
+        " Or give --images and --texts.",
     ),
 ]
 FrozenData = Annotated[

@@ -30,7 +30,8 @@ from sfumato.encoders.encoder_protocol import (
     TextEncoderConfig,
 )
 from sfumato.encoders.features import FrozenBackbone, Inputs, RaggedStore, Store, TokenFeatures, cached_features
-from sfumato.encoders.joint import JointImage, JointText
+from sfumato.encoders.joint import joint_image, joint_text
+from sfumato.encoders.open_clip import is_open_clip
 from sfumato.encoders.package_weights import (
     from_pretrained,
     import_transformers,
@@ -119,8 +120,7 @@ class FrozenImageConfig(ImageEncoderConfig):
     @property
     def extras(self) -> frozenset[str]:
         """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
-        packaged = [part in IMAGE_BACKBONES for part in self.backbone.split("+")]
-        return frozenset({"offline"} if all(packaged) else {"backbones"})
+        return _extras(self.backbone, IMAGE_BACKBONES)
 
 
 class FrozenTextConfig(TextEncoderConfig):
@@ -154,7 +154,14 @@ class FrozenTextConfig(TextEncoderConfig):
     @property
     def extras(self) -> frozenset[str]:
         """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
-        return frozenset({"offline" if self.backbone in TEXT_BACKBONES else "backbones"})
+        return _extras(self.backbone, TEXT_BACKBONES)
+
+
+def _extras(name: str, packaged: Sequence[str]) -> frozenset[str]:
+    """The extra that brings a backbone."""
+    if is_open_clip(name):
+        return frozenset({"open-clip"})
+    return frozenset({"offline"} if all(part in packaged for part in name.split("+")) else {"backbones"})
 
 
 class FrozenProcessor:
@@ -287,7 +294,7 @@ def build_frozen_image(config: FrozenImageConfig, context: BuildContext) -> tupl
     """
     backbone: FrozenBackbone
     if config.projected:
-        backbone = JointImage(config.backbone, precision=config.precision)
+        backbone = joint_image(config.backbone, precision=config.precision)
     else:
         backbone = image_backbone(config.backbone, size=config.size, grid=config.grid, precision=config.precision)
     encoder = FeatureInput(backbone.channels, context.feature_dropout, whiten=config.whiten)
@@ -309,7 +316,7 @@ def build_frozen_text(config: FrozenTextConfig, context: BuildContext) -> tuple[
     """
     backbone: FrozenBackbone
     if config.projected:
-        backbone = JointText(config.backbone, precision=config.precision)
+        backbone = joint_text(config.backbone, precision=config.precision)
     else:
         backbone = text_backbone(
             config.backbone,

@@ -1,4 +1,4 @@
-"""The joint embeddings of CLIP and SigLIP models of transformers, as they are: after their projections."""
+"""The joint embeddings of CLIP and SigLIP models, as they are: after their projections."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +10,8 @@ from PIL import Image
 from torch import Tensor
 
 from sfumato.data.transforms import decode_image
+from sfumato.encoders.features import FrozenBackbone
+from sfumato.encoders.open_clip import OpenClipImage, OpenClipText, is_open_clip
 from sfumato.encoders.package_weights import from_pretrained, import_transformers, model_hash, pretrained_tokenizer
 from sfumato.encoders.precision import Precision, number_format
 from sfumato.errors import UserError
@@ -119,3 +121,34 @@ def joint_name(name: str) -> str:
     """
     inside = Path(name) / "0_CLIPModel"
     return str(inside) if inside.is_dir() else name
+
+
+def joint_image(name: str, *, precision: Precision = "float32") -> FrozenBackbone:
+    """The image side of a CLIP or SigLIP model of transformers, or of a model of open_clip.
+
+    Args:
+        name: hub name or local folder; see :func:`~sfumato.encoders.open_clip.is_open_clip`.
+        precision: number format of the computation.
+
+    Returns:
+        The backbone.
+
+    Raises:
+        UserError: the model cannot be loaded, or has no joint embedding.
+    """
+    return (OpenClipImage if is_open_clip(name) else JointImage)(name, precision=precision)
+
+
+def joint_text(name: str, *, precision: Precision = "float32") -> FrozenBackbone:
+    """The text side of the model, see :func:`joint_image`.
+
+    Args:
+        name, precision: see :func:`joint_image`.
+
+    Returns:
+        The backbone.
+
+    Raises:
+        UserError: see :func:`joint_image`.
+    """
+    return (OpenClipText if is_open_clip(name) else JointText)(name, precision=precision)

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
+from safetensors import SafetensorError
 
 from sfumato.errors import UserError
 
@@ -92,7 +93,7 @@ def from_pretrained(kind: Any, name: str) -> Any:
     unreachable = not Path(name).exists() and not hub_reachable()
     try:
         return kind.from_pretrained(name, local_files_only=unreachable)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0]
         reason = "there is no connection to the hub, and no copy in its cache." if unreachable else first
         raise UserError(

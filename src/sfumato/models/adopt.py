@@ -7,6 +7,7 @@ its ranking is learnt or changed; what is fitted are the probabilities. So every
 import contextlib
 import csv
 import io
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +25,7 @@ from sfumato.data.pairs import PairData
 from sfumato.direction import Direction
 from sfumato.distances import get_distance
 from sfumato.encoders.embeddings import described_by
-from sfumato.encoders.joint import JointImage, JointText
+from sfumato.encoders.joint import joint_image, joint_text
 from sfumato.errors import UserError
 from sfumato.evaluation.hits import HitFigures, first_hits, measure_hits, without_nearest, without_reference
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
@@ -230,8 +231,7 @@ def adopt(
             empty.
         ValueError: an argument is out of range.
     """
-    folder = _claim(Path(out), force)
-    with _nothing_left_behind(folder):
+    with _new_folder(Path(out), force, (images, texts, pairs)) as folder:
         return _adopt_tables(images, texts, pairs, folder, (val_fraction, test_fraction), method, population, seed)
 
 
@@ -246,7 +246,6 @@ def _adopt_tables(
     seed: int,
 ) -> AdoptedModel:
     """See :func:`adopt`."""
-    folder.mkdir(parents=True, exist_ok=True)
     image_file, text_file = (_named_file(value, folder, name) for value, name in ((images, "images"), (texts, "texts")))
     pair_file = _pair_file(pairs, folder)
     channels = [open_table(file).table.channels for file in (image_file, text_file)]
@@ -285,13 +284,14 @@ def adopt_encoders(
     force: bool = False,
     seed: int = 0,
 ) -> AdoptedModel:
-    """Give a CLIP or SigLIP model of transformers calibrated match probabilities on images and captions of yours.
+    """Give a CLIP or SigLIP model calibrated match probabilities on images and captions of yours.
 
     Its embeddings are computed once, and cached by content: an interrupted adoption goes on where it was. Searches
     then embed their queries with the model.
 
     Args:
-        model: hub name or local folder, of transformers or of sentence-transformers (CLIP).
+        model: hub name or local folder, of transformers or of sentence-transformers (CLIP); or of open_clip, see
+            :func:`~sfumato.encoders.open_clip.is_open_clip`.
         data: images with captions: a manifest (.csv, .jsonl, .parquet), a folder of images with .txt files, or a
             Karpathy JSON beside its images.
         out, method, val_fraction, test_fraction, population, force, seed: see :func:`adopt`.
@@ -307,7 +307,7 @@ def adopt_encoders(
         raise UserError(f"no data at {path}; give a manifest (.csv, .jsonl), a folder of images, or a Karpathy JSON")
     source = "karpathy" if path.suffix.lower() == ".json" else "folder"
     images = {"images": str(path.resolve().parent)} if source == "karpathy" else {}
-    encoders = JointImage(model), JointText(model)
+    encoders = joint_image(model), joint_text(model)
     channels = {encoder.channels for encoder in encoders}
     if len(channels) > 1:
         raise UserError(f"{model!r} embeds images and texts with different numbers of channels; it has no joint space")
@@ -326,7 +326,9 @@ def adopt_encoders(
         "loss": {"name": "infonce"},
         "train": {"seed": seed},
     }
-    return adopt_recipe(check_recipe(values, "adopt"), _claim(Path(out), force), method=method, population=population)
+    recipe = check_recipe(values, "adopt")
+    with _new_folder(Path(out), force, (model, data)) as folder:
+        return adopt_recipe(recipe, folder, method=method, population=population)
 
 
 def _resolved_name(model: str) -> str:
@@ -411,8 +413,6 @@ def _new_run(recipe: Recipe, folder: Path, splits: Mapping[str, PairData]) -> Ru
     """Write the folder of a run whose means are the frozen model's, and load it."""
     described = described_by(next(iter(splits.values())))
     model, loss = build_model(recipe.model, Assets(None, described)), build_loss(recipe)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CALIBRATION).unlink(missing_ok=True)
     save_assets(folder, None, model)
     save_state(folder / MODEL, {"model": model.eval(), "loss": loss}, None, {"epoch": 0})
     save_recipe(recipe, folder / RECIPE)
@@ -521,8 +521,37 @@ def _weighted_mean(values: np.ndarray, weights: np.ndarray) -> Statistic:
     return lambda counts: (counts @ (weights * values)) / (counts @ weights)
 
 
-def _claim(folder: Path, force: bool) -> Path:
-    """A folder that may be written: new, empty, or with force an adopted model."""
+@contextlib.contextmanager
+def _new_folder(folder: Path, force: bool, inputs: Sequence[Any]) -> Iterator[Path]:
+    """An empty folder for an adopted model. If the block fails, everything is as it was before."""
+    _check_unused(folder, force)
+    for value in inputs:
+        if isinstance(value, str | Path) and Path(value).resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"{value} lies in {folder}, which would be replaced; give another folder with --out")
+    aside = folder.with_name(f"{folder.name}.replaced")
+    replaces = folder.is_dir() and any(folder.iterdir())
+    try:
+        if replaces:
+            folder.rename(aside)
+        existed = folder.is_dir()
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            yield folder
+        except BaseException:
+            shutil.rmtree(folder)
+            if replaces:
+                aside.rename(folder)
+            elif existed:
+                folder.mkdir()
+            raise
+        if replaces:
+            shutil.rmtree(aside)
+    except OSError as error:
+        raise UserError(f"cannot write into {folder}: {error.strerror or error}") from error
+
+
+def _check_unused(folder: Path, force: bool) -> None:
+    """Raise an error unless the folder is new, empty, or with force an adopted model."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; give a folder with --out")
     if folder.is_dir() and any(folder.iterdir()):
@@ -530,24 +559,11 @@ def _claim(folder: Path, force: bool) -> Path:
             raise UserError(f"{folder} is not empty and holds no adopted model; give an empty or new folder with --out")
         if not force:
             raise UserError(f"{folder} holds an adopted model already; give --force to replace it, or another folder")
-    return folder
-
-
-@contextlib.contextmanager
-def _nothing_left_behind(folder: Path) -> Iterator[None]:
-    """Remove what was written into a folder if the block fails."""
-    before = {path.name for path in folder.iterdir()} if folder.is_dir() else None
-    try:
-        yield
-    except BaseException as error:
-        for path in folder.iterdir() if folder.is_dir() else ():
-            if path.name not in (before or ()):
-                path.unlink()
-        if before is None and folder.is_dir():
-            folder.rmdir()
-        if isinstance(error, OSError):
-            raise UserError(f"cannot write into {folder}: {error.strerror or error}") from error
-        raise
+        if (aside := folder.with_name(f"{folder.name}.replaced")).exists():
+            raise UserError(
+                f"{aside} exists: an interrupted replacement left the former model there; remove it, or rename it"
+                f" to {folder}"
+            )
 
 
 def _named_file(value: str | Path | Array, folder: Path, name: str) -> str:

@@ -1,0 +1,94 @@
+"""Models of open_clip: the features are open_clip's own; names and folders that cannot be loaded are named."""
+
+import builtins
+import io
+import sys
+
+import pytest
+import torch
+from PIL import Image
+from support.tiny_models import import_open_clip, taught_open_clip, tiny_open_clip, two_colours
+
+from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig
+from sfumato.encoders.joint import joint_image, joint_text
+from sfumato.encoders.open_clip import is_open_clip
+from sfumato.errors import UserError
+from sfumato.models.adopt import adopt_encoders
+
+
+def test_features_are_those_of_open_clip(tmp_path):
+    model, preprocess, tokenizer = tiny_open_clip(tmp_path / "model")
+    image, text = joint_image(str(tmp_path / "model")), joint_text(str(tmp_path / "model"))
+    picture = Image.effect_noise((40, 30), 90).convert("RGB")
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    captions = ["a red square", "blue " * 30]
+    with torch.inference_mode():
+        of_image, of_texts = model.encode_image(preprocess(picture)[None]), model.encode_text(tokenizer(captions))
+    assert image.channels == text.channels == 8
+    torch.testing.assert_close(torch.from_numpy(image([file.getvalue()])[0]), of_image)
+    torch.testing.assert_close(torch.cat([torch.from_numpy(found) for found in text(captions)]), of_texts)
+    assert image.fingerprint != text.fingerprint and "processor" in image.fingerprint
+    assert text.pieces(["red", "photographically"])[0] == 1 < text.pieces(["photographically"])[0]
+    half = joint_text(str(tmp_path / "model"), precision="bfloat16")
+    assert half.fingerprint != text.fingerprint
+    torch.testing.assert_close(torch.tensor(half(captions)[0]), of_texts[:1], atol=0.05, rtol=0.05)
+
+
+def test_a_model_is_adopted_by_its_folder_and_searched_by_words(tmp_path, monkeypatch):
+    monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path / "cache"))
+    import_open_clip()
+    manifest = two_colours(tmp_path)
+    adopted = adopt_encoders(str(taught_open_clip(tmp_path / "model", manifest)), manifest, tmp_path / "run")
+    assert adopted.retrieval.t2i["recall@1"] > 0.3 > 10 * adopted.retrieval.chance["t2i"]["recall@1"]
+    assert adopted.run.recipe.model.image.extras == {"open-clip"}
+    assert adopted.run.model.embed_texts(["red blue 1"]).n == 1
+
+
+def test_names_of_open_clip_are_told_from_those_of_transformers(tmp_path):
+    assert is_open_clip("open_clip:ViT-B-32/laion2b_s34b_b79k") and is_open_clip("hf-hub:timm/ViT-B-16-SigLIP")
+    assert not is_open_clip("openai/clip-vit-base-patch32") and not is_open_clip(str(tmp_path))
+    (tmp_path / "open_clip_config.json").touch()
+    assert is_open_clip(str(tmp_path))
+    (tmp_path / "config.json").touch()  # The hub's laion models have the files of both; transformers needs no extra.
+    assert not is_open_clip(str(tmp_path))
+    for config in (FrozenImageConfig, FrozenTextConfig):
+        assert config(backbone="hf-hub:a/b", projected=True).extras == {"open-clip"}
+        assert config(backbone="openai/clip-vit-base-patch32").extras == {"backbones"}
+
+
+def test_models_that_cannot_be_loaded_are_named(tmp_path, monkeypatch):
+    import_open_clip()
+    monkeypatch.setattr("sfumato.encoders.open_clip.hub_reachable", lambda: False)
+    for name in ("open_clip:ViT-B-32/laion2b_s34b_b79k", "hf-hub:nobody/nothing"):
+        with pytest.raises(UserError, match="no connection to the hub.*Give a local folder"):
+            joint_image(name)
+    tiny_open_clip(tmp_path / "model")
+    weights = tmp_path / "model" / "open_clip_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError, match="cannot load .*model"):
+        joint_text(str(tmp_path / "model"))
+    weights.rename(tmp_path / "model" / "open_clip_pytorch_model.bin")
+    with pytest.raises(UserError, match="other weights are pickles"):
+        joint_text(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ImportError("no"), r"pip install 'sfumato\[open-clip\]'"),
+        (RuntimeError("operator torchvision::nms does not exist"), "built for the installed torch"),
+    ],
+)
+def test_a_missing_or_broken_package_is_named(monkeypatch, error, message):
+    real = builtins.__import__
+
+    def importing(name, *args, **options):
+        if name == "open_clip":
+            raise error
+        return real(name, *args, **options)
+
+    monkeypatch.delitem(sys.modules, "open_clip", raising=False)
+    monkeypatch.setattr(builtins, "__import__", importing)
+    with pytest.raises(UserError, match=message):
+        joint_image("open_clip:ViT-B-32/openai")

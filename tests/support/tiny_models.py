@@ -1,0 +1,156 @@
+"""CLIP-like models of a few thousand weights and photographs of two colours each, that they can be taught to match."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch.nn.functional import cross_entropy, normalize
+
+WORDS = ["red", "green", "blue", "dark", "light", "square", "circle", "wide", "tall", "small"]
+
+COLOURS = {
+    "red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220), "dark": (20, 20, 20), "light": (240, 240, 240),
+    "square": (230, 220, 40), "circle": (210, 40, 220), "wide": (40, 220, 220), "tall": (250, 140, 20),
+    "small": (120, 80, 40),
+}  # fmt: skip
+"""A colour for each word: what the words mean in :func:`two_colours`."""
+
+
+def tiny_clip(folder, kind="clip"):
+    """A CLIP or SigLIP model of transformers with random weights, a tokenizer of words and a processor of images."""
+    transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<end>", "<unk>", *WORDS, *map(str, range(100))])}
+    text = {**sizes, "vocab_size": len(vocabulary), "max_position_embeddings": 12, "eos_token_id": 1, "bos_token_id": 1}
+    vision = {**sizes, "image_size": 16, "patch_size": 8}
+    if kind == "clip":
+        config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+        model, processor = transformers.CLIPModel(config), transformers.CLIPImageProcessor
+    else:
+        config = transformers.SiglipConfig(text_config=text, vision_config=vision)
+        model, processor = transformers.SiglipModel(config), transformers.SiglipImageProcessor
+    model.save_pretrained(folder)
+    size = {"shortest_edge": 16} if kind == "clip" else {"height": 16, "width": 16}
+    crop = {"crop_size": {"height": 16, "width": 16}} if kind == "clip" else {}
+    processor(size=size, **crop).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A <end>", special_tokens=[("<end>", 1)])
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    return model.eval()
+
+
+def tiny_open_clip(folder):
+    """The folder of a model of open_clip with random weights; returns the model, its preprocessing and tokenizer."""
+    open_clip = import_open_clip()
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    model_cfg = {
+        "embed_dim": 8,
+        "vision_cfg": {"image_size": 16, "layers": 1, "width": 16, "head_width": 8, "patch_size": 8},
+        "text_cfg": {"context_length": 12, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"model_cfg": model_cfg, "preprocess_cfg": {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.25]}})
+    (folder / "open_clip_config.json").write_text(text)
+    source = f"local-dir:{folder}"
+    model, _, preprocess = open_clip.create_model_and_transforms(source, load_weights=False)
+    save_file(model.state_dict(), folder / "open_clip_model.safetensors")
+    return model.eval(), preprocess, open_clip.get_tokenizer(source)
+
+
+def import_open_clip():
+    """The package; the test is skipped where it is not installed, or its torchvision is for another torch."""
+    try:
+        import open_clip
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"the extra open-clip is not installed: {error}")
+    return open_clip
+
+
+def two_colours(folder, n=300, seed=0):
+    """A manifest of n photographs, the left half in one colour and the right half in another, and their captions."""
+    rng, lines = np.random.default_rng(seed), []
+    pairs = list(itertools.permutations(COLOURS, 2))
+    (folder / "photos").mkdir(parents=True, exist_ok=True)
+    for i in range(n):
+        left, right = pairs[i % len(pairs)]
+        pixels = np.concatenate([np.full((16, 8, 3), COLOURS[name], float) for name in (left, right)], axis=1)
+        noisy = (pixels + rng.normal(0, 12, pixels.shape)).clip(0, 255).astype(np.uint8)
+        Image.fromarray(noisy).save(folder / f"photos/{i}.png")
+        lines.append({"image": f"photos/{i}.png", "caption": f"{left} {right} {i % 100}"})
+    path = folder / "mine.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def teach(parameters, embed_images, embed_texts, manifest, steps=300):
+    """Train a model on the photographs of a manifest with InfoNCE, until it matches most of them.
+
+    Args:
+        parameters: of the model.
+        embed_images: list of PIL images -> (n, c).
+        embed_texts: list of texts -> (n, c).
+        manifest: of :func:`two_colours`.
+        steps: of Adam, on 64 pairs each.
+    """
+    lines = [json.loads(line) for line in manifest.read_text().splitlines()]
+    images = [Image.open(manifest.parent / line["image"]).convert("RGB") for line in lines]
+    optimiser = torch.optim.Adam(list(parameters), lr=1e-2)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        chosen = torch.randperm(len(lines), generator=generator)[:64].tolist()
+        a = normalize(embed_images([images[i] for i in chosen]), dim=1)
+        b = normalize(embed_texts([lines[i]["caption"] for i in chosen]), dim=1)
+        scores, target = 20 * a @ b.T, torch.arange(len(chosen))
+        loss = cross_entropy(scores, target) + cross_entropy(scores.T, target)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return loss.item() / 2
+
+
+def taught_clip(folder, manifest):
+    """The folder of a CLIP model of transformers that matches the photographs of a manifest."""
+    import transformers
+
+    model = tiny_clip(folder)
+    processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+
+    def pooled(found):
+        return found if isinstance(found, torch.Tensor) else found.pooler_output
+
+    def images(batch):
+        return pooled(model.get_image_features(**processor(images=batch, return_tensors="pt")))
+
+    def texts(batch):
+        tokens = tokenizer(batch, padding=True, max_length=12, truncation=True, return_tensors="pt")
+        return pooled(model.get_text_features(tokens["input_ids"], tokens["attention_mask"]))
+
+    teach(model.parameters(), images, texts, manifest)
+    model.save_pretrained(folder)
+    return folder
+
+
+def taught_open_clip(folder, manifest):
+    """The folder of a model of open_clip that matches the photographs of a manifest."""
+    from safetensors.torch import save_file
+
+    model, preprocess, tokenizer = tiny_open_clip(folder)
+    teach(
+        model.parameters(),
+        lambda batch: model.encode_image(torch.stack([preprocess(image) for image in batch])),
+        lambda batch: model.encode_text(tokenizer(batch)),
+        manifest,
+    )
+    save_file(model.state_dict(), folder / "open_clip_model.safetensors")
+    return folder
