@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import importlib.util
 import io
+import json
 import os
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from sfumato.serve.answering import Sources
 from sfumato.serve.batching import Batcher, Closed, Full
 from sfumato.serve.image_files import POINTER, FolderImages, UploadedImages, to_show, to_store
 from sfumato.serve.schemas import Refusal
+from sfumato.serve.writing import Writer
 
 
 def problem(answer, status):
@@ -190,6 +192,7 @@ def test_every_error_is_a_problem(client):
         (b'{"queries":[{"text":"a"}],"min_probability":NaN}', "body.min_probability"),
         (b'{"queries":[{"text":"a"}],"coverage":1e999}', "body.coverage"),
         (b'{"queries":[{"text":"a"}],"colour":1}', "body.colour"),
+        (b'{"queries":[{"text":"a"}],"filter":{"wear":{}}}', "body.filter.wear"),
         (b'{"queries":[{"text":"  "}]}', "body.queries.0.text"),
         (b'{"queries":[{"text":"a","id":"b"}]}', "body.queries.0"),
         (b'{"queries":[]}', "body.queries"),
@@ -199,6 +202,8 @@ def test_every_error_is_a_problem(client):
         told = problem(client.post("/v1/search", content=body, headers={"Content-Type": "application/json"}), 422)
         assert told["errors"][0]["where"] == where, told
         assert told["errors"][0]["message"]
+        if "unknown" in told["detail"]:
+            assert f"{where}: unknown field '{where.rpartition('.')[2]}'" in told["detail"]
     for path in (
         "/v1/search",
         "/v1/search?q=",
@@ -441,27 +446,57 @@ def test_several_items_are_stored_or_none(writable, monkeypatch):
     assert told["errors"][0]["where"] == f"body.items.0.payload.{POINTER}"
 
 
+class SlowUpsert:
+    """The upsert of a collection, that waits for a signal."""
+
+    def __init__(self, client, monkeypatch):
+        self.begun, self.go = threading.Event(), threading.Event()
+        store = client.app.state.service.sources.galleries["images"].gallery.store
+        upsert = store.upsert
+        monkeypatch.setattr(store, "upsert", lambda records: (self.begun.set(), self.go.wait(20), upsert(records)))
+
+
+def sent(client, id):
+    """The connection of a request that adds an item; closing it leaves before the answer."""
+    body = json.dumps({"items": [{"id": id, "image": in_base64(picture())}]})
+    connection = socket.create_connection(("127.0.0.1", client.base_url.port), timeout=20)
+    head = (
+        f"POST /v1/items HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    connection.sendall((head + body).encode())
+    return connection
+
+
+def until_gone(client, n):
+    """Wait until the service knows that the clients of n additions have left."""
+    counted = f'sfumato_requests_total{{method="POST",route="/v1/items",status="499"}} {n}.0'
+    for _ in range(400):
+        if counted in client.get("/metrics").text:
+            return
+        time.sleep(0.05)
+    raise AssertionError(client.get("/metrics").text)
+
+
 def test_a_write_that_nobody_waits_for_does_not_begin(writable, monkeypatch):
-    collection, go = writable.app.state.service.sources.galleries["images"].gallery, threading.Event()
-    upsert = collection.store.upsert
-    monkeypatch.setattr(collection.store, "upsert", lambda records: (go.wait(20), upsert(records)))
-    for id in ("first", "second"):
-        with pytest.raises(httpx.ReadTimeout):
-            new = {"items": [{"id": id, "image": in_base64(picture())}]}
-            httpx.post(f"{writable.base_url}/v1/items", json=new, timeout=1, trust_env=False)
-    go.set()
+    slow, queued, begin = SlowUpsert(writable, monkeypatch), threading.Semaphore(0), Writer._begin
+    monkeypatch.setattr(Writer, "_begin", lambda self, work: (begin(self, work), queued.release())[0])
+    with sent(writable, "first"):
+        assert slow.begun.wait(20) and queued.acquire(timeout=20)
+        with sent(writable, "second"):
+            assert queued.acquire(timeout=20)
+    until_gone(writable, 2)
+    slow.go.set()
     assert writable.delete("/v1/items/000.png").status_code == 200  # After both.
     assert writable.get("/v1/items/first").status_code == 200
     problem(writable.get("/v1/items/second"), 404)
 
 
 def test_a_writer_that_leaves_does_not_leave_half(writable, monkeypatch):
-    collection = writable.app.state.service.sources.galleries["images"].gallery
-    upsert = collection.store.upsert
-    monkeypatch.setattr(collection.store, "upsert", lambda records: (time.sleep(1), upsert(records)))
-    new = {"items": [{"id": "left", "image": in_base64(picture())}]}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{writable.base_url}/v1/items", json=new, timeout=0.4, trust_env=False)
+    slow = SlowUpsert(writable, monkeypatch)
+    with sent(writable, "left"):
+        assert slow.begun.wait(20)
+    until_gone(writable, 1)
+    slow.go.set()
     answer = writable.delete("/v1/items/000.png")  # Waits for its turn.
     assert answer.status_code == 200 and writable.get("/v1/items/left").status_code == 200
     assert writable.get("/v1/pictures/left").status_code == 200

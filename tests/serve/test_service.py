@@ -21,8 +21,10 @@ from sfumato.data.transforms import decode_image
 from sfumato.errors import UserError
 from sfumato.models.galleries import GalleryPart, build_index, create_collection
 from sfumato.models.run import load_run
+from sfumato.search.gallery import verdict
+from sfumato.search.index import GaussianIndex
 from sfumato.search.stores.protocol import Filter
-from sfumato.serve.answering import Sources, open_sources
+from sfumato.serve.answering import ServedGallery, Sources, open_sources
 from sfumato.serve.app import create_app
 from sfumato.serve.image_files import SplitImages, UploadedImages
 from sfumato.serve.server import check_host, check_names, hosts_of, is_loopback, run_app
@@ -41,9 +43,12 @@ def same(answer, result, gallery, queries, i=0, filter=None):
     assert hits == [(h.id, h.rank, h.payload) for h in result]
     for ours, theirs in zip(answer["hits"], result, strict=True):
         for name in ("distance", "match_probability", "uncertainty"):
-            assert ours[name] == pytest.approx(getattr(theirs, name), abs=1e-6)
+            known = name != "match_probability" or answer["calibrated"]
+            assert ours[name] == (pytest.approx(getattr(theirs, name), abs=1e-6) if known else None)
     assert answer["uncertainty"] == pytest.approx(result.uncertainty, abs=1e-6)
-    assert answer["expected_matches"] == pytest.approx(gallery.expected_matches(queries, filter)[i], abs=1e-4)
+    expected = gallery.expected_matches(queries, filter)[i]
+    assert answer["expected_matches"] == (pytest.approx(expected, abs=1e-4) if answer["calibrated"] else None)
+    assert (answer["verdict"] is not None) == answer["calibrated"]
     assert answer["abstained"] == result.abstained and answer["distance"] == gallery.distance
 
 
@@ -137,19 +142,48 @@ def test_promises_are_for_native_queries_only(client, promise):
 
 def test_filters(client, sources):
     index = sources.galleries["texts"].gallery
-    queries = sources.model.embed_texts(["red"])
+    queries = sources.model.embed_images([picture()])
     wanted = {"where": {"text": ["a red circle", "a blue cross", "nothing"]}}
-    (answer,) = search(client, {"text": "red"}, gallery="texts", filter=wanted)
+    (answer,) = search(client, {"image": in_base64(picture())}, gallery="texts", filter=wanted)
     two = Filter({"text": ("a red circle", "a blue cross")})
     (expected,) = index.search(queries, 10, filter=two)
     same(answer, expected, index, queries, filter=two)
     assert answer["expected_matches"] <= 2
     assert len(answer["hits"]) == 2
+    told = verdict(index.expected_matches(queries, two)[0], expected.best_probability)
+    assert answer["verdict"] == vars(told)  # Of what the filter left.
     asked = {"q": "red", "gallery": "texts", "where": ["text:a red circle", "text:a blue cross"]}
-    assert client.get("/v1/search", params=asked).json()["answers"] == [answer]
+    assert [hit["payload"]["text"] for hit in client.get("/v1/search", params=asked).json()["answers"][0]["hits"]]
     limit = sorted(h.uncertainty for h in index.search(queries, 9)[0])[3]
     (answer,) = search(client, {"text": "red"}, gallery="texts", filter={"max_uncertainty": limit})
     assert len(answer["hits"]) == 4
+    (nothing,) = search(client, {"image": in_base64(picture())}, gallery="texts", filter={"where": {"text": ["x"]}})
+    assert not nothing["hits"] and nothing["verdict"] == {"kind": "unsure", "text": "No item passes the filter"}
+
+
+@pytest.mark.parametrize("guarantee", ["abstain", "coverage"])
+def test_guarantees_are_about_the_whole_gallery(client, guarantee):
+    for filter in ({"where": {"text": ["x"]}}, {"max_uncertainty": 3.0}):
+        refused = search(client, {"text": "a"}, filter=filter, **{guarantee: 0.5}, status=422)
+        assert "a filter may remove the match; leave out the filter" in refused["detail"]
+    link = {"q": "a", "where": "text:x", guarantee: 0.5}
+    assert client.get("/v1/search", params=link).status_code == 422
+    (answer,) = search(client, {"text": "a"}, filter={}, **{guarantee: 0.5})  # Every item passes.
+    assert answer["hits"]
+
+
+def test_without_a_calibration_there_are_no_probabilities(sources):
+    gallery = sources.galleries["images"].gallery
+    plain = GaussianIndex.build(gallery.get(gallery.ids).embeddings, gallery.ids)
+    judged = replace(
+        sources, galleries={"images": ServedGallery(plain)}, unfamiliar=lambda texts: [t == "x" for t in texts]
+    )
+    with served(judged) as client:
+        known, strange = search(client, {"text": "a red circle"}, {"text": "x"})
+        refused = search(client, {"text": "a"}, min_probability=0.5, status=422)
+    assert not known["calibrated"] and known["verdict"] is known["expected_matches"] is None
+    assert {hit["match_probability"] for hit in known["hits"]} == {None} and strange["verdict"]["kind"] == "unfamiliar"
+    assert "min_probability needs a calibration" in refused["detail"]
 
 
 def test_the_map_and_positions_on_it(client, sources):
@@ -605,8 +639,8 @@ def test_a_text_that_is_no_word_is_said_to_be_none(sources):
     judged = replace(sources, unfamiliar=lambda texts: [text == "qxzvkw" for text in texts])
     with served(judged) as client:
         found = search(client, {"text": "qxzvkw"}, {"text": "a red circle"}, {"id": sources_first_id(sources)})
-    kinds = [answer["verdict"]["kind"] for answer in found]
-    assert kinds[0] == "unfamiliar" and "unfamiliar" not in kinds[1:]
+    kinds = [answer["verdict"] and answer["verdict"]["kind"] for answer in found]
+    assert kinds[0] == "unfamiliar" and kinds[1] not in (None, "unfamiliar") and kinds[2] is None
     assert "do not look like words" in found[0]["verdict"]["text"] and found[0]["hits"]
 
 

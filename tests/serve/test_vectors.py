@@ -293,7 +293,7 @@ def test_a_vector_that_the_model_cannot_embed(tmp_path, texts):
         ({"queries": [{"text": "a"}]}, "body.queries.0.vector", "Field required"),
         ({"queries": [query(np.ones(5), modality="sound")]}, "body.queries.0.modality", "'text' or 'image'"),
         ({"queries": [query(np.ones(5), name="")]}, "body.queries.0.name", "at least 1 character"),
-        ({"queries": [query(np.ones(5))], "limit": 3}, "body.limit", "Extra inputs"),
+        ({"queries": [query(np.ones(5))], "limit": 3}, "body.limit", "unknown field 'limit'"),
         ({"queries": [query(np.ones(5))], "max_results": 41}, "max_results", "more than the limit of 40"),
         ({"queries": [query(np.ones(5))] * 1025}, "body.queries", "at most 1024"),
     ],

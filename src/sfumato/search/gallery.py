@@ -533,11 +533,7 @@ class Gallery(ABC):
             ValueError: k < 1, another d, NaN in a query, a fraction outside (0, 1), coverage or max_risk together
                 with a filter, or a guarantee that the calibration cannot give.
         """
-        if filter is not None and not (coverage is max_risk is None):
-            raise ValueError(
-                "search: coverage and max_risk are guarantees about the whole gallery, but a filter may remove the"
-                " match; leave out the filter, or coverage and max_risk"
-            )
+        check_unfiltered(filter, coverage=coverage, max_risk=max_risk)
         if min_probability is not None and not 0 <= min_probability <= 1:
             raise ValueError(f"search: min_probability must be between 0 and 1, got {min_probability}")
         queries, scorer = self.checked(queries, k), self.scorer
@@ -616,6 +612,24 @@ class Gallery(ABC):
         return tuple(
             SearchRecord(i, rank, d, p, u, dict(payload))
             for rank, (i, payload, d, p, u) in enumerate(zip(found.ids, found.payloads, *columns, strict=True), 1)
+        )
+
+
+def check_unfiltered(filter: Filter | None, *, coverage: float | None, max_risk: float | None) -> None:
+    """Refuse a guarantee together with a filter.
+
+    Args:
+        filter: of a search.
+        coverage: of the same search.
+        max_risk: of the same search.
+
+    Raises:
+        ValueError: there is a filter, and coverage or max_risk.
+    """
+    if filter is not None and not (coverage is max_risk is None):
+        raise ValueError(
+            "search: coverage and max_risk (abstain) are guarantees about the whole gallery, but a filter may remove"
+            " the match; leave out the filter, or coverage and max_risk"
         )
 
 

@@ -1,6 +1,7 @@
 """The model and the galleries of a service, and the conversion of embedded queries to answers with guarantees."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +22,7 @@ from sfumato.models.galleries import GalleryPart, build_index, load_retrieval_mo
 from sfumato.models.run import RECIPE, Run, load_run
 from sfumato.models.unfamiliar import unfamiliar_texts
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
-from sfumato.search.gallery import Gallery, SearchRecord, SearchResult, verdict
+from sfumato.search.gallery import Gallery, SearchRecord, SearchResult, check_unfiltered, verdict
 from sfumato.search.stores.protocol import Filter
 from sfumato.serve.image_files import FolderImages, Images, SplitImages, UploadedImages, handed_out
 from sfumato.serve.schemas import (
@@ -302,8 +303,8 @@ def check_guarantees(gallery: Gallery, asked: Sequence[Asked], options: SearchOp
         options: options of the search.
 
     Raises:
-        Refusal: 422, if a guarantee is requested for queries of another kind than :func:`native`, or the calibration
-            cannot give it.
+        Refusal: 422, if a guarantee is requested for queries of another kind than :func:`native` or together with a
+            filter, or the calibration cannot give it.
     """
     wanted = native(gallery)
     for name in ("abstain", "coverage", "min_probability"):
@@ -315,7 +316,11 @@ def check_guarantees(gallery: Gallery, asked: Sequence[Asked], options: SearchOp
                 f" those. Search by {wanted} alone, or leave out {name}",
                 errors=[(name, f"works only with queries by {wanted}")],
             )
+    if options.min_probability is not None and not gallery.calibrated:
+        reason = "needs a calibration, and this gallery has none"
+        raise Refusal(422, f"min_probability {reason}; leave it out", errors=[("min_probability", reason)])
     try:
+        check_unfiltered(wanted_filter(options), coverage=options.coverage, max_risk=options.abstain)
         if options.coverage is not None:
             gallery.scorer.radius(options.coverage)
         if options.abstain is not None:
@@ -348,10 +353,7 @@ def answered(
     Returns:
         n answers.
     """
-    gallery, given, wanted = served.gallery, options.filter, None
-    guaranteed = options.abstain is not None or options.coverage is not None
-    if given is not None:
-        wanted = Filter({name: tuple(values) for name, values in given.where.items()}, given.max_uncertainty)
+    gallery, wanted = served.gallery, wanted_filter(options)
     results = gallery.search(
         queries,
         options.max_results,
@@ -363,41 +365,68 @@ def answered(
     )
     if wanted is None:
         watch(served, asked, results)
-    differs = served.drift is not None and served.drift.state.differs
     expected_matches = gallery.expected_matches(queries, wanted)
     positions: list[Position | None] = [None] * len(asked)
     if plane is not None:
         positions = [Position(**ellipse_of(one).model_dump(), version=plane.version) for one in plane.ellipses(queries)]
-    answers = []
     judged = unfamiliar or [False] * len(asked)
-    for one, result, expected, position, strange in zip(
-        asked, results, expected_matches, positions, judged, strict=True
-    ):
-        words = verdict(expected, result.best_probability, result.abstained, unfamiliar=strange)
-        whole = None
-        if result.conformal_set is not None and options.coverage is not None:
-            whole = ConformalSet(
-                coverage=options.coverage,
-                complete=not result.conformal_set_cut,
-                hits=[_record(served, record) for record in result.conformal_set],
-            )
-        answers.append(
-            Answer(
-                query=one.name,
-                kind=one.kind,
-                distance=gallery.distance,
-                calibrated=gallery.calibrated and one.kind == native(gallery),
-                uncertainty=result.uncertainty,
-                expected_matches=expected,
-                verdict=VerdictText(kind=words.kind, text=words.text + (_DIFFERS if differs and guaranteed else "")),
-                queries_differ=differs and one.kind == native(gallery),
-                abstained=result.abstained,
-                hits=[_record(served, record) for record in result],
-                conformal_set=whole,
-                position=position,
-            )
-        )
-    return answers
+    return [
+        _answer(served, options, *values)
+        for values in zip(asked, results, expected_matches, positions, judged, strict=True)
+    ]
+
+
+def wanted_filter(options: SearchOptions) -> Filter | None:
+    """The filter of a search.
+
+    Args:
+        options: options of the search.
+
+    Returns:
+        The filter; None if every item passes.
+    """
+    given = options.filter
+    if given is None or (not given.where and given.max_uncertainty is None):
+        return None
+    return Filter({name: tuple(values) for name, values in given.where.items()}, given.max_uncertainty)
+
+
+def _answer(
+    served: ServedGallery,
+    options: SearchOptions,
+    asked: Asked,
+    result: SearchResult,
+    expected: float,
+    position: Position | None,
+    unfamiliar: bool,
+) -> Answer:
+    gallery, own = served.gallery, asked.kind == native(served.gallery)
+    calibrated, differs = gallery.calibrated and own, served.drift is not None and served.drift.state.differs
+    guaranteed = options.abstain is not None or options.coverage is not None
+    words, whole = None, None
+    if calibrated or unfamiliar:
+        found = verdict(expected, result.best_probability, result.abstained, unfamiliar=unfamiliar)
+        words = VerdictText(kind=found.kind, text=found.text + (_DIFFERS if differs and guaranteed else ""))
+        if not math.isfinite(result.best_distance):
+            nothing = "The gallery is empty" if wanted_filter(options) is None else "No item passes the filter"
+            words = VerdictText(kind=words.kind, text=nothing)
+    if result.conformal_set is not None and options.coverage is not None:
+        hits = [_record(served, record, calibrated) for record in result.conformal_set]
+        whole = ConformalSet(coverage=options.coverage, complete=not result.conformal_set_cut, hits=hits)
+    return Answer(
+        query=asked.name,
+        kind=asked.kind,
+        distance=gallery.distance,
+        calibrated=calibrated,
+        uncertainty=result.uncertainty,
+        expected_matches=expected if calibrated else None,
+        verdict=words,
+        queries_differ=differs and own,
+        abstained=result.abstained,
+        hits=[_record(served, record, calibrated) for record in result],
+        conformal_set=whole,
+        position=position,
+    )
 
 
 _DIFFERS = ". Recent queries differ from those of the calibration: its guarantees may not hold"
@@ -531,9 +560,10 @@ def ellipse_of(values: tuple[float, float, float, float, float]) -> Ellipse:
     return Ellipse(x=x, y=y, a=a, b=b, angle=angle)
 
 
-def _record(served: ServedGallery, record: SearchRecord) -> ResultRecord:
+def _record(served: ServedGallery, record: SearchRecord, calibrated: bool) -> ResultRecord:
     return ResultRecord(
-        id=record.id, rank=record.rank, distance=record.distance, match_probability=record.match_probability,
+        id=record.id, rank=record.rank, distance=record.distance,
+        match_probability=record.match_probability if calibrated else None,
         uncertainty=record.uncertainty, payload=handed_out(record.payload),
         picture=image_path(served, record.id, record.payload),
     )  # fmt: skip

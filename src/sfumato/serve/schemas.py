@@ -118,7 +118,7 @@ class ResultRecord(_Model):
     id: str
     rank: int = Field(description="1 is the closest")
     distance: float = Field(description="to the query, in the distance that the answer names; smaller is closer")
-    match_probability: float
+    match_probability: float | None = Field(description="null if the answer is not calibrated")
     uncertainty: float = Field(description="total variance of the item")
     payload: dict[str, str]
     picture: str | None = Field(description="path of its image at this service; null if there is none")
@@ -166,18 +166,21 @@ class Answer(_Model):
     kind: Literal["text", "image", "id"] = Field(description="of a vector, its modality")
     distance: str = Field(description="name of the distance, e.g. csd")
     calibrated: bool = Field(
-        description="whether the probabilities were fitted on held-out pairs of this kind of query;"
-        " between two images or two texts they are not calibrated"
+        description="whether there are probabilities: the calibration was fitted on held-out pairs of this kind of"
+        " query. Between two images or two texts, and without a calibration, there are none, and no verdict"
     )
     uncertainty: float = Field(description="total variance of the query")
     queries_differ: bool = Field(
         description="whether recent queries of this kind differ from those of the calibration; then probabilities and"
         " guarantees may not hold"
     )
-    expected_matches: float = Field(
-        description="sum of the match probabilities over the gallery; estimated beyond 20,000 items"
+    expected_matches: float | None = Field(
+        description="sum of the match probabilities over the items that the filter accepts; estimated beyond 20,000"
+        " items; null if the answer is not calibrated"
     )
-    verdict: VerdictText
+    verdict: VerdictText | None = Field(
+        description="null if the answer is not calibrated, unless the text does not look like words"
+    )
     abstained: bool | None = Field(
         description="true if the query should not be answered; null if no risk was requested"
     )
@@ -471,7 +474,8 @@ def invalid(errors: Sequence[Any], body: str = "body") -> Refusal:
     for error in errors:
         root, *path = error["loc"]
         where = ".".join(str(part) for part in (body if root == "body" else root, *path))
-        found.append((where, str(error["msg"]).removeprefix("Value error, ")))
+        message = f"unknown field {path[-1]!r}" if error["type"] == "extra_forbidden" and path else str(error["msg"])
+        found.append((where, message.removeprefix("Value error, ")))
     first = "; ".join(f"{where}: {message}" for where, message in found[:3])
     return Refusal(422, f"The request is not valid: {first}", errors=found)
 

@@ -222,9 +222,11 @@ async function search(slot) {
 }
 
 // Both in one, as a second announcement may cut the first short.
-const tell = () => running.some(Boolean) || ($("#status").textContent = shown.filter(Boolean).map(({ query, answer }) => `${titleOf(query)}: ${answer.verdict.text}. ${answer.hits.length} results.`).join(" "));
+const tell = () => running.some(Boolean) || ($("#status").textContent = shown.filter(Boolean).map(({ query, answer }) => `${titleOf(query)}: ${wordsOf(answer)}. ${answer.hits.length} results.`).join(" "));
 
 // ---- the answers
+
+const wordsOf = ({ verdict }) => verdict?.text ?? "Closest results first";
 
 const titleOf = ({ kind, value }) =>
   kind === "text" ? `“${value}”` : kind === "image" ? files.get(value).file.name || "an image" : `More like ${known.has(value) ? nameOf(known.get(value)) : value}`;
@@ -258,19 +260,19 @@ function result(slot, query, answer) {
   const fact = (value, label) => h("div", {}, h("b", {}, value), h("span", {}, label));
   const set = answer.conformal_set;
   const inSet = new Set(set?.hits.map(({ id }) => id));
-  return h("section", { class: `card ${TONES[answer.verdict.kind]}`, "aria-label": `Answer to ${titleOf(query)}` },
-    h("header", {}, thumbnailOf(query), h("div", {}, h("h2", {}, titleOf(query)), h("p", { class: "verdict" }, answer.verdict.text))),
-    h("div", { class: "facts" }, fact(about(answer.expected_matches), "matches expected"), fact(percent(best), "first result is right")),
+  return h("section", { class: `card ${TONES[answer.verdict?.kind ?? "unsure"]}`, "aria-label": `Answer to ${titleOf(query)}` },
+    h("header", {}, thumbnailOf(query), h("div", {}, h("h2", {}, titleOf(query)), h("p", { class: "verdict" }, wordsOf(answer)))),
+    answer.calibrated && h("div", { class: "facts" }, fact(about(answer.expected_matches), "matches expected"), fact(percent(best), "first result is right")),
     !answer.calibrated && h("p", { class: "guess" }, calibrated
-      ? `These probabilities are not calibrated: the calibration was fitted on ${native()}s against ${gallery}, and this search compares two ${gallery}.`
-      : "These probabilities are not calibrated: the model has no calibration."),
-    h("details", {}, h("summary", {}, "What do these numbers mean?"),
+      ? `There are no probabilities, as they are not calibrated: the calibration was fitted on ${native()}s against ${gallery}, and this search compares two ${gallery}.`
+      : "There are no probabilities, as they are not calibrated: the model has no calibration."),
+    answer.calibrated && h("details", {}, h("summary", {}, "What do these numbers mean?"),
       h("p", {}, h("b", {}, "Matches expected. "), `Each of the ${things(gallery, n)} has a match probability, computed from its distance (${answer.distance}) to your query and from the distances of the closest results: one clear result is more probable than the same distance among many. The probabilities add up to ${about(answer.expected_matches)}: that many true matches are expected.`),
       h("p", {}, h("b", {}, "First result is right. "), "The match probability of the closest result.")),
     set && h("p", { class: "count" }, set.complete ? `The framed set of ${things(gallery, set.hits.length)}: for queries like those of the calibration it holds a match with a probability of ${percent(set.coverage)}.` : `The framed set was cut at ${things(gallery, set.hits.length)}, so its coverage of ${percent(set.coverage)} is not guaranteed.`),
     h("p", { class: "count", "data-count": "" }),
     h("ul", { class: `grid ${state.gallery}` }, answer.hits.map((hit) => card(slot, hit, inSet.has(hit.id)))),
-    wanted < Math.min(n, info.limits.max_results) && answer.hits.length >= wanted && h("p", { class: "after", "data-probability": answer.hits.at(-1).match_probability }, button({ onclick: () => { wanted *= 2; search(slot); } }, "More results")));
+    wanted < Math.min(n, info.limits.max_results) && answer.hits.length >= wanted && h("p", { class: "after", "data-probability": answer.hits.at(-1).match_probability ?? 1 }, button({ onclick: () => { wanted *= 2; search(slot); } }, "More results")));
 }
 
 const pick = (slot, item, ...children) =>
@@ -280,11 +282,12 @@ const pick = (slot, item, ...children) =>
 function card(slot, hit, inSet) {
   const name = nameOf(hit);
   const bar = h("i");
-  bar.style.width = `${100 * hit.match_probability}%`;
-  return h("li", { class: inSet ? "hit in-set" : "hit", "data-probability": hit.match_probability },
+  const p = hit.match_probability;
+  bar.style.width = `${100 * p}%`;
+  return h("li", { class: inSet ? "hit in-set" : "hit", "data-probability": p ?? 1 },
     pick(slot, hit,
-      h("span", { class: "bar" }, bar),
-      h("span", { class: "figures" }, h("span", { class: "quiet" }, "match probability "), h("b", {}, percent(hit.match_probability)), h("span", { class: "soft", title: "total variance of this item" }, `σ² ${figure(hit.uncertainty, 2).replace(/^0\./, ".")}`))),
+      p !== null && h("span", { class: "bar" }, bar),
+      h("span", { class: "figures" }, p !== null && [h("span", { class: "quiet" }, "match probability "), h("b", {}, percent(p))], h("span", { class: "soft", title: "total variance of this item" }, `σ² ${figure(hit.uncertainty, 2).replace(/^0\./, ".")}`))),
     button({ class: "more", "aria-label": `Details of ${name}`, onclick: () => details(slot, hit) }, "⋯"));
 }
 
@@ -293,13 +296,13 @@ function filter() {
   for (const slot of SLOTS) {
     if (!shown[slot]) continue;
     const { hits, calibrated } = shown[slot].answer;
-    const left = hits.filter((hit) => hit.match_probability >= state.least);
+    const left = hits.filter((hit) => !calibrated || hit.match_probability >= state.least);
     const sum = left.reduce((total, hit) => total + hit.match_probability, 0);
     const section = $(`#answers [data-slot="${slot}"]`);
     for (const item of section.querySelectorAll("[data-probability]")) item.hidden = Number(item.dataset.probability) < state.least;
     const which = state.least ? `${left.length} of the ${hits.length} closest have a probability of at least ${percent(state.least)}` : `The ${hits.length} closest`;
     $("[data-count]", section).textContent = !hits.length ? "This collection is empty." : !left.length ? `None of the ${hits.length} closest has a probability of at least ${percent(state.least)}.`
-      : `${which}: about ${about(sum)} of these should match${calibrated ? "" : " (not calibrated)"}.`;
+      : calibrated ? `${which}: about ${about(sum)} of these should match.` : `The ${hits.length} closest.`;
   }
   if (state.view === "map") mark();
 }
@@ -325,7 +328,7 @@ function details(slot, hit) {
   $("h2", dialog).textContent = nameOf(hit);
   $(".problem", dialog).hidden = true;
   $(".about", dialog).replaceChildren(...(hit.picture ? [image(hit.picture, nameOf(hit), 1024)] : []),
-    h("dl", {}, row("Match probability", percent(hit.match_probability)), row("Rank", hit.rank), row("Distance", figure(hit.distance)), row("Total variance", figure(hit.uncertainty)), row("Id", hit.id),
+    h("dl", {}, hit.match_probability !== null ? row("Match probability", percent(hit.match_probability)) : [], row("Rank", hit.rank), row("Distance", figure(hit.distance)), row("Total variance", figure(hit.uncertainty)), row("Id", hit.id),
       Object.entries(hit.payload).map(([name, value]) => row(name, value))));
   $(".main", dialog).onclick = () => (dialog.close(), like(slot, hit.id));
   const remove = $(".delete", dialog);
@@ -399,8 +402,8 @@ async function mark() {
   if (gallery !== state.gallery || state.view !== "map") return;
   const marks = SLOTS.filter((slot) => shown[slot]).map((slot) => {
     const { query, answer } = shown[slot];
-    const hits = answer.hits.filter((hit) => hit.match_probability >= least);
-    return { label: titleOf(query), tone: TONES[answer.verdict.kind], dashed: slot === 1, ellipse: answer.position?.version === found.version ? answer.position : null, hits: new Map(hits.map((hit) => [hit.id, hit.match_probability])) };
+    const hits = answer.hits.filter((hit) => (hit.match_probability ?? 1) >= least);
+    return { label: titleOf(query), tone: TONES[answer.verdict?.kind ?? "unsure"], dashed: slot === 1, ellipse: answer.position?.version === found.version ? answer.position : null, hits: new Map(hits.map((hit) => [hit.id, hit.match_probability ?? 1])) };
   });
   map.show(found.points, marks);
   const ids = new Set(found.points.map(({ id }) => id));
@@ -431,7 +434,7 @@ function list(points, marks) {
 
 const tip = (point) => {
   const probability = SLOTS.map((slot) => shown[slot]?.answer.hits.find(({ id }) => id === point.id)).filter(Boolean);
-  return [point.picture && image(point.picture), h("div", {}, h("b", {}, nameOf(point)), ...probability.map((hit) => h("div", {}, `match probability ${percent(hit.match_probability)}`)), h("div", { class: "soft" }, `total variance ${figure(point.uncertainty)}`))].filter(Boolean);
+  return [point.picture && image(point.picture), h("div", {}, h("b", {}, nameOf(point)), ...probability.filter((hit) => hit.match_probability !== null).map((hit) => h("div", {}, `match probability ${percent(hit.match_probability)}`)), h("div", { class: "soft" }, `total variance ${figure(point.uncertainty)}`))].filter(Boolean);
 };
 
 // ---- the page around them
