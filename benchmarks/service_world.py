@@ -37,11 +37,12 @@ WORDS = (
 )
 
 
-def random_model(d: int, width: int, seed: int = 0) -> DualEncoder:
+def random_model(d: int, width: int, seed: int = 0, *, variance: bool = True) -> DualEncoder:
     """Small encoders with fresh weights."""
     config = ModelConfig.model_validate(
         {
             "dim": d,
+            "variance": variance,
             "image": {"kind": "small", "size": 16, "width": 4},
             "text": {"kind": "small", "vocabulary": 200, "width": width},
         }

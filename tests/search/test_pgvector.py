@@ -1,8 +1,10 @@
 """PostgreSQL with pgvector: the contract of stores against a real server, and what that server may do to us."""
 
 import importlib.util
+import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -18,6 +20,7 @@ from support.stores_contract import FINGERPRINT, StoreContract, assert_holds, as
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
+from sfumato.search.stores import pgvector
 from sfumato.search.stores.protocol import Filter, Records
 from sfumato.search.stores.store_url import create_store, open_store
 
@@ -263,6 +266,124 @@ def test_tables_with_awkward_names_and_schemas(server):
         store.close()
 
 
+def indexes(server, table):
+    """The indexes of a table except that of its ids."""
+    found = server.execute(f"SELECT indexname FROM pg_indexes WHERE tablename = '{table}'", database="indexed")
+    return {name for (name,) in found if not name.endswith("_pkey")}
+
+
+@pytest.mark.parametrize("start", ["shared_prefix_" * 3, "é" * 20])
+def test_tables_that_begin_alike_keep_their_own_indexes(server, start):
+    tables = [f"{start}_of_words_{last}" for last in "ab"]
+    stores = []
+    for table in tables:
+        stores.append(create_store(server.url(database="indexed", table=table, index="hnsw"), 5, FINGERPRINT))
+        stores[-1].upsert(records(20, 5, 17))
+        stores[-1].optimise()
+    for store in stores:
+        store.optimise()
+        store.close()
+    named = [indexes(server, table) for table in tables]
+    assert [len(names) for names in named] == [1, 1] and named[0] != named[1]
+
+
+def test_an_index_of_an_earlier_version_is_replaced_and_that_of_another_table_kept(server):
+    first, second = (f"{'earlier_version_with_a_long_name_of_40_' * 2}"[:44] + last for last in "ab")
+    stores = {}
+    for table in (first, second):
+        stores[table] = create_store(server.url(database="indexed", table=table, index="hnsw"), 5, FINGERPRINT)
+        stores[table].upsert(records(20, 5, 18))
+    earlier = first[:40] + "_hnsw"
+    server.execute(f"CREATE INDEX {earlier} ON {first} USING hnsw (embedding vector_l2_ops)", database="indexed")
+    stores[second].optimise()
+    assert indexes(server, first) == {earlier} and len(indexes(server, second)) == 1
+    stores[first].optimise()
+    assert len(indexes(server, first)) == 1 and earlier not in indexes(server, first)
+    for store in stores.values():
+        store.close()
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"index": "hnsw (embedding vector_l2_ops); DROP TABLE victim; --"}, "index must be none, hnsw or ivfflat"),
+        ({"index": "hnsw", "m": "16); DROP TABLE victim; --"}, "m must be a number from 1"),
+        ({"index": "ivfflat", "lists": ["1"]}, "lists must be a number from 1"),
+    ],
+)
+def test_options_in_the_comment_of_a_table_are_checked(server, change, said):
+    url = server.url()
+    create_store(url, 3, FINGERPRINT).close()
+    table = url.rpartition("=")[2]
+    note = json.dumps({"sfumato": 1, "dim": 3, "fingerprint": FINGERPRINT, "options": change}).replace("'", "''")
+    server.execute(f"COMMENT ON TABLE {table} IS '{note}'")
+    with pytest.raises(UserError, match=rf"the comment of table {table}: {said}"):
+        open_store(url)
+
+
+def test_options_of_a_later_version_are_passed_over(server):
+    url = server.url()
+    create_store(url, 3, FINGERPRINT).close()
+    note = {"sfumato": 1, "dim": 3, "fingerprint": "f", "options": {"index": "hnsw", "new": 7}}
+    server.execute(f"COMMENT ON TABLE {url.rpartition('=')[2]} IS '{json.dumps(note)}'")
+    opened = open_store(url)
+    assert (opened.dim, opened.fingerprint, opened.index) == (3, "f", "hnsw")
+    opened.close()
+
+
+def test_connections_have_limits_by_default(server):
+    store = create_store(server.url(), 3, FINGERPRINT)
+    with store._connections.borrow() as connection:
+        told = connection.info.get_parameters()
+        assert connection.execute("SHOW statement_timeout").fetchone() == ("1min",)
+    wanted = {
+        "tcp_user_timeout": "30000",
+        "keepalives_idle": "30",
+        "keepalives_interval": "10",
+        "keepalives_count": "3",
+    }
+    assert {name: told[name] for name in wanted} == wanted
+    store.close()
+    unlimited = open_store(store.url + "&statement_timeout=0&tcp_user_timeout=0")
+    with unlimited._connections.borrow() as connection:
+        assert connection.execute("SHOW statement_timeout").fetchone() == ("0",)
+        assert connection.info.get_parameters()["tcp_user_timeout"] == "0"
+    unlimited.close()
+
+
+def test_a_statement_that_takes_too_long_is_given_up(server):
+    import psycopg
+
+    url = server.url(statement_timeout=1)
+    store = create_store(url, 3, FINGERPRINT)
+    store.upsert(records(5, 3, 19))
+    with psycopg.connect(url.partition("?")[0]) as other:
+        other.execute(f"LOCK TABLE {url.partition('table=')[2]} IN ACCESS EXCLUSIVE MODE")
+        with pytest.raises(UserError, match=r"statement timeout; the limit is 1 seconds, \?statement_timeout=SECONDS"):
+            store.count()
+    assert store.count() == 5
+    store.optimise()
+    store.close()
+
+
+def test_a_server_that_hangs_is_given_up(server, monkeypatch):
+    monkeypatch.setattr(pgvector, "_SILENCE", 0.2)
+    store = create_store(server.url(statement_timeout=1), 3, FINGERPRINT)
+    store.upsert(records(5, 3, 20))
+    others = "backend_type = 'client backend' AND pid <> pg_backend_pid()"
+    backends = [pid for (pid,) in server.execute(f"SELECT pid FROM pg_stat_activity WHERE {others}")]
+    for pid in backends:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(UserError, match=r"the server has not answered for 1.2 seconds"):
+            store.count()
+    finally:
+        for pid in backends:
+            os.kill(pid, signal.SIGCONT)
+    assert store.count() == 5
+    store.close()
+
+
 def test_tables_that_are_not_there_or_not_ours(server):
     url = server.url()
     with pytest.raises(UserError, match="there is no table t"):
@@ -280,6 +401,8 @@ def test_tables_that_are_not_there_or_not_ours(server):
     [
         ("index=flat", "index must be none, hnsw or ivfflat, got 'flat'"),
         ("index=hnsw&m=many", "m must be a number from 1, got 'many'"),
+        ("statement_timeout=-1", "statement_timeout must be a number from 0, got '-1'"),
+        ("keepalives_count=0", "keepalives_count must be a number from 1, got '0'"),
         ("tabel=x", "unknown option 'tabel'; known: table"),
         ("table=a%25s", "table must be a name or schema.name, without %"),
         ("table=a.b.c", "table must be a name or schema.name"),

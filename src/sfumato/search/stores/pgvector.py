@@ -11,17 +11,28 @@ The password may stand in the URL (special characters as %2F) or in PGPASSWORD, 
     lists, probes                  ivfflat: the square root of the number of items; an eighth of the lists, at least 8
     sslmode, sslrootcert, host     as for psql; host may be the folder of a Unix socket
     connect_timeout                seconds, as for psql: 5
+    statement_timeout              seconds that a statement may take, 0 for any: 60; `optimise` may take any
+    tcp_user_timeout               seconds until the connection is given up if sent data is not acknowledged: 30
+    keepalives_idle, _interval, _count
+                                   a silent connection is probed after 30 seconds, every 10, and given up after 3
 
+A server that does not answer at all, as one that hangs, loses its connection 10 seconds after statement_timeout.
 Options given to `create_store` are kept with the table; options given to `open_store` replace them. pgvector indexes at
 most 2,000 dimensions, so longer vectors (wasserstein2 of more than 1,000) are searched exactly. If an index returns
 fewer than k results, as under a narrow filter, that query is searched again exactly. A big index is built fast only if
 it fits in the server's maintenance_work_mem.
 """
 
+import contextlib
+import functools
+import hashlib
 import json
 import math
+import os
 import re
+import socket
 import struct
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from queue import Empty, LifoQueue
@@ -48,9 +59,26 @@ _OPTIONS = {
     "sslrootcert": "as for psql",
     "host": "as for psql",
     "connect_timeout": "seconds, as for psql",
+    "statement_timeout": "seconds, 0 for any",
+    "tcp_user_timeout": "seconds, 0 for that of the system",
+    "keepalives_idle": "seconds",
+    "keepalives_interval": "seconds",
+    "keepalives_count": "number of probes",
 }
 _KEPT = ("index", "m", "ef_construction", "ef_search", "lists", "probes")
-_CONNECTION = ("sslmode", "sslrootcert", "host", "connect_timeout")
+_LIMITS = {
+    "connect_timeout": "5",
+    "statement_timeout": "60",
+    "tcp_user_timeout": "30",
+    "keepalives_idle": "30",
+    "keepalives_interval": "10",
+    "keepalives_count": "3",
+}
+"""Without them a lost network or a server that hangs would hold a search for as long as it lasts."""
+_CONNECTION = ("sslmode", "sslrootcert", "host", *_LIMITS)
+_NUMBERS = ("m", "ef_construction", "ef_search", "lists", "probes", *_LIMITS)
+_SILENCE = 10
+"""Seconds after statement_timeout until a server that has not even cancelled the statement is given up."""
 _MOST_INDEXED, _MOST_STORED, _MOST_EF = 2000, 16000, 1000
 _LONGEST_ID = 2000
 """Bytes; the index of the primary key holds no more than 2,704."""
@@ -72,7 +100,9 @@ def create(url: str, dim: int, fingerprint: str) -> "PgVectorStore":
 def open(url: str) -> "PgVectorStore":
     """Open a table. See :meth:`~sfumato.search.stores.protocol.StoreFactory.open`."""
     given = _read_options(url)
-    note = PgVectorStore(url, given, 0, "").note()
+    asking = PgVectorStore(url, given, 0, "")
+    note = asking.note()
+    asking.close()
     return PgVectorStore(url, {**note["options"], **given}, note["dim"], note["fingerprint"])
 
 
@@ -161,11 +191,15 @@ class PgVectorStore:
             raise UserError(f"store {self.url}: there is no table {self._name}")
         try:
             note = json.loads(found[0] or "")
-            return {"dim": int(note["dim"]), "fingerprint": str(note["fingerprint"]), "options": dict(note["options"])}
+            kept = {name: str(value) for name, value in dict(note["options"]).items() if name in _KEPT}
+            found = {"dim": int(note["dim"]), "fingerprint": str(note["fingerprint"]), "options": kept}
         except (ValueError, KeyError, TypeError):
             raise UserError(
                 f"store {self.url}: table {self._name} was not made by sfumato; give another name: ?table=..."
             ) from None
+        # Whoever may write to the table may have changed its comment, and the options become part of statements.
+        _check_options(f"store {self.url}: the comment of table {self._name}", kept)
+        return found
 
     def upsert(self, records: Records) -> None:
         """See :meth:`VectorStore.upsert`; in one transaction, all or none."""
@@ -248,26 +282,35 @@ class PgVectorStore:
 
     def optimise(self) -> None:
         """Rebuild the index, if the options name one; meanwhile others can read, and writers wait."""
-        schema, _, table = self._name.rpartition(".")
-        name = f"{table[:40]}_{self.index}"
-        numbers = {key: int(self._options[key]) for key in ("m", "ef_construction", "lists") if key in self._options}
-        if self.index == "ivfflat":
-            numbers.setdefault("lists", _usual_lists(self.count()))
-        settings = ", ".join(f"{key} = {number}" for key, number in numbers.items())
         identifier = self._psycopg.sql.Identifier
-        index = {
-            "new": identifier(name + "_new"),
-            "name": identifier(name),
-            "old": identifier(*filter(None, [schema, name])),
-            "new_there": identifier(*filter(None, [schema, name + "_new"])),
-        }
-        with self._connections.borrow() as connection:
+        numbers = {key: int(self._options[key]) for key in ("m", "ef_construction", "lists") if key in self._options}
+        with self._connections.borrow(limited=False) as connection:
+            connection.execute("SET LOCAL statement_timeout = 0")
+            if self.index == "ivfflat":
+                rows = connection.execute(self._sql("SELECT count(*) FROM {table}")).fetchone()[0]
+                numbers.setdefault("lists", _usual_lists(rows))
             if self.index != "none":
+                settings = ", ".join(f"{key} = {number}" for key, number in numbers.items())
                 using = f"USING {self.index} (embedding vector_l2_ops)" + (settings and f" WITH ({settings})")
-                connection.execute(self._sql("CREATE INDEX {new} ON {table} " + using, index))
-                connection.execute(self._sql("DROP INDEX IF EXISTS {old}", index))
-                connection.execute(self._sql("ALTER INDEX {new_there} RENAME TO {name}", index))
+                name, earlier = _index_names(self._name, self.index)
+                new = identifier(name + "_new")
+                connection.execute(self._sql("CREATE INDEX {new} ON {table} " + using, {"new": new}))
+                for schema, old in self._indexes(connection, (name, earlier)):
+                    connection.execute(self._sql("DROP INDEX {old}", {"old": identifier(schema, old)}))
+                [(schema, _)] = self._indexes(connection, (name + "_new",))
+                parts = {"new": identifier(schema, name + "_new"), "name": identifier(name)}
+                connection.execute(self._sql("ALTER INDEX {new} RENAME TO {name}", parts))
             connection.execute(self._sql("ANALYZE {table}"))
+
+    def _indexes(self, connection: Any, names: Sequence[str]) -> list[tuple[str, str]]:
+        """(schema, name) of the indexes of this table, and of no other, that have one of these names."""
+        found: list[tuple[str, str]] = connection.execute(
+            "SELECT n.nspname, c.relname FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid"
+            " JOIN pg_namespace n ON n.oid = c.relnamespace"
+            " WHERE i.indrelid = to_regclass(%s) AND c.relname = ANY(%s::text[])",
+            [self._table.as_string(connection), list(names)],
+        ).fetchall()
+        return found
 
     def close(self) -> None:
         """Close the connections."""
@@ -344,17 +387,28 @@ class _Connections:
                 f"store {self.url}: expected postgresql://user@host:port/database; write / ? # @ : in a password as"
                 " %2F %3F %23 %40 %3A"
             ) from None
-        self._arguments |= {"connect_timeout": "5", **extra}
+        self._arguments |= {**_LIMITS, **extra}
+        self._statement_timeout = int(self._arguments.pop("statement_timeout"))
+        self._patience = self._statement_timeout + _SILENCE if self._statement_timeout else None
+        self._arguments["tcp_user_timeout"] = str(1000 * int(self._arguments["tcp_user_timeout"]))
 
     @contextmanager
-    def borrow(self) -> Iterator[Any]:
+    def borrow(self, *, limited: bool = True) -> Iterator[Any]:
         """A connection for one transaction: committed if all went well, else undone.
+
+        Args:
+            limited: give the server up if it does not answer a statement in time.
+
+        Yields:
+            The connection.
 
         Raises:
             UserError: any error of PostgreSQL; the next call connects anew.
         """
+        connection = None
         try:
             connection = self._take()
+            connection.seconds = self._patience if limited else None
             try:
                 with connection.transaction():
                     yield connection
@@ -366,6 +420,10 @@ class _Connections:
                     self._free.put(connection)
         except self._psycopg.Error as error:
             message = first_line(error)
+            if isinstance(error, self._psycopg.errors.QueryCanceled):
+                message += f"; the limit is {self._statement_timeout} seconds, ?statement_timeout=SECONDS changes it"
+            elif connection is not None and connection.late:
+                message = f"the server has not answered for {self._patience} seconds; check that it runs"
             if secret := self._arguments.get("password"):
                 message = message.replace(secret, "***")
             raise UserError(f"store {self.url}: {message}") from None
@@ -383,21 +441,75 @@ class _Connections:
             return self._free.get_nowait()
         except Empty:
             # Never prepared, because a plan for any filter and any k often does not use the index.
-            return self._psycopg.connect(**self._arguments, autocommit=True, prepare_threshold=None)
+            connect = _connection_type(self._psycopg).connect
+            connection = connect(**self._arguments, autocommit=True, prepare_threshold=None)
+            connection.seconds = self._patience
+            connection.execute(f"SET statement_timeout = '{self._statement_timeout}s'")
+            return connection
+
+
+@functools.cache
+def _connection_type(psycopg: Any) -> Any:
+    class Connection(psycopg.Connection):  # type: ignore[misc]
+        """A connection that is given up if the server does not answer: libpq has no time limit for reading.
+
+        Attributes:
+            seconds: until it is given up; None for never.
+            late: whether it was given up.
+        """
+
+        seconds: float | None = None
+        late = False
+
+        def wait(self, *arguments: Any, **options: Any) -> Any:
+            if self.seconds is None:
+                return super().wait(*arguments, **options)
+            # A duplicate, so that a late timer cannot end another connection under the same number.
+            with socket.socket(fileno=os.dup(self.pgconn.socket)) as watched:
+                timer = threading.Timer(self.seconds, self._give_up, [watched])
+                timer.daemon = True
+                timer.start()
+                try:
+                    return super().wait(*arguments, **options)
+                finally:
+                    timer.cancel()
+
+        def _give_up(self, watched: socket.socket) -> None:
+            self.late = True
+            with contextlib.suppress(OSError):
+                watched.shutdown(socket.SHUT_RDWR)
+
+    return Connection
 
 
 def _read_options(url: str) -> dict[str, str]:
     given = options(url, _OPTIONS)
-    if given.get("index", "none") not in ("none", "hnsw", "ivfflat"):
-        raise UserError(f"store {redacted(url)}: index must be none, hnsw or ivfflat, got {given['index']!r}")
-    for name in ("m", "ef_construction", "ef_search", "lists", "probes", "connect_timeout"):
-        if name in given and not re.fullmatch(r"[1-9][0-9]{0,5}", given[name]):
-            raise UserError(f"store {redacted(url)}: {name} must be a number from 1, got {given[name]!r}")
+    _check_options(f"store {redacted(url)}", given)
     if not re.fullmatch(r"[^.%\0]+(\.[^.%\0]+)?", given.get("table", "sfumato")):
         raise UserError(
             f"store {redacted(url)}: table must be a name or schema.name, without %, got {given['table']!r}"
         )
     return given
+
+
+def _check_options(where: str, given: Mapping[str, str]) -> None:
+    """Refuse an unknown index and what is no number."""
+    if given.get("index", "none") not in ("none", "hnsw", "ivfflat"):
+        raise UserError(f"{where}: index must be none, hnsw or ivfflat, got {given['index']!r}")
+    for name in _NUMBERS:
+        least = 0 if name in ("statement_timeout", "tcp_user_timeout") else 1
+        if name in given and not re.fullmatch(rf"[{least}-9]|[1-9][0-9]{{1,5}}", given[name]):
+            raise UserError(f"{where}: {name} must be a number from {least}, got {given[name]!r}")
+
+
+def _index_names(table: str, index: str) -> tuple[str, str]:
+    """The name of the index of a table, and that of version 0.1, which tables with a long common prefix shared.
+
+    PostgreSQL cuts names after 63 bytes.
+    """
+    digest, name = hashlib.sha256(table.encode()).hexdigest()[:16], table.rpartition(".")[2]
+    start = name.encode()[:24].decode(errors="ignore")
+    return f"{start}_{digest}_{index}", f"{name[:40]}_{index}".encode()[:63].decode(errors="ignore")
 
 
 def _usual_lists(n: int) -> int:

@@ -1,0 +1,474 @@
+"""Mixed load on a service over HTTP for a long time: no 500, nothing acknowledged lost, memory flat, p99 by kind.
+
+    python benchmarks/soak.py store rerank:store milvus:store.db postgresql redis --minutes 30 [--json PATH]
+
+For each store URL a collection of noise and a service of a small model that was never trained, in a process of its own
+on loopback. Paths start at the folder of the collection. `postgresql` and `redis` alone start a server, which is killed
+and restarted, and once stopped for a while, during the load. Eight clients search by text, picture, vector and item,
+look at items and metrics, add, replace and delete pictures, and send malformed requests (benchmarks/faults.py). Where
+the service has worker processes, one of them is killed from time to time. At the end the service itself is killed with
+SIGKILL during writes and started again.
+
+Checked: statuses (a 500 is always wrong; 503 and 504 are wrong unless a store or a worker was just killed or stopped),
+problem documents, /readyz and /metrics while the store hangs, every item and picture whose write was acknowledged, also
+after the last restart, and pictures that no item names. Memory is the resident memory of the service with its workers:
+medians of its first and last tenth after warming up, and the slope of a line through all samples. Exits with 1 if
+something is wrong.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+from faults import exchange, raw_request, wrong_with
+from PIL import Image
+from service_world import WORDS, in_base64, noise, picture, random_model
+from store_servers import SERVERS, StoreServer, family
+
+from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.query_scores import QueryScores
+from sfumato.distances import csd_matrix
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
+from sfumato.serve.answering import ServedGallery, Sources
+from sfumato.serve.app import create_app
+from sfumato.serve.image_files import UploadedImages
+from sfumato.serve.server import run_app
+from sfumato.serve.settings import Settings
+
+D, CLIENTS, OWN = 64, 8, 40
+WAIT, SLACK = 40.0, 20.0
+"""Seconds that a client waits for an answer, and seconds after an outage in which 503 is no surprise."""
+
+KINDS = {"text": 30, "picture": 8, "vector": 12, "item": 14, "list": 4, "add": 12, "delete": 6, "bad": 12, "state": 2}
+"""Weights of the kinds of requests."""
+
+Options = dict[str, Any]
+
+
+def calibration(d: int) -> Calibration:
+    """Of noise, so that abstention and coverage have something to go by."""
+    texts, near = noise(200, d, 5), noise(200, d, 6)
+    images = GaussianEmbedding(torch.nn.functional.normalize(texts.mean + 0.4 * near.mean, dim=1), texts.log_var)
+    distance, match = csd_matrix(texts, images), torch.eye(200)
+    scores = QueryScores.fit(distance, match)
+    return Calibration.fit(distance, match, t2i=scores, i2t=scores)
+
+
+def serve(folder: Path, store: str, items: int) -> None:
+    """Serve the collection in a folder; make it first if there is none."""
+    if not (folder / "collection").exists():
+        made = GaussianCollection.create(folder / "collection", store, d=D, calibration=calibration(D))
+        ids, halves = [f"seed/{i}" for i in range(items)], ["yes" if i % 2 else "no" for i in range(items)]
+        made.upsert(noise(items, D), ids, {"first": halves})
+        made.close()
+    collection = GaussianCollection.open(folder / "collection")
+    pictures = UploadedImages(folder / "collection" / UPLOADED_IMAGES)
+    sources = Sources(random_model(D, 32, variance=False), "random", {"images": ServedGallery(collection, pictures)})
+    settings = Settings(max_upload_bytes=400_000, max_pixels=2_000_000, optimise_after=2000)
+    run_app(create_app(sources, settings), host="127.0.0.1", port=0, grace=10)
+
+
+class Service:
+    """The service in a process of its own."""
+
+    def __init__(self, folder: Path, store: str, items: int) -> None:
+        self.folder = folder
+        self._command = [sys.executable, __file__, store, "--serve", str(folder), "--items", str(items)]
+        self.start()
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        log = (self.folder / "service.log").open("ab")
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=log, text=True)
+        log.close()
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if "http://" not in line:
+            raise RuntimeError(f"the service does not start; see {self.folder / 'service.log'}")
+        self.url = line.strip().partition(": ")[2]
+        self.port = int(self.url.rpartition(":")[2])
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """End it; returns its exit status."""
+        self._process.send_signal(number)
+        return self._process.wait(60)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process.poll() is None
+
+    @property
+    def workers(self) -> list[int]:
+        """Its worker processes."""
+        return family(self._process.pid)[1:]
+
+    @property
+    def memory(self) -> float:
+        """Resident MB of the service with its workers."""
+        pages = 0
+        for pid in family(self._process.pid):
+            with contextlib.suppress(OSError):
+                pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+class Ledger:
+    """What the clients were told, and what is wrong with it."""
+
+    def __init__(self) -> None:
+        self.statuses: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
+        self.seconds: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+        self.wrong: list[str] = []
+        self.outages: list[tuple[str, float, float]] = []
+        self.allowed: dict[str, set[int | None]] = {}
+        """By id, the versions that it may have; None for no item."""
+        self._lock = threading.Lock()
+
+    def add(self, kind: str, status: str, began: float, ended: float) -> None:
+        """Count an answer."""
+        with self._lock:
+            self.statuses[kind][status] += 1
+            self.seconds[kind].append((began, ended - began))
+
+    def blame(self, told: str) -> None:
+        """Note that something is wrong."""
+        with self._lock:
+            self.wrong.append(told[:600])
+
+    @contextlib.contextmanager
+    def outage(self, what: str) -> Iterator[None]:
+        """Something is taken away while the block runs."""
+        with self._lock:
+            self.outages.append((what, time.monotonic(), float("inf")))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.outages[-1] = (*self.outages[-1][:2], time.monotonic())
+
+    def excused(self, began: float, ended: float, *, by: str = "") -> bool:
+        """Whether something, or the thing that `by` names, was taken away at about that time."""
+        with self._lock:
+            found = [(since, until) for what, since, until in self.outages if by in what]
+        return any(began < until + SLACK and since < ended for since, until in found)
+
+    def figures(self) -> dict[str, dict[str, Any]]:
+        """Requests by kind: statuses, and times in ms without those about an outage."""
+        found = {}
+        for kind, all_times in self.seconds.items():
+            quiet = [1000 * took for began, took in all_times if not self.excused(began, began + took)]
+            times = np.percentile(quiet, (50, 99)) if quiet else (0.0, 0.0)
+            found[kind] = {
+                "statuses": dict(sorted(self.statuses[kind].items())),
+                "p50_ms": round(float(times[0]), 1),
+                "p99_ms": round(float(times[1]), 1),
+            }
+        return found
+
+
+class Client:
+    """Sends requests one after the other; its items are its own, so it knows what each must be."""
+
+    def __init__(self, number: int, service: Service, ledger: Ledger, seed: int) -> None:
+        self._chance = random.Random(f"{seed}-{number}")
+        self._service, self._ledger = service, ledger
+        self._ids = [f"soak/{number}/{i} ü.png" for i in range(OWN)]
+        self._version = 0
+        self._http = httpx.Client(timeout=WAIT, trust_env=False)
+
+    def run(self, until: float, pause: float, *, kinds: dict[str, int] = KINDS) -> None:
+        """Send until a time of the monotonic clock, with pauses of this length on average."""
+        names, weights = list(kinds), list(kinds.values())
+        while time.monotonic() < until and self._service.alive:
+            kind = self._chance.choices(names, weights)[0]
+            getattr(self, f"_{kind}")()
+            time.sleep(self._chance.expovariate(1 / pause) if pause else 0.0)
+
+    def check(self, *, pictures: bool = True) -> int:
+        """Compare the items of this client with what was acknowledged; returns how many there are."""
+        there = 0
+        for id in self._ids:
+            allowed = self._ledger.allowed.get(id, {None})
+            answer = self._http.get(f"{self._service.url}/v1/items/{id}")
+            found = int(answer.json()["payload"]["version"]) if answer.status_code == 200 else None
+            if answer.status_code not in (200, 404) or found not in allowed:
+                self._ledger.blame(f"lost: {id} is {found} ({answer.status_code}), expected one of {allowed}")
+            elif found is not None:
+                there += 1
+                if pictures:
+                    self._look(id, found)
+        return there
+
+    def _look(self, id: str, version: int) -> None:
+        answer = self._http.get(f"{self._service.url}/v1/pictures/{id}")
+        with contextlib.suppress(OSError):
+            if answer.status_code == 200:
+                pixel = Image.open(io.BytesIO(answer.content)).convert("RGB").getpixel((0, 0))
+                if pixel == colour_of(version):
+                    return
+        self._ledger.blame(f"lost: the picture of {id}, version {version}: {answer.status_code} {answer.text[:100]!r}")
+
+    def _send(
+        self, kind: str, method: str, path: str, fine: tuple[int, ...] = (200,), **options: Any
+    ) -> httpx.Response:
+        """A request; an answer without a status counts as 0."""
+        began = time.monotonic()
+        try:
+            answer = self._http.request(method, self._service.url + path, **options)
+        except httpx.HTTPError as error:
+            answer = httpx.Response(599, text=repr(error))
+        ended, status = time.monotonic(), answer.status_code
+        self._ledger.add(kind, str(status), began, ended)
+        excused = status in (503, 504) and self._ledger.excused(began, ended)
+        excused |= status == 599 and self._ledger.excused(began, ended, by="service")
+        if status not in fine and not excused:
+            self._ledger.blame(f"{kind}: {method} {path}: {status} {answer.text}")
+        return answer
+
+    def _text(self) -> None:
+        words = " ".join(self._chance.choices(WORDS, k=self._chance.randint(1, 6)))
+        more: list[Options] = [{}, {"coverage": 0.8}, {"abstain": 0.5}, {"position": True}]
+        more += [{"filter": {"where": {"first": ["yes"]}}}, {"min_probability": 0.1}]
+        body = {
+            "queries": [{"text": words}],
+            "max_results": self._chance.choice((1, 10, 50)),
+            **self._chance.choice(more),
+        }
+        self._send("text", "POST", "/v1/search", json=body)
+
+    def _picture(self) -> None:
+        kind, side = self._chance.choice(("PNG", "JPEG", "WEBP")), self._chance.randint(20, 600)
+        file = picture(self._chance.choice(("red", "blue", "olive")), (side, side), kind)
+        self._send("picture", "POST", "/v1/search/image", files={"image": ("a", file)}, data={"max_results": "5"})
+
+    def _vector(self) -> None:
+        vectors = [[round(self._chance.gauss(0, 1), 5) for _ in range(D)] for _ in range(self._chance.choice((1, 4)))]
+        self._send("vector", "POST", "/v1/search/vector", json={"queries": [{"vector": one} for one in vectors]})
+
+    def _item(self) -> None:
+        id = self._chance.choice(self._ids)
+        body = {"queries": [{"id": f"seed/{self._chance.randrange(100)}"}], "max_results": 5}
+        self._send("item", "POST", "/v1/search", json=body)
+        allowed = self._ledger.allowed.get(id, {None})
+        answer = self._send("item", "GET", f"/v1/items/{id}", (200, 404))
+        if answer.status_code in (200, 404):
+            found = int(answer.json()["payload"]["version"]) if answer.status_code == 200 else None
+            if found not in allowed:
+                self._ledger.blame(f"lost: {id} is {found}, expected one of {allowed}")
+
+    def _list(self) -> None:
+        path = self._chance.choice(("/v1/info", "/v1/map?n=50", "/", "/openapi.json"))
+        self._send("list", "GET", path)
+
+    def _add(self) -> None:
+        chosen = self._chance.sample(self._ids, self._chance.choice((1, 1, 3)))
+        self._version += 1
+        items = []
+        for id in chosen:
+            image = Image.new("RGB", (self._chance.randint(8, 90), 30), colour_of(self._version))
+            file = io.BytesIO()
+            image.save(file, "PNG")
+            payload = {"version": str(self._version)}
+            items.append({"id": id, "image": in_base64(file.getvalue()), "payload": payload})
+        self._write("add", chosen, self._version, "/v1/items", {"items": items})
+
+    def _delete(self) -> None:
+        chosen = self._chance.sample(self._ids, self._chance.choice((1, 2)))
+        self._write("delete", chosen, None, "/v1/items/delete", {"ids": chosen})
+
+    def _write(self, kind: str, ids: list[str], version: int | None, path: str, body: Options) -> None:
+        allowed = self._ledger.allowed
+        for id in ids:
+            allowed[id] = allowed.get(id, {None}) | {version}
+        if self._send(kind, "POST", path, json=body).status_code == 200:
+            for id in ids:
+                allowed[id] = {version}
+
+    def _bad(self) -> None:
+        request, began = raw_request(self._chance), time.monotonic()
+        if b"/v1/items/delete" in request[:60] or b"DELETE" in request[:10] or b'"seed' in request:
+            return
+        try:
+            answer = exchange(self._service.port, request, WAIT)
+        except (TimeoutError, OSError) as error:
+            if not self._ledger.excused(began, time.monotonic()):
+                self._ledger.blame(f"bad: {error!r}: {request[:300]!r}")
+            return
+        self._ledger.add("bad", str(answer[0] or "closed"), began, time.monotonic())
+        if told := wrong_with(*answer):
+            self._ledger.blame(f"bad: {told}: {request[:200]!r} -> {answer[2][:200]!r}")
+
+    def _state(self) -> None:
+        self._send("state", "GET", "/metrics")
+        self._send("state", "GET", "/healthz")
+        self._send("state", "GET", "/readyz")
+
+
+def colour_of(version: int) -> tuple[int, int, int]:
+    """A colour for each of 16 million versions."""
+    return version % 256, version // 256 % 256, 200
+
+
+def disturb(service: Service, server: StoreServer | None, ledger: Ledger, until: float, every: float) -> None:
+    """Kill a worker, and kill or stop the store's server, in turns."""
+    chance, turn = random.Random(3), 0
+    while time.monotonic() + every < until:
+        time.sleep(every)
+        turn += 1
+        if workers := service.workers:
+            with ledger.outage("worker killed"), contextlib.suppress(ProcessLookupError):
+                os.kill(chance.choice(workers), signal.SIGKILL)
+        if server is not None and turn % 3 == 2:
+            with ledger.outage("store stopped"):
+                server.hang()
+                time.sleep(12)
+                _look_while_it_hangs(service, ledger)
+                time.sleep(8)
+                server.go_on()
+        elif server is not None:
+            with ledger.outage("store killed"):
+                server.kill()
+                time.sleep(chance.uniform(1, 8))
+                server.start()
+
+
+def _look_while_it_hangs(service: Service, ledger: Ledger) -> None:
+    found: int | str
+    for path, status in (("/metrics", 200), ("/healthz", 200), ("/readyz", 503)):
+        began = time.monotonic()
+        try:
+            found = httpx.get(service.url + path, timeout=5, trust_env=False).status_code
+        except httpx.HTTPError as error:
+            found = repr(error)
+        if found != status:
+            ledger.blame(
+                f"while the store hangs, {path} is {found} after {time.monotonic() - began:.1f} s, not {status}"
+            )
+
+
+def watch_memory(service: Service, until: float) -> list[tuple[float, float]]:
+    """(seconds, MB) every few seconds."""
+    began, samples = time.monotonic(), []
+    while time.monotonic() < until and service.alive:
+        samples.append((time.monotonic() - began, service.memory))
+        time.sleep(2)
+    return samples
+
+
+def of_memory(samples: list[tuple[float, float]]) -> dict[str, float]:
+    """Figures of the samples after the first fifth, in which caches fill."""
+    kept = np.array(samples[len(samples) // 5 :])
+    tenth = max(1, len(kept) // 10)
+    start, end = np.median(kept[:tenth, 1]), np.median(kept[-tenth:, 1])
+    slope = np.polyfit(kept[:, 0] / 60, kept[:, 1], 1)[0]
+    largest = max(memory for _, memory in samples)
+    return {"start_mb": start, "end_mb": end, "mb_per_minute": slope, "largest_mb": largest, "ratio": end / start}
+
+
+def orphans(service: Service, there: int) -> int:
+    """How many more picture files there are than items of the clients."""
+    files = [p for p in (service.folder / "collection" / UPLOADED_IMAGES).rglob("*") if p.is_file()]
+    return len(files) - there
+
+
+def soak(store: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The load on one store; returns its figures."""
+    server = SERVERS[store](folder / "server") if store in SERVERS else None
+    if server is not None:
+        server.start()
+    service, ledger = Service(folder, server.url if server else store, options.items), Ledger()
+    clients = [Client(i, service, ledger, options.seed) for i in range(CLIENTS)]
+    until = time.monotonic() + 60 * options.minutes
+    try:
+        with ThreadPoolExecutor(CLIENTS + 2) as pool:
+            memory = pool.submit(watch_memory, service, until)
+            pool.submit(disturb, service, server, ledger, until, options.disturb)
+            for running in [pool.submit(one.run, until, CLIENTS / options.rate) for one in clients]:
+                running.result()
+        alive = service.alive
+        time.sleep(SLACK / 4)
+        figures: dict[str, Any] = {
+            "requests": ledger.figures(),
+            "memory": of_memory(memory.result()),
+            "served_to_the_end": alive,
+        }
+        there = sum(one.check() for one in clients) if alive else 0
+        figures |= {"items_checked": len(ledger.allowed), "orphans": orphans(service, there)}
+        _restart(service, clients, ledger)
+        figures["exit_status"] = service.stop()
+    finally:
+        with contextlib.suppress(Exception):
+            service.stop(signal.SIGKILL)
+        if server is not None:
+            server.kill()
+    if figures["memory"]["ratio"] > 1.1:
+        ledger.blame(f"memory is not flat: {figures['memory']}")
+    outages = Counter(what for what, _, _ in ledger.outages)
+    figures |= {"outages": dict(outages), "wrong": len(ledger.wrong), "first": ledger.wrong[:20]}
+    if ledger.wrong:
+        figures["log"] = (folder / "service.log").read_text(encoding="utf-8").splitlines()[-60:]
+    return {"store": store, **figures}
+
+
+def _restart(service: Service, clients: list[Client], ledger: Ledger) -> None:
+    """Kill the service while it writes, start it again, and look for what was acknowledged."""
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        for one in clients:
+            pool.submit(one.run, time.monotonic() + 10, 0.0, kinds={"add": 2, "delete": 1})
+        time.sleep(3)
+        with ledger.outage("service killed"):
+            service.stop(signal.SIGKILL)
+    service.start()
+    for one in clients:
+        one.check()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="mixed load for a long time")
+    parser.add_argument("stores", nargs="+", metavar="STORE_URL", help="store URL, postgresql, or redis")
+    parser.add_argument("--minutes", type=float, default=30.0, help="of load on each store")
+    parser.add_argument("--rate", type=float, default=30.0, help="requests a second at most, of all clients together")
+    parser.add_argument("--disturb", type=float, default=60.0, help="seconds between two kills")
+    parser.add_argument("--items", type=int, default=3000, help="items that are there at first")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve is not None:
+        serve(options.serve, options.stores[0], options.items)
+        return 0
+    results = []
+    for store in options.stores:
+        with tempfile.TemporaryDirectory(prefix="sfumato-soak-") as folder:
+            Path(folder).chmod(0o755)  # PostgreSQL runs as nobody.
+            results.append(soak(store, options, Path(folder)))
+        print(json.dumps(results[-1], indent=2), flush=True)
+        about = {"benchmark": "soak", "python": platform.python_version(), "minutes": options.minutes}
+        if options.json:
+            found = {**about, "rate": options.rate, "seed": options.seed, "results": results}
+            options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return 1 if any(one["wrong"] for one in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""Servers of stores on free loopback ports: PostgreSQL with pgvector and Redis, to be killed, stopped and restarted."""
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+class StoreServer:
+    """A server with its data in a folder; subclasses start it.
+
+    Args:
+        folder: new or empty; of the data.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            self.port: int = taken.getsockname()[1]
+        self.folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """URL of a store there."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """End all its processes with SIGKILL."""
+        self._send(signal.SIGKILL)
+        assert self._process is not None
+        self._process.wait()
+
+    def hang(self) -> None:
+        """Stop all its processes: connections stay open, and nobody answers."""
+        self._send(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Continue after :meth:`hang`."""
+        self._send(signal.SIGCONT)
+
+    def _send(self, number: int) -> None:
+        assert self._process is not None
+        for pid in family(self._process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _run(self, command: list[str]) -> None:
+        log = (self.folder / "log").open("ab")
+        self._process = subprocess.Popen(command, cwd="/", stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        log.close()
+
+    def _await(self, answers: Callable[[], bool]) -> None:
+        for _ in range(1200):
+            if answers():
+                return
+            time.sleep(0.05)
+        raise RuntimeError(f"no answer; see {self.folder / 'log'}")
+
+
+class PostgresServer(StoreServer):
+    """PostgreSQL of the package pgserver, which has pgvector. It refuses to run as root, so there it runs as nobody."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        found = importlib.util.find_spec("pgserver")
+        if found is None or found.origin is None:
+            raise RuntimeError("no PostgreSQL with pgvector: pip install pgserver")
+        package = Path(found.origin).parent
+        # The user nobody may not be able to enter the environment's folder: the programs run from a copy.
+        shutil.copytree(package / "pginstall", folder / "pgserver" / "pginstall", symlinks=True)
+        shutil.copytree(package.with_name("pgserver.libs"), folder / "pgserver.libs")
+        folder.chmod(0o755)
+        self._prefix = []
+        if os.geteuid() == 0:
+            self._prefix = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+            os.chown(folder, 65534, 65534)
+        made = self._command("initdb", "-U", "postgres", "-A", "trust", "--locale=C", "-E", "UTF8")
+        subprocess.run(made, cwd="/", check=True, stdout=subprocess.DEVNULL)
+
+    @property
+    def url(self) -> str:
+        """See :attr:`StoreServer.url`."""
+        return f"postgresql://postgres@127.0.0.1:{self.port}/postgres?table=soak"
+
+    def start(self) -> None:
+        """See :meth:`StoreServer.start`."""
+        import psycopg
+
+        options = f"-h 127.0.0.1 -p {self.port} -k {self.folder} -c shared_buffers=64MB".split()
+        self._run(self._command("postgres", *options))
+
+        def answers() -> bool:
+            with contextlib.suppress(psycopg.Error):
+                psycopg.connect(self.url.partition("?")[0], connect_timeout=2).close()
+                return True
+            return False
+
+        self._await(answers)
+
+    def _command(self, program: str, *arguments: str) -> list[str]:
+        programs = self.folder / "pgserver" / "pginstall" / "bin"
+        return [*self._prefix, str(programs / program), "-D", str(self.folder / "data"), *arguments]
+
+
+class RedisServer(StoreServer):
+    """redis-server that forces each write to disk; the means of its store are in a folder beside it."""
+
+    @property
+    def url(self) -> str:
+        """See :attr:`StoreServer.url`."""
+        return f"redis://127.0.0.1:{self.port}/0?means={self.folder / 'means'}"
+
+    def start(self) -> None:
+        """See :meth:`StoreServer.start`."""
+        command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
+        self._run([*command, "--save", "", "--appendonly", "yes", "--appendfsync", "always"])
+
+        def answers() -> bool:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 2) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(64).startswith(b"+PONG")
+            return False
+
+        self._await(answers)
+
+
+SERVERS: dict[str, type[StoreServer]] = {"postgresql": PostgresServer, "redis": RedisServer}
+"""Servers by the scheme of their stores."""
+
+
+def family(pid: int) -> list[int]:
+    """A process and its descendants.
+
+    Args:
+        pid: of the process.
+
+    Returns:
+        Their ids, the process first; without those that have ended.
+    """
+    found = [pid]
+    for one in found:
+        for thread in Path(f"/proc/{one}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += map(int, thread.read_text().split())
+    return found
