@@ -100,6 +100,7 @@ PARTS: dict[str, set[str]] = {
         "training",
     },
     "reports": {
+        "calibration",
         "data",
         "direction",
         "distances",
@@ -214,7 +215,7 @@ FLOORS: dict[str, list[str]] = {
     "models": [
         "pretrained_tensors process_group recipe unfamiliar",
         "pretrained_pcme run",
-        "embed pretrained",
+        "embed preferred_recipe pretrained",
         "calibrate export extract_regions ingest trust_run",
         "adopt galleries",
     ],

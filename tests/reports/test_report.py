@@ -1,5 +1,6 @@
 """The report page: what is on it agrees with figures computed otherwise, and nothing in it can break out or fetch."""
 
+import dataclasses
 import html.parser
 import io
 import re
@@ -12,10 +13,14 @@ from PIL import Image
 from scipy import stats
 
 from sfumato import GaussianEmbedding, csd_matrix
+from sfumato.calibration.calibrator import Calibration
+from sfumato.data.pairs import PairData
 from sfumato.matching import match_probability
 from sfumato.metrics.relevance import Relevance
+from sfumato.models.calibrate import calibrate_split
 from sfumato.reports.report import make_report
 from sfumato.reports.report_charts import IMAGES, MISTAKES, ReportData
+from sfumato.search.index import GaussianIndex
 
 EVIL = '<script>alert("x")</script> & <img src=x onerror=alert(1)>'
 VOID = {"meta", "img", "br"}
@@ -44,7 +49,7 @@ def scene(n=13, m=29, d=5, seed=0, **changes):
         "relevance": Relevance.from_pairs(*pairs.T, n_queries=n, n_gallery=m),
         "distance": "csd",
         "logits": (1.5, 2.0),
-        "calibrated": True,
+        "calibration": Calibration(1.5, 2.0),
         "learnt_logits": (0.7, 2.5),
         "captions": [f"caption {i}" for i in range(m)],
         "image_names": [f"picture-{i}.png" for i in range(n)],
@@ -184,7 +189,7 @@ def test_calibration_is_that_of_loops_before_and_after():
             assert found[key][version]["ece"] == pytest.approx(sum(gaps) / len(p), abs=1e-6)
             assert found[key][version]["brier"] == pytest.approx((p - match).square().mean().item(), abs=1e-6)
     assert "before" not in make_report(scene(learnt_logits=None)).calibration["pairs"]
-    alone = make_report(scene(calibrated=False, learnt_logits=None))
+    alone = make_report(scene(calibration=None, learnt_logits=None))
     assert set(alone.calibration["pairs"]) == {"n", "matches", "before"}
     assert "not calibrated on held-out pairs" in alone.html
 
@@ -317,3 +322,30 @@ def test_what_does_not_fit_is_refused():
         scene(image_names=[])
     with pytest.raises(ValueError, match=r"got 1 text_kinds for 29 texts"):
         scene(text_kinds=["name"])
+
+
+def test_the_probabilities_of_results_are_those_of_searches():
+    """With a calibration that reads the nearest items, in both directions; those of the distance alone differ."""
+    data = scene(n=150, m=600)
+    images, texts = [f"i{k}" for k in range(150)], [f"t{k}" for k in range(600)]
+    dense = data.relevance.to_dense() > 0
+    kinds = ("caption",) * 600
+    pairs = np.argwhere(dense)
+    split = PairData(tuple(images), (bytes,) * 150, tuple(texts), tuple(texts), kinds, pairs)
+    calibration = calibrate_split((data.images, data.texts), split, "csd", split="val")
+    logits = calibration.logit_scale, calibration.logit_bias
+    data = dataclasses.replace(data, calibration=calibration, logits=logits)
+    found = make_report(data).calibration
+    for direction, queries, gallery, match in (
+        ("t2i", data.texts, data.images, dense.T),
+        ("i2t", data.images, data.texts, dense),
+    ):
+        names = [str(i) for i in range(gallery.n)]
+        index = GaussianIndex.build(gallery, names, calibration=calibration, direction=direction)
+        hits = [(query, found[0]) for query, found in enumerate(index.search(queries, k=1)) if match[query].any()]
+        right = torch.tensor([float(match[query, int(hit.id)]) for query, hit in hits])
+        p = torch.tensor([hit.match_probability for _, hit in hits])
+        by_distance = match_probability(torch.tensor([hit.distance for _, hit in hits]), *logits)
+        brier = found[direction]["after"]["brier"]
+        assert brier == pytest.approx(float((p - right).square().mean()), abs=1e-6)
+        assert brier < float((by_distance - right).square().mean()) - 0.005

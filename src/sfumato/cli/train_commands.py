@@ -30,12 +30,17 @@ def train(
 
     An interrupted run in the same folder is resumed.
     """
+    from sfumato.models.preferred_recipe import preferred_recipe
     from sfumato.models.recipe import find_recipe, load_recipe
-    from sfumato.progress import first_process
+    from sfumato.progress import first_process, say
     from sfumato.training.loop import fit
 
     resolved = load_recipe(find_recipe(recipe), overrides or [])
-    result = fit(resolved, out or Path("runs") / resolved.name)
+    folder = out or Path("runs") / resolved.name
+    resolved, reason = preferred_recipe(resolved, overrides or [], folder)
+    if reason:
+        say(reason)
+    result = fit(resolved, folder)
     if not first_process():
         return
     best = result["best_score"]

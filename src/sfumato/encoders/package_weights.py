@@ -5,7 +5,7 @@ import hashlib
 import importlib.util
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -91,8 +91,9 @@ def from_pretrained(kind: Any, name: str) -> Any:
         UserError: it cannot be loaded.
     """
     unreachable = not Path(name).exists() and not hub_reachable()
+    only_safe = {"use_safetensors": True} if hasattr(kind, "from_config") or hasattr(kind, "_from_config") else {}
     try:
-        return kind.from_pretrained(name, local_files_only=unreachable)
+        return kind.from_pretrained(name, local_files_only=unreachable, **only_safe)
     except (OSError, ValueError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0]
         reason = "there is no connection to the hub, and no copy in its cache." if unreachable else first
@@ -122,6 +123,30 @@ def hub_reachable() -> bool:
             return True
     except OSError:
         return False
+
+
+def where_weights_are(name: str) -> Literal["", "cache", "hub"]:
+    """Where the weights of a model on the hub can be had from; only its small config.json is downloaded to find out.
+
+    Args:
+        name: hub name.
+
+    Returns:
+        "cache" if they are on this machine, "hub" if they can be downloaded, "" if neither.
+    """
+    try:
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    except ImportError:
+        return ""
+    if all(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", "model.safetensors")):
+        return "cache"
+    if not hub_reachable():
+        return ""
+    try:
+        hf_hub_download(name, "config.json", etag_timeout=_CONNECT_SECONDS)
+    except (OSError, ValueError):  # All errors of the hub and of connections are such.
+        return ""
+    return "hub"
 
 
 def model_hash(model: torch.nn.Module, name: str) -> str:

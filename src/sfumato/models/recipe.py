@@ -400,6 +400,11 @@ class Recipe(_Section):
     """A complete run."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    prefer: str = Field(
+        "",
+        description="recipe of the package that `sfumato train` takes instead where its pre-trained weights are"
+        " cached or can be downloaded; none if empty",
+    )
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     loss: Annotated[LossConfigs, Field(discriminator="name")] = LOSS_CONFIGS["pcmepp"].model_validate({})

@@ -77,7 +77,7 @@ def _report(
             relevance=pairs.relevance(),
             distance=retrieval_model.distance,
             logits=(retrieval_model.logit_scale, retrieval_model.logit_bias),
-            calibrated=retrieval_model.calibrated,
+            calibration=retrieval_model.calibration,
             captions=pairs.texts,
             image_names=pairs.image_ids,
             thumbnail=lambda i: thumbnail(pairs.images[i]),

@@ -93,7 +93,7 @@ def make_report(data: ReportData) -> Report:
         "data": data,
         "evaluation": evaluation,
         "points": points,
-        "calibrated": data.calibrated,
+        "calibrated": data.calibration is not None,
         "headline": [_recall(direction) for direction in directions],
         "summary": _summary(evaluation, calibration, mistakes, directions),
         "tables": _tables(evaluation, data.others),
@@ -169,11 +169,12 @@ def _summary(
             sentences.append(_meaning_of_variance(direction, evaluation.uncertainty[direction.key]["spearman"]))
     version = "after" if "after" in calibration["pairs"] else "before"
     which = "Calibrated match probabilities" if version == "after" else "Match probabilities without calibration"
-    gaps = [f"{calibration[d.key][version]['ece']:.1%} ({DIRECTIONS[d.key]})" for d in directions]
-    sentences.append(
-        f"{which} by the distance alone are off by {' and '.join(gaps)} on average at first results. Searches also read"
-        " the nearest items and are closer, see `sfumato trust`."
-    )
+    gaps = [
+        f"{calibration[d.key][version]['ece']:.1%} ({DIRECTIONS[d.key]};"
+        f" perfect probabilities: {calibration[d.key][version]['ece_of_perfect']:.1%})"
+        for d in directions
+    ]
+    sentences.append(f"{which} are off by {' and '.join(gaps)} on average at first results.")
     plausible = sum(m["plausible"] for m in mistakes.values())
     wrong = sum(m["wrong"] for m in mistakes.values())
     if wrong:

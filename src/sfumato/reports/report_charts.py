@@ -8,18 +8,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.calibration.calibrator import Calibration
 from sfumato.direction import Direction
 from sfumato.distances import get_distance
 from sfumato.evaluation.protocols import Evaluation
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
 from sfumato.metrics.relevance import Relevance
-from sfumato.metrics.reliability import brier_score, expected_calibration_error, reliability_curve, wilson_interval
+from sfumato.metrics.reliability import (
+    brier_score,
+    calibration_error_by_chance,
+    expected_calibration_error,
+    reliability_curve,
+    wilson_interval,
+)
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.reports.charts import CARD, FAINT, FIRST, INK, SECOND, Chart
 from sfumato.reports.formatting import DIRECTIONS, clipped, digits, is_number, percent, probability, signed
 from sfumato.reports.page_files import data_url
 from sfumato.search.exact import distance_blocks, top_k
+from sfumato.search.gallery import QueryContext, Scorer
 
 RESULTS = 5
 """Results that are kept of each query."""
@@ -36,8 +44,8 @@ class ReportData:
         texts: (m, d) embeddings.
         relevance: image -> texts that truly match.
         distance: name of the model's distance; results are ranked by it.
-        logits: (scale, bias) of the match probabilities.
-        calibrated: whether these were fitted on held-out pairs.
+        logits: (scale, bias) of the match probabilities, without a correction for the size of the gallery.
+        calibration: of the model, fitted on held-out pairs; None if it is not calibrated.
         learnt_logits: (scale, bias) that the loss learnt in training, for comparison; None if there are none.
         captions: (m,) the texts.
         text_kinds: (m,) kinds for a breakdown; None for none.
@@ -63,7 +71,7 @@ class ReportData:
     relevance: Relevance
     distance: str
     logits: tuple[float, float]
-    calibrated: bool
+    calibration: Calibration | None
     captions: Sequence[str]
     image_names: Sequence[str]
     thumbnail: Callable[[int], bytes | None]
@@ -87,6 +95,17 @@ class ReportData:
             if len(getattr(self, name)) != n:
                 raise ValueError(f"ReportData: got {len(getattr(self, name))} {name} for {n} {side}; give one for each")
 
+    def scorer(self, direction: Direction) -> Scorer:
+        """What gives the results of one direction their probabilities, as searches do.
+
+        Args:
+            direction: "i2t" or "t2i".
+
+        Returns:
+            The scorer.
+        """
+        return Scorer(*self.logits, self.calibration, direction)
+
 
 @dataclass(frozen=True, eq=False)
 class DirectionResult:
@@ -100,6 +119,8 @@ class DirectionResult:
         ranks: (p,) ranks of these items, from 0.
         closest: (n, RESULTS) positions of the closest items.
         distances: (n, RESULTS) their distances.
+        context: what their probabilities depend on beside the distance.
+        probabilities: (n, RESULTS) their match probabilities, as a search in this gallery shows them.
     """
 
     key: Direction
@@ -109,6 +130,8 @@ class DirectionResult:
     ranks: np.ndarray
     closest: np.ndarray
     distances: Tensor
+    context: QueryContext
+    probabilities: Tensor
 
     def true_items(self, query: int) -> np.ndarray:
         """The true items of a query, the best-ranked first.
@@ -153,8 +176,15 @@ def direction_result(data: ReportData, direction: Direction, ranks: np.ndarray) 
     """
     queries, gallery = (data.images, data.texts) if direction == "i2t" else (data.texts, data.images)
     ground_truth = data.relevance if direction == "i2t" else data.relevance.transpose()
-    distances, closest = top_k(queries, gallery, RESULTS, get_distance(data.distance).for_direction(direction))
-    return DirectionResult(direction, queries, gallery, ground_truth, ranks, closest.cpu().numpy(), distances.cpu())
+    scorer = data.scorer(direction)
+    nearest = max(RESULTS, scorer.n_nearest)
+    distances, closest = top_k(queries, gallery, nearest, get_distance(data.distance).for_direction(direction))
+    rows = torch.arange(queries.n)
+    context = scorer.context(distances, queries, lambda columns: gallery[closest[rows, columns]])
+    distances = distances[:, :RESULTS].cpu()
+    probabilities = scorer.match_probability(distances, gallery.n, context)
+    shown = closest[:, :RESULTS].cpu().numpy()
+    return DirectionResult(direction, queries, gallery, ground_truth, ranks, shown, distances, context, probabilities)
 
 
 if TYPE_CHECKING:
@@ -266,21 +296,24 @@ def calibration_panels(
     Returns:
         (the figures of :class:`~sfumato.reports.report.Report`, for the template a panel for each of them).
     """
-    sets = _judged_pairs(data, directions)
-    versions = {} if data.learnt_logits is None and data.calibrated else {"before": data.learnt_logits or data.logits}
-    versions |= {"after": data.logits} if data.calibrated else {}
+    calibrated = data.calibration is not None
+    learnt = data.learnt_logits or (None if calibrated else data.logits)
     figures: dict[str, dict[str, Any]] = {}
     panels = []
-    for key, (name, distance, match) in sets.items():
+    for key, (name, distance, fitted, match) in _judged_pairs(data, directions).items():
         figures[key] = {"n": len(match), "matches": float(match.double().mean())}
+        versions = {} if learnt is None else {"before": match_probability(distance.double(), *learnt)}
+        versions |= {"after": fitted.double()} if calibrated else {}
         curves = {}
-        for version, logits in versions.items():
-            probability = match_probability(distance.double(), *logits)
-            curves[version] = reliability_curve(probability, match, n_bins=_BINS)
+        for version, p in versions.items():
+            curves[version] = reliability_curve(p, match, n_bins=_BINS)
             figures[key][version] = {
-                "ece": expected_calibration_error(probability, match, n_bins=_BINS),
-                "brier": brier_score(probability, match),
+                "ece": expected_calibration_error(p, match, n_bins=_BINS),
+                "brier": brier_score(p, match),
             }
+            if key != "pairs":
+                perfect = calibration_error_by_chance(p, n_bins=_BINS, binning="width")
+                figures[key][version]["ece_of_perfect"] = perfect
         rows = [
             [version, percent(b["probability"]), percent(b["observed"]), f"{b['count']:,}"]
             for version, curve in curves.items()
@@ -290,23 +323,30 @@ def calibration_panels(
     return figures, panels
 
 
-def _judged_pairs(data: ReportData, directions: Sequence[DirectionResult]) -> dict[str, tuple[str, Tensor, Tensor]]:
-    """(name, distances, whether they match) of all pairs, or of a random part of very many, and of first results."""
+def _judged_pairs(
+    data: ReportData, directions: Sequence[DirectionResult]
+) -> dict[str, tuple[str, Tensor, Tensor, Tensor]]:
+    """(name, distances, probabilities, whether they match) of all pairs, or of a random part of very many, and of first
+    results. A pair has the probability of its distance; a first result that beside the hit of a search."""
     n, m = data.images.n, data.texts.n
     chosen = np.sort(np.random.default_rng(0).permutation(n)[: max(1, _PAIRS // max(m, 1))])
     part = data.images[torch.from_numpy(chosen).to(data.images.device)]
+    distance = torch.cat([block.cpu() for _, block in distance_blocks(part, data.texts, data.distance)]).flatten()
     sets = {
         "pairs": (
             "every pair of an image and a text",
-            torch.cat([block.cpu() for _, block in distance_blocks(part, data.texts, data.distance)]).flatten(),
+            distance,
+            data.scorer("t2i").match_probability(distance, n),
             torch.from_numpy(np.asarray(data.relevance.select_queries(chosen).to_dense())).flatten(),
         )
     }
     for direction in directions:
         right = direction.first_is_right
-        has = ~np.isnan(right)
+        has = torch.from_numpy(~np.isnan(right))
         name = f"first results, {DIRECTIONS[direction.key]}"
-        sets[direction.key] = name, direction.distances[torch.from_numpy(has), 0], torch.from_numpy(right[has])
+        sets[direction.key] = (
+            name, direction.distances[has, 0], direction.probabilities[has, 0], torch.from_numpy(right)[has]
+        )  # fmt: skip
     return sets
 
 
@@ -464,9 +504,15 @@ def uncertain_queries(
 
 def _expected_matches(data: ReportData, direction: DirectionResult, chosen: np.ndarray) -> list[float]:
     """Sum of the match probabilities of some queries over the gallery."""
-    queries = direction.queries[torch.from_numpy(chosen.copy()).to(direction.queries.device)]
-    blocks = distance_blocks(queries, direction.gallery, get_distance(data.distance).for_direction(direction.key))
-    return [e for _, block in blocks for e in match_probability(block, *data.logits).sum(1).tolist()]
+    index = torch.from_numpy(chosen.copy())
+    queries = direction.queries[index.to(direction.queries.device)]
+    distance = get_distance(data.distance).for_direction(direction.key)
+    block = torch.cat([part.cpu() for _, part in distance_blocks(queries, direction.gallery, distance)])
+    context = direction.context[index]
+    found: list[float] = (
+        data.scorer(direction.key).match_probability(block, direction.gallery.n, context).sum(1).tolist()
+    )
+    return found
 
 
 def _query(
@@ -478,7 +524,7 @@ def _query(
     for item, distance, p in zip(
         direction.closest[query].tolist(),
         distances.tolist(),
-        match_probability(distances, *data.logits).tolist(),
+        direction.probabilities[query].tolist(),
         strict=True,
     ):
         shown = thumbnails[item] if of_text else {"text": clipped(data.captions[item])}
@@ -519,17 +565,16 @@ def wrong_first_results(
     for direction in directions:
         right = direction.first_is_right
         wrong = np.flatnonzero(right == 0)
-        probabilities = match_probability(direction.distances[:, 0].double(), *data.logits).numpy()
+        probabilities, distances = direction.probabilities[:, 0].numpy(), direction.distances[:, 0].numpy()
         plausible = int((probabilities[wrong] >= 0.5).sum())
         counts[direction.key] = {"n": int((~np.isnan(right)).sum()), "wrong": len(wrong), "plausible": plausible}
-        # Sorted by distance, because probabilities near 1 round to ties; the probability falls with the distance.
         rows: list[dict[str, Any]] = []
         seen: set[int] = set()
-        for query in wrong[np.argsort(direction.distances[wrong, 0].numpy(), kind="stable")].tolist():
+        for query in wrong[np.lexsort((distances[wrong], -probabilities[wrong]))].tolist():
             item = int(direction.closest[query, 0])
             if item not in seen and direction.ground_truth.counts[query] and len(rows) < MISTAKES:
                 seen.add(item)
-                found = _match(float(probabilities[query]), float(direction.distances[query, 0]))
+                found = _match(float(probabilities[query]), float(distances[query]))
                 rows.append(found | _wrong_result(data, direction, thumbnails, query, item))
         shown.append({"key": direction.key, "rows": rows})
     return counts, shown
@@ -546,7 +591,9 @@ def _wrong_result(
         get_distance(data.distance).for_direction(direction.key),
     )
     distance = float(next(block for _, block in blocks)[0, true])
-    best = _match(float(match_probability(torch.tensor(distance), *data.logits)), distance)
+    context = direction.context[torch.tensor([query])]
+    p = data.scorer(direction.key).match_probability(torch.tensor([[distance]]), direction.gallery.n, context)
+    best = _match(float(p), distance)
     values: dict[str, Any] = {f"true_{key}": value for key, value in best.items()}
     values["rank"] = f"{direction.best_rank(query):,}"
     if direction.key == "t2i":

@@ -203,7 +203,7 @@ class QueryContext:
     nearest: Tensor
     reference: Tensor | None = None
 
-    def __getitem__(self, index: int) -> "QueryContext":
+    def __getitem__(self, index: int | Tensor) -> "QueryContext":
         return QueryContext(self.nearest[index], None if self.reference is None else self.reference[index])
 
 

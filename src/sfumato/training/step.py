@@ -108,7 +108,9 @@ def forward_backward(
             outputs, theirs = [embeddings.mean], [mean[piece]]
             if log_var is not None:
                 outputs, theirs = [*outputs, embeddings.log_var], [*theirs, log_var[piece]]
-            torch.autograd.backward(outputs, theirs)
+            learnt = [pair for pair in zip(outputs, theirs, strict=True) if pair[0].requires_grad]
+            if learnt:  # With model.identity nothing of a mean is.
+                torch.autograd.backward([output for output, _ in learnt], [gradient for _, gradient in learnt])
     process_group.sum_gradients([*model.parameters(), *loss.parameters()])
     return measured
 

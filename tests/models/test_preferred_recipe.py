@@ -1,0 +1,79 @@
+"""A recipe that prefers another one where its weights can be had; the preferred one keeps the model's ranking."""
+
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+from support.tiny_models import taught_clip, two_colours
+
+from sfumato.cli import app
+from sfumato.data.images import Problems
+from sfumato.encoders import package_weights
+from sfumato.encoders.joint import joint_image
+from sfumato.encoders.package_weights import where_weights_are
+from sfumato.models import preferred_recipe as module
+from sfumato.models.embed import embed_split, load_split
+from sfumato.models.preferred_recipe import preferred_recipe
+from sfumato.models.recipe import find_recipe, load_recipe, save_recipe
+from sfumato.models.run import load_run
+
+OWN, CLIP = "own-pictures", "own-pictures-clip"
+
+
+def chosen(monkeypatch, tmp_path, place, *overrides):
+    monkeypatch.setattr(module, "where_weights_are", lambda name: place)
+    asked = load_recipe(find_recipe(OWN), overrides)
+    recipe, reason = preferred_recipe(asked, overrides, tmp_path)
+    return recipe.name, recipe, reason
+
+
+def test_the_choice_follows_what_can_be_had_and_says_so(monkeypatch, tmp_path):
+    name, recipe, reason = chosen(monkeypatch, tmp_path, "cache", "data.path=mine", "train.seed=3")
+    assert name == CLIP and recipe.data.path == "mine" and recipe.train.seed == 3
+    assert "in the hub's cache" in reason and "model.image.backbone=efficientnet-lite0" in reason
+    name, _, reason = chosen(monkeypatch, tmp_path, "hub")
+    assert name == CLIP and "downloaded once" in reason
+    name, _, reason = chosen(monkeypatch, tmp_path, "")
+    assert name == OWN and "efficientnet-lite0 and minilm-l6-v2" in reason and "find less" in reason
+    for override in ("model.image.backbone=efficientnet-lite0", "loss.alpha=0.1"):
+        assert chosen(monkeypatch, tmp_path, "cache", override)[::2] == (OWN, "")
+
+
+@pytest.mark.parametrize(("saved", "place"), [(OWN, "hub"), (CLIP, "")])
+def test_a_run_that_exists_keeps_its_recipe(monkeypatch, tmp_path, saved, place):
+    save_recipe(load_recipe(find_recipe(saved)), tmp_path / "recipe.toml")
+    assert chosen(monkeypatch, tmp_path, place)[0] == saved
+
+
+def test_where_weights_are(monkeypatch, tmp_path):
+    monkeypatch.setattr(package_weights, "hub_reachable", lambda: False)
+    assert where_weights_are("nobody/nothing") == ""
+    monkeypatch.setattr(package_weights, "hub_reachable", lambda: True)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *a, **k: "config.json")
+    assert where_weights_are("nobody/nothing") == "hub"
+
+    def fails(*args, **options):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("a proxy answers, the hub does not")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fails)
+    assert where_weights_are("nobody/nothing") == ""
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: str(tmp_path / file))
+    assert where_weights_are("nobody/nothing") == "cache"
+
+
+def test_training_keeps_the_embeddings_of_the_model(tmp_path, monkeypatch):
+    pytest.importorskip("transformers", reason="the extra backbones is not installed")
+    monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path / "cache"))
+    manifest = two_colours(tmp_path)
+    folder = str(taught_clip(tmp_path / "model", manifest))
+    backbones = [f"model.{side}.backbone={folder}" for side in ("image", "text")]
+    for out, more in (("points", []), ("gaussians", ["model.variance=true", "loss.name=pcmepp", "loss.alpha=0"])):
+        command = ["train", CLIP, f"data.path={manifest}", "model.dim=8", *backbones, "train.epochs=2", *more]
+        app([*command, "--out", str(tmp_path / out)], standalone_mode=False)
+        run = load_run(tmp_path / out)
+        prepared = load_split(run.model, run.recipe.data, "test", Problems())
+        images, _ = embed_split(run.model, prepared)
+        raw = joint_image(folder)([source.read_bytes() for source in prepared.data.images])
+        expected = torch.nn.functional.normalize(torch.from_numpy(np.concatenate(raw)), dim=1)
+        torch.testing.assert_close(images.mean, expected)
+        assert bool(images.log_var.isneginf().all()) == (out == "points")
