@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from PIL import Image
 
+from sfumato.data.image_decoding import decode_image
 from sfumato.data.listings import list_folder
-from sfumato.data.transforms import decode_image
 from sfumato.encoders.clip import clip_image_encoder
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.efficientnet import EfficientNetEncoder

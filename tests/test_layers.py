@@ -163,6 +163,7 @@ FLOORS: dict[str, list[str]] = {
         "calibrator",
     ],
     "data": [
+        "image_decoding",
         "augment embedding_files transforms",
         "images",
         "embedding_tables",
@@ -240,8 +241,8 @@ FLOORS: dict[str, list[str]] = {
     ],
     "serve": [
         "settings",
-        "schemas",
-        "guard image_files vectors",
+        "decode_worker schemas",
+        "decoding guard image_files vectors",
         "answering batching",
         "service",
         "server writing",

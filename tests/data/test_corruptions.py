@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from sfumato.data.image_decoding import decode_image
 from sfumato.data.transforms import (
     IMAGE_CORRUPTIONS,
     TEXT_CORRUPTIONS,
     blur,
-    decode_image,
     drop_words,
     erase_squares,
     replace_letters,

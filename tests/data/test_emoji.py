@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from sfumato.data.emoji import KINDS, emoji_names, load_emoji
+from sfumato.data.image_decoding import decode_image
 from sfumato.data.pairs import PairSampler
 from sfumato.data.sources import DataConfig
-from sfumato.data.transforms import decode_image
 
 FOLDER = resources.files("sfumato.data") / "emoji_set"
 

@@ -7,9 +7,9 @@ import tarfile
 import pytest
 from PIL import Image
 
+from sfumato.data.image_decoding import decode_image
 from sfumato.data.images import Problems
 from sfumato.data.karpathy import read_karpathy
-from sfumato.data.transforms import decode_image
 from sfumato.errors import UserError
 
 

@@ -10,13 +10,11 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 
+from sfumato.data.image_decoding import MAX_PIXELS, check_image, decode_image
 from sfumato.data.transforms import (
     IMAGENET_MEAN,
-    MAX_PIXELS,
     augment,
-    check_image,
     crop_and_mirror,
-    decode_image,
     erase_rectangles,
     random_crop_box,
     resized_crop_box,

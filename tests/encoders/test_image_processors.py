@@ -9,7 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from sfumato.data.transforms import decode_image, random_crop_box
+from sfumato.data.image_decoding import decode_image
+from sfumato.data.transforms import random_crop_box
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import Processor
 from sfumato.encoders.features import Store

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 from support.toy import make_toy
 
+from sfumato.data.image_decoding import decode_image
 from sfumato.data.images import Problems
 from sfumato.data.region_features import read_scan
-from sfumato.data.transforms import decode_image
 from sfumato.errors import UserError
 from sfumato.models.embed import load_splits
 from sfumato.models.extract_regions import write_regions

@@ -2,16 +2,20 @@
 
 import concurrent.futures
 import contextlib
+import copy
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import pytest
-from PIL import Image
+import torch
 from serve.test_faults import problem
 from support.serving import KEY, in_base64, picture, served
 
+from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
+from sfumato.serve.decoding import _Process
 from sfumato.serve.settings import Settings
 
 KNOWN = {"Authorization": f"Bearer {KEY}"}
@@ -73,41 +77,69 @@ def test_the_pictures_of_a_request_share_a_budget(sources):
         assert "body.queries.2.image" in told["detail"] and "1200 pixels, more than the limit of 1000" in told["detail"]
 
 
-class SlowResize:
-    """Pillow's resizing, that waits for a signal."""
+class SlowDecoders:
+    """The processes that decode, that wait for a signal before they decode proper."""
 
     def __init__(self, monkeypatch):
-        self.go, self.begun, original = threading.Event(), 0, Image.Image.resize
+        self.go, self.begun, original = threading.Event(), 0, _Process.do
 
-        def resize(image, *arguments, **options):
-            self.begun += 1
-            self.go.wait(20)
-            return original(image, *arguments, **options)
+        def do(process, task, data):
+            if task.name != "header":
+                self.begun += 1
+                self.go.wait(20)
+            return original(process, task, data)
 
-        monkeypatch.setattr(Image.Image, "resize", resize)
+        monkeypatch.setattr(_Process, "do", do)
 
 
 def test_texts_do_not_wait_for_pictures_to_be_decoded(sources, monkeypatch):
-    with served(sources, timeout=8) as client, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        slow = SlowResize(monkeypatch)
-        asked = pool.submit(client.post, "/v1/search/image", files={"image": ("a", picture())})
-        while not slow.begun:
+    with served(sources, timeout=8) as client, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        slow = SlowDecoders(monkeypatch)
+        asked = [pool.submit(client.post, "/v1/search/image", files={"image": ("a", picture())}) for _ in range(4)]
+        while slow.begun < 2:
             time.sleep(0.01)
         assert client.get("/v1/search?q=a").status_code == 200
         slow.go.set()
+        assert [one.result().status_code for one in asked] == [200] * 4
+
+
+def test_texts_do_not_wait_for_pictures_to_be_embedded(sources):
+    class SlowEncoder(torch.nn.Module):
+        def __init__(self, encoder):
+            super().__init__()
+            self.encoder, self.go, self.begun = encoder, threading.Event(), threading.Event()
+            self.go.set()
+
+        def forward(self, inputs):
+            self.begun.set()
+            self.go.wait(20)
+            return self.encoder(inputs)
+
+    image = copy.copy(sources.model.image)
+    image._modules = {**image._modules, "encoder": SlowEncoder(image.encoder)}
+    model = DualEncoder(image, sources.model.text)
+    with served(replace(sources, model=model), timeout=8) as client, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        image.encoder.go.clear()
+        image.encoder.begun.clear()
+        asked = pool.submit(client.post, "/v1/search/image", files={"image": ("a", picture())})
+        assert image.encoder.begun.wait(20)
+        assert client.get("/v1/search?q=a").status_code == 200
+        image.encoder.go.set()
         assert asked.result().status_code == 200
 
 
 def test_what_nobody_waits_for_is_not_decoded(sources, monkeypatch):
     with served(sources, workers=1, timeout=1) as client, concurrent.futures.ThreadPoolExecutor(4) as pool:
-        slow = SlowResize(monkeypatch)
+        slow = SlowDecoders(monkeypatch)
         body = {"queries": [{"image": in_base64(picture())}] * 5}
         asked = [pool.submit(client.post, "/v1/search", json=body) for _ in range(4)]
         assert [one.result().status_code for one in asked] == [504] * 4
         assert slow.begun == 1  # Of 20.
+        embedder = client.app.state.service.embedder
+        assert embedder.decoders._threads._work_queue.qsize() == 0  # No bodies wait for a thread.
         slow.go.set()
         assert client.post("/v1/search/image", files={"image": ("a", picture())}).status_code == 200
-        assert slow.begun == 2 and client.app.state.service.embedder.decoding == 0
+        assert slow.begun == 2 and embedder.decoding == 0 and client.app.state.service.pixels.used == 0
 
 
 # ---------------------------------------------------------------- JSON

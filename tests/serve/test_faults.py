@@ -21,7 +21,8 @@ from support.serving import SlowModel, bomb, in_base64, picture, read_only, serv
 from sfumato.errors import UserError
 from sfumato.serve.answering import Sources
 from sfumato.serve.batching import Batcher, Closed, Full
-from sfumato.serve.image_files import POINTER, FolderImages, UploadedImages, to_show, to_store
+from sfumato.serve.decode_worker import shown, stored
+from sfumato.serve.image_files import POINTER, FolderImages, UploadedImages
 from sfumato.serve.schemas import Refusal
 from sfumato.serve.writing import Writer
 
@@ -45,7 +46,7 @@ def problem(answer, status):
         (bomb(10_000, 5_000), 413, "10000 x 5000 are more pixels than the limit of 40000000"),
         (picture()[:40], 422, "not an image"),
         (picture(size=(200, 200), format="JPEG")[:500], 422, "cannot be decoded"),
-        (b"", 422, "not an image"),
+        (b"", 422, "the file is empty"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", 422, "not an image"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", 422, "not an image"),
     ],
@@ -75,13 +76,14 @@ def test_stored_pictures_hold_pixels_alone():
     place[0x0112] = 6
     Image.new("RGB", (30, 20), "red").save(file, "JPEG", exif=place)
     assert b"where I live" in file.getvalue()
-    stored = to_store(file.getvalue(), "JPEG")
-    assert b"where I live" not in stored and Image.open(io.BytesIO(stored)).size == (20, 30)
-    assert to_store(picture(format="WEBP"), "WEBP").startswith(b"\x89PNG")
-    shown, kind = to_show(picture(format="BMP"), None)
-    assert kind == "image/png" and shown.startswith(b"\x89PNG")
+    _, kept = stored(file.getvalue())
+    assert b"where I live" not in kept and Image.open(io.BytesIO(kept)).size == (20, 30)
+    assert stored(picture(format="WEBP"))[1].startswith(b"\x89PNG")
+    told, copy = shown(picture(format="BMP"), None)
+    assert told == {"type": "image/png"} and copy.startswith(b"\x89PNG")
+    assert shown(picture(), None) == ({"type": "image/png"}, b"")  # As it is.
     with pytest.raises(ValueError, match="cannot be decoded"):
-        to_show(picture(size=(200, 200), format="JPEG")[:500], 16)
+        shown(picture(size=(200, 200), format="JPEG")[:500], 16)
 
 
 # ---------------------------------------------------------------- paths that climb

@@ -17,7 +17,7 @@ import torch
 from support.processes import Started, command
 from support.serving import KEY, SlowModel, in_base64, picture, served, wait_until_ready
 
-from sfumato.data.transforms import decode_image
+from sfumato.data.image_decoding import decode_image
 from sfumato.errors import UserError
 from sfumato.models.galleries import GalleryPart, build_index, create_collection
 from sfumato.models.run import load_run

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from sfumato import GaussianEmbedding
-from sfumato.data.transforms import decode_image
+from sfumato.data.image_decoding import decode_image
 from sfumato.studies.sets import ERASED, MADE, SIZE, ImageSets, choose_pairs, draw_pair, measure_sets, mix_images
 
 

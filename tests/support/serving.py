@@ -93,6 +93,12 @@ def bomb(width=50_000, height=50_000):
     return bytes(data)
 
 
+def many_scans(n, size=(64, 64)):
+    """A progressive JPEG whose last scan is repeated n times."""
+    file = picture("grey", size, "JPEG", progressive=True)
+    return file[:-2] + file[file.rindex(b"\xff\xda") : -2] * n + file[-2:]
+
+
 def embedded(run, pictures):
     """The pictures of a folder as something to index."""
     embeddings, ids, _ = embed_folder(run, pictures)

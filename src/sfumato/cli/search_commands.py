@@ -218,6 +218,9 @@ MaxResults = Annotated[int, typer.Option(help="Largest number of results per que
 ServedBatch = Annotated[int, typer.Option(help="Largest number of texts or images that are embedded together.")]
 BatchWindow = Annotated[float, typer.Option(help="Longest wait for a batch to fill, in milliseconds.")]
 Queue = Annotated[int, typer.Option(help="Largest number of texts or images that wait; further requests are refused.")]
+PixelBudget = Annotated[int, typer.Option(help="Largest number of pixels in the images of all requests at work.")]
+DecodeTimeout = Annotated[float, typer.Option(help="Longest time to decode an image, in seconds.")]
+DecodeMemory = Annotated[int, typer.Option(help="Memory of a process that decodes images, in megabytes.")]
 Timeout = Annotated[
     float, typer.Option(help="Longest time for a request to arrive, in seconds. The answer may take the same time.")
 ]
@@ -244,6 +247,9 @@ def serve(
     max_results: MaxResults = 1000,
     batch_size: ServedBatch = 32,
     batch_window_ms: BatchWindow = 2.0,
+    pixel_budget: PixelBudget = 120_000_000,
+    decode_timeout: DecodeTimeout = 10.0,
+    decode_memory_mb: DecodeMemory = 1300,
     queue: Queue = 256,
     timeout: Timeout = 30.0,
     threads: Threads = 1,
@@ -269,6 +275,7 @@ def serve(
     settings = Settings(
         batch_size=batch_size, batch_window=batch_window_ms / 1000, max_waiting=queue, max_batch=max_batch,
         max_results=max_results, max_upload_bytes=int(max_upload_mb * 1_000_000), max_pixels=max_pixels,
+        pixel_budget=pixel_budget, decode_timeout=decode_timeout, decode_memory_bytes=decode_memory_mb * 1_000_000,
         timeout=timeout, threads=threads, workers=workers, keys=keys, hosts=hosts_of(host, allowed_host or []),
     )  # fmt: skip
     check_names(host, settings)

@@ -13,9 +13,9 @@ from typing import cast, get_args
 import numpy as np
 
 from sfumato.data.emoji import EmojiClasses, Style, emoji_classes, load_emoji
+from sfumato.data.image_decoding import IMAGE_ENDINGS
 from sfumato.data.images import FileImage, ImageSource, Problems
 from sfumato.data.pairs import PairData, make_pair_data
-from sfumato.data.transforms import IMAGE_ENDINGS
 from sfumato.errors import UserError
 
 _SPLIT_NAMES = {"restval": "train", "training": "train", "valid": "val", "validation": "val", "dev": "val"}

@@ -11,9 +11,9 @@ from sfumato.data.captioned import (
     splits_of_rows,
     usable_captions,
 )
+from sfumato.data.image_decoding import IMAGE_ENDINGS
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
-from sfumato.data.transforms import IMAGE_ENDINGS
 from sfumato.errors import UserError
 
 

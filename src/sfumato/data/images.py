@@ -16,7 +16,7 @@ from typing import IO, Protocol
 
 from PIL import Image
 
-from sfumato.data.transforms import decode_image
+from sfumato.data.image_decoding import decode_image
 from sfumato.errors import UserError
 from sfumato.files import write_atomically
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from sfumato.data.captioned import is_unicode
+from sfumato.data.image_decoding import IMAGE_ENDINGS
 from sfumato.data.manifest import ListedImage, list_images
 from sfumato.data.shards import ShardError, ShardImage, expand_shards, list_shard
-from sfumato.data.transforms import IMAGE_ENDINGS
 from sfumato.errors import UserError
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Image transforms: decoding, the random augmentations of training, and corruptions of images and texts.
+"""Image transforms: the random augmentations of training, and corruptions of images and texts.
 
 Corruptions increase in strength, to test whether an uncertainty rises. Each takes a seed. With the same seed a stronger
 corruption contains the weaker one: the squares that are erased at 10 % are among those erased at 25 %. So a change from
@@ -8,136 +8,19 @@ one strength to the next is caused by the added corruption alone.
 import io
 import math
 import re
-import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageFilter, UnidentifiedImageError
+from PIL import Image, ImageFilter
 from torch import Tensor
 from torch.nn import functional
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Pillow's names of the formats that are read; others (EPS, say, which runs a program) are refused."""
-
-IMAGE_ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"})
-"""File name endings that count as images when a folder is searched."""
-
-MAX_PIXELS = 80_000_000
-"""Larger images are refused: a small file can hold an image that fills the memory. Below pillow's own limit."""
+from sfumato.data.image_decoding import Box, decode_image
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's pixels, in [0, 1]."""
-
-Fit = Literal["squash", "crop", "crop-nearest", "crop-margin"]
-"""How an image becomes a square: by changing its aspect, or by cutting off the ends of its longer side. The two crops
-differ by at most one pixel: where the ends have an odd number of pixels together, "crop" starts at the pixel before the
-exact centre, and "crop-nearest" at the even one of its two neighbours. "crop-margin" cuts the centre out of an image
-whose shorter side is 8/7 as long as the square: 256 pixels for 224, as usual for ImageNet."""
-
-Box = tuple[float, float, float, float]
-"""(left, top, width, height) of a part of an image, as fractions of its width and height."""
-
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-
-_TURNED = (5, 6, 7, 8)
-"""EXIF orientations that exchange width and height."""
-
-
-# Exceptions that pillow's parsers raise on damaged files, beside OSError and ValueError.
-_DAMAGED = (SyntaxError, TypeError, EOFError, LookupError, OverflowError, RuntimeError, struct.error)
-
-
-def decode_image(
-    data: bytes,
-    size: int | None,
-    *,
-    fit: Fit = "squash",
-    crop: Box | Callable[[float], Box] | None = None,
-    upright: bool = True,
-) -> np.ndarray:
-    """Decode an image of any mode: turned upright by its EXIF data, transparency on white, in RGB.
-
-    Args:
-        data: the bytes of a file in one of FORMATS; the first frame of several.
-        size: side of the resized square in pixels (bicubic). None keeps the size of the image.
-        fit: "squash": resized to the square without keeping the aspect ratio. "crop": the shorter side resized to
-            ``size`` and the middle cut out, pixel for pixel what the CLIP image processor of transformers does.
-            "crop-nearest": the same as open_clip and torchvision do it. "crop-margin": as "crop-nearest", from an image
-            whose shorter side is 8/7 as long.
-        crop: the part to cut out first, in coordinates of the upright image, rounded to whole pixels; or a function
-            from the image's width / height to this part. Large JPEG files
-            are then decoded at a half, a quarter or an eighth of their size as long as the part keeps twice ``size`` on
-            both sides.
-        upright: False keeps the pixels in the orientation of the file and ignores its EXIF data. Pillow rotates TIFF
-            files even so.
-
-    Returns:
-        (3, h, w) uint8.
-
-    Raises:
-        ValueError: the data is not an image, is truncated, or has more than MAX_PIXELS pixels; fit is unknown; or the
-            crop is not within [0, 1].
-    """
-    check_fit(fit)
-    if crop is not None and not callable(crop):
-        _check_box(crop)
-    with _opened(data) as image:
-        if callable(crop):
-            width, height = image.size
-            turned = upright and _orientation(image) in _TURNED
-            crop = crop(height / width if turned else width / height)
-        if crop is not None and size is not None:
-            enough = math.ceil(2 * size / min(crop[2:]))
-            image.draft(None, (enough, enough))
-        rgb = _on_white(_upright(image) if upright else image)
-    if crop is not None:
-        rgb = rgb.crop(_pixels(crop, rgb.size))
-    if size is not None and rgb.size != (size, size):
-        rgb = _squash(rgb, size) if fit == "squash" else _centre(rgb, size, fit)
-    return np.ascontiguousarray(np.asarray(rgb).transpose(2, 0, 1))
-
-
-def check_image(data: bytes) -> None:
-    """Check quickly whether an image can be decoded; the whole file is read.
-
-    Args:
-        data: the bytes of a file.
-
-    Raises:
-        ValueError: the error that :func:`decode_image` would raise.
-    """
-    with _opened(data) as image:
-        image.draft(
-            None, (1, 1)
-        )  # A JPEG is decoded at an eighth of its size: the stream is read to the end without all pixels.
-        image.load()
-        # One pixel is enough to detect a mode or a palette that cannot be converted.
-        _on_white(image.crop((0, 0, 1, 1)))
-
-
-def check_fit(fit: str) -> None:
-    """Raise an error if :func:`decode_image` does not support ``fit``.
-
-    Args:
-        fit: value given by the user.
-
-    Raises:
-        ValueError: it is unknown; the message lists the known ones.
-    """
-    if fit not in get_args(Fit):
-        raise ValueError(f"unknown fit {fit!r}; known: {', '.join(get_args(Fit))}")
 
 
 def random_crop_box(random: np.random.Generator, low: float = 0.6) -> Box:
@@ -297,101 +180,6 @@ def erase_rectangles(pixels: Tensor, *, fraction: float, generator: torch.Genera
     return torch.where(erased.unsqueeze(1), torch.tensor(IMAGENET_MEAN).view(3, 1, 1), values)
 
 
-@contextmanager
-def _opened(data: bytes) -> Iterator[Image.Image]:
-    """An open image, not decoded yet; every error while it is open becomes a ValueError with a clear message."""
-    if not data:
-        raise ValueError("the file is empty")
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise ValueError(f"{image.width} x {image.height} pixels are more than the limit of {MAX_PIXELS}")
-            yield image
-    except UnidentifiedImageError as error:
-        if data.startswith(b"\x93NUMPY"):
-            raise ValueError('region features (.npy), not an image; model.image.kind="regions" reads them') from error
-        raise ValueError(f"not an image in one of the formats {', '.join(FORMATS)}") from error
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ValueError(f"more pixels than the limit of {MAX_PIXELS}") from error
-    except (OSError, *_DAMAGED) as error:
-        raise ValueError(f"cannot be decoded: {error}") from error
-
-
-def _squash(rgb: Image.Image, size: int) -> Image.Image:
-    return rgb.resize((size, size), Image.Resampling.BICUBIC)
-
-
-def _centre(rgb: Image.Image, size: int, fit: Fit) -> Image.Image:
-    """Resize the shorter side to size (8/7 of it with a margin), round the longer one down, and crop the centre."""
-    short, long = min(rgb.size), max(rgb.size)
-    shorter = size * 8 // 7 if fit == "crop-margin" else size
-    longer = int(shorter * long / short)
-    # round() takes the even neighbour.
-    edge, start = ((s - size) // 2 if fit == "crop" else round((s - size) / 2) for s in (shorter, longer))
-    tall = rgb.height > rgb.width
-    if shorter * longer > MAX_PIXELS:
-        # A very long and thin image would fill the memory: its centre is cropped first, which may round differently.
-        scale = long / longer
-        along, across = (start * scale, (start + size) * scale), (edge * scale, (edge + size) * scale)
-        part = (across[0], along[0], across[1], along[1]) if tall else (along[0], across[0], along[1], across[1])
-        return rgb.resize((size, size), Image.Resampling.BICUBIC, box=_clipped(part, rgb.size))
-    rgb = rgb.resize((shorter, longer) if tall else (longer, shorter), Image.Resampling.BICUBIC)
-    left, top = (edge, start) if tall else (start, edge)
-    return rgb.crop((left, top, left + size, top + size))
-
-
-def _clipped(box: Box, size: tuple[int, int]) -> Box:
-    """A box in pixels within the image; scaling may have rounded it over the edge."""
-    return max(0.0, box[0]), max(0.0, box[1]), min(float(size[0]), box[2]), min(float(size[1]), box[3])
-
-
-def _check_box(box: Box) -> None:
-    left, top, width, height = box
-    # Sums of fractions may exceed 1 by rounding.
-    fits = left >= 0 and top >= 0 and width > 0 and height > 0 and max(left + width, top + height) <= 1 + 1e-9
-    if not fits:
-        raise ValueError(f"crop must be (left, top, width, height) in fractions of the image, within [0, 1]; got {box}")
-
-
-def _pixels(box: Box, size: tuple[int, int]) -> tuple[int, int, int, int]:
-    """A box in fractions -> (left, top, right, bottom) in pixels, at least one of each."""
-    left, top = (min(round(start * side), side - 1) for start, side in zip(box[:2], size, strict=True))
-    right, bottom = (
-        min(round((start + fraction) * side), side)
-        for start, fraction, side in zip(box[:2], box[2:], size, strict=True)
-    )
-    return left, top, max(right, left + 1), max(bottom, top + 1)
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    """Rotate an image by its EXIF data. With damaged EXIF data it is kept unchanged, because its pixels are valid."""
-    image.load()
-    orientation = _orientation(image)
-    return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
-
-
-def _orientation(image: Image.Image) -> int | None:
-    """The orientation in the EXIF data; None without it."""
-    try:
-        return image.getexif().get(ExifTags.Base.Orientation)
-    except (OSError, ValueError, *_DAMAGED):
-        return None
-
-
-def _on_white(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I") or image.mode == "F":
-        # 16-bit and float grey values are scaled from their own range to 8 bits; convert() would clip them.
-        values = np.nan_to_num(np.asarray(image, dtype=np.float64), posinf=0.0)
-        top = 65535.0 if image.mode.startswith("I") else max(float(values.max(initial=0)), 1e-12)
-        return Image.fromarray((values.clip(0, top) * (255 / top)).astype(np.uint8)).convert("RGB")
-    if "A" in image.getbands() or "transparency" in image.info:
-        rgba = image.convert("RGBA")
-        white = Image.new("RGBA", rgba.size, "white")
-        white.alpha_composite(rgba)
-        return white.convert("RGB")
-    return image.convert("RGB")
-
-
 _SQUARES = 8
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -401,7 +189,7 @@ def erase_squares(image: bytes, fraction: float, seed: Sequence[int]) -> bytes:
     """Cover a fraction of an image with grey squares of an 8 x 8 grid.
 
     Args:
-        image: a file in a format that :func:`~sfumato.data.transforms.decode_image` reads.
+        image: a file in a format that :func:`~sfumato.data.image_decoding.decode_image` reads.
         fraction: fraction of the 64 squares that are erased, in [0, 1].
         seed: seed of the order in which squares are erased.
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from tokenizers import Tokenizer
 from torch import nn
 
-from sfumato.data import transforms
+from sfumato.data import image_decoding
 from sfumato.encoders.features import Inputs, Store, TokenFeatures
 
 Side = Literal["image", "text"]
@@ -185,7 +185,7 @@ AugmentMode = Annotated[
     ),
 ]
 Fit = Annotated[
-    transforms.Fit,
+    image_decoding.Fit,
     Field(
         description="how an image becomes a square. squash: resize both sides; crop: cut out the centre as"
         " transformers does; crop-nearest: as open_clip does, up to a pixel away; crop-margin: with a margin, 224"

@@ -19,7 +19,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sfumato.data.transforms import decode_image
+from sfumato.data.image_decoding import decode_image
 from sfumato.encoders.encoder_protocol import (
     BuildContext,
     EncoderModule,

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from sfumato.data.transforms import decode_image
+from sfumato.data.image_decoding import decode_image
 from sfumato.encoders.features import FrozenBackbone
 from sfumato.encoders.open_clip import OpenClipImage, OpenClipText, is_open_clip
 from sfumato.encoders.package_weights import from_pretrained, import_transformers, model_hash, pretrained_tokenizer

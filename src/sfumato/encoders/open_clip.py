@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors import SafetensorError
 from torch import Tensor
 
-from sfumato.data.transforms import decode_image
+from sfumato.data.image_decoding import decode_image
 from sfumato.encoders.package_weights import hub_reachable, model_hash
 from sfumato.encoders.precision import Precision, number_format
 from sfumato.errors import UserError

@@ -15,7 +15,8 @@ from PIL import Image
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch.nn import functional
 
-from sfumato.data.transforms import Fit, check_fit, check_image, decode_image, random_crop_box, resized_crop_box
+from sfumato.data.image_decoding import Fit, check_fit, check_image, decode_image
+from sfumato.data.transforms import random_crop_box, resized_crop_box
 from sfumato.encoders.encoder_protocol import Item, OnError, Progress, item_bytes
 from sfumato.encoders.features import Inputs, PixelStore, RaggedStore, Store
 from sfumato.errors import UserError
@@ -26,7 +27,7 @@ class PixelProcessor:
 
     Args:
         size: side in pixels.
-        fit: "squash" or "crop", see :func:`~sfumato.data.transforms.decode_image`.
+        fit: "squash" or "crop", see :func:`~sfumato.data.image_decoding.decode_image`.
     """
 
     def __init__(self, size: int, *, fit: Fit = "squash") -> None:
@@ -67,7 +68,7 @@ class ImageFileStore:
         items: for each image, a function that returns its bytes. It is called whenever the image is needed, from
             several threads.
         size: side of the square images in pixels.
-        fit: how an image becomes a square outside of training; see :func:`sfumato.data.transforms.decode_image`.
+        fit: how an image becomes a square outside of training; see :func:`sfumato.data.image_decoding.decode_image`.
         crop_low: smallest fraction of either side that a training crop keeps.
         workers: number of threads that decode; None: one for each CPU that this process may use.
 
@@ -165,7 +166,7 @@ class ImageFileProcessor:
 
     Args:
         size: side of the square images in pixels.
-        fit: how an image becomes a square; see :func:`sfumato.data.transforms.decode_image`.
+        fit: how an image becomes a square; see :func:`sfumato.data.image_decoding.decode_image`.
         crop_low: smallest fraction of either side that a training crop keeps.
         workers: number of threads that check and decode; None: one for each CPU that this process may use.
 

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.embedding_tables import EmbeddingRow, open_table
+from sfumato.data.image_decoding import IMAGE_ENDINGS, check_image, decode_image
 from sfumato.data.images import FileImage, ImageSource, Problems
 from sfumato.data.pairs import PairData, merge_equal_texts
 from sfumato.data.region_features import REGION_ENDINGS
 from sfumato.data.sources import DataConfig, get_source
-from sfumato.data.transforms import IMAGE_ENDINGS, check_image, decode_image
 from sfumato.distances import Distance, get_distance
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import Item

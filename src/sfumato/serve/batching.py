@@ -1,4 +1,4 @@
-"""Micro-batches: embeds the queries of several requests together in the thread that owns the model."""
+"""Micro-batches: embeds the queries of several requests together, texts in one thread and images in another."""
 
 import asyncio
 import contextlib
@@ -10,8 +10,10 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.regions import features_read
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embedding_steps
+from sfumato.serve.decoding import Decoders, input_task
 from sfumato.serve.guard import Metrics
 from sfumato.serve.schemas import Refusal, busy
 from sfumato.serve.settings import Settings
@@ -156,14 +158,13 @@ class Batcher(Generic[Item, Result]):
 
 Asked = TypeVar("Asked")
 Found = TypeVar("Found")
-Done = TypeVar("Done")
 
 Embedded = list[GaussianEmbedding | BaseException]
 """For each item its embedding, or the exception."""
 
 
 class Embedder:
-    """The model behind two queues, one for texts and one for images.
+    """The model behind two queues, one for texts and one for images: no text waits for an image.
 
     Args:
         model: the model in evaluation mode; no other code may use it at the same time.
@@ -171,22 +172,29 @@ class Embedder:
         metrics: counts the batches.
 
     Attributes:
+        decoders: the processes that decode images.
         decoding: number of images that are being decoded or wait for it.
     """
 
     def __init__(self, model: DualEncoder, settings: Settings, metrics: Metrics) -> None:
         self.model = model
-        self._thread = ThreadPoolExecutor(1, "model", torch.set_num_threads, (settings.threads,))
+        self._threads = [
+            ThreadPoolExecutor(1, f"embed {side}", torch.set_num_threads, (settings.threads,))
+            for side in ("texts", "images")
+        ]
         self.texts: Batcher[str | bytes, GaussianEmbedding] = Batcher(
-            self._embed_texts, self._thread, size=settings.batch_size, window=settings.batch_window,
+            self._embed_texts, self._threads[0], size=settings.batch_size, window=settings.batch_window,
             waiting=settings.max_waiting, observe=metrics.batch("text"),
         )  # fmt: skip
-        # The same two steps as at ingestion: decode an image in a worker, encode a batch in the model's thread.
+        # The same two steps as at ingestion: decode an image in a process, encode a batch in the thread of images.
         self._prepare, self._encode = embedding_steps(model.image, "images")
-        self._workers = ThreadPoolExecutor(settings.workers, "decode")
+        self._task = None if features_read(model.image) else input_task(model.image, self._prepare)
+        self.decoders = Decoders(
+            settings.workers, seconds=settings.decode_timeout, memory_bytes=settings.decode_memory_bytes
+        )
         self.decoding, self._max_waiting = 0, settings.max_waiting
         self.images: Batcher[Any, GaussianEmbedding] = Batcher(
-            self._embed_images, self._thread, size=settings.batch_size, window=settings.batch_window,
+            self._embed_images, self._threads[1], size=settings.batch_size, window=settings.batch_window,
             waiting=settings.max_waiting, observe=metrics.batch("image"),
         )  # fmt: skip
 
@@ -199,8 +207,9 @@ class Embedder:
         """Stop; waiting items fail."""
         await self.texts.close()
         await self.images.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        for thread in self._threads:
+            thread.shutdown(wait=False, cancel_futures=True)
+        self.decoders.close()
 
     async def embed_texts(self, texts: Sequence[str | bytes]) -> Embedded:
         """Embed texts.
@@ -220,7 +229,7 @@ class Embedder:
         """Decode and embed image files.
 
         Args:
-            images: bytes of the files.
+            images: bytes of the files; of a model that reads features, of .npy files.
 
         Returns:
             (1, d) embedding of each, or its exception: a ValueError if it cannot be decoded.
@@ -232,34 +241,23 @@ class Embedder:
             raise _full()
         self.decoding += len(images)
         try:
-            prepared = await self.beside(self._prepare, images)
+            prepared = await self._prepared(images)
         finally:
             self.decoding -= len(images)
         decoded = [one for one in prepared if not isinstance(one, BaseException)]
         rows = iter(await submitted(self.images, decoded) if decoded else ())
         return [one if isinstance(one, BaseException) else next(rows) for one in prepared]
 
-    async def beside(self, work: Callable[[Asked], Done], images: Sequence[Asked]) -> list[Done | BaseException]:
-        """Process images in worker threads. If the caller is cancelled, waiting work is dropped.
-
-        Args:
-            work: called with each image.
-            images: the images.
-
-        Returns:
-            For each image the result, or the exception.
-
-        Raises:
-            Refusal: 503, the service is shutting down.
-        """
-        loop = asyncio.get_running_loop()
-        try:
-            going = [loop.run_in_executor(self._workers, work, image) for image in images]
-        except RuntimeError:
-            raise busy("The service is shutting down", 5) from None
-        found = await asyncio.gather(*going, return_exceptions=True)
-        if any(isinstance(one, asyncio.CancelledError) for one in found):
-            raise busy("The service is shutting down", 5)
+    async def _prepared(self, images: Sequence[bytes]) -> list[Any | BaseException]:
+        """The input of the image tower for each file, or the exception."""
+        if self._task is not None:
+            return await self.decoders.all(self._task, images)
+        found: list[Any | BaseException] = []
+        for image in images:  # Vectors, which are small and cost nothing to read.
+            try:
+                found.append(self._prepare(image))
+            except ValueError as error:
+                found.append(error)
         return found
 
     def _embed_texts(self, texts: list[Any]) -> list[GaussianEmbedding | Exception]:

@@ -1,7 +1,6 @@
-"""Image files of a gallery by id: their location, check, storage and display."""
+"""Image files of a gallery by id: their location and their storage."""
 
 import hashlib
-import io
 import os
 import re
 from collections.abc import Mapping
@@ -9,16 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
-
 from sfumato.data.images import ImageSource
-from sfumato.data.transforms import FORMATS, decode_image
 from sfumato.files import sync_folder, write_atomically
-from sfumato.serve.schemas import Refusal
-
-_SHOWN = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
-"""Formats that browsers show; others are re-encoded."""
 
 POINTER = "_picture"
 """Payload field that names an uploaded image; searches do not return it."""
@@ -174,95 +165,3 @@ def handed_out(payload: Mapping[str, str]) -> dict[str, str]:
         The payload to return to clients.
     """
     return {name: value for name, value in payload.items() if name != POINTER}
-
-
-def check_image(data: bytes, *, max_bytes: int, max_pixels: int, where: str) -> tuple[str, int]:
-    """Check the header of an image file before anything is decoded.
-
-    Args:
-        data: bytes of the file.
-        max_bytes: largest size of a file in bytes.
-        max_pixels: largest number of pixels.
-        where: location in the request, for messages.
-
-    Returns:
-        (Pillow's name of the format, number of pixels).
-
-    Raises:
-        Refusal: 413 if the file is too large, 422 if it is not an image.
-    """
-    if len(data) > max_bytes:
-        raise Refusal(413, f"{where}: {len(data)} bytes are more than the limit of {max_bytes}")
-    large = f"{where}: more pixels than the limit of {max_pixels}; send a smaller copy"
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            width, height, kind = image.width, image.height, str(image.format)
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise Refusal(413, large) from error
-    except UnidentifiedImageError:
-        raise _no_image(where, f"not an image in one of the formats {', '.join(FORMATS)}") from None
-    except Exception as error:  # Pillow's parsers raise many kinds of errors for malicious files.
-        raise _no_image(where, f"cannot be decoded: {error}") from error
-    if width * height > max_pixels:
-        raise Refusal(
-            413, f"{where}: {width} x {height} are more pixels than the limit of {max_pixels}; send a smaller copy"
-        )
-    return kind, width * height
-
-
-def _no_image(where: str, message: str) -> Refusal:
-    return Refusal(422, f"{where}: {message}", errors=[(where, message)])
-
-
-def to_store(data: bytes, format: str) -> bytes:
-    """Re-encode an image file, upright and in RGB, without its metadata such as the location of the camera.
-
-    Args:
-        data: bytes of the file.
-        format: Pillow's name of its format.
-
-    Returns:
-        A JPEG file if it was one, else a PNG file.
-
-    Raises:
-        ValueError: it cannot be decoded.
-    """
-    pixels = np.ascontiguousarray(decode_image(data, None).transpose(1, 2, 0))
-    return _encoded(Image.fromarray(pixels), "JPEG" if format == "JPEG" else "PNG")
-
-
-def to_show(data: bytes, size: int | None) -> tuple[bytes, str]:
-    """Convert a stored image for a browser.
-
-    Args:
-        data: the file.
-        size: longest side in pixels of a smaller copy; None returns the file unchanged, if browsers can display its
-            format.
-
-    Returns:
-        (bytes, media type).
-
-    Raises:
-        ValueError: it can no longer be decoded.
-    """
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            kind = str(image.format)
-            if size is None and kind in _SHOWN:
-                return data, _SHOWN[kind]
-            if size is not None:
-                image.draft(None, (2 * size, 2 * size))
-            upright = ImageOps.exif_transpose(image)
-            if size is not None:
-                upright.thumbnail((size, size), Image.Resampling.BICUBIC)
-            if kind == "JPEG":
-                return _encoded(upright.convert("RGB"), "JPEG"), _SHOWN["JPEG"]
-            return _encoded(upright.convert("RGBA"), "PNG"), _SHOWN["PNG"]
-    except (OSError, SyntaxError, TypeError, LookupError, Image.DecompressionBombError) as error:
-        raise ValueError(f"cannot be decoded: {error}") from error
-
-
-def _encoded(image: Image.Image, format: str) -> bytes:
-    file = io.BytesIO()
-    image.save(file, format, quality=90)
-    return file.getvalue()

@@ -4,10 +4,11 @@ Reads continue during a write.
 """
 
 import asyncio
+import contextlib
 import io
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeVar
 
@@ -33,8 +34,9 @@ from sfumato.serve.answering import (
     search_together,
 )
 from sfumato.serve.batching import Batcher, Closed, Embedder, submitted
+from sfumato.serve.decoding import HEADER, Budget, Task, message_of
 from sfumato.serve.guard import Metrics
-from sfumato.serve.image_files import check_image, handed_out, to_show
+from sfumato.serve.image_files import handed_out
 from sfumato.serve.schemas import (
     Answer,
     GalleryInfo,
@@ -78,6 +80,7 @@ class Service:
         self.sources, self.settings, self.metrics = sources, settings, Metrics()
         self.vector_sides = vector_sides(sources.model, sources.d)
         self.embedder = Embedder(sources.model, settings, self.metrics)
+        self.pixels = Budget(settings.pixel_budget, "images to decode")
         self.ready = asyncio.Event()
         self.failed: str | None = None
         self._pool = ThreadPoolExecutor(settings.workers, "search", torch.set_num_threads, (settings.threads,))
@@ -201,37 +204,44 @@ class Service:
             reason = f"{where[0]}: the model of this service reads {features}, not {side}s; search {ways}"
             raise Refusal(422, reason, errors=[(where[0], reason)])
 
-    async def check_images(self, images: Sequence[tuple[str, bytes]]) -> list[str]:
-        """Check the image files of a request, see :func:`~sfumato.serve.image_files.check_image`.
+    @contextlib.asynccontextmanager
+    async def checked_images(self, images: Sequence[tuple[str, bytes]]) -> AsyncIterator[None]:
+        """Check the image files of a request by their headers, and take their pixels from the budget of all requests.
 
         Args:
             images: (location in the request, bytes) of each.
 
-        Returns:
-            Their formats.
+        Yields:
+            Nothing; the pixels are given back afterwards.
 
         Raises:
-            Refusal: a file is not an image, together they have too many pixels, or the model reads features.
+            Refusal: a file is not an image, together they have too many pixels, or the model reads features; 503, other
+                requests have the pixels.
         """
         self.refuse_features("image", [where for where, _ in images])
-        most, pixels = self.settings.max_upload_bytes, self.settings.max_pixels
-
-        def check() -> list[str]:
-            formats, total = [], 0
-            for where, data in images:
-                kind, size = check_image(data, max_bytes=most, max_pixels=pixels, where=where)
-                formats.append(kind)
-                total += size
-                if total > pixels:
-                    raise Refusal(
-                        413,
-                        f"{where}: with this image the request has {total} pixels, more than the limit of {pixels}"
-                        " for all"
-                        " images of a request; send fewer at a time, or smaller copies",
-                    )
-            return formats
-
-        return await self.in_thread(check)
+        for where, data in images:
+            if len(data) > (most := self.settings.max_upload_bytes):
+                raise Refusal(413, f"{where}: {len(data)} bytes are more than the limit of {most}")
+        headers = await self.embedder.decoders.all(HEADER, [data for _, data in images])
+        total, limit = 0, self.settings.max_pixels
+        for (where, _), found in zip(images, headers, strict=True):
+            if isinstance(found, ValueError):
+                raise Refusal(422, f"{where}: {found}", errors=[(where, str(found))])
+            if isinstance(found, BaseException):
+                raise found
+            width, height = found[0]["width"], found[0]["height"]
+            total += width * height
+            if width * height > limit:
+                reason = f"{width} x {height} are more pixels than the limit of {limit}; send a smaller copy"
+                raise Refusal(413, f"{where}: {reason}")
+            if total > limit:
+                raise Refusal(
+                    413,
+                    f"{where}: with this image the request has {total} pixels, more than the limit of {limit} for all"
+                    " images of a request; send fewer at a time, or smaller copies",
+                )
+        async with self.pixels.taken(total):
+            yield
 
     async def image(self, id: str, size: int | None) -> tuple[bytes, str]:
         """The image of an item.
@@ -247,7 +257,7 @@ class Service:
             Refusal: 404, there is no such item or image, or the image cannot be decoded.
         """
 
-        def read() -> tuple[bytes, str]:
+        def read() -> bytes:
             served = self.gallery("images")
             data: bytes | None = None
             for _ in range(2):  # The image may be replaced between reading the record and the file.
@@ -256,12 +266,14 @@ class Service:
                     data = served.images.read(id, found.payloads[0])
             if data is None:
                 raise Refusal(404, "There is no such item, or it has no image")
-            try:
-                return to_show(data, size)
-            except ValueError as error:
-                raise Refusal(404, f"The image of this item can no longer be shown: it {error}") from error
+            return data
 
-        return await self.in_thread(read)
+        data = await self.in_thread(read)
+        try:
+            answer, smaller = await self.embedder.decoders.run(Task("shown", {"size": size}, message_of), data)
+        except ValueError as error:
+            raise Refusal(404, f"The image of this item can no longer be shown: it {error}") from error
+        return smaller or data, str(answer["type"])
 
     async def item(self, id: str, gallery: GalleryName) -> Item:
         """An item by id.
@@ -415,8 +427,8 @@ class Service:
                 )
             rows |= {i: items.embeddings[place[asked[i].name] : place[asked[i].name] + 1] for i in ids}
         if images := by_kind["image"]:
-            await self.check_images([(asked[i].where, asked[i].image) for i in images])
-            found = await self.embedder.embed_images([asked[i].image for i in images])
+            async with self.checked_images([(asked[i].where, asked[i].image) for i in images]):
+                found = await self.embedder.embed_images([asked[i].image for i in images])
             rows |= dict(zip(images, good(found, [asked[i].where for i in images]), strict=True))
         if texts := by_kind["text"]:
             self.refuse_features("text", [asked[i].where for i in texts])

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from sfumato.data.transforms import MAX_PIXELS
+from sfumato.data.image_decoding import MAX_PIXELS
 from sfumato.errors import UserError
 
 MOST = 1024
@@ -24,6 +24,11 @@ class Settings:
         max_results: largest number of results of a query, and of items in a conformal set.
         max_upload_bytes: largest image file in bytes.
         max_pixels: largest total number of pixels of all images in a request; at most MAX_PIXELS.
+        pixel_budget: largest total number of pixels of the images of all requests that are being checked, decoded or
+            embedded; more are refused with 503.
+        decode_timeout: seconds within which an image must be decoded.
+        decode_memory_bytes: memory of a process that decodes images, where the system limits it. 40 million pixels
+            take up to 1.1 GB, by their format.
         max_requests: largest number of simultaneous requests to /v1/; more are refused with 503.
         timeout: seconds for reading a request, and again for answering it.
         threads: number of torch threads of one computation.
@@ -43,6 +48,9 @@ class Settings:
     max_results: int = 1000
     max_upload_bytes: int = 10_000_000
     max_pixels: int = 40_000_000
+    pixel_budget: int = 120_000_000
+    decode_timeout: float = 10.0
+    decode_memory_bytes: int = 1_300_000_000
     max_requests: int = 128
     timeout: float = 30.0
     threads: int = 1
@@ -60,16 +68,18 @@ class Settings:
                 "max_results",
                 "max_upload_bytes",
                 "max_pixels",
+                "pixel_budget",
+                "decode_memory_bytes",
                 "max_requests",
             ),
             *("threads", "workers", "optimise_after"),
         ):
             if getattr(self, name) < 1:
                 raise UserError(f"serve: {name} must be at least 1, got {getattr(self, name)}")
-        if not (self.batch_window >= 0 and self.timeout > 0):
+        if not (self.batch_window >= 0 and self.timeout > 0 and self.decode_timeout > 0):
             raise UserError(
-                f"serve: batch_window must be at least 0 and timeout positive, got {self.batch_window} and"
-                f" {self.timeout}"
+                "serve: batch_window must be at least 0, timeout and decode_timeout positive, got"
+                f" {self.batch_window}, {self.timeout} and {self.decode_timeout}"
             )
         if self.max_pixels > MAX_PIXELS:
             raise UserError(f"serve: max_pixels must be at most {MAX_PIXELS}, got {self.max_pixels}")

@@ -11,10 +11,12 @@ from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
 from sfumato.serve.answering import ServedGallery
-from sfumato.serve.image_files import POINTER, to_store
+from sfumato.serve.decoding import Task, bytes_of
+from sfumato.serve.image_files import POINTER
 from sfumato.serve.schemas import AddResponse, DeleteResponse, GalleryName, Refusal, busy
 from sfumato.serve.service import Service, good
 
+_STORED = Task("stored", {}, bytes_of)
 _LOG = logging.getLogger("sfumato.serve")
 
 
@@ -68,13 +70,13 @@ class Writer:
         served, collection = self._writable(gallery)
         self._check(gallery, served, items)
         images = [(f"{one.where}.image", one.image) for one in items if one.image is not None]
-        formats = await self.service.check_images(images)
         files: Sequence[bytes] = ()
         if gallery == "images":
-            found = await self.service.embedder.embed_images([data for _, data in images])
-            rows = good(found, [where for where, _ in images])
-            if served.uploads is not None:
-                files = await self._re_encoded(images, formats)
+            async with self.service.checked_images(images):
+                found = await self.service.embedder.embed_images([data for _, data in images])
+                rows = good(found, [where for where, _ in images])
+                if served.uploads is not None:
+                    files = await self._re_encoded(images)
         else:
             self.service.refuse_features("text", [f"{one.where}.text" for one in items])
             found = await self.service.embedder.embed_texts([one.text or "" for one in items])
@@ -133,11 +135,9 @@ class Writer:
             await self._optimise(served)
         self._thread.shutdown(wait=False)
 
-    async def _re_encoded(self, images: Sequence[tuple[str, bytes]], formats: Sequence[str]) -> list[bytes]:
+    async def _re_encoded(self, images: Sequence[tuple[str, bytes]]) -> list[bytes]:
         """(location, bytes) of image files -> bytes to store."""
-        found = await self.service.embedder.beside(
-            lambda file: to_store(*file), [(data, kind) for (_, data), kind in zip(images, formats, strict=True)]
-        )
+        found = await self.service.embedder.decoders.all(_STORED, [data for _, data in images])
         for (where, _), one in zip(images, found, strict=True):
             if isinstance(one, ValueError):
                 raise Refusal(422, f"{where}: {one}", errors=[(where, str(one))]) from one

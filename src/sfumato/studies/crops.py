@@ -18,8 +18,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
+from sfumato.data.image_decoding import decode_image
 from sfumato.data.images import Problems
-from sfumato.data.transforms import decode_image, encode_png
+from sfumato.data.transforms import encode_png
 from sfumato.distances import get_distance
 from sfumato.encoders.regions import features_read
 from sfumato.errors import UserError

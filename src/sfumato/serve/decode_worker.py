@@ -1,0 +1,249 @@
+"""The process that decodes images for the service: one request after the other on its standard input.
+
+It is started by :mod:`sfumato.serve.decoding`, has a memory limit where the system knows one, and imports numpy and
+Pillow alone. Whatever a file does to it, the service goes on without it.
+
+A message is two lengths, a JSON object and bytes. Nothing is pickled: the service must not trust what comes back.
+"""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from typing import IO, Any
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from sfumato.data.image_decoding import Fit, decode_image, opened_image
+
+MAX_SCANS = 100
+"""Scans of a progressive JPEG file; usual ones have ten. Each costs as much time as a whole image."""
+
+Message = tuple[Mapping[str, Any], bytes]
+"""A JSON object and bytes."""
+
+_LENGTHS = struct.Struct(">IQ")
+_SHOWN = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
+"""Formats that browsers show; others are re-encoded."""
+
+
+def header(data: bytes) -> Message:
+    """Read the header of an image file; nothing is decoded.
+
+    Args:
+        data: bytes of the file.
+
+    Returns:
+        Pillow's name of its format, its width and its height.
+
+    Raises:
+        ValueError: it is not an image.
+    """
+    with opened_image(data, max_pixels=None) as image:
+        return {"format": str(image.format), "width": image.width, "height": image.height}, b""
+
+
+def square(data: bytes, size: int, fit: Fit) -> Message:
+    """Decode an image to a square, see :func:`~sfumato.data.image_decoding.decode_image`.
+
+    Args:
+        data: bytes of the file.
+        size: side of the square in pixels.
+        fit: how the image becomes a square.
+
+    Returns:
+        (3, size, size) uint8 as bytes.
+
+    Raises:
+        ValueError: it cannot be decoded.
+    """
+    return {}, decode_image(data, size, fit=fit, reduced=True).tobytes()
+
+
+def rgb(data: bytes, side: int | None) -> Message:
+    """Decode an image of any format to one that is simple: upright, in RGB, uncompressed.
+
+    Args:
+        data: bytes of the file.
+        side: images whose sides are both at least twice this long are reduced by a whole number, so that both keep this
+            length; None keeps every size.
+
+    Returns:
+        A BMP file.
+
+    Raises:
+        ValueError: it cannot be decoded.
+    """
+    if side is not None:
+        data = _drafted(data, side)
+    image = Image.fromarray(decode_image(data, None).transpose(1, 2, 0))
+    factor = 1 if side is None else min(image.size) // side
+    return {}, _encoded(image.reduce(factor) if factor > 1 else image, "BMP")
+
+
+def stored(data: bytes) -> Message:
+    """Re-encode an image file, upright and in RGB, without its metadata such as the location of the camera.
+
+    Args:
+        data: bytes of the file.
+
+    Returns:
+        A JPEG file if it was one, else a PNG file.
+
+    Raises:
+        ValueError: it cannot be decoded.
+    """
+    with opened_image(data) as image:
+        format = "JPEG" if image.format == "JPEG" else "PNG"
+    pixels = np.ascontiguousarray(decode_image(data, None).transpose(1, 2, 0))
+    return {}, _encoded(Image.fromarray(pixels), format)
+
+
+def shown(data: bytes, size: int | None) -> Message:
+    """Convert a stored image for a browser.
+
+    Args:
+        data: bytes of the file.
+        size: longest side in pixels of a smaller copy; None returns the file unchanged, if browsers can display its
+            format.
+
+    Returns:
+        Its media type, and the bytes; none if the file is unchanged.
+
+    Raises:
+        ValueError: it cannot be decoded.
+    """
+    with opened_image(data) as image:
+        kind = str(image.format)
+        if size is None and kind in _SHOWN:
+            return {"type": _SHOWN[kind]}, b""
+        if size is not None:
+            image.draft(None, (2 * size, 2 * size))
+        upright = ImageOps.exif_transpose(image)
+        if size is not None:
+            upright.thumbnail((size, size), Image.Resampling.BICUBIC)
+        kind, mode = ("JPEG", "RGB") if kind == "JPEG" else ("PNG", "RGBA")
+        return {"type": _SHOWN[kind]}, _encoded(upright.convert(mode), kind)
+
+
+TASKS: dict[str, Callable[..., Message]] = {
+    "header": header, "square": square, "rgb": rgb, "stored": stored, "shown": shown,
+}  # fmt: skip
+"""What the process can do with the bytes of an image file."""
+
+
+def done(task: str, options: Mapping[str, Any], data: bytes) -> Message:
+    """Do one task.
+
+    Args:
+        task: key in TASKS.
+        options: of the task.
+        data: bytes of an image file.
+
+    Returns:
+        The answer; an object with "error" if the image cannot be used.
+    """
+    try:
+        _check_scans(data)
+        return TASKS[task](data, **options)
+    except MemoryError:
+        return {"error": "takes too much memory to decode; send a smaller copy"}, b""
+    except ValueError as error:
+        return {"error": str(error)}, b""
+
+
+def send(pipe: IO[bytes], message: Message) -> None:
+    """Write a message.
+
+    Args:
+        pipe: to the other process.
+        message: the message.
+    """
+    text, data = json.dumps(message[0]).encode(), message[1]
+    pipe.write(_LENGTHS.pack(len(text), len(data)) + text)
+    pipe.write(data)
+    pipe.flush()
+
+
+def receive(pipe: IO[bytes]) -> Message:
+    """Read a message.
+
+    Args:
+        pipe: from the other process.
+
+    Returns:
+        The message.
+
+    Raises:
+        EOFError: the other process has ended.
+    """
+    of_text, of_data = _LENGTHS.unpack(_exactly(pipe, _LENGTHS.size))
+    return json.loads(_exactly(pipe, of_text)), _exactly(pipe, of_data)
+
+
+def _exactly(pipe: IO[bytes], n: int) -> bytes:
+    data = pipe.read(n)
+    if len(data) < n:
+        raise EOFError
+    return data
+
+
+def _check_scans(data: bytes) -> None:
+    scans = data.count(b"\xff\xda") if data.startswith(b"\xff\xd8") else 0
+    if scans > MAX_SCANS:
+        raise ValueError(f"a JPEG file with {scans} scans, more than the limit of {MAX_SCANS}; save it again")
+
+
+def _drafted(data: bytes, side: int) -> bytes:
+    """A large JPEG file decoded at a half, a quarter or an eighth of its size; anything else as it is."""
+    with opened_image(data) as image:
+        if image.format != "JPEG" or min(image.size) < 2 * side:
+            return data
+        image.draft(None, (side, side))
+        return _encoded(ImageOps.exif_transpose(image).convert("RGB"), "BMP")
+
+
+def _encoded(image: Image.Image, format: str) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format, quality=90)
+    return file.getvalue()
+
+
+def _limit(memory_bytes: int) -> None:
+    """Leave the computer to others: little memory, low priority, and no interest in Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(os, "nice"):
+        os.nice(10)
+    with contextlib.suppress(ImportError, OSError, ValueError):  # No such limit, or a stricter one holds already.
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+
+
+def main(memory_bytes: int) -> None:
+    """Answer requests until the service closes the pipe.
+
+    Args:
+        memory_bytes: memory limit of this process.
+    """
+    _limit(memory_bytes)
+    Image.MAX_IMAGE_PIXELS = None  # The service decides by the header.
+    with os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)  # Nothing else may write there.
+        while True:
+            try:
+                request, data = receive(sys.stdin.buffer)
+            except EOFError:
+                return
+            answer = done(request["task"], request["options"], data)
+            del data
+            send(answers, answer)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,301 @@
+"""Decodes images in processes of their own, with limits of time, memory and pixels; one that fails is replaced.
+
+Plain subprocesses, not those of multiprocessing: a pool of `concurrent.futures` breaks as a whole when one process dies
+and cannot stop one that hangs, and a spawned process imports the program that runs the service, with torch, again.
+"""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import IO, Any, Generic, TypeVar
+
+import numpy as np
+
+from sfumato.encoders.dual import Tower
+from sfumato.encoders.frozen import FrozenProcessor
+from sfumato.encoders.processors import ImageFileProcessor, PixelProcessor
+from sfumato.serve import decode_worker
+from sfumato.serve.decode_worker import Message
+from sfumato.serve.schemas import Refusal, busy
+
+Result = TypeVar("Result")
+
+_REDUCED_SIDE = 1536
+"""Side down to which images are reduced for a frozen backbone: four times the usual 384 pixels of its input."""
+
+
+def message_of(answer: Message) -> Message:
+    """The answer of a process as it is.
+
+    Args:
+        answer: the answer.
+
+    Returns:
+        The same.
+    """
+    return answer
+
+
+def bytes_of(answer: Message) -> bytes:
+    """The file that a process answers with.
+
+    Args:
+        answer: the answer.
+
+    Returns:
+        Its bytes.
+    """
+    return answer[1]
+
+
+@dataclass(frozen=True)
+class Task(Generic[Result]):
+    """What a process does with an image, see :data:`~sfumato.serve.decode_worker.TASKS`.
+
+    Attributes:
+        name: key in TASKS.
+        options: of the task.
+        finish: converts the answer, in a thread of the service.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    finish: Callable[[Message], Result]
+
+
+HEADER = Task("header", {}, message_of)
+"""Reads format, width and height."""
+
+
+def input_task(tower: Tower, prepare: Callable[[bytes], Any]) -> Task[Any]:
+    """The task that makes the input of an image tower.
+
+    Args:
+        tower: of images, that does not read features.
+        prepare: makes the input from the bytes of an image in this process.
+
+    Returns:
+        The task. Its results are those of `prepare`, but for very large images, see ``reduced`` of
+        :func:`~sfumato.data.image_decoding.decode_image`.
+    """
+    processor = tower.processor
+    if isinstance(processor, PixelProcessor | ImageFileProcessor):
+        shape = (3, processor.size, processor.size)
+        pixels = partial(_pixels, shape=shape)
+        return Task("square", {"size": processor.size, "fit": processor.fit}, pixels)
+    if isinstance(processor, FrozenProcessor):
+        return Task("rgb", {"side": _REDUCED_SIDE}, bytes_of)
+    return Task("rgb", {"side": None}, lambda answer: prepare(answer[1]))
+
+
+def _pixels(answer: Message, shape: tuple[int, int, int]) -> np.ndarray:
+    return np.frombuffer(answer[1], np.uint8).reshape(shape)
+
+
+class Decoders:
+    """A few processes that decode images, one image each at a time.
+
+    Args:
+        n: number of processes; each is started when it is needed first.
+        seconds: time limit of one task.
+        memory_bytes: memory limit of one process, where the system has one.
+    """
+
+    def __init__(self, n: int, *, seconds: float, memory_bytes: int) -> None:
+        self._threads = ThreadPoolExecutor(n, "decode")
+        self._processes = [_Process(seconds, memory_bytes) for _ in range(n)]
+        self._idle: asyncio.LifoQueue[_Process] = asyncio.LifoQueue()
+        for process in self._processes:
+            self._idle.put_nowait(process)
+
+    async def run(self, task: Task[Result], data: bytes) -> Result:
+        """Do a task in a process.
+
+        It waits for a process without occupying a thread. So a caller who leaves meanwhile takes its image along.
+
+        Args:
+            task: the task.
+            data: bytes of an image file.
+
+        Returns:
+            The result.
+
+        Raises:
+            ValueError: the image cannot be decoded within the limits.
+            Refusal: 503, the service is shutting down.
+        """
+        process = await self._idle.get()
+        try:
+            running = asyncio.wrap_future(self._threads.submit(process.do, task, data))
+        except RuntimeError:
+            self._idle.put_nowait(process)
+            raise busy("The service is shutting down", 5) from None
+        # The process is free when its thread is, whether or not the caller still waits then.
+        running = asyncio.ensure_future(self._until_free(process, running))
+        return await asyncio.shield(running)
+
+    async def all(self, task: Task[Result], images: Sequence[bytes]) -> list[Result | BaseException]:
+        """Do a task with several images.
+
+        Args:
+            task: the task.
+            images: bytes of image files.
+
+        Returns:
+            For each image the result, or the exception.
+
+        Raises:
+            Refusal: 503, the service is shutting down.
+        """
+        found = await asyncio.gather(*(self.run(task, image) for image in images), return_exceptions=True)
+        for one in found:
+            if isinstance(one, Refusal):
+                raise one
+        return found
+
+    def close(self) -> None:
+        """End the processes; running tasks fail."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.close()
+
+    async def _until_free(self, process: "_Process", running: "asyncio.Future[Result]") -> Result:
+        try:
+            return await running
+        finally:
+            self._idle.put_nowait(process)
+
+
+class _Process:
+    """One process, started when it is needed. Used by one thread at a time, but for close()."""
+
+    def __init__(self, seconds: float, memory_bytes: int) -> None:
+        self.seconds, self.memory_bytes, self.closed = seconds, memory_bytes, False
+        self.child: subprocess.Popen[bytes] | None = None
+
+    def do(self, task: Task[Result], data: bytes) -> Result:
+        """See Decoders.run."""
+        for _ in range(2):  # A process that ended for a reason of its own is replaced, and the image tried again.
+            answer = self._ask(task, data)
+            if answer is not None:
+                break
+        else:
+            raise ValueError("cannot be decoded: it stops the program that decodes images; save it in another format")
+        if "error" in answer[0]:
+            raise ValueError(str(answer[0]["error"]))
+        return task.finish(answer)
+
+    def close(self) -> None:
+        """End the process."""
+        self.closed = True
+        self._end()
+
+    def _ask(self, task: Task[Any], data: bytes) -> Message | None:
+        """The answer; None if the process has ended without one."""
+        child = self._started()
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            child.kill()
+
+        timer = threading.Timer(self.seconds, stop)
+        timer.start()
+        try:
+            decode_worker.send(_pipe(child.stdin), ({"task": task.name, "options": dict(task.options)}, data))
+            return decode_worker.receive(_pipe(child.stdout))
+        except (OSError, EOFError, ValueError):
+            self._end()
+            if late.is_set():
+                raise ValueError(f"takes more than {self.seconds:g} seconds to decode; send a smaller copy") from None
+            return None
+        finally:
+            timer.cancel()
+
+    def _started(self) -> "subprocess.Popen[bytes]":
+        if self.child is None or self.child.poll() is not None:
+            self._end()
+            if self.closed:
+                raise busy("The service is shutting down", 5)
+            # One thread; and memory that was freed goes back to the system (a GNU C library keeps it otherwise).
+            alone = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+            lean = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "1"}
+            self.child = subprocess.Popen(
+                [sys.executable, "-P", "-m", decode_worker.__name__, str(self.memory_bytes)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                env={**os.environ, **alone, **lean},
+            )  # fmt: skip
+        return self.child
+
+    def _end(self) -> None:
+        child, self.child = self.child, None
+        if child is not None:
+            child.kill()
+            child.wait()
+            for pipe in (child.stdin, child.stdout):
+                with contextlib.suppress(OSError):
+                    _pipe(pipe).close()
+
+
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None
+    return pipe
+
+
+class Budget:
+    """An amount that requests share, such as pixels at work.
+
+    Args:
+        most: the amount.
+        what: its name in messages.
+    """
+
+    def __init__(self, most: int, what: str) -> None:
+        self.most, self.what, self.used = most, what, 0
+
+    def take(self, amount: int) -> None:
+        """Take some.
+
+        Args:
+            amount: how much.
+
+        Raises:
+            Refusal: 503, it is not there now. The first to take some gets it, however much it is.
+        """
+        if self.used and self.used + amount > self.most:
+            raise busy(f"The service has {self.what} enough; send the request again in a moment")
+        self.used += amount
+
+    def give_back(self, amount: int) -> None:
+        """Give some back.
+
+        Args:
+            amount: how much.
+        """
+        self.used -= amount
+
+    @contextlib.asynccontextmanager
+    async def taken(self, amount: int) -> AsyncIterator[None]:
+        """Take some for a while.
+
+        Args:
+            amount: how much.
+
+        Yields:
+            Nothing; it is given back afterwards.
+
+        Raises:
+            Refusal: 503, as :meth:`take`.
+        """
+        self.take(amount)
+        try:
+            yield
+        finally:
+            self.give_back(amount)

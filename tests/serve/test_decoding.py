@@ -1,0 +1,167 @@
+"""Images decoded in processes: the same pixels as here, and files and processes that fail."""
+
+import asyncio
+import contextlib
+import io
+import os
+import signal
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+from serve.test_faults import problem
+from support.serving import in_base64, many_scans, picture, served
+
+from sfumato.data.image_decoding import REDUCED_FROM, decode_image
+from sfumato.encoders.processors import PixelProcessor
+from sfumato.models.embed import embedding_steps
+from sfumato.serve.decoding import HEADER, Decoders, Task, bytes_of, input_task
+
+PHOTO = np.random.default_rng(0).integers(0, 256, (9, 12, 3), dtype=np.uint8)
+"""Blurred when it is enlarged; no two pixels alike."""
+
+
+def photo(size, format="JPEG", mode="RGB", **options):
+    file = io.BytesIO()
+    Image.fromarray(PHOTO).resize(size, Image.Resampling.BICUBIC).convert(mode).save(file, format, **options)
+    return file.getvalue()
+
+
+def turned(size):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return photo(size, exif=exif)
+
+
+def go(work, n=1, seconds=20.0, memory_bytes=1_000_000_000):
+    """The result of work(decoders)."""
+
+    async def run():
+        decoders = Decoders(n, seconds=seconds, memory_bytes=memory_bytes)
+        with contextlib.closing(decoders):
+            return await work(decoders)
+
+    return asyncio.run(run())
+
+
+FILES = {
+    "png": photo((300, 200), "PNG"),
+    "transparent": photo((200, 300), "PNG", "RGBA"),
+    "palette": photo((120, 90), "GIF", "P"),
+    "jpeg": photo((640, 480)),
+    "cmyk": photo((100, 80), "JPEG", "CMYK"),
+    "turned": turned((90, 60)),
+    "webp": photo((64, 65), "WEBP"),
+    "tiff": photo((31, 77), "TIFF"),
+}
+
+
+@pytest.mark.parametrize("fit", ["squash", "crop", "crop-nearest", "crop-margin"])
+def test_the_pixels_are_those_of_this_process(fit):
+    def tower(size):
+        return type("Tower", (), {"processor": PixelProcessor(size, fit=fit)})()
+
+    task = input_task(tower(24), lambda data: None)
+    found = go(lambda decoders: decoders.all(task, list(FILES.values())), n=2)
+    for name, pixels in zip(FILES, found, strict=True):
+        np.testing.assert_array_equal(pixels, decode_image(FILES[name], 24, fit=fit), err_msg=name)
+
+
+def test_whole_images_are_those_of_this_process():
+    task = Task("rgb", {"side": 64}, bytes_of)
+    found = go(lambda decoders: decoders.all(task, list(FILES.values())))
+    for name, file in zip(FILES, found, strict=True):
+        assert file.startswith(b"BM")
+        same = min(decode_image(FILES[name], None).shape[1:]) < 128
+        if same:
+            np.testing.assert_array_equal(decode_image(file, None), decode_image(FILES[name], None), err_msg=name)
+        else:  # Reduced by a whole number, or decoded at a part of its size.
+            assert 64 <= min(decode_image(file, None).shape[1:]) < 128, name
+
+
+def test_the_embeddings_of_a_service_are_those_of_the_library(sources):
+    files = list(FILES.values())
+    with served(sources) as client:
+        answers = client.post("/v1/search", json={"queries": [{"image": in_base64(file)} for file in files]}).json()
+    prepare, encode = embedding_steps(sources.model.image, "images")
+    index = sources.galleries["images"].gallery
+    for answer, expected in zip(answers["answers"], index.search(encode([prepare(f) for f in files])), strict=True):
+        assert [hit["id"] for hit in answer["hits"]] == [hit.id for hit in expected]
+        assert [hit["distance"] for hit in answer["hits"]] == pytest.approx([h.distance for h in expected], abs=1e-6)
+
+
+def test_very_large_jpeg_files_are_decoded_at_a_part_of_their_size():
+    small, large = photo((2400, 1600)), photo((2592, 1600))
+    assert 2400 * 1600 < REDUCED_FROM < 2592 * 1600
+    np.testing.assert_array_equal(decode_image(small, 64, reduced=True), decode_image(small, 64))
+    whole, part = decode_image(large, 64).astype(float), decode_image(large, 64, reduced=True).astype(float)
+    assert 0 < np.abs(whole - part).max() < 8 and np.sqrt(np.square(whole - part).mean()) < 1
+    # Four times 448 pixels are more than its shorter side has.
+    np.testing.assert_array_equal(decode_image(large, 448, reduced=True), decode_image(large, 448))
+
+
+def test_jpeg_files_of_many_scans_are_refused(client):
+    assert go(lambda decoders: decoders.run(HEADER, many_scans(80)))[0]["width"] == 64
+    told = problem(client.post("/v1/search/image", files={"image": ("a", many_scans(5000))}), 422)
+    assert "scans, more than the limit of 100" in told["detail"]
+
+
+def test_what_takes_too_long_is_stopped_and_the_next_is_decoded():
+    square, slow = Task("square", {"size": 16, "fit": "squash"}, bytes_of), many_scans(90, (4000, 4000))
+
+    async def work(decoders):
+        await decoders.run(HEADER, picture())  # The process has started.
+        decoders._processes[0].seconds = 0.2
+        with pytest.raises(ValueError, match=r"takes more than 0.2 seconds to decode; send a smaller copy"):
+            await decoders.run(square, slow)
+        decoders._processes[0].seconds = 20
+        return await decoders.run(square, picture())
+
+    assert len(go(work)) == 3 * 16 * 16
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is that of Linux")
+def test_what_takes_too_much_memory_is_refused():
+    square, large = Task("square", {"size": 16, "fit": "squash"}, bytes_of), picture(size=(5000, 5000))
+
+    async def work(decoders):
+        found = await decoders.all(square, [large, picture(), picture(size=(5000, 5000), format="WEBP")])
+        return [found[0], len(found[1]), found[2]]
+
+    first, second, third = go(work, memory_bytes=170_000_000)
+    assert "takes too much memory to decode" in str(first) and second == 3 * 16 * 16
+    assert isinstance(third, ValueError)
+
+
+def test_a_process_that_ends_is_replaced(monkeypatch):
+    square = Task("square", {"size": 16, "fit": "squash"}, bytes_of)
+
+    async def work(decoders):
+        (process,) = decoders._processes
+        await decoders.run(HEADER, picture())
+        first, kill = process.child.pid, getattr(signal, "SIGKILL", signal.SIGTERM)
+        os.kill(first, kill)
+        assert len(await decoders.run(square, picture())) == 3 * 16 * 16 and process.child.pid != first
+        monkeypatch.setattr(process, "memory_bytes", "no number")  # Every new one ends at once.
+        os.kill(process.child.pid, kill)
+        with pytest.raises(ValueError, match="it stops the program that decodes images"):
+            await decoders.run(square, picture())
+        monkeypatch.undo()
+        assert len(await decoders.run(square, picture())) == 3 * 16 * 16
+
+    go(work)
+
+
+def test_all_requests_share_a_budget_of_pixels(sources):
+    file = {"image": ("a", picture(size=(30, 30)))}
+    with served(sources, max_pixels=2000, pixel_budget=1000) as client:
+        pixels = client.app.state.service.pixels
+        assert client.post("/v1/search/image", files=file).status_code == 200 and pixels.used == 0
+        pixels.take(200)  # Another request.
+        told = problem(busy := client.post("/v1/search/image", files=file), 503)
+        assert "images to decode" in told["detail"] and busy.headers["retry-after"] == "1"
+        assert client.get("/v1/search?q=a").status_code == 200
+        pixels.give_back(200)
+        large = {"image": ("a", picture(size=(40, 40)))}
+        assert client.post("/v1/search/image", files=large).status_code == 200  # Alone, whatever its size.
