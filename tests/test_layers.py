@@ -11,6 +11,7 @@ SOURCE = Path(sfumato.__file__).parent
 PARTS: dict[str, set[str]] = {
     "errors": set(),
     "files": set(),
+    "ids": set(),
     "progress": set(),
     "direction": set(),
     "gaussian": {"files"},
@@ -30,6 +31,7 @@ PARTS: dict[str, set[str]] = {
         "errors",
         "files",
         "gaussian",
+        "ids",
         "matching",
         "metrics",
         "progress",
@@ -57,6 +59,7 @@ PARTS: dict[str, set[str]] = {
         "evaluation",
         "files",
         "gaussian",
+        "ids",
         "losses",
         "matching",
         "metrics",
@@ -126,7 +129,7 @@ PARTS: dict[str, set[str]] = {
         "search",
         "training",
     },
-    "serve": {"calibration", "data", "encoders", "errors", "files", "gaussian", "models", "search", "studies"},
+    "serve": {"calibration", "data", "encoders", "errors", "files", "gaussian", "ids", "models", "search", "studies"},
     "cli": {
         "data",
         "demo",

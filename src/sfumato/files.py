@@ -2,13 +2,13 @@
 
 import json
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import Any
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:
-    """Replace the file at path by data. Readers see only the old or the new content.
+    """Replace the file at path by data. Readers see only the old or the new content. The umask decides who they are.
 
     Args:
         path: the file; its folder must exist.
@@ -20,16 +20,15 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
     path = Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist; create it first")
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
 
@@ -72,9 +71,3 @@ def is_plain_name(name: str) -> bool:
         False for an empty name, ".", "..", and names with a slash, a backslash or a zero byte.
     """
     return name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -632,6 +632,18 @@ def test_names_that_are_no_unicode_and_links(tmp_path, pictures):
     assert len(together(tmp_path / "out")[0]) == 24
 
 
+def test_names_that_are_no_ids_are_left_out(tmp_path, pictures):
+    (pictures / "two\nlines.png").write_bytes(encoded(3))
+    (pictures / "tab\t.png").write_bytes(encoded(4))
+    retrieval_model = tiny_retrieval_model()
+    done = embed_collection(retrieval_model, list_folder(pictures, part_size=9), tmp_path / "out")
+    said = {p.reason.partition(" holds ")[0] for p in done.problems.items}
+    assert said == {r"the id 'two\nlines.png'", r"the id 'tab\t.png'"}
+    _, ids, problems = embed_folder(retrieval_model, pictures)
+    assert [p.reason for p in problems.items] == [p.reason for p in done.problems.items]
+    assert together(tmp_path / "out")[0] == ids and len(ids) == 23
+
+
 def test_which_job(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

@@ -1,6 +1,8 @@
 import itertools
 import json
+import os
 import shutil
+import stat
 import sys
 import time
 
@@ -330,7 +332,7 @@ def test_there_and_back(engine, tmp_path):
     faiss_or_skip(engine)
     options = FaissOptions(ef_search=33, n_probe=2) if engine != "exact" else None
     index = GaussianIndex.build(
-        clustered(300, seed=17), ["ü", "a\nb", *ids_of(298)], engine=engine, logit_scale=1.25, logit_bias=-2.5,
+        clustered(300, seed=17), ["ü", "a  b", *ids_of(298)], engine=engine, logit_scale=1.25, logit_bias=-2.5,
         payload={"text": ["猫"] * 300}, metadata={"run": "here", "calibrated": True}, direction="i2t", options=options,
     )  # fmt: skip
     index.save(tmp_path / "index")
@@ -450,3 +452,15 @@ def test_without_faiss_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(UserError, match=r"pip install 'sfumato\[faiss\]'"):
         GaussianIndex.build(clustered(3, seed=0), ids_of(3), engine="flat")
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o027, 0o640), (0o002, 0o664), (0o077, 0o600)])
+def test_the_umask_says_who_may_read_it(tmp_path, mask, mode):
+    before = os.umask(mask)
+    try:
+        GaussianIndex.build(clustered(20, seed=0), ids_of(20)).save(tmp_path / "index")
+    finally:
+        os.umask(before)
+    found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "index").glob("data-*/*")}
+    found["manifest.json"] = stat.S_IMODE((tmp_path / "index" / "manifest.json").stat().st_mode)
+    assert found == dict.fromkeys(("embeddings.safetensors", "items.json", "manifest.json"), mode)

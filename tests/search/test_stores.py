@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -614,7 +615,11 @@ def test_a_collection_of_version_0_1_is_converted_when_it_is_opened(tmp_path):
                 assert list(row.ids) == [items.ids[j] for j in query.argsort().tolist()]
             collection.upsert(first[:1], ["late"])
             assert collection.delete(["late"]) == 1
-    assert sorted(f.name for f in (tmp_path / "old/store").iterdir() if f.name != ".lock") == ["records.sqlite"]
+    assert sorted(f.name for f in (tmp_path / "old/store").iterdir() if f.name != ".lock") == [
+        "records.sqlite",
+        "records.sqlite-shm",
+        "records.sqlite-wal",
+    ]
     with GaussianCollection.open(tmp_path / "old") as collection, copy_gallery(collection, tmp_path / "new") as copy:
         assert len(copy) == 27
 
@@ -652,3 +657,41 @@ def test_a_store_of_version_0_1_in_use_is_not_converted(tmp_path):
     with filelock.FileLock(tmp_path / "old/.lock"), pytest.raises(UserError, match="writes to it; wait until"):
         open_store(str(tmp_path / "old"))
     assert (tmp_path / "old/store.sqlite").exists()
+
+
+def counted_by_a_reader(folder):
+    """What a process counts that may read the folder and not write to it: nobody, or, if that cannot be, ourselves."""
+    folder.chmod(0o555)
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        with contextlib.suppress(BaseException):
+            if os.geteuid() == 0:
+                os.setgroups([])
+                os.setgid(65534)
+                os.setuid(65534)
+            try:
+                with contextlib.closing(sqlite3.connect(folder / "records.sqlite")) as connection:
+                    said = str(connection.execute("SELECT count(*) FROM items").fetchone()[0])
+            except sqlite3.Error as error:
+                said = repr(error)
+            os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    folder.chmod(0o755)
+    return said
+
+
+def test_who_may_only_read_the_folder_can_read_the_store(request):
+    """SQLite removes its log with the last connection, and cannot make another in a folder that it may not write to."""
+    folder = Path(tempfile.mkdtemp(prefix="sfumato-group-", dir="/tmp"))
+    request.addfinalizer(lambda: shutil.rmtree(folder))
+    folder.chmod(0o755)
+    store = create_store(f"file:{folder}/store", 4, FINGERPRINT)
+    assert counted_by_a_reader(folder / "store") == "0"
+    store.upsert(records(9, 4, 1))
+    assert counted_by_a_reader(folder / "store") == "9"
+    store.close()
+    assert counted_by_a_reader(folder / "store") == "9"

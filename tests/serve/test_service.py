@@ -364,6 +364,18 @@ def test_what_was_added_is_found_shown_replaced_and_removed(writable, sources):
     assert not [f for f in (writable.folder / "pictures").rglob("*") if f.is_file()]
 
 
+@pytest.mark.parametrize("id", ["two\nlines", "bell\a", "..", "."])
+def test_ids_that_no_path_can_hold_are_refused(writable, id):
+    good = {"id": "good", "image": in_base64(picture())}
+    answer = writable.post("/v1/items", json={"items": [good, {**good, "id": id}]})
+    assert answer.status_code == 422
+    assert f"body.items.1.id: the id {id!r} " in answer.json()["detail"]
+    form = writable.post("/v1/items/image", data={"id": id}, files={"image": ("a.png", picture())})
+    assert form.status_code == 422 and f"the id {id!r} " in form.json()["detail"]
+    assert writable.get("/v1/items/good").status_code == 404
+    assert writable.post("/v1/items/delete", json={"ids": [id]}).json()["deleted"] == 0
+
+
 def test_a_batch_is_stored_whole_or_not_at_all(writable):
     good = {"id": "good", "image": in_base64(picture())}
     torn = in_base64(picture(size=(200, 200), format="JPEG")[:600])

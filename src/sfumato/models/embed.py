@@ -32,6 +32,7 @@ from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_data
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import check_ids, id_error
 from sfumato.losses.pcme import SIGMOIDS, PCMELoss
 from sfumato.matching import MATCH_PROBABILITY, match_probability_distance
 from sfumato.models.process_group import ProcessGroup, alone
@@ -375,7 +376,7 @@ def embed_sources(
         UserError: no image can be used.
     """
     problems = Problems()
-    items: list[Item] = [source.read_bytes for source in sources]
+    items: list[Item] = [partial(_read_item, source, i) for source, i in zip(sources, ids, strict=True)]
     with progress_bar("reading images", len(items)) as advance:
         store, kept = retrieval_model.model.image.processor.read(
             items, progress=advance, on_error=lambda i, error: problems.add(sources[i].location, str(error))
@@ -385,6 +386,13 @@ def embed_sources(
     with progress_bar("embedding images", len(kept)) as advance:
         embeddings = retrieval_model.model.image.embed(store, progress=advance)
     return embeddings, [ids[i] for i in kept], problems
+
+
+def _read_item(source: ImageSource, id: str) -> bytes:
+    """The bytes of an image whose id a gallery takes."""
+    if error := id_error(id):
+        raise ValueError(error)
+    return source.read_bytes()
 
 
 def embed_lines(retrieval_model: RetrievalModel, path: Path) -> tuple[GaussianEmbedding, list[str], Problems]:
@@ -456,6 +464,7 @@ def embed_split_images(
     if len(problems):
         say(f"{len(problems)} items left out:\n{problems.summary()}")
     ids = [i for part in prepared for i in part.data.image_ids]
+    check_ids(ids, f"the images of the split {split}")
     return GaussianEmbedding.cat([model.image.embed(part.images) for part in prepared]), ids, problems
 
 
@@ -474,6 +483,7 @@ def embed_table(retrieval_model: RetrievalModel, paths: str) -> tuple[GaussianEm
     """
     named, problems = open_table(paths), Problems()
     errors = named.table.errors(np.arange(named.table.n))
+    errors |= {row: error for row, i in enumerate(named.ids or ()) if (error := id_error(i))}
     for row, error in errors.items():
         problems.add(f"{named.table.name}[{row}]", error)
     rows = [row for row in range(named.table.n) if row not in errors]

@@ -27,6 +27,7 @@ from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.processors import available_cpus
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import id_error
 from sfumato.models.embed import embedding_steps, model_digest
 from sfumato.progress import progress_bar
 from sfumato.search.parts import PartMetadata, PartName, PartsManifest, begin, read_metadata, write_job, write_part
@@ -372,7 +373,10 @@ def _in_threads(
 
     def work(task: _Task) -> Any:
         try:
-            return prepare(task.entry.read())
+            item = task.entry.read()  # It says why an item without an id cannot be used.
+            if error := id_error(task.entry.id):
+                raise ValueError(error)
+            return prepare(item)
         except (ValueError, OSError, MemoryError, ShardError) as error:
             return error
 

@@ -36,7 +36,7 @@ def save_folder(
     *,
     beside: tuple[str, ...] = (),
 ) -> None:
-    """Write a folder, or replace what an earlier save wrote there.
+    """Write a folder, or replace what an earlier save wrote there. The umask decides who may read its files.
 
     Args:
         path: the folder; made with its parents if it does not exist.
@@ -64,7 +64,9 @@ def save_folder(
         try:
             write(data)
             files = {}
+            mode = data.stat().st_mode & 0o666  # safetensors makes files that only their owner can read.
             for file in sorted(data.iterdir()):
+                file.chmod(mode)
                 _sync_file(file)
                 files[file.name] = {"bytes": file.stat().st_size, "sha256": _digest(file)}
             sync_folder(data)

@@ -29,6 +29,7 @@ from sfumato.direction import Direction
 from sfumato.errors import UserError
 from sfumato.files import sync_folder, write_atomically
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import check_ids
 from sfumato.search.atomic_folder import load_folder, save_folder
 from sfumato.search.gallery import (
     N_WHOLE,
@@ -283,14 +284,15 @@ class GaussianCollection(Gallery):
 
         Args:
             embeddings: (n, d) embeddings; any floating dtype and device.
-            ids: n distinct strings.
+            ids: n distinct texts of one line, none of them "." or "..".
             payload: by field name, n texts that searches return with the items.
             payloads: instead of payload, one dictionary for each item; their fields may differ.
             batch: largest number of items per write of the store.
             progress: called with the number of items just stored.
 
         Raises:
-            ValueError: sizes do not fit, an id is empty or occurs twice, or a number is not finite; nothing was stored.
+            ValueError: sizes do not fit, an id is not a text of one line or occurs twice, or a number is not finite;
+                nothing was stored.
             UserError: the store cannot be reached or written; the same call again completes the write.
         """
         if payloads is None:
@@ -317,6 +319,7 @@ class GaussianCollection(Gallery):
             embeddings.total_variance.float(),
             tuple(payloads),
         )
+        check_ids(ids, "GaussianCollection")
         for start in range(0, len(records), batch):
             part = records.take(range(start, min(start + batch, len(records))))
             self.store.upsert(part)

@@ -25,6 +25,7 @@ from sfumato.calibration.calibrator import Calibration
 from sfumato.direction import Direction
 from sfumato.distances import Distance, get_distance
 from sfumato.gaussian import GaussianEmbedding, check_finite
+from sfumato.ids import check_ids
 from sfumato.search.atomic_folder import load_folder, save_folder
 from sfumato.search.exact import closest_candidates, closest_in_blocks, distance_blocks, top_k
 from sfumato.search.gallery import (
@@ -453,6 +454,7 @@ def _check_gallery(embeddings: GaussianEmbedding, ids: tuple[str, ...], payload:
     wrong = next((i for i in ids if not isinstance(i, str)), None)
     if wrong is not None:
         raise TypeError(f"GaussianIndex: ids must be strings, got {wrong!r}; use str(id)")
+    check_ids(ids, "GaussianIndex")
     twice, times = Counter(ids).most_common(1)[0]
     if times > 1:
         raise ValueError(f"GaussianIndex: id {twice!r} occurs {times} times; ids must be distinct")

@@ -25,6 +25,7 @@ from torch import Tensor
 from sfumato.errors import UserError
 from sfumato.files import write_atomically, write_json
 from sfumato.gaussian import EMBEDDINGS_FORMAT, GaussianEmbedding, check_finite, load_embeddings
+from sfumato.ids import check_ids
 
 MANIFEST = "manifest.json"
 _FORMAT = "sfumato-parts-1"
@@ -174,9 +175,10 @@ def write_part(
         payloads: n dictionaries.
 
     Raises:
-        ValueError: the numbers differ, an id occurs twice, or a value is NaN or infinite.
+        ValueError: the numbers differ, an id is not a text of one line or occurs twice, or a value is NaN or infinite.
     """
     check_finite(embeddings, name.file)
+    check_ids(ids, name.file)
     if not len(ids) == len(payloads) == embeddings.n == about.n or len(set(ids)) != len(ids):
         raise ValueError(
             f"{name.file}: got {embeddings.n} embeddings, {len(ids)} ids of which {len(set(ids))} distinct, and"

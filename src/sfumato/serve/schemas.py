@@ -7,14 +7,24 @@ from typing import Annotated, Any, Literal, Self
 
 from fastapi import UploadFile
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, FailFast, Field, Json, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, Json, model_validator
 from starlette.exceptions import HTTPException
 
+from sfumato.ids import id_error
 from sfumato.serve.settings import MOST
 
 GalleryName = Literal["images", "texts"]
 Modality = Literal["text", "image"]
 ItemId = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00]*$", description="id of an item")]
+
+
+def _new_id(id: str) -> str:
+    if error := id_error(id):
+        raise ValueError(error)
+    return id
+
+
+NewId = Annotated[str, Field(min_length=1, max_length=512, description="id of the item"), AfterValidator(_new_id)]
 Text = Annotated[
     str, Field(min_length=1, max_length=2000, pattern=r"^[^\x00]*[^\s\x00][^\x00]*$", description="any text")
 ]
@@ -199,7 +209,7 @@ class SearchResponse(_Model):
 class NewItem(_Model):
     """An item to add: a text to a gallery of texts, an image to a gallery of images."""
 
-    id: ItemId
+    id: NewId
     text: Text | None = None
     image: str | None = Field(None, description="an image file in base64; bare files go to /v1/items/image")
     payload: Payload = {}
@@ -389,7 +399,7 @@ class ImageSearch(SearchParameters):
 class NewImage(_Model):
     """An image file to add, as a form."""
 
-    id: ItemId
+    id: NewId
     image: UploadFile = Field(description="the image file")
     payload: Json[Payload] = Field({}, description="a JSON object of texts that searches return with the item")
 

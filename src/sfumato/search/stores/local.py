@@ -36,6 +36,7 @@ from sfumato.search.stores.local_database import (
     check_against,
     condition_of,
     insert,
+    keep_log_files,
     listed,
     lock_of,
     name_index,
@@ -294,6 +295,7 @@ class LocalStore:
             self._closed = True
             while self._pool:
                 self._pool.pop().close()
+            keep_log_files(self.path)
             self._blocks, self._index = {}, None
             self._lock.release()
 

@@ -197,7 +197,21 @@ def new_database(folder: Path, dim: int, fingerprint: str, settings: Mapping[str
         connection.execute("COMMIT")
         connection.execute("PRAGMA journal_mode=WAL")
     os.replace(new, folder / DATABASE)
+    keep_log_files(folder)
     sync_folder(folder)
+
+
+def keep_log_files(folder: Path) -> None:
+    """Make the files of SQLite's log, empty, after SQLite has removed them with the last connection.
+
+    Without them, who may read the folder but not write to it could not open the database.
+
+    Args:
+        folder: of the store.
+    """
+    with contextlib.suppress(OSError):
+        for ending in ("-wal", "-shm"):
+            (folder / f"{DATABASE}{ending}").touch()
 
 
 def lock_of(folder: Path) -> filelock.BaseFileLock:

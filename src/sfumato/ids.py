@@ -1,0 +1,46 @@
+r"""What can be the id of an item of a gallery: one line of text that a path of HTTP, a log and a table can hold."""
+
+import re
+from collections.abc import Iterable
+
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def id_error(id: str) -> str:
+    r"""What is wrong with an id.
+
+    Args:
+        id: any text.
+
+    Returns:
+        The reason with the id in it; "" if nothing is wrong.
+
+    Example:
+        >>> id_error("birds/7.jpg"), id_error("..")
+        ('', "the id '..' names a folder in paths; expected another text")
+    """
+    if not id:
+        return "the id '' is empty; expected a text"
+    if id in (".", ".."):
+        return f"the id {id!r} names a folder in paths; expected another text"
+    if _CONTROL.search(id):
+        return f"the id {id!r} holds a line break or another control character; expected one line of text"
+    if _SURROGATE.search(id):
+        return f"the id {id!r} is not Unicode (a lone surrogate); expected a text that UTF-8 can hold"
+    return ""
+
+
+def check_ids(ids: Iterable[str], what: str) -> None:
+    """Refuse ids that no gallery takes.
+
+    Args:
+        ids: the ids.
+        what: what they belong to, for the message.
+
+    Raises:
+        ValueError: one is wrong; the message names it and its row, counted from 0.
+    """
+    for row, id in enumerate(ids):
+        if error := id_error(id):
+            raise ValueError(f"{what}: row {row}: {error}")

@@ -1,0 +1,59 @@
+"""Ids that no gallery takes are refused at every door; those that a store has already can be read and removed."""
+
+import pytest
+import torch
+
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import check_ids, id_error
+from sfumato.search.collection import GaussianCollection
+from sfumato.search.index import GaussianIndex
+from sfumato.search.parts import PartMetadata, PartName, write_part
+from sfumato.search.stores.protocol import Records
+
+GOOD = ("a", "birds/7 ü.jpg", "...", "./a.jpg", "../a.jpg", "a/..", "👩‍🎨", " ", 'it\'s "1"')
+BAD = {
+    "": "is empty",
+    ".": "names a folder in paths",
+    "..": "names a folder in paths",
+    "a\nb": "holds a line break or another control character",
+    "a\r": "holds a line break",
+    "\ttab": "another control character",
+    "nul\0": "another control character",
+    "\x85": "another control character",
+    "a\u2028b": "holds a line break",
+    "\ud800": "is not Unicode",
+}
+
+
+def test_what_is_an_id():
+    assert [id_error(id) for id in GOOD] == [""] * len(GOOD)
+    for id, reason in BAD.items():
+        assert reason in id_error(id) and repr(id) in id_error(id) and id_error(id).isprintable()
+    check_ids(GOOD, "these")
+    with pytest.raises(ValueError, match=r"^these: row 2: the id 'x\\ny' holds a line break"):
+        check_ids(["a", "b", "x\ny", "."], "these")
+
+
+@pytest.mark.parametrize("id", [id for id in BAD if id and id.isascii() and "\0" not in id])
+def test_every_door_names_the_id_and_its_row(tmp_path, id):
+    embeddings, ids = GaussianEmbedding(torch.zeros(3, 4), torch.zeros(3, 4)), ["fine", id, "also fine"]
+    told = rf"row 1: the id {id!r} ".replace("\\", "\\\\").replace(".", "\\.")
+    with pytest.raises(ValueError, match="GaussianIndex: " + told):
+        GaussianIndex.build(embeddings, ids)
+    with GaussianCollection.create(tmp_path / "c", d=4) as made:
+        with pytest.raises(ValueError, match="GaussianCollection: " + told):
+            made.upsert(embeddings, ids)
+        assert len(made) == 0
+    with pytest.raises(ValueError, match="part-000000.safetensors: " + told):
+        write_part(tmp_path, PartName(0), PartMetadata("", 3, 1, []), embeddings, ids, [{}, {}, {}])
+    assert not list(tmp_path.glob("part-*"))
+
+
+def test_ids_of_earlier_versions_are_read_and_removed(tmp_path):
+    with GaussianCollection.create(tmp_path / "c", d=4) as made:
+        made.store.upsert(Records(("a\nb", ".."), torch.zeros(2, 5), torch.zeros(2), ({}, {})))
+    with GaussianCollection.open(tmp_path / "c") as opened:
+        assert opened.get(["..", "a\nb"]).ids == ("..", "a\nb")
+        found = opened.search(GaussianEmbedding(torch.zeros(1, 4), torch.zeros(1, 4)), k=2)[0]
+        assert {record.id for record in found} == {"a\nb", ".."}
+        assert opened.delete(["a\nb", ".."]) == 2
