@@ -14,6 +14,7 @@ import math
 import secrets
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -69,6 +70,8 @@ class GaussianCollection(Gallery):
         metadata: JSON values that the builder keeps with the collection.
         n_exact: number of closest items that :meth:`match_estimates` sums exactly in a large collection.
         n_sample: number of items in the sample from which it estimates the rest of the sum.
+        counts_itself: whether `size` counts the items now and then. If not, it follows the writes of this process, one
+            at a time, and somebody else calls :meth:`recount`.
     """
 
     def __init__(
@@ -87,7 +90,10 @@ class GaussianCollection(Gallery):
         self.n_exact, self.n_sample = 300, N_WHOLE
         self._sampler = Sampler(store)
         self._changed = 0  # items written or removed by this process
+        self._writes = 0  # beginnings and ends of writes
         self._counted = (-1, -math.inf, 0)  # (value of _changed, time, number of items) of the last count
+        self._counting = threading.Lock()
+        self.counts_itself = True
 
     @classmethod
     def create(
@@ -264,10 +270,36 @@ class GaussianCollection(Gallery):
     def size(self) -> int:
         """Number of items, counted again after every write of this process and every few seconds."""
         changed, when, n = self._counted
-        if changed != self._changed or time.monotonic() > when + _COUNTED_SECONDS:
-            changed, n = self._changed, len(self)
-            self._counted = changed, time.monotonic(), n
+        if self.counts_itself and (changed != self._changed or time.monotonic() > when + _COUNTED_SECONDS):
+            return self.recount()
         return n
+
+    def recount(self) -> int:
+        """Count the items for `size`.
+
+        Returns:
+            Their number. Where `size` follows the writes, a count beside a write is not used.
+        """
+        before, changed, n = self._writes, self._changed, len(self)
+        with self._counting:
+            if self.counts_itself or (before == self._writes and before % 2 == 0):
+                self._counted = changed, time.monotonic(), n
+            return self._counted[2]
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[Callable[[int, int], None]]:
+        """Around a write; to be called with the numbers of written or removed items, and of items more than before."""
+
+        def note(changed: int, more: int) -> None:
+            self._changed += changed
+            with self._counting:
+                self._counted = self._counted[0], self._counted[1], self._counted[2] + more
+
+        self._writes += 1
+        try:
+            yield note
+        finally:
+            self._writes += 1
 
     @torch.no_grad()
     def upsert(
@@ -322,8 +354,10 @@ class GaussianCollection(Gallery):
         check_ids(ids, "GaussianCollection")
         for start in range(0, len(records), batch):
             part = records.take(range(start, min(start + batch, len(records))))
-            self.store.upsert(part)
-            self._changed += len(part)
+            there = 0 if self.counts_itself else len(self.store.get(part.ids))
+            with self._writing() as note:
+                self.store.upsert(part)
+                note(len(part), len(part) - there)
             if progress:
                 progress(len(part))
 
@@ -336,8 +370,9 @@ class GaussianCollection(Gallery):
         Returns:
             Number of removed items.
         """
-        removed = self.store.delete(ids)
-        self._changed += removed
+        with self._writing() as note:
+            removed = self.store.delete(ids)
+            note(removed, -removed)
         return removed
 
     def closest(self, queries: GaussianEmbedding, k: int, filter: Filter | None = None) -> list[Candidates]:

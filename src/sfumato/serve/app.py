@@ -380,7 +380,10 @@ def _add_pages(app: FastAPI, service: Service) -> None:
 
     @app.get("/readyz", response_model=State, tags=["state"], responses=problems(503))
     async def readyz() -> Response:
-        """Whether the service answers searches: 503 during warm-up and shutdown. Needs no key."""
+        """Whether the service answers searches: 503 during warm-up and shutdown, and while a store does not answer.
+
+        Needs no key.
+        """
         if not service.ready.is_set():
             why = (
                 "warming up failed; the log of the service has the reason"
@@ -388,6 +391,8 @@ def _add_pages(app: FastAPI, service: Service) -> None:
                 else "warming up, or shutting down"
             )
             raise busy(f"Not ready: {why}")
+        if problem := service.store_problem:
+            raise busy(f"Not ready: {problem}")
         return _json(State(status="ready"))
 
     @app.get("/metrics", tags=["state"], response_class=Response)

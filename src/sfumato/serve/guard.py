@@ -63,6 +63,9 @@ class Metrics:
             name: Gauge(f"sfumato_drift_{name.removeprefix('n_')}", text, ("gallery",), registry=self.registry)
             for name, text in _DRIFT.items()
         }
+        self._store_up = Gauge(
+            "sfumato_store_up", "1 if the store of a collection answers.", ("gallery",), registry=self.registry
+        )
         self._ready = Gauge("sfumato_ready", "1 if the service answers searches.", registry=self.registry)
 
     def request(self, method: str, route: str, status: int, seconds: float) -> None:
@@ -98,7 +101,12 @@ class Metrics:
         self._abstentions.labels(gallery, "yes" if abstained else "no").inc()
 
     def text(
-        self, waiting: dict[str, int], items: dict[str, int], drift: Mapping[str, QueryDrift], ready: bool
+        self,
+        waiting: dict[str, int],
+        items: dict[str, int],
+        drift: Mapping[str, QueryDrift],
+        stores: Mapping[str, bool],
+        ready: bool,
     ) -> bytes:
         """All metrics, for GET /metrics.
 
@@ -106,6 +114,7 @@ class Metrics:
             waiting: number of waiting items by kind.
             items: number of items by gallery.
             drift: by gallery, how its queries compare with those of its calibration.
+            stores: by gallery, whether its store answers; for collections.
             ready: whether the service answers searches.
 
         Returns:
@@ -115,6 +124,8 @@ class Metrics:
             self._waiting.labels(kind).set(n)
         for gallery, n in items.items():
             self._items.labels(gallery).set(n)
+        for gallery, answers in stores.items():
+            self._store_up.labels(gallery).set(answers)
         for name, gauge in self._drift.items():
             gauge.clear()
             for gallery, state in drift.items():

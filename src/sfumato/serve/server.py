@@ -133,7 +133,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
             return
         host, port = self.servers[0].sockets[0].getsockname()[:2]
-        held = ", ".join(f"{len(served.gallery)} {name}" for name, served in self._service.sources.galleries.items())
+        held = ", ".join(f"{served.gallery.size} {name}" for name, served in self._service.sources.galleries.items())
         print(f"serving {held}: http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
 

@@ -54,6 +54,7 @@ from sfumato.serve.schemas import (
     busy,
 )
 from sfumato.serve.settings import Settings
+from sfumato.serve.store_health import StoreHealth
 from sfumato.serve.vectors import vector_sides
 from sfumato.studies.maps import Projection, fit_map
 
@@ -94,6 +95,13 @@ class Service:
         self._fitting = threading.Lock()
         self._infos: dict[GalleryName, tuple[int, GalleryInfo]] = {}
         self._warming: asyncio.Task[None] | None = None
+        collections = {name: served.writable for name, served in sources.galleries.items()}
+        self._stores = {name: StoreHealth(name, one) for name, one in collections.items() if one is not None}
+
+    @property
+    def store_problem(self) -> str:
+        """Why a store cannot be used now; "" if all stores answer."""
+        return next((health.problem for health in self._stores.values() if health.problem), "")
 
     async def start(self) -> None:
         """Start the queues; warming up continues in the background."""
@@ -111,6 +119,8 @@ class Service:
         self.ready.clear()
         if self._warming is not None:
             self._warming.cancel()
+        for health in self._stores.values():
+            health.stop()
         await self.embedder.close()
         await self.searches.close()
         await asyncio.get_running_loop().run_in_executor(None, self._pool.shutdown)
@@ -309,7 +319,7 @@ class Service:
         served = self.gallery(gallery)
 
         def draw() -> Map:
-            total = len(served.gallery)
+            total = served.gallery.size
             projection, items = self._projection(gallery), served.gallery.sample(n)
             if projection is None:
                 return Map(gallery=gallery, n=0, version="", explained=(0.0, 0.0), points=[])
@@ -376,17 +386,17 @@ class Service:
         Returns:
             The text of GET /metrics.
         """
-        items: dict[str, int] = {
-            name: await self.in_thread(len, served.gallery) for name, served in self.sources.galleries.items()
-        }
+        galleries = self.sources.galleries if self.ready.is_set() else {}  # Nothing here may wait for a store.
+        items: dict[str, int] = {name: served.gallery.size for name, served in galleries.items()}
         waiting = {
             "text": len(self.embedder.texts),
             "image": self.embedder.decoding + len(self.embedder.images),
             "search": len(self.searches),
         }
-        found = {name: await self.in_thread(query_drift, served) for name, served in self.sources.galleries.items()}
+        found = {name: query_drift(served) for name, served in galleries.items()}
         drift: dict[str, QueryDrift] = {name: state for name, state in found.items() if state is not None}
-        return self.metrics.text(waiting, items, drift, self.ready.is_set())
+        stores: dict[str, bool] = {name: not health.problem for name, health in self._stores.items()}
+        return self.metrics.text(waiting, items, drift, stores, self.ready.is_set() and all(stores.values()))
 
     def changed(self, served: ServedGallery, items: int) -> None:
         """Record a write to a gallery.
@@ -403,7 +413,7 @@ class Service:
         kept = self._infos.get(name)
         if kept is None or kept[0] != served.version:
             self._infos[name] = kept = served.version, info_of(served)
-        return kept[1].model_copy(update={"n": len(served.gallery), "queries": query_drift(served)})
+        return kept[1].model_copy(update={"n": served.gallery.size, "queries": query_drift(served)})
 
     @staticmethod
     def _items(served: ServedGallery, ids: list[str]) -> GalleryRecords:
@@ -480,7 +490,7 @@ class Service:
         """
         served = self.gallery(name)
         with self._fitting:
-            written, n, kept = served.written, len(served.gallery), self._maps.get(name)
+            written, n, kept = served.written, served.gallery.size, self._maps.get(name)
             if n == 0:
                 return None
             if kept is None or 4 * max(written - kept[0], abs(n - kept[1])) >= kept[1]:
@@ -493,6 +503,8 @@ class Service:
         Image.new("RGB", (64, 64), "white").save(file, "PNG")
         try:
             model = self.sources.model
+            for health in self._stores.values():
+                await self.in_thread(health.start)
             queries = await self.embedder.embed_images([blank_features(model.image) or file.getvalue()])
             queries += await self.embedder.embed_texts([blank_features(model.text) or "ready"])
             rows = GaussianEmbedding.cat(good(queries, ["image", "text"]))

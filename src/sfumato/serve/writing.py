@@ -95,7 +95,7 @@ class Writer:
             # names.
             collection.upsert(GaussianEmbedding.cat(rows), [one.id for one in items], payloads=payloads)
             _forget_images(served, before - new)
-            return len(collection)
+            return collection.size
 
         n = await self._alone(served, store, lambda: len(items))
         return AddResponse(gallery=gallery, stored=len(items), n=n)
@@ -122,7 +122,7 @@ class Writer:
             images = _images_of(served, distinct)
             removed = collection.delete(distinct)
             _forget_images(served, images)
-            return len(collection)
+            return collection.size
 
         n = await self._alone(served, remove, lambda: removed)
         return DeleteResponse(gallery=gallery, deleted=removed, n=n)

@@ -1,0 +1,78 @@
+"""Whether the store of a collection answers and how many items it has, found out in a thread of its own.
+
+/readyz, /metrics and /v1/info read what this thread knows, so that a store that hangs cannot hold them up.
+"""
+
+import logging
+import threading
+import time
+
+from sfumato.errors import first_line
+from sfumato.search.collection import GaussianCollection
+
+_LOG = logging.getLogger("sfumato.serve")
+
+
+class StoreHealth:
+    """Reads a record of the store every few seconds, and counts the items.
+
+    Args:
+        name: of the gallery, for messages.
+        collection: the collection; its `size` no longer counts once this has started.
+        every: seconds between two looks; a store in which they take long is looked at less often.
+        patience: seconds without an answer after which the store counts as hanging.
+    """
+
+    def __init__(self, name: str, collection: GaussianCollection, *, every: float = 5.0, patience: float = 5.0) -> None:
+        self._name, self._collection, self._every, self._patience = name, collection, every, patience
+        self._asked_at: float | None = None
+        self._error = ""
+        self._stopping = threading.Event()
+
+    @property
+    def problem(self) -> str:
+        """Why the store cannot be used now; "" if it answers."""
+        asked_at = self._asked_at
+        if asked_at is not None and (waited := time.monotonic() - asked_at) > self._patience:
+            return f"the store of the {self._name} has not answered for {waited:.0f} seconds"
+        return f"the store of the {self._name} cannot be read" if self._error else ""
+
+    def start(self) -> None:
+        """Count the items, then go on in the background.
+
+        Raises:
+            UserError: the store cannot be read.
+        """
+        self._collection.recount()
+        self._collection.counts_itself = False
+        threading.Thread(target=self._watch, name=f"store of {self._name}", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread, at once or as soon as the store answers."""
+        self._stopping.set()
+
+    def _watch(self) -> None:
+        pause = self._every
+        while not self._stopping.wait(pause):
+            began = time.monotonic()
+            error = self._look()
+            if not self._stopping.is_set() and bool(error) != bool(self._error):
+                if error:
+                    _LOG.error("the store of the %s cannot be read: %s", self._name, error)
+                else:
+                    _LOG.info("the store of the %s answers again", self._name)
+            self._error = error
+            pause = max(self._every, 20 * (time.monotonic() - began) if not error else 0.0)
+
+    def _look(self) -> str:
+        """Read a record and count; returns what went wrong, "" if nothing did."""
+        try:
+            self._asked_at = time.monotonic()
+            next(self._collection.scan(1), None)
+            self._asked_at = None
+            self._collection.recount()
+        except Exception as error:
+            return first_line(error)
+        finally:
+            self._asked_at = None
+        return ""

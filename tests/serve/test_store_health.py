@@ -1,0 +1,109 @@
+"""A store that hangs or fails shows in /readyz and /metrics, which answer all the same; no request counts items."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+from support.serving import in_base64, picture, served
+
+from sfumato.errors import UserError
+from sfumato.serve.answering import open_sources
+from sfumato.serve.store_health import StoreHealth
+
+
+class FickleStore:
+    """A store that answers, waits, or fails as it is told; it notes which threads count."""
+
+    def __init__(self, store):
+        self._store, self.go, self.error, self.counting = store, threading.Event(), "", set()
+        self.go.set()
+
+    def __getattr__(self, name):
+        if name == "count":
+            self.counting.add(threading.current_thread().name)
+        if name in ("search", "get", "count", "scan", "upsert", "delete"):
+            assert self.go.wait(30)
+            if self.error:
+                raise UserError(self.error)
+        return getattr(self._store, name)
+
+
+@pytest.fixture
+def fickle(collection, monkeypatch):
+    """(client, store) of a service that looks at its store often."""
+    often = partial(StoreHealth, every=0.05, patience=0.3)
+    monkeypatch.setattr("sfumato.serve.service.StoreHealth", often)
+    sources = open_sources(collection)
+    gallery = sources.galleries["images"].gallery
+    gallery.store = gallery._sampler._store = store = FickleStore(gallery.store)
+    with served(sources) as client:
+        yield client, store
+        store.go.set()
+
+
+def metrics(client):
+    return dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if line[0] != "#")
+
+
+def awaited(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_store_that_hangs_shows_and_darkens_nothing(fickle):
+    client, store = fickle
+    assert client.get("/readyz").status_code == 200
+    assert metrics(client)['sfumato_store_up{gallery="images"}'] == "1.0"
+    store.go.clear()
+    with ThreadPoolExecutor(6) as pool:
+        searches = [pool.submit(client.get, "/v1/search?q=red") for _ in range(6)]
+        awaited(lambda: client.get("/readyz").status_code == 503)
+        assert "the store of the images has not answered for" in client.get("/readyz").json()["detail"]
+        began = time.monotonic()
+        found = metrics(client)
+        assert client.get("/healthz").status_code == 200
+        assert time.monotonic() - began < 5
+        assert found['sfumato_store_up{gallery="images"}'] == found["sfumato_ready"] == "0.0"
+        assert found['sfumato_items{gallery="images"}'] == "48.0"
+        store.go.set()
+        assert [search.result().status_code for search in searches] == [200] * 6
+    awaited(lambda: client.get("/readyz").status_code == 200)
+    assert metrics(client)["sfumato_ready"] == "1.0"
+
+
+def test_a_store_that_fails_shows_and_is_logged_once(fickle, caplog):
+    client, store = fickle
+    caplog.set_level("INFO", logger="sfumato.serve")
+    store.error = "the server has gone"
+    awaited(lambda: client.get("/readyz").status_code == 503)
+    assert "the store of the images cannot be read" in client.get("/readyz").json()["detail"]
+    time.sleep(0.3)
+    assert caplog.text.count("the store of the images cannot be read: the server has gone") == 1
+    store.error = ""
+    awaited(lambda: client.get("/readyz").status_code == 200)
+    assert caplog.text.count("the store of the images answers again") == 1
+
+
+def test_no_request_counts(fickle):
+    client, store = fickle
+    store.counting.clear()
+    new = {"items": [{"id": i, "image": in_base64(picture())} for i in ("a", "b", "000.png")]}
+    assert client.post("/v1/items", json=new).json()["n"] == 50
+    assert client.post("/v1/items", json=new).json()["n"] == 50
+    assert client.delete("/v1/items/a").json()["n"] == 49
+    assert client.get("/v1/info").json()["galleries"]["images"]["n"] == 49
+    assert client.get("/v1/map").json()["n"] == 49
+    for path in ("/v1/search?q=red", "/metrics", "/readyz"):
+        assert client.get(path).status_code == 200
+    assert metrics(client)['sfumato_items{gallery="images"}'] == "49.0"
+    assert store.counting <= {"store of images"}
+
+
+def test_items_of_other_processes_are_counted_in_time(fickle):
+    client, store = fickle
+    store._store.delete(["000.png", "001.png"])
+    awaited(lambda: client.get("/v1/info").json()["galleries"]["images"]["n"] == 46)
