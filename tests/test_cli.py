@@ -521,7 +521,7 @@ def test_a_collection_in_a_store_is_filled_searched_added_to_and_copied(work, sf
             for x, y in zip(a["hits"], b["hits"], strict=True):
                 assert x["match_probability"] == pytest.approx(y["match_probability"], rel=1e-3)
     for arguments, message in (
-        (("--images", half, "--store", "file:", "--out", out), "exists already; give a new or empty folder"),
+        (("--images", half, "--store", "file:", "--out", out), "holds a collection already; add to it with --add"),
         (
             ("--images", half, "--add", "--out", tmp_path / "plain"),
             "there is no collection in",
@@ -651,7 +651,10 @@ def test_without_a_calibration_the_way_out_is_named(work, sfumato, tmp_path):
     assert status == 2 and "sfumato calibrate RUN" in err and "build the index again" in err
     # A run of before, with a scale and a bias alone, works as it did.
     (run / "calibration.json").write_text('{"logit_scale": 2.0, "logit_bias": 1.0, "split": "val", "pairs": 9}')
-    assert sfumato("index", run, "--images", work / "data", "--out", tmp_path / "index")[0] == 0
+    again = "index", run, "--images", work / "data", "--out", tmp_path / "index"
+    status, _, err = sfumato(*again)
+    assert status == 2 and "holds an index already; replace it with --force" in err
+    assert sfumato(*again, "--force")[0] == 0
     status, out, _ = sfumato("search", tmp_path / "index", "a red circle", "--json")
     hit = json.loads(out)[0]["hits"][0]
     assert hit["match_probability"] == pytest.approx(1 / (1 + math.exp(2 * hit["distance"] - 1)), rel=1e-4)
@@ -692,7 +695,7 @@ def test_who_interrupts_is_told_what_is_left(sfumato, monkeypatch):
         (["train", "{recipe}", "loss.name=daaa"], "loss.name: unknown 'daaa'; did you mean 'daa'?"),
         (["train", "{recipe}", "model.text.kind=9"], "known: clip, embeddings, frozen, gru, small"),
         (["train", "flickr8k-daas"], "did you mean 'flickr8k-daa'?"),
-        (["train", "{recipe}", "train.device=abacus", "--out", "{new}"], "train.device='abacus' is not available"),
+        (["train", "{recipe}", "train.device=abacus", "--out", "{new}"], "device 'abacus' is not available here"),
         (["train", "{recipe}", "data.path=nowhere", "--out", "{new}2"], "there is no nowhere"),
         (["evaluate", "run", "{data}"], "is not a run folder"),
         (["evaluate", "files"], "give a model, or --images and --texts, or --ranked"),

@@ -252,7 +252,7 @@ FLOORS: dict[str, list[str]] = {
         "app",
     ],
     "cli": [
-        "common",
+        "common outputs",
         "embed_commands evaluate_commands search_commands study_commands train_commands",
     ],
 }

@@ -1,5 +1,58 @@
 """Errors that commands print without a traceback: mistakes of the user (exit status 2) and failed runs (1)."""
 
+import errno
+import re
+
+_CAUSES = {
+    errno.ENOSPC: "the disk is full; free some space, then run the same command again",
+    errno.EDQUOT: "the disk quota is used up; free some space, then run the same command again",
+    errno.EFBIG: "the file is larger than this system or shell allows (see `ulimit -f`)",
+    errno.EROFS: "the disk is read-only; give another place",
+    errno.EACCES: "no permission; change the permissions, or give another place",
+    errno.EPERM: "not permitted; change the permissions, or give another place",
+    errno.ENOTDIR: "a part of this path is a file, not a folder; give another path",
+    errno.EISDIR: "is a folder; give the name of a file",
+    errno.EEXIST: "exists already; give another name, or remove it",
+    errno.ENOENT: "there is no such file or folder; give another path",
+    errno.ENAMETOOLONG: "the name is too long; give a shorter one",
+    errno.EMFILE: "too many files are open (see `ulimit -n`)",
+}
+"""What happened and what to do, by the number of the system's error."""
+
+_FULL = re.compile(r"[Nn]o space left|disk is full|os error 28|requested and \d+ written")
+
+
+def disk_cause(error: BaseException) -> str | None:
+    """What happened on the disk and what to do, without the path.
+
+    Args:
+        error: any; also of a library that reports a full disk in its own words.
+
+    Returns:
+        The text; None for other errors, and for rare ones of the system.
+    """
+    full = _FULL.search(str(error))
+    return _CAUSES.get(errno.ENOSPC if full else getattr(error, "errno", None) or 0)
+
+
+def explain_os_error(error: BaseException) -> str:
+    """An error of the operating system in one line: the path, what happened, and what to do.
+
+    Args:
+        error: any.
+
+    Returns:
+        The line; the error's own message if :func:`disk_cause` knows none.
+
+    Example:
+        >>> explain_os_error(NotADirectoryError(20, "Not a directory", "a.txt/run"))
+        'a.txt/run: a part of this path is a file, not a folder; give another path'
+    """
+    cause, path = disk_cause(error), getattr(error, "filename", None)
+    if cause is None:
+        return str(error)
+    return f"{path}: {cause}" if path is not None else cause
+
 
 class UserError(Exception):
     """A mistake of the user, with the way out in its message. Commands print it in one line and exit with status 2."""

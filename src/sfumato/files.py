@@ -1,5 +1,6 @@
 """Atomic files: written under a temporary name, forced to disk, renamed."""
 
+import errno
 import json
 import os
 import secrets
@@ -20,6 +21,17 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
     path = Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist; create it first")
+    try:
+        _replace(path, data)
+    except OSError as error:  # Names the file, not its temporary neighbour, also where the system names none.
+        if error.errno is not None:
+            error.filename = str(path)
+            del error.filename2
+        raise
+    sync_folder(path.parent)
+
+
+def _replace(path: Path, data: bytes | str) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -30,7 +42,6 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
 
 
 def write_json(path: str | Path, value: Any) -> None:
@@ -59,6 +70,24 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def reserve(path: Path) -> None:
+    """Reserve the disk space of a file that is written through a memory map; a full disk would end the process there.
+
+    Args:
+        path: a file of its final size. Where the system cannot reserve space, nothing is done.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    if hasattr(os, "posix_fallocate"):
+        with path.open("rb+") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def is_plain_name(name: str) -> bool:

@@ -88,7 +88,7 @@ def test_parquet(pictures):
     assert splits == {"train": {"a.png": ["ok"]}}
     assert found == [
         (":row 2", f"image {pictures}/nope.png is missing"),
-        (":row 3", "no image: found None, expected a path"),
+        (":row 3", "no image: found None; expected a path"),
     ]
 
 
@@ -136,10 +136,10 @@ def test_every_bad_line_is_named_with_its_place_and_the_rest_is_read(pictures):
     for line, start in {
         **{1: "empty caption", 2: "not JSON", 4: "expected an object with image and captions, got list"},
         **{
-            5: "no image: found None",
-            6: "no image: found 5",
+            5: "no image: the columns are captions; expected a path",
+            6: "no image: found 5; expected a path",
             7: "captions: found ['x', None]",
-            8: "captions: found None",
+            8: "no captions: the columns are image; expected",
         },
         **{9: "empty caption", 10: "empty caption", 11: f"image {pictures}/gone.png is missing"},
         **{12: f"image {pictures}/my pictures is missing", 13: "image ", 14: "not valid Unicode", 15: "not JSON"},
@@ -308,7 +308,7 @@ def test_folder_with_undecodable_captions_and_names(pictures):
 def test_folders_that_cannot_be_used(tmp_path):
     with pytest.raises(UserError, match="there is no folder"):
         read_image_folder(tmp_path / "absent", Problems())
-    with pytest.raises(UserError, match="holds no usable pair"):
+    with pytest.raises(UserError, match=r"holds no image \(.bmp.*with a .txt file of the same name"):
         read_image_folder(tmp_path, Problems())
 
 

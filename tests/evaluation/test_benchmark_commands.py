@@ -97,7 +97,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_embedded(work, sfumato,
     wanted = ("--benchmark", "flickr8k", "--annotations", work / "dataset_flickr8k.json")
     (work / "other.json").write_text((work / "dataset_flickr8k.json").read_text().replace(".png", ".jpg"))
     for arguments, message in (
-        ((*wanted[:3], work / "other.json"), "12 of the 12 images of flickr8k are not among the 12 image_ids"),
+        (
+            (*wanted[:3], work / "other.json"),
+            "12 of the 12 images of the benchmark flickr8k are not among the 12 images that were embedded",
+        ),
         (("--benchmark", "cub", "--annotations", work), "name with --classes the folder of the public lists"),
         (("--annotations", work), "--annotations belongs to a benchmark; add --benchmark NAME"),
         (("--metrics", "map@r"), "--metrics belongs to a benchmark"),

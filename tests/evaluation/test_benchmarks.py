@@ -289,7 +289,7 @@ def test_what_does_not_fit_is_refused():
         evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, [chosen[0], chosen[0]])
     with pytest.raises(
         ValueError,
-        match=r"1 of the 20 images of whole are not among the 20 image_ids, for instance '0'; the first.* is 'new'",
+        match=r"1 of the 20 images of the benchmark whole are not among the 20 images that.*, e.g. '0'.*the id 'new'",
     ):
         evaluate_benchmarks(IMAGE, TEXT, ("new", *IMAGES[1:]), TEXTS, chosen)
     with pytest.raises(ValueError, match="only 49 of the 50 text_ids are distinct"):

@@ -139,10 +139,57 @@ def test_bad_items_are_listed_and_skipped_and_too_many_stop(tmp_path):
 
 
 def test_a_folder_of_another_recipe_is_refused(toy, run):
-    with pytest.raises(UserError, match="another recipe"):
-        fit(load_recipe(toy, ["train.epochs=9"]), run[0])
+    for overrides, message in (
+        (["optim.lr=0.1"], r"another recipe: optim.lr is 0.002 there and 0.1 here. Give another folder"),
+        (
+            ["optim.lr=0.1", "train.epochs=9"],
+            "optim.lr is 0.002 there and 0.1 here; train.epochs is 3 there and 9 here",
+        ),
+        (["train.epochs=2"], "train.epochs is 3 there and 2 here, and a run can only be extended"),
+    ):
+        with pytest.raises(UserError, match=message):
+            fit(load_recipe(toy, overrides), run[0])
     with pytest.raises(UserError, match="not empty"):
         fit(load_recipe(toy), toy.parent)
+
+
+def test_an_extended_run_is_the_longer_run_where_the_learning_rate_has_no_schedule(toy, tmp_path, capsys):
+    """A constant learning rate knows nothing of the number of epochs, so both must agree in every bit."""
+    recipe = [load_recipe(toy, ["optim.schedule=constant", f"train.epochs={n}"]) for n in (2, 4)]
+    for one in recipe:
+        fit(one, tmp_path / "extended")
+    fit(recipe[1], tmp_path / "whole")
+    for name in ("model.safetensors", "last.safetensors"):
+        assert_same_tensors(tmp_path / "extended" / name, tmp_path / "whole" / name)
+    assert "extended from 2 to 4 epochs" in capsys.readouterr().err
+    fit(recipe[1], tmp_path / "extended")
+    said = capsys.readouterr().err
+    assert "extended" not in said and "all epochs are done" in said
+    fit(load_recipe(toy, ["train.epochs=2"]), tmp_path / "cosine")
+    fit(load_recipe(toy, ["train.epochs=3"]), tmp_path / "cosine")
+    assert "it is 50% of its peak, where the former schedule ended at 0%" in capsys.readouterr().err
+
+
+def test_runs_that_cannot_be_extended_say_why(toy, tmp_path):
+    fit(load_recipe(toy, ["train.epochs=2", "train.swa_epochs=1"]), tmp_path / "averaged")
+    with pytest.raises(UserError, match="averaged over the last epochs"):
+        fit(load_recipe(toy, ["train.epochs=3", "train.swa_epochs=1"]), tmp_path / "averaged")
+    fit(load_recipe(toy, ["train.epochs=1"]), tmp_path / "stripped")
+    (tmp_path / "stripped" / "last.safetensors").unlink()
+    with pytest.raises(UserError, match="last.safetensors is missing"):
+        fit(load_recipe(toy, ["train.epochs=3"]), tmp_path / "stripped")
+
+
+def test_a_run_is_found_from_any_folder(toy, tmp_path, monkeypatch):
+    """The run folder has absolute paths, also where the recipe's are relative."""
+    monkeypatch.chdir(toy.parent)
+    recipe = load_recipe(toy, ["data.path=data", "train.epochs=1"])
+    fit(recipe, tmp_path / "run")
+    saved = load_recipe(tmp_path / "run" / "recipe.toml", saved=True)
+    assert saved.data.path == str(toy.parent / "data")
+    fit(recipe, tmp_path / "run")  # The same run, by its relative path.
+    monkeypatch.chdir(tmp_path)
+    assert load_split(load_run(tmp_path / "run").model, saved.data, "test").data.image_ids
 
 
 def test_losses_and_point_models_train(toy):

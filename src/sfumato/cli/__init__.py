@@ -11,7 +11,7 @@ import sys
 # In the order of the help.
 from sfumato.cli import embed_commands, evaluate_commands, search_commands, study_commands, train_commands
 from sfumato.cli.common import app
-from sfumato.errors import RunFailedError, UserError
+from sfumato.errors import RunFailedError, UserError, explain_os_error
 
 __all__ = [
     "app",
@@ -34,7 +34,7 @@ def main() -> None:
     except (UserError, ValueError, OSError) as error:
         if debug:
             raise
-        print(f"sfumato: {error}", file=sys.stderr)
+        print(f"sfumato: {explain_os_error(error)}", file=sys.stderr)
         sys.exit(2)
     except SystemExit as error:
         if error.code == _INTERRUPTED:

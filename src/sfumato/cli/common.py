@@ -24,11 +24,29 @@ app = typer.Typer(
     name="sfumato",
     cls=_Commands,
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Image-text search and matching that knows what it does not know.",
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from sfumato import __version__
+
+        print(f"sfumato {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of all commands."""
+
 
 RecipeName = Annotated[
     str, typer.Argument(metavar="RECIPE", help="Path of a recipe, or name of a recipe of the package.")
@@ -52,7 +70,11 @@ DataRecipe = Annotated[
 ]
 DataOverrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="SECTION.KEY=VALUE", help="With --data: changes to that recipe, e.g. data.path=my.jsonl."),
+    typer.Argument(
+        metavar="SECTION.KEY=VALUE",
+        help="With --data: changes to that recipe, e.g. data.path=my.jsonl. Without it: where the data of the run are"
+        " now.",
+    ),
 ]
 Split = Annotated[str, typer.Option(help="Split of the data.")]
 Bootstrap = Annotated[
@@ -149,11 +171,12 @@ class ModelOnData:
     @property
     def same_data(self) -> bool:
         """Whether the data are those that the run was trained on, by whatever recipe they are named."""
-        own = None if self.run is None else self.run.recipe.data
+        from sfumato.models.recipe import absolute_data
+
+        own = None if self.run is None else absolute_data(self.run.recipe.data)
         # The pairs of embeddings may be in no file.
-        return own is not None and (self.data.source, self.data.path, self.data.texts) == (
-            own.source, own.path, own.texts,
-        )  # fmt: skip
+        here = absolute_data(self.data)
+        return own is not None and (here.source, here.path, here.texts) == (own.source, own.path, own.texts)
 
     def folder(self, out: Path | None, name: str) -> Path:
         """Where results go.
@@ -226,7 +249,8 @@ def open_model_on_data(
         return ModelOnData(load_model(model, device=chosen), config, split, Path(model).name, None, own_data=False)
     run = load_run(model, device=chosen)
     if moved is not None:
-        own = run.recipe.data.model_copy(update={"path": moved.path, "images": moved.images})
+        paths = {name: getattr(moved, name) for name in ("path", "val_path", "images", "texts", "noise_file")}
+        own = run.recipe.data.model_copy(update=paths)
         run = replace(run, recipe=run.recipe.model_copy(update={"data": moved}))
         return ModelOnData(run, moved, split, run.recipe.name or run.folder.name, run, own_data=own == moved)
     if config is not None:

@@ -19,6 +19,7 @@ from sfumato.cli.common import (
     problems_suffix,
     speed_suffix,
 )
+from sfumato.cli.outputs import check_out_file, check_out_folder, writing
 from sfumato.errors import UserError
 
 
@@ -55,6 +56,7 @@ def regions(
     from sfumato.models.recipe import find_recipe, load_recipe
 
     config = load_recipe(find_recipe(data), overrides or []).data
+    check_out_folder(out)
     chosen = None if splits is None else parse_names(splits)
     shapes, problems = regions_of_images(config, out, backbone, size=size, grid=grid, layout=layout, splits=chosen)
     result = {"out": str(out), "splits": shapes, "problems": len(problems)}
@@ -128,6 +130,8 @@ def embed(
     from sfumato.models.export import load_model
     from sfumato.models.ingest import embed_collection, which_job
     from sfumato.models.run import choose_device
+    from sfumato.reports.formatting import counted
+    from sfumato.search.parts import MANIFEST
 
     if out.suffix == ".safetensors":
         if manifest or shards or shard or (images is None) == (texts is None):
@@ -138,6 +142,7 @@ def embed(
         result, line = _embed_one_file(model, out, images, texts, device)
         print_result(result, as_json, line)
         return
+    check_out_folder(out, ours=lambda folder: (folder / MANIFEST).is_file())
     job, of = which_job(shard)
     loaded = load_model(model, device=choose_device(device, int(os.environ.get("LOCAL_RANK", "0"))))
     listing = list_source(
@@ -148,7 +153,8 @@ def embed(
         loaded, listing, out, job=job, of=of, workers=workers, batch_size=batch,
         max_problem_fraction=max_problem_share, model_source=model,
     )  # fmt: skip
-    line = f"job {job}/{of}: {done.n} embeddings in {done.parts} parts, {done.new} of them new: {out}"
+    made = f"{counted(done.n, 'embedding')} in {counted(done.parts, 'part')}"
+    line = f"job {job}/{of}: {made}, {done.new:,} of them new: {out}"
     print_result(done.to_json(), as_json, line + speed_suffix(done.per_second) + problems_suffix(done.problems))
 
 
@@ -162,8 +168,11 @@ def _embed_one_file(
     from sfumato.models.embed import embed_folder, embed_lines
     from sfumato.models.export import load_model
     from sfumato.models.run import choose_device
+    from sfumato.reports.formatting import counted
 
+    check_out_folder(out.parent)
     out.parent.mkdir(parents=True, exist_ok=True)
+    check_out_file(out)
     loaded = load_model(model, device=choose_device(device))
     start = time.perf_counter()
     embeddings, ids, problems = embed_folder(loaded, images) if images else embed_lines(loaded, texts or Path())
@@ -172,7 +181,7 @@ def _embed_one_file(
     result = {
         "out": str(out), "n": embeddings.n, "d": embeddings.d, "problems": len(problems), "per_second": per_second
     }  # fmt: skip
-    line = f"{embeddings.n} embeddings of {embeddings.d} dimensions: {out}"
+    line = f"{counted(embeddings.n, 'embedding')} of {embeddings.d} dimensions: {out}"
     return result, line + speed_suffix(per_second) + problems_suffix(problems)
 
 
@@ -188,7 +197,9 @@ def export(
     """
     from sfumato.models.export import export_run
 
-    written = export_run(run, out)
+    check_out_folder(out)
+    with writing(out):
+        written = export_run(run, out)
     size = sum(file.stat().st_size for file in written.iterdir())
     print_result({"out": str(written), "bytes": size}, as_json, f"exported {size / 1e6:.1f} MB: {written}")
 
@@ -265,10 +276,10 @@ def adopt(
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Give a frozen model calibrated probabilities, by its embeddings or by its name.
+    """Give a frozen model calibrated probabilities.
 
-    No network is trained and the ranking stays. The folder is a run: index, search, serve, evaluate, trust, audit and
-    report take it.
+    The model is named, or given by its embeddings. No network is trained and the ranking stays. The folder is a run:
+    index, search, serve, evaluate, trust, audit and report take it.
     """
     from sfumato.models.adopt import adopt as adopt_embeddings
     from sfumato.models.adopt import adopt_encoders
@@ -278,12 +289,14 @@ def adopt(
         "method": method, "val_fraction": val_fraction, "test_fraction": test_fraction, "population": queries,
         "force": force, "seed": seed,
     }  # fmt: skip
-    if model is not None and data is not None and images is texts is pairs is None:
-        adopted = adopt_encoders(model, data, out, **options)
-    elif model is data is None and images is not None and texts is not None:
-        adopted = adopt_embeddings(images, texts, pairs, out, **options)
-    else:
-        raise UserError("give MODEL with --data, or --images and --texts with the embeddings of a model")
+    check_out_folder(out)
+    with writing(out):
+        if model is not None and data is not None and images is texts is pairs is None:
+            adopted = adopt_encoders(model, data, out, **options)
+        elif model is data is None and images is not None and texts is not None:
+            adopted = adopt_embeddings(images, texts, pairs, out, **options)
+        else:
+            raise UserError("give MODEL with --data, or --images and --texts with the embeddings of a model")
     if as_json:
         print(json.dumps(adopted.to_json()))
         return

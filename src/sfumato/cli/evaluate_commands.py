@@ -4,7 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,6 +28,7 @@ from sfumato.cli.common import (
     open_model_on_data,
     parse_names,
 )
+from sfumato.cli.outputs import check_out_file, check_out_folder
 from sfumato.errors import UserError
 
 if TYPE_CHECKING:
@@ -365,6 +366,8 @@ def _evaluate_and_print(
 
     with join_process_group(partial(choose_device, device), TIMEOUT_MINUTES) as group:
         opened = open_model_on_data(model, data, overrides, split, group.device, purpose="evaluate it on")
+        opened = replace(opened, split=_split_of_fold(opened, split))
+        check_results(opened, more.per_query)
         result, path, beside = _evaluate(opened, distance, benchmark, more, group)
     if not group.main or result is None:
         return
@@ -379,6 +382,28 @@ def _evaluate_and_print(
         print_more(beside)
     if path is not None:
         print(f"written to {path}")
+
+
+def _split_of_fold(opened: ModelOnData, split: str) -> str:
+    """The split of a run on a fold of CUB that a benchmark names with the number of the fold, e.g. val1."""
+    fold = opened.data.options.get("fold") if opened.data.source == "cub" else None
+    return split.removesuffix(str(fold)) if fold and split in (f"train{fold}", f"val{fold}") else split
+
+
+def check_results(opened: ModelOnData, file: Path | None = None) -> None:
+    """Check, before the work, that the results of a run can be written into its folder, and others into a file.
+
+    Args:
+        opened: the model on its data.
+        file: another file that is asked for.
+
+    Raises:
+        UserError: one of them cannot be written.
+    """
+    if file is not None:
+        check_out_file(file, option="--per-query")
+    if opened.own_run is not None:
+        check_out_folder(opened.own_run.folder, option="results in")
 
 
 def _evaluate(
@@ -509,15 +534,17 @@ def trust(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Measure the probabilities beside hits, and what each estimator of uncertainty predicts.
+    """Measure what probabilities and uncertainties are worth.
 
-    The summary says what to rely on. The tables of --details show how well each estimator predicts failure, ambiguity,
-    absence and corruption. For a run on its own data, writes trust-SPLIT.json into its folder.
+    The summary says what to rely on: the probabilities beside hits, and the estimators of uncertainty. The tables of
+    --details show how well each estimator predicts failure, ambiguity, absence and corruption. For a run on its own
+    data, writes trust-SPLIT.json into its folder.
     """
     from sfumato.models.trust_run import trust_model, trust_run
     from sfumato.reports.console_trust import print_trust, print_trust_summary
 
     opened = open_model_on_data(model, data, overrides, split, device, purpose="measure it on")
+    check_results(opened)
     path = None
     if opened.own_run is not None:
         report, path = trust_run(

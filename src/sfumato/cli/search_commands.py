@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from sfumato.cli.common import AsJson, Device, ModelName, app, print_result, problems_suffix
+from sfumato.cli.outputs import check_out_folder, writing
 from sfumato.errors import UserError
 
 ImagesToIndex = Annotated[
@@ -52,6 +53,7 @@ def index(
     engine: IndexEngine = None,
     store: StoreUrl = None,
     add: Annotated[bool, typer.Option("--add", help="Add to the collection that --out holds already.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an index that --out holds already.")] = False,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -60,9 +62,11 @@ def index(
     from sfumato.models.export import load_model
     from sfumato.models.galleries import build_index, check_new, embed_source, fill_collection, whole
     from sfumato.models.run import choose_device, load_run
+    from sfumato.reports.formatting import counted
     from sfumato.search.index import check_settings
 
     _check_index_options((images, split, texts, embeddings), engine, store, add)
+    _check_index_folder(out, store is not None, add, force)
     load = load_run if split is not None else load_model
     retrieval_model: RetrievalModel = load(model, device=choose_device(device))
     if store is not None:
@@ -73,16 +77,17 @@ def index(
     sources, problems = embed_source(retrieval_model, images=images, split=split, texts=texts, parts=embeddings)
     if store is None and not add:
         source, engine = whole(sources), engine or "exact"
-        build_index(retrieval_model, source, model_source=model, engine=engine).save(out)
+        with writing(out):
+            build_index(retrieval_model, source, model_source=model, engine=engine).save(out)
         n, kept, direction = len(source.ids), {"engine": engine}, source.direction
         line = f"indexed ({engine})"
     else:
-        with fill_collection(retrieval_model, sources, out, store, model_source=model) as collection:
+        with writing(out), fill_collection(retrieval_model, sources, out, store, model_source=model) as collection:
             n, kept, direction = len(collection), {"store": collection.store.url}, collection.scorer.direction
         line = f"in {kept['store']}"
     result = {"out": str(out), "n": n, **kept, "problems": len(problems)}
-    items = "images" if direction == "t2i" else "texts"
-    print_result(result, as_json, f"{n} {items} {line}: {out}" + problems_suffix(problems))
+    items = counted(n, "image" if direction == "t2i" else "text")
+    print_result(result, as_json, f"{items} {line}: {out}" + problems_suffix(problems))
 
 
 def _check_index_options(sources: tuple[object, ...], engine: str | None, store: str | None, add: bool) -> None:
@@ -94,6 +99,23 @@ def _check_index_options(sources: tuple[object, ...], engine: str | None, store:
         )
     if add and store is not None:
         raise UserError("--add writes to the store of the collection; leave --store out")
+
+
+def _check_index_folder(out: Path, new_collection: bool, add: bool, force: bool) -> None:
+    """Refuse a folder that cannot be written or holds something else, before anything is embedded."""
+    from sfumato.models.galleries import is_gallery
+    from sfumato.search.collection import GaussianCollection
+
+    collection = GaussianCollection.is_one(out)
+    if add and not collection:
+        raise UserError(
+            f"there is no collection in {out} to add to; make one with --store, or copy an index with sfumato copy"
+        )
+    if not add and collection:
+        raise UserError(f"{out} holds a collection already; add to it with --add, or give another folder with --out")
+    if not add and not new_collection and not force and is_gallery(out):
+        raise UserError(f"{out} holds an index already; replace it with --force, or give another folder with --out")
+    check_out_folder(out, ours=lambda folder: is_gallery(folder) or all(p.is_dir() for p in folder.glob("[!.]*")))
 
 
 @app.command()
@@ -109,9 +131,12 @@ def copy(
 ) -> None:
     """Copy an index or a collection into another store."""
     from sfumato.models.galleries import copy_index
+    from sfumato.reports.formatting import counted
 
-    url, n = copy_index(folder, out, store, source_store=source_store)
-    print_result({"out": str(out), "store": url, "items": n}, as_json, f"{n} items copied to {url}: {out}")
+    check_out_folder(out)
+    with writing(out):
+        url, n = copy_index(folder, out, store, source_store=source_store)
+    print_result({"out": str(out), "store": url, "items": n}, as_json, f"{counted(n, 'item')} copied to {url}: {out}")
 
 
 MinProbability = Annotated[

@@ -21,6 +21,7 @@ from sfumato.cli.common import (
     parse_names,
     print_result,
 )
+from sfumato.cli.outputs import check_out_file, check_out_folder
 from sfumato.errors import UserError
 
 if TYPE_CHECKING:
@@ -92,8 +93,9 @@ def analyse(
     )  # fmt: skip
     studies = None if only is None else known_studies(parse_names(only))
     opened = open_model_on_data(model, data, overrides, split, device, purpose="analyse")
-    found = analyse_model(opened.model, opened.data, split, studies=studies, options=options, name=opened.name)
     folder = opened.folder(out, f"analysis-{split}")
+    check_out_folder(folder)
+    found = analyse_model(opened.model, opened.data, split, studies=studies, options=options, name=opened.name)
     page = write_analyses(found, folder, __version__)
     if as_json:
         print(json.dumps(found.to_json() | {"out": str(folder)}, ensure_ascii=False))
@@ -147,11 +149,12 @@ def crops(
         fractions = [float(fraction) for fraction in parse_names(thresholds)]
     except ValueError:
         raise UserError(f"--thresholds {thresholds}: expected fractions with commas between, e.g. 0.1,0.3") from None
+    folder = out or (Path(model) if is_run(model) else Path()) / "crops"
+    check_out_folder(folder)
     study, examples, problems = study_crops(
         load_model(model, device=choose_device(device)), regions, images, name=Path(model).resolve().name,
         thresholds=fractions, sample=sample, uncertainty=uncertainty, n_resamples=bootstrap, seed=seed,
     )  # fmt: skip
-    folder = out or (Path(model) if is_run(model) else Path()) / "crops"
     page = write_crops(study, examples, problems, folder, __version__)
     if as_json:
         print(json.dumps(study.to_json() | {"out": str(folder)}, ensure_ascii=False))
@@ -242,6 +245,8 @@ def zeroshot(
         raise UserError(f"{overrides[0]!r} changes a recipe, but no recipe is given; add --data RECIPE")
     if choose_on is not None and images is not None and choose_on.resolve() == images.resolve():
         raise UserError("--choose-on is also the folder that is evaluated; give another folder, or use --filter oracle")
+    if out is not None:
+        check_out_folder(out)
     prompts = read_templates(templates)
     names = read_class_names(classes) if classes is not None else None
     retrieval_model = load_model(model, device=choose_device(device))
@@ -285,28 +290,34 @@ def _labelled_images(
 
 
 AuditedModel = Annotated[
-    str,
-    typer.Option(
-        "--run",
+    str | None,
+    typer.Argument(
         metavar="MODEL",
         help="Folder of a run, folder of an exported or published model, or name of a model on the hub.",
     ),
 ]
-AuditedRecipe = Annotated[
-    str | None,
-    typer.Argument(metavar="RECIPE", help="Recipe (path or name) whose data to audit. Default: the data of the run."),
-]
-AuditedOverrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to that recipe, e.g. data.path=my.jsonl."),
-]
+FormerModel = Annotated[str | None, typer.Option("--run", metavar="MODEL", hidden=True)]
+
+
+def _audited(
+    model: str | None, overrides: list[str] | None, data: str | None, run: str | None
+) -> tuple[str, str | None, list[str]]:
+    """(model, recipe of the data, overrides), also in the former spelling audit --run MODEL [RECIPE] [OVERRIDES]."""
+    words = [word for word in (run, model, *(overrides or [])) if word is not None]
+    if not words:
+        raise UserError("name the model, e.g. sfumato audit runs/mine")
+    model, words = words[0], words[1:]
+    if words and data is None and "=" not in words[0]:
+        data, words = words[0], words[1:]
+    return model, data, words
 
 
 @app.command()
 def audit(
-    model: AuditedModel,
-    data: AuditedRecipe = None,
-    overrides: AuditedOverrides = None,
+    model: AuditedModel = None,
+    overrides: DataOverrides = None,
+    data: DataRecipe = None,
+    former_model: FormerModel = None,
     split: Annotated[str | None, typer.Option(help="Split of the data. Default: test; with --cross-fit train.")] = None,
     parts: Annotated[
         int,
@@ -316,7 +327,7 @@ def audit(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder to write. Default: audit-SPLIT, in the run's folder or, with RECIPE, in the current one."
+            help="Folder to write. Default: audit-SPLIT, in the run's folder or, with --data, in the current one."
         ),
     ] = None,
     device: Device = "auto",
@@ -330,17 +341,19 @@ def audit(
     from sfumato.reports.study_pages import AUDIT_PAGE, summary, write_audit
     from sfumato.studies.audit import audit_model, cross_fit
 
+    named, data, changes = _audited(model, overrides, data, former_model)
     if parts and split not in (None, "train"):
         raise UserError(f"--cross-fit audits the split train only; leave --split {split} out")
-    if parts and not is_run(model):
-        raise UserError(f"--cross-fit needs a run folder, whose recipe it trains with; {model} is not a run folder")
+    if parts and not is_run(named):
+        raise UserError(f"--cross-fit needs a run folder, whose recipe it trains with; {named} is not a run folder")
     split = split or ("train" if parts else "test")
-    opened = open_model_on_data(model, data, overrides, split, device, purpose="audit")
+    opened = open_model_on_data(named, data, changes, split, device, purpose="audit")
     folder = opened.folder(out, f"audit-{split}")
+    check_out_folder(folder)
     if parts and opened.run is not None:
         result = cross_fit(opened.run, opened.data, parts, folder)
     else:
-        name = Path(model).resolve().name if opened.run is not None else opened.name
+        name = Path(named).resolve().name if opened.run is not None else opened.name
         result = audit_model(opened.model, opened.data, split, name=name, seen=opened.same_data and split == "train")
     figures = write_audit(result, folder, top, __version__)
     print_result(figures | {"out": str(folder)}, as_json, f"{summary(figures)}\npage: {folder / AUDIT_PAGE}")
@@ -398,10 +411,11 @@ def referee(
     for run in runs:
         if not is_run(run):
             raise UserError(f"{run} is not a run folder; the referee fits methods on the training split of a run")
+        folder = out or run / f"referee-{split.replace(',', '-')}"
+        check_out_folder(folder)
         loaded = load_run(run, device=choose_device(device))
         name = run.resolve().name
         model = freeze(loaded, loaded.recipe.data, tuple(parse_names(split)), name=name)
-        folder = out or run / f"referee-{split.replace(',', '-')}"
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}-seed{seed}.json"
         report = referee_model(model, options, path=path, say=say)
@@ -450,10 +464,11 @@ def report(
             "--analyses needs a run on its own data; for other data run `sfumato analyse`, which writes a page"
         )
     opened = open_model_on_data(model, data, overrides, split, device, purpose="report on")
+    path = opened.folder(out, f"report-{split}.html")
+    check_out_file(path)
     if opened.own_run is not None:
         page, path = report_run(opened.own_run, split, out, analyses=analyses)
     else:
-        path = out or Path(f"report-{split}.html")
         page = report_model(opened.model, opened.data, split, path, name=opened.name)
     size = path.stat().st_size
     result: dict[str, Any] = {"out": str(path), "bytes": size, **page.to_json()}

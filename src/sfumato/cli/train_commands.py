@@ -17,6 +17,7 @@ from sfumato.cli.common import (
     parse_names,
     print_result,
 )
+from sfumato.cli.outputs import check_out_folder, writing
 
 
 @app.command()
@@ -28,19 +29,22 @@ def train(
 ) -> None:
     """Train a model from a recipe.
 
-    An interrupted run in the same folder is resumed.
+    An interrupted run in the same folder is resumed; with more train.epochs, a finished one is extended.
     """
     from sfumato.models.preferred_recipe import preferred_recipe
     from sfumato.models.recipe import find_recipe, load_recipe
     from sfumato.progress import first_process, say
+    from sfumato.reports.formatting import counted
     from sfumato.training.loop import fit
 
     resolved = load_recipe(find_recipe(recipe), overrides or [])
     folder = out or Path("runs") / resolved.name
+    check_out_folder(folder)
     resolved, reason = preferred_recipe(resolved, overrides or [], folder)
     if reason:
         say(reason)
-    result = fit(resolved, folder)
+    with writing(folder):
+        result = fit(resolved, folder)
     if not first_process():
         return
     best = result["best_score"]
@@ -48,7 +52,8 @@ def train(
     if best is not None:
         named = f"rsum {best * 100:.1f} of 600" if result["selected_by"] == "rsum" else f"map@r {best:.1%}"
         score = f", best epoch {result['best_epoch'] + 1} with a validation {named}"
-    line = f"trained {result['parameters']:,} parameters for {result['epochs']} epochs{score}: {result['run']}"
+    epochs = counted(result["epochs"], "epoch")
+    line = f"trained {result['parameters']:,} parameters for {epochs}{score}: {result['run']}"
     print_result(result, as_json, line)
 
 
@@ -87,10 +92,12 @@ def ablate(
     from sfumato.models.recipe import find_recipe, load_recipe
     from sfumato.models.run import choose_device
     from sfumato.reports.console import print_ablation
+    from sfumato.reports.formatting import counted
     from sfumato.training.ablation import ABLATED, ablate, ablation_file
 
     resolved = load_recipe(find_recipe(recipe), overrides or [])
     folder = out or Path("runs") / f"ablation-{resolved.name}"
+    check_out_folder(folder)
     names = ABLATED if trained is None else parse_names(trained)
     result = ablate(
         resolved, folder, trained=names, retrieved=names if retrieved is None else parse_names(retrieved),
@@ -99,7 +106,7 @@ def ablate(
     if as_json:
         print(json.dumps(result.to_json()))
         return
-    print_ablation(result.cells, f"{resolved.name}, {split}, {seeds} {'seed' if seeds == 1 else 'seeds'}")
+    print_ablation(result.cells, f"{resolved.name}, {split}, {counted(seeds, 'seed')}")
     for run, why in result.failed.items():
         print(f"{run}: {why}")
     print(f"written to {ablation_file(folder, split)}")
@@ -158,6 +165,7 @@ def demo(
     """
     from sfumato.demo import run_demo
 
+    check_out_folder(out)
     result = run_demo(out, overrides or [])
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
@@ -177,6 +185,7 @@ def toy(
     from sfumato.reports.console import print_toy
     from sfumato.studies.toy import run_toy
 
+    check_out_folder(out)
     result = run_toy(out, seed=seed, updates=updates)
     if as_json:
         print(json.dumps(result))

@@ -122,6 +122,17 @@ def usable_captions(location: str, captions: Iterable[str], problems: Problems) 
     return usable
 
 
+def _nothing_usable(source: Path, problems: Problems) -> UserError:
+    if len(problems):
+        return UserError(f"{source} holds no usable pair of image and caption:\n{problems.summary()}")
+    if source.is_dir():
+        return UserError(
+            f"{source} holds no image ({', '.join(sorted(IMAGE_ENDINGS))}); expected images, each with a .txt file of"
+            " the same name that holds its captions, one a line"
+        )
+    return UserError(f"{source} is empty; expected a line for each image, with its path and its captions")
+
+
 def splits_of_rows(
     rows: Iterable[CaptionedImage], source: Path, problems: Problems, val_fraction: float, test_fraction: float
 ) -> dict[str, PairData]:
@@ -143,7 +154,7 @@ def splits_of_rows(
     """
     rows = list(rows)
     if not rows:
-        raise UserError(f"{source} holds no usable pair of image and caption:\n{problems.summary()}")
+        raise _nothing_usable(source, problems)
     named = any(row.split for row in rows)
     chosen: dict[str, dict[str, CaptionedImage]] = {}
     seen: set[str] = set()
@@ -162,7 +173,7 @@ def splits_of_rows(
         seen.add(row.id)
         chosen.setdefault(split, {})[row.id] = row
     if not chosen:
-        raise UserError(f"{source} holds no usable pair of image and caption:\n{problems.summary()}")
+        raise _nothing_usable(source, problems)
     return {
         split: make_pair_data(
             list(own),

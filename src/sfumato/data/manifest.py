@@ -157,6 +157,7 @@ def read_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterator
 
 
 def _jsonl_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    first = True
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             location = f"{path}:{number}"
@@ -168,6 +169,9 @@ def _jsonl_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterat
                 problems.add(location, f"not JSON: {error}")
                 continue
             if isinstance(values, dict):
+                if first and not any(name in values for name in (*_COLUMNS, *needed)):
+                    _check_columns(path, list(values), needed)
+                first = False
                 yield location, values
             else:
                 problems.add(location, f"expected an object with image and captions, got {type(values).__name__}")
@@ -250,8 +254,13 @@ def _check_columns(path: Path, columns: Sequence[str], needed: Sequence[str]) ->
 
 def _check_row(location: str, values: dict[str, Any], root: Path, problems: Problems) -> CaptionedImage | None:
     image, captions = values.get("image"), values.get("captions", values.get("caption"))
+    there = ", ".join(map(str, values))
     if not isinstance(image, str) or not image.strip():
-        problems.add(location, f"no image: found {reprlib.repr(image)}, expected a path")
+        found = f"found {reprlib.repr(image)}" if "image" in values else f"the columns are {there}"
+        problems.add(location, f"no image: {found}; expected a path")
+        return None
+    if captions is None and not {"captions", "caption"} & values.keys():
+        problems.add(location, f"no captions: the columns are {there}; expected captions or caption")
         return None
     captions = [captions] if isinstance(captions, str) else captions
     if not isinstance(captions, list) or not all(isinstance(c, str) for c in captions):

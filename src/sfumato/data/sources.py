@@ -353,7 +353,9 @@ def _existing(config: DataConfig) -> Path:
     path = Path(config.path)
     if not path.exists():
         raise UserError(
-            f"data.path: there is no {path}; paths in a recipe are relative to the current folder ({Path.cwd()})"
+            f"data.path: there is no {path}"
+            + ("" if path.is_absolute() else f" in the current folder ({Path.cwd()})")
+            + "; say where the data are with data.path=..."
         )
     return path
 

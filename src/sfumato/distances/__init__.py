@@ -100,8 +100,8 @@ def get_distance(name: str | Distance) -> Distance:
         return Distance(name, row, matrix, embeddings=int(count))
     if name not in DISTANCES:
         near = difflib.get_close_matches(name, DISTANCES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown distance {name!r}{hint} Known: {', '.join(DISTANCES)}, nearest_of_K")
+        hint = f"; did you mean {near[0]!r}?" if near else ";"
+        raise ValueError(f"unknown distance {name!r}{hint} known: {', '.join(DISTANCES)}, nearest_of_K")
     return DISTANCES[name]
 
 

@@ -303,9 +303,10 @@ class _Positions:
         if ids not in self.known:
             if missing := [identity for identity in ids if identity not in self.position]:
                 raise ValueError(
-                    f"benchmarks: {len(missing)} of the {len(ids)} {self.what}s of {ground_truth.name} are not among"
-                    f" the {self.n} {self.what}_ids, for instance {missing[0]!r}; the first of the {self.what}_ids is"
-                    f" {next(iter(self.position), None)!r}"
+                    f"{len(missing):,} of the {len(ids):,} {self.what}s of the benchmark {ground_truth.name} are not"
+                    f" among the {self.n:,} {self.what}s that were embedded, e.g. {missing[0]!r}. The ids of both must"
+                    f" agree; the first of the embedded {self.what}s has the id {next(iter(self.position), None)!r}."
+                    " Evaluate on the images and texts of the benchmark, or give their ids as the benchmark has them"
                 )
             self.known[ids] = np.array([self.position[identity] for identity in ids], np.int64)
             if len(np.unique(self.known[ids])) != len(ids):

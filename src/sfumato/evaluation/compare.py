@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from sfumato.evaluation.per_query import (
     write_per_query,
 )
 from sfumato.evaluation.published import DEFAULT_TABLES, STRATEGY_TABLES, PublishedRow, own_figures, published_rows
-from sfumato.evaluation.strategies import StrategyResult, choose_strategies, evaluate_strategies
+from sfumato.evaluation.strategies import STRATEGY_SETS, StrategyResult, choose_strategies, evaluate_strategies
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
 
@@ -322,6 +323,7 @@ class MoreResults:
             the other.
         published: rows of published tables that share figures with this evaluation.
         own: the figures of this evaluation, see :func:`~sfumato.evaluation.published.own_figures`.
+        left_out: strategies of the wanted set that need FAISS, which is not installed.
     """
 
     strategies: dict[str, StrategyResult]
@@ -330,6 +332,7 @@ class MoreResults:
     differences: list[Difference]
     published: list[PublishedRow]
     own: dict[str, float]
+    left_out: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values.
@@ -377,13 +380,18 @@ def more_results(
         ValueError: the other run has different queries, or an option does not fit.
     """
     strategies: dict[str, StrategyResult] = {}
+    left_out: tuple[str, ...] = ()
     ranks, figures = measured.ranks, measured.figures
     if more.strategies is not None:
         if embedded is None:
             raise UserError("ranked lists are already ranked; strategies need embeddings")
+        chosen = choose_strategies(more.strategies)
+        if more.strategies in STRATEGY_SETS and more.engine != "exact" and find_spec("faiss") is None:
+            left_out = tuple(strategy.name for strategy in chosen if strategy.indexed is not None)
+            chosen = [strategy for strategy in chosen if strategy.indexed is None]
         strategies = evaluate_strategies(
             embedded.images, embedded.texts, embedded.image_ids, embedded.text_ids, embedded.ground_truths,
-            choose_strategies(more.strategies), match_probability=match_probability, engine=more.engine,
+            chosen, match_probability=match_probability, engine=more.engine,
             candidates=more.candidates,
         )  # fmt: skip
         if len(strategies) == 1:
@@ -415,4 +423,4 @@ def more_results(
                 f"no published table has figures of {', '.join(figures)} (looked in {', '.join(more.chosen_tables)});"
                 " published figures can stand beside --benchmark coco, flickr30k and cub"
             )
-    return MoreResults(strategies, more.per_query, more.compared_with, differences, rows, own)
+    return MoreResults(strategies, more.per_query, more.compared_with, differences, rows, own, left_out)

@@ -20,7 +20,6 @@ from safetensors.torch import save as safetensors_bytes
 from tokenizers import Tokenizer
 
 from sfumato import __version__
-from sfumato.calibration.calibrator import Calibration
 from sfumato.encoders.encoder_protocol import EncoderConfig
 from sfumato.encoders.encoder_registry import encoder_entry
 from sfumato.errors import UserError
@@ -37,7 +36,17 @@ from sfumato.models.pretrained import (
 )
 from sfumato.models.pretrained_tensors import read_checkpoint
 from sfumato.models.recipe import ModelConfig
-from sfumato.models.run import RECIPE, Assets, Run, build_model, load_assets, load_run
+from sfumato.models.run import (
+    RECIPE,
+    Assets,
+    Run,
+    build_model,
+    load_assets,
+    load_calibration,
+    load_run,
+    read_tokenizer,
+    some_of,
+)
 
 CARD = "README.md"
 
@@ -104,7 +113,6 @@ def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> 
 
     Raises:
         UserError: the folder holds something else or is incomplete, or a newer sfumato wrote it.
-        ValueError: calibration.json is damaged.
     """
     folder = Path(folder)
     config = read_config(folder, str(folder))
@@ -122,7 +130,7 @@ def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> 
     tokenizer = folder / TOKENIZER
     if encoder_entry("text", model_config.text.kind).tokenizer and not tokenizer.is_file():
         raise UserError(f"{tokenizer} is missing; the folder is incomplete, copy it whole")
-    own = Tokenizer.from_file(str(tokenizer)) if tokenizer.is_file() else None
+    own = read_tokenizer(tokenizer) if tokenizer.is_file() else None
     model = build_model(model_config, Assets(own, known["encoders"], trained=True))
     _load(model, read_checkpoint(folder / WEIGHTS), folder / WEIGHTS)
     return PretrainedModel(
@@ -132,7 +140,7 @@ def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> 
         known["distance"],
         f"{folder} (sfumato {config['sfumato']}, {config.get('name', 'without a name')})",
         calibrated=known["calibrated"],
-        calibration=Calibration.load(folder / CALIBRATION) if (folder / CALIBRATION).is_file() else None,
+        calibration=load_calibration(folder),
     )
 
 
@@ -301,5 +309,5 @@ def _load(model: torch.nn.Module, tensors: dict[str, Any], path: Path) -> None:
     expected = {key: value.shape for key, value in model.state_dict().items()}
     came = {key: value.shape for key, value in tensors.items()}
     if wrong := sorted({key for key, _ in expected.items() ^ came.items()}):
-        raise UserError(f"{path}: does not fit its {CONFIG}: {wrong[0]!r} and {len(wrong) - 1} more tensors differ")
+        raise UserError(f"{path}: does not fit its {CONFIG}: {some_of(wrong, 'tensor')}")
     model.load_state_dict(tensors)

@@ -21,7 +21,7 @@ from sfumato.encoders.encoder_protocol import Item
 from sfumato.encoders.features import FrozenBackbone, Store
 from sfumato.encoders.frozen import FrozenProcessor, image_backbone
 from sfumato.errors import UserError
-from sfumato.files import is_plain_name, sync_folder, write_atomically
+from sfumato.files import is_plain_name, reserve, sync_folder, write_atomically
 from sfumato.models.embed import load_splits
 from sfumato.models.run import cache_folder
 from sfumato.progress import progress_bar
@@ -150,7 +150,9 @@ def _write_scan(folder: Path, name: str, split: PairData, store: Store) -> tuple
     name = _SCAN_NAMES.get(name, name)
     first = store.batch(np.arange(1)).values[0]
     shape = (len(store), *first.shape)
-    array = np.lib.format.open_memmap(folder / f"{name}_ims.npy", mode="w+", dtype="<f2", shape=shape)
+    path = folder / f"{name}_ims.npy"
+    array = np.lib.format.open_memmap(path, mode="w+", dtype="<f2", shape=shape)
+    reserve(path)
     for start in range(0, len(store), _TOGETHER):
         index = np.arange(start, min(start + _TOGETHER, len(store)))
         batch = store.batch(index)

@@ -478,7 +478,11 @@ def download(name: str) -> Path:
             cache.
     """
     if not _HUB_NAME.fullmatch(name):
-        raise UserError(f"there is no file or folder {name!r}, and a name on the hub has the form owner/model")
+        adopted = f". This command takes adopted models: sfumato adopt {name} --data my.csv --out runs/adopted"
+        raise UserError(
+            f"there is no file or folder {name!r}, and a name on the hub has the form owner/model"
+            + (adopted if name.startswith("open_clip:") else "")
+        )
     return _from_hub(
         lambda hub, local: hub.snapshot_download(
             name, allow_patterns=[CONFIG, WEIGHTS, TOKENIZER, CALIBRATION, REFERENCE], local_files_only=local
@@ -503,7 +507,12 @@ def read_config(folder: Path, where: str) -> dict[str, Any]:
     """
     for needed in (CONFIG, WEIGHTS):
         if not (folder / needed).is_file():
-            raise UserError(f"{where}: no {needed} in it; expected a published model with its {CONFIG} and {WEIGHTS}")
+            index = (folder / "manifest.json").is_file()
+            raise UserError(
+                f"{where} holds an index or embeddings, not a model; give the folder of the model"
+                if index
+                else f"{where}: no {needed} in it; expected a run, or a published model with its {CONFIG} and {WEIGHTS}"
+            )
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -585,7 +594,9 @@ def _from_hub(get: Callable[[Any, bool], str], failed: str, way_out: str) -> Pat
         import huggingface_hub
     except ImportError as error:
         raise UserError("the Hugging Face hub needs huggingface_hub: pip install 'sfumato[backbones]'") from error
+    unreachable = not hub_reachable()
     try:
-        return Path(get(huggingface_hub, not hub_reachable()))
+        return Path(get(huggingface_hub, unreachable))
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
-        raise UserError(f"{failed}: {first_line(error).rstrip('.')}. {way_out}") from error
+        reason = "no connection to the hub, and no copy in its cache" if unreachable else first_line(error).rstrip(".")
+        raise UserError(f"{failed}: {reason}. {way_out}") from error

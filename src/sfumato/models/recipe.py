@@ -7,9 +7,10 @@ A recipe is complete and strict: an unknown key is an error that names the neare
 import difflib
 import functools
 import operator
+import os
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from importlib import resources
@@ -33,6 +34,7 @@ from pydantic import (
     model_validator,
 )
 
+from sfumato.data.embedding_tables import resolved_table
 from sfumato.data.sources import DataConfig, get_source
 from sfumato.distances import get_distance
 from sfumato.encoders.encoder_protocol import ImageEncoderConfig, Side, TextEncoderConfig
@@ -603,6 +605,69 @@ def save_recipe(recipe: Recipe, path: str | Path) -> None:
         path: the file.
     """
     write_atomically(path, tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True)))
+
+
+def absolute_data(config: DataConfig) -> DataConfig:
+    """The same data with absolute paths, so that they are found from any folder.
+
+    Args:
+        config: section ``data`` of a recipe.
+
+    Returns:
+        The section; paths of nothing that exists are unchanged.
+    """
+    table = resolved_table if config.source == "embeddings" else _absolute
+    return config.model_copy(
+        update={name: _absolute(getattr(config, name)) for name in ("path", "val_path", "noise_file")}
+        | {name: table(getattr(config, name)) for name in ("images", "texts") if getattr(config, name)}
+    )
+
+
+def absolute_recipe(recipe: Recipe) -> Recipe:
+    """The same recipe with absolute paths, as it is saved in a run folder.
+
+    Args:
+        recipe: any.
+
+    Returns:
+        The recipe; names of models on the hub, and paths of nothing that exists, are unchanged.
+    """
+    sides: dict[str, Any] = {}
+    for side, section in (("image", recipe.model.image), ("text", recipe.model.text)):
+        paths = {key: _absolute(getattr(section, key)) for key in section.path_fields if getattr(section, key)}
+        sides[side] = section.model_copy(update=paths)
+    return recipe.model_copy(
+        update={"data": absolute_data(recipe.data), "model": recipe.model.model_copy(update=sides)}
+    )
+
+
+def _absolute(path: str) -> str:
+    """An absolute path to what exists; patterns such as a-{0..9}.tar where their folder does."""
+    known = os.path.exists(path) or (any(c in path for c in "*?[{") and os.path.isdir(os.path.dirname(path) or "."))
+    return os.path.abspath(path) if path and known else path
+
+
+def differing_keys(saved: Recipe, given: Recipe) -> dict[str, tuple[Any, Any]]:
+    """The keys in which two recipes differ.
+
+    Args:
+        saved: one recipe.
+        given: the other one.
+
+    Returns:
+        "section.key" -> (value in the first, value in the second), None where a recipe has no such key.
+    """
+    first, second = (dict(_leaves(recipe.model_dump(mode="json"))) for recipe in (saved, given))
+    keys = dict.fromkeys([*first, *second])
+    return {key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)}
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

@@ -10,7 +10,7 @@ problems.jsonl    items left out, with their errors      evaluation-*.json  writ
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise UserError(
-            f"train.device={name!r} is not available here ({first_line(error)}); use train.device=cpu"
+            f"device {name!r} is not available here ({first_line(error)}); use cpu (--device cpu, train.device=cpu)"
         ) from error
 
 
@@ -207,7 +207,6 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
 
     Raises:
         UserError: the folder is not a run folder, or a file in it is missing or damaged.
-        ValueError: calibration.json is damaged.
     """
     folder = Path(folder)
     if not (folder / RECIPE).is_file():
@@ -222,15 +221,36 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
     model = build_model(recipe.model, load_assets(folder, recipe))
     loss = build_loss(recipe)
     load_state(folder / MODEL, {"model": model, "loss": loss})
-    (scale, bias), calibration = loss.match_logits() or (1.0, 0.0), None
-    if (folder / CALIBRATION).is_file():
-        calibration = Calibration.load(folder / CALIBRATION)
+    scale, bias = loss.match_logits() or (1.0, 0.0)
+    if (calibration := load_calibration(folder)) is not None:
         scale, bias = calibration.logit_scale, calibration.logit_bias
     calibrated = calibration is not None
     words = folder / WORDS
     judge = UnfamiliarTexts.load(words) if words.is_file() and piece_counter(model) else None
     model, loss = model.to(device).eval(), loss.to(device).eval()
     return Run(folder, recipe, model, loss, scale, bias, calibrated, calibration, judge)
+
+
+def load_calibration(folder: Path) -> Calibration | None:
+    """The calibration of a run or an exported model.
+
+    Args:
+        folder: of the model.
+
+    Returns:
+        The calibration; None without one.
+
+    Raises:
+        UserError: its file is damaged, or a newer version wrote it.
+    """
+    path = folder / CALIBRATION
+    try:
+        return Calibration.load(path) if path.is_file() else None
+    except ValueError as error:
+        raise UserError(
+            f"{error}. A damaged file can be replaced: delete {path}, then run `sfumato calibrate {folder}`, or export"
+            " the run again"
+        ) from error
 
 
 def save_assets(folder: Path, tokenizer: Tokenizer | None, model: DualEncoder) -> None:
@@ -274,10 +294,39 @@ def load_assets(folder: Path, recipe: Recipe) -> Assets:
         if wanted and not (folder / name).is_file():
             raise UserError(f"{folder / name} is missing; the run folder is incomplete, copy it whole")
     return Assets(
-        Tokenizer.from_file(str(folder / TOKENIZER)) if needed[TOKENIZER] else None,
-        json.loads((folder / ENCODERS).read_text(encoding="utf-8")) if needed[ENCODERS] else {},
+        read_tokenizer(folder / TOKENIZER) if needed[TOKENIZER] else None,
+        _read_json(folder / ENCODERS) if needed[ENCODERS] else {},
         trained=True,
     )
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Read a tokenizer.
+
+    Args:
+        path: its file.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # The library raises no narrower class.
+        raise _damaged(path, error) from error
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(f"{path} is damaged ({first_line(error)}); copy the folder again, or make it again")
 
 
 def save_state(
@@ -304,6 +353,23 @@ def save_state(
     # A single entry, because the order of several differs between processes, so files of equal runs would differ.
     metadata = {"state": json.dumps({"about": about, "optimiser": numbers})}
     write_atomically(path, safetensors_bytes(detached, metadata))
+
+
+def some_of(wrong: Sequence[str], noun: str) -> str:
+    """The first of some names that differ, and how many more there are, for a message.
+
+    Args:
+        wrong: at least one name.
+        noun: what they are names of.
+
+    Returns:
+        The clause.
+
+    Example:
+        >>> some_of(["a"], "tensor"), some_of(["a", "b"], "tensor")
+        ("tensor 'a' differs", "tensor 'a' differs, and 1 more")
+    """
+    return f"{noun} {wrong[0]!r} differs" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
 
 
 def load_state(
@@ -343,8 +409,8 @@ def load_state(
         ]
         if wrong:
             raise UserError(
-                f"{path}: does not fit the {name} of this recipe: {wrong[0]!r} and {len(wrong) - 1} more tensors"
-                " differ; use the recipe that is saved beside it"
+                f"{path}: does not fit the {name} of this recipe: {some_of(wrong, 'tensor')};"
+                " use the recipe that is saved beside it"
             )
         module.load_state_dict(own)
     if optimiser is not None:

@@ -132,5 +132,6 @@ def require_extra() -> None:
     Raises:
         UserError: the extra `serve` is not installed.
     """
-    if any(find_spec(name) is None for name in ("fastapi", "uvicorn", "prometheus_client", "python_multipart")):
-        raise UserError("the service needs FastAPI and uvicorn: pip install 'sfumato[serve]'")
+    needed = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
+    if missing := [name for name in needed if find_spec(name) is None]:
+        raise UserError(f"the service needs {' and '.join(missing)}: pip install 'sfumato[serve]'")

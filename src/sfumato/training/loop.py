@@ -35,7 +35,7 @@ from sfumato.metrics.relevance import Relevance
 from sfumato.models.calibrate import calibrate_split
 from sfumato.models.embed import PreparedSplit, embed_split, prepare_split
 from sfumato.models.process_group import ProcessGroup, join_process_group
-from sfumato.models.recipe import Recipe
+from sfumato.models.recipe import Recipe, absolute_recipe
 from sfumato.models.run import (
     CALIBRATION,
     LAST,
@@ -116,7 +116,7 @@ class _Training:
 
 
 def fit(recipe: Recipe, folder: str | Path) -> dict[str, Any]:
-    """Train a recipe, and resume an interrupted run of the same recipe.
+    """Train a recipe, resume an interrupted run of the same recipe, or extend a run to more epochs.
 
     Started by torchrun, all processes train one model together, and each takes a part of every batch.
 
@@ -133,7 +133,7 @@ def fit(recipe: Recipe, folder: str | Path) -> dict[str, Any]:
         DivergedError: a term of the loss is NaN or infinite.
         PeerLostError: another process of the run has ended.
     """
-    folder = Path(folder)
+    folder, recipe = Path(folder), absolute_recipe(recipe)
     folder.mkdir(parents=True, exist_ok=True)
     with join_process_group(partial(choose_device, recipe.train.device), recipe.train.timeout_minutes) as process_group:
         if not process_group.main:
@@ -178,8 +178,8 @@ def _fit(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> dict[str,
 
 def _prepare(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> _Training:
     """Read the data and build the model, the loss and the optimiser."""
-    if process_group.main:
-        claim_folder(folder, recipe)
+    if process_group.main and (former := claim_folder(folder, recipe)) is not None:
+        say(_extended(recipe, former))
     process_group.wait()
     config, problems = recipe.train, Problems()
     if config.threads:
@@ -202,6 +202,19 @@ def _prepare(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> _Trai
     optimiser = build_optimiser(model, loss, recipe.optim)
     average = WeightAverage(model, config.ema_decay or None) if config.ema_decay or config.swa_epochs else None
     return _Training(recipe, folder, process_group, model, loss, batches, val, problems, optimiser, average)
+
+
+def _extended(recipe: Recipe, former: int) -> str:
+    """What it means that a run goes on with more epochs than it was to have."""
+    ended, goes_on = (
+        learning_rate_factor(former, recipe.optim, epochs=epochs) for epochs in (former, recipe.train.epochs)
+    )
+    return (
+        f"extended from {former} to {recipe.train.epochs} epochs. The learning rate goes on by the schedule of"
+        f" {recipe.train.epochs} epochs: after epoch {former} it is {goes_on:.0%} of its peak, where the former"
+        f" schedule ended at {ended:.0%}. So the weights are not those of a run of {recipe.train.epochs} epochs in one"
+        " go"
+    )
 
 
 def _resume(training: _Training) -> int:

@@ -15,7 +15,7 @@ from sfumato.encoders.embeddings import described_by
 from sfumato.errors import UserError
 from sfumato.models.embed import load_splits, prepare_split
 from sfumato.models.process_group import ProcessGroup, alone
-from sfumato.models.recipe import Recipe, load_recipe, save_recipe
+from sfumato.models.recipe import Recipe, absolute_recipe, differing_keys, load_recipe, save_recipe
 from sfumato.models.run import (
     ENCODERS,
     LAST,
@@ -36,8 +36,11 @@ LOCK = ".lock"
 
 _VOCABULARY_TEXTS = 100_000
 
+_NAMED = 3
+"""Largest number of differing keys in a message."""
 
-def claim_folder(folder: Path, recipe: Recipe) -> None:
+
+def claim_folder(folder: Path, recipe: Recipe) -> int | None:
     """Check that a folder may be trained in, and save the recipe there.
 
     Before the first checkpoint, files of an earlier start are replaced, so a run that failed because of a wrong path
@@ -45,10 +48,14 @@ def claim_folder(folder: Path, recipe: Recipe) -> None:
 
     Args:
         folder: of the run; exists.
-        recipe: the complete recipe.
+        recipe: the complete recipe, with absolute paths.
+
+    Returns:
+        The number of epochs that the run there was to have, if this recipe has more and is else the same; None without
+        such a run.
 
     Raises:
-        UserError: the folder holds other files, or a run of another recipe.
+        UserError: the folder holds other files, or a run of another recipe; the message names the keys that differ.
     """
     for left in folder.glob(".*.tmp"):
         left.unlink(missing_ok=True)  # The leftover file of a killed writer.
@@ -57,17 +64,43 @@ def claim_folder(folder: Path, recipe: Recipe) -> None:
         if any(path.name != LOCK for path in folder.iterdir()):
             raise UserError(f"{folder} is not empty and holds no run; give an empty or new folder with --out")
     elif started:
-        if (saved := load_recipe(folder / RECIPE, saved=True)) != recipe:
-            same = saved.model_copy(update={"data": saved.data.model_copy(update={"equal_texts": "merged"})}) == recipe
-            raise UserError(
-                f"{folder} holds a run of another recipe (see {folder / RECIPE}); give another folder with --out,"
-                " or delete that one"
-                + (". It keeps equal texts separate; add data.equal_texts=separate to continue it" if same else "")
-            )
-        return
+        saved = absolute_recipe(load_recipe(folder / RECIPE, saved=True))
+        if saved == recipe:
+            return None
+        _check_extends(folder, saved, recipe)
+        save_recipe(recipe, folder / RECIPE)
+        return saved.train.epochs
     for name in (TOKENIZER, ENCODERS, NOISE):
         (folder / name).unlink(missing_ok=True)
     save_recipe(recipe, folder / RECIPE)
+    return None
+
+
+def _check_extends(folder: Path, saved: Recipe, recipe: Recipe) -> None:
+    """Refuse to train a recipe in the folder of a run, unless it only has more epochs."""
+    differing = differing_keys(saved, recipe)
+    if list(differing) != ["train.epochs"]:
+        named = [f"{key} is {ours!r} there and {new!r} here" for key, (ours, new) in differing.items()]
+        more = f", and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+        separate = list(differing) == ["data.equal_texts"] and saved.data.equal_texts == "separate"
+        raise UserError(
+            f"{folder} holds a run of another recipe: {'; '.join(named[:_NAMED])}{more}. Give another folder with"
+            " --out, or delete that one"
+            + (". It keeps equal texts separate; add data.equal_texts=separate to continue it" if separate else "")
+        )
+    before, now = saved.train.epochs, recipe.train.epochs
+    reason = (
+        f"train.epochs is {before} there and {now} here, and a run can only be extended"
+        if now < before
+        else f"its weights are averaged over the last epochs (train.swa_epochs={saved.train.swa_epochs}), which the"
+        " further ones would be missing from"
+        if saved.train.swa_epochs
+        else f"{LAST} is missing, which holds the state of its training"
+        if not (folder / LAST).exists()
+        else None
+    )
+    if reason:
+        raise UserError(f"the run in {folder} cannot go on: {reason}. Give another folder with --out")
 
 
 def training_splits(
