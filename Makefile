@@ -4,10 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help demo test style types examples docs check lowest format benchmarks clean
+.PHONY: help demo test style types examples docs check lowest release-check format benchmarks clean
 
 help:  ## what there is
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: $(VENV)/.demo  ## train, evaluate, index and search on the embedded emoji set; writes runs/demo/index.html
 	$(BIN)/sfumato demo
@@ -32,6 +32,9 @@ check: style types examples docs test  ## what has to pass before a change lands
 
 lowest:  ## a part of the tests with the lowest version of every dependency, in an environment of its own
 	$(PYTHON) scripts/lowest_versions.py
+
+release-check:  ## build sdist and wheel, and try the wheel in a new environment; needs a package index
+	$(PYTHON) scripts/release_check.py
 
 format: $(VENV)/.dev  ## put the code into its one layout
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,125 @@
+"""A release: the form of the changelog, the citation, the container file, and the checks of release_check."""
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import sfumato
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = importlib.util.spec_from_file_location("release_check", ROOT / "scripts" / "release_check.py")
+release = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(release)
+
+GROUPS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
+
+
+def changelog_sections():
+    parts = re.split(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), flags=re.M)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def test_the_changelog_has_dated_versions_below_unreleased():
+    first, *versions = changelog_sections()
+    assert first == "Unreleased"
+    assert versions and [v for v in versions if not re.fullmatch(r"\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d", v)] == []
+
+
+@pytest.mark.parametrize("version", list(changelog_sections()))
+def test_the_changes_of_a_version_stand_in_groups_each_once_and_in_order(version):
+    groups = re.findall(r"^### (.*)$", changelog_sections()[version], re.M)
+    assert groups == [g for g in GROUPS if g in groups]
+    before = changelog_sections()[version].partition("### ")[0]
+    assert not re.search(r"^- ", before, re.M)
+
+
+def test_the_citation_names_the_licence_and_leaves_the_version_to_the_package():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert {"cff-version", "message", "title", "authors", "license"} <= citation.keys()
+    assert citation["license"] == "MIT" and "version" not in citation
+
+
+def test_the_source_has_one_version():
+    assert release.version_of_source(ROOT) == sfumato.__version__
+    assert release.wrong_version(ROOT, sfumato.__version__) == []
+
+
+def wheel(version="1.2"):
+    info = f"sfumato-{version}.dist-info"
+    files = {"sfumato/__init__.py": b"", "sfumato/py.typed": b"", "sfumato/recipe_files/a.toml": b"a = 1"}
+    licences = {f"{info}/licenses/{name}": b"" for name in release.LICENCES}
+    metadata = {
+        f"{info}/METADATA": f"Name: sfumato\nVersion: {version}\n\n".encode(),
+        f"{info}/entry_points.txt": b"[console_scripts]\nsfumato = sfumato.cli:main\n",
+    }
+    return files, files | licences | metadata
+
+
+def test_a_whole_wheel_passes():
+    expected, found = wheel()
+    assert release.wrong_in_wheel(found, expected, "1.2") == []
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"sfumato/py.typed": None}, "sfumato/py.typed: differs"),
+        ({"sfumato/recipe_files/a.toml": b"a = 2"}, "sfumato/recipe_files/a.toml: differs"),
+        ({"tests/test_a.py": b""}, "tests/test_a.py: differs"),
+        ({"sfumato-1.2.dist-info/licenses/Unicode-3.0": None}, "licence Unicode-3.0 is missing"),
+        ({"sfumato-1.2.dist-info/METADATA": b"Name: sfumato\nVersion: 1.1\n"}, "do not state version 1.2"),
+        ({"sfumato-1.2.dist-info/entry_points.txt": None}, "the command sfumato is missing"),
+    ],
+)
+def test_what_a_wheel_lacks_is_named(change, told):
+    expected, found = wheel()
+    found = {name: data for name, data in (found | change).items() if data is not None}
+    (wrong,) = release.wrong_in_wheel(found, expected, "1.2")
+    assert told in wrong
+
+
+def test_all_that_the_package_reads_is_expected_in_the_wheel():
+    expected = release.expected_in_wheel(ROOT)
+    assert {"sfumato/py.typed", "sfumato/__init__.pyi", "sfumato/serve/page/page.js"} <= expected.keys()
+    assert {"sfumato/reports/templates/base.html.j2", "sfumato/recipe_files/emoji-pixels.toml"} <= expected.keys()
+
+
+def instructions():
+    """(instruction, its text) of the Dockerfile, with continued lines joined."""
+    text = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text("utf-8"))
+    return [tuple(line.split(None, 1)) for line in text.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def test_the_container_copies_what_exists_and_runs_without_rights():
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = {source for name, text in instructions() if name == "COPY" for source in text.split()[:-1]}
+    assert copied and copied <= allowed
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+    names = [name for name, _ in instructions()]
+    assert {"USER", "HEALTHCHECK", "EXPOSE"} <= set(names) and names.index("USER") < names.index("ENTRYPOINT")
+    assert dict(instructions())["USER"] == "10001:10001"
+
+
+def test_the_command_of_the_container_needs_a_key_and_then_an_index():
+    started = [yaml.safe_load(dict(instructions())[name]) for name in ("ENTRYPOINT", "CMD")]
+    assert started[0] == ["sfumato"]
+    command = [sys.executable, "-m", "sfumato", *started[1]]
+    environment = {key: value for key, value in os.environ.items() if key != "SFUMATO_API_KEY"}
+    without = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert without.returncode == 2 and "SFUMATO_API_KEY" in without.stderr
+    environment["SFUMATO_API_KEY"] = "k" * 16
+    there_is_none = subprocess.run([*command, "--port", "0"], env=environment, capture_output=True, text=True)
+    assert there_is_none.returncode == 2 and "/index" in there_is_none.stderr
+
+
+def test_the_health_check_of_the_container_is_a_program():
+    command = yaml.safe_load(dict(instructions())["HEALTHCHECK"].partition("CMD")[2])
+    compile(command[2], "HEALTHCHECK", "exec")
+    assert shlex.join(command[:2]) == "python -c" and "/readyz" in command[2]
