@@ -246,7 +246,7 @@ FLOORS: dict[str, list[str]] = {
         "settings",
         "decode_worker schemas",
         "decoding guard image_files vectors",
-        "answering batching store_health",
+        "answering batching store_health sweep",
         "service",
         "server writing",
         "app",

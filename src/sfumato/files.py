@@ -1,11 +1,16 @@
 """Atomic files: written under a temporary name, forced to disk, renamed."""
 
+import contextlib
 import errno
 import json
 import os
+import re
 import secrets
+import time
 from pathlib import Path
 from typing import Any
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-z_]{8,}\.tmp")
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:
@@ -56,6 +61,25 @@ def write_json(path: str | Path, value: Any) -> None:
         ValueError: value contains NaN or infinity, which JSON does not have.
     """
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def remove_leftovers(folder: Path, age: float) -> int:
+    """Remove the temporary files of :func:`write_atomically` that killed processes have left.
+
+    Args:
+        folder: the folder, without its subfolders.
+        age: seconds; younger files may belong to a write that has not ended.
+
+    Returns:
+        Number of removed files.
+    """
+    removed = 0
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if _TEMPORARY.fullmatch(path.name) and path.is_file() and time.time() - path.stat().st_mtime > age:
+                path.unlink()
+                removed += 1
+    return removed
 
 
 def sync_folder(folder: Path) -> None:

@@ -18,7 +18,7 @@ from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.lifting import LIFTED_DISTANCES, gallery_centre, lift_gallery, lowered
 from sfumato.search.stores.local import LocalStore
-from sfumato.search.stores.protocol import Filter, Records
+from sfumato.search.stores.protocol import Filter, Records, StoreInUseError
 from sfumato.search.stores.store_url import anchored, create_store, redacted, without_password
 
 D = 11
@@ -447,3 +447,11 @@ def test_passwords_are_neither_kept_nor_told():
     assert without_password("redis://:s3cr3t@h/0") == "redis://@h/0"
     for plain in ("postgresql://me@h/d?table=t", "file:a@b", "store?engine=flat"):
         assert without_password(plain) == redacted(plain) == plain
+
+
+def test_filling_beside_another_writer_does_not_mark_the_collection(tmp_path):
+    with GaussianCollection.create(tmp_path / "c", d=D) as first, GaussianCollection.open(tmp_path / "c") as second:
+        first.upsert(gaussians(2, 0), ["a", "b"])
+        with pytest.raises(StoreInUseError, match="writes to it"), second.filling("again"):
+            raise AssertionError("the block must not run")
+        GaussianCollection.open(tmp_path / "c").close()

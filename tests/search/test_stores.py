@@ -34,7 +34,7 @@ from sfumato.distances import csd_matrix
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection, copy_gallery
-from sfumato.search.stores.protocol import Filter, Records
+from sfumato.search.stores.protocol import Filter, Records, StoreInUseError
 from sfumato.search.stores.store_url import create_store, open_store
 
 APPROXIMATE = ("hnsw", "ivf", "ivf-pq")
@@ -370,7 +370,7 @@ def test_one_writes_and_others_read(tmp_path):
     first, second = records(20, 4, 1), records(30, 4, 2)
     writer.upsert(first)
     assert_holds(processor, by_id(first))
-    with pytest.raises(UserError, match="another process, or another opening in this one, writes to it; wait until"):
+    with pytest.raises(UserError, match="another opening in this process writes to it; wait until"):
         processor.upsert(second)
     with pytest.raises(UserError, match="wait until"):
         processor.optimise()
@@ -616,6 +616,7 @@ def test_a_collection_of_version_0_1_is_converted_when_it_is_opened(tmp_path):
             collection.upsert(first[:1], ["late"])
             assert collection.delete(["late"]) == 1
     assert sorted(f.name for f in (tmp_path / "old/store").iterdir() if f.name != ".lock") == [
+        ".writer",
         "records.sqlite",
         "records.sqlite-shm",
         "records.sqlite-wal",
@@ -644,7 +645,8 @@ def test_a_conversion_that_fails_leaves_the_old_store(tmp_path):
         UserError, match="is of version 0.1 and could not be converted .*shard-2.vectors has 16 bytes where"
     ):
         open_store(str(folder))
-    assert {f.name: f.read_bytes() for f in folder.iterdir() if not f.name.startswith(".creating")} == before
+    after = {f.name: f.read_bytes() for f in folder.iterdir() if not f.name.startswith((".creating", ".writer"))}
+    assert after == before
     (folder / "shard-2.vectors").write_bytes(whole)
     with contextlib.closing(open_store(str(folder))) as store:
         assert store.count() == 27
@@ -657,6 +659,36 @@ def test_a_store_of_version_0_1_in_use_is_not_converted(tmp_path):
     with filelock.FileLock(tmp_path / "old/.lock"), pytest.raises(UserError, match="writes to it; wait until"):
         open_store(str(tmp_path / "old"))
     assert (tmp_path / "old/store.sqlite").exists()
+
+
+def write_and_wait(url):
+    """Stores a record and keeps the store open."""
+    store = open_store(url)
+    store.upsert(records(1, 4, 5))
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("kind", ["file:", "rerank:"])
+def test_a_second_writer_is_told_who_writes(tmp_path, kind):
+    url = f"{kind}{tmp_path}/store"
+    create_store(url, 4, FINGERPRINT).close()
+    process = Started(write_and_wait, url, piped=True)
+    pid = int(process.stdout.readline())
+    store = open_store(url)
+    try:
+        for write in (lambda: store.upsert(records(2, 4, 6)), lambda: store.delete(["item-0"]), store.optimise):
+            with pytest.raises(
+                StoreInUseError, match=rf"store\S*: process {pid} on \S+ writes to it; wait until it closes"
+            ):
+                write()
+        assert store.count() == 1
+    finally:
+        process.kill()
+        process.finish()
+    store.upsert(records(2, 4, 6))
+    assert store.count() == 2
+    store.close()
 
 
 def counted_by_a_reader(folder):

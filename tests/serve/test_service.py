@@ -364,6 +364,21 @@ def test_what_was_added_is_found_shown_replaced_and_removed(writable, sources):
     assert not [f for f in (writable.folder / "pictures").rglob("*") if f.is_file()]
 
 
+def test_a_second_writer_is_told_so_and_leaves_no_image(run, collection, writable, caplog):
+    new = {"items": [{"id": "new", "image": in_base64(picture())}]}
+    assert writable.post("/v1/items", json=new).status_code == 200
+    files = sorted((collection / "pictures").rglob("*"))
+    with served(open_sources(collection)) as second:
+        other = {"items": [{"id": "other", "image": in_base64(picture("blue"))}]}
+        for answer in (second.post("/v1/items", json=other), second.delete("/v1/items/new")):
+            assert answer.status_code == 409
+            assert answer.json()["detail"].startswith("Another process writes to this collection: send writes to")
+        assert second.get("/v1/items/new").status_code == 200
+        assert second.get("/v1/search?q=red").status_code == 200
+    assert sorted((collection / "pictures").rglob("*")) == files
+    assert caplog.text.count("writes to it; wait until it closes the store") == 2
+
+
 @pytest.mark.parametrize("id", ["two\nlines", "bell\a", "..", "."])
 def test_ids_that_no_path_can_hold_are_refused(writable, id):
     good = {"id": "good", "image": in_base64(picture())}

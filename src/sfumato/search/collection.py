@@ -247,7 +247,11 @@ class GaussianCollection(Gallery):
 
         Yields:
             Nothing.
+
+        Raises:
+            StoreInUseError: another process writes to the store; the collection is not marked.
         """
+        self.begin_writing()
         write_atomically(self.folder / _UNFINISHED, way_out + "\n")
         yield
         (self.folder / _UNFINISHED).unlink()
@@ -300,6 +304,17 @@ class GaussianCollection(Gallery):
             yield note
         finally:
             self._writes += 1
+
+    def begin_writing(self) -> None:
+        """Acquire the write lock of a store that has one, as the first write would; it is held until :meth:`close`.
+
+        Raises:
+            StoreInUseError: another process writes to the store.
+            UserError: the store cannot be written to.
+        """
+        begin: Callable[[], None] | None = getattr(self.store, "begin_writing", None)
+        if begin is not None:
+            begin()
 
     @torch.no_grad()
     def upsert(

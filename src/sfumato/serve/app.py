@@ -294,6 +294,7 @@ def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await service.start()
+        writer.start()
         yield
         service.ready.clear()
         await writer.close()

@@ -114,7 +114,7 @@ class UploadedImages:
         if POINTER not in payload:
             return None if self.others is None else self.others.read(id, payload)
         try:
-            return self._path(payload[POINTER]).read_bytes()
+            return self.path_of(payload[POINTER]).read_bytes()
         except (FileNotFoundError, ValueError):
             return None
 
@@ -133,7 +133,7 @@ class UploadedImages:
             Its name, for the payload of the item.
         """
         name = hashlib.blake2b(id.encode() + b"\0" + data, digest_size=16).hexdigest()
-        path = self._path(name)
+        path = self.path_of(name)
         for folder in (self.folder, path.parent):
             if not folder.is_dir():
                 folder.mkdir(exist_ok=True)
@@ -147,10 +147,38 @@ class UploadedImages:
         Args:
             name: name of the image.
         """
-        self._path(name).unlink(missing_ok=True)
+        self.path_of(name).unlink(missing_ok=True)
 
-    def _path(self, name: str) -> Path:
-        if not _NAME.fullmatch(name):
+    @property
+    def orphans(self) -> Path:
+        """Folder of images that no item names, which are deleted later."""
+        return self.folder / ".orphans"
+
+    @staticmethod
+    def is_name(name: str) -> bool:
+        """Whether a text is a name that :meth:`write` gives.
+
+        Args:
+            name: any text.
+
+        Returns:
+            True if it is.
+        """
+        return _NAME.fullmatch(name) is not None
+
+    def path_of(self, name: str) -> Path:
+        """Location of an image.
+
+        Args:
+            name: its name.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            ValueError: it is not the name of an uploaded image.
+        """
+        if not self.is_name(name):
             raise ValueError(f"not the name of an uploaded image: {name!r}")
         return self.folder / name[:2] / name
 

@@ -19,13 +19,14 @@ class StoreHealth:
     Args:
         name: of the gallery, for messages.
         collection: the collection; its `size` no longer counts once this has started.
-        every: seconds between two looks; a store in which they take long is looked at less often.
+        every: seconds between two looks. A store in which a count takes long is counted less often.
         patience: seconds without an answer after which the store counts as hanging.
     """
 
     def __init__(self, name: str, collection: GaussianCollection, *, every: float = 5.0, patience: float = 5.0) -> None:
         self._name, self._collection, self._every, self._patience = name, collection, every, patience
         self._asked_at: float | None = None
+        self._next_count = 0.0
         self._error = ""
         self._stopping = threading.Event()
 
@@ -52,9 +53,7 @@ class StoreHealth:
         self._stopping.set()
 
     def _watch(self) -> None:
-        pause = self._every
-        while not self._stopping.wait(pause):
-            began = time.monotonic()
+        while not self._stopping.wait(self._every):
             error = self._look()
             if not self._stopping.is_set() and bool(error) != bool(self._error):
                 if error:
@@ -62,7 +61,6 @@ class StoreHealth:
                 else:
                     _LOG.info("the store of the %s answers again", self._name)
             self._error = error
-            pause = max(self._every, 20 * (time.monotonic() - began) if not error else 0.0)
 
     def _look(self) -> str:
         """Read a record and count; returns what went wrong, "" if nothing did."""
@@ -70,7 +68,10 @@ class StoreHealth:
             self._asked_at = time.monotonic()
             next(self._collection.scan(1), None)
             self._asked_at = None
-            self._collection.recount()
+            if (began := time.monotonic()) >= self._next_count:
+                self._collection.recount()
+                ended = time.monotonic()
+                self._next_count = ended + 20 * (ended - began)
         except Exception as error:
             return first_line(error)
         finally:

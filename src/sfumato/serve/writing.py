@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -10,11 +11,13 @@ from dataclasses import dataclass, field
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
+from sfumato.search.stores.protocol import StoreInUseError
 from sfumato.serve.answering import ServedGallery
 from sfumato.serve.decoding import Task, bytes_of
 from sfumato.serve.image_files import POINTER
 from sfumato.serve.schemas import AddResponse, DeleteResponse, GalleryName, Refusal, busy
 from sfumato.serve.service import Service, good
+from sfumato.serve.sweep import find_orphans, sweep
 
 _STORED = Task("stored", {}, bytes_of)
 _LOG = logging.getLogger("sfumato.serve")
@@ -51,6 +54,7 @@ class Writer:
         self._lock = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, "write")
         self._going: set[asyncio.Task[int]] = set()
+        self._closing = threading.Event()
         self._optimised = {served: served.written for served in service.sources.galleries.values()}
 
     async def add(self, gallery: GalleryName, items: Sequence[New]) -> AddResponse:
@@ -65,7 +69,7 @@ class Writer:
 
         Raises:
             Refusal: an item cannot be stored, and then no item is stored; 503 if the store fails, and a repeated
-                request completes the write.
+                request completes the write; 409 if another process writes to the collection.
         """
         served, collection = self._writable(gallery)
         self._check(gallery, served, items)
@@ -83,6 +87,7 @@ class Writer:
             rows = good(found, [f"{one.where}.text" for one in items])
 
         def store() -> int:
+            collection.begin_writing()
             before = _images_of(served, [one.id for one in items])
             payloads = [
                 {**one.payload, "text": one.text} if one.text is not None else dict(one.payload) for one in items
@@ -127,8 +132,31 @@ class Writer:
         n = await self._alone(served, remove, lambda: removed)
         return DeleteResponse(gallery=gallery, deleted=removed, n=n)
 
+    def start(self) -> None:
+        """Once the service is ready, remove what killed writes have left, see :mod:`sfumato.serve.sweep`."""
+        self._begin(self._sweep())
+
+    async def _sweep(self) -> int:
+        while not self.service.ready.is_set():
+            if self._closing.is_set() or self.service.failed:
+                return 0
+            await asyncio.sleep(0.1)
+        loop = asyncio.get_running_loop()
+        for served in self.service.sources.galleries.values():
+            collection, uploads = served.writable, served.uploads
+            if collection is None or uploads is None or not uploads.folder.is_dir():
+                continue
+            try:
+                found = await loop.run_in_executor(None, find_orphans, collection, uploads, self._closing.is_set)
+                async with self._lock:
+                    await loop.run_in_executor(self._thread, sweep, collection, uploads, *found)
+            except (UserError, OSError) as error:
+                _LOG.warning("leftovers of killed writes could not be removed: %s", error)
+        return 0
+
     async def close(self) -> None:
         """Wait for running writes, then optimise the stores."""
+        self._closing.set()
         while self._going:
             await asyncio.wait(self._going)
         for served in self.service.sources.galleries.values():
@@ -187,10 +215,14 @@ class Writer:
             async with self._lock:
                 if not wanted:  # The caller left while others wrote.
                     raise asyncio.CancelledError
+                written = True
                 try:
                     return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+                except StoreInUseError:
+                    written = False
+                    raise
                 finally:
-                    self.service.changed(served, items())
+                    self.service.changed(served, items() if written else 0)
                     if served.written - self._optimised[served] >= (most := self.service.settings.optimise_after):
                         self._begin(self._optimise(served, least=most))
 
@@ -202,6 +234,11 @@ class Writer:
             raise
         except ValueError as error:
             raise Refusal(422, f"Nothing was stored: {error}") from error
+        except StoreInUseError as error:
+            _LOG.error("nothing was written: %s", error)
+            raise Refusal(
+                409, "Another process writes to this collection: send writes to that one, or end it and try again"
+            ) from error
         except (UserError, OSError) as error:
             _LOG.error("the store failed: %s", error)
             raise busy(

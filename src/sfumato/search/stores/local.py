@@ -282,7 +282,8 @@ class LocalStore:
         """Acquire the write lock, as every write does, and hold it until close or until the process dies.
 
         Raises:
-            UserError: another process writes, or the folder cannot be written to.
+            StoreInUseError: another process writes.
+            UserError: the folder cannot be written to.
         """
         with self._writer:
             if not (self._lock.is_locked or self._closed):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from sfumato.errors import UserError
 from sfumato.files import sync_folder
 from sfumato.search.stores.faiss import STORE_ENGINES, FaissOptions, FaissStore, require_faiss
 from sfumato.search.stores.nearest import Positions, Vectors
-from sfumato.search.stores.protocol import Filter, Records
+from sfumato.search.stores.protocol import Filter, Records, StoreInUseError
 from sfumato.search.stores.store_url import options
 
 LOCAL_OPTIONS = {
@@ -148,6 +149,9 @@ def parse_url(url: str) -> tuple[Path, dict[str, Any]]:
     return Path(path), given
 
 
+_WRITER = ".writer"
+"""Name of the file that says which process holds the write lock, or held it last."""
+
 DATABASE, FORMAT = "records.sqlite", 2
 """Name of the file, and the version of its tables."""
 
@@ -234,17 +238,22 @@ def take(lock: filelock.BaseFileLock, url: str) -> None:
         url: of the store, for messages.
 
     Raises:
-        UserError: another process holds it, or the folder cannot be written to.
+        StoreInUseError: another process holds it.
+        UserError: the folder cannot be written to.
     """
+    note, own = Path(lock.lock_file).with_name(_WRITER), f"process {os.getpid()} on {socket.gethostname()}"
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout as error:
-        raise UserError(
-            f"store {url}: another process, or another opening in this one, writes to it; wait until it closes the"
-            " store"
-        ) from error
+        holder = "another process"
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            holder = note.read_text(encoding="utf-8")[:200] or holder
+        holder = "another opening in this process" if holder == own else holder
+        raise StoreInUseError(f"store {url}: {holder} writes to it; wait until it closes the store") from error
     except OSError as error:
         raise UserError(f"store {url}: cannot be written ({error}); check the permissions") from error
+    with contextlib.suppress(OSError):
+        note.write_text(own, encoding="utf-8")
 
 
 def insert(connection: sqlite3.Connection, records: Records) -> None:

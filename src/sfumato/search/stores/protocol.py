@@ -13,6 +13,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sfumato.errors import UserError
+
+
+class StoreInUseError(UserError):
+    """Another process writes to a store that takes one writer at a time. Nothing was stored."""
+
 
 @dataclass(frozen=True, eq=False)
 class Records:

@@ -519,6 +519,10 @@ class RerankStore:
             known = {key for part in self._means.scan() for key in _keys(part)}
             self._deviations.keep(known.union(*(keys for _, keys in self._replaced)))
 
+    def begin_writing(self) -> None:
+        """See :meth:`LocalStore.begin_writing`."""
+        self._means.begin_writing()
+
     def close(self) -> None:
         """Release files, connections and the lock of the writer."""
         with self._writer:
