@@ -217,7 +217,11 @@ def test_info_and_metrics(client):
     assert info["galleries"]["texts"]["fields"] == ["text"] and not info["galleries"]["texts"]["pictures"]
     client.get("/v1/items/000.png")
     client.request("BREW", "/v1/items/000.png")
-    text = client.get("/metrics").text
+    for _ in range(100):  # A request is counted just after its answer.
+        text = client.get("/metrics").text
+        if 'route="/v1/items/{id:path}",status="405"' in text:
+            break
+        time.sleep(0.02)
     assert 'sfumato_requests_total{method="GET",route="/v1/items/{id:path}",status="200"}' in text
     assert 'sfumato_requests_total{method="other",route="/v1/items/{id:path}",status="405"}' in text
     assert 'sfumato_items{gallery="images"} 48.0' in text and 'sfumato_waiting{kind="text"} 0.0' in text
