@@ -245,7 +245,8 @@ FLOORS: dict[str, list[str]] = {
     "serve": [
         "settings",
         "decode_worker schemas",
-        "decoding guard image_files vectors",
+        "image_files limits vectors",
+        "decoding guard",
         "answering batching store_health sweep",
         "service",
         "server writing",

@@ -15,6 +15,7 @@ from support.serving import KEY, in_base64, picture, served
 
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
+from sfumato.serve import limits
 from sfumato.serve.decoding import _Process
 from sfumato.serve.settings import Settings
 
@@ -64,6 +65,87 @@ def test_strangers_take_no_place_of_those_with_a_key(sources):
         time.sleep(0.5)  # They have arrived.
         assert client.get("/v1/search?q=a").status_code == 200
         assert client.get("/healthz").status_code == 200
+
+
+def sending(client, body, length):
+    """A connection that has sent a part of the body of a search."""
+    connection = socket.create_connection(("127.0.0.1", client.base_url.port), timeout=20)
+    lines = ["POST /v1/search HTTP/1.1", "Host: a", "Content-Type: application/json", f"Content-Length: {length}"]
+    connection.sendall(("\r\n".join(lines) + "\r\n\r\n").encode() + body)
+    return connection
+
+
+def whole_answer(connection):
+    """What a service sends before it closes the connection."""
+    return b"".join(iter(lambda: connection.recv(65_536), b""))
+
+
+def test_bodies_that_arrive_slowly_take_no_place(sources):
+    with served(sources, max_requests=2) as client, contextlib.ExitStack() as open_ones:
+        for _ in range(130):
+            open_ones.enter_context(sending(client, b"{", 10_000))
+        for _ in range(3):
+            assert client.get("/v1/search?q=a").status_code == 200
+            assert client.post("/v1/search", json={"queries": [{"text": "a"}]}).status_code == 200
+
+
+def test_of_too_many_slow_bodies_the_slowest_is_refused(sources, monkeypatch):
+    monkeypatch.setattr(limits, "_PROMPT", 0.2)
+    whole = b'{"queries":[{"text":"a"}]}'
+    with served(sources, max_slow=2) as client, contextlib.ExitStack() as open_ones:
+        slow = [open_ones.enter_context(sending(client, whole[:n], len(whole))) for n in (20, 1, 25)]
+        answer = whole_answer(slow[1])
+        assert answer.split()[1] == b"503" and b"this one is the slowest" in answer
+        assert b"connection: close" in answer.lower()
+        for connection, n in ((slow[0], 20), (slow[2], 25)):
+            connection.sendall(whole[n:])
+            assert connection.recv(10_000).split()[1] == b"200"
+
+
+def test_bodies_have_a_least_rate(sources, monkeypatch):
+    monkeypatch.setattr(limits, "_PROMPT", 0.05)
+    monkeypatch.setattr(limits, "_GRACE", 0.1)
+    with served(sources, min_rate=1000) as client, sending(client, b"{", 5000) as connection:
+        answer = whole_answer(connection)
+        assert answer.split()[1] == b"408" and b"fewer than 1000 bytes a second" in answer
+
+
+def test_bodies_in_memory_have_a_budget(sources):
+    large = {"image": ("a", picture(size=(300, 300), format="BMP"))}  # 270 KB
+
+    def until(client, status):
+        for _ in range(200):  # Until the service has seen what the other client sent, or that it has left.
+            answer = client.post("/v1/search/image", files=large)
+            if answer.status_code == status:
+                return answer
+            time.sleep(0.05)
+        raise AssertionError(answer.text)
+
+    with served(sources, byte_budget=400_000, timeout=600, min_rate=0) as client:
+        assert client.post("/v1/search/image", files=large).status_code == 200
+        with sending(client, b" " * 300_000, 500_000):
+            assert "Too many large requests in memory" in problem(until(client, 503), 503)["detail"]
+            assert client.get("/v1/search?q=a").status_code == 200
+            assert client.post("/v1/search", json={"queries": [{"text": "a"}]}).status_code == 200
+        until(client, 200)
+
+
+# ---------------------------------------------------------------- responses
+
+
+def test_responses_are_bounded(sources):
+    with served(sources, max_records=60, max_results=40, max_response_bytes=300) as client:
+        ask = {"queries": [{"text": "a"}] * 7, "max_results": 9}
+        told = problem(client.post("/v1/search", json=ask), 422)
+        assert "7 queries with 9 results each are more than the limit of 60 in all; send fewer" in told["detail"]
+        ask = {"queries": [{"text": "a"}] * 5, "max_results": 4, "coverage": 0.999}
+        for answer in client.post("/v1/search", json=ask).json()["answers"]:
+            assert len(answer["conformal_set"]["hits"]) == 8 and not answer["conformal_set"]["complete"]
+        (alone,) = client.post("/v1/search", json={**ask, "queries": ask["queries"][:1]}).json()["answers"]
+        assert len(alone["conformal_set"]["hits"]) == 40
+        texts = {"queries": [{"text": "a"}] * 3, "gallery": "texts"}  # 27 payloads of about 16 characters.
+        told = problem(client.post("/v1/search", json=texts), 422)
+        assert "the payloads of the response have more than 300 bytes" in told["detail"]
 
 
 # ---------------------------------------------------------------- pictures
@@ -136,7 +218,7 @@ def test_what_nobody_waits_for_is_not_decoded(sources, monkeypatch):
         assert [one.result().status_code for one in asked] == [504] * 4
         assert slow.begun == 1  # Of 20.
         embedder = client.app.state.service.embedder
-        assert embedder.decoders._threads._work_queue.qsize() == 0  # No bodies wait for a thread.
+        assert embedder.decoders._threads.pool._work_queue.qsize() == 0  # No bodies wait for a thread.
         slow.go.set()
         assert client.post("/v1/search/image", files={"image": ("a", picture())}).status_code == 200
         assert slow.begun == 2 and embedder.decoding == 0 and client.app.state.service.pixels.used == 0

@@ -160,7 +160,7 @@ def test_all_requests_share_a_budget_of_pixels(sources):
         assert client.post("/v1/search/image", files=file).status_code == 200 and pixels.used == 0
         pixels.take(200)  # Another request.
         told = problem(busy := client.post("/v1/search/image", files=file), 503)
-        assert "images to decode" in told["detail"] and busy.headers["retry-after"] == "1"
+        assert "Too many images to decode" in told["detail"] and busy.headers["retry-after"] == "1"
         assert client.get("/v1/search?q=a").status_code == 200
         pixels.give_back(200)
         large = {"image": ("a", picture(size=(40, 40)))}

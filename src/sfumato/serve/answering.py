@@ -1,8 +1,9 @@
 """The model and the galleries of a service, and the conversion of embedded queries to answers with guarantees."""
 
+import hashlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -267,19 +268,34 @@ class Asked:
     vector: bytes | None = None
 
 
+def without_bytes(asked: Asked) -> Asked:
+    """A query after its embedding, for a queue.
+
+    Args:
+        asked: the query.
+
+    Returns:
+        The same with digests in place of an image and of a vector.
+    """
+    image, vector = (value and hashlib.blake2b(value, digest_size=16).digest() for value in (asked.image, asked.vector))
+    return replace(asked, image=image or b"", vector=vector)
+
+
 @dataclass(frozen=True)
 class Search:
     """An embedded query and how to search by it.
 
     Attributes:
-        asked: the query.
+        asked: the query, :func:`without_bytes`.
         query: (1, d) its embedding.
         options: options of the search.
+        max_set: largest number of items in a conformal set.
     """
 
     asked: Asked
     query: GaussianEmbedding
     options: SearchOptions
+    max_set: int
 
 
 def native(gallery: Gallery) -> str:
@@ -463,8 +479,6 @@ def search_together(
     served_of: Callable[[GalleryName], ServedGallery],
     plane_of: Callable[[GalleryName], Projection | None],
     unfamiliar_of: Callable[[Sequence[str]], list[bool]],
-    *,
-    max_set: int,
 ) -> list[Answer | Exception]:
     """Answer the searches of several requests; those with the same options are searched at once.
 
@@ -473,14 +487,13 @@ def search_together(
         served_of: gallery by name.
         plane_of: projection of the map by name of the gallery.
         unfamiliar_of: says which texts do not look like words.
-        max_set: largest number of items in a conformal set.
 
     Returns:
         n answers; an exception in place of an answer for a search that failed.
     """
-    alike: dict[str, list[int]] = {}
+    alike: dict[tuple[str, int], list[int]] = {}
     for i, one in enumerate(searches):
-        alike.setdefault(one.options.model_dump_json(exclude={"queries"}), []).append(i)
+        alike.setdefault((one.options.model_dump_json(exclude={"queries"}), one.max_set), []).append(i)
     results: dict[int, Answer | Exception] = {}
     for places in alike.values():
         options, some = searches[places[0]].options, [searches[i] for i in places]
@@ -489,11 +502,30 @@ def search_together(
             plane = plane_of(options.gallery) if options.position else None
             served, asked = served_of(options.gallery), [one.asked for one in some]
             judged = unfamiliar_of([one.text for one in asked])  # "" of other kinds of queries, which has no word.
-            answers = answered(served, asked, queries, options, max_set=max_set, plane=plane, unfamiliar=judged)
+            most = searches[places[0]].max_set
+            answers = answered(served, asked, queries, options, max_set=most, plane=plane, unfamiliar=judged)
             results |= dict(zip(places, answers, strict=True))
         except Exception as error:
             results |= dict.fromkeys(places, error)
     return [results[i] for i in range(len(searches))]
+
+
+def check_payloads(payloads: Iterable[Mapping[str, str]], max_bytes: int) -> None:
+    """Refuse a response that would be large by its payloads; the number of its items is limited before.
+
+    Args:
+        payloads: of all items of the response.
+        max_bytes: largest number of their characters.
+
+    Raises:
+        Refusal: 422, there are more.
+    """
+    total = 0
+    for payload in payloads:
+        total += sum(len(name) + len(value) for name, value in payload.items())
+        if total > max_bytes:
+            reason = f"the payloads of the response have more than {max_bytes} bytes; ask for fewer items"
+            raise Refusal(422, f"Too large: {reason}", errors=[("max_results", reason)])
 
 
 def info_of(served: ServedGallery) -> GalleryInfo:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from http import HTTPStatus
@@ -48,6 +48,7 @@ from sfumato.serve.schemas import (
     Problem,
     Query,
     Refusal,
+    SearchOptions,
     SearchRequest,
     SearchResponse,
     State,
@@ -412,7 +413,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
     async def search_text(parameters: Annotated[TextSearch, Parameter()]) -> Response:
         """Search by one text."""
         asked = Asked("text", parameters.q, "query.q", text=parameters.q)
-        return _json(await service.search([asked], parameters.options()))
+        return await _answers(service, [asked], parameters.options())
 
     @app.post(
         "/v1/search", response_model=SearchResponse, tags=["search"], responses=problems(404, 413, 415, 422, 503, 504)
@@ -424,7 +425,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
             return [_asked(query, i) for i, query in enumerate(wanted.queries)]
 
         asked = await service.in_thread(read) if any(query.image for query in wanted.queries) else read()
-        return _json(await service.search(asked, wanted))
+        return await _answers(service, asked, wanted)
 
     @app.post(
         "/v1/search/image",
@@ -435,7 +436,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
     async def search_image(form: Annotated[ImageSearch, Form(media_type=FORM)]) -> Response:
         """Search by an image file; the options are further fields of the form."""
         name, data = (form.image.filename or "image")[:200], await form.image.read()
-        return _json(await service.search([Asked("image", name, "form.image", image=data)], form.options()))
+        return await _answers(service, [Asked("image", name, "form.image", image=data)], form.options())
 
     @app.post(
         "/v1/search/vector",
@@ -450,7 +451,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         are its own embeddings, of as many numbers as the gallery has dimensions. A model of Gaussians refuses them.
         """
         asked = await service.in_thread(lambda: [_vector(query, i) for i, query in enumerate(wanted.queries)])
-        return _json(await service.search(asked, wanted))
+        return await _answers(service, asked, wanted)
 
     @app.get("/v1/map", response_model=Map, tags=["look"], responses=problems(404, 422, 503, 504))
     async def draw(
@@ -518,6 +519,16 @@ def _add_items(app: FastAPI, service: Service, writer: Writer) -> None:
         if tag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         return Response(data, headers=headers, media_type=kind)
+
+
+_MANY_RESULTS = 200
+
+
+async def _answers(service: Service, asked: Sequence[Asked], options: SearchOptions) -> Response:
+    """The response of a search; a large one is written in a thread, so that nobody waits for it."""
+    found = await service.search(asked, options)
+    large = len(asked) * options.max_results > _MANY_RESULTS or options.coverage is not None
+    return await service.in_thread(_json, found) if large else _json(found)
 
 
 def _json(model: BaseModel) -> Response:

@@ -10,8 +10,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any, Generic, TypeVar
@@ -23,6 +22,7 @@ from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.encoders.processors import ImageFileProcessor, PixelProcessor
 from sfumato.serve import decode_worker
 from sfumato.serve.decode_worker import Message
+from sfumato.serve.limits import Threads
 from sfumato.serve.schemas import Refusal, busy
 
 Result = TypeVar("Result")
@@ -109,16 +109,12 @@ class Decoders:
     """
 
     def __init__(self, n: int, *, seconds: float, memory_bytes: int) -> None:
-        self._threads = ThreadPoolExecutor(n, "decode")
+        self._threads = Threads(n, "decode")
         self._processes = [_Process(seconds, memory_bytes) for _ in range(n)]
-        self._idle: asyncio.LifoQueue[_Process] = asyncio.LifoQueue()
-        for process in self._processes:
-            self._idle.put_nowait(process)
+        self._idle = list(self._processes)
 
     async def run(self, task: Task[Result], data: bytes) -> Result:
         """Do a task in a process.
-
-        It waits for a process without occupying a thread. So a caller who leaves meanwhile takes its image along.
 
         Args:
             task: the task.
@@ -131,15 +127,7 @@ class Decoders:
             ValueError: the image cannot be decoded within the limits.
             Refusal: 503, the service is shutting down.
         """
-        process = await self._idle.get()
-        try:
-            running = asyncio.wrap_future(self._threads.submit(process.do, task, data))
-        except RuntimeError:
-            self._idle.put_nowait(process)
-            raise busy("The service is shutting down", 5) from None
-        # The process is free when its thread is, whether or not the caller still waits then.
-        running = asyncio.ensure_future(self._until_free(process, running))
-        return await asyncio.shield(running)
+        return await self._threads.run(self._do, task, data)
 
     async def all(self, task: Task[Result], images: Sequence[bytes]) -> list[Result | BaseException]:
         """Do a task with several images.
@@ -162,15 +150,16 @@ class Decoders:
 
     def close(self) -> None:
         """End the processes; running tasks fail."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.pool.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
             process.close()
 
-    async def _until_free(self, process: "_Process", running: "asyncio.Future[Result]") -> Result:
+    def _do(self, task: Task[Result], data: bytes) -> Result:
+        process = self._idle.pop()  # There are as many as threads.
         try:
-            return await running
+            return process.do(task, data)
         finally:
-            self._idle.put_nowait(process)
+            self._idle.append(process)
 
 
 class _Process:
@@ -247,55 +236,3 @@ class _Process:
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     assert pipe is not None
     return pipe
-
-
-class Budget:
-    """An amount that requests share, such as pixels at work.
-
-    Args:
-        most: the amount.
-        what: its name in messages.
-    """
-
-    def __init__(self, most: int, what: str) -> None:
-        self.most, self.what, self.used = most, what, 0
-
-    def take(self, amount: int) -> None:
-        """Take some.
-
-        Args:
-            amount: how much.
-
-        Raises:
-            Refusal: 503, it is not there now. The first to take some gets it, however much it is.
-        """
-        if self.used and self.used + amount > self.most:
-            raise busy(f"The service has {self.what} enough; send the request again in a moment")
-        self.used += amount
-
-    def give_back(self, amount: int) -> None:
-        """Give some back.
-
-        Args:
-            amount: how much.
-        """
-        self.used -= amount
-
-    @contextlib.asynccontextmanager
-    async def taken(self, amount: int) -> AsyncIterator[None]:
-        """Take some for a while.
-
-        Args:
-            amount: how much.
-
-        Yields:
-            Nothing; it is given back afterwards.
-
-        Raises:
-            Refusal: 503, as :meth:`take`.
-        """
-        self.take(amount)
-        try:
-            yield
-        finally:
-            self.give_back(amount)

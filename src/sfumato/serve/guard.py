@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sfumato.serve.schemas import QueryDrift, Refusal, busy
+from sfumato.serve.limits import Bodies, Budget
+from sfumato.serve.schemas import QueryDrift, Refusal
 from sfumato.serve.settings import Settings
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -164,7 +165,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics, route: Callable[[str], str]) -> None:
         self.app, self.settings, self.metrics, self.route = app, settings, metrics, route
-        self._running = 0
+        self.bodies, self._slots = Bodies(settings), Budget(settings.max_requests, "simultaneous requests")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See the ASGI specification."""
@@ -196,16 +197,12 @@ class Guard:
             self._check_key(headers)
         if _announces_body(headers) and not (method == "POST" and path.startswith("/v1/")):
             await self._answer_unread(scope, reply)
-        elif path.startswith("/v1/"):
-            if self._running >= self.settings.max_requests:
-                raise busy("Too many simultaneous requests; send the request again in a moment")
-            self._running += 1
-            try:
-                await self._answer_read(scope, headers, receive, reply)
-            finally:
-                self._running -= 1
-        else:
-            await self._answer_read(scope, headers, receive, reply)
+            return
+        async with self.bodies.arrived(headers.get("content-length", "0"), receive) as body:
+            if body is None:
+                return
+            with self._slots.taken(1) if path.startswith("/v1/") else contextlib.nullcontext():
+                await self._within_time(scope, body, receive, reply)
 
     async def _answer_unread(self, scope: Scope, reply: "_Reply") -> None:
         """Answer a request with an unexpected body, without waiting for the body."""
@@ -219,27 +216,14 @@ class Guard:
 
         await self.app(scope, nothing, reply)  # There is no such route: 404 or 405.
 
-    async def _answer_read(self, scope: Scope, headers: Headers, receive: Receive, reply: "_Reply") -> None:
-        try:
-            async with asyncio.timeout(self.settings.timeout):
-                body = await self._read(headers, receive)
-        except TimeoutError:
-            slow = f"The request did not arrive within {self.settings.timeout:g} seconds"
-            raise Refusal(408, slow, headers={"Connection": "close"}) from None
-        if body is not None:
-            await self._within_time(scope, body, receive, reply)
-
-    async def _within_time(self, scope: Scope, body: bytes, receive: Receive, reply: "_Reply") -> None:
+    async def _within_time(self, scope: Scope, body: list[bytes], receive: Receive, reply: "_Reply") -> None:
         """Run the application until it has answered, the time limit is over, or the client has left."""
         gone = asyncio.ensure_future(receive())
-        sent = False
 
         async def replay() -> Message:
-            nonlocal sent
-            if sent:
+            if not body:
                 return await asyncio.shield(gone)
-            sent = True
-            return {"type": "http.request", "body": body, "more_body": False}
+            return {"type": "http.request", "body": body.pop(), "more_body": False}
 
         answering = asyncio.ensure_future(self._application(scope, replay, reply))
         try:
@@ -285,34 +269,6 @@ class Guard:
                 "This service needs a key: send the header Authorization: Bearer KEY, or X-API-Key: KEY",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-
-    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
-        """Read the body; None if the client has left.
-
-        Raises:
-            Refusal: 413. Up to the same number of bytes is read and dropped first, so that the client can read the
-                response.
-        """
-        limit, announced = self.settings.max_body_bytes, headers.get("content-length", "0")
-        if not (announced.isascii() and announced.isdecimal() and len(announced) < 20):
-            raise Refusal(400, "Content-Length is not a number", headers={"Connection": "close"})
-        body, size, more = bytearray(), 0, True
-        large = Refusal(413, f"The request has more than {limit} bytes", headers={"Connection": "close"})
-        if int(announced) > 2 * limit:
-            raise large
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            part, more = message.get("body", b""), message.get("more_body", False)
-            size += len(part)
-            if size > 2 * limit:
-                raise large
-            if size <= limit:
-                body += part
-        if size > limit:
-            raise large
-        return bytes(body)
 
 
 class _Gone(Exception):

@@ -6,10 +6,11 @@ Reads continue during a write.
 import asyncio
 import contextlib
 import io
+import itertools
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -27,16 +28,19 @@ from sfumato.serve.answering import (
     ServedGallery,
     Sources,
     check_guarantees,
+    check_payloads,
     ellipse_of,
     image_path,
     info_of,
     query_drift,
     search_together,
+    without_bytes,
 )
 from sfumato.serve.batching import Batcher, Closed, Embedder, submitted
-from sfumato.serve.decoding import HEADER, Budget, Task, message_of
+from sfumato.serve.decoding import HEADER, Task, message_of
 from sfumato.serve.guard import Metrics
 from sfumato.serve.image_files import handed_out
+from sfumato.serve.limits import Budget, Threads
 from sfumato.serve.schemas import (
     Answer,
     GalleryInfo,
@@ -84,9 +88,9 @@ class Service:
         self.pixels = Budget(settings.pixel_budget, "images to decode")
         self.ready = asyncio.Event()
         self.failed: str | None = None
-        self._pool = ThreadPoolExecutor(settings.workers, "search", torch.set_num_threads, (settings.threads,))
+        self._threads = Threads(settings.workers, "search", partial(torch.set_num_threads, settings.threads))
         self.searches: Batcher[Search, Answer] = Batcher(
-            self._search, self._pool, size=settings.batch_size, window=0.0, workers=settings.workers,
+            self._search, self._threads.pool, size=settings.batch_size, window=0.0, workers=settings.workers,
             waiting=settings.max_requests * settings.max_batch, observe=self.metrics.batch("search"),
         )  # fmt: skip
         self._maps: dict[
@@ -123,7 +127,7 @@ class Service:
             health.stop()
         await self.embedder.close()
         await self.searches.close()
-        await asyncio.get_running_loop().run_in_executor(None, self._pool.shutdown)
+        await asyncio.get_running_loop().run_in_executor(None, self._threads.pool.shutdown)
         self.sources.close()
 
     async def in_thread(self, work: Callable[..., Done], *arguments: object) -> Done:
@@ -139,12 +143,7 @@ class Service:
         Raises:
             Refusal: 503, the service is shutting down.
         """
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
-        except RuntimeError as error:
-            if "shutdown" in str(error):
-                raise busy("The service is shutting down", 5) from None
-            raise
+        return await self._threads.run(work, *arguments)
 
     def gallery(self, name: GalleryName) -> ServedGallery:
         """A gallery by name.
@@ -184,16 +183,29 @@ class Service:
         if options.max_results > limits.max_results:
             reason = f"{options.max_results} is more than the limit of {limits.max_results}"
             raise Refusal(422, f"max_results: {reason}", errors=[("max_results", reason)])
+        max_set = self._max_set(len(asked), options)
         if not options.abstain is options.coverage is options.min_probability is None:
             await self.in_thread(check_guarantees, served.gallery, asked, options)
         rows = await self._embedded(asked, served.gallery)
-        found = await submitted(
-            self.searches, [Search(one, row, options) for one, row in zip(asked, rows, strict=True)]
-        )
+        searches = [Search(without_bytes(one), row, options, max_set) for one, row in zip(asked, rows, strict=True)]
+        found = await submitted(self.searches, searches)
+        answers = []
         for one in found:
             if isinstance(one, BaseException):
                 raise one
-        return SearchResponse(gallery=options.gallery, answers=[one for one in found if isinstance(one, Answer)])
+            answers.append(one)
+        sets = [one.conformal_set.hits for one in answers if one.conformal_set is not None]
+        hits = itertools.chain.from_iterable([*(one.hits for one in answers), *sets])
+        check_payloads((hit.payload for hit in hits), limits.max_response_bytes)
+        return SearchResponse(gallery=options.gallery, answers=answers)
+
+    def _max_set(self, n: int, options: SearchOptions) -> int:
+        """Largest conformal set of each of n queries, so that the response stays within its number of items."""
+        most, left = self.settings.max_records, self.settings.max_records - n * options.max_results
+        if left < 0:
+            reason = f"{n} queries with {options.max_results} results each are more than the limit of {most} in all"
+            raise Refusal(422, f"max_results: {reason}; send fewer at a time", errors=[("max_results", reason)])
+        return min(self.settings.max_results, max(1, left // n))
 
     def refuse_features(self, side: Literal["image", "text"], where: Sequence[str]) -> None:
         """Refuse the images or texts of a request if the model reads features instead of them.
@@ -250,7 +262,7 @@ class Service:
                     f"{where}: with this image the request has {total} pixels, more than the limit of {limit} for all"
                     " images of a request; send fewer at a time, or smaller copies",
                 )
-        async with self.pixels.taken(total):
+        with self.pixels.taken(total):
             yield
 
     async def image(self, id: str, size: int | None) -> tuple[bytes, str]:
@@ -321,6 +333,7 @@ class Service:
         def draw() -> Map:
             total = served.gallery.size
             projection, items = self._projection(gallery), served.gallery.sample(n)
+            check_payloads(items.payloads, self.settings.max_response_bytes)
             if projection is None:
                 return Map(gallery=gallery, n=0, version="", explained=(0.0, 0.0), points=[])
             points = [
@@ -475,9 +488,7 @@ class Service:
         return [rows[i] for i in range(len(asked))]
 
     def _search(self, searches: list[Search]) -> list[Answer | Exception]:
-        answers = search_together(
-            searches, self.gallery, self._projection, self.sources.unfamiliar, max_set=self.settings.max_results
-        )
+        answers = search_together(searches, self.gallery, self._projection, self.sources.unfamiliar)
         for one, answer in zip(searches, answers, strict=True):
             if isinstance(answer, Answer) and answer.abstained is not None:
                 self.metrics.abstention(one.options.gallery, answer.abstained)

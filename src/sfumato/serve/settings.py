@@ -29,7 +29,14 @@ class Settings:
         decode_timeout: seconds within which an image must be decoded.
         decode_memory_bytes: memory of a process that decodes images, where the system limits it. 40 million pixels
             take up to 1.1 GB, by their format.
-        max_requests: largest number of simultaneous requests to /v1/; more are refused with 503.
+        max_requests: largest number of simultaneous requests to /v1/, counted when their bodies have arrived; more are
+            refused with 503.
+        byte_budget: largest number of bytes of the bodies of all requests, arriving or at work; more are refused with
+            503. Of each body 64 KiB do not count.
+        max_slow: largest number of bodies that take longer than a second to arrive; of more, the slowest are refused.
+        min_rate: bytes a second that a body must have after five seconds.
+        max_records: largest number of results, and items of conformal sets, in a response.
+        max_response_bytes: largest number of bytes of all payloads in a response.
         timeout: seconds for reading a request, and again for answering it.
         threads: number of torch threads of one computation.
         workers: number of simultaneous searches.
@@ -52,6 +59,11 @@ class Settings:
     decode_timeout: float = 10.0
     decode_memory_bytes: int = 1_300_000_000
     max_requests: int = 128
+    byte_budget: int = 128_000_000
+    max_slow: int = 32
+    min_rate: int = 10_000
+    max_records: int = 20_000
+    max_response_bytes: int = 16_000_000
     timeout: float = 30.0
     threads: int = 1
     workers: int = 2
@@ -71,6 +83,10 @@ class Settings:
                 "pixel_budget",
                 "decode_memory_bytes",
                 "max_requests",
+                "byte_budget",
+                "max_slow",
+                "max_records",
+                "max_response_bytes",
             ),
             *("threads", "workers", "optimise_after"),
         ):
