@@ -17,6 +17,7 @@ from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
 from sfumato.serve import limits
 from sfumato.serve.decoding import _Process
+from sfumato.serve.guard import Guard
 from sfumato.serve.settings import Settings
 
 KNOWN = {"Authorization": f"Bearer {KEY}"}
@@ -112,22 +113,33 @@ def test_bodies_have_a_least_rate(sources, monkeypatch):
 
 def test_bodies_in_memory_have_a_budget(sources):
     large = {"image": ("a", picture(size=(300, 300), format="BMP"))}  # 270 KB
-
-    def until(client, status):
-        for _ in range(200):  # Until the service has seen what the other client sent, or that it has left.
-            answer = client.post("/v1/search/image", files=large)
-            if answer.status_code == status:
-                return answer
-            time.sleep(0.05)
-        raise AssertionError(answer.text)
-
     with served(sources, byte_budget=400_000, timeout=600, min_rate=0) as client:
         assert client.post("/v1/search/image", files=large).status_code == 200
+        budget = guard_of(client.app).bodies.bytes
+        assert budget.used == 0
         with sending(client, b" " * 300_000, 500_000):
-            assert "Too many large requests in memory" in problem(until(client, 503), 503)["detail"]
+            until(lambda: budget.used == 300_000 - limits.SMALL_BODY)
+            refused = problem(client.post("/v1/search/image", files=large), 503)
+            assert "Too many large requests in memory" in refused["detail"]
             assert client.get("/v1/search?q=a").status_code == 200
             assert client.post("/v1/search", json={"queries": [{"text": "a"}]}).status_code == 200
-        until(client, 200)
+        until(lambda: budget.used == 0)
+        assert client.post("/v1/search/image", files=large).status_code == 200
+
+
+def guard_of(app):
+    layer = app.middleware_stack
+    while not isinstance(layer, Guard):
+        layer = layer.app
+    return layer
+
+
+def until(true):
+    for _ in range(1000):
+        if true():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it did not become true")
 
 
 # ---------------------------------------------------------------- responses
