@@ -227,11 +227,15 @@ ServedSplit = Annotated[
 Host = Annotated[str, typer.Option(help="Address to listen at. Addresses that other machines can reach require a key.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 for any free one.")]
 KeyFile = Annotated[
-    Path | None, typer.Option(help="File of accepted API keys, one per line. Default: the variable SFUMATO_API_KEY.")
+    Path | None,
+    typer.Option(
+        help="File of accepted API keys, one per line; read:KEY may not write. Default: the variable SFUMATO_API_KEY."
+    ),
 ]
 NoKey = Annotated[
     bool, typer.Option("--no-key", help="Listen to a network without a key; requires --allowed-host as well.")
 ]
+ReadOnly = Annotated[bool, typer.Option("--read-only", help="Refuse every write, with any key.")]
 AllowedHost = Annotated[
     list[str] | None,
     typer.Option(help="Host name that clients may use, besides this machine's own; may be given several times."),
@@ -271,6 +275,7 @@ def serve(
     port: Port = 8000,
     api_key_file: KeyFile = None,
     no_key: NoKey = False,
+    read_only: ReadOnly = False,
     allowed_host: AllowedHost = None,
     max_upload_mb: MaxUpload = 10.0,
     max_pixels: MaxPixels = 40_000_000,
@@ -305,15 +310,15 @@ def serve(
     from sfumato.serve.app import create_app
     from sfumato.serve.server import check_address, check_host, check_names, hosts_of, run_app
 
-    keys = read_keys(api_key_file, os.environ.get("SFUMATO_API_KEY"))
-    check_host(host, keys, no_key)
+    keys, reading_keys = read_keys(api_key_file, os.environ.get("SFUMATO_API_KEY"))
+    check_host(host, keys + reading_keys, no_key)
     settings = Settings(
         batch_size=batch_size, batch_window=batch_window_ms / 1000, max_waiting=queue, max_batch=max_batch,
         max_results=max_results, max_upload_bytes=int(max_upload_mb * 1_000_000), max_pixels=max_pixels,
         pixel_budget=pixel_budget, decode_timeout=decode_timeout, decode_memory_bytes=decode_memory_mb * 1_000_000,
         max_records=max_records, byte_budget=byte_budget_mb * 1_000_000, max_slow=slow_bodies,
         min_rate=int(min_rate_kb * 1000), timeout=timeout, threads=threads, workers=workers, keys=keys,
-        hosts=hosts_of(host, allowed_host or []),
+        reading_keys=reading_keys, read_only=read_only, hosts=hosts_of(host, allowed_host or []),
     )  # fmt: skip
     check_names(host, settings)
     check_address(host, port)

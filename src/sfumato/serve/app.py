@@ -30,7 +30,7 @@ from starlette.exceptions import HTTPException
 from sfumato import __version__
 from sfumato.errors import UserError
 from sfumato.serve.answering import Asked, Sources
-from sfumato.serve.guard import TEXT, Guard
+from sfumato.serve.guard import RIGHTS, TEXT, Guard
 from sfumato.serve.schemas import (
     PROBLEM,
     AddRequest,
@@ -73,7 +73,7 @@ _REF = "#/components/schemas/{model}"
 _WHY = {
     400: "the request uses a host name that the service does not know, or is not HTTP",
     401: "the key is missing or wrong",
-    403: "the request comes from a page of another web site",
+    403: "the request comes from a page of another web site, or you may not write",
     404: "there is no such gallery, item or image",
     408: "the request took too long to arrive",
     409: "the gallery is read-only",
@@ -295,7 +295,8 @@ def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await service.start()
-        writer.start()
+        if not settings.read_only:
+            writer.start()
         yield
         service.ready.clear()
         await writer.close()
@@ -403,9 +404,9 @@ def _add_pages(app: FastAPI, service: Service) -> None:
         return Response(await service.measured(), media_type=TEXT)
 
     @app.get("/v1/info", response_model=Info, tags=["state"])
-    async def info() -> Response:
-        """The galleries, the guarantees that the calibration can give, and the limits."""
-        return _json(await service.info())
+    async def info(request: Request) -> Response:
+        """The galleries, what you may do, the guarantees that the calibration can give, and the limits."""
+        return _json(await service.info(request.scope[RIGHTS]))
 
 
 def _add_searches(app: FastAPI, service: Service) -> None:

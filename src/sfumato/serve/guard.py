@@ -1,4 +1,4 @@
-"""The middleware before every route: keys, limits and timeouts, security headers and Prometheus metrics."""
+"""The middleware before every route: keys and their rights, limits, timeouts, security headers and metrics."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sfumato.serve.limits import Bodies, Budget
 from sfumato.serve.schemas import QueryDrift, Refusal
-from sfumato.serve.settings import Settings
+from sfumato.serve.settings import Rights, Settings
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
@@ -148,7 +148,11 @@ HEADERS = {
 }
 """Headers of every response that does not set them itself."""
 
+RIGHTS = "sfumato.rights"
+"""Key of the ASGI scope for what the caller may do."""
+
 _OPEN = ("/", "/healthz", "/readyz")
+_SAFE = ("GET", "HEAD", "OPTIONS")
 _WITHOUT_BODY = ("GET", "HEAD", "DELETE", "OPTIONS")
 _LOG = logging.getLogger("sfumato.serve")
 
@@ -194,7 +198,9 @@ class Guard:
         self._check_names(scope["method"], headers)
         method, path = scope["method"], scope["path"]
         if not (path in _OPEN or path.startswith("/page/")):
-            self._check_key(headers)
+            scope[RIGHTS] = self._rights(headers)
+            if scope[RIGHTS] == "read" and _writes(method, path):
+                raise self._not_permitted()
         if _announces_body(headers) and not (method == "POST" and path.startswith("/v1/")):
             await self._answer_unread(scope, reply)
             return
@@ -254,21 +260,33 @@ class Guard:
                 400, f"This service does not accept the host name {host!r}; if it should, start it with --allowed-host"
             )
         origin = headers.get("origin")
-        if origin is not None and method not in ("GET", "HEAD", "OPTIONS") and _netloc(origin) != host.lower():
+        if origin is not None and method not in _SAFE and _netloc(origin) != host.lower():
             raise Refusal(403, f"Pages of {origin!r} may not send requests to this service")
 
-    def _check_key(self, headers: Headers) -> None:
-        if not self.settings.keys:
-            return
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = (headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")).encode()
-        # Compare with all keys, so that the time does not reveal which one matches.
-        if sum(hmac.compare_digest(given, key.encode()) for key in self.settings.keys) == 0:
-            raise Refusal(
-                401,
-                "This service needs a key: send the header Authorization: Bearer KEY, or X-API-Key: KEY",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+    def _rights(self, headers: Headers) -> Rights:
+        """What the caller may do, by the key."""
+        if self.settings.all_keys:
+            scheme, _, token = headers.get("authorization", "").partition(" ")
+            given = (headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")).encode()
+            # Compare with all keys, so that the time does not reveal which one matches.
+            writes = sum(hmac.compare_digest(given, key.encode()) for key in self.settings.keys)
+            reads = sum(hmac.compare_digest(given, key.encode()) for key in self.settings.reading_keys)
+            if not writes + reads:
+                raise Refusal(
+                    401,
+                    "This service needs a key: send the header Authorization: Bearer KEY, or X-API-Key: KEY",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+            if not writes:
+                return "read"
+        return "read" if self.settings.read_only else "write"
+
+    def _not_permitted(self) -> Refusal:
+        if self.settings.read_only:
+            return Refusal(403, "This service takes no writes: it was started with --read-only")
+        return Refusal(
+            403, "This key permits searching and reading alone; to write, send a key with the right to write"
+        )
 
 
 class _Gone(Exception):
@@ -299,6 +317,11 @@ class _Reply:
         if not self.started:
             with contextlib.suppress(_Gone):
                 await refusal.response()(scope, receive, self)
+
+
+def _writes(method: str, path: str) -> bool:
+    """Whether a request would change something, also by a route that does not exist yet."""
+    return method not in _SAFE and path.startswith("/v1/") and not path.startswith("/v1/search")
 
 
 def _name(host: str) -> str:

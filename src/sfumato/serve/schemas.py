@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, Jso
 from starlette.exceptions import HTTPException
 
 from sfumato.ids import id_error
-from sfumato.serve.settings import MOST
+from sfumato.serve.settings import MOST, Rights
 
 GalleryName = Literal["images", "texts"]
 Modality = Literal["text", "image"]
@@ -281,7 +281,7 @@ class GalleryInfo(_Model):
     """A gallery of the service."""
 
     n: int
-    writable: bool
+    writable: bool = Field(description="whether you may add and remove items: it is a collection, and you may write")
     pictures: bool = Field(description="whether the service shows images of its items")
     calibrated: bool = Field(description="whether queries of the other kind have calibrated probabilities")
     risks: list[float] = Field(description="usual values of abstain that the calibration can guarantee")
@@ -321,6 +321,7 @@ class Info(_Model):
     distance: str
     dimensions: int
     query_kinds: QueryKinds
+    rights: Rights = Field(description="what you may do, by your key; who may write may also read")
     galleries: dict[GalleryName, GalleryInfo]
     limits: Limits
 

@@ -55,7 +55,7 @@ def check_host(host: str, keys: tuple[str, ...], no_key: bool) -> None:
 
     Args:
         host: address to listen to.
-        keys: API keys.
+        keys: all API keys.
         no_key: whether the user gave --no-key.
 
     Raises:
@@ -81,7 +81,7 @@ def check_names(host: str, settings: Settings) -> None:
     Raises:
         UserError: there is neither a key nor a name.
     """
-    if not is_loopback(host) and not settings.keys and not settings.hosts:
+    if not is_loopback(host) and not settings.all_keys and not settings.hosts:
         raise UserError(
             f"--host {host} --no-key: any web site could use the service through a visitor's browser; give its own"
             " name with"

@@ -57,7 +57,7 @@ from sfumato.serve.schemas import (
     SearchResponse,
     busy,
 )
-from sfumato.serve.settings import Settings
+from sfumato.serve.settings import Rights, Settings
 from sfumato.serve.store_health import StoreHealth
 from sfumato.serve.vectors import vector_sides
 from sfumato.studies.maps import Projection, fit_map
@@ -372,8 +372,11 @@ class Service:
             vector={name: side.channels for name, side in sides.items() if side.channels is not None},
         )
 
-    async def info(self) -> Info:
+    async def info(self, rights: Rights) -> Info:
         """Describe the service.
+
+        Args:
+            rights: what the caller may do.
 
         Returns:
             Model, galleries and limits.
@@ -384,7 +387,8 @@ class Service:
             distance=self.sources.distance,
             dimensions=self.sources.d,
             query_kinds=self.query_kinds(),
-            galleries={name: await self.in_thread(self._info_of, name) for name in self.sources.galleries},
+            rights=rights,
+            galleries={name: await self.in_thread(self._info_of, name, rights) for name in self.sources.galleries},
             limits=Limits(
                 max_batch=self.settings.max_batch,
                 max_results=self.settings.max_results,
@@ -421,12 +425,13 @@ class Service:
         served.version += 1
         served.written += items
 
-    def _info_of(self, name: GalleryName) -> GalleryInfo:
+    def _info_of(self, name: GalleryName, rights: Rights) -> GalleryInfo:
         served = self.gallery(name)
         kept = self._infos.get(name)
         if kept is None or kept[0] != served.version:
             self._infos[name] = kept = served.version, info_of(served)
-        return kept[1].model_copy(update={"n": served.gallery.size, "queries": query_drift(served)})
+        now = {"n": served.gallery.size, "queries": query_drift(served)}
+        return kept[1].model_copy(update={**now, "writable": kept[1].writable and rights == "write"})
 
     @staticmethod
     def _items(served: ServedGallery, ids: list[str]) -> GalleryRecords:

@@ -1,11 +1,15 @@
-"""Settings of a service: limits, sizes and keys."""
+"""Settings of a service: limits, sizes, keys and what they permit."""
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 from sfumato.data.image_decoding import MAX_PIXELS
 from sfumato.errors import UserError
+
+Rights = Literal["read", "write"]
+"""What a caller may do; who may write may also read."""
 
 MOST = 1024
 """Longest list in a request; the limit of a service is at most this."""
@@ -41,7 +45,9 @@ class Settings:
         threads: number of torch threads of one computation.
         workers: number of simultaneous searches.
         optimise_after: number of written items after which a store is optimised while the service runs.
-        keys: API keys; a request needs one of them. If empty, no key is needed.
+        keys: API keys that permit everything; a request needs one of them, or one of the reading keys.
+        reading_keys: API keys that permit everything but writes. If there are no keys at all, no key is needed.
+        read_only: refuse every write, with any key.
         hosts: accepted names in the Host header; any if empty.
 
     Raises:
@@ -69,6 +75,8 @@ class Settings:
     workers: int = 2
     optimise_after: int = 10_000
     keys: tuple[str, ...] = field(default=(), repr=False)
+    reading_keys: tuple[str, ...] = field(default=(), repr=False)
+    read_only: bool = False
     hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -107,10 +115,17 @@ class Settings:
                 f" {self.max_batch};"
                 " else a request with max_batch queries could never be accepted"
             )
-        if any(len(key) < 8 or not key.isascii() for key in self.keys):
+        if any(len(key) < 8 or not key.isascii() for key in self.all_keys):
             raise UserError(
                 "serve: an API key must be at least 8 ASCII characters; make one with `openssl rand -hex 32`"
             )
+        if set(self.keys) & set(self.reading_keys):
+            raise UserError("serve: an API key is given both for reading and for writing; give it once")
+
+    @property
+    def all_keys(self) -> tuple[str, ...]:
+        """Every API key; empty if none is needed."""
+        return self.keys + self.reading_keys
 
     @property
     def max_body_bytes(self) -> int:
@@ -118,28 +133,37 @@ class Settings:
         return self.max_upload_bytes * 4 // 3 + 65_536
 
 
-def read_keys(file: Path | None, environment: str | None) -> tuple[str, ...]:
+def read_keys(file: Path | None, environment: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """API keys of a file, or of the environment.
 
     Args:
-        file: one key per line; None for the environment.
-        environment: value of the environment variable, if it is set.
+        file: one key per line: `read:KEY` permits everything but writes; `write:KEY`, or the key alone, permits
+            everything. None for the environment.
+        environment: value of the environment variable, if it is set; in the same form as a line.
 
     Returns:
-        The keys; empty if there are none.
+        (keys that permit everything, keys that permit reading); both empty if there are none.
 
     Raises:
         UserError: the file cannot be read or holds no key.
     """
     if file is None:
-        return (environment.strip(),) if environment and environment.strip() else ()
-    try:
-        keys = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--api-key-file {file}: cannot be read: {error}") from error
-    if not keys:
+        lines = [environment or ""]
+    else:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--api-key-file {file}: cannot be read: {error}") from error
+    keys: dict[Rights, list[str]] = {"write": [], "read": []}
+    for line in filter(None, map(str.strip, lines)):
+        scope, colon, key = line.partition(":")
+        if colon and scope == "read":
+            keys["read"].append(key.strip())
+        else:
+            keys["write"].append(key.strip() if colon and scope == "write" else line)
+    if file is not None and not any(keys.values()):
         raise UserError(f"--api-key-file {file}: holds no key; write one with `openssl rand -hex 32 > {file}`")
-    return keys
+    return tuple(keys["write"]), tuple(keys["read"])
 
 
 def require_extra() -> None:

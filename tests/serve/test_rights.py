@@ -1,0 +1,116 @@
+"""Who may write: keys that read, keys that write, and services that take no writes."""
+
+import logging
+import time
+
+import pytest
+from serve.test_faults import problem
+from serve.test_sweep import aged
+from support.serving import KEY, in_base64, picture, served
+
+from sfumato.errors import UserError
+from sfumato.search.collection import UPLOADED_IMAGES
+from sfumato.serve.answering import open_sources
+from sfumato.serve.image_files import UploadedImages
+from sfumato.serve.settings import Settings, read_keys
+
+READER = "a-key-for-reading"
+WRITES = [
+    ("POST", "/v1/items", {"json": {"items": [{"id": "new", "image": in_base64(picture())}]}}),
+    ("POST", "/v1/items/image", {"files": {"image": ("a.png", picture())}, "data": {"id": "new"}}),
+    ("POST", "/v1/items/delete", {"json": {"ids": ["000.png"]}}),
+    ("DELETE", "/v1/items/000.png", {}),
+]
+READS = [
+    ("GET", "/v1/info", {}),
+    ("GET", "/v1/search?q=a", {}),
+    ("POST", "/v1/search", {"json": {"queries": [{"text": "a"}]}}),
+    ("POST", "/v1/search/image", {"files": {"image": ("a.png", picture())}}),
+    ("GET", "/v1/items/000.png", {}),
+    ("GET", "/v1/pictures/000.png", {}),
+    ("GET", "/v1/map", {}),
+    ("GET", "/metrics", {}),
+    ("GET", "/docs", {}),
+]
+
+
+def as_reader(client):
+    client.headers = {"X-API-Key": READER}
+    return client
+
+
+def told(client):
+    info = client.get("/v1/info").json()
+    return info["rights"], info["galleries"]["images"]["writable"]
+
+
+def test_a_reading_key_reads_and_does_not_write(collection, caplog):
+    caplog.set_level(logging.DEBUG)
+    with served(open_sources(collection), keys=(KEY,), reading_keys=(READER,)) as client:
+        assert told(client) == ("write", True)
+        as_reader(client)
+        assert told(client) == ("read", False)
+        for method, path, body in READS:
+            assert client.request(method, path, **body).status_code == 200, path
+        for method, path, body in WRITES:
+            assert "This key permits" in problem(client.request(method, path, **body), 403)["detail"]
+        assert client.get("/v1/items/000.png").status_code == 200 and client.get("/v1/items/new").status_code == 404
+        client.headers = {"Authorization": f"Bearer {KEY}"}
+        for method, path, body in WRITES:
+            assert client.request(method, path, **body).is_success == (method == "POST"), path  # DELETE: gone already.
+        client.headers = {"X-API-Key": "neither-of-the-two"}
+        problem(client.get("/v1/info"), 401)
+    assert KEY not in caplog.text and READER not in caplog.text
+
+
+def test_a_service_that_takes_no_writes(collection):
+    uploads = UploadedImages(collection / UPLOADED_IMAGES)
+    orphan = aged(uploads.path_of(uploads.write("no item", picture())))
+    for keys in ((), (KEY,)):
+        with served(open_sources(collection), keys=keys, read_only=True) as client:
+            assert told(client) == ("read", False)
+            for method, path, body in READS:
+                assert client.request(method, path, **body).status_code == 200, path
+            for method, path, body in WRITES:
+                assert "--read-only" in problem(client.request(method, path, **body), 403)["detail"]
+            problem(client.put("/v1/items/000.png"), 403)  # Whatever may become a write.
+            time.sleep(0.5)
+            assert orphan.exists()  # Nothing is swept.
+    with served(open_sources(collection)):
+        for _ in range(100):
+            if not orphan.exists():
+                return
+            time.sleep(0.1)
+    raise AssertionError("a service that writes did not sweep either")
+
+
+def test_without_keys_everybody_writes(writable):
+    assert told(writable) == ("write", True)
+
+
+def test_an_index_is_written_by_nobody(client):
+    assert told(client) == ("write", False)
+
+
+def test_keys_of_a_file(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text(f"{KEY}\n\nread: {READER}\n write:another:one \n read:second-reader\n")
+    assert read_keys(file, "ignored") == ((KEY, "another:one"), (READER, "second-reader"))
+    assert read_keys(None, f" {KEY} ") == ((KEY,), ())
+    assert read_keys(None, f"read:{READER}") == ((), (READER,))
+    assert read_keys(None, None) == read_keys(None, " ") == ((), ())
+    for bad in ("read:short", "write:", "read:"):
+        file.write_text(f"{bad}\n")
+        with pytest.raises(UserError, match="at least 8"):
+            keys, reading_keys = read_keys(file, None)
+            Settings(keys=keys, reading_keys=reading_keys)
+    with pytest.raises(UserError, match="both for reading and for writing") as error:
+        Settings(keys=(KEY,), reading_keys=(KEY,))
+    assert KEY not in str(error.value)
+    assert KEY not in repr(Settings(keys=(KEY,))) and READER not in repr(Settings(reading_keys=(READER,)))
+
+
+def test_reading_keys_alone_are_keys(sources):
+    with served(sources, reading_keys=(READER,)) as client:
+        problem(client.get("/v1/info"), 401)
+        assert told(as_reader(client)) == ("read", False)
