@@ -698,7 +698,7 @@ def verdict(
         return Verdict("unsure", f"No clear match: {found}")
     if expected_matches >= _FEW:
         return Verdict("few", f"A few matches: about {expected_matches:.0f}")
-    return Verdict("few", f"A likely match: {found}")
+    return Verdict("few", f"A {'likely' if best_probability >= 0.5 else 'possible'} match: {found}")
 
 
 def _percent(p: float) -> str:
