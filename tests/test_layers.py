@@ -197,7 +197,8 @@ FLOORS: dict[str, list[str]] = {
     "posthoc": [
         "evidence method spherical",
         "adapter_networks curvature top1 whitened",
-        "asymvlm laplace margins probvlm variance_adapters",
+        "adapter_method laplace margins",
+        "asymvlm probvlm variance_adapters",
         "method_registry",
     ],
     "search": [

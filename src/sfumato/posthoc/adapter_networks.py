@@ -106,13 +106,15 @@ def initialise(module: nn.Module, generator: torch.Generator) -> None:
 
 
 @torch.no_grad()
-def start_at(layer: nn.Linear, value: float) -> None:
-    """Make the output of a last layer nearly constant at first.
+def start_at(network: nn.Sequential, value: float) -> None:
+    """Make the output of a network nearly constant at first.
 
     Args:
-        layer: a last layer with initial weights.
+        network: with initial weights; its last layer is linear.
         value: its output.
     """
+    layer = network[-1]
+    assert isinstance(layer, nn.Linear)
     layer.weight.mul_(0.1)
     layer.bias.fill_(value)
 

@@ -4,39 +4,23 @@ A network on text embeddings gives a concentration kappa, and as published also 
 by the likelihood of the image. Images have no uncertainty.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.posthoc.adapter_method import LossOfRows, MLPMethod
 from sfumato.posthoc.adapter_networks import (
-    MIN_PAIRS,
     AdapterTraining,
     PairBatches,
     checked_items,
-    initialise,
     mlp,
-    mlp_of,
-    network_state,
-    own_randomness,
     scaled_inputs,
     start_at,
-    train,
-    weights_of,
 )
-from sfumato.posthoc.method import (
-    FrozenPairs,
-    PosthocMethod,
-    Side,
-    check_embeddings,
-    check_side,
-    pack_options,
-    unit,
-    unpack_options,
-)
+from sfumato.posthoc.method import FrozenPairs, Side, check_embeddings, check_side, unit
 from sfumato.posthoc.spherical import Distribution, check_distribution, log_likelihoods, mean_length
 
 KAPPA_FLOOR = 1e-3
@@ -63,7 +47,7 @@ def asymvlm_loss(log_likelihood: Tensor, match: Tensor, temperature: Tensor | fl
     return (losses[0] + losses[1]) / 2
 
 
-class AsymVLM(PosthocMethod):
+class AsymVLM(MLPMethod):
     r"""Concentrations of texts.
 
     With ``keep_mean`` the network learns kappa alone, and a text is the Gaussian about its unit embedding with total
@@ -83,15 +67,19 @@ class AsymVLM(PosthocMethod):
 
     name = "asymvlm"
     summary = "1 / kappa of a text, the inverse concentration on the sphere; images have none"
-    per_item = True
     sides = ("text",)
-    default: ClassVar[AdapterTraining] = AdapterTraining()
     published: ClassVar[AdapterTraining] = AdapterTraining((1024, 1024, 1024), 200, 2048, 1e-2, "sgd", 5e-4)
 
-    def __init__(self, network: nn.Module, *, distribution: Distribution = "vmf", keep_mean: bool = True) -> None:
+    def __init__(self, network: nn.Sequential, *, distribution: Distribution = "vmf", keep_mean: bool = True) -> None:
         check_distribution(distribution)
-        self.network, self.keep_mean = network.eval(), keep_mean
+        super().__init__((network,))
+        self.keep_mean = keep_mean
         self.distribution: Distribution = distribution
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """See :attr:`AdapterMethod.options`."""
+        return {"distribution": self.distribution, "keep_mean": self.keep_mean}
 
     @classmethod
     def fit(
@@ -117,31 +105,35 @@ class AsymVLM(PosthocMethod):
         """
         training = training or cls.default
         check_distribution(distribution)
-        batches = PairBatches(pairs.at_least(MIN_PAIRS, cls.name))
-        generator = torch.Generator().manual_seed(seed)
-        with own_randomness():
-            network = mlp(pairs.d, training.widths, 1 if keep_mean else pairs.d)
-        initialise(network, generator)
-        if keep_mean:
-            last = network[-1]
-            assert isinstance(last, nn.Linear)
-            start_at(last, _FIRST_LOG_KAPPA)
-        network.to(pairs.texts.device)
         images, texts = unit(pairs.images).float(), scaled_inputs(pairs.texts).float()
         temperature = nn.Parameter(torch.ones((), device=texts.device))
-        method = cls(network, distribution=distribution, keep_mean=keep_mean)
 
-        def loss_of(rows: Tensor) -> Tensor:
-            i, t, match = batches.items(rows)
-            direction, kappa = method._concentration(texts[t])
-            return asymvlm_loss(log_likelihoods(images[i], direction, kappa, distribution), match, temperature)
+        def start(side: Side, network: nn.Sequential) -> None:
+            if keep_mean:
+                start_at(network, _FIRST_LOG_KAPPA)
 
-        train([*network.parameters(), temperature], loss_of, len(batches), training, generator=generator)
-        return method
+        def loss(method: Self, batches: PairBatches) -> LossOfRows:
+            def loss_of_rows(rows: Tensor) -> Tensor:
+                i, t, match = batches.items(rows)
+                direction, kappa = method._concentration(texts[t])
+                return asymvlm_loss(log_likelihoods(images[i], direction, kappa, distribution), match, temperature)
+
+            return loss_of_rows
+
+        return cls._trained(
+            pairs,
+            lambda: mlp(pairs.d, training.widths, 1 if keep_mean else pairs.d),
+            start,
+            loss,
+            options={"distribution": distribution, "keep_mean": keep_mean},
+            seed=seed,
+            training=training,
+            parameters=[temperature],
+        )
 
     def _concentration(self, scaled: Tensor) -> tuple[Tensor, Tensor]:
         """((n, d) directions, (n,) concentrations) of scaled text embeddings."""
-        out = self.network(scaled)
+        out = self.network("text")(scaled)
         if self.keep_mean:
             return functional.normalize(scaled, dim=1), out.squeeze(1).exp().clamp_min(KAPPA_FLOOR)
         return direction_and_kappa(out)
@@ -156,7 +148,7 @@ class AsymVLM(PosthocMethod):
         Returns:
             ((n, d) directions mu, (n,) concentrations kappa).
         """
-        return self._concentration(scaled_inputs(checked_items(self.name, "text", x, self.network)))
+        return self._concentration(scaled_inputs(checked_items(self.name, "text", x, self.network("text"))))
 
     def embed(self, side: Side, x: Tensor, *, hidden: Tensor | None = None) -> GaussianEmbedding:
         """See :meth:`PosthocMethod.embed` and the class; variances in squared units of unit embeddings."""
@@ -182,16 +174,6 @@ class AsymVLM(PosthocMethod):
         if side == "image":
             raise ValueError("asymvlm: images are points and have no uncertainty; ask for texts")
         return self.concentration(queries)[1].reciprocal()
-
-    def state(self) -> dict[str, Tensor]:
-        """See :meth:`PosthocMethod.state`."""
-        options = {"distribution": self.distribution, "keep_mean": self.keep_mean}
-        return {**network_state({"text": self.network}), "options": pack_options(options)}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        """See :meth:`PosthocMethod.from_state`."""
-        return cls(mlp_of(weights_of(state, "text", cls.name), cls.name), **unpack_options(state, cls.name))
 
 
 def direction_and_kappa(eta: Tensor) -> tuple[Tensor, Tensor]:

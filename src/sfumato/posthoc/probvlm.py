@@ -6,36 +6,24 @@ beta / (2 alpha Gamma(1/beta)) exp(-(|mu - x| / alpha)^beta), its variance alpha
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar, Literal, NamedTuple, Self, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.posthoc.adapter_method import AdapterMethod, LossOfRows
 from sfumato.posthoc.adapter_networks import (
-    MIN_PAIRS,
     AdapterTraining,
     PairBatches,
     checked_items,
-    initialise,
     load_weights,
-    network_state,
     own_randomness,
     scaled_inputs,
     start_at,
-    train,
-    weights_of,
 )
-from sfumato.posthoc.method import (
-    FrozenPairs,
-    PosthocMethod,
-    Side,
-    check_side,
-    pack_options,
-    point_variance,
-    unpack_options,
-)
+from sfumato.posthoc.method import FrozenPairs, Side, point_variance
 
 LossForm = Literal["power", "product"]
 """The printed negative log-likelihood, or the released one with a product in place of the power."""
@@ -225,7 +213,7 @@ class ProbVLMNetwork(nn.Module):
         return GeneralisedGaussian(self.block_mu(h), positive(inverse), positive(beta))
 
 
-class ProbVLM(PosthocMethod):
+class ProbVLM(AdapterMethod[ProbVLMNetwork]):
     """The variances of generalised Gaussians. The means stay the frozen unit embeddings, not mu.
 
     Both modalities are scaled to length sqrt(d) for the networks, and variances back to unit length. (The released
@@ -244,9 +232,9 @@ class ProbVLM(PosthocMethod):
 
     name = "probvlm"
     summary = "mean variance of the generalised Gaussian around the embedding, squared units of unit embeddings"
-    per_item = True
     default: ClassVar[AdapterTraining] = AdapterTraining((256,), 6, 512, 1e-3, "adam", 0.0)
     published: ClassVar[AdapterTraining] = AdapterTraining((256,), 100, 64, 1e-4, "adam", 0.0)
+    network_options = ("relu",)
 
     def __init__(
         self,
@@ -262,9 +250,15 @@ class ProbVLM(PosthocMethod):
         ):
             if value not in known:
                 raise ValueError(f"{self.name}: unknown {what} {value!r}; known: {', '.join(known)}")
-        self.image, self.text = image.eval(), text.eval()
+        super().__init__((image, text))
+        self.relu = image.relu
         self.variance_form: VarianceForm = variance_form
         self.text_order: TextOrder = text_order
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """See :attr:`AdapterMethod.options`."""
+        return {"variance_form": self.variance_form, "text_order": self.text_order, "relu": self.relu}
 
     @classmethod
     def fit(
@@ -303,38 +297,29 @@ class ProbVLM(PosthocMethod):
         training = training or cls.default
         if len(training.widths) != 1 or not 0 <= dropout < 1:
             raise ValueError(f"{cls.name}: needs one width and a dropout in [0, 1), got {training.widths}, {dropout}")
-        index = PairBatches(pairs.at_least(MIN_PAIRS, cls.name)).index
-        generator = torch.Generator().manual_seed(seed)
-        networks = []
-        for x in (pairs.images, pairs.texts):
-            with own_randomness():
-                network = ProbVLMNetwork(pairs.d, width=training.widths[0], head_width=head_width, dropout=dropout)
-            initialise(network, generator)
+        inputs = [scaled_inputs(pairs.embeddings(side)).float() for side in cls.sides]
+
+        def start(side: Side, network: ProbVLMNetwork) -> None:
             for head in (network.block_alpha, network.block_beta):
-                last = head[-1]
-                assert isinstance(last, nn.Linear)
-                start_at(last, math.log(math.expm1(1.0)))  # A Laplace distribution of scale 1.
-            networks.append(network.to(x.device))
-        inputs = [scaled_inputs(x).float() for x in (pairs.images, pairs.texts)]
+                start_at(head, math.log(math.expm1(1.0)))  # A Laplace distribution of scale 1.
 
-        def loss_of(rows: Tensor) -> Tensor:
-            image, text = (x[k] for x, k in zip(inputs, index[rows].T, strict=True))
-            return probvlm_loss(networks[0](image), networks[1](text), (image, text), form=loss, t1=t1, t2=t2)
+        def loss_of(method: Self, batches: PairBatches) -> LossOfRows:
+            def loss_of_rows(rows: Tensor) -> Tensor:
+                image, text = (x[k] for x, k in zip(inputs, batches.index[rows].T, strict=True))
+                found = method.network("image")(image), method.network("text")(text)
+                return probvlm_loss(*found, (image, text), form=loss, t1=t1, t2=t2)
 
-        method = cls(*networks, variance_form=variance, text_order=text_order)
-        for network in networks:
-            network.train()
-        with own_randomness():  # Dropout has no generator of its own.
-            torch.manual_seed(seed)
-            learnt = [*networks[0].parameters(), *networks[1].parameters()]
-            train(learnt, loss_of, len(index), training, generator=generator)
-        for network in networks:
-            network.eval()
-        return method
+            return loss_of_rows
 
-    def _network(self, side: Side) -> ProbVLMNetwork:
-        check_side(side)
-        return self.image if side == "image" else self.text
+        return cls._trained(
+            pairs,
+            lambda: ProbVLMNetwork(pairs.d, width=training.widths[0], head_width=head_width, dropout=dropout),
+            start,
+            loss_of,
+            options={"variance_form": variance, "text_order": text_order},
+            seed=seed,
+            training=training,
+        )
 
     @torch.no_grad()
     def distribution(self, side: Side, x: Tensor) -> GeneralisedGaussian:
@@ -347,7 +332,7 @@ class ProbVLM(PosthocMethod):
         Returns:
             The outputs of the network.
         """
-        network = self._network(side)
+        network = self.network(side)
         found: GeneralisedGaussian = network(scaled_inputs(checked_items(self.name, side, x, network)))
         return found
 
@@ -395,7 +380,7 @@ class ProbVLM(PosthocMethod):
         """
         if n_passes < 2 or not 0 < dropout < 1:
             raise ValueError(f"{self.name}: needs two passes and a dropout in (0, 1), got {n_passes} and {dropout}")
-        network = self._network(side)
+        network = self.network(side)
         scaled = scaled_inputs(checked_items(self.name, side, x, network))
         found = []
         with own_randomness():
@@ -407,18 +392,10 @@ class ProbVLM(PosthocMethod):
         own, spread = dropout_uncertainty(passes, form=self.variance_form)
         return own / x.shape[1], spread / x.shape[1]
 
-    def state(self) -> dict[str, Tensor]:
-        """See :meth:`PosthocMethod.state`."""
-        options = {"variance_form": self.variance_form, "text_order": self.text_order, "relu": self.image.relu}
-        return {**network_state({"image": self.image, "text": self.text}), "options": pack_options(options)}
-
     @classmethod
-    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        """See :meth:`PosthocMethod.from_state`."""
-        options = unpack_options(state, cls.name)
-        relu = options.pop("relu")
-        networks = [probvlm_network(weights_of(state, side, cls.name), relu=relu) for side in get_args(Side)]
-        return cls(*networks, **options)
+    def read_network(cls, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> ProbVLMNetwork:
+        """See :meth:`AdapterMethod.read_network`."""
+        return probvlm_network(weights, relu=options["relu"])
 
 
 def probvlm_network(weights: Mapping[str, Tensor], *, relu: bool = False) -> ProbVLMNetwork:

@@ -9,8 +9,8 @@ as certain. Measure a method on held-out queries before its numbers are trusted.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal, Self, get_args
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,31 +20,17 @@ from sfumato.calibration.platt import fit_logits
 from sfumato.distances import squared_l2_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import PCMEPPLoss, PCMEPPOptions, ProLIPLoss, ProLIPOptions, prolip_loss, vib_loss
+from sfumato.posthoc.adapter_method import LossOfRows, MLPMethod
 from sfumato.posthoc.adapter_networks import (
     MIN_PAIRS,
     AdapterTraining,
     PairBatches,
     checked_items,
-    initialise,
     mlp,
-    mlp_of,
-    network_state,
-    own_randomness,
     scaled_inputs,
     start_at,
-    train,
-    weights_of,
 )
-from sfumato.posthoc.method import (
-    FrozenPairs,
-    PosthocMethod,
-    Side,
-    check_side,
-    pack_options,
-    point_variance,
-    unit,
-    unpack_options,
-)
+from sfumato.posthoc.method import FrozenPairs, Side, point_variance, unit
 
 Units = Literal["unit", "raw"]
 """The embeddings that an adapter works on: of unit length, or as the frozen model gives them."""
@@ -56,7 +42,7 @@ PROLIP_BOTTLENECK = 1e-5
 """Published weight of ProLIP's information bottleneck in an adapter."""
 
 
-class VarianceAdapter(PosthocMethod):
+class VarianceAdapter(MLPMethod):
     """Base of the adapters: a network for each modality, from frozen embeddings to what makes their variances.
 
     Args:
@@ -67,15 +53,18 @@ class VarianceAdapter(PosthocMethod):
         ValueError: unknown units.
     """
 
-    per_item = True
-    default: ClassVar[AdapterTraining] = AdapterTraining()
     published: ClassVar[AdapterTraining] = AdapterTraining((1024, 1024, 1024), 200, 2048, 5e-4, "adamw", 1e-4)
 
-    def __init__(self, image: nn.Module, text: nn.Module, *, units: Units = "unit") -> None:
+    def __init__(self, image: nn.Sequential, text: nn.Sequential, *, units: Units = "unit") -> None:
         if units not in get_args(Units):
             raise ValueError(f"{self.name}: unknown units {units!r}; known: {', '.join(get_args(Units))}")
-        self.image, self.text = image.eval(), text.eval()
+        super().__init__((image, text))
         self.units: Units = units
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """See :attr:`AdapterMethod.options`."""
+        return {"units": self.units}
 
     @staticmethod
     @abstractmethod
@@ -106,7 +95,7 @@ class VarianceAdapter(PosthocMethod):
         cls,
         pairs: FrozenPairs,
         loss_of: Callable[[GaussianEmbedding, GaussianEmbedding, Tensor], Tensor],
-        parameters: list[nn.Parameter],
+        parameters: Iterable[nn.Parameter],
         *,
         seed: int,
         training: AdapterTraining | None,
@@ -115,37 +104,39 @@ class VarianceAdapter(PosthocMethod):
     ) -> Self:
         """Train both networks; the loss gets images, texts and labels, or matching rows and no labels."""
         training = training or cls.default
-        batches = PairBatches(pairs.at_least(MIN_PAIRS, cls.name))
-        generator = torch.Generator().manual_seed(seed)
-        networks, means, inputs = [], [], []
-        for x in (pairs.images, pairs.texts):
-            mean = (unit(x) if units == "unit" else x).float()
-            with own_randomness():
-                network = mlp(pairs.d, training.widths, pairs.d)
-            initialise(network, generator)
-            last = network[-1]
-            assert isinstance(last, nn.Linear)
+        raw = [pairs.embeddings(side) for side in cls.sides]
+        means = [(unit(x) if units == "unit" else x).float() for x in raw]
+        inputs = [scaled_inputs(x).float() for x in raw] if units == "unit" else means
+
+        def start(side: Side, network: nn.Sequential) -> None:
             # A total variance of the squared length of an embedding at first.
-            start_at(last, cls.output_at(float(mean.square().mean())))
-            networks.append(network.to(x.device))
-            means.append(mean)
-            inputs.append(scaled_inputs(x).float() if units == "unit" else mean)
-        method = cls(*networks, units=units)
+            mean = means[cls.sides.index(side)]
+            start_at(network, cls.output_at(float(mean.square().mean())))
 
-        def loss_of_rows(rows: Tensor) -> Tensor:
-            if rowwise:
-                (i, t), match = batches.index[rows].T, torch.empty(0)
-            else:
-                i, t, match = batches.items(rows)
-            image, text = (
-                GaussianEmbedding(mean[k], cls.log_variance(network(x[k])))
-                for network, x, mean, k in zip(networks, inputs, means, (i, t), strict=True)
-            )
-            return loss_of(image, text, match)
+        def loss(method: Self, batches: PairBatches) -> LossOfRows:
+            def loss_of_rows(rows: Tensor) -> Tensor:
+                if rowwise:
+                    (i, t), match = batches.index[rows].T, torch.empty(0)
+                else:
+                    i, t, match = batches.items(rows)
+                image, text = (
+                    GaussianEmbedding(mean[k], cls.log_variance(network(x[k])))
+                    for network, x, mean, k in zip(method.networks.values(), inputs, means, (i, t), strict=True)
+                )
+                return loss_of(image, text, match)
 
-        learnt = [*networks[0].parameters(), *networks[1].parameters(), *parameters]
-        train(learnt, loss_of_rows, len(batches), training, generator=generator)
-        return method
+            return loss_of_rows
+
+        return cls._trained(
+            pairs,
+            lambda: mlp(pairs.d, training.widths, pairs.d),
+            start,
+            loss,
+            options={"units": units},
+            seed=seed,
+            training=training,
+            parameters=parameters,
+        )
 
     @torch.no_grad()
     def variance(self, side: Side, x: Tensor) -> Tensor:
@@ -158,8 +149,7 @@ class VarianceAdapter(PosthocMethod):
         Returns:
             (n, d) variances.
         """
-        check_side(side)
-        network = self.image if side == "image" else self.text
+        network = self.network(side)
         x = checked_items(self.name, side, x, network)
         return self.log_variance(network(scaled_inputs(x) if self.units == "unit" else x)).exp()
 
@@ -173,17 +163,6 @@ class VarianceAdapter(PosthocMethod):
     ) -> Tensor:
         """See :meth:`PosthocMethod.uncertainty`; the mean variance over dimensions."""
         return self.variance(side, queries).mean(1)
-
-    def state(self) -> dict[str, Tensor]:
-        """See :meth:`PosthocMethod.state`."""
-        networks = network_state({"image": self.image, "text": self.text})
-        return {**networks, "options": pack_options({"units": self.units})}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        """See :meth:`PosthocMethod.from_state`."""
-        networks = [mlp_of(weights_of(state, side, cls.name), cls.name) for side in get_args(Side)]
-        return cls(*networks, **unpack_options(state, cls.name))
 
 
 class _LogVarianceAdapter(VarianceAdapter):
