@@ -23,7 +23,7 @@ class Definition:
         path: of the module.
         name: with the class before a method.
         node: its syntax tree.
-        public: whether neither it nor its class begins with an underscore.
+        public: whether neither it nor its class begins with an underscore; False for a signature by `@overload`.
     """
 
     path: Path
@@ -49,7 +49,9 @@ def definitions(folder: Path) -> Iterator[Definition]:
 def _below(path: Path, tree: ast.Module | ast.ClassDef, owner: str, public: bool) -> Iterator[Definition]:
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            known = public and not node.name.startswith("_")
+            # The signatures of a function with several stand before it, which has the docstring.
+            signature = any(ast.unparse(d) == "overload" for d in node.decorator_list)
+            known = public and not node.name.startswith("_") and not signature
             yield Definition(path, f"{owner}{node.name}", node, known)
             if isinstance(node, ast.ClassDef):
                 yield from _below(path, node, f"{node.name}.", known)

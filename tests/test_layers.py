@@ -118,7 +118,20 @@ PARTS: dict[str, set[str]] = {
         "search",
         "studies",
     },
+    "api": {
+        "data",
+        "direction",
+        "distances",
+        "encoders",
+        "errors",
+        "gaussian",
+        "matching",
+        "models",
+        "progress",
+        "search",
+    },
     "demo": {
+        "api",
         "data",
         "evaluation",
         "files",
@@ -131,6 +144,7 @@ PARTS: dict[str, set[str]] = {
     },
     "serve": {"calibration", "data", "encoders", "errors", "files", "gaussian", "ids", "models", "search", "studies"},
     "cli": {
+        "api",
         "data",
         "demo",
         "errors",
@@ -172,7 +186,7 @@ FLOORS: dict[str, list[str]] = {
         "embedding_tables",
         "pairs",
         "emoji karpathy noise region_features shards",
-        "captioned",
+        "captioned image_inputs",
         "cub folder manifest",
         "embedding_pairs listings",
         "sources",
@@ -242,6 +256,10 @@ FLOORS: dict[str, list[str]] = {
         "console_trust",
         "report",
         "model_report",
+    ],
+    "api": [
+        "answers",
+        "loaded",
     ],
     "serve": [
         "settings",

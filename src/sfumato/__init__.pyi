@@ -1,5 +1,20 @@
 """Public names of sfumato and the modules that define them. ``__init__.py`` imports each on first use."""
 
+from .api.answers import (
+    SearchAnswer as SearchAnswer,
+)
+from .api.loaded import (
+    LoadedModel as LoadedModel,
+)
+from .api.loaded import (
+    Searcher as Searcher,
+)
+from .api.loaded import (
+    load as load,
+)
+from .api.loaded import (
+    load_index as load_index,
+)
 from .calibration.calibrator import (
     Calibration as Calibration,
 )

@@ -11,6 +11,7 @@ from markupsafe import Markup
 from torch import Tensor
 
 from sfumato import __version__
+from sfumato.api.answers import answer_queries
 from sfumato.data.emoji import emoji_names
 from sfumato.data.pairs import PairData
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval, table_rows
@@ -18,7 +19,7 @@ from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.uncertainty import balanced_spearman, spearman
 from sfumato.models.embed import embed_split, evaluate_run, load_split
-from sfumato.models.galleries import GalleryPart, build_index, describe
+from sfumato.models.galleries import GalleryPart, build_index
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import Run, load_run
 from sfumato.reports.charts import FAINT, FAMILIES, FIRST, SECOND, Chart, require_matplotlib
@@ -73,7 +74,8 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
     print("\n3. Searching: vague and precise queries, drawn at random")
     pairs, pictures = draw_examples(style.data)
     queries = [query for pair in pairs for query in pair]
-    results = describe(index, queries, run.model.embed_texts(queries), 12)
+    answers = answer_queries(index, queries, run.model.embed_texts(queries), 12, direction=index.direction)
+    results = [answer.to_json() for answer in answers]
     for result in results:
         print_search(result | {"hits": result["hits"][:4]})
     print(

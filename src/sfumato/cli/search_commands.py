@@ -193,17 +193,18 @@ def search(
 
     Prints ids, distances, match probabilities and uncertainties.
     """
-    from sfumato.models.galleries import search_index
+    from sfumato.api.loaded import search_index
     from sfumato.reports.console import print_search
 
     if not query and not image and not item:
         raise UserError("nothing to search for: give a text, --image FILE or --id ITEM")
     if any(not text.strip() for text in query or []):
         raise UserError("a text to search for is empty; leave it out")
-    results = search_index(
+    answers = search_index(
         folder, query or [], image or [], k=k, ids=item or [], run=run, store=store, min_probability=min_probability,
         coverage=coverage, max_risk=abstain,
     )  # fmt: skip
+    results = [answer.to_json() for answer in answers]
     if as_json:
         print(json.dumps(results, ensure_ascii=False))
         return

@@ -10,14 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sfumato.data.emoji import emoji_names
 from sfumato.data.images import Problems
 from sfumato.direction import Direction
-from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.embeddings import EmbeddingProcessor
-from sfumato.encoders.regions import features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import (
@@ -31,169 +27,13 @@ from sfumato.models.embed import (
 from sfumato.models.export import load_model
 from sfumato.models.pretrained import PretrainedModel
 from sfumato.models.run import Run
-from sfumato.models.unfamiliar import unfamiliar_texts
 from sfumato.progress import progress_bar
 from sfumato.search.collection import GaussianCollection, check_empty, copy_gallery
-from sfumato.search.gallery import Gallery, SearchRecord, verdict
+from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.lifting import gallery_centre, lifted_dim
 from sfumato.search.parts import read_manifest, read_parts
 from sfumato.search.stores.store_url import anchored, scheme
-
-
-def search_index(
-    folder: Path,
-    texts: Sequence[str],
-    images: Sequence[Path],
-    *,
-    k: int,
-    ids: Sequence[str] = (),
-    run: str | Path | None = None,
-    store: str | None = None,
-    min_probability: float | None = None,
-    coverage: float | None = None,
-    max_risk: float | None = None,
-) -> list[dict[str, Any]]:
-    """Search a saved index by texts and images with the model that it was built with, or by its own items.
-
-    Args:
-        folder: of the index or collection.
-        texts: the text queries; of a model that reads embeddings, .npy files of one vector each.
-        images: files of the image queries.
-        k: number of results of each query.
-        ids: items of the index to search by, which needs no model.
-        run: folder or name of the model, if it has moved.
-        store: URL of a collection's store, if it has moved.
-        min_probability: see :meth:`Gallery.search`; only for queries of the other modality than the gallery's.
-        coverage: as min_probability.
-        max_risk: as min_probability.
-
-    Returns:
-        For each query the dictionary of :func:`describe`, texts first, then images, then items.
-
-    Raises:
-        UserError: the model or an item is missing, an image cannot be used, or a guarantee is asked for a modality
-            without one.
-        ValueError: see :meth:`Gallery.search`.
-    """
-    with contextlib.closing(open_gallery(folder, store)) as gallery:
-        native, foreign = ("texts", images) if gallery.scorer.direction == "t2i" else ("images", texts)
-        if (foreign or ids) and not (min_probability is coverage is max_risk is None):
-            raise UserError(
-                f"this index has calibrated probabilities, coverages and risks for {native} as queries only;"
-                f" search by"
-                f" {native} alone, or leave these options out"
-            )
-        results: list[dict[str, Any]] = []
-        if texts or images:
-            loaded = load_retrieval_model(gallery, folder, run)
-            guarantees = {"min_probability": min_probability, "coverage": coverage, "max_risk": max_risk}
-            for names, query in _queries(loaded.model, texts, images):
-                judged = unfamiliar_texts(loaded, names) if names is texts else None
-                results += describe(gallery, names, query, k, **guarantees, unfamiliar=judged)
-        if ids:
-            found = gallery.get(ids)
-            if missing := [i for i in ids if i not in found.ids]:
-                raise UserError(f"{folder} has no item {missing[0]!r} to search by")
-            rows = torch.tensor([found.ids.index(i) for i in ids])
-            results += describe(gallery, ids, found.embeddings[rows], k)
-    # The logits were fitted on pairs of an image and a text: within one modality they are not calibrated.
-    calibrated = range(len(texts)) if native == "texts" else range(len(texts), len(texts) + len(images))
-    return [r if i in calibrated else r | {"calibrated": False} for i, r in enumerate(results)]
-
-
-def _queries(
-    model: DualEncoder, texts: Sequence[str], images: Sequence[Path]
-) -> Iterator[tuple[Sequence[str], GaussianEmbedding]]:
-    """The embedded queries with their names: all texts, then each image."""
-    if texts:
-        yield texts, model.embed_texts(_vector_files(model, texts) if features_read(model.text) else texts)
-    for path in images:
-        if not path.is_file():
-            raise UserError(f"there is no image {path}")
-        try:
-            yield [str(path)], model.embed_images([path.read_bytes()])
-        except ValueError as error:
-            raise UserError(f"{path}: {error}") from error
-
-
-def _vector_files(model: DualEncoder, paths: Sequence[str]) -> list[bytes]:
-    """The bytes of .npy files, for a model without an encoder for texts."""
-    for path in paths:
-        if path.endswith(".npy") and not Path(path).is_file():
-            raise UserError(f"there is no file {path}")
-        if not Path(path).is_file():
-            raise UserError(
-                f"this index is of a model that reads embeddings, which has no encoder for {path!r}: give a .npy file"
-                " of one vector instead of a text, or search by an item with --id"
-            )
-        if isinstance(processor := model.text.processor, EmbeddingProcessor):
-            try:
-                values = processor.features(Path(path).read_bytes())
-            except ValueError as error:
-                raise UserError(f"{path}: {error}") from error
-            if not values.any():
-                raise UserError(f"{path}: holds zeros alone; give an embedding")
-    return [Path(path).read_bytes() for path in paths]
-
-
-def describe(
-    index: Gallery,
-    names: Sequence[str],
-    queries: GaussianEmbedding,
-    k: int,
-    *,
-    min_probability: float | None = None,
-    coverage: float | None = None,
-    max_risk: float | None = None,
-    unfamiliar: Sequence[bool] | None = None,
-) -> list[dict[str, Any]]:
-    """Search a gallery, and describe the certainty of each answer.
-
-    Args:
-        index: gallery to search in.
-        names: n names of the queries.
-        queries: (n, d) embeddings.
-        k: see :meth:`Gallery.search`.
-        min_probability: see :meth:`Gallery.search`.
-        coverage: see :meth:`Gallery.search`.
-        max_risk: see :meth:`Gallery.search`.
-        unfamiliar: for each query, whether it is a text that does not look like words; None for none.
-
-    Returns:
-        For each query {"query", "distance" (its name), "calibrated" (whether the probabilities were fitted on held-out
-        pairs), "uncertainty" (total variance), "expected_matches" (sum of the match probabilities over the whole
-        gallery), "abstained" (whether the risk is too high to answer; null without max_risk), "verdict" (a sentence),
-        "hits": [{"id", "distance", "match_probability", "uncertainty", and the payload}], "conformal_set" (like hits,
-        all items within the radius of the coverage; null without coverage)}.
-    """
-    found = index.search(queries, k, min_probability=min_probability, coverage=coverage, max_risk=max_risk)
-    return [
-        {
-            "query": name,
-            "distance": index.distance,
-            "calibrated": index.calibrated,
-            "uncertainty": result.uncertainty,
-            "expected_matches": expected,
-            "abstained": result.abstained,
-            "verdict": verdict(expected, result.best_probability, result.abstained, unfamiliar=strange).text,
-            "hits": [_hit(h) for h in result],
-            "conformal_set": None if result.conformal_set is None else [_hit(h) for h in result.conformal_set],
-        }
-        for name, result, expected, strange in zip(
-            names, found, index.expected_matches(queries), unfamiliar or [False] * len(names), strict=True
-        )
-    ]
-
-
-def _hit(hit: SearchRecord) -> dict[str, Any]:
-    return {
-        "id": hit.id,
-        "distance": hit.distance,
-        "match_probability": hit.match_probability,
-        "uncertainty": hit.uncertainty,
-        **hit.payload,
-    }
 
 
 @dataclass(frozen=True, eq=False)

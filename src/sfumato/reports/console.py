@@ -260,7 +260,7 @@ def print_search(result: dict[str, Any]) -> None:
     """Print one query and its results.
 
     Args:
-        result: of :func:`~sfumato.models.galleries.describe`.
+        result: of :meth:`~sfumato.api.answers.SearchAnswer.to_json`.
     """
     calibrated = result["calibrated"]
     if calibrated:

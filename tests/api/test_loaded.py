@@ -1,0 +1,260 @@
+"""A loaded model and a gallery with its model: the numbers of the commands, for every way to give an image."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.references import csd
+from support.toy import make_toy
+
+import sfumato
+from sfumato.errors import UserError
+from sfumato.models.adopt import adopt
+from sfumato.models.recipe import load_recipe
+from sfumato.models.run import load_run
+from sfumato.training.loop import fit
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder with data and a trained run."""
+    folder = tmp_path_factory.mktemp("loaded")
+    fit(load_recipe(make_toy(folder), ["train.epochs=2"]), folder / "run")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(work):
+    return sfumato.load(work / "run")
+
+
+@pytest.fixture(scope="module")
+def adopted(tmp_path_factory):
+    """An adopted model of 12 channels, its folder and its images."""
+    random = np.random.default_rng(0)
+    images = random.standard_normal((300, 12)).astype(np.float32)
+    texts = images + 0.3 * random.standard_normal(images.shape).astype(np.float32)
+    folder = tmp_path_factory.mktemp("adopted") / "run"
+    adopt(images, texts, out=folder, method="nearest")
+    return folder, images, texts
+
+
+def equal(a, b):
+    return torch.equal(a.mean, b.mean) and torch.equal(a.log_var, b.log_var)
+
+
+def test_every_way_to_give_an_image_is_the_same_image(work, model):
+    paths = sorted((work / "data").glob("*.png"))[:3]
+    expected = model.embed_images(paths)
+    pixels = [np.asarray(Image.open(path).convert("RGB")) for path in paths]
+    for images in (
+        [str(path) for path in paths],
+        [path.read_bytes() for path in paths],
+        [Image.open(path) for path in paths],
+        pixels,
+        np.stack(pixels),
+        [torch.from_numpy(p.copy()) for p in pixels],
+        [paths[0], paths[1].read_bytes(), pixels[2]],
+    ):
+        assert equal(model.embed_images(images), expected)
+    assert not equal(model.embed_images(paths[::-1]), expected)
+    grey = pixels[0][..., 0]
+    assert equal(model.embed_images([grey]), model.embed_images([np.repeat(grey[..., None], 3, 2)]))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "LA", "1", "CMYK", "I;16", "F"])
+def test_a_pillow_image_of_any_mode_is_read_as_its_file(model, tmp_path, mode):
+    values = (np.random.default_rng(1).random((20, 30, 4)) * 255).astype(np.uint8)
+    if mode in ("I;16", "F"):
+        array = values[..., 0].astype(np.uint16) * 200 if mode == "I;16" else values[..., 0] / 3.0
+        image = Image.fromarray(array.astype(np.float32) if mode == "F" else array)
+    else:
+        image = Image.fromarray(values, "RGBA").convert(mode)
+    path = tmp_path / ("x.tiff" if mode in ("CMYK", "F") else "x.png")
+    image.save(path)
+    assert equal(model.embed_images([image]), model.embed_images([path]))
+
+
+def test_a_photograph_is_turned_upright_like_its_file(model, tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image = Image.fromarray((np.random.default_rng(0).random((24, 40, 3)) * 255).astype(np.uint8))
+    image.save(tmp_path / "turned.png", exif=exif)
+    assert equal(
+        model.embed_images([Image.open(tmp_path / "turned.png")]), model.embed_images([tmp_path / "turned.png"])
+    )
+    assert not equal(model.embed_images([image]), model.embed_images([tmp_path / "turned.png"]))
+
+
+def test_wrong_images_are_named(work, model, tmp_path):
+    good = work / "data" / "000.png"
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    for images, error, message in (
+        (good, TypeError, "expected a list of images"),
+        ("x.png", TypeError, "expected a list of images"),
+        (Image.open(good), TypeError, "expected a list of images"),
+        ([], ValueError, "got no images"),
+        ([good, tmp_path / "bad.png"], UserError, f"{tmp_path / 'bad.png'}: not an image"),
+        ([tmp_path / "none.png"], UserError, f"there is no image {tmp_path / 'none.png'}"),
+        ([good, b"x"], UserError, "image 1: not an image"),
+        ([good, 7], TypeError, "image 1 is a int; expected a path"),
+        ([np.zeros((3, 8, 8), np.uint8)], ValueError, r"image 0 has pixels of shape \(3, 8, 8\) in uint8; expected"),
+        ([np.zeros((8, 8, 3))], ValueError, "in float64; expected"),
+        (np.zeros((8, 8, 3), np.uint8), ValueError, r"a batch of one is \(1, 8, 8, 3\)"),
+    ):
+        with pytest.raises(error, match=message):
+            model.embed_images(images)
+    for texts, error, message in (
+        ("a dog", TypeError, "expected a list of them"),
+        ([], ValueError, "got no texts"),
+        (["a", 3], TypeError, "text 1 is a int"),
+    ):
+        with pytest.raises(error, match=message):
+            model.embed_texts(texts)
+
+
+def test_probabilities_are_those_of_the_distance_by_loops(work, model):
+    texts, images = ["a red circle", "some bar in blue"], sorted((work / "data").glob("*.png"))[:3]
+    x, y = model.embed_texts(texts), model.embed_images(images)
+    run = load_run(work / "run")
+    assert run.distance == "csd" and run.calibration.knots is None
+    found = model.probability(texts, images)
+    stated = model.probability(x, y, match_fraction=0.5)
+    assert found.shape == (2, 3)
+    prior = run.calibration.match_fraction
+    for i in range(2):
+        for j in range(3):
+            a, b = ((e.mean[k].double().tolist(), e.log_var[k].double().exp().tolist()) for e, k in ((x, i), (y, j)))
+            logit = run.logit_bias - run.logit_scale * csd(*a, *b)
+            assert found[i, j].item() == pytest.approx(1 / (1 + np.exp(-logit)), rel=1e-4)
+            balanced = logit - np.log(prior / (1 - prior))
+            assert stated[i, j].item() == pytest.approx(1 / (1 + np.exp(-balanced)), rel=1e-4)
+
+
+def test_python_and_the_command_line_agree_to_the_last_digit(work, sfumato, tmp_path):
+    folder, pictures = tmp_path / "index", [work / "data" / "001.png", work / "data" / "000.png"]
+    assert sfumato("index", work / "run", "--images", work / "data", "--out", folder)[0] == 0
+    texts, options = ["a red circle", "asdfgh qwrtz"], ("--min-probability", 0.01, "--coverage", 0.9)
+    by_command = json.loads(sfumato("search", folder, *texts, "-k", 4, "--json", *options)[1])
+    flags = [value for picture in pictures for value in ("--image", picture)]
+    status, out, err = sfumato("search", folder, *flags, "--id", "010.png", "-k", 3, "--json")
+    assert status == 0, err
+    foreign = json.loads(out)
+    with load_index(folder) as index:
+        found = index.search(texts, k=4, min_probability=0.01, coverage=0.9)
+        assert json.loads(json.dumps([answer.to_json() for answer in found])) == by_command
+        assert [
+            answer.to_json() for answer in index.search(pictures, 3) + index.search_items(["010.png"], 3)
+        ] == foreign
+        one = index.search("a red circle", k=4)
+        assert one.to_json()["hits"] == index.search(["a red circle"], k=4)[0].to_json()["hits"] and len(one) == 4
+        assert [hit.id for hit in one] == [hit.id for hit in one.hits] and one[0].rank == 1
+    by_gallery = index.gallery.search(index.model.embed_texts(texts), 4)
+    assert [answer.uncertainty for answer in found] == [result.uncertainty for result in by_gallery]
+    assert by_command[0]["calibrated"] and not foreign[0]["calibrated"] and not foreign[-1]["calibrated"]
+
+
+def load_index(folder):
+    return sfumato.load_index(folder)
+
+
+def test_a_gallery_in_memory_answers_like_the_saved_one(work, model, tmp_path, sfumato):
+    index = model.index(work / "data")
+    index.save(tmp_path / "saved")
+    assert len(index) == 48 and "48 images" in repr(index) and "LoadedModel(" in repr(model)
+    again = load_index(tmp_path / "saved")
+    assert index.search("a red circle").to_json() == again.search("a red circle").to_json()
+    by_command = json.loads(sfumato("search", tmp_path / "saved", "a red circle", "--json")[1])
+    assert by_command == [index.search("a red circle").to_json()]
+
+
+def test_ids_are_given_paths_or_numbers(work, model):
+    paths = sorted((work / "data").glob("*.png"))[:3]
+    assert model.index(paths).gallery.ids == tuple(path.as_posix() for path in paths)
+    assert model.index([Image.open(path) for path in paths]).gallery.ids == ("0", "1", "2")
+    assert model.index(paths, ["a", "b", "c"]).gallery.ids == ("a", "b", "c")
+    assert model.index(model.embed_images(paths), ids=["a", "b", "c"]).gallery.ids == ("a", "b", "c")
+    with pytest.raises(ValueError, match="leave ids out"):
+        model.index(work / "data", ["a"])
+    with pytest.raises(ValueError, match="got 2 ids for 3 embeddings"):
+        model.index(paths, ["a", "b"])
+
+
+def test_a_gallery_of_texts_is_searched_by_image(work, model):
+    index = model.index_texts(["a red circle", "some bar in blue", "a green square"])
+    answer = index.search(work / "data" / "000.png", k=2)
+    assert index.native == "images" and answer.calibrated and answer.query == str(work / "data" / "000.png")
+    assert {hit.payload["text"] for hit in answer} <= {"a red circle", "some bar in blue", "a green square"}
+    assert not index.search("a circle").calibrated
+
+
+def test_queries_of_every_kind(work, model):
+    index, path = model.index(work / "data"), work / "data" / "000.png"
+    pixels = np.asarray(Image.open(path).convert("RGB"))
+    by_path = index.search(path, k=3)
+    assert by_path[0].id == "000.png" and not by_path.calibrated
+    for query in (path.read_bytes(), Image.open(path)):
+        assert [hit.distance for hit in index.search(query, k=3)] == [hit.distance for hit in by_path]
+    assert [hit.distance for hit in index.search([pixels], k=3)[0]] == [hit.distance for hit in by_path]
+    embedded = model.embed_texts(["a red circle"])
+    [by_embedding] = index.search(embedded, k=3)
+    assert by_embedding.hits == index.search("a red circle", k=3).hits and by_embedding.calibrated
+    assert not index.search(embedded, k=3, modality="images")[0].calibrated
+    for query, error, message in (
+        (["a text", path], TypeError, "mix texts and images"),
+        (7, TypeError, "got a int; expected a text"),
+        ([], ValueError, "got no queries"),
+        (" ", UserError, "is empty"),
+    ):
+        with pytest.raises(error, match=message):
+            index.search(query)
+    with pytest.raises(TypeError, match="the queries are texts; leave out modality"):
+        index.search(["a dog"], modality="images")
+    with pytest.raises(UserError, match="for texts as queries only"):
+        index.search(path, coverage=0.9)
+    with pytest.raises(UserError, match="has no item 'nothing'"):
+        index.search_items(["nothing"])
+
+
+def test_an_adopted_model_takes_vectors_and_says_that_it_reads_no_texts(adopted, tmp_path):
+    folder, images, texts = adopted
+    model = sfumato.load(folder)
+    for name, embed in (("texts", model.embed_texts), ("images", model.embed_images)):
+        found = embed(texts[:2])
+        unit = texts[:2] / np.linalg.norm(texts[:2], axis=1, keepdims=True)
+        assert torch.allclose(found.mean, torch.from_numpy(unit), atol=1e-6), name
+    index = model.index(images)
+    answers = index.search(texts[:4], k=2)
+    assert [answer[0].id for answer in answers] == ["0", "1", "2", "3"] and answers[0].calibrated
+    np.save(tmp_path / "query.npy", texts[0])
+    assert index.search([tmp_path / "query.npy"], k=2)[0].hits == answers[0].hits
+    assert not index.search(texts[:1], k=2, modality="images")[0].calibrated
+    with pytest.raises(UserError, match="this model reads embeddings and has no encoder for texts such as 'a dog'"):
+        index.search("a dog")
+    with pytest.raises(TypeError, match="image 0 is a Image, but this model reads embeddings"):
+        model.embed_images([Image.new("RGB", (8, 8))])
+    with pytest.raises(UserError, match="image 1: holds 1 x 7 numbers; this model reads one embedding of 12"):
+        model.embed_images([images[0], np.ones(7)])
+
+
+def test_what_cannot_be_opened_is_said(work, model, tmp_path):
+    model.index(work / "data").save(tmp_path / "index")
+    with pytest.raises(UserError, match=r"holds an index or a collection; open it with sfumato.load_index"):
+        sfumato.load(tmp_path / "index")
+    with pytest.raises(UserError, match=r"is a run, not an index; index images with"):
+        sfumato.load_index(work / "run")
+    with pytest.raises(UserError, match="neither an index nor a collection"):
+        sfumato.load_index(tmp_path)
+    moved = sfumato.load_index(tmp_path / "index", run=tmp_path / "gone")
+    with pytest.raises(UserError, match="is not at .*gone; give its folder"):
+        moved.search("a dog")
+    assert len(moved.search_items(["000.png"], 2)[0]) == 2, "by an item no model is needed"
+
+
+def test_a_saved_file_of_bytes_is_not_kept_open(model):
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(buffer, "PNG")
+    assert model.embed_images([buffer.getvalue()]).n == 1
