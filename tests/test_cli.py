@@ -358,14 +358,18 @@ def test_exported_models_embed_index_and_search(work, sfumato, tmp_path):
 
 def test_trust_prints_tables_and_writes_json(work, sfumato):
     status, out, _ = sfumato("trust", work / "run", "--bootstrap", 10, "--corrupted", 4)
-    assert status == 0 and len(out.splitlines()) < 25 and "erased" not in out
-    for word in ("whether the first hit is wrong", "calibration error", "-> ", "--details"):
+    assert status == 0 and len(out.splitlines()) <= 12 and "erased" not in out
+    # A toy of three epochs ranks by chance, or has too few queries.
+    assert "rely on nothing" in out or "too few to tell" in out
+    for word in ("recall@1", "chance", "--details"):
         assert word in out
+    assert max(map(len, out.splitlines())) <= 80 or str(work) in out
     status, out, _ = sfumato("trust", work / "run", "--bootstrap", 10, "--corrupted", 4, "--details")
     assert status == 0
-    shown = ("Brier skill", "text -> image", "image -> text", "expected_matches", "AUROC", "erased", "dropped_words")
-    for word in (*shown, "rises"):
+    shown = ("Brier", "text -> image", "image -> text", "expected_matches", "AUROC", "erased", "dropped_words")
+    for word in (*shown, "rises", "calibration error"):
         assert word in out
+    assert [line for line in out.splitlines() if len(line) > 80 and str(work) not in line] == []
     written = json.loads((work / "run" / "trust-test.json").read_text())
     status, out, _ = sfumato("trust", work / "run", "--bootstrap", 10, "--corrupted", 4, "--json")
     assert json.loads(out) == written and set(written["directions"]) == {"t2i", "i2t"}

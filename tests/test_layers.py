@@ -251,7 +251,7 @@ FLOORS: dict[str, list[str]] = {
         "analyse referee",
     ],
     "reports": [
-        "charts formatting page_files referee_tables",
+        "charts formatting page_files referee_tables tables",
         "console report_charts study_pages",
         "console_trust",
         "report",

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sfumato.calibration.calibrator import Calibration
-from sfumato.evaluation.hits import measure_hits, without_nearest
+from sfumato.evaluation.hits import _figures, measure_hits, without_nearest
 from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error, log_loss
 
 
@@ -81,3 +81,20 @@ def test_log_loss_by_hand():
     assert log_loss(torch.tensor([0.5, 0.25]), torch.tensor([1, 0])) == pytest.approx(-(np.log(0.5) + np.log(0.75)) / 2)
     with pytest.raises(ValueError, match="log_loss"):
         log_loss(torch.zeros(0), torch.zeros(0))
+
+
+def verdict_of(n, off, seed):
+    """The verdict on probabilities of n first hits whose true probabilities differ by `off`, towards one half."""
+    generator = torch.Generator().manual_seed(seed)
+    p = torch.sigmoid(2 * torch.randn(n, generator=generator).double() + 0.8)
+    true = torch.where(p > 0.5, p - off, p + off)
+    return _figures(p, torch.bernoulli(true, generator=generator), "t2i", n, 1).verdict
+
+
+def test_verdicts_of_few_and_of_many_queries():
+    """An error equal to that of perfect probabilities proves nothing if that of wrong ones is as large."""
+    few = [verdict_of(36, 0.0, seed) for seed in range(20)]
+    assert few.count("too few") >= 16
+    assert [verdict_of(3000, off, 1) for off in (0.0, 0.1, 0.25)] == ["holds", "rough", "misleads"]
+    wrong = [verdict_of(150, 0.1, seed) for seed in range(40)]
+    assert wrong.count("holds") <= 4  # At most 5 % by the rule.

@@ -131,6 +131,10 @@ def test_what_ranks_no_better_than_chance_is_told_apart():
     )
     near = GaussianEmbedding.point(images.mean.repeat_interleave(2, 0) + torch.randn(120, 8, generator=generator))
     assert evaluate_retrieval(images, near, relevance).above_chance
+    # Among eight images every recall@10 is 1; recall@1 tells.
+    few = Relevance.from_lists([[i] for i in range(8)], n_gallery=8)
+    assert evaluate_retrieval(images[:8], images[:8], few).above_chance
+    assert not evaluate_retrieval(images[:8], texts[:8], few).above_chance
 
 
 def test_mistakes_are_named():

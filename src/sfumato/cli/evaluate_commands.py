@@ -529,16 +529,16 @@ def trust(
     corrupted: Annotated[int, typer.Option(min=0, help="Number of queries to corrupt in each way; 0 for none.")] = 200,
     seed: Seed = 0,
     details: Annotated[
-        bool, typer.Option("--details", help="Print the tables of all figures instead of the summary.")
+        bool, typer.Option("--details", help="After the summary, print the tables of all figures.")
     ] = False,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Measure what probabilities and uncertainties are worth.
 
-    The summary says what to rely on: the probabilities beside hits, and the estimators of uncertainty. The tables of
-    --details show how well each estimator predicts failure, ambiguity, absence and corruption. For a run on its own
-    data, writes trust-SPLIT.json into its folder.
+    The summary says what to do: show the probabilities beside hits or not, and which estimator of uncertainty finds
+    wrong first hits and queries without a match. The tables of --details have the figures of all estimators. For a run
+    on its own data, writes trust-SPLIT.json into its folder.
     """
     from sfumato.models.trust_run import trust_model, trust_run
     from sfumato.reports.console_trust import print_trust, print_trust_summary
@@ -559,6 +559,6 @@ def trust(
         return
     (print_trust if details else print_trust_summary)(report, f"{model} on {split}, by {report.distance}")
     if not details:
-        print("--details prints all estimators, corrupted queries and galleries of other sizes.")
+        print("--details prints the figures behind this, and all estimators")
     if path is not None:
         print(f"written to {path}")

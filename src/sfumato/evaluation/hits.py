@@ -7,7 +7,7 @@ stand beside those of the distance alone and of a constant.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,14 +20,24 @@ from sfumato.direction import Direction
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.reliability import (
     brier_score,
-    calibration_error_by_chance,
     expected_calibration_error,
     log_loss,
+    simulated_calibration_errors,
 )
 from sfumato.metrics.selective import auroc
 
 N_BINS = 15
 """Bins with equally many hits, of every calibration error here."""
+
+Verdict = Literal["holds", "rough", "misleads", "too few"]
+"""What may be done with the probabilities of first hits, see :attr:`HitFigures.verdict`."""
+
+CLOSE, FAR = 0.03, 0.1
+"""Calibration errors above that of perfect probabilities, up to which probabilities can be shown, and above which they
+mislead."""
+
+_UNSURE = 0.05
+"""Probability of a wrong verdict on probabilities that are perfect, or off by FAR."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,10 @@ class HitFigures:
         rate: fraction of hits that match.
         mean_probability: mean probability of the hits.
         ece: expected calibration error over N_BINS bins of equally many hits.
-        ece_by_chance: what perfect probabilities of these hits would show.
+        ece_by_chance: the calibration error that perfect probabilities of these hits would show, on average.
+        ece_perfect_most: the error that perfect probabilities exceed in 5 % of the samples of as many hits.
+        ece_off_least: the error that probabilities off by FAR stay below in 5 % of such samples: the smallest of those
+            that are all too high, all too low, too sure and not sure enough.
         log_loss: mean, in nats.
         brier_skill: 1 - Brier score / that of the constant `rate`; 0 is the constant, 1 is perfect.
         auroc: of matches against other hits by the probability; None if there is only one kind.
@@ -56,9 +69,26 @@ class HitFigures:
     mean_probability: float
     ece: float
     ece_by_chance: float
+    ece_perfect_most: float
+    ece_off_least: float
     log_loss: float
     brier_skill: float
     auroc: float | None
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the calibration error allows to conclude.
+
+        "too few": it fits perfect probabilities as well as probabilities that are off by FAR. "holds": it is smaller
+        than that of the latter, and at most CLOSE above that of perfect ones. "rough": at most FAR above it, and
+        "misleads": more.
+        """
+        if self.ece_off_least <= self.ece <= self.ece_perfect_most:
+            return "too few"
+        excess = self.ece - self.ece_by_chance
+        if excess <= CLOSE and self.ece < self.ece_off_least:
+            return "holds"
+        return "rough" if excess <= FAR else "misleads"
 
     def to_json(self) -> dict[str, Any]:
         """The figures as plain values.
@@ -277,6 +307,7 @@ def _hits(
 def _figures(p: Tensor, y: Tensor, direction: Direction, n_gallery: int, hits: int) -> HitFigures:
     rate = float(y.mean())
     constant = rate * (1 - rate)
+    perfect = simulated_calibration_errors(p, p, n_bins=N_BINS)
     return HitFigures(
         direction=direction,
         n_gallery=n_gallery,
@@ -285,8 +316,18 @@ def _figures(p: Tensor, y: Tensor, direction: Direction, n_gallery: int, hits: i
         rate=rate,
         mean_probability=float(p.mean()),
         ece=expected_calibration_error(p, y, n_bins=N_BINS, binning="count"),
-        ece_by_chance=calibration_error_by_chance(p, n_bins=N_BINS),
+        ece_by_chance=float(perfect.mean()),
+        ece_perfect_most=float(perfect.quantile(1 - _UNSURE)),
+        ece_off_least=min(
+            float(simulated_calibration_errors(p, off, n_bins=N_BINS).quantile(_UNSURE)) for off in _off(p)
+        ),
         log_loss=log_loss(p, y),
         brier_skill=1 - brier_score(p, y) / constant if constant else 0.0,
         auroc=auroc(p.numpy(), y.bool().numpy()) if constant else None,
     )
+
+
+def _off(p: Tensor) -> tuple[Tensor, ...]:
+    """(k,) true probabilities that differ by FAR from p: all lower, all higher, nearer to and farther from one half."""
+    away = torch.where(p > 0.5, FAR, -FAR)
+    return tuple((p + by).clamp(0, 1) for by in (-FAR, FAR, -away, away))

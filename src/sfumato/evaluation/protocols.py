@@ -10,7 +10,7 @@ import torch
 from sfumato.distances import Distance, get_distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
-from sfumato.metrics.retrieval import chance_metrics, per_query_metrics, retrieval_metrics
+from sfumato.metrics.retrieval import beats_chance, chance_metrics, per_query_metrics, retrieval_metrics
 from sfumato.metrics.uncertainty import balanced_spearman, none_if_nan, recall_by_uncertainty, spearman
 from sfumato.search.exact import rank_relevant
 
@@ -80,18 +80,15 @@ class Evaluation:
 
     @property
     def above_chance(self) -> bool:
-        """Whether recall@10 of either direction is more than three standard deviations above a random order.
+        """Whether either direction ranks better than a random order, see :func:`beats_chance`.
 
         The captions of an image do not count as independent: a direction has at most as many queries as there are
         images and texts on the smaller side.
         """
         independent = min(self.n_images, self.n_texts)
         return any(
-            metrics["recall@10"] - by_chance > 3 * (by_chance * (1 - by_chance) / independent) ** 0.5
-            for metrics, by_chance in (
-                (self.i2t, self.chance["i2t"]["recall@10"]),
-                (self.t2i, self.chance["t2i"]["recall@10"]),
-            )
+            beats_chance(metrics, self.chance[direction], independent)
+            for direction, metrics in (("i2t", self.i2t), ("t2i", self.t2i))
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from sfumato.metrics.bootstrap import (
     resampled_balanced_spearman,
 )
 from sfumato.metrics.relevance import Relevance
-from sfumato.metrics.retrieval import per_query_metrics
+from sfumato.metrics.retrieval import beats_chance, chance_metrics, per_query_metrics
 from sfumato.metrics.selective import (
     aurc_statistic,
     auroc_statistic,
@@ -150,6 +150,8 @@ class DirectionTrust:
         n_queries: number of queries with a true match; the others are left out.
         n_gallery: size of the gallery.
         recall: recall@1 of these queries.
+        chance: recall@1 of a random order.
+        above_chance: whether the model ranks better than a random order; if not, no other figure means anything.
         risk_best: area under the risk-coverage curve of a perfect order; a random order has 1 - recall.
         right_pairs: AUROC of the match probability of a true pair against that of a random wrong pair; one of both per
             query.
@@ -162,6 +164,8 @@ class DirectionTrust:
     n_queries: int
     n_gallery: int
     recall: Interval
+    chance: float
+    above_chance: bool
     risk_best: Interval
     right_pairs: Interval
     n_out_of_gallery: int
@@ -281,7 +285,8 @@ def measure_trust(
         ValueError: sizes do not fit, or no query has a true item.
     """
     ranks = rank_relevant(queries, gallery, relevance, matching.oriented_distance)
-    hit = per_query_metrics(ranks, relevance)["recall@1"]
+    found_by = per_query_metrics(ranks, relevance)
+    hit = found_by["recall@1"]
     kept = np.flatnonzero(~np.isnan(hit))
     if not len(kept):
         raise ValueError("measure_trust: no query has a true item; check that ids of images and texts fit together")
@@ -295,6 +300,8 @@ def measure_trust(
         groups=None if groups is None else groups[kept],
         resampling=_Resampling(n_resamples, level, seed),
     )
+    by_chance = chance_metrics(relevance)
+    recalls = {name: float(np.nanmean(found_by[name])) for name in by_chance if name in found_by}
     scores = scene.estimate(scene.queries)
     # An estimator that is the same for all queries has no figures.
     informative = {name: u for name, u in scores.items() if np.any(u != u[0])}
@@ -311,6 +318,8 @@ def measure_trust(
         n_queries=len(kept),
         n_gallery=gallery.n,
         recall=found["recall"],
+        chance=by_chance["recall@1"],
+        above_chance=beats_chance(recalls, by_chance, min(len(kept), gallery.n)),
         risk_best=found["best"],
         right_pairs=_right_pairs(scene),
         n_out_of_gallery=n_removed,

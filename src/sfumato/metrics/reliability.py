@@ -47,12 +47,7 @@ def reliability_curve(
         )
     if not ((probability >= 0) & (probability <= 1)).all():
         raise ValueError("reliability_curve: probabilities must lie in [0, 1]")
-    if binning == "width":
-        which = (probability * n_bins).long().clamp_max(n_bins - 1)
-    else:
-        rank = torch.empty(len(probability), dtype=torch.long, device=probability.device)
-        rank[probability.argsort(stable=True)] = torch.arange(len(probability), device=probability.device)
-        which = rank * n_bins // max(1, len(probability))
+    which = _which_bin(probability, n_bins, binning)
     count = torch.bincount(which, minlength=n_bins)
     sums = [torch.bincount(which, weights=v.double(), minlength=n_bins) for v in (probability, match)]
     bins = []
@@ -64,6 +59,15 @@ def reliability_curve(
                 {"probability": float(sums[0][b]) / size, "observed": observed, "low": low, "high": high, "count": size}
             )
     return bins
+
+
+def _which_bin(probability: Tensor, n_bins: int, binning: Binning) -> Tensor:
+    """(k,) number of the bin of each prediction."""
+    if binning == "width":
+        return (probability * n_bins).long().clamp_max(n_bins - 1)
+    rank = torch.empty(len(probability), dtype=torch.long, device=probability.device)
+    rank[probability.argsort(stable=True)] = torch.arange(len(probability), device=probability.device)
+    return rank * n_bins // max(1, len(probability))
 
 
 def expected_calibration_error(
@@ -127,29 +131,60 @@ def log_loss(probability: Tensor, match: Tensor) -> float:
     return float(-(y * p.log() + (1 - y) * (1 - p).log()).mean())
 
 
-def calibration_error_by_chance(
-    probability: Tensor, *, n_bins: int = 15, binning: Binning = "count", n_samples: int = 100, seed: int = 0
-) -> float:
-    """The ECE that perfect predictions would show: the mean over outcomes that are drawn from the predictions.
-
-    With few predictions in a bin, even perfect ones differ from what is observed. An ECE is to be compared with this.
+def simulated_calibration_errors(
+    probability: Tensor,
+    true_probability: Tensor,
+    *,
+    n_bins: int = 15,
+    binning: Binning = "count",
+    n_samples: int = 100,
+    seed: int = 0,
+) -> Tensor:
+    """The ECE that predictions show over sets of outcomes that are drawn from other probabilities.
 
     Args:
         probability: (k,) predictions in [0, 1].
+        true_probability: (k,) in [0, 1], from which independent outcomes are drawn; the predictions themselves for the
+            ECE of perfect probabilities.
         n_bins, binning: see :func:`reliability_curve`.
         n_samples: number of drawn sets of outcomes.
         seed: of the outcomes.
 
     Returns:
+        (n_samples,) errors in [0, 1].
+
+    Raises:
+        ValueError: shapes differ, or there are no predictions.
+    """
+    _check_predictions("simulated_calibration_errors", probability, true_probability)
+    generator = torch.Generator().manual_seed(seed)
+    p, q = probability.double(), true_probability.double()
+    which = _which_bin(p, n_bins, binning)
+    errors = []
+    for _ in range(n_samples):
+        gaps = torch.bincount(which, weights=p - torch.bernoulli(q, generator=generator), minlength=n_bins)
+        errors.append(gaps.abs().sum() / len(p))
+    return torch.stack(errors)
+
+
+def calibration_error_by_chance(
+    probability: Tensor, *, n_bins: int = 15, binning: Binning = "count", n_samples: int = 100, seed: int = 0
+) -> float:
+    """The ECE of perfect probabilities: the mean over outcomes that are drawn from the predictions.
+
+    With few predictions in a bin, even perfect ones differ from what is observed. An ECE is to be compared with this.
+
+    Args:
+        probability: (k,) predictions in [0, 1].
+        n_bins, binning, n_samples, seed: see :func:`simulated_calibration_errors`.
+
+    Returns:
         A number in [0, 1], near 0 for many predictions.
     """
-    generator = torch.Generator().manual_seed(seed)
-    p = probability.double()
-    errors = [
-        expected_calibration_error(p, torch.bernoulli(p, generator=generator), n_bins=n_bins, binning=binning)
-        for _ in range(n_samples)
-    ]
-    return sum(errors) / n_samples
+    errors = simulated_calibration_errors(
+        probability, probability, n_bins=n_bins, binning=binning, n_samples=n_samples, seed=seed
+    )
+    return float(errors.mean())
 
 
 def compare_calibration(

@@ -6,8 +6,9 @@ in which they are given; a list that is too short for a metric is refused. Defin
 docs/concepts/evaluation.md.
 """
 
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.reliability import binomial_tail
 
 Better = Literal["larger", "smaller"]
 """Which scores are better; it is always an argument, never guessed."""
@@ -403,6 +405,34 @@ def chance_metrics(relevance: Relevance, ks: Sequence[int] = (1, 5, 10)) -> dict
             missed *= np.clip(m - found - j, 0, None) / (m - j)
         result[f"recall@{k}"] = float((1 - missed).mean())
     return result | {"r_precision": float((found / m).mean())}
+
+
+_BY_CHANCE = 0.001
+"""Largest probability of a recall this high in a random order."""
+
+
+def beats_chance(metrics: Mapping[str, float], by_chance: Mapping[str, float], n_independent: int) -> bool:
+    """Whether recall@1, 5 or 10 is so high that a random order hardly ever reaches it.
+
+    Args:
+        metrics: "recall@K" of a model, fractions.
+        by_chance: those of a random order, see :func:`chance_metrics`.
+        n_independent: number of independent queries; the captions of one image are not independent.
+
+    Returns:
+        True if a random order reaches one of the recalls with a probability below 0.001, by a binomial tail.
+
+    Example:
+        >>> [beats_chance({"recall@1": 0.5}, {"recall@1": 0.1}, n) for n in (20, 4)]
+        [True, False]
+    """
+    for name in ("recall@1", "recall@5", "recall@10"):
+        if name in metrics and name in by_chance:
+            hits = math.floor(metrics[name] * n_independent + 1e-9)
+            # At least as many hits by chance = at most as many misses.
+            if binomial_tail(n_independent - hits, n_independent, 1 - by_chance[name]) < _BY_CHANCE:
+                return True
+    return False
 
 
 def retrieval_metrics(

@@ -1,136 +1,168 @@
-"""The console output of `sfumato trust`: what to rely on in a few lines, and all figures on demand."""
+"""The console output of `sfumato trust`: what to do in a few lines, and all figures on demand."""
 
-import sys
-
-from rich.console import Console
-from rich.table import Table
-
-from sfumato.evaluation.hits import HitFigures
+from sfumato.evaluation.hits import FAR, HitFigures
 from sfumato.evaluation.trust import DirectionTrust, TrustReport
 from sfumato.metrics.bootstrap import Interval
-from sfumato.reports.console import wide_console
-from sfumato.reports.formatting import compact_interval, compact_number
+from sfumato.reports.formatting import compact_interval, compact_number, counted
+from sfumato.reports.tables import print_table, print_wrapped
 
 _NAMES: dict[str, str] = {"t2i": "text -> image", "i2t": "image -> text"}
 
-_CLOSE, _FAR = 0.03, 0.1
-"""Calibration errors above the one by chance, up to which probabilities can be shown, and above which they mislead."""
+_ENOUGH = 500
+"""Number of queries that nearly always tell perfect probabilities from those that are off by FAR."""
 
-_QUESTIONS = {
-    "wrong_auroc": ("whether the first hit is wrong", "AUROC"),
-    "multiplicity_balanced": ("how many items match", "balanced Spearman"),
-    "caption_distance": ("how far an image's captions differ", "Spearman"),
-    "out_of_gallery": ("whether nothing matches", "AUROC"),
+_VERDICTS = {
+    "holds": "show it; it holds for queries like these",
+    "rough": "show it in words only (likely, unlikely), or calibrate on queries like these",
+    "misleads": "do not show it: calibrate on queries like these",
 }
-"""Figure -> the question that it answers, and its unit; higher is better in all of them."""
+
+_USES = {
+    "wrong_auroc": ("to find wrong first hits", "AUROC", 0.5),
+    "out_of_gallery": ("to find queries without a match", "AUROC", 0.5),
+    "multiplicity_balanced": ("to find queries with many matches", "balanced Spearman", 0.0),
+}
+"""Figure -> what the best estimator by it is for, its unit, and its value by chance; higher is better in all."""
 
 
 def print_trust_summary(report: TrustReport, title: str) -> None:
-    """Print what the probabilities and the estimators of a model are worth, a few lines for each direction.
+    """Print what to do with the probabilities and the estimators of a model: a few lines for each direction.
 
     Args:
         report: the figures.
         title: what was measured.
     """
-    print(f"{title}: {report.n_images:,} images, {report.n_texts:,} texts")
+    print_wrapped(f"{title}: {counted(report.n_images, 'image')}, {counted(report.n_texts, 'text')}")
     for key, direction in report.directions.items():
-        print(f"{_NAMES[key]}: {direction.n_queries:,} queries, recall@1 {compact_interval(direction.recall)}")
-        served, baseline = (
-            next((f for f in reversed(report.hits.get(kind, [])) if f.direction == key and f.hits == 1), None)
-            for kind in ("served", "distance")
+        print_wrapped(
+            f"{_NAMES[key]}, {counted(direction.n_queries, 'query', 'queries')}:"
+            f" recall@1 {compact_interval(direction.recall)} (chance {compact_number(direction.chance)})"
         )
-        if served is not None and baseline is not None:
-            _print_first_hits(served, baseline)
-        for figure, (question, unit) in _QUESTIONS.items():
-            _print_best(direction, figure, question, unit)
-    for note in report.notes:
-        print(f"note: {note}")
+        if not direction.above_chance:
+            print_wrapped(
+                "  rely on nothing: the model does not rank better than chance here. Train it further, or check that"
+                " images and texts belong together",
+                indent=4,
+            )
+            continue
+        served, _ = _first_hits(report, key)
+        print_wrapped(f"  probability of the first hit: {_advice(served, report)}", indent=4)
+        for figure, (use, unit, by_chance) in _USES.items():
+            if (best := _best(direction, figure, by_chance)) is not None:
+                print_wrapped(f"  {use}: {_estimator(best, unit)}", indent=4)
 
 
-def _print_first_hits(served: HitFigures, baseline: HitFigures) -> None:
-    print(
-        f"  probability of the first hit: {served.mean_probability:.1%} on average, right in {served.rate:.1%};"
-        f" calibration error {served.ece:.3f}"
+def _first_hits(report: TrustReport, direction: str) -> tuple[HitFigures | None, HitFigures | None]:
+    """The figures of first hits in the whole gallery: as searches show them, and by the distance alone."""
+    served, baseline = (
+        next((f for f in reversed(report.hits.get(kind, [])) if f.direction == direction and f.hits == 1), None)
+        for kind in ("served", "distance")
     )
-    print(f"    (by the distance alone {baseline.ece:.3f}, of perfect probabilities {served.ece_by_chance:.3f})")
-    if served.auroc is not None and baseline.auroc is not None:
-        print(
-            f"    right against wrong first hits: AUROC {served.auroc:.2f} (distance alone {baseline.auroc:.2f},"
-            " chance 0.50)"
-        )
-    excess = served.ece - served.ece_by_chance
-    if excess <= _CLOSE:
-        print("    -> show it: it holds for queries like these")
-    elif excess <= _FAR:
-        print("    -> show it in words only (likely, unlikely), or calibrate on queries like these")
-    else:
-        print("    -> do not show it before `sfumato calibrate` on queries like these")
+    return served, baseline
 
 
-def _print_best(direction: DirectionTrust, figure: str, question: str, unit: str) -> None:
-    """The best estimator by one figure, beside total variance."""
-    found: dict[str, Interval] = {
-        name: values[figure] for name, values in direction.estimators.items() if figure in values
+def _advice(served: HitFigures | None, report: TrustReport) -> str:
+    """What may be done with a probability."""
+    if served is None:
+        reason = next((note for note in report.notes if note.startswith("the probabilities of hits are left out")), "")
+        return f"not measured: {reason.partition(': ')[2] or 'see --details'}"
+    if served.verdict == "too few":
+        return f"{counted(served.n, 'query', 'queries')} are too few to tell; take {_ENOUGH}"
+    return _VERDICTS[served.verdict]
+
+
+def _best(direction: DirectionTrust, figure: str, by_chance: float) -> tuple[str, Interval, bool] | None:
+    """The best estimator by a figure, the figure, and whether its interval lies above chance; None if unmeasured."""
+    found = {
+        name: values[figure]
+        for name, values in direction.estimators.items()
+        if figure in values and values[figure].value is not None
     }
-    known = {name: each.value for name, each in found.items() if each.value is not None}
-    if not known:
-        return
-    best = max(known, key=lambda name: known[name])
-    other = "total_variance"
-    beside = f"; {other} {compact_interval(found[other])}" if other in known and best != other else ""
-    chance = " (chance .5)" if unit == "AUROC" else ""
-    print(f"  {question}: best estimator {best}, {unit} {compact_interval(found[best])}{chance}{beside}")
+    if not found:
+        return None
+    name = max(found, key=lambda name: found[name].value or 0.0)
+    low = found[name].low
+    return name, found[name], (found[name].value or 0.0) > by_chance and (low is None or low > by_chance)
+
+
+def _estimator(best: tuple[str, Interval, bool], unit: str) -> str:
+    name, figure, above = best
+    shown = f"{unit} {compact_interval(figure)}"
+    return f"{name} ({shown})" if above else f"no estimator is above chance here (best: {name}, {shown})"
 
 
 def print_trust(report: TrustReport, title: str) -> None:
-    """Print tables of the figures of each estimator of uncertainty, with confidence intervals.
+    """Print the summary, and tables of the figures of each estimator of uncertainty with confidence intervals.
 
     Args:
         report: the figures.
-        title: start of each table's title.
+        title: what was measured.
     """
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    print_trust_summary(report, title)
+    print()
+    for key, name in _NAMES.items():
+        served, baseline = _first_hits(report, key)
+        if served is not None and baseline is not None:
+            _print_first_hits(name, served, baseline)
     if report.hits:
-        _print_hit_table(console, report, title)
+        _print_hit_table(report)
     for key, direction in report.directions.items():
         found = {figure for values in direction.estimators.values() for figure in values}
         for heading, columns in _TRUST_TABLES.items():
             shown = {figure: label for figure, label in columns.items() if figure in found}
             if shown:
-                table = Table(title=f"{title}, {_NAMES[key]}: {heading}", title_justify="left")
-                table.add_column("estimator", no_wrap=True)
-                for label in shown.values():
-                    table.add_column(label, justify="right")
-                for name, figures in direction.estimators.items():
-                    table.add_row(name, *[compact_interval(figures.get(figure)) for figure in shown])
-                console.print(table)
+                print()
+                print_table(
+                    f"{_NAMES[key]}: {heading}",
+                    ["estimator", *shown.values()],
+                    [
+                        [name, *(compact_interval(figures.get(figure)) for figure in shown)]
+                        for name, figures in direction.estimators.items()
+                    ],
+                )
         if direction.corruptions:
-            _print_corruptions(wide_console(), direction)
+            _print_corruptions(_NAMES[key], direction)
         chance = None if direction.recall.value is None else 1 - direction.recall.value
-        print(
-            f"{direction.n_queries} queries, {direction.n_gallery} items,"
-            f" recall@1 {compact_interval(direction.recall)};"
+        print()
+        print_wrapped(
+            f"{_NAMES[key]}: {counted(direction.n_queries, 'query', 'queries')},"
+            f" {counted(direction.n_gallery, 'item')}, recall@1 {compact_interval(direction.recall)};"
             f" AURC of chance {compact_number(chance)}, of a perfect order {compact_interval(direction.risk_best)};"
             f" match probability of true against random pairs, AUROC {compact_interval(direction.right_pairs)}"
         )
-    print(
+    print_wrapped(
         f"Higher is less certain. In brackets: {report.level:.0%} intervals"
         f" from {report.n_resamples} bootstrap resamples of the queries."
     )
     for note in report.notes:
-        print(f"note: {note}")
+        print_wrapped(f"note: {note}", indent=2)
 
 
-def _print_hit_table(console: Console, report: TrustReport, title: str) -> None:
+def _print_first_hits(name: str, served: HitFigures, baseline: HitFigures) -> None:
+    print_wrapped(
+        f"{name}, probability of the first hit: {served.mean_probability:.1%} on average, right in {served.rate:.1%};"
+        f" calibration error {served.ece:.3f}, by the distance alone {baseline.ece:.3f}"
+    )
+    print_wrapped(
+        f"  calibration error of perfect probabilities {served.ece_by_chance:.3f}, at most"
+        f" {served.ece_perfect_most:.3f}; of probabilities off by {FAR:.0%} at least {served.ece_off_least:.3f}",
+        indent=2,
+    )
+    if served.auroc is not None and baseline.auroc is not None:
+        print_wrapped(
+            f"  right against wrong first hits: AUROC {served.auroc:.2f} (distance alone {baseline.auroc:.2f}, chance"
+            " 0.50)"
+        )
+
+
+def _print_hit_table(report: TrustReport) -> None:
     """The probabilities of hits in galleries of several sizes."""
-    table = Table(title=f"{title}: are the probabilities of hits right?", title_justify="left")
-    table.add_column("queries, images, first hits", no_wrap=True)
-    for label in ("right", "mean probability", "ECE", "distance alone", "perfect", "Brier skill", "AUROC"):
-        table.add_column(label, justify="right")
+    labels = ("right", "mean probability", "ECE", "ECE, distance alone", "ECE, perfect", "Brier skill", "AUROC")
+    rows = []
     for f, baseline in zip(report.hits["served"], report.hits["distance"], strict=True):
         cells = (f.rate, f.mean_probability, f.ece, baseline.ece, f.ece_by_chance, f.brier_skill, f.auroc)
-        table.add_row(f"{_NAMES[f.direction]}, {f.n_gallery:,}, {f.hits}", *[compact_number(c) for c in cells])
-    console.print(table)
+        rows.append([f"{f.direction}, {f.n_gallery:,}, {f.hits}", *[compact_number(c) for c in cells]])
+    print_table("Are the probabilities of hits right?", ["queries, images, first hits", *labels], rows)
 
 
 _TRUST_TABLES = {
@@ -138,7 +170,7 @@ _TRUST_TABLES = {
         "wrong_auroc": "AUROC",
         "wrong_aurc": "AURC",
         "wrong_gain": "PRR",
-        "deciles": "deciles of recall",
+        "deciles": "recall@1 by ten bins, Pearson",
     },
     "ambiguity and absence": {
         "multiplicity": "true number, Spearman",
@@ -150,23 +182,22 @@ _TRUST_TABLES = {
 }
 
 
-def _print_corruptions(console: Console, direction: DirectionTrust) -> None:
-    table = Table(
-        title="do corrupted queries become less certain? Spearman with strength, fraction that rises",
-        title_justify="left",
-    )
-    table.add_column("estimator", no_wrap=True)
-    for name in direction.corruptions:
-        table.add_column(f"{name}: Spearman", justify="right")
-        table.add_column("rises", justify="right")
+def _print_corruptions(title: str, direction: DirectionTrust) -> None:
+    names = direction.corruptions
+    rows = []
     for estimator in direction.estimators:
         cells = []
         for corruption in direction.corruptions.values():
             found = corruption.estimators.get(estimator, {})
             cells += [compact_interval(found.get("spearman")), compact_interval(found.get("rises"))]
-        table.add_row(estimator, *cells)
-    console.print(table)
+        rows.append([estimator, *cells])
+    print()
+    print_table(
+        f"{title}: do corrupted queries become less certain? Spearman with strength, fraction that rises",
+        ["estimator", *(f"{name}: {figure}" for name in names for figure in ("Spearman", "rises"))],
+        rows,
+    )
     for name, corruption in direction.corruptions.items():
         recall = " ".join(f"{r:.0%}" for r in corruption.recall)
         strengths = " ".join(f"{s:g}" for s in corruption.strengths)
-        print(f"{name}, {corruption.n} queries: recall@1 {recall} at strength {strengths}")
+        print_wrapped(f"{name}, {counted(corruption.n, 'query', 'queries')}: recall@1 {recall} at strength {strengths}")
