@@ -1,4 +1,4 @@
-"""The page Results (docs/project/results.md) and the family table of README.md, from files of benchmarks/methods.py.
+"""The page Results (docs/project/results.md), from files of benchmarks/methods.py.
 
     python benchmarks/results_page.py
 
@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGE, README = ROOT / "benchmarks" / "results", ROOT / "docs" / "project" / "results.md", ROOT / "README.md"
-BEGIN, END = "<!-- family: written by benchmarks/results_page.py -->\n", "<!-- end of family -->\n"
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "project" / "results.md"
 
 METHODS = {
     "infonce": ("InfoNCE", "`infonce`"),
@@ -60,7 +59,11 @@ HEAD = """\
 All methods on the same frozen features with the same heads, batch and number of epochs; each with its own loss. Every
 method tries the same multiples of its recipe's learning rate with seed 0, and the best validation score chooses. The
 test split is opened once for each seed. Per cent, mean ± standard deviation over the seeds. [The
-family](../experiments/2026-11-22-family.md) says what the order means, and what it does not.
+family](../experiments/2026-11-22-family.md) says what the order means, and what it does not. RSUM is the sum of
+recall@1, @5 and @10 in both directions, at most 600.
+
+## The family
+
 """
 
 
@@ -112,10 +115,10 @@ def section(name: str, result: dict[str, Any]) -> str:
 
 def page(results: dict[str, dict[str, Any]]) -> str:
     """The whole page in Markdown."""
-    return "\n".join([HEAD, *(section(name, result) for name, result in results.items())])
+    return "\n".join([HEAD + summary(results), *(section(name, result) for name, result in results.items())])
 
 
-def readme_table(results: dict[str, dict[str, Any]]) -> str:
+def summary(results: dict[str, dict[str, Any]]) -> str:
     """The methods with their main figures."""
     headings = {"flickr8k": "Flickr8k RSUM", "emoji": "emoji text→image R@1"}
     figures = {"flickr8k": "rsum", "emoji": "t2i recall@1"}
@@ -129,22 +132,13 @@ def readme_table(results: dict[str, dict[str, Any]]) -> str:
     return table([*lines, ["by chance", "", *chance]], left=2)
 
 
-def with_family(readme: str, results: dict[str, dict[str, Any]]) -> str:
-    """The README with its family table made anew."""
-    before, _, rest = readme.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + BEGIN + readme_table(results) + END + after
-
-
 def all_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
     """The families that were run, by name."""
     return {name: found for name in COLUMNS if (found := load(name, folder))}
 
 
 def main() -> None:
-    results = all_results()
-    PAGE.write_text(page(results), encoding="utf-8")
-    README.write_text(with_family(README.read_text(encoding="utf-8"), results), encoding="utf-8")
+    PAGE.write_text(page(all_results()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.processes import Started, command
+from support.serving import Process, wait_until_ready
 from support.toy import make_toy
 
 from sfumato.cli import app
@@ -36,11 +38,16 @@ def test_the_readme_is_short():
     assert len(README.splitlines()) <= 120
 
 
-@pytest.mark.parametrize("text", [README, FIVE_MINUTES], ids=["README", "five-minutes"])
-def test_python_blocks_run(text):
-    assert blocks("python", text)
-    for block in blocks("python", text):
-        subprocess.run([sys.executable, "-c", block], check=True, capture_output=True)
+def run_python(block, folder):
+    """What a block of Python prints, in a process of its own that works in a folder."""
+    return subprocess.run(
+        [sys.executable, "-c", block], check=True, stdout=subprocess.PIPE, text=True, cwd=folder
+    ).stdout
+
+
+def test_the_block_of_five_minutes_runs(tmp_path):
+    [block] = blocks("python", FIVE_MINUTES)
+    assert len(run_python(block, tmp_path).splitlines()) >= 3
 
 
 def test_the_block_about_stores_runs(tmp_path):
@@ -71,22 +78,50 @@ def run_lines(folder, lines):
                 raise
 
 
-def test_shell_blocks_run(tmp_path):
-    """All lines in one process: they are plain commands, and torch is imported once."""
-    make_toy(tmp_path)
-    shutil.move(tmp_path / "data", tmp_path / "pictures")
+@pytest.fixture(scope="module")
+def visited(tmp_path_factory):
+    """A folder in which all commands of the README ran, and what they printed. One process: torch is imported once."""
+    folder = tmp_path_factory.mktemp("readme")
+    make_toy(folder)
+    shutil.move(folder / "data", folder / "pictures")
     rng = np.random.default_rng(0)
     images = rng.standard_normal((200, 8)).astype(np.float32)
-    np.save(tmp_path / "images.npy", images)
-    np.save(tmp_path / "texts.npy", images + 0.3 * rng.standard_normal((200, 8)).astype(np.float32))
-    (tmp_path / "pairs.csv").write_text("image,text\n" + "".join(f"{i},{i}\n" for i in range(200)))
+    np.save(folder / "images.npy", images)
+    np.save(folder / "texts.npy", images + 0.3 * rng.standard_normal((200, 8)).astype(np.float32))
+    np.save(folder / "query.npy", images[7])
+    (folder / "pairs.csv").write_text("image,text\n" + "".join(f"{i},{i}\n" for i in range(200)))
     lines = [line for line in "".join(blocks("sh")).splitlines() if line.strip() and not line.startswith("#")]
-    process = Started(run_lines, tmp_path, lines, piped=True)
+    process = Started(run_lines, folder, lines, piped=True)
     printed = process.stdout.read()
     process.stdout.close()
     status, errors = process.finish()
     assert status == 0, errors
-    assert "matches expected" in printed and "recall@1" in printed and "200 images indexed" in printed
+    return folder, printed
+
+
+def test_shell_blocks_run(visited):
+    _, printed = visited
+    assert "recall@1" in printed and "48 images indexed" in printed and "200 images indexed" in printed
+    assert printed.count("matches expected") >= 3, "two queries of words and a vector"
+
+
+def test_python_blocks_run_where_the_commands_ran(visited):
+    folder, _ = visited
+    printed = [run_python(block, folder) for block in blocks("python")]
+    assert len(printed) == 2 and "matches expected" in printed[0]
+    assert re.search(r"id='0'", printed[1])
+
+
+def test_the_service_of_the_readme_starts(visited):
+    folder, _ = visited
+    [line] = [line for line in commands("README.md") if " serve " in line]
+    arguments = shlex.split(line, comments=True)
+    process = Process(*arguments[2:], folder=folder)
+    wait_until_ready(process.client)
+    assert process.client.get("/v1/info").json()["galleries"]["images"]["n"] == 48
+    assert "<title>" in process.client.get("/").text
+    status, _ = process.end(signal.SIGTERM)
+    assert status == 0
 
 
 def commands(document):

@@ -1,4 +1,4 @@
-"""The page Results and the README's family table are what benchmarks/results_page.py makes of the result files."""
+"""The page Results is what benchmarks/results_page.py makes of the result files."""
 
 import importlib.util
 import json
@@ -23,19 +23,13 @@ def test_the_page_is_that_of_the_files(script):
     assert script.PAGE.read_text(encoding="utf-8") == script.page(script.all_results())
 
 
-def test_the_readme_has_the_table_of_the_files(script):
-    readme = script.README.read_text(encoding="utf-8")
-    assert script.with_family(readme, script.all_results()) == readme
-    assert readme.count(script.BEGIN) == readme.count(script.END) == 1
-
-
-def test_a_changed_figure_changes_page_and_table(script):
+def test_a_changed_figure_changes_page_and_summary(script):
     results = script.all_results()
     changed = json.loads(json.dumps(results))
     figures = next(iter(changed["emoji"]["table"].values()))["figures"]
     figures["t2i recall@1"]["mean"] += 1
     assert script.page(changed) != script.page(results)
-    assert script.readme_table(changed) != script.readme_table(results)
+    assert script.summary(changed) != script.summary(results)
 
 
 def test_every_method_of_a_file_has_a_name_and_every_figure_a_baseline(script):

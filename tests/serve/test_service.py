@@ -5,8 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -15,7 +13,7 @@ import httpx
 import pytest
 import torch
 from support.processes import Started, command
-from support.serving import KEY, SlowModel, in_base64, picture, served, wait_until_ready
+from support.serving import KEY, Process, SlowModel, in_base64, picture, served, wait_until_ready
 
 from sfumato.data.image_decoding import decode_image
 from sfumato.errors import UserError
@@ -559,28 +557,6 @@ def test_a_network_needs_a_key(tmp_path):
 
 
 # ---------------------------------------------------------------- a process of its own
-
-
-class Process:
-    """`sfumato serve` as users start it."""
-
-    def __init__(self, *arguments, **environment):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "sfumato", "serve", *map(str, arguments), "--port", "0"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        )
-        line = self.process.stdout.readline()
-        assert "http://" in line, self.process.stderr.read()
-        self.client = httpx.Client(base_url=line.split()[-1], timeout=20, trust_env=False)
-
-    def end(self, signal_number):
-        self.process.send_signal(signal_number)
-        self.client.close()
-        out = self.process.communicate(timeout=30)
-        return self.process.returncode, out
 
 
 def test_sigterm_lets_requests_finish(collection):

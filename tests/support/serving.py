@@ -3,6 +3,9 @@
 import base64
 import contextlib
 import io
+import os
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -188,3 +191,26 @@ class SlowModel(torch.nn.Module):
         time.sleep(self.seconds)
         self.sizes.append(len(texts))
         return self.model.embed_texts(texts)
+
+
+class Process:
+    """`sfumato serve` as users start it."""
+
+    def __init__(self, *arguments, folder=None, **environment):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "sfumato", "serve", *map(str, arguments), "--port", "0"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        )
+        line = self.process.stdout.readline()
+        assert "http://" in line, self.process.stderr.read()
+        self.client = httpx.Client(base_url=line.split()[-1], timeout=20, trust_env=False)
+
+    def end(self, signal_number):
+        self.process.send_signal(signal_number)
+        self.client.close()
+        out = self.process.communicate(timeout=30)
+        return self.process.returncode, out
